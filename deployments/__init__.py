@@ -1,0 +1,1 @@
+"""Deployments, pools and schedules of the flows."""

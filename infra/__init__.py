@@ -1,0 +1,1 @@
+"""Processes on machines: launching, guarding and ending them. Knows nothing of Prefect."""

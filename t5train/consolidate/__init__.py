@@ -1,0 +1,1 @@
+"""DeepSpeed checkpoint to fp32 safetensors."""

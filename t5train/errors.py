@@ -1,0 +1,114 @@
+"""Every error this project raises on purpose.
+
+::
+
+    T5TrainError
+    ├── SpecError                a setting is unknown, of the wrong type, or contradicts another
+    │   └── RunChanged           a run of this name exists with another spec
+    ├── InputError               what the user handed in cannot be used
+    │   └── DigestMismatch       a file is not the one that was recorded
+    ├── RecordError              a manifest is absent, unreadable or of another kind
+    ├── StorageError             a folder cannot be written, or is too small for what is to come
+    ├── RunLocked                another process is working on this run
+    ├── LaunchError              ranks could not be started, or ended before their work was done
+    ├── TrainingError            training went on, but not honestly
+    │   ├── NonFiniteLoss
+    │   ├── TooManySkippedSteps
+    │   ├── DuplicateBatch
+    │   ├── WeightsDidNotMove
+    │   └── RanksDisagree
+    ├── ConsolidationError       a checkpoint cannot be turned into weights
+    │   ├── IncompleteCheckpoint
+    │   └── UnknownLayout
+    ├── CertificationError       the exported model is not the one that was trained
+    └── PublicationError         a published folder is incomplete, damaged or in the way
+
+A message names the value, the constraint it breaks and the remedy. ``retryable`` says whether trying the
+same thing again can help; what is wrong in a spec or an input stays wrong.
+"""
+
+from typing import ClassVar
+
+
+class T5TrainError(Exception):
+    """Base of all deliberate errors; its text is fit to show to a user as it is."""
+
+    retryable: ClassVar[bool] = False
+
+
+class SpecError(T5TrainError):
+    """A setting is unknown, of the wrong type, or contradicts another."""
+
+
+class RunChanged(SpecError):
+    """A run of this name exists on disk with another spec."""
+
+
+class InputError(T5TrainError):
+    """A file, folder or URL handed in cannot be used."""
+
+
+class DigestMismatch(InputError):
+    """A file's size or sha256 is not the recorded one."""
+
+
+class RecordError(T5TrainError):
+    """A manifest is absent, unreadable or of another kind."""
+
+
+class StorageError(T5TrainError):
+    """A folder cannot be written, or is too small for what is to come."""
+
+
+class RunLocked(T5TrainError):
+    """Another live process is working on this run."""
+
+
+class LaunchError(T5TrainError):
+    """Ranks could not be started, or ended before their work was done."""
+
+    retryable = True
+
+
+class TrainingError(T5TrainError):
+    """Training went on, but what it did was not honest progress."""
+
+
+class NonFiniteLoss(TrainingError):
+    """The loss is NaN or infinite."""
+
+
+class TooManySkippedSteps(TrainingError):
+    """The loss scaler threw away more optimizer steps than can be called training."""
+
+
+class DuplicateBatch(TrainingError):
+    """Two ranks were given the same samples."""
+
+
+class WeightsDidNotMove(TrainingError):
+    """Optimizer steps were reported, yet the fp32 weights are what they were."""
+
+
+class RanksDisagree(TrainingError):
+    """Ranks resumed from different steps, tags or runs."""
+
+
+class ConsolidationError(T5TrainError):
+    """A checkpoint cannot be turned into fp32 weights."""
+
+
+class IncompleteCheckpoint(ConsolidationError):
+    """A checkpoint lacks files, or its files are not of one run, step and layout."""
+
+
+class UnknownLayout(ConsolidationError):
+    """A checkpoint has a structure this project has no proven rule for."""
+
+
+class CertificationError(T5TrainError):
+    """The exported model does not reproduce what the training engine recorded."""
+
+
+class PublicationError(T5TrainError):
+    """A published folder is incomplete, damaged, or holds something else."""

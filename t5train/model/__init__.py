@@ -1,0 +1,1 @@
+"""T5, with Hugging Face's parameter names."""

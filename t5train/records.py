@@ -1,0 +1,230 @@
+"""What a stage leaves behind: a folder of files and the manifest that describes them.
+
+``manifest.json`` is written last, by atomic rename after fsync, and is the only sign of success. A stage's
+result may be reused when its manifest is there, its fingerprint is the wanted one and its files verify.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from t5train.atomic import write_text
+from t5train.errors import DigestMismatch, RecordError
+from t5train.progress import Progress, silent
+
+MANIFEST = "manifest.json"
+SCHEMA_VERSION = 1
+_CHUNK_BYTES = 8 << 20
+_log = logging.getLogger(__name__)
+
+
+class FileDigest(BaseModel):
+    """Size in bytes and sha256 of one file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    size: int = Field(ge=0)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+class Provenance(BaseModel):
+    """Where and with what a record was made; never part of its identity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    git_commit: str | None
+    versions: dict[str, str]
+    host: str
+    created_at: str
+
+
+class Record(BaseModel):
+    """A past fact: these files hold the result of one stage for one fingerprint.
+
+    Names in ``files`` are relative to ``path``; absolute names stand for files used in place.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    kind: str
+    schema_version: Literal[1] = SCHEMA_VERSION
+    path: Path
+    fingerprint: str
+    inputs: dict[str, str] = {}
+    files: dict[str, FileDigest]
+    counts: dict[str, int | float] = {}
+    provenance: Provenance = Field(default_factory=lambda: current_provenance())
+    reused: bool = Field(default=False, exclude=True)
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read the manifest of ``folder``; RecordError when there is none of this kind."""
+        manifest = folder / MANIFEST
+        try:
+            record = cls.model_validate_json(manifest.read_bytes())
+        except FileNotFoundError:
+            raise RecordError(f"{manifest} does not exist: {folder} is not a finished {_kind(cls)}") from None
+        except (ValidationError, json.JSONDecodeError) as error:
+            raise RecordError(f"{manifest} is not the manifest of a {_kind(cls)}: {error}") from error
+        return record.model_copy(update={"path": folder})
+
+    def commit(self) -> Self:
+        """Write the manifest, the last act of a stage."""
+        write_text(self.path / MANIFEST, self.model_dump_json(indent=1) + "\n")
+        return self
+
+    def verify(self, progress: Progress = silent) -> None:
+        """Compare every file with its digest; DigestMismatch names the first that differs."""
+        total = sum(digest.size for digest in self.files.values())
+        done = 0
+        for name, digest in self.files.items():
+            verify_file(self.path / name, digest)
+            done += digest.size
+            progress("bytes verified", done, total)
+
+
+class Corpus(Record):
+    """Verified text: files of passages."""
+
+    kind: Literal["corpus"] = "corpus"
+
+
+class TokenizerFiles(Record):
+    """A SentencePiece model in T5's form."""
+
+    kind: Literal["tokenizer"] = "tokenizer"
+
+
+class TokenShards(Record):
+    """Token ids of a corpus, split into train, validation and test."""
+
+    kind: Literal["shards"] = "shards"
+
+
+class Checkpoint(Record):
+    """A complete DeepSpeed checkpoint at the last step of a run, with the engine's own witness of its weights."""
+
+    kind: Literal["checkpoint"] = "checkpoint"
+    step: int
+    tag: str
+
+
+class Weights(Record):
+    """fp32 safetensors."""
+
+    kind: Literal["weights"] = "weights"
+
+
+class Export(Record):
+    """A Hugging Face folder; it carries a passing ``certificate.json`` once it is certified."""
+
+    kind: Literal["export"] = "export"
+
+
+class Publication(Record):
+    """An export in an object store or folder; ``url`` says where."""
+
+    kind: Literal["publication"] = "publication"
+    url: str
+
+
+R = TypeVar("R", bound=Record)
+
+
+def reusable(kind: type[R], folder: Path, fingerprint: str, progress: Progress = silent) -> R | None:
+    """The finished record in ``folder`` if it has this fingerprint and its files verify, else None (and a log line)."""
+    if not (folder / MANIFEST).exists():
+        return None
+    try:
+        record = kind.load(folder)
+        if record.fingerprint != fingerprint:
+            _log.warning("%s has another fingerprint: it is made again", folder)
+            return None
+        record.verify(progress)
+    except (RecordError, DigestMismatch) as error:
+        _log.warning("%s: it is made again", error)
+        return None
+    return record.model_copy(update={"reused": True})
+
+
+def verify_file(path: Path, expected: FileDigest) -> None:
+    """DigestMismatch unless ``path`` has this size and sha256."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise DigestMismatch(f"{path} is missing; {expected.size} bytes were recorded") from None
+    if size != expected.size:
+        raise DigestMismatch(f"{path} has {size} bytes, {expected.size} were recorded: restore it or make it again")
+    found = digest_file(path)
+    if found.sha256 != expected.sha256:
+        raise DigestMismatch(
+            f"{path} has sha256 {found.sha256}, {expected.sha256} was recorded: restore it or make it again"
+        )
+
+
+def digest_file(path: Path) -> FileDigest:
+    """Size and sha256 of a file, read once in bounded memory."""
+    digest, size = hashlib.sha256(), 0
+    with open(path, "rb", buffering=0) as file:
+        buffer = memoryview(bytearray(_CHUNK_BYTES))
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+    return FileDigest(size=size, sha256=digest.hexdigest())
+
+
+def digest_files(folder: Path, names: Iterable[str]) -> dict[str, FileDigest]:
+    """Digests of some files of a folder, by name."""
+    return {name: digest_file(folder / name) for name in names}
+
+
+def input_fingerprints(inputs: Mapping[str, Record]) -> dict[str, str]:
+    """The fingerprints of a stage's input records, by their role."""
+    return {role: record.fingerprint for role, record in inputs.items()}
+
+
+def current_provenance() -> Provenance:
+    """Commit, versions, host and time, now."""
+    return Provenance(
+        git_commit=_git_commit(),
+        versions=_versions(),
+        host=platform.node(),
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+@cache
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("t5-pretrain", "torch", "deepspeed", "transformers", "sentencepiece", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+@cache
+def _git_commit() -> str | None:
+    """Commit of the checkout this package runs from; None when it is installed from a wheel."""
+    checkout = Path(__file__).parent.parent
+    if not (checkout / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", os.fspath(checkout), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.warning("the commit of %s cannot be told: %s", checkout, error)
+        return None
+
+
+def _kind(cls: type[Record]) -> str:
+    return cls.__name__ if cls is not Record else "record"

@@ -1,0 +1,366 @@
+"""RunSpec: everything that decides a run, as data.
+
+A setting is either *identity* (it decides what comes out, and is in the fingerprint) or *execution* (where and
+how; it is not). Execution settings are named in ``execution`` of the part they belong to.
+"""
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from t5train.errors import SpecError
+from t5train.fingerprint import fingerprint
+
+VOCABULARY_MULTIPLE = 128
+NUM_SENTINELS = 100
+
+
+class SpecPart(BaseModel):
+    """One part of a RunSpec: immutable, and closed to names it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    execution: ClassVar[frozenset[str]] = frozenset()
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that are in the fingerprint, as plain JSON values."""
+        return {name: value for name, value in self.model_dump(mode="json").items() if name not in self.execution}
+
+
+class CorpusSpec(SpecPart):
+    """Which text, and how it is split."""
+
+    execution = frozenset({"workers"})
+
+    source: str = Field(
+        "pydocs",
+        title="Source",
+        description="'pydocs', or a path, pattern or fsspec URL of .txt, .jsonl, .tsv or .parquet files (.gz too)",
+    )
+    revision: str = Field("", title="Revision", description="A name for this state of the source, if it has one")
+    split: tuple[int, int, int] = Field(
+        (950, 30, 20), title="Split", description="Train, validation and test, in thousandths of the documents"
+    )
+    split_seed: int = Field(0, ge=0, title="Split seed", description="Decides which document falls into which split")
+    workers: int | None = Field(None, ge=1, title="Workers", description="Processes; all cores when left out")
+
+    @model_validator(mode="after")
+    def _split_is_whole(self) -> Self:
+        if sum(self.split) != 1000 or min(self.split) < 0 or self.split[0] == 0 or self.split[1] == 0:
+            raise ValueError(
+                f"corpus.split is {self.split}: three thousandths that sum to 1000, the first two above zero"
+            )
+        return self
+
+
+class TokenizerSpec(SpecPart):
+    """Which vocabulary: an existing one, or one trained on the corpus."""
+
+    path: str | None = Field(
+        None, title="Path", description="A spiece.model or a Hugging Face folder; trained when left out"
+    )
+    vocab_size: int = Field(
+        32000, ge=300, le=250_000, title="Vocabulary", description="Pieces to train, without the 100 sentinels"
+    )
+    character_coverage: float = Field(
+        0.9995, ge=0.98, le=1.0, title="Character coverage", description="Share of characters with a piece of their own"
+    )
+
+    def identity(self) -> dict[str, Any]:
+        """With a given vocabulary the training settings have no say; its content is fingerprinted by the stage."""
+        return {"given": True} if self.path is not None else super().identity()
+
+
+class ShardsSpec(SpecPart):
+    """How token ids are cut into files."""
+
+    execution = frozenset({"workers"})
+
+    shard_tokens: int = Field(
+        128 << 20, ge=4096, le=1 << 31, title="Tokens a shard", description="Aimed at; a shard ends with a document"
+    )
+    workers: int | None = Field(None, ge=1, title="Workers", description="Processes; all cores when left out")
+
+
+class ObjectiveSpec(SpecPart):
+    """T5 span corruption (Raffel et al. 2020, section 3.1.4)."""
+
+    noise_density: float = Field(0.15, gt=0, lt=0.5, title="Noise density", description="Share of tokens masked")
+    mean_span_tokens: float = Field(3.0, ge=1, le=20, title="Mean span", description="Mean length of a masked span")
+    input_tokens: int = Field(512, ge=16, le=16384, title="Input tokens", description="Encoder length, EOS included")
+
+
+PresetName = Literal["smoke", "tiny", "small", "base", "large", "3b", "11b"]
+
+
+class ModelSpec(SpecPart):
+    """A T5 of the v1.0 or v1.1 family; fields left out come from the preset."""
+
+    execution = frozenset({"compile"})
+
+    preset: PresetName = Field("base", title="Preset", description="Shape of the published T5 of that size")
+    version: Literal["v1.1", "v1.0"] = Field(
+        "v1.1", title="Version", description="v1.1: gated GELU, untied output; v1.0: ReLU, tied output"
+    )
+    feed_forward: Literal["gated-gelu", "relu"] | None = Field(
+        None, title="Feed-forward", description="Else by version"
+    )
+    d_model: int | None = Field(None, ge=8, title="d_model", description="Width; else by preset")
+    d_kv: int | None = Field(None, ge=4, title="d_kv", description="Width of a head; else by preset")
+    d_ff: int | None = Field(None, ge=8, title="d_ff", description="Width of the feed-forward; else by preset")
+    num_heads: int | None = Field(None, ge=1, title="Heads", description="Else by preset")
+    num_layers: int | None = Field(None, ge=1, title="Encoder layers", description="Else by preset")
+    num_decoder_layers: int | None = Field(None, ge=1, title="Decoder layers", description="Else by preset")
+    vocab_size: int | None = Field(
+        None, ge=128, title="Vocabulary", description="Embedding rows; else the tokenizer's, padded to 128"
+    )
+    dropout_rate: float = Field(0.0, ge=0, lt=1, title="Dropout", description="0 for pre-training, as T5 v1.1")
+    compile: bool = Field(False, title="Compile", description="torch.compile; worth it on GPUs")
+
+    @model_validator(mode="after")
+    def _vocabulary_is_padded(self) -> Self:
+        if self.vocab_size is not None and self.vocab_size % VOCABULARY_MULTIPLE:
+            raise ValueError(
+                f"model.vocab_size is {self.vocab_size}: it must be a multiple of {VOCABULARY_MULTIPLE} "
+                f"(the next is {pad_vocabulary(self.vocab_size)})"
+            )
+        return self
+
+
+class OptimizerSpec(SpecPart):
+    """How the weights move, and in what arithmetic."""
+
+    kind: Literal["adamw-rms", "adamw"] = Field(
+        "adamw-rms", title="Kind", description="adamw-rms scales each tensor's step by its RMS, which T5 needs"
+    )
+    peak_learning_rate: float = Field(0.01, gt=0, le=1, title="Peak rate", description="Relative to a tensor's RMS")
+    warmup_steps: int = Field(1000, ge=0, title="Warm-up steps", description="Linear from zero to the peak")
+    schedule: Literal["inverse-sqrt", "cosine", "constant"] = Field(
+        "cosine", title="Schedule", description="After the warm-up"
+    )
+    final_learning_rate: float = Field(1e-5, ge=0, le=1, title="Final rate", description="Where the cosine ends")
+    weight_decay: float = Field(0.0, ge=0, le=1, title="Weight decay", description="Decoupled")
+    betas: tuple[float, float] = Field((0.9, 0.999), title="Betas", description="Decay of Adam's two moments")
+    epsilon: float = Field(1e-8, gt=0, title="Epsilon", description="Adam's")
+    gradient_clip: float = Field(1.0, ge=0, title="Gradient clip", description="Global norm; 0 for none")
+    global_batch_sequences: int = Field(128, ge=1, title="Global batch", description="Sequences an optimizer step")
+    num_steps: int = Field(65536, ge=1, title="Steps", description="Optimizer steps of the run")
+    seed: int = Field(0, ge=0, le=2**31 - 1, title="Seed", description="Of weights, order and noise")
+    precision: Literal["fp32", "bf16", "fp16"] = Field("bf16", title="Precision", description="fp16 needs a GPU")
+    initial_scale_power: int = Field(16, ge=0, le=32, title="fp16 scale", description="First loss scale, power of two")
+
+    @model_validator(mode="after")
+    def _schedule_is_possible(self) -> Self:
+        if self.warmup_steps >= self.num_steps:
+            raise ValueError(
+                f"optimizer.warmup_steps is {self.warmup_steps}: it must be below optimizer.num_steps "
+                f"({self.num_steps})"
+            )
+        if self.final_learning_rate > self.peak_learning_rate:
+            raise ValueError(
+                f"optimizer.final_learning_rate is {self.final_learning_rate}: it must not exceed "
+                f"optimizer.peak_learning_rate ({self.peak_learning_rate})"
+            )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas is {self.betas}: both must lie in [0, 1)")
+        return self
+
+
+class LayoutSpec(SpecPart):
+    """How the state of training is spread over ranks."""
+
+    execution = frozenset({"zero_stage", "micro_batch_sequences"})
+
+    zero_stage: Literal[0, 1, 2] = Field(1, title="ZeRO stage", description="0: replicated, 1: optimizer, 2: gradients")
+    micro_batch_sequences: int = Field(8, ge=1, title="Micro-batch", description="Sequences a rank, a pass")
+
+
+class StorageSpec(SpecPart):
+    """Where things lie, and how often state is saved."""
+
+    execution = frozenset(
+        {"root", "publish_to", "checkpoint_every_steps", "keep_last", "validate_every_steps", "validate_sequences"}
+    )
+
+    root: Path = Field(Path("work"), title="Root", description="Folder that holds everything a run makes")
+    publish_to: str | None = Field(
+        None, title="Publish to", description="Folder or fsspec URL; {root}/published/{run} when left out"
+    )
+    checkpoint_every_steps: int = Field(1000, ge=1, title="Checkpoint every", description="Optimizer steps")
+    keep_last: int = Field(2, ge=1, title="Keep", description="Complete checkpoints kept")
+    validate_every_steps: int = Field(500, ge=1, title="Validate every", description="Optimizer steps")
+    validate_sequences: int = Field(512, ge=1, title="Validation", description="Sequences at most, each time")
+
+
+class ClusterSpec(SpecPart):
+    """The processes that train."""
+
+    execution = frozenset({"ranks", "accelerator", "master_port", "retries"})
+
+    ranks: int = Field(1, ge=1, le=64, title="Ranks", description="Processes on this machine, one an accelerator")
+    accelerator: str | None = Field(
+        None, pattern="^[a-z]+$", title="Accelerator", description="DeepSpeed's name for it; found when left out"
+    )
+    master_port: int | None = Field(
+        None, ge=1024, le=65535, title="Port", description="Of the rendezvous; a free one when left out"
+    )
+    retries: int = Field(2, ge=0, le=100, title="Retries", description="Of training, when what failed can pass")
+
+
+class RunSpec(SpecPart):
+    """One run, whole. Build changed ones with ``with_settings``, never with ``model_copy``."""
+
+    execution = frozenset({"recipe", "name", "layout", "storage", "cluster"})
+
+    recipe: str = Field(pattern="^[a-z0-9][a-z0-9_-]{0,39}$", title="Recipe", description="Where the settings began")
+    name: str | None = Field(
+        None,
+        pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$",
+        title="Run name",
+        description="Folder under {root}/runs; recipe and fingerprint when left out",
+    )
+    corpus: CorpusSpec = CorpusSpec()
+    tokenizer: TokenizerSpec = TokenizerSpec()
+    shards: ShardsSpec = ShardsSpec()
+    objective: ObjectiveSpec = ObjectiveSpec()
+    model: ModelSpec = ModelSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    layout: LayoutSpec = LayoutSpec()
+    storage: StorageSpec = StorageSpec()
+    cluster: ClusterSpec = ClusterSpec()
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> Self:
+        per_pass = self.layout.micro_batch_sequences * self.cluster.ranks
+        if self.optimizer.global_batch_sequences % per_pass:
+            raise ValueError(
+                f"optimizer.global_batch_sequences is {self.optimizer.global_batch_sequences}: it must be a multiple "
+                f"of layout.micro_batch_sequences x cluster.ranks ({self.layout.micro_batch_sequences} x "
+                f"{self.cluster.ranks} = {per_pass})"
+            )
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """Identity settings of every part, ``{part: {setting: value}}``."""
+        return {name: part.identity() for name, part in self._parts() if name not in self.execution}
+
+    def fingerprint(self) -> str:
+        """sha256 of the identity: equal for runs that must give the same weights from the same inputs."""
+        return fingerprint(self.identity())
+
+    @property
+    def run_name(self) -> str:
+        """The name given, else one made of recipe and fingerprint, so that another spec is another run."""
+        return self.name or f"{self.recipe}-{self.fingerprint()[:8]}"
+
+    @property
+    def run_folder(self) -> Path:
+        """``{root}/runs/{run_name}``."""
+        return self.storage.root / "runs" / self.run_name
+
+    @property
+    def gradient_accumulation(self) -> int:
+        """Forward passes of each rank for one optimizer step."""
+        return self.optimizer.global_batch_sequences // (self.layout.micro_batch_sequences * self.cluster.ranks)
+
+    def with_settings(self, settings: Mapping[str, Any]) -> "RunSpec":
+        """This spec with ``{"part.key": value}`` changed, validated anew as a whole.
+
+        A value that is text is read as JSON where it is JSON (``8``, ``true``, ``[1, 2]``, ``null``), else as text.
+        Raises SpecError that names the nearest setting for an unknown one.
+        """
+        values = self.model_dump(mode="json")
+        for setting, value in settings.items():
+            _place(values, setting, _parsed(value))
+        return build(values)
+
+    def _parts(self) -> Iterator[tuple[str, SpecPart]]:
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, SpecPart):
+                yield name, value
+
+
+def build(values: Mapping[str, Any]) -> RunSpec:
+    """A RunSpec of plain values; SpecError lists everything that is wrong, one line each."""
+    try:
+        return RunSpec.model_validate(values)
+    except ValidationError as error:
+        raise SpecError(_explain(error)) from None
+
+
+def read(path: Path) -> RunSpec:
+    """The RunSpec in a JSON file."""
+    try:
+        return build(json.loads(path.read_text("utf-8")))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise SpecError(f"{path} cannot be read as a run spec: {error}") from error
+
+
+def setting_names() -> list[str]:
+    """Every setting ``with_settings`` accepts."""
+    names = []
+    for name, field in RunSpec.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, SpecPart):
+            names.extend(f"{name}.{key}" for key in field.annotation.model_fields)
+        else:
+            names.append(name)
+    return names
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """``"part.key: old -> new"`` for everything that differs between two identities."""
+    found = []
+    for key in sorted({*old, *new}):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            found.extend(differences(before, after, f"{prefix}{key}."))
+        elif before != after:
+            found.append(f"{prefix}{key}: {json.dumps(before)} -> {json.dumps(after)}")
+    return found
+
+
+def pad_vocabulary(pieces: int) -> int:
+    """The smallest multiple of 128 that holds ``pieces`` ids."""
+    return -(-pieces // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """``" (did you mean 'x'?)"`` for the known word most like this one, or nothing."""
+    match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def _place(values: dict[str, Any], setting: str, value: Any) -> None:
+    if setting not in setting_names():
+        raise SpecError(f"unknown setting {setting!r}{nearest(setting, setting_names())}")
+    *parents, key = setting.split(".")
+    for parent in parents:
+        values = values[parent]
+    values[key] = value
+
+
+def _parsed(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for detail in error.errors():
+        where = ".".join(str(step) for step in detail["loc"])
+        message = detail["msg"].removeprefix("Value error, ")
+        if detail["type"] == "extra_forbidden":
+            message = f"unknown setting{nearest(where, setting_names())}"
+        if detail["type"] == "value_error" or not where:
+            lines.append(message)
+        else:
+            lines.append(f"{where} is {detail['input']!r}: {message}")
+    return "; ".join(lines)

@@ -1,0 +1,1 @@
+"""Prefect tasks: thin, one library call each."""
