@@ -47,6 +47,41 @@ class Provenance(BaseModel):
     created_at: str
 
 
+def current_provenance() -> Provenance:
+    """Commit, versions, host and time, now."""
+    return Provenance(
+        git_commit=_git_commit(),
+        versions=_versions(),
+        host=platform.node(),
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+@cache
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("t5-pretrain", "torch", "deepspeed", "transformers", "sentencepiece", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+@cache
+def _git_commit() -> str | None:
+    """Commit of the checkout this package runs from; None when it is installed from a wheel."""
+    checkout = Path(__file__).parent.parent
+    if not (checkout / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", os.fspath(checkout), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.warning("the commit of %s cannot be told: %s", checkout, error)
+        return None
+
+
 class Record(BaseModel):
     """A past fact: these files hold the result of one stage for one fingerprint.
 
@@ -61,7 +96,7 @@ class Record(BaseModel):
     inputs: dict[str, str] = {}
     files: dict[str, FileDigest]
     counts: dict[str, int | float] = {}
-    provenance: Provenance = Field(default_factory=lambda: current_provenance())
+    provenance: Provenance = Field(default_factory=current_provenance)
     reused: bool = Field(default=False, exclude=True)
 
     @classmethod
@@ -189,41 +224,6 @@ def digest_files(folder: Path, names: Iterable[str]) -> dict[str, FileDigest]:
 def input_fingerprints(inputs: Mapping[str, Record]) -> dict[str, str]:
     """The fingerprints of a stage's input records, by their role."""
     return {role: record.fingerprint for role, record in inputs.items()}
-
-
-def current_provenance() -> Provenance:
-    """Commit, versions, host and time, now."""
-    return Provenance(
-        git_commit=_git_commit(),
-        versions=_versions(),
-        host=platform.node(),
-        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
-
-
-@cache
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("t5-pretrain", "torch", "deepspeed", "transformers", "sentencepiece", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-@cache
-def _git_commit() -> str | None:
-    """Commit of the checkout this package runs from; None when it is installed from a wheel."""
-    checkout = Path(__file__).parent.parent
-    if not (checkout / ".git").exists():
-        return None
-    try:
-        command = ["git", "-C", os.fspath(checkout), "rev-parse", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("the commit of %s cannot be told: %s", checkout, error)
-        return None
 
 
 def _kind(cls: type[Record]) -> str:
