@@ -24,7 +24,7 @@ from t5train.errors import DigestMismatch, RecordError
 from t5train.progress import Progress, silent
 
 MANIFEST = "manifest.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 _CHUNK_BYTES = 8 << 20
 _log = logging.getLogger(__name__)
 

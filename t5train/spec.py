@@ -302,7 +302,7 @@ def read(path: Path) -> RunSpec:
 
 def setting_names() -> list[str]:
     """Every setting ``with_settings`` accepts."""
-    names = []
+    names: list[str] = []
     for name, field in RunSpec.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, SpecPart):
             names.extend(f"{name}.{key}" for key in field.annotation.model_fields)
