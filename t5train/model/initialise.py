@@ -1,0 +1,41 @@
+"""First values of every parameter, a function of seed and name alone: every layout starts from the same numbers."""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+
+from t5train.model.shape import T5Shape
+
+
+def initialise(model: nn.Module, shape: T5Shape, seed: int) -> None:
+    """Fill every parameter in place, on the CPU, by (seed, Hugging Face name)."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(first_value(name, parameter.shape, shape, seed))
+
+
+def first_value(name: str, size: torch.Size, shape: T5Shape, seed: int) -> Tensor:
+    """fp32 tensor of ``size``: ones for norms, else normal with T5's standard deviation for that name."""
+    if name.endswith("layer_norm.weight"):
+        return torch.ones(size)
+    digest = hashlib.sha256(f"{seed}|{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") & (2**63 - 1))
+    return torch.empty(size).normal_(0.0, deviation(name, shape), generator=generator)
+
+
+def deviation(name: str, shape: T5Shape) -> float:
+    """Standard deviation of T5's initialisation (Mesh TensorFlow's, which folds the attention scale into q)."""
+    match name.split(".")[-2]:
+        case "shared":
+            return 1.0
+        case "q":
+            return (shape.d_model * shape.d_kv) ** -0.5
+        case "o":
+            return shape.inner**-0.5
+        case "wo":
+            return shape.d_ff**-0.5
+        case "k" | "v" | "wi" | "wi_0" | "wi_1" | "relative_attention_bias" | "lm_head":
+            return 1 / math.sqrt(shape.d_model)
+    raise KeyError(f"no initialisation is known for {name}")

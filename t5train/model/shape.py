@@ -1,0 +1,130 @@
+"""The published T5 shapes, and the Hugging Face configuration of each.
+
+v1.0: Raffel et al. 2020, table of the model sizes. v1.1: the t5.1.1 family released with the same code.
+"""
+
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from t5train.errors import SpecError
+from t5train.spec import NUM_SENTINELS, ModelSpec, pad_vocabulary
+
+RELATIVE_BUCKETS = 32
+RELATIVE_MAX_DISTANCE = 128
+LAYER_NORM_EPSILON = 1e-6
+
+
+class _Size(NamedTuple):
+    d_model: int
+    d_kv: int
+    d_ff: int
+    num_heads: int
+    num_layers: int
+
+
+_SIZES: dict[str, dict[str, _Size]] = {
+    "v1.1": {
+        "smoke": _Size(128, 32, 256, 4, 2),
+        "tiny": _Size(256, 64, 512, 4, 4),
+        "small": _Size(512, 64, 1024, 6, 8),
+        "base": _Size(768, 64, 2048, 12, 12),
+        "large": _Size(1024, 64, 2816, 16, 24),
+        "3b": _Size(2048, 64, 5120, 32, 24),
+        "11b": _Size(4096, 64, 10240, 64, 24),
+    },
+    "v1.0": {
+        "smoke": _Size(128, 32, 512, 4, 2),
+        "tiny": _Size(256, 64, 1024, 4, 4),
+        "small": _Size(512, 64, 2048, 8, 6),
+        "base": _Size(768, 64, 3072, 12, 12),
+        "large": _Size(1024, 64, 4096, 16, 24),
+        "3b": _Size(1024, 128, 16384, 32, 24),
+        "11b": _Size(1024, 128, 65536, 128, 24),
+    },
+}
+
+
+class T5Shape(BaseModel):
+    """Every number that decides the tensors of a T5 and what they compute."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    vocab_size: int
+    d_model: int
+    d_kv: int
+    d_ff: int
+    num_heads: int
+    num_layers: int
+    num_decoder_layers: int
+    gated: bool
+    tied: bool
+    dropout_rate: float
+
+    @property
+    def inner(self) -> int:
+        """Width of all heads together."""
+        return self.num_heads * self.d_kv
+
+
+def resolve(spec: ModelSpec, tokenizer_vocab_size: int) -> T5Shape:
+    """The shape a spec asks for, for a tokenizer of so many ids (sentinels included).
+
+    Raises SpecError when the model's vocabulary is given and too small.
+    """
+    size = _SIZES[spec.version][spec.preset]
+    vocab_size = spec.vocab_size or pad_vocabulary(tokenizer_vocab_size)
+    if vocab_size < tokenizer_vocab_size:
+        raise SpecError(
+            f"model.vocab_size is {vocab_size}: the tokenizer has {tokenizer_vocab_size} ids "
+            f"({NUM_SENTINELS} sentinels among them); leave it out or set {pad_vocabulary(tokenizer_vocab_size)}"
+        )
+    num_layers = spec.num_layers or size.num_layers
+    return T5Shape(
+        vocab_size=vocab_size,
+        d_model=spec.d_model or size.d_model,
+        d_kv=spec.d_kv or size.d_kv,
+        d_ff=spec.d_ff or size.d_ff,
+        num_heads=spec.num_heads or size.num_heads,
+        num_layers=num_layers,
+        num_decoder_layers=spec.num_decoder_layers or num_layers,
+        gated=(spec.feed_forward or ("gated-gelu" if spec.version == "v1.1" else "relu")) == "gated-gelu",
+        tied=spec.version == "v1.0",
+        dropout_rate=spec.dropout_rate,
+    )
+
+
+def count_parameters(shape: T5Shape) -> int:
+    """Elements of all parameters, tied ones once."""
+    attention = 4 * shape.d_model * shape.inner
+    feed_forward = (3 if shape.gated else 2) * shape.d_model * shape.d_ff
+    encoder = shape.num_layers * (attention + feed_forward + 2 * shape.d_model)
+    decoder = shape.num_decoder_layers * (2 * attention + feed_forward + 3 * shape.d_model)
+    embeddings = (1 if shape.tied else 2) * shape.vocab_size * shape.d_model
+    return encoder + decoder + embeddings + 2 * (shape.d_model + RELATIVE_BUCKETS * shape.num_heads)
+
+
+def huggingface_config(shape: T5Shape, pad_id: int, eos_id: int) -> dict[str, Any]:
+    """``config.json`` of the same model for ``T5ForConditionalGeneration``."""
+    return {
+        "architectures": ["T5ForConditionalGeneration"],
+        "model_type": "t5",
+        "is_encoder_decoder": True,
+        "vocab_size": shape.vocab_size,
+        "d_model": shape.d_model,
+        "d_kv": shape.d_kv,
+        "d_ff": shape.d_ff,
+        "num_heads": shape.num_heads,
+        "num_layers": shape.num_layers,
+        "num_decoder_layers": shape.num_decoder_layers,
+        "feed_forward_proj": "gated-gelu" if shape.gated else "relu",
+        "tie_word_embeddings": shape.tied,
+        "relative_attention_num_buckets": RELATIVE_BUCKETS,
+        "relative_attention_max_distance": RELATIVE_MAX_DISTANCE,
+        "layer_norm_epsilon": LAYER_NORM_EPSILON,
+        "dropout_rate": shape.dropout_rate,
+        "initializer_factor": 1.0,
+        "pad_token_id": pad_id,
+        "eos_token_id": eos_id,
+        "decoder_start_token_id": pad_id,
+        "use_cache": True,
+    }

@@ -1,0 +1,181 @@
+"""T5 v1.0 and v1.1. Parameter names and arithmetic are those of Hugging Face's T5ForConditionalGeneration."""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from t5train.model.attention import Attention
+from t5train.model.shape import LAYER_NORM_EPSILON, T5Shape
+
+
+class T5(nn.Module):
+    """Encoder and decoder with a shared embedding; ``forward`` gives the training loss, ``logits`` the logits."""
+
+    def __init__(self, shape: T5Shape, decoder_start_id: int) -> None:
+        super().__init__()
+        self.shape, self.decoder_start_id = shape, decoder_start_id
+        self.shared = nn.Embedding(shape.vocab_size, shape.d_model)
+        self.encoder = Stack(shape, shape.num_layers, is_decoder=False)
+        self.decoder = Stack(shape, shape.num_decoder_layers, is_decoder=True)
+        if not shape.tied:
+            self.lm_head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats of ``targets`` [b, t] given ``inputs`` [b, s]; every position counts."""
+        return functional.cross_entropy(self._flat_logits(inputs, targets), targets.reshape(-1))
+
+    def token_losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy in nats of each target token, [b, t], fp32."""
+        losses = functional.cross_entropy(self._flat_logits(inputs, targets), targets.reshape(-1), reduction="none")
+        return losses.view(targets.shape)
+
+    def logits(self, inputs: Tensor, decoder_inputs: Tensor) -> Tensor:
+        """Logits [b, t, vocab_size] in the arithmetic of the weights."""
+        memory = self.encoder(self.shared(inputs))
+        hidden = self.decoder(self.shared(decoder_inputs), memory)
+        if self.shape.tied:
+            return functional.linear(hidden * self.shape.d_model**-0.5, self.shared.weight)
+        return cast(Tensor, self.lm_head(hidden))
+
+    def shift_right(self, targets: Tensor) -> Tensor:
+        """Decoder inputs: the targets, one later, after the start id."""
+        start = targets.new_full((targets.shape[0], 1), self.decoder_start_id)
+        return torch.cat([start, targets[:, :-1]], dim=1)
+
+    def _flat_logits(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self.logits(inputs, self.shift_right(targets)).float().view(-1, self.shape.vocab_size)
+
+
+class Stack(nn.Module):
+    """Encoder or decoder: blocks that share the position bias of the first."""
+
+    def __init__(self, shape: T5Shape, num_layers: int, is_decoder: bool) -> None:
+        super().__init__()
+        self.is_decoder = is_decoder
+        self.block = nn.ModuleList(Block(shape, is_decoder, first=index == 0) for index in range(num_layers))
+        self.final_layer_norm = RMSNorm(shape.d_model)
+        self.dropout = nn.Dropout(shape.dropout_rate)
+
+    def forward(self, embedded: Tensor, memory: Tensor | None = None) -> Tensor:
+        """``embedded`` [b, n, d_model], attending to ``memory`` [b, m, d_model] in a decoder."""
+        first = cast(Block, self.block[0])
+        bias = first.self_attention.position_bias(embedded.shape[1], causal=self.is_decoder)
+        hidden = self.dropout(embedded)
+        for block in self.block:
+            hidden = block(hidden, bias, memory)
+        return cast(Tensor, self.dropout(self.final_layer_norm(hidden)))
+
+
+class Block(nn.Module):
+    """Self-attention, in a decoder cross-attention, and feed-forward, each a residual step."""
+
+    def __init__(self, shape: T5Shape, is_decoder: bool, first: bool) -> None:
+        super().__init__()
+        steps: list[nn.Module] = [SelfAttentionStep(shape, first)]
+        if is_decoder:
+            steps.append(CrossAttentionStep(shape))
+        steps.append(FeedForwardStep(shape))
+        self.layer = nn.ModuleList(steps)
+
+    @property
+    def self_attention(self) -> Attention:
+        """The attention that owns the position bias in the first block."""
+        return cast(SelfAttentionStep, self.layer[0]).SelfAttention
+
+    def forward(self, hidden: Tensor, bias: Tensor, memory: Tensor | None) -> Tensor:
+        """One block; shapes as in the stack."""
+        hidden = self.layer[0](hidden, bias)
+        if memory is not None:
+            hidden = self.layer[1](hidden, memory)
+        return cast(Tensor, self.layer[-1](hidden))
+
+
+class SelfAttentionStep(nn.Module):
+    """x + attention(norm(x))."""
+
+    def __init__(self, shape: T5Shape, first: bool) -> None:
+        super().__init__()
+        self.SelfAttention = Attention(shape, has_position_bias=first)
+        self.layer_norm = RMSNorm(shape.d_model)
+        self.dropout = nn.Dropout(shape.dropout_rate)
+
+    def forward(self, hidden: Tensor, bias: Tensor) -> Tensor:
+        """Shapes as in Attention."""
+        normed = self.layer_norm(hidden)
+        return cast(Tensor, hidden + self.dropout(self.SelfAttention(normed, normed, bias)))
+
+
+class CrossAttentionStep(nn.Module):
+    """x + attention(norm(x), memory), without a bias."""
+
+    def __init__(self, shape: T5Shape) -> None:
+        super().__init__()
+        self.EncDecAttention = Attention(shape)
+        self.layer_norm = RMSNorm(shape.d_model)
+        self.dropout = nn.Dropout(shape.dropout_rate)
+
+    def forward(self, hidden: Tensor, memory: Tensor) -> Tensor:
+        """Shapes as in Attention."""
+        attention = self.EncDecAttention
+        # An explicit bias of zeros, as Hugging Face has it: kernels with and without a bias round differently.
+        bias = hidden.new_zeros(1, attention.num_heads, hidden.shape[1], memory.shape[1])
+        return cast(Tensor, hidden + self.dropout(attention(self.layer_norm(hidden), memory, bias)))
+
+
+class FeedForwardStep(nn.Module):
+    """x + feed_forward(norm(x))."""
+
+    def __init__(self, shape: T5Shape) -> None:
+        super().__init__()
+        self.DenseReluDense = GatedFeedForward(shape) if shape.gated else FeedForward(shape)
+        self.layer_norm = RMSNorm(shape.d_model)
+        self.dropout = nn.Dropout(shape.dropout_rate)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[b, n, d_model] to the same."""
+        return cast(Tensor, hidden + self.dropout(self.DenseReluDense(self.layer_norm(hidden))))
+
+
+class FeedForward(nn.Module):
+    """v1.0: ReLU."""
+
+    def __init__(self, shape: T5Shape) -> None:
+        super().__init__()
+        self.wi = nn.Linear(shape.d_model, shape.d_ff, bias=False)
+        self.wo = nn.Linear(shape.d_ff, shape.d_model, bias=False)
+        self.dropout = nn.Dropout(shape.dropout_rate)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[b, n, d_model] to the same."""
+        return cast(Tensor, self.wo(self.dropout(functional.relu(self.wi(hidden)))))
+
+
+class GatedFeedForward(nn.Module):
+    """v1.1: a gate of GELU in its tanh form (Shazeer 2020, GEGLU)."""
+
+    def __init__(self, shape: T5Shape) -> None:
+        super().__init__()
+        self.wi_0 = nn.Linear(shape.d_model, shape.d_ff, bias=False)
+        self.wi_1 = nn.Linear(shape.d_model, shape.d_ff, bias=False)
+        self.wo = nn.Linear(shape.d_ff, shape.d_model, bias=False)
+        self.dropout = nn.Dropout(shape.dropout_rate)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[b, n, d_model] to the same."""
+        gate = functional.gelu(self.wi_0(hidden), approximate="tanh")
+        return cast(Tensor, self.wo(self.dropout(gate * self.wi_1(hidden))))
+
+
+class RMSNorm(nn.Module):
+    """Scale by the root mean square, without mean or offset (Zhang and Sennrich 2019), squares in fp32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., width] to the same."""
+        variance = hidden.float().pow(2).mean(-1, keepdim=True)
+        return self.weight * (hidden * torch.rsqrt(variance + LAYER_NORM_EPSILON)).to(self.weight.dtype)
