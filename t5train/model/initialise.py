@@ -31,11 +31,11 @@ def deviation(name: str, shape: T5Shape) -> float:
         case "shared":
             return 1.0
         case "q":
-            return (shape.d_model * shape.d_kv) ** -0.5
+            return 1 / math.sqrt(shape.d_model * shape.d_kv)
         case "o":
-            return shape.inner**-0.5
+            return 1 / math.sqrt(shape.inner)
         case "wo":
-            return shape.d_ff**-0.5
+            return 1 / math.sqrt(shape.d_ff)
         case "k" | "v" | "wi" | "wi_0" | "wi_1" | "relative_attention_bias" | "lm_head":
             return 1 / math.sqrt(shape.d_model)
     raise KeyError(f"no initialisation is known for {name}")

@@ -1,5 +1,6 @@
 """T5 v1.0 and v1.1. Parameter names and arithmetic are those of Hugging Face's T5ForConditionalGeneration."""
 
+import math
 from typing import cast
 
 import torch
@@ -164,8 +165,14 @@ class GatedFeedForward(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[b, n, d_model] to the same."""
-        gate = functional.gelu(self.wi_0(hidden), approximate="tanh")
+        gate = self._gelu(self.wi_0(hidden))
         return cast(Tensor, self.wo(self.dropout(gate * self.wi_1(hidden))))
+
+    def _gelu(self, hidden: Tensor) -> Tensor:
+        """GELU's tanh form: one kernel while training; written out otherwise, to round as Hugging Face does."""
+        if self.training:
+            return functional.gelu(hidden, approximate="tanh")
+        return 0.5 * hidden * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (hidden + 0.044715 * hidden.pow(3.0))))
 
 
 class RMSNorm(nn.Module):
