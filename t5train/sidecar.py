@@ -1,0 +1,244 @@
+"""What a rank writes beside its files of a checkpoint: enough to verify them and to know what is in them.
+
+DeepSpeed's own files name neither the run nor the place of each parameter, carry no digest, and some of them
+are never written in some layouts. A *sidecar* (``rank-00000.json``, written last and atomically by each rank)
+says all of it. A tag is complete when the sidecars of every rank, of one run, step and layout, are there and
+their files verify; that, and never DeepSpeed's file ``latest``, decides what may be resumed or consolidated.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from t5train.atomic import sync_folder, write_text
+from t5train.errors import DigestMismatch, IncompleteCheckpoint
+from t5train.progress import Progress, silent
+from t5train.records import FileDigest, verify_file
+
+Precision = Literal["fp32", "bf16", "fp16"]
+_SAME_ON_EVERY_RANK = (
+    "run_fingerprint",
+    "step",
+    "tag",
+    "world_size",
+    "aliases",
+    "frozen",
+    "model_prefix",
+    "huggingface_config",
+    "data",
+)
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ParallelLayout(_Part):
+    """How the training state is spread over ranks, and where this rank stands in it."""
+
+    zero_stage: Literal[0, 1, 2, 3]
+    precision: Precision
+    data_parallel_rank: int = Field(ge=0)
+    data_parallel_size: int = Field(ge=1)
+    pipeline_rank: int = Field(0, ge=0)
+    pipeline_size: int = Field(1, ge=1)
+    expert_rank: int = Field(0, ge=0)
+    expert_size: int = Field(1, ge=1)
+    expert_data_rank: int = Field(0, ge=0)
+    expert_data_size: int = Field(1, ge=1)
+
+    def shape(self) -> tuple[Any, ...]:
+        """Stage, precision and sizes: what all ranks of a checkpoint have in common."""
+        return tuple(value for name, value in self if not name.endswith("_rank"))
+
+
+class ParameterSlot(_Part):
+    """Where one parameter lies in the flat buffer of its parameter group, all ranks' partitions joined.
+
+    ``name`` is Hugging Face's; ``offset`` and ``numel`` count elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int = Field(ge=0)
+    numel: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _shape_agrees(self) -> Self:
+        if math.prod(self.shape) != self.numel:
+            raise ValueError(f"{self.name} has the shape {self.shape}, which does not hold {self.numel} elements")
+        return self
+
+
+class DataState(_Part):
+    """How far training has read, as one integer, and from which token shards."""
+
+    samples_consumed: int = Field(ge=0)
+    shards_fingerprint: str
+
+
+class Sidecar(_Part):
+    """One rank's account of its part of a checkpoint.
+
+    ``files`` holds what this rank wrote, by name within the tag's folder. ``groups`` lists the optimizer's
+    parameter groups in order, empty where the module's own weights are the fp32 masters (ZeRO 0 in fp32).
+    ``frozen`` names parameters that no optimizer moves; ``aliases`` maps a tied name to the name that owns the
+    storage. All names are Hugging Face's; the files hold them behind ``model_prefix``. Generator states are
+    base64 text, by generator.
+    """
+
+    schema_version: Literal[1] = 1
+    run_fingerprint: str = Field(min_length=1)
+    step: int = Field(ge=0)
+    tag: str = Field(min_length=1)
+    rank: int = Field(ge=0)
+    world_size: int = Field(ge=1)
+    layout: ParallelLayout
+    files: dict[str, FileDigest]
+    groups: list[list[ParameterSlot]]
+    frozen: list[str] = []
+    aliases: dict[str, str] = {}
+    huggingface_config: dict[str, Any]
+    model_prefix: str = ""
+    data: DataState
+    generator_states: dict[str, str] = {}
+    versions: dict[str, str] = {}
+
+    @field_validator("files")
+    @classmethod
+    def _files_lie_in_the_folder(cls, files: dict[str, FileDigest]) -> dict[str, FileDigest]:
+        for name in files:
+            if PurePosixPath(name).name != name or name in {"", ".."}:
+                raise ValueError(f"{name!r} is not the plain name of a file")
+        return files
+
+    @model_validator(mode="after")
+    def _rank_is_one_of_the_world(self) -> Self:
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank is {self.rank}: it must be below world_size ({self.world_size})")
+        return self
+
+
+def sidecar_name(rank: int) -> str:
+    """``rank-00000.json``."""
+    return f"rank-{rank:05d}.json"
+
+
+def write(folder: Path, sidecar: Sidecar) -> None:
+    """Put a rank's sidecar into the folder of its tag: atomically, and only once its files are on disk."""
+    write_text(folder / sidecar_name(sidecar.rank), sidecar.model_dump_json(indent=1) + "\n")
+
+
+def retract(folder: Path) -> None:
+    """Take all sidecars away: for rank 0, before the files of a tag that is there already are written anew."""
+    for path in _paths(folder):
+        path.unlink()
+    sync_folder(folder)
+
+
+def read_all(folder: Path) -> list[Sidecar]:
+    """All sidecars of a tag by rank; IncompleteCheckpoint for an unreadable one. Empty when there are none."""
+    return sorted((_read(path) for path in _paths(folder)), key=lambda sidecar: sidecar.rank)
+
+
+def require_complete(folder: Path, progress: Progress = silent) -> list[Sidecar]:
+    """Every rank's sidecar, by rank, after every file was compared with its digest.
+
+    Raises IncompleteCheckpoint that names the rank or file: absent, altered, or of another run, step or layout.
+    """
+    sidecars = _require_agreement(folder)
+    files = files_of(sidecars)
+    total, done = sum(digest.size for digest in files.values()), 0
+    for name, digest in files.items():
+        try:
+            verify_file(folder / name, digest)
+        except DigestMismatch as error:
+            raise IncompleteCheckpoint(f"checkpoint {folder}: {error}") from error
+        done += digest.size
+        progress("checkpoint bytes verified", done, total)
+    return sidecars
+
+
+def complete_tags(checkpoints: Path) -> list[str]:
+    """Names of the complete tags in a DeepSpeed save folder, the newest step first.
+
+    Sidecars must agree and files have their sizes; ``require_complete`` then reads the chosen one's digests.
+    """
+    found: list[tuple[int, str]] = []
+    if not checkpoints.is_dir():
+        return []
+    for folder in checkpoints.iterdir():
+        sidecars = _if_complete(folder) if folder.is_dir() else None
+        if sidecars is not None:
+            found.append((sidecars[0].step, folder.name))
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def files_of(sidecars: Sequence[Sidecar]) -> dict[str, FileDigest]:
+    """The files of all ranks; IncompleteCheckpoint when two ranks claim one name with different content."""
+    files: dict[str, FileDigest] = {}
+    for sidecar in sidecars:
+        for name, digest in sidecar.files.items():
+            if files.setdefault(name, digest) != digest:
+                raise IncompleteCheckpoint(
+                    f"rank {sidecar.rank} of tag {sidecar.tag} recorded another digest of {name} than a rank before it"
+                )
+    return files
+
+
+def _if_complete(folder: Path) -> list[Sidecar] | None:
+    try:
+        sidecars = _require_agreement(folder)
+        files = files_of(sidecars)
+    except IncompleteCheckpoint:
+        return None
+    if all(_has_size(folder / name, digest.size) for name, digest in files.items()):
+        return sidecars
+    return None
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+def _require_agreement(folder: Path) -> list[Sidecar]:
+    sidecars = read_all(folder)
+    if not sidecars:
+        raise IncompleteCheckpoint(f"{folder} has no sidecar {sidecar_name(0)}: it was never finished")
+    first = sidecars[0]
+    for sidecar in sidecars:
+        _require_same(folder, first, sidecar)
+    missing = sorted(set(range(first.world_size)) - {sidecar.rank for sidecar in sidecars})
+    if missing:
+        raise IncompleteCheckpoint(
+            f"{folder} lacks {sidecar_name(missing[0])} (ranks {missing} of {first.world_size}): choose another tag"
+        )
+    return sidecars
+
+
+def _require_same(folder: Path, first: Sidecar, other: Sidecar) -> None:
+    differing = [name for name in _SAME_ON_EVERY_RANK if getattr(first, name) != getattr(other, name)]
+    if first.layout.shape() != other.layout.shape():
+        differing.append("layout")
+    if differing:
+        raise IncompleteCheckpoint(
+            f"{folder}: {sidecar_name(other.rank)} and {sidecar_name(first.rank)} differ in {', '.join(differing)}: "
+            "they are not of one checkpoint; choose another tag"
+        )
+
+
+def _paths(folder: Path) -> list[Path]:
+    return sorted(folder.glob("rank-*.json"))
+
+
+def _read(path: Path) -> Sidecar:
+    try:
+        sidecar = Sidecar.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise IncompleteCheckpoint(f"{path} is not a sidecar: {error}") from error
+    if path.name != sidecar_name(sidecar.rank):
+        raise IncompleteCheckpoint(f"{path} speaks for rank {sidecar.rank}: it was renamed or copied")
+    return sidecar

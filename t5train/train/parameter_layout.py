@@ -1,0 +1,64 @@
+"""Where a live DeepSpeed engine keeps each parameter's fp32 master, for the sidecar."""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from t5train.errors import UnknownLayout
+from t5train.sidecar import ParameterSlot
+
+
+def describe(engine: Any, model_prefix: str = "") -> list[list[ParameterSlot]]:
+    """The optimizer's parameter groups in order, each parameter with its place in the group's flat buffer.
+
+    ``model_prefix`` is what the engine's module puts before Hugging Face's names (``"module."`` of a wrapper).
+    The order and offsets are those that DeepSpeed partitions by, which ``round_robin_gradients`` and alignment
+    make differ from the order of the optimizer's groups. Empty for ZeRO 0 in fp32, where the module's weights
+    are the masters. Raises UnknownLayout for an optimizer that keeps its masters in none of these ways.
+    """
+    names = {parameter: _without_prefix(name, model_prefix) for parameter, name in engine.param_names.items()}
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "round_robin_bit16_groups"):
+        return [
+            _slots(group, names, offsets, shapes)
+            for group, offsets, shapes in zip(
+                optimizer.round_robin_bit16_groups,
+                optimizer.round_robin_bit16_offsets,
+                ([meta.shape for meta in group] for group in optimizer.round_robin_bit16_meta),
+                strict=True,
+            )
+        ]
+    for attribute in ("bf16_groups", "fp16_groups"):
+        if hasattr(optimizer, attribute):
+            return [_packed(group, names) for group in getattr(optimizer, attribute)]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return []
+    raise UnknownLayout(
+        f"{type(optimizer).__name__} keeps its fp32 masters in a way this project has no rule for: "
+        "use ZeRO 0, 1 or 2 in fp32, bf16 or fp16"
+    )
+
+
+def _packed(group: Sequence[torch.nn.Parameter], names: Mapping[torch.nn.Parameter, str]) -> list[ParameterSlot]:
+    offsets = list(accumulate((parameter.numel() for parameter in group), initial=0))[:-1]
+    return _slots(group, names, offsets, [parameter.shape for parameter in group])
+
+
+def _slots(
+    group: Sequence[torch.nn.Parameter],
+    names: Mapping[torch.nn.Parameter, str],
+    offsets: Sequence[int],
+    shapes: Sequence[torch.Size],
+) -> list[ParameterSlot]:
+    return [
+        ParameterSlot(name=names[parameter], shape=tuple(shape), offset=offset, numel=shape.numel())
+        for parameter, offset, shape in zip(group, offsets, shapes, strict=True)
+    ]
+
+
+def _without_prefix(name: str, prefix: str) -> str:
+    if not name.startswith(prefix):
+        raise UnknownLayout(f"parameter {name!r} does not begin with the model's prefix {prefix!r}")
+    return name.removeprefix(prefix)
