@@ -1,0 +1,65 @@
+# From text to a verified checkpoint: `make demo`. All targets: `make help`.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+ROOT := work
+# PYTHON=/path/to/python3.11 chooses the interpreter that .venv is made from. Shims of version managers may be on
+# PATH and yet not run, so a candidate is asked for its version.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+	&& command -v $$python && break; done)
+
+.PHONY: help setup demo test test-fast lint types bench up clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+setup: .venv/.installed .venv/.ops-built ## Make .venv and install everything; quick when nothing has changed
+
+demo: setup ## The whole chain on two CPU ranks, from Python's documentation to a published checkpoint
+	@$(BIN)/t5-pretrain run smoke --root $(ROOT)
+
+test: setup lint types ## Everything that must pass: lint, types, quick tests, then slow ones
+	@$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m slow
+
+test-fast: setup ## The tests that start neither DeepSpeed nor a server
+	@$(BIN)/pytest -m "not slow"
+
+lint: setup ## ruff: rules and format
+	@$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup ## mypy, strict
+	@$(BIN)/mypy
+
+bench: setup ## Every benchmark, one after the other
+	@for benchmark in benchmarks/*.py; do $(BIN)/python "$$benchmark"; done
+
+up: setup ## Prefect server, pool and worker for this machine
+	@$(BIN)/t5-pretrain up
+
+clean: ## Remove .venv and what tools have cached; what runs have made stays
+	@rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(ROOT)/*' -prune -exec rm -rf {} +
+
+.venv/.installed: pyproject.toml constraints.txt
+	@python="$(PYTHON)"
+	if [ -z "$$python" ]; then
+		echo "setup: no Python 3.11 or 3.12 on PATH; install one (Debian: python3) or run make PYTHON=/path/to/it" >&2
+		exit 1
+	fi
+	.ci/system-packages "$$python"
+	"$$python" -m venv .venv
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[flows,dev]'
+	touch $@
+
+# DeepSpeed compiles its CPU communication at first use; here it is compiled before anything waits for it.
+.venv/.ops-built: .venv/.installed
+	@$(BIN)/python -m infra.op_cache
+	touch $@

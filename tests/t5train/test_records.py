@@ -1,0 +1,131 @@
+"""A record is reused only when it is finished, the wanted one, and undamaged."""
+
+import hashlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from t5train.errors import DigestMismatch, RecordError
+from t5train.records import MANIFEST, Corpus, FileDigest, TokenShards, digest_file, digest_files, reusable
+
+FINGERPRINT = "f" * 64
+Damage = Callable[[Path], object]
+
+
+def finished(folder: Path) -> Corpus:
+    """A corpus of two files, one in a folder of its own."""
+    (folder / "parts").mkdir(parents=True)
+    (folder / "parts" / "one.txt").write_text("first passage")
+    (folder / "two.txt").write_text("second passage")
+    files = digest_files(folder, ["parts/one.txt", "two.txt"])
+    return Corpus(path=folder, fingerprint=FINGERPRINT, files=files, counts={"rows": 2, "mean_words": 2.0}).commit()
+
+
+def test_what_was_committed_is_what_is_loaded(tmp_path: Path) -> None:
+    corpus = finished(tmp_path / "corpus")
+    assert Corpus.load(tmp_path / "corpus") == corpus
+    corpus.verify()
+
+
+def test_a_record_may_be_moved_with_its_folder(tmp_path: Path) -> None:
+    finished(tmp_path / "here")
+    (tmp_path / "here").rename(tmp_path / "there")
+    moved = Corpus.load(tmp_path / "there")
+    assert moved.path == tmp_path / "there"
+    moved.verify()
+
+
+def test_files_without_a_manifest_are_not_a_finished_record(tmp_path: Path) -> None:
+    (tmp_path / "two.txt").write_text("second passage")
+    with pytest.raises(RecordError, match="is not a finished Corpus"):
+        Corpus.load(tmp_path)
+    assert reusable(Corpus, tmp_path, FINGERPRINT) is None
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def drop_the_last_byte(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("name", ["parts/one.txt", "two.txt"])
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (Path.unlink, "is missing"),
+        (drop_the_last_byte, r"has \d+ bytes, \d+ were recorded"),
+        (flip_a_bit, "has sha256 [0-9a-f]{64}, [0-9a-f]{64} was recorded"),
+    ],
+)
+def test_a_damaged_file_is_named_and_the_record_is_not_reused(
+    damage: Damage, words: str, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    corpus = finished(tmp_path / "corpus")
+    damage(tmp_path / "corpus" / name)
+    with pytest.raises(DigestMismatch, match=f"{name} {words}"):
+        corpus.verify()
+    with caplog.at_level(logging.WARNING):
+        assert reusable(Corpus, tmp_path / "corpus", FINGERPRINT) is None
+    assert name in caplog.text
+
+
+def test_a_record_is_reused_only_for_an_equal_fingerprint(tmp_path: Path) -> None:
+    corpus = finished(tmp_path / "corpus")
+    found = reusable(Corpus, tmp_path / "corpus", FINGERPRINT)
+    assert found is not None
+    assert found.reused
+    assert found.files == corpus.files
+    assert reusable(Corpus, tmp_path / "corpus", "e" * 64) is None
+
+
+def test_that_a_record_was_reused_is_not_written_down(tmp_path: Path) -> None:
+    finished(tmp_path / "corpus")
+    found = reusable(Corpus, tmp_path / "corpus", FINGERPRINT)
+    assert found is not None
+    found.commit()
+    assert not Corpus.load(tmp_path / "corpus").reused
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"kind": "corpus"}', "\x00"])
+def test_a_damaged_manifest_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text(content)
+    with pytest.raises(RecordError, match=rf"{MANIFEST} is not the manifest of a Corpus"):
+        Corpus.load(tmp_path)
+    assert reusable(Corpus, tmp_path, FINGERPRINT) is None
+
+
+def test_a_manifest_of_another_kind_is_refused(tmp_path: Path) -> None:
+    finished(tmp_path / "corpus")
+    with pytest.raises(RecordError, match="is not the manifest of a TokenShards"):
+        TokenShards.load(tmp_path / "corpus")
+
+
+def test_a_manifest_of_a_later_schema_is_refused(tmp_path: Path) -> None:
+    finished(tmp_path / "corpus")
+    manifest = tmp_path / "corpus" / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"schema_version": 1', '"schema_version": 2'))
+    with pytest.raises(RecordError, match="schema_version"):
+        Corpus.load(tmp_path / "corpus")
+
+
+def test_progress_is_told_in_bytes_up_to_the_total(tmp_path: Path) -> None:
+    corpus = finished(tmp_path / "corpus")
+    told: list[tuple[int, int | None]] = []
+    corpus.verify(lambda _, done, total: told.append((done, total)))
+    total = sum(digest.size for digest in corpus.files.values())
+    assert told[-1] == (total, total)
+    assert told == sorted(told)
+
+
+@pytest.mark.parametrize("size", [0, 1, (8 << 20) - 1, 8 << 20, (8 << 20) + 1])
+def test_a_file_is_digested_whole_whatever_its_size(size: int, tmp_path: Path) -> None:
+
+    content = bytes(size)
+    (tmp_path / "file").write_bytes(content)
+    assert digest_file(tmp_path / "file") == FileDigest(size=size, sha256=hashlib.sha256(content).hexdigest())
