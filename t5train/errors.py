@@ -10,6 +10,7 @@
     ├── RecordError              a manifest is absent, unreadable or of another kind
     ├── StorageError             a folder cannot be written, or is too small for what is to come
     ├── RunLocked                another process is working on this run
+    ├── WorkerLost               a process that shared a stage's work was killed or failed
     ├── LaunchError              ranks could not be started, or ended before their work was done
     ├── TrainingError            training went on, but not honestly
     │   ├── NonFiniteLoss
@@ -62,6 +63,12 @@ class StorageError(T5TrainError):
 
 class RunLocked(T5TrainError):
     """Another live process is working on this run."""
+
+
+class WorkerLost(T5TrainError):
+    """A process that shared a stage's work was killed or failed."""
+
+    retryable = True
 
 
 class LaunchError(T5TrainError):

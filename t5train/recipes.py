@@ -22,7 +22,7 @@ def smoke() -> RunSpec:
     return RunSpec(
         recipe="smoke",
         tokenizer=TokenizerSpec(vocab_size=2000),
-        shards=ShardsSpec(shard_tokens=150_000),
+        shards=ShardsSpec(shard_tokens=100_000),
         objective=ObjectiveSpec(input_tokens=64),
         model=ModelSpec(preset="smoke"),
         optimizer=OptimizerSpec(

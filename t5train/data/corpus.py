@@ -1,0 +1,124 @@
+"""The corpus stage: find or make the text, verify every file of it, and note where its rows lie."""
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from t5train.data import pydocs
+from t5train.data.passages import SourceFile
+from t5train.data.segments import SEGMENTS, FileSegments, Segment, scan, write_segments
+from t5train.data.sources import local_files, redacted
+from t5train.data.stage_folder import making, stage_folder
+from t5train.data.workers import Advance, Json, default_workers, in_processes
+from t5train.errors import InputError
+from t5train.fingerprint import fingerprint
+from t5train.progress import Progress, silent
+from t5train.records import Corpus, FileDigest, digest_file, digest_files, reusable
+from t5train.spec import CorpusSpec
+
+_STAGE_VERSION = 1  # raised when the same files would give another corpus
+_PYDOCS_FILE = "pydocs.jsonl"
+_log = logging.getLogger(__name__)
+
+
+def build_corpus(
+    spec: CorpusSpec, root: Path, progress: Progress = silent, *, out: Path | None = None
+) -> Corpus:
+    """Verified text in ``out``, or in ``{root}/corpus/{name}-{fp12}`` when that is left out.
+
+    Local files are used where they lie. The fingerprint is made of the content of the source files and their
+    names below the source, not of where they lie.
+
+    Raises InputError for a source that is absent, empty, truncated, not UTF-8 or of the wrong form, and
+    StorageError for a folder that cannot be written or holds something else.
+    """
+    sources = _sources(spec, root, progress)
+    digests = _digests(sources, progress)
+    identity = fingerprint({"kind": "corpus", "stage": _STAGE_VERSION, "files": _content(sources, digests)})
+    folder = out or stage_folder(root, "corpus", corpus_name(spec), identity)
+    with making(folder, identity):
+        if found := reusable(Corpus, folder, identity, progress):
+            return found
+        if spec.source == pydocs.PYDOCS:
+            pydocs.write_passages(folder / _PYDOCS_FILE, progress)
+            sources = [SourceFile(folder / _PYDOCS_FILE, _PYDOCS_FILE)]
+            digests = {}
+        files = _scanned(sources, spec.workers or default_workers(), progress)
+        write_segments(folder, files)
+        own = [SEGMENTS] if digests else [_PYDOCS_FILE, SEGMENTS]
+        recorded = {str(source.path): digest for source, digest in digests.items()}
+        return Corpus(
+            path=folder, fingerprint=identity, files=recorded | digest_files(folder, own), counts=_counts(spec, files)
+        ).commit()
+
+
+def corpus_name(spec: CorpusSpec) -> str:
+    """A folder name that reminds of the source."""
+    name = PurePosixPath(redacted(spec.source)).name.split(".")[0]
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:40] or "text"
+
+
+def scan_file(job: Json, advance: Advance) -> Json:
+    """Work of one process: read one file whole."""
+    files = scan(SourceFile(Path(job["path"]), job["name"]))
+    advance(os.path.getsize(job["path"]))
+    return {"name": job["name"], "passages": files.passages, "empty": files.empty_passages, "segments": files.segments}
+
+
+def _sources(spec: CorpusSpec, root: Path, progress: Progress) -> list[SourceFile]:
+    if spec.source == pydocs.PYDOCS:
+        return pydocs.source_files()
+    return local_files(spec.source, spec.revision, (root / "cache").absolute(), progress)
+
+
+def _digests(sources: list[SourceFile], progress: Progress) -> dict[SourceFile, FileDigest]:
+    found: dict[SourceFile, FileDigest] = {}
+    with ThreadPoolExecutor(default_workers()) as pool:  # hashing holds no lock of the interpreter
+        for source, digest in zip(sources, pool.map(_digest, sources), strict=True):
+            found[source] = digest
+            progress("source files hashed", len(found), len(sources))
+    return found
+
+
+def _digest(source: SourceFile) -> FileDigest:
+    try:
+        return digest_file(source.path)
+    except OSError as error:
+        raise InputError(f"{source.path} cannot be read: {error}") from error
+
+
+def _content(sources: list[SourceFile], digests: Mapping[SourceFile, FileDigest]) -> list[dict[str, Any]]:
+    return [{"name": source.name, **digests[source].model_dump()} for source in sources]
+
+
+def _scanned(sources: list[SourceFile], workers: int, progress: Progress) -> list[FileSegments]:
+    """Every file, read whole, in the order of ``sources``."""
+    jobs = [{"path": str(source.path), "name": source.name} for source in sources]
+    total = sum(source.path.stat().st_size for source in sources)
+    done = 0
+
+    def advance(read_bytes: int) -> None:
+        nonlocal done
+        done += read_bytes
+        progress("bytes of text read and checked", done, total)
+
+    results = {result["name"]: result for result in in_processes("t5train.data.corpus:scan_file", jobs, workers, advance)}
+    return [_file_segments(source, results[source.name]) for source in sources]
+
+
+def _file_segments(source: SourceFile, result: Json) -> FileSegments:
+    return FileSegments(source, result["passages"], result["empty"], [Segment(*each) for each in result["segments"]])
+
+
+def _counts(spec: CorpusSpec, files: list[FileSegments]) -> dict[str, int | float]:
+    passages, empty = sum(file.passages for file in files), sum(file.empty_passages for file in files)
+    if not passages:
+        raise InputError(f"corpus.source {redacted(spec.source)!r} has no passage with text ({empty} empty ones)")
+    if empty:
+        _log.warning("%d of %d passages are empty and are skipped", empty, passages + empty)
+    text_bytes = sum(segment.text_bytes for file in files for segment in file.segments)
+    return {"passages": passages, "empty_passages": empty, "text_bytes": text_bytes}

@@ -1,0 +1,178 @@
+"""Passages out of files: one a line of .txt, .jsonl or .tsv, one a row of .parquet.
+
+A row is counted from 0 as it lies in the file: blank lines and the header of a .tsv are rows too, so a row's
+number and its byte offset (in the decompressed stream) find it again without reading what comes before.
+"""
+
+import bz2
+import gzip
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from t5train.errors import InputError
+
+FORMATS = (".txt", ".jsonl", ".tsv", ".parquet")
+_OPENERS: dict[str, Callable[[Path], IO[bytes]]] = {
+    ".gz": lambda path: gzip.open(path, "rb"),
+    ".bz2": lambda path: bz2.open(path, "rb"),
+    ".xz": lambda path: lzma.open(path, "rb"),
+}
+_TSV_HEADER = "id\ttext\ttitle"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class SourceFile(NamedTuple):
+    """A file of passages; ``name`` stands for it in ids and fingerprints, wherever it lies."""
+
+    path: Path
+    name: str
+
+
+class Passage(NamedTuple):
+    """A document: what is split, tokenised and closed with EOS as one."""
+
+    id: str
+    title: str
+    text: str
+
+
+class Row(NamedTuple):
+    """A passage (its text may be empty) and where it lies: row number and byte offset (0 in .parquet)."""
+
+    number: int
+    offset: int
+    passage: Passage
+
+
+def format_of(name: str) -> str | None:
+    """``.txt``, ``.jsonl``, ``.tsv`` or ``.parquet``, compressed or not; None for any other name."""
+    suffixes = Path(name).suffixes
+    if suffixes and suffixes[-1] in _OPENERS and suffixes[-2:-1] != [".parquet"]:
+        suffixes.pop()
+    return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else None
+
+
+def rows(source: SourceFile, number: int = 0, offset: int = 0) -> Iterator[Row]:
+    """The rows of a file from row ``number``, which begins at byte ``offset``, to the end.
+
+    Raises InputError that names file and row for invalid UTF-8 and rows of the wrong form, and the file
+    for one that is truncated, damaged or of an unknown format.
+    """
+    reader = _READERS.get(format_of(source.name) or "")
+    if reader is None:
+        raise InputError(f"{source.path} is not one of {', '.join(FORMATS)} (or .gz, .bz2, .xz of the first three)")
+    try:
+        yield from reader(source, number, offset)
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        raise InputError(f"{source.path} cannot be read to its end ({error}): fetch or write it again") from error
+
+
+def _txt(source: SourceFile, number: int, offset: int) -> Iterator[Row]:
+    for row, start, line in _lines(source, number, offset):
+        yield Row(row, start, Passage(f"{source.name}:{row}", "", line.strip()))
+
+
+def _jsonl(source: SourceFile, number: int, offset: int) -> Iterator[Row]:
+    for row, start, line in _lines(source, number, offset):
+        yield Row(row, start, _json_passage(source, row, line))
+
+
+def _json_passage(source: SourceFile, row: int, line: str) -> Passage:
+    if not line.strip():
+        return Passage(f"{source.name}:{row}", "", "")
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{source.path} line {row + 1} is not JSON: {error}") from None
+    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+        raise InputError(f'{source.path} line {row + 1} is not an object with "text": "..."')
+    return Passage(str(value.get("id", f"{source.name}:{row}")), str(value.get("title") or ""), value["text"])
+
+
+def _tsv(source: SourceFile, number: int, offset: int) -> Iterator[Row]:
+    lines = _lines(source, number, offset)
+    if number == 0:
+        _, _, header = next(lines, (0, 0, ""))
+        if header != _TSV_HEADER:
+            raise InputError(f"{source.path} begins with {header[:80]!r}: the header {_TSV_HEADER!r} is expected")
+    for row, start, line in lines:
+        yield Row(row, start, _tsv_passage(source, row, line))
+
+
+def _tsv_passage(source: SourceFile, row: int, line: str) -> Passage:
+    if not line:
+        return Passage(f"{source.name}:{row}", "", "")
+    fields = line.split("\t")
+    if len(fields) != 3:
+        raise InputError(f"{source.path} line {row + 1} has {len(fields)} fields: id, text, title are expected")
+    name, text, title = map(_unquoted, fields)
+    return Passage(name, title, text)
+
+
+def _unquoted(field: str) -> str:
+    quoted = len(field) >= 2 and field[0] == field[-1] == '"'
+    return field[1:-1].replace('""', '"') if quoted else field
+
+
+def _parquet(source: SourceFile, number: int, offset: int) -> Iterator[Row]:  # noqa: ARG001  all readers are called alike
+    import pyarrow  # slow to import, and most workers do without
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(source.path) as file:
+            yield from _parquet_rows(source, file, number)
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise InputError(f"{source.path} cannot be read as parquet ({error}): fetch or write it again") from error
+
+
+def _parquet_rows(source: SourceFile, file: "pyarrow.parquet.ParquetFile", number: int) -> Iterator[Row]:  # noqa: F821  imported where used
+    columns = _parquet_columns(source, file.schema_arrow)
+    group, row = 0, 0
+    while group < file.num_row_groups and row + file.metadata.row_group(group).num_rows <= number:
+        row += file.metadata.row_group(group).num_rows
+        group += 1
+    for batch in file.iter_batches(4096, row_groups=list(range(group, file.num_row_groups)), columns=columns):
+        for values in batch.to_pylist():
+            if row >= number:
+                name, title = values.get("id"), values.get("title")
+                passage = Passage(
+                    f"{source.name}:{row}" if name is None else str(name), title or "", values["text"] or ""
+                )
+                yield Row(row, 0, passage)
+            row += 1
+
+
+def _parquet_columns(source: SourceFile, schema: "pyarrow.Schema") -> list[str]:  # noqa: F821  imported where used
+    found = {name: str(schema.field(name).type) for name in ("id", "text", "title") if name in schema.names}
+    if found.get("text") not in ("string", "large_string"):
+        raise InputError(f"{source.path} has the columns {schema.names}: one named text, of strings, is expected")
+    return list(found)
+
+
+def _lines(source: SourceFile, number: int, offset: int) -> Iterator[tuple[int, int, str]]:
+    """Row number, offset and text (without line end) of each line."""
+    with _OPENERS.get(source.path.suffix, lambda path: open(path, "rb"))(source.path) as file:
+        file.seek(offset)
+        for line in file:
+            content = line.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else line
+            try:
+                yield number, offset, content.rstrip(b"\r\n").decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise InputError(
+                    f"{source.path} line {number + 1} is not UTF-8: byte {offset + error.start} of the text is "
+                    f"0x{line[error.start]:02x}; convert the file to UTF-8"
+                ) from None
+            number += 1
+            offset += len(line)
+
+
+_READERS: dict[str, Callable[[SourceFile, int, int], Iterator[Row]]] = {
+    ".txt": _txt,
+    ".jsonl": _jsonl,
+    ".tsv": _tsv,
+    ".parquet": _parquet,
+}

@@ -1,0 +1,121 @@
+"""From what a user calls a source to files on this machine: a path, folder, pattern or fsspec URL."""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from t5train.atomic import replacing, write_json
+from t5train.data.passages import FORMATS, SourceFile, format_of
+from t5train.errors import DigestMismatch, InputError
+from t5train.progress import Progress
+from t5train.records import FileDigest, digest_file, verify_file
+
+_CHUNK_BYTES = 8 << 20
+_log = logging.getLogger(__name__)
+
+
+def local_files(source: str, revision: str, cache: Path, progress: Progress) -> list[SourceFile]:
+    """The files of a source, by name; remote ones are downloaded to ``cache`` unless they lie there unchanged.
+
+    Raises InputError when nothing is found, when a file named or matched is of no known format, when the
+    protocol is unknown or its package missing, and when the remote side fails.
+    """
+    with _explained(source):
+        import fsspec  # here, for the error of a missing protocol package comes from the next line
+
+        filesystem, path = fsspec.core.url_to_fs(source)
+        found = _found(filesystem, path, redacted(source))
+        base = os.path.commonpath([PurePosixPath(each).parent for each in found])
+        names = [str(PurePosixPath(each).relative_to(base)) for each in found]
+        if "file" in _protocols(filesystem):
+            return [SourceFile(Path(each), name) for each, name in zip(found, names, strict=True)]
+        key = hashlib.sha256(f"{redacted(source)}\n{revision}".encode()).hexdigest()[:16]
+        return [
+            SourceFile(_downloaded(filesystem, each, cache / key / name, progress), name)
+            for each, name in zip(found, names, strict=True)
+        ]
+
+
+def redacted(url: str) -> str:
+    """A URL without what may be secret in it: user, password, query and fragment."""
+    parts = urlsplit(url)
+    if not parts.netloc:
+        return url
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def _found(filesystem: Any, path: str, shown: str) -> list[str]:
+    """Paths of the files, sorted. A folder gives what it has of known formats, however deep."""
+    if filesystem.isfile(path):
+        found = [path]
+    elif filesystem.isdir(path):
+        found = [each for each in filesystem.find(path) if format_of(each)]
+    else:
+        found = [each for each in filesystem.glob(path) if filesystem.isfile(each)]
+    if not found:
+        raise InputError(f"corpus.source {shown!r} holds no {', '.join(FORMATS)} file: correct the path or pattern")
+    for each in found:
+        if format_of(each) is None:
+            raise InputError(f"corpus.source: {each} is not one of {', '.join(FORMATS)}: name only such files")
+    return sorted(found)
+
+
+def _downloaded(filesystem: Any, remote: str, local: Path, progress: Progress) -> Path:
+    """``local``, holding what ``remote`` holds now."""
+    size, state = filesystem.size(remote), filesystem.ukey(remote)
+    note = local.with_name(f"{local.name}.download.json")
+    if _unchanged(local, note, size, state):
+        return local
+    local.parent.mkdir(parents=True, exist_ok=True)
+    with filesystem.open(remote, "rb") as source, replacing(local) as target:
+        while chunk := source.read(_CHUNK_BYTES):
+            target.write(chunk)
+            progress(f"bytes of {local.name} downloaded", target.tell(), size)
+        if size is not None and target.tell() != size:
+            raise InputError(f"{remote} ended after {target.tell()} of {size} bytes: try again")
+    write_json(note, {"state": state, **digest_file(local).model_dump()})
+    return local
+
+
+def _unchanged(local: Path, note: Path, size: int | None, state: str) -> bool:
+    try:
+        recorded = json.loads(note.read_bytes())
+        verify_file(local, FileDigest(size=recorded["size"], sha256=recorded["sha256"]))
+    except FileNotFoundError:
+        return False
+    except DigestMismatch as error:
+        _log.warning("%s: it is downloaded again", error)
+        return False
+    return bool(recorded["state"] == state and size in (None, recorded["size"]))
+
+
+def _protocols(filesystem: Any) -> tuple[str, ...]:
+    protocol = filesystem.protocol
+    return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+
+@contextmanager
+def _explained(source: str) -> Iterator[None]:
+    """Turn whatever a filesystem raises into an InputError that gives no secret away."""
+    shown = redacted(source)
+    try:
+        yield
+    except ImportError as error:
+        raise InputError(f"corpus.source {shown!r} needs a package that is not installed: {error}") from None
+    except (OSError, ValueError, RuntimeError) as error:
+        why = _without_secrets(f"{type(error).__name__}: {error}", source)
+        raise InputError(f"corpus.source {shown!r} cannot be read: {why}") from None
+
+
+def _without_secrets(text: str, source: str) -> str:
+    """An error's text; only its first word when it repeats a secret part of the URL."""
+    parts = urlsplit(source)
+    user, at, _ = parts.netloc.rpartition("@")
+    secrets = [part for part in (user, *user.split(":"), parts.query, parts.fragment) if part]
+    return text.split(":")[0] if any(secret in text for secret in secrets) else text

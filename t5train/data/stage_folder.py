@@ -1,0 +1,59 @@
+"""The folder a data stage works in: one maker at a time, and never on top of something else."""
+
+import fcntl
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from t5train.errors import StorageError
+
+_CLAIM = ".claim"
+_log = logging.getLogger(__name__)
+
+
+def stage_folder(root: Path, kind: str, name: str, fingerprint: str) -> Path:
+    """``{root}/{kind}/{name}-{fp12}``: where the result with this fingerprint lies."""
+    return root / kind / f"{name}-{fingerprint[:12]}"
+
+
+@contextmanager
+def making(folder: Path, fingerprint: str) -> Iterator[None]:
+    """Hold ``folder`` for the result with this fingerprint; wait while another process makes it.
+
+    The lock goes with its process, however that ends, so what a killed one left half-written is removed here.
+    Raises StorageError when the folder cannot be written or holds anything else.
+    """
+    try:
+        _refuse_foreign(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        claim = open(folder / _CLAIM, "a+", encoding="ascii")
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {error}; choose another folder") from error
+    with claim:
+        _lock(claim.fileno(), folder)
+        claim.seek(0)
+        owner = claim.read()
+        if owner not in ("", fingerprint):
+            raise StorageError(
+                f"{folder} holds the result with fingerprint {owner[:12]}, not {fingerprint[:12]}: choose another folder"
+            )
+        if not owner:
+            claim.write(fingerprint)
+            claim.flush()
+        for leftover in folder.glob(".*.tmp"):
+            leftover.unlink()
+        yield
+
+
+def _refuse_foreign(folder: Path) -> None:
+    if folder.exists() and not (folder / _CLAIM).exists() and any(folder.iterdir()):
+        raise StorageError(f"{folder} is not empty, and not the work of this stage: choose another folder")
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _log.warning("%s is being made by another process: waiting for it", folder)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)

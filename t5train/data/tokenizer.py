@@ -1,0 +1,157 @@
+"""The tokenizer stage, and encoding with its result."""
+
+import json
+import logging
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import sentencepiece
+
+from t5train.atomic import replacing, write_json
+from t5train.data.segments import passages_of, read_segments
+from t5train.data.spiece import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID, require_t5_form, train
+from t5train.data.splits import split_of
+from t5train.data.stage_folder import making, stage_folder
+from t5train.errors import InputError, SpecError
+from t5train.fingerprint import fingerprint
+from t5train.progress import Progress, silent
+from t5train.records import Corpus, TokenizerFiles, digest_files, reusable
+from t5train.spec import NUM_SENTINELS, CorpusSpec, TokenizerSpec
+
+SPIECE = "spiece.model"
+_STAGE_VERSION = 1  # raised when the same inputs would give other files
+_SAMPLE_BYTES = 200 << 20
+_MODEL_MAX_TOKENS = 512  # what T5 was pre-trained with; its relative positions set no limit of their own
+_log = logging.getLogger(__name__)
+
+
+class Tokenizer:
+    """Text to ids as Hugging Face's T5 tokenizer forms them, except that no text becomes a control id.
+
+    Ids: ``<pad>`` 0, ``</s>`` 1, ``<unk>`` 2, the pieces, then the sentinels with ``<extra_id_0>`` highest.
+    """
+
+    pad_id, eos_id, unk_id = PAD_ID, EOS_ID, UNK_ID
+
+    def __init__(self, spiece: Path) -> None:
+        self._processor = sentencepiece.SentencePieceProcessor(model_file=str(spiece))
+        self.num_pieces: int = self._processor.get_piece_size()
+        self.vocab_size = self.num_pieces + NUM_SENTINELS
+        self.sentinel_ids = [self.vocab_size - 1 - index for index in range(NUM_SENTINELS)]
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """The tokenizer of a folder with a ``spiece.model``."""
+        return cls(folder / SPIECE)
+
+    def encode(self, texts: list[str], *, add_eos: bool = False) -> list[np.ndarray]:
+        """int32 ids of each text; its EOS comes last if ``add_eos``."""
+        # One thread: processes share the work, threads would fight over it.
+        ids: list[np.ndarray] = self._processor.encode(texts, return_type="numpy", add_eos=add_eos, num_threads=1)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids that are pieces."""
+        return str(self._processor.decode(ids))
+
+
+def build_tokenizer(
+    spec: TokenizerSpec,
+    corpus_spec: CorpusSpec,
+    corpus: Corpus,
+    root: Path,
+    progress: Progress = silent,
+    *,
+    out: Path | None = None,
+) -> TokenizerFiles:
+    """The vocabulary of ``spec.path``, or one trained on the train split, as a folder that transformers loads.
+
+    The folder is ``out``, or ``{root}/tokenizer/{name}-{fp12}``. Raises InputError for a file that is no
+    SentencePiece model, SpecError for one that is not in T5's form or for more pieces than the text can fill.
+    """
+    if spec.path is not None:
+        return given_tokenizer(Path(spec.path), root, progress, out=out)
+    inputs = {"corpus": corpus.fingerprint}
+    settings = {**spec.identity(), "split": list(corpus_spec.split), "split_seed": corpus_spec.split_seed}
+    identity = fingerprint({"kind": "tokenizer", "stage": _STAGE_VERSION, "settings": settings, "inputs": inputs})
+    folder = out or stage_folder(root, "tokenizer", f"unigram{spec.vocab_size}", identity)
+    with making(folder, identity):
+        if found := reusable(TokenizerFiles, folder, identity, progress):
+            return found
+        proto = train(spec, _training_texts(corpus_spec, corpus, progress), progress)
+        return _finished(folder, proto, identity, inputs)
+
+
+def given_tokenizer(
+    path: Path, root: Path, progress: Progress = silent, *, out: Path | None = None
+) -> TokenizerFiles:
+    """The vocabulary of a ``spiece.model`` or a Hugging Face folder; errors as of ``build_tokenizer``."""
+    spiece = _spiece_in(path)
+    proto = spiece.read_bytes()
+    require_t5_form(proto, str(spiece))
+    content = sha256(proto).hexdigest()
+    identity = fingerprint({"kind": "tokenizer", "stage": _STAGE_VERSION, "spiece": content})
+    folder = out or stage_folder(root, "tokenizer", "given", identity)
+    with making(folder, identity):
+        return reusable(TokenizerFiles, folder, identity, progress) or _finished(folder, proto, identity, {})
+
+
+def _spiece_in(path: Path) -> Path:
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise SpecError(f"tokenizer.path is {path}: there is no such file or folder")
+    if not (path / SPIECE).is_file():
+        raise SpecError(
+            f"tokenizer.path is {path}: it has no {SPIECE}, from which the others are made; "
+            "take the one that its vocabulary was published with"
+        )
+    config = path / "tokenizer_config.json"
+    sentinels = json.loads(config.read_text("utf-8")).get("extra_ids", NUM_SENTINELS) if config.exists() else NUM_SENTINELS
+    if sentinels != NUM_SENTINELS:
+        raise SpecError(f"tokenizer.path is {path}: its extra_ids is {sentinels}, and only {NUM_SENTINELS} are supported")
+    return path / SPIECE
+
+
+def _training_texts(spec: CorpusSpec, corpus: Corpus, progress: Progress) -> Iterator[str]:
+    """Texts of the train split, spread over the whole corpus, about 200 MiB at most."""
+    total = int(corpus.counts["text_bytes"])
+    stride = -(-total // _SAMPLE_BYTES)
+    segments = [(file.source, each) for file in read_segments(corpus.path) for each in file.segments][::stride]
+    _log.info("training a vocabulary on every %d. of %d stretches of text", stride, len(segments) * stride)
+    for done, (source, segment) in enumerate(segments, start=1):
+        for passage in passages_of(source, segment):
+            if split_of(spec, passage.id) == "train":
+                yield passage.text
+        progress("stretches of text read for the vocabulary", done, len(segments))
+
+
+def _finished(folder: Path, proto: bytes, identity: str, inputs: dict[str, str]) -> TokenizerFiles:
+    with replacing(folder / SPIECE) as file:
+        file.write(proto)
+    _write_hugging_face_files(folder)
+    tokenizer = Tokenizer.load(folder)
+    return TokenizerFiles(
+        path=folder,
+        fingerprint=identity,
+        inputs=inputs,
+        files=digest_files(folder, [SPIECE, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]),
+        counts={"pieces": tokenizer.num_pieces, "vocab_size": tokenizer.vocab_size, "num_sentinels": NUM_SENTINELS},
+    ).commit()
+
+
+def _write_hugging_face_files(folder: Path) -> None:
+    """Write what ``AutoTokenizer.from_pretrained(folder)`` reads, made by transformers from the spiece.model."""
+    from transformers import T5Tokenizer  # seconds to import, and only this stage needs it
+
+    tokenizer = T5Tokenizer.from_pretrained(folder, extra_ids=NUM_SENTINELS, model_max_length=_MODEL_MAX_TOKENS)
+    tokenizer.save_pretrained(folder)
+    pad, eos, unk = SPECIAL_PIECES
+    sentinels = [f"<extra_id_{index}>" for index in range(NUM_SENTINELS)]
+    write_json(
+        folder / "special_tokens_map.json",
+        {"pad_token": pad, "eos_token": eos, "unk_token": unk, "additional_special_tokens": sentinels},
+    )
