@@ -8,7 +8,7 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -269,12 +269,13 @@ class RunSpec(SpecPart):
     def with_settings(self, settings: Mapping[str, Any]) -> "RunSpec":
         """This spec with ``{"part.key": value}`` changed, validated anew as a whole.
 
-        A value that is text is read as JSON where it is JSON (``8``, ``true``, ``[1, 2]``, ``null``), else as text.
+        A value that is text is read as JSON where it is JSON (``8``, ``true``, ``[1, 2]``, ``null``), else as text;
+        for a setting that is text, ``2`` stays text.
         Raises SpecError that names the nearest setting for an unknown one.
         """
         values = self.model_dump(mode="json")
         for setting, value in settings.items():
-            _place(values, setting, _parsed(value))
+            _place(values, setting, value)
         return build(values)
 
     def _parts(self) -> Iterator[tuple[str, SpecPart]]:
@@ -338,18 +339,21 @@ def _place(values: dict[str, Any], setting: str, value: Any) -> None:
     if setting not in setting_names():
         raise SpecError(f"unknown setting {setting!r}{nearest(setting, setting_names())}")
     *parents, key = setting.split(".")
+    part: type[BaseModel] = RunSpec
     for parent in parents:
-        values = values[parent]
-    values[key] = value
+        values, part = values[parent], type(part.model_fields[parent].default)
+    values[key] = _parsed(value, part.model_fields[key].annotation)
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: Any, annotation: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        parsed = json.loads(value)
     except json.JSONDecodeError:
         return value
+    is_text = str in (annotation, *get_args(annotation))
+    return value if is_text and not isinstance(parsed, str | None) else parsed
 
 
 def _explain(error: ValidationError) -> str:

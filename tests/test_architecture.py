@@ -100,7 +100,7 @@ import importlib, sys
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        if layer(name) in blocked:
+        if name.split(".")[0] in blocked:
             raise ModuleNotFoundError(f"{name} is blocked", name=name)
 
 blocked = set(sys.argv[1].split(","))

@@ -1,0 +1,24 @@
+"""A recipe is a whole spec under a name."""
+
+import pytest
+
+from t5train.errors import SpecError
+from t5train.recipes import RECIPES, recipe
+from t5train.spec import build
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_carries_its_name_says_what_it_is_for_and_survives_json(name: str) -> None:
+    spec = recipe(name)
+    assert spec.recipe == name
+    assert RECIPES[name].__doc__
+    assert build(spec.model_dump(mode="json")) == spec
+
+
+def test_no_two_recipes_are_the_same_run() -> None:
+    assert len({recipe(name).fingerprint() for name in RECIPES}) == len(RECIPES)
+
+
+def test_an_unknown_recipe_gets_the_nearest_name() -> None:
+    with pytest.raises(SpecError, match=r"unknown recipe 'smok' \(did you mean 'smoke'\?\); there are smoke, "):
+        recipe("smok")

@@ -1,0 +1,252 @@
+"""A RunSpec decides a run: every setting is either identity or execution, and a wrong one is refused by name."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from t5train.errors import SpecError
+from t5train.recipes import smoke
+from t5train.spec import RunSpec, SpecPart, build, differences, pad_vocabulary, read, setting_names
+
+# For each setting a value that is valid and not smoke's; a new setting is tested as soon as it has a line here.
+OTHER: dict[str, Any] = {
+    "recipe": "other",
+    "name": "other",
+    "corpus.source": "other.txt",
+    "corpus.revision": "2",
+    "corpus.split": [900, 50, 50],
+    "corpus.split_seed": 1,
+    "corpus.workers": 3,
+    "tokenizer.path": "spiece.model",
+    "tokenizer.vocab_size": 2001,
+    "tokenizer.character_coverage": 0.99,
+    "shards.shard_tokens": 150_001,
+    "shards.workers": 3,
+    "objective.noise_density": 0.2,
+    "objective.mean_span_tokens": 4.0,
+    "objective.input_tokens": 128,
+    "model.preset": "tiny",
+    "model.version": "v1.0",
+    "model.feed_forward": "relu",
+    "model.d_model": 80,
+    "model.d_kv": 24,
+    "model.d_ff": 80,
+    "model.num_heads": 3,
+    "model.num_layers": 3,
+    "model.num_decoder_layers": 3,
+    "model.vocab_size": 2560,
+    "model.dropout_rate": 0.1,
+    "model.compile": True,
+    "optimizer.kind": "adamw",
+    "optimizer.peak_learning_rate": 0.03,
+    "optimizer.warmup_steps": 41,
+    "optimizer.schedule": "inverse-sqrt",
+    "optimizer.final_learning_rate": 0.002,
+    "optimizer.weight_decay": 0.1,
+    "optimizer.betas": [0.8, 0.99],
+    "optimizer.epsilon": 1e-6,
+    "optimizer.gradient_clip": 2.0,
+    "optimizer.global_batch_sequences": 128,
+    "optimizer.num_steps": 401,
+    "optimizer.seed": 1,
+    "optimizer.precision": "bf16",
+    "optimizer.initial_scale_power": 8,
+    "layout.zero_stage": 2,
+    "layout.micro_batch_sequences": 16,
+    "storage.root": "elsewhere",
+    "storage.publish_to": "memory://bucket",
+    "storage.checkpoint_every_steps": 7,
+    "storage.keep_last": 5,
+    "storage.validate_every_steps": 7,
+    "storage.validate_sequences": 7,
+    "cluster.ranks": 1,
+    "cluster.accelerator": "cuda",
+    "cluster.master_port": 29501,
+    "cluster.retries": 0,
+}
+# Where and how a run is done; everything else decides what comes out of it.
+EXECUTION = {
+    "recipe",
+    "name",
+    "corpus.workers",
+    "shards.workers",
+    "model.compile",
+    *(name for name in OTHER if name.startswith(("layout.", "storage.", "cluster."))),
+}
+
+
+def test_every_setting_has_another_value_to_test_with() -> None:
+    assert set(OTHER) == set(setting_names())
+
+
+@pytest.mark.parametrize("setting", sorted(set(OTHER) - EXECUTION))
+def test_an_identity_setting_changes_the_fingerprint(setting: str) -> None:
+    changed = smoke().with_settings({setting: OTHER[setting]})
+    assert changed != smoke()
+    assert changed.fingerprint() != smoke().fingerprint()
+    assert changed.run_name != smoke().run_name
+    assert differences(smoke().identity(), changed.identity())
+
+
+@pytest.mark.parametrize("setting", sorted(EXECUTION))
+def test_an_execution_setting_does_not_change_the_fingerprint(setting: str) -> None:
+    changed = smoke().with_settings({setting: OTHER[setting]})
+    assert changed != smoke()
+    assert changed.fingerprint() == smoke().fingerprint()
+    assert not differences(smoke().identity(), changed.identity())
+
+
+def test_execution_names_are_settings_of_their_part() -> None:
+    parts: list[type[SpecPart]] = [RunSpec, *(type(part) for _, part in smoke() if isinstance(part, SpecPart))]
+    for part in parts:
+        assert part.execution <= part.model_fields.keys()
+
+
+def test_what_trains_a_vocabulary_has_no_say_where_one_is_given() -> None:
+    given = smoke().with_settings({"tokenizer.path": "spiece.model"})
+    assert given.with_settings({"tokenizer.vocab_size": 5000}).fingerprint() == given.fingerprint()
+
+
+def test_the_fingerprint_of_a_spec_is_the_same_on_every_machine_and_in_every_version(
+    golden: Callable[[str, str], None],
+) -> None:
+    golden("smoke.json", smoke().model_dump_json(indent=1) + "\n")
+    golden("smoke.fingerprint", smoke().fingerprint() + "\n")
+
+
+def test_with_settings_changes_what_it_is_told_and_nothing_else() -> None:
+    changed = smoke().with_settings({"optimizer.seed": "7", "corpus.split": "[900, 60, 40]"})
+    assert changed.optimizer.seed == 7
+    assert changed.corpus.split == (900, 60, 40)
+    assert changed.with_settings({"optimizer.seed": 0, "corpus.split": [950, 30, 20]}) == smoke()
+
+
+def test_text_that_looks_like_a_number_stays_text_where_text_is_wanted() -> None:
+    changed = smoke().with_settings({"name": "007", "corpus.revision": "2", "storage.publish_to": "null"})
+    assert (changed.name, changed.corpus.revision, changed.storage.publish_to) == ("007", "2", None)
+
+
+@given(settings=st.sets(st.sampled_from(sorted(OTHER)), max_size=6))
+def test_settings_survive_text_and_json(settings: set[str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    values = {setting: OTHER[setting] for setting in settings}
+    as_text = {setting: value if isinstance(value, str) else json.dumps(value) for setting, value in values.items()}
+    changed = smoke().with_settings(values)
+    path = tmp_path_factory.mktemp("spec") / "spec.json"
+    path.write_text(changed.model_dump_json(), "utf-8")
+    assert smoke().with_settings(as_text) == changed
+    assert read(path) == changed
+    assert read(path).fingerprint() == changed.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("unknown", "meant"),
+    [
+        ("optimizer.peak_learning_rat", "optimizer.peak_learning_rate"),
+        ("optimiser.num_steps", "optimizer.num_steps"),
+        ("num_steps", "optimizer.num_steps"),
+        ("cluster.rank", "cluster.ranks"),
+    ],
+)
+def test_an_unknown_setting_gets_the_nearest_name(unknown: str, meant: str) -> None:
+    with pytest.raises(SpecError, match=rf"unknown setting '{unknown}' \(did you mean '{meant}'\?\)"):
+        smoke().with_settings({unknown: 1})
+
+
+@pytest.mark.parametrize("unknown", ["", ".", "optimizer", "optimizer.", "optimizer.betas.0", "__class__"])
+def test_what_is_no_setting_is_refused(unknown: str) -> None:
+    with pytest.raises(SpecError, match="unknown setting"):
+        smoke().with_settings({unknown: 1})
+
+
+def test_an_unknown_name_in_a_spec_file_gets_the_nearest_one(tmp_path: Path) -> None:
+    values = smoke().model_dump(mode="json")
+    values["optimizer"]["num_step"] = 5
+    (tmp_path / "spec.json").write_text(json.dumps(values))
+    with pytest.raises(SpecError, match=r"optimizer\.num_step is 5: unknown setting \(did you mean"):
+        read(tmp_path / "spec.json")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("optimizer.num_steps", "many", r"optimizer\.num_steps is 'many': Input should be a valid integer"),
+        ("optimizer.num_steps", 0, r"optimizer\.num_steps is 0: .*greater than or equal to 1"),
+        ("optimizer.num_steps", None, r"optimizer\.num_steps is None"),
+        ("optimizer.peak_learning_rate", "NaN", r"optimizer\.peak_learning_rate is nan: .*finite"),
+        ("optimizer.betas", [0.9, 1.0], r"both must lie in \[0, 1\)"),
+        ("optimizer.final_learning_rate", 0.5, r"must not exceed optimizer\.peak_learning_rate \(0\.02\)"),
+        ("optimizer.precision", "fp8", r"optimizer\.precision is 'fp8'"),
+        ("layout.zero_stage", 4, r"layout\.zero_stage is 4"),
+        ("corpus.split", [900, 30, 20], "that sum to 1000"),
+        ("corpus.split", [1000, 0, 0], "the first two above zero"),
+        ("model.vocab_size", 2100, r"multiple of 128 \(the next is 2176\)"),
+        ("name", "../elsewhere", r"name is '\.\./elsewhere'"),
+        ("name", "", "name is ''"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_constraint(setting: str, value: Any, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        smoke().with_settings({setting: value})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("optimizer.global_batch_sequences", 65), ("layout.micro_batch_sequences", 31), ("cluster.ranks", 3)],
+)
+def test_a_batch_that_does_not_divide_is_refused_with_the_sum(setting: str, value: int) -> None:
+    with pytest.raises(SpecError, match=r"global_batch_sequences is \d+: it must be a multiple of .* = \d+\)"):
+        smoke().with_settings({setting: value})
+
+
+@given(passes=st.integers(1, 8), micro_batch=st.integers(1, 64), ranks=st.integers(1, 8))
+def test_a_global_batch_is_whole_passes_of_every_rank(passes: int, micro_batch: int, ranks: int) -> None:
+    spec = smoke().with_settings(
+        {
+            "optimizer.global_batch_sequences": passes * micro_batch * ranks,
+            "layout.micro_batch_sequences": micro_batch,
+            "cluster.ranks": ranks,
+        }
+    )
+    assert spec.gradient_accumulation == passes
+
+
+def test_everything_that_is_wrong_is_said_at_once() -> None:
+    values = smoke().model_dump(mode="json")
+    values["optimizer"]["num_steps"] = 0
+    values["cluster"]["ranks"] = "two"
+    with pytest.raises(SpecError) as caught:
+        build(values)
+    assert "optimizer.num_steps" in str(caught.value)
+    assert "cluster.ranks" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b"null", b'"smoke"'])
+def test_a_file_that_is_no_spec_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "spec.json").write_bytes(content)
+    with pytest.raises(SpecError):
+        read(tmp_path / "spec.json")
+
+
+def test_a_missing_spec_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"absent\.json cannot be read as a run spec"):
+        read(tmp_path / "absent.json")
+
+
+def test_differences_name_the_field_and_both_values() -> None:
+    changed = smoke().with_settings({"optimizer.seed": 1, "model.preset": "tiny"})
+    assert differences(smoke().identity(), changed.identity()) == [
+        'model.preset: "smoke" -> "tiny"',
+        "optimizer.seed: 0 -> 1",
+    ]
+
+
+@given(pieces=st.integers(1, 300_000))
+def test_a_padded_vocabulary_is_the_least_multiple_of_128_that_holds_all(pieces: int) -> None:
+    padded = pad_vocabulary(pieces)
+    assert padded % 128 == 0
+    assert padded - 128 < pieces <= padded
