@@ -53,7 +53,7 @@ def _slots(
     shapes: Sequence[torch.Size],
 ) -> list[ParameterSlot]:
     return [
-        ParameterSlot(name=names[parameter], shape=tuple(shape), offset=offset, numel=shape.numel())
+        ParameterSlot.of(names[parameter], shape, offset)
         for parameter, offset, shape in zip(group, offsets, shapes, strict=True)
     ]
 

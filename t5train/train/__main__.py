@@ -1,0 +1,51 @@
+"""The program every rank runs: ``python -m t5train.train --spec spec.json`` under the DeepSpeed launcher."""
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+from t5train.errors import T5TrainError
+from t5train.train.error_report import report
+from t5train.train.job import TrainJob
+
+
+def main() -> int:
+    """Train as the job says. Exit code 0 only when the last checkpoint and the witness are on disk."""
+    parser = argparse.ArgumentParser(prog="python -m t5train.train", description=__doc__)
+    parser.add_argument("--spec", type=Path, required=True, help="JSON file of one training attempt")
+    job = TrainJob.read(parser.parse_args().spec)
+    rank = int(os.environ.get("RANK", "0"))
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        _train(job)
+    except BaseException as error:
+        report(job.attempt_folder, rank, error)
+        if isinstance(error, T5TrainError):
+            logging.getLogger(__name__).error("%s: %s", type(error).__name__, error)  # noqa: TRY400 - the message is whole
+            return 1
+        raise
+    return 0
+
+
+def _train(job: TrainJob) -> None:
+    import deepspeed
+    from deepspeed import comm
+
+    from t5train.train.loop import Trainer
+
+    deepspeed.init_distributed()
+    try:
+        Trainer(job).run()
+        comm.barrier()
+    finally:
+        comm.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

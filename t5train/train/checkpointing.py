@@ -1,0 +1,147 @@
+"""Save a tag that can be verified; resume from the tag everybody was told, or not at all."""
+
+import base64
+import logging
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from t5train import sidecar
+from t5train.atomic import sync_folder
+from t5train.errors import RanksDisagree
+from t5train.records import FileDigest, current_provenance, digest_file
+from t5train.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.train.job import TrainJob, step_of, tag_of
+from t5train.train.parameter_layout import describe
+from t5train.train.ranks import barrier, digest64, gather, rank, world_size
+
+_log = logging.getLogger(__name__)
+_PARTITION = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_")
+
+
+def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, Any], shards_fingerprint: str) -> str:
+    """Write the checkpoint of ``step`` on all ranks; when this returns it is complete and durable."""
+    tag = tag_of(step)
+    folder = job.checkpoints_folder / tag
+    if rank() == 0:
+        _discard(folder)
+        folder.mkdir(parents=True)
+    barrier()
+    engine.save_checkpoint(str(job.checkpoints_folder), tag=tag, save_latest=False)
+    barrier()
+    sidecar.write(
+        folder,
+        Sidecar(
+            run_fingerprint=job.run_fingerprint,
+            step=step,
+            tag=tag,
+            rank=rank(),
+            world_size=world_size(),
+            layout=_layout(job),
+            files=_digest_own_files(folder),
+            groups=describe(engine),
+            huggingface_config=huggingface_config,
+            data=DataState(
+                samples_consumed=step * job.spec.optimizer.global_batch_sequences,
+                shards_fingerprint=shards_fingerprint,
+            ),
+            generator_states=_generator_states(),
+            versions=current_provenance().versions,
+        ),
+    )
+    barrier()
+    return tag
+
+
+def resume(engine: Any, job: TrainJob) -> int:
+    """Load the tag of the job on every rank and return its step, 0 without one.
+
+    Raises RanksDisagree unless all ranks were told the same tag and loaded the same step and run.
+    """
+    _require_one_voice("resume tag", job.resume_tag or "none")
+    if job.resume_tag is None:
+        return 0
+    step = step_of(job.resume_tag)
+    path, _ = engine.load_checkpoint(str(job.checkpoints_folder), tag=job.resume_tag)
+    _require_one_voice("loaded checkpoint", f"{job.run_fingerprint} {Path(path or 'nothing').parent.name}")
+    if path is None or engine.global_steps != step:
+        raise RanksDisagree(
+            f"{job.resume_tag} was to be resumed at step {step}, but DeepSpeed loaded {path} at step "
+            f"{engine.global_steps}: the checkpoint is not of this run"
+        )
+    own = next(own for own in sidecar.read_all(job.checkpoints_folder / job.resume_tag) if own.rank == rank())
+    _restore_generators(own.generator_states)
+    return step
+
+
+def prune(job: TrainJob, newest_step: int) -> None:
+    """On rank 0, remove all but the newest ``keep_last`` checkpoints, and what no sidecar completes."""
+    if rank() != 0:
+        return
+    complete = [tag for tag in sidecar.complete_tags(job.checkpoints_folder) if step_of(tag) <= newest_step]
+    keep = set(complete[: job.spec.storage.keep_last])
+    for folder in job.checkpoints_folder.iterdir():
+        if folder.is_dir() and folder.name not in keep:
+            _log.info("removing checkpoint %s", folder.name)
+            _discard(folder)
+
+
+def _discard(folder: Path) -> None:
+    """Take a tag away; it stops being complete with the first act."""
+    if folder.exists():
+        doomed = folder.with_name(f"removed-{secrets.token_hex(4)}")
+        folder.rename(doomed)
+        sync_folder(folder.parent)
+        shutil.rmtree(doomed)
+
+
+def _digest_own_files(folder: Path) -> dict[str, FileDigest]:
+    """Digests of the files this rank wrote, once they are on disk; rank 0 speaks for those without a rank."""
+    return {path.name: _durable_digest(path) for path in sorted(folder.glob("*.pt")) if _writer(path.name) == rank()}
+
+
+def _durable_digest(path: Path) -> FileDigest:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return digest_file(path)
+
+
+def _writer(name: str) -> int:
+    match = _PARTITION.search(name)
+    return int(match[1]) if match else 0
+
+
+def _layout(job: TrainJob) -> ParallelLayout:
+    return ParallelLayout(
+        zero_stage=job.spec.layout.zero_stage,
+        precision=job.spec.optimizer.precision,
+        data_parallel_rank=rank(),
+        data_parallel_size=world_size(),
+    )
+
+
+def _require_one_voice(what: str, said: str) -> None:
+    everybody = gather([digest64(said)])
+    if len({row[0] for row in everybody}) > 1:
+        raise RanksDisagree(
+            f"ranks differ in their {what}; rank {rank()} has {said!r}: all must see the same run folder"
+        )
+
+
+def _generator_states() -> dict[str, str]:
+    states = {"cpu": torch.get_rng_state(), "accelerator": get_accelerator().get_rng_state()}
+    return {name: base64.b64encode(state.cpu().numpy().tobytes()).decode("ascii") for name, state in states.items()}
+
+
+def _restore_generators(states: dict[str, str]) -> None:
+    tensors = {
+        name: torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8) for name, state in states.items()
+    }
+    torch.set_rng_state(tensors["cpu"])
+    get_accelerator().set_rng_state(tensors["accelerator"])

@@ -1,0 +1,73 @@
+"""Checks that what is reported as training is training. Each has cost somebody weeks; none costs a percent."""
+
+import hashlib
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from t5train.errors import DuplicateBatch, NonFiniteLoss, TooManySkippedSteps, WeightsDidNotMove
+
+# 32 halvings take the largest first loss scale allowed to 1, so that many skipped steps can be honest.
+SKIPS_WHILE_SCALING = 32
+SKIPPED_SHARE = 0.05
+SAMPLED_ELEMENTS = 1 << 16
+
+
+def require_finite(step: int, loss: float, gradient_norm: float | None) -> None:
+    """NonFiniteLoss when the loss or, where no loss scaler watches it, the gradient norm is not a number."""
+    for what, value in (("loss", loss), ("gradient norm", gradient_norm)):
+        if value is not None and not math.isfinite(value):
+            raise NonFiniteLoss(
+                f"the {what} is {value} at step {step}: lower optimizer.peak_learning_rate, lengthen the warm-up, or "
+                "use bf16 or fp32; the checkpoints before this step are untouched"
+            )
+
+
+def require_few_skips(step: int, skipped: int) -> None:
+    """TooManySkippedSteps when the loss scaler dropped more steps than scaling down and 5% can explain."""
+    bound = SKIPS_WHILE_SCALING + int(SKIPPED_SHARE * step)
+    if skipped > bound:
+        raise TooManySkippedSteps(
+            f"{skipped} of {step} optimizer steps were skipped because fp16 gradients overflowed (at most {bound} are "
+            "honest): use optimizer.precision=bf16, or lower optimizer.peak_learning_rate"
+        )
+
+
+def require_distinct_batches(step: int, digests: list[int]) -> None:
+    """DuplicateBatch when two ranks' samples of a step have one digest; ``digests`` are by rank."""
+    seen: dict[int, int] = {}
+    for rank, digest in enumerate(digests):
+        if digest in seen:
+            raise DuplicateBatch(
+                f"ranks {seen[digest]} and {rank} were given the same samples at step {step}: the global batch is "
+                "smaller than it claims to be; this is a fault of the data loader, please report it"
+            )
+        seen[digest] = rank
+
+
+class Movement:
+    """Watches whether fp32 weights change, by a digest of a bounded sample of each flat tensor."""
+
+    def __init__(self, tensors: Iterable[Tensor], applied_steps: int) -> None:
+        self._tensors = list(tensors)
+        self._digest, self._applied_steps = self._sample(), applied_steps
+
+    def require(self, step: int, applied_steps: int) -> None:
+        """WeightsDidNotMove when steps were applied since the last look and nothing changed."""
+        digest = self._sample()
+        if digest == self._digest and applied_steps > self._applied_steps:
+            raise WeightsDidNotMove(
+                f"{applied_steps - self._applied_steps} optimizer steps up to step {step} left the fp32 weights as "
+                "they were: the learning rate is zero, or gradients do not reach the optimizer"
+            )
+        self._digest, self._applied_steps = digest, applied_steps
+
+    def _sample(self) -> str:
+        digest = hashlib.sha256()
+        for tensor in self._tensors:
+            flat = tensor.detach().view(-1)
+            stride = max(1, flat.numel() // SAMPLED_ELEMENTS)
+            digest.update(flat[::stride].to("cpu", torch.float32).contiguous().numpy().tobytes())
+        return digest.hexdigest()

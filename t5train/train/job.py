@@ -1,0 +1,58 @@
+"""What a rank is told: one JSON file, the same for all ranks of an attempt."""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from t5train.errors import SpecError
+from t5train.records import TokenShards
+from t5train.spec import RunSpec
+
+
+class TrainJob(BaseModel):
+    """One attempt at a run: what to train, on what, where, and from which checkpoint."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    spec: RunSpec
+    run_fingerprint: str
+    run_folder: Path
+    attempt_folder: Path
+    shards_folder: Path
+    resume_tag: str | None
+
+    @classmethod
+    def read(cls, path: Path) -> "TrainJob":
+        """The job in a JSON file; SpecError when it is not one."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise SpecError(f"{path} is not the job of a training attempt: {error}") from error
+
+    def shards(self) -> TokenShards:
+        """The manifest of the token shards; their digests were verified by the stage that made or reused them."""
+        return TokenShards.load(self.shards_folder)
+
+    @property
+    def checkpoints_folder(self) -> Path:
+        """Where tags lie."""
+        return self.run_folder / "checkpoints"
+
+    @property
+    def witness_folder(self) -> Path:
+        """What the engine says of its own weights at the end."""
+        return self.run_folder / "witness"
+
+    @property
+    def metrics_path(self) -> Path:
+        """One JSON line a step."""
+        return self.run_folder / "metrics.jsonl"
+
+
+def tag_of(step: int) -> str:
+    """``step-00000400``."""
+    return f"step-{step:08d}"
+
+
+def step_of(tag: str) -> int:
+    """The step of a tag made by ``tag_of``."""
+    return int(tag.removeprefix("step-"))

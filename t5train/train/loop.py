@@ -1,0 +1,165 @@
+"""The training loop: what every rank does from its job to the last checkpoint."""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from t5train.data.loader import Batch, Prefetched, Samples, prefetch
+from t5train.errors import TooManySkippedSteps
+from t5train.model.shape import T5Shape, huggingface_config, resolve
+from t5train.records import TokenShards
+from t5train.spec import RunSpec
+from t5train.train import checkpointing, honesty, validation, witness
+from t5train.train.engine import (
+    accelerator_memory_bytes,
+    build_engine,
+    gradient_norm,
+    masters_of,
+    set_learning_rate,
+)
+from t5train.train.job import TrainJob, tag_of
+from t5train.train.metrics import Metrics, Values
+from t5train.train.ranks import bits_of, digest64, float_of, gather, on_accelerator, rank, world_size
+from t5train.train.schedule import learning_rate
+
+PREFETCHED_BATCHES = 4
+_log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """One rank's part of one attempt at a run."""
+
+    def __init__(self, job: TrainJob) -> None:
+        self.job, self.spec = job, job.spec
+        self.shards: TokenShards = job.shards()
+        self.shape: T5Shape = resolve(self.spec.model, int(self.shards.counts["vocab_size"]))
+        pad_id, eos_id = int(self.shards.counts["pad_id"]), int(self.shards.counts["eos_id"])
+        self.huggingface_config = huggingface_config(self.shape, pad_id, eos_id)
+        self.train_samples = self._samples("train", shuffle=True)
+        self.held_out = self._samples("validation", shuffle=False)
+        self.engine: Any = build_engine(self.spec, self.shape, pad_id)
+        self.step = checkpointing.resume(self.engine, job)
+        self.movement = honesty.Movement(masters_of(self.engine), self._applied_steps())
+        self.last_loss: float | None = None
+
+    def run(self) -> None:
+        """Train to the last step, saving and validating on the way; then bear witness."""
+        with ExitStack() as stack:
+            metrics = None
+            if rank() == 0:
+                folder = self.job.run_folder
+                metrics = stack.enter_context(Metrics(self.job.metrics_path, folder / "tensorboard", self.step))
+            batches = prefetch(micro_batches(self.train_samples, self.spec, self.step), PREFETCHED_BATCHES)
+            stack.enter_context(batches)
+            while self.step < self.spec.optimizer.num_steps:
+                values = self._take_step(batches)
+                if metrics:
+                    metrics.write(self.step, values)
+                self._validate_when_due(metrics)
+                self._save_when_due()
+            self._conclude(metrics)
+
+    def _take_step(self, batches: Prefetched) -> Values:
+        started, waited, self.step = time.perf_counter(), batches.waited_seconds, self.step + 1
+        rate = learning_rate(self.spec.optimizer, self.step)
+        set_learning_rate(self.engine, rate)
+        loss, ids = self._passes(batches)
+        norm = gradient_norm(self.engine)
+        everybody = gather([bits_of(loss), digest64(ids)])
+        loss = sum(float_of(row[0]) for row in everybody) / len(everybody)
+        honesty.require_finite(self.step, loss, norm)
+        honesty.require_distinct_batches(self.step, [row[1] for row in everybody])
+        honesty.require_few_skips(self.step, self.engine.skipped_steps)
+        seconds = time.perf_counter() - started
+        return {
+            "loss": loss,
+            "learning_rate": rate,
+            "gradient_norm": norm,
+            "tokens_per_second": self._tokens_a_step() / seconds,
+            "skipped_steps": int(self.engine.skipped_steps),
+            "memory_bytes": accelerator_memory_bytes(),
+            "seconds": seconds,
+            "data_wait_seconds": batches.waited_seconds - waited,
+        }
+
+    def _passes(self, batches: Prefetched) -> tuple[float, bytes]:
+        """All forward and backward passes of a step and its update; this rank's mean loss, and its sample ids."""
+        total, ids = 0.0, b""
+        for _ in range(self.spec.gradient_accumulation):
+            batch = next(batches)
+            loss = self.engine(on_accelerator(batch.inputs), on_accelerator(batch.targets))
+            self.engine.backward(loss)
+            self._update()
+            total += float(loss.detach())
+            ids += batch.sample_ids.tobytes()
+        return total / self.spec.gradient_accumulation, ids
+
+    def _update(self) -> None:
+        try:
+            self.engine.step()
+        except Exception as error:
+            if "loss scale" not in str(error):
+                raise
+            raise TooManySkippedSteps(
+                f"fp16 gradients overflow at step {self.step} although the loss scale is down to its minimum: use "
+                "optimizer.precision=bf16, or lower optimizer.peak_learning_rate"
+            ) from error
+
+    def _validate_when_due(self, metrics: Metrics | None) -> None:
+        if self.step % self.spec.storage.validate_every_steps or self.step == self.spec.optimizer.num_steps:
+            return
+        losses = validation.validate(self.engine, self.held_out, self.shards, self.spec)
+        self._report(metrics, {"validation_loss": losses.all_targets, "validation_content_loss": losses.content})
+
+    def _save_when_due(self) -> None:
+        last = self.step == self.spec.optimizer.num_steps
+        if last or self.step % self.spec.storage.checkpoint_every_steps == 0:
+            self.movement.require(self.step, self._applied_steps())
+            checkpointing.save(self.engine, self.job, self.step, self.huggingface_config, self.shards.fingerprint)
+            checkpointing.prune(self.job, self.step)
+
+    def _conclude(self, metrics: Metrics | None) -> None:
+        losses = validation.validate(self.engine, self.held_out, self.shards, self.spec)
+        shuffled = validation.validate(self.engine, self.held_out, self.shards, self.spec, shuffled=True)
+        summary: Values = {
+            "validation_loss": losses.all_targets,
+            "validation_content_loss": losses.content,
+            "shuffled_content_loss": shuffled.content,
+            "unigram_content_loss": validation.unigram_loss(self.held_out, self.shards, self.spec),
+            "validation_sequences": losses.sequences,
+            "validation_content_tokens": losses.content_tokens,
+        }
+        self._report(metrics, summary)
+        facts = {
+            "run_fingerprint": self.job.run_fingerprint,
+            "step": self.step,
+            "tag": tag_of(self.step),
+            "validation": summary,
+        }
+        witness.record(self.engine, self.job, self.shape, self.held_out, self.huggingface_config, facts)
+
+    def _report(self, metrics: Metrics | None, values: Values) -> None:
+        if metrics:
+            metrics.write(self.step, values)
+            _log.info("step %d: %s", self.step, ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+
+    def _samples(self, split: str, shuffle: bool) -> Samples:
+        return Samples(self.shards, split, self.spec.objective, self.spec.optimizer.seed, shuffle)
+
+    def _applied_steps(self) -> int:
+        return self.step - int(self.engine.skipped_steps)
+
+    def _tokens_a_step(self) -> int:
+        lengths = self.spec.objective.input_tokens + self.held_out.target_tokens
+        return self.spec.optimizer.global_batch_sequences * lengths
+
+
+def micro_batches(samples: Samples, spec: RunSpec, step: int) -> Iterator[Batch]:
+    """This rank's micro-batches from the step after ``step`` to the last; what was read is a function of the step."""
+    size = spec.layout.micro_batch_sequences
+    for done in range(step, spec.optimizer.num_steps):
+        first = done * spec.optimizer.global_batch_sequences
+        for micro in range(spec.gradient_accumulation):
+            yield samples.batch(first + (micro * world_size() + rank()) * size, size)

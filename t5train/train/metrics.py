@@ -1,0 +1,51 @@
+"""One JSON line a step, and the same for TensorBoard. Written by rank 0 only."""
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from t5train.atomic import write_text
+
+Values = dict[str, float | int | None]
+
+
+class Metrics:
+    """Appends to ``metrics.jsonl`` and to TensorBoard's folder; a context manager."""
+
+    def __init__(self, path: Path, tensorboard: Path, resume_step: int) -> None:
+        """Lines of steps after ``resume_step`` are of an attempt that was lost; they are dropped first."""
+        from torch.utils.tensorboard import SummaryWriter  # the head reads metrics, and does without torch
+
+        _keep_until(path, resume_step)
+        self._file = open(path, "a", encoding="utf-8")
+        self._tensorboard = SummaryWriter(str(tensorboard), purge_step=resume_step + 1)
+
+    def write(self, step: int, values: Values) -> None:
+        """One line ``{"step": step, **values}``, on disk before this returns as far as the kernel is concerned."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            if value is not None:
+                self._tensorboard.add_scalar(name, value, step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self._tensorboard.close()
+
+
+def read(path: Path) -> list[Values]:
+    """All whole lines; the last one may still be in the making."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
+
+
+def _keep_until(path: Path, step: int) -> None:
+    lines = [json.dumps(line) for line in read(path) if (line["step"] or 0) <= step]
+    write_text(path, "".join(line + "\n" for line in lines))

@@ -1,0 +1,110 @@
+"""AdamW whose step is relative to the size of what it moves, for ZeRO's flat partitions.
+
+T5's tensors start with deviations from 0.005 to 1; plain AdamW moves all of them by the same amount and diverges
+at the rates T5 trains with. Scaling each tensor's step by its root mean square is Adafactor's remedy (Shazeer and
+Stern 2018, section 8), put on AdamW as nanoT5 found to work best. ZeRO hands an optimizer one flat piece of many
+tensors, so this optimizer is told which elements belong to which tensor, and ranks add up their parts of each sum.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+MINIMAL_RMS = 1e-3
+
+
+class Segment(NamedTuple):
+    """Elements ``start`` to ``stop`` of a flat tensor are a part of tensor number ``owner``, of ``numel`` elements."""
+
+    start: int
+    stop: int
+    owner: int
+    numel: int
+
+
+class Partition(NamedTuple):
+    """What one flat tensor holds: parts of some of ``num_owners`` tensors."""
+
+    segments: list[Segment]
+    num_owners: int
+
+
+class AdamWRms(torch.optim.Optimizer):
+    """Decoupled AdamW; with ``relative`` each tensor's rate is multiplied by its RMS (at least 1e-3).
+
+    ``attach`` must have been called before the first step.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.nn.Parameter],
+        betas: tuple[float, float],
+        epsilon: float,
+        weight_decay: float,
+        relative: bool,
+    ) -> None:
+        super().__init__(params, {"lr": 0.0, "betas": betas, "eps": epsilon, "weight_decay": weight_decay})
+        self.relative = relative
+        self._partitions: Mapping[Tensor, Partition] = {}
+        self._sum_over_ranks: Callable[[Tensor], None] | None = None
+
+    def attach(self, partitions: Mapping[Tensor, Partition], sum_over_ranks: Callable[[Tensor], None] | None) -> None:
+        """Tell what the tensors this optimizer steps are made of.
+
+        ``sum_over_ranks`` adds a tensor in place over the ranks that share partitions; None where each has all.
+        """
+        self._partitions, self._sum_over_ranks = partitions, sum_over_ranks
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of every tensor that has a gradient."""
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for flat in group["params"]:
+                if flat.grad is not None:
+                    self._update(flat, flat.grad, group)
+        return loss
+
+    def _update(self, flat: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[flat]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(flat), torch.zeros_like(flat)
+        state["step"] += 1
+        step, (beta1, beta2) = float(state["step"]), group["betas"]
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        first.lerp_(gradient, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        denominator = second.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+        direction = first.div(denominator).div_(1 - beta1**step)
+        if group["weight_decay"]:
+            flat.mul_(1 - group["lr"] * group["weight_decay"])
+        if self.relative:
+            self._scale_by_rms(direction.view(-1), flat.view(-1), self._partitions[flat])
+        flat.sub_(direction, alpha=group["lr"])
+
+    def _scale_by_rms(self, direction: Tensor, flat: Tensor, partition: Partition) -> None:
+        segments = partition.segments
+        scales = self._rms(flat, partition)
+        parts = [direction[segment.start : segment.stop] for segment in segments]
+        torch._foreach_mul_(parts, [scales[segment.owner] for segment in segments])
+
+    def _rms(self, flat: Tensor, partition: Partition) -> Tensor:
+        """RMS of every tensor of a partition, over all ranks, by owner; fp32.
+
+        Summed in fp64, so that how tensors are cut into partitions hardly shows in the result.
+        """
+        sums = torch.zeros(partition.num_owners, dtype=torch.float64, device=flat.device)
+        numels = torch.ones_like(sums)
+        for start, stop, owner, numel in partition.segments:
+            sums[owner] += torch.linalg.vector_norm(flat[start:stop], dtype=torch.float64).square()
+            numels[owner] = numel
+        if self._sum_over_ranks is not None:
+            self._sum_over_ranks(sums)
+        return (sums / numels).sqrt().clamp(min=MINIMAL_RMS).float()

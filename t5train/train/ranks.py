@@ -1,0 +1,63 @@
+"""What ranks tell each other: small integers and floats, exactly."""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+
+
+def gather(values: Sequence[int]) -> list[list[int]]:
+    """Everybody's 64-bit integers, by rank; every rank passes as many."""
+    device = get_accelerator().current_device_name()
+    mine = torch.tensor(list(values), dtype=torch.int64, device=device)
+    everybody = torch.empty(comm.get_world_size() * len(values), dtype=torch.int64, device=device)
+    comm.all_gather_into_tensor(everybody, mine)
+    rows: list[list[int]] = everybody.view(comm.get_world_size(), len(values)).tolist()
+    return rows
+
+
+def gather_floats(values: Sequence[float]) -> list[list[float]]:
+    """Everybody's fp64 numbers, by rank, bit for bit (also on accelerators without fp64)."""
+    return [[float_of(bits) for bits in row] for row in gather([bits_of(value) for value in values])]
+
+
+def bits_of(value: float) -> int:
+    """The 64 bits of a float as a signed integer."""
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits
+
+
+def float_of(bits: int) -> float:
+    """Inverse of ``bits_of``."""
+    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return value
+
+
+def digest64(text: str | bytes) -> int:
+    """64 bits of a sha256, as a signed integer that ``gather`` can carry."""
+    data = text.encode() if isinstance(text, str) else text
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little", signed=True)
+
+
+def rank() -> int:
+    """This process's place among all."""
+    return int(comm.get_rank())
+
+
+def world_size() -> int:
+    """How many ranks there are."""
+    return int(comm.get_world_size())
+
+
+def barrier() -> None:
+    """Wait for every rank."""
+    comm.barrier()
+
+
+def on_accelerator(array: Any) -> torch.Tensor:
+    """A numpy array of ids as int64 on this rank's accelerator."""
+    return torch.from_numpy(array).to(device=get_accelerator().current_device_name(), dtype=torch.int64)

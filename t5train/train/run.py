@@ -1,0 +1,149 @@
+"""A run's folder, seen from the head: what it was begun as, where it stands, and what the next attempt is told.
+
+Nothing here imports torch.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from t5train import sidecar
+from t5train.atomic import write_json, write_text
+from t5train.errors import LaunchError, RunChanged, SpecError
+from t5train.fingerprint import fingerprint
+from t5train.progress import Progress, silent
+from t5train.records import Checkpoint, FileDigest, TokenShards, digest_files, reusable
+from t5train.spec import RunSpec, differences
+from t5train.train.job import TrainJob, tag_of
+
+RUN_FILE = "run.json"
+_WITNESS = ("witness/witness.json", "witness/witness.safetensors")
+_log = logging.getLogger(__name__)
+
+
+class Attempt(NamedTuple):
+    """What the ranks of one attempt are to be started with."""
+
+    job: TrainJob
+    spec_path: Path
+
+
+def run_fingerprint(spec: RunSpec, shards: TokenShards) -> str:
+    """Identity of a training run: what is asked for, and the tokens it is trained on."""
+    return fingerprint(run_identity(spec, shards))
+
+
+def run_identity(spec: RunSpec, shards: TokenShards) -> dict[str, Any]:
+    """The settings training depends on, and the fingerprint of the token shards."""
+    identity = spec.identity()
+    return {part: identity[part] for part in ("objective", "model", "optimizer")} | {"shards": shards.fingerprint}
+
+
+def open_run(spec: RunSpec, shards: TokenShards) -> None:
+    """Make the run's folder, or make sure that the one there was begun with the same identity.
+
+    Raises RunChanged that names every field that differs, with both values; the folder is left as it is.
+    """
+    path = spec.run_folder / RUN_FILE
+    identity = run_identity(spec, shards)
+    if not path.exists():
+        spec.run_folder.mkdir(parents=True, exist_ok=True)
+        write_json(
+            path, {"fingerprint": fingerprint(identity), "identity": identity, "spec": spec.model_dump(mode="json")}
+        )
+        return
+    require_same(spec.run_name, path, identity)
+
+
+def require_same(name: str, path: Path, identity: Mapping[str, Any]) -> None:
+    """RunChanged unless the run file holds this identity, as far as ``identity`` goes."""
+    try:
+        begun = json.loads(path.read_text("utf-8"))["identity"]
+    except (ValueError, KeyError, OSError) as error:
+        raise SpecError(f"{path} cannot be read ({error}): move the folder away or choose another --name") from error
+    changed = differences({part: begun.get(part) for part in identity}, identity)
+    if changed:
+        raise RunChanged(
+            f"run {name!r} was begun with other settings ({'; '.join(changed)}): choose another --name, "
+            "or set them back"
+        )
+
+
+def finished(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -> Checkpoint | None:
+    """The run's last checkpoint, if training has ended and every byte of it verifies."""
+    return reusable(Checkpoint, spec.run_folder, run_fingerprint(spec, shards), progress)
+
+
+def next_attempt(spec: RunSpec, shards: TokenShards, attempt_folder: Path) -> Attempt:
+    """Choose the newest complete checkpoint, verify it, and write the job for the ranks.
+
+    Raises SpecError when that checkpoint was written in another layout than the spec asks for.
+    """
+    tag = newest_verified_tag(spec)
+    if tag is not None:
+        _require_layout(spec, tag)
+        _log.info("resuming %s from %s", spec.run_name, tag)
+    job = TrainJob(
+        spec=spec,
+        run_fingerprint=run_fingerprint(spec, shards),
+        run_folder=spec.run_folder.resolve(),
+        attempt_folder=attempt_folder.resolve(),
+        shards_folder=shards.path.resolve(),
+        resume_tag=tag,
+    )
+    path = attempt_folder / "spec.json"
+    write_text(path, job.model_dump_json(indent=1) + "\n")
+    return Attempt(job, path)
+
+
+def newest_verified_tag(spec: RunSpec) -> str | None:
+    """The newest tag whose every file has its digest; a damaged one is passed over with a warning."""
+    folder = spec.run_folder / "checkpoints"
+    for tag in sidecar.complete_tags(folder):
+        try:
+            sidecar.require_complete(folder / tag)
+        except sidecar.IncompleteCheckpoint as error:
+            _log.warning("%s is passed over: %s", tag, error)
+            continue
+        return tag
+    return None
+
+
+def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -> Checkpoint:
+    """Verify what the ranks left and write the run's manifest: the one sign that training has ended.
+
+    Raises LaunchError when the last step's checkpoint or the witness is not there.
+    """
+    folder, step = spec.run_folder, spec.optimizer.num_steps
+    tag = tag_of(step)
+    for name in _WITNESS:
+        if not (folder / name).exists():
+            raise LaunchError(f"every rank ended well, but {folder / name} is missing: run it again")
+    sidecars = sidecar.require_complete(folder / "checkpoints" / tag, progress)
+    files: dict[str, FileDigest] = {
+        f"checkpoints/{tag}/{name}": digest for name, digest in sidecar.files_of(sidecars).items()
+    }
+    names = [f"checkpoints/{tag}/{sidecar.sidecar_name(one.rank)}" for one in sidecars]
+    return Checkpoint(
+        path=folder,
+        fingerprint=run_fingerprint(spec, shards),
+        inputs={"shards": shards.fingerprint},
+        files=files | digest_files(folder, [*names, *_WITNESS]),
+        counts={"step": step, "ranks": len(sidecars), "samples": sidecars[0].data.samples_consumed},
+        step=step,
+        tag=tag,
+    ).commit()
+
+
+def _require_layout(spec: RunSpec, tag: str) -> None:
+    written = sidecar.read_all(spec.run_folder / "checkpoints" / tag)[0]
+    asked = {"cluster.ranks": spec.cluster.ranks, "layout.zero_stage": spec.layout.zero_stage}
+    found = {"cluster.ranks": written.world_size, "layout.zero_stage": written.layout.zero_stage}
+    changed = differences(found, asked)
+    if changed:
+        raise SpecError(
+            f"checkpoint {tag} of run {spec.run_name!r} was written in another layout ({'; '.join(changed)}): a "
+            "checkpoint resumes in the layout it was written in; set it back, or choose another --name"
+        )

@@ -1,0 +1,71 @@
+"""Loss on held-out text, and the two comparisons that show it means something."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from t5train.data.loader import Samples
+from t5train.data.unigram import Unigram
+from t5train.records import TokenShards
+from t5train.spec import RunSpec
+from t5train.train.engine import model_of
+from t5train.train.ranks import gather_floats, on_accelerator, rank, world_size
+
+
+class Losses(NamedTuple):
+    """Nats a token on one set of validation samples.
+
+    ``content`` leaves out sentinels and the closing EOS: what remains is text the model had to guess.
+    """
+
+    all_targets: float
+    content: float
+    sequences: int
+    content_tokens: int
+
+
+def validate(engine: Any, samples: Samples, shards: TokenShards, spec: RunSpec, shuffled: bool = False) -> Losses:
+    """Loss of the engine's model on the first validation samples, shared out over ranks.
+
+    With ``shuffled`` every target is paired with the encoder input of its neighbour in the batch: a model that
+    reads its input does worse.
+    """
+    size = max(2, spec.layout.micro_batch_sequences)
+    count = validation_sequences(samples, spec)
+    sums = np.zeros(4)
+    model = model_of(engine)
+    model.eval()
+    with torch.no_grad():
+        for start in range(rank() * size, count, world_size() * size):
+            sums += _sums(model, samples, shards, start, min(size, count - start), shuffled)
+    model.train()
+    total, tokens, content, content_tokens = np.sum(gather_floats(sums.tolist()), axis=0)
+    return Losses(float(total / tokens), float(content / content_tokens), count, int(content_tokens))
+
+
+def unigram_loss(samples: Samples, shards: TokenShards, spec: RunSpec) -> float:
+    """Nats a token of the same content tokens under the frequencies of the training tokens."""
+    targets = samples.batch(0, validation_sequences(samples, spec)).targets
+    return Unigram.of(shards).cross_entropy(targets[is_content(targets, shards)])
+
+
+def validation_sequences(samples: Samples, spec: RunSpec) -> int:
+    """How many sequences a validation reads."""
+    return min(samples.num_samples, spec.storage.validate_sequences)
+
+
+def is_content(targets: np.ndarray, shards: TokenShards) -> np.ndarray:
+    """Which targets are neither a sentinel nor the EOS that ends a sequence; same shape, bool."""
+    highest = int(shards.counts["first_sentinel_id"])
+    content: np.ndarray = (targets <= highest - int(shards.counts["num_sentinels"])) | (targets > highest)
+    content[:, -1] = False
+    return content
+
+
+def _sums(model: Any, samples: Samples, shards: TokenShards, start: int, count: int, shuffled: bool) -> np.ndarray:
+    batch = samples.batch(start, count)
+    inputs = np.roll(batch.inputs, 1, axis=0) if shuffled else batch.inputs
+    losses = model.token_losses(on_accelerator(inputs), on_accelerator(batch.targets)).double().cpu().numpy()
+    content = is_content(batch.targets, shards)
+    return np.array([losses.sum(), losses.size, losses[content].sum(), content.sum()])

@@ -1,0 +1,94 @@
+"""What the engine says of its own weights: digests of the fp32 masters, and their logits on two probes.
+
+A certificate compares the exported model with this, so it is made here, while the masters are still in the engine,
+and not from any file.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+from safetensors.torch import save
+from torch import Tensor
+
+from t5train.atomic import replacing, write_json
+from t5train.data.loader import Samples
+from t5train.model.shape import T5Shape, count_parameters
+from t5train.model.t5 import T5
+from t5train.train.job import TrainJob
+from t5train.train.masters import full_masters
+from t5train.train.ranks import on_accelerator, rank
+
+PROBE_SEQUENCES = 2
+
+
+def record(
+    engine: Any,
+    job: TrainJob,
+    shape: T5Shape,
+    held_out: Samples,
+    huggingface_config: dict[str, Any],
+    facts: dict[str, Any],
+) -> None:
+    """Write ``witness.safetensors`` and then ``witness.json``; all ranks take part, rank 0 writes.
+
+    ``facts`` (run, step, tag, losses) go into the file as they are.
+    """
+    model = T5(shape, decoder_start_id=huggingface_config["decoder_start_token_id"]) if rank() == 0 else None
+    digests = {}
+    for name, master in full_masters(engine):
+        if model is not None:
+            model.get_parameter(name).data.copy_(master)
+            digests[name] = {"shape": list(master.shape), "sha256": _digest(master)}
+    if model is None:
+        return
+    probes = _probes(held_out, shape, job.spec.optimizer.seed)
+    job.witness_folder.mkdir(exist_ok=True)
+    _write_tensors(job.witness_folder / "witness.safetensors", _forward(model, probes))
+    write_json(
+        job.witness_folder / "witness.json",
+        {
+            "schema_version": 1,
+            "device_type": torch.device(get_accelerator().current_device_name()).type,
+            "num_threads": torch.get_num_threads(),
+            "num_parameters": count_parameters(shape),
+            "tensors": digests,
+            "ties": {"lm_head.weight": "shared.weight"} if shape.tied else {},
+            "huggingface_config": huggingface_config,
+            "probes": list(probes),
+            **facts,
+        },
+    )
+
+
+def _probes(held_out: Samples, shape: T5Shape, seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """(encoder ids, decoder ids) by name: ids at random, and text kept from training."""
+    text = held_out.batch(0, min(PROBE_SEQUENCES, held_out.num_samples))
+    generator = np.random.default_rng(seed)
+    random_inputs = generator.integers(0, shape.vocab_size, text.inputs.shape)
+    random_targets = generator.integers(0, shape.vocab_size, text.targets.shape)
+    return {"random": (random_inputs, random_targets), "heldout": (text.inputs, text.targets)}
+
+
+def _forward(model: T5, probes: dict[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, Tensor]:
+    model.to(get_accelerator().current_device_name()).eval()
+    tensors = {}
+    for name, (inputs, targets) in probes.items():
+        input_ids, decoder_ids = on_accelerator(inputs), model.shift_right(on_accelerator(targets))
+        with torch.no_grad():
+            logits = model.logits(input_ids, decoder_ids)
+        found = {"input_ids": input_ids, "decoder_input_ids": decoder_ids, "logits": logits}
+        tensors.update({f"{name}.{key}": value.cpu().contiguous() for key, value in found.items()})
+    return tensors
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    with replacing(path) as file:
+        file.write(save(tensors, metadata={"format": "pt"}))
+
+
+def _digest(master: Tensor) -> str:
+    return hashlib.sha256(master.contiguous().numpy().astype("<f4", copy=False).tobytes()).hexdigest()
