@@ -1,0 +1,131 @@
+"""Starts the ranks of a run under DeepSpeed's launcher, watches them, and leaves none behind.
+
+::
+
+    head (this process) ── guard ── deepspeed.launcher.runner ── deepspeed.launcher.launch ──┬─ guard ── rank 0
+                                                                                             └─ guard ── rank 1
+
+The head ends everything when a rank or the launcher fails; the guards do when the head is gone. Whether the
+ranks did their work is told by their exit records alone: DeepSpeed's launcher exits 0 when it was killed.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from infra import attempt, ports, processes
+from infra.attempt import Attempt
+from infra.environment import rank_environment
+from infra.failure import failure_of
+from infra.op_cache import clear_stale_locks
+from infra.processes import ProcessIdentity
+
+_TICK_SECONDS = 0.5
+_LAUNCHER_END_SECONDS = 5.0
+# What the launcher's guard gives the guards of the ranks, and some; see infra.guard.
+_GRACE_SECONDS = 11.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """What to start, and how often."""
+
+    program: tuple[str, ...]
+    """Arguments of the Python interpreter in every rank, such as ``("-m", "t5train.train", "--spec", "...")``."""
+    run_folder: Path
+    num_ranks: int
+    accelerator: str | None = None
+    """DeepSpeed's name for it; found by DeepSpeed when None."""
+    master_port: int | None = None
+    """Where the ranks meet; a free port when None."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables for the ranks, beyond what infra.environment lets through."""
+
+
+def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Attempt:
+    """Run every rank to its end; ``on_tick`` is called about twice a second meanwhile.
+
+    Hold ``run_lock`` around it. Raises SpecError if the port is taken, the error that a rank reported, or
+    LaunchError with the first rank that failed. However it is left, no process of the attempt is left.
+    """
+    spec = _with_port(spec)
+    this = attempt.begin(spec.run_folder, ProcessIdentity.of(os.getpid()))
+    environment = rank_environment(this, num_ranks=spec.num_ranks, accelerator=spec.accelerator, extra=spec.environment)
+    clear_stale_locks(environment)
+    launcher = _start(this, command(spec, this.folder), environment)
+    try:
+        succeeded = _watch(this, spec.num_ranks, launcher, on_tick)
+    finally:
+        _end(this, launcher)
+    if not succeeded:
+        raise failure_of(this, spec.num_ranks)
+    return this
+
+
+def command(spec: LaunchSpec, attempt_folder: Path) -> list[str]:
+    """The command line of DeepSpeed's launcher for an attempt."""
+    return [
+        *(sys.executable, "-m", "deepspeed.launcher.runner"),
+        *("--hostfile", os.devnull),  # not a regular file, so none: left out, /job/hostfile would be taken if there
+        *("--num_gpus", str(spec.num_ranks)),
+        *("--master_addr", "127.0.0.1", "--master_port", str(spec.master_port or "FREE_PORT")),
+        *("--no_local_rank", "--module", "infra.guard", str(attempt_folder)),
+        *(sys.executable, *spec.program),
+    ]
+
+
+def _with_port(spec: LaunchSpec) -> LaunchSpec:
+    if spec.master_port is None:
+        return replace(spec, master_port=ports.free_port())
+    ports.require_free(spec.master_port)
+    return spec
+
+
+def _start(this: Attempt, argv: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start the launcher's guard; nothing of it is inherited from, or signalled with, this process."""
+    _log.info("attempt %s: %s", this.folder.name, " ".join(argv))
+    with open(this.log(attempt.LAUNCHER), "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "infra.guard", str(this.folder), *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
+
+
+def _watch(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> bool:
+    """Wait until every rank has ended, or one has failed, or the launcher is gone; whether all succeeded."""
+    while True:
+        launcher_gone = launcher.poll() is not None  # asked before the records, which it outlives
+        records = [this.exit_record(attempt.rank_name(rank)) for rank in range(num_ranks)]
+        succeeded = [record is not None and record.succeeded for record in records]
+        failed = [record is not None and not record.succeeded for record in records]
+        if any(failed) or launcher_gone:
+            return all(succeeded)
+        if all(succeeded):
+            _await(launcher)
+            return True
+        on_tick()
+        time.sleep(_TICK_SECONDS)
+
+
+def _await(launcher: subprocess.Popen[bytes]) -> None:
+    """Let the launcher notice by itself, which looks once a second, so that its log ends in peace."""
+    with suppress(subprocess.TimeoutExpired):
+        launcher.wait(_LAUNCHER_END_SECONDS)
+
+
+def _end(this: Attempt, launcher: subprocess.Popen[bytes]) -> None:
+    if left := processes.end(processes.in_run(this.run_id), _GRACE_SECONDS):
+        _log.error("processes %s of %s do not end, not even by SIGKILL", sorted(left), this.folder)
+    else:
+        launcher.wait()

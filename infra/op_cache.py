@@ -1,0 +1,96 @@
+"""The C++ operator that DeepSpeed compiles for CPU ranks, and the lock files of compiles that were killed.
+
+::
+
+    python -m infra.op_cache        compile it now (about a minute), so that the first run need not
+
+torch takes a file named ``lock`` as a sign that another process compiles, and waits for it to vanish, for ever.
+The process that compiles keeps that file open, which tells a live compile from a killed one. The cache must
+therefore be on a disk of this machine.
+"""
+
+import fcntl
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+_RELEASE_SECONDS = 0.5
+
+
+def clear_stale_locks(environment: Mapping[str, str] = os.environ) -> list[Path]:
+    """Remove locks that no process holds from the cache that ranks with this environment use; returns them."""
+    return [lock for lock in _locks(environment) if _clear(lock)]
+
+
+def warm() -> None:
+    """Compile DeepSpeed's shared-memory collectives for CPU ranks into torch's cache of extensions."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    clear_stale_locks()
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+
+
+def _locks(environment: Mapping[str, str]) -> Iterator[Path]:
+    """Where torch looks: TORCH_EXTENSIONS_DIR, else a folder for each Python and CUDA version under the user's cache."""
+    if given := environment.get("TORCH_EXTENSIONS_DIR"):
+        return Path(given).glob("*/lock")
+    cache = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~")).expanduser() / ".cache"
+    return (Path(cache) / "torch_extensions").glob("*/*/lock")
+
+
+def _clear(lock: Path) -> bool:
+    """Remove a lock that is held neither now nor a moment later; one cleaner at a time.
+
+    A compile that has just finished closes its lock an instant before it removes it, hence the second look.
+    """
+    folder = os.open(lock.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        if not _is_stale(lock):
+            return False
+        time.sleep(_RELEASE_SECONDS)
+        if not _is_stale(lock):
+            return False
+        lock.unlink()
+    finally:
+        os.close(folder)
+    _log.warning("removed %s, left behind by a compile that was killed", lock)
+    return True
+
+
+def _is_stale(lock: Path) -> bool:
+    try:
+        status = lock.stat()
+    except FileNotFoundError:
+        return False
+    if status.st_uid != os.getuid():
+        _log.warning("%s is another user's: if runs hang at their start, that user must remove it", lock)
+        return False
+    return not any(_opens(process, status) for process in Path("/proc").glob("[0-9]*"))
+
+
+def _opens(process: Path, status: os.stat_result) -> bool:
+    """Whether a process has the file open; what cannot be seen is another user's, and so is no compile of ours."""
+    try:
+        descriptors = list((process / "fd").iterdir())
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False
+    return any(_is_same(descriptor, status) for descriptor in descriptors)
+
+
+def _is_same(descriptor: Path, status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(descriptor.stat(), status)
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False  # closed since it was listed
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    warm()

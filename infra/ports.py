@@ -1,0 +1,43 @@
+"""The TCP port at which the ranks meet."""
+
+import errno
+import random
+import socket
+
+from t5train.errors import LaunchError, SpecError
+
+# Below the range from which the kernel serves outgoing connections, so that none takes it before rank 0 does.
+_CANDIDATES = range(20_000, 32_000)
+
+
+def require_free(port: int) -> None:
+    """Raise SpecError if something listens on ``port`` on any address of this machine."""
+    if not is_free(port):
+        raise SpecError(
+            f"cluster.master_port is {port}: another program listens there; choose another port, or leave the "
+            f"setting out to have a free one found"
+        )
+
+
+def free_port() -> int:
+    """A port on which nothing listens now."""
+    for port in random.sample(_CANDIDATES, 100):
+        if is_free(port):
+            return port
+    raise LaunchError(
+        f"no free port among 100 tried between {_CANDIDATES.start} and {_CANDIDATES.stop}: set cluster.master_port"
+    )
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on ``port`` on every address, IPv4 and IPv6."""
+    dual = socket.has_dualstack_ipv6()
+    try:
+        socket.create_server(
+            ("", port), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual
+        ).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return False
+        raise
+    return True

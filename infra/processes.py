@@ -1,0 +1,147 @@
+"""Processes of this machine, named so that a reused pid can never stand for one that is gone.
+
+Reads /proc and uses pidfds (Linux 5.3); standard library only, as the guards import it.
+"""
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+RUN_ID_VARIABLE = "T5_RUN_ID"
+"""Every process of an attempt carries its run id in this environment variable."""
+
+_PR_SET_PDEATHSIG = 1
+_KILL_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """A process for good: its pid, and the clock ticks after boot at which it started."""
+
+    pid: int
+    start_time: int
+
+    @classmethod
+    def of(cls, pid: int) -> Self:
+        """The process that has ``pid`` now. Raises ProcessLookupError if there is none."""
+        return cls(pid, _stat(pid).start_time)
+
+    def open(self) -> int | None:
+        """A pidfd, readable once the process has ended; None if it has already.
+
+        The descriptor is opened before the start time is compared, so it is surely of that process.
+        """
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return None
+        if self.is_alive():
+            return descriptor
+        os.close(descriptor)
+        return None
+
+    def is_alive(self) -> bool:
+        """Whether this very process still runs; a zombie does not."""
+        try:
+            stat = _stat(self.pid)
+        except ProcessLookupError:
+            return False
+        return stat.start_time == self.start_time and stat.state not in "ZX"
+
+
+Belongs = Callable[[int], bool]
+"""Tells by its pid whether a process is one of those that are meant."""
+
+
+def in_group(group: int) -> Belongs:
+    """Processes of a process group that still run."""
+
+    def belongs(pid: int) -> bool:
+        try:
+            stat = _stat(pid)
+        except ProcessLookupError:
+            return False
+        return stat.group == group and stat.state not in "ZX"
+
+    return belongs
+
+
+def in_run(run_id: str) -> Belongs:
+    """Processes whose environment carries ``run_id``; descendants do, whatever group they moved to."""
+    entry = f"{RUN_ID_VARIABLE}={run_id}".encode()
+
+    def belongs(pid: int) -> bool:
+        try:
+            return entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            return False  # ended meanwhile, or another user's, which this run's are not
+
+    return belongs
+
+
+def find(belongs: Belongs) -> set[int]:
+    """Pids of the processes that are meant."""
+    pids = (int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit())
+    return {pid for pid in pids if belongs(pid)}
+
+
+def end(belongs: Belongs, grace_seconds: float) -> set[int]:
+    """SIGTERM every process that is meant, after ``grace_seconds`` SIGKILL; those started meanwhile too.
+
+    Returns the pids that outlived even that for five seconds (in the kernel, on a dead disk or driver).
+    """
+    alive = _signal_until_gone(belongs, signal.SIGTERM, grace_seconds)
+    return _signal_until_gone(belongs, signal.SIGKILL, _KILL_SECONDS) if alive else alive
+
+
+def die_with_parent(number: int) -> None:
+    """Ask the kernel to send this process signal ``number`` when the thread that started it ends."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+@dataclass(frozen=True)
+class _Stat:
+    state: str
+    group: int
+    start_time: int
+
+
+def _stat(pid: int) -> _Stat:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
+    except FileNotFoundError:
+        raise ProcessLookupError(f"no process {pid}") from None
+    fields = text.rpartition(")")[2].split()  # the program's name before it may hold spaces and brackets
+    return _Stat(state=fields[0], group=int(fields[2]), start_time=int(fields[19]))
+
+
+def _signal_until_gone(belongs: Belongs, number: int, seconds: float) -> set[int]:
+    deadline, told = time.monotonic() + seconds, set[int]()
+    while (alive := find(belongs)) and time.monotonic() < deadline:
+        for pid in alive - told:
+            _send(pid, number, belongs)
+        told |= alive
+        time.sleep(_LOOK_SECONDS)
+    return alive
+
+
+def _send(pid: int, number: int, belongs: Belongs) -> None:
+    """The pidfd holds the process, and only then is it asked for: the signal cannot reach a stranger."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        if belongs(pid):
+            signal.pidfd_send_signal(descriptor, number)
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(descriptor)
