@@ -25,9 +25,7 @@ _PYDOCS_FILE = "pydocs.jsonl"
 _log = logging.getLogger(__name__)
 
 
-def build_corpus(
-    spec: CorpusSpec, root: Path, progress: Progress = silent, *, out: Path | None = None
-) -> Corpus:
+def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, out: Path | None = None) -> Corpus:
     """Verified text in ``out``, or in ``{root}/corpus/{name}-{fp12}`` when that is left out.
 
     Local files are used where they lie. The fingerprint is made of the content of the source files and their
@@ -106,7 +104,9 @@ def _scanned(sources: list[SourceFile], workers: int, progress: Progress) -> lis
         done += read_bytes
         progress("bytes of text read and checked", done, total)
 
-    results = {result["name"]: result for result in in_processes("t5train.data.corpus:scan_file", jobs, workers, advance)}
+    results = {
+        result["name"]: result for result in in_processes("t5train.data.corpus:scan_file", jobs, workers, advance)
+    }
     return [_file_segments(source, results[source.name]) for source in sources]
 
 

@@ -32,6 +32,9 @@ def require_t5_form(proto: bytes, where: str) -> None:
     model = _parsed(proto, where)
     if model.trainer_spec.model_type != model.trainer_spec.UNIGRAM or model.trainer_spec.byte_fallback:
         raise SpecError(f"tokenizer.path: {where} is not a unigram without byte fallback, as T5's vocabulary is")
+    spelling = model.normalizer_spec
+    if not (spelling.add_dummy_prefix and spelling.remove_extra_whitespaces and spelling.escape_whitespaces):
+        raise SpecError(f"tokenizer.path: {where} treats spaces in another way than T5's vocabulary does")
     first = tuple(piece.piece for piece in model.pieces[:3])
     if first != SPECIAL_PIECES:
         raise SpecError(f"tokenizer.path: {where} begins with the pieces {first}: T5's begins with {SPECIAL_PIECES}")

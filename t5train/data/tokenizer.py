@@ -85,9 +85,7 @@ def build_tokenizer(
         return _finished(folder, proto, identity, inputs)
 
 
-def given_tokenizer(
-    path: Path, root: Path, progress: Progress = silent, *, out: Path | None = None
-) -> TokenizerFiles:
+def given_tokenizer(path: Path, root: Path, progress: Progress = silent, *, out: Path | None = None) -> TokenizerFiles:
     """The vocabulary of a ``spiece.model`` or a Hugging Face folder; errors as of ``build_tokenizer``."""
     spiece = _spiece_in(path)
     proto = spiece.read_bytes()
@@ -110,9 +108,13 @@ def _spiece_in(path: Path) -> Path:
             "take the one that its vocabulary was published with"
         )
     config = path / "tokenizer_config.json"
-    sentinels = json.loads(config.read_text("utf-8")).get("extra_ids", NUM_SENTINELS) if config.exists() else NUM_SENTINELS
+    sentinels = (
+        json.loads(config.read_text("utf-8")).get("extra_ids", NUM_SENTINELS) if config.exists() else NUM_SENTINELS
+    )
     if sentinels != NUM_SENTINELS:
-        raise SpecError(f"tokenizer.path is {path}: its extra_ids is {sentinels}, and only {NUM_SENTINELS} are supported")
+        raise SpecError(
+            f"tokenizer.path is {path}: its extra_ids is {sentinels}, and only {NUM_SENTINELS} are supported"
+        )
     return path / SPIECE
 
 

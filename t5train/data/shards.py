@@ -1,0 +1,215 @@
+"""The shards stage: token ids of a corpus in plain files, the same bytes on any machine.
+
+Shard N is made of consecutive segments of the corpus and holds, for each split, ``{split}-NNNNN.bin``
+(little-endian uint16, or uint32 where the vocabulary needs it; every document ends with EOS),
+``{split}-NNNNN.len`` (little-endian uint32, tokens of each document, EOS included), and ``shard-NNNNN.json``,
+written last, which describes them. A restart makes only those shards again whose description does not verify.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from t5train.data.corpus import corpus_name
+from t5train.data.segments import FileSegments, Segment, read_segments
+from t5train.data.splits import SPLITS
+from t5train.data.stage_folder import making, stage_folder
+from t5train.data.spiece import EOS_ID, PAD_ID
+from t5train.data.tokenizer import SPIECE
+from t5train.data.workers import Json, default_workers, in_processes
+from t5train.errors import DigestMismatch
+from t5train.fingerprint import fingerprint
+from t5train.progress import Progress, silent
+from t5train.records import (
+    MANIFEST,
+    Corpus,
+    FileDigest,
+    TokenizerFiles,
+    TokenShards,
+    digest_file,
+    reusable,
+    verify_file,
+)
+from t5train.spec import NUM_SENTINELS, CorpusSpec, ShardsSpec
+
+_STAGE_VERSION = 1  # raised when the same inputs would give other bytes
+_TEXT_BYTES_PER_TOKEN = 4  # of English in T5's vocabulary; decides only where shards end
+_log = logging.getLogger(__name__)
+
+
+class Stretch(NamedTuple):
+    """Rows of one file that fall into one shard."""
+
+    path: str
+    name: str
+    segment: Segment
+
+
+class SplitCounts(BaseModel):
+    """What a shard holds of one split."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    documents: int
+    tokens: int
+
+
+class ShardDescription(BaseModel):
+    """``shard-NNNNN.json``: the sign that a shard is whole. ``source`` is [file name, first row, rows]."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    fingerprint: str
+    source: list[tuple[str, int, int]]
+    splits: dict[str, SplitCounts]
+    files: dict[str, FileDigest]
+
+
+def build_shards(
+    spec: ShardsSpec,
+    corpus_spec: CorpusSpec,
+    corpus: Corpus,
+    tokenizer: TokenizerFiles,
+    root: Path,
+    progress: Progress = silent,
+    *,
+    out: Path | None = None,
+) -> TokenShards:
+    """The tokens of ``corpus`` in ``out``, or in ``{root}/shards/{name}-{fp12}``.
+
+    Raises InputError when a source file cannot be read any more, WorkerLost when a worker
+    process is killed, StorageError for a folder that cannot be written or holds something else.
+    """
+    inputs = {"corpus": corpus.fingerprint, "tokenizer": tokenizer.files[SPIECE].sha256}
+    settings = {**spec.identity(), "split": list(corpus_spec.split), "split_seed": corpus_spec.split_seed}
+    identity = fingerprint({"kind": "shards", "stage": _STAGE_VERSION, "settings": settings, "inputs": inputs})
+    folder = out or stage_folder(root, "shards", corpus_name(corpus_spec), identity)
+    with making(folder, identity):
+        if found := reusable(TokenShards, folder, identity, progress):
+            return found
+        (folder / MANIFEST).unlink(missing_ok=True)
+        plan = plan_shards(read_segments(corpus.path), spec.shard_tokens)
+        jobs = [
+            {
+                "folder": str(folder),
+                "number": number,
+                "fingerprint": identity,
+                "stretches": stretches,
+                "tokenizer": str(tokenizer.path),
+                "bytes_per_token": _bytes_per_token(tokenizer),
+                "corpus_spec": corpus_spec.model_dump(mode="json"),
+            }
+            for number, stretches in enumerate(plan)
+            if not _is_whole(folder, number, identity)
+        ]
+        _log.info("%d of %d shards are to be made", len(jobs), len(plan))
+        _make(jobs, spec.workers or default_workers(), progress)
+        return _committed(folder, identity, len(plan), corpus, tokenizer)
+
+
+def plan_shards(files: Sequence[FileSegments], shard_tokens: int) -> list[list[Stretch]]:
+    """Consecutive segments, shared out evenly over as many shards as ``shard_tokens`` asks for."""
+    segments = [(file.source, segment) for file in files for segment in file.segments]
+    total = sum(segment.text_bytes for _, segment in segments)
+    num_shards = max(1, min(len(segments), round(total / (shard_tokens * _TEXT_BYTES_PER_TOKEN))))
+    shards: list[list[Stretch]] = [[] for _ in range(num_shards)]
+    before = 0
+    for source, segment in segments:
+        middle = before + segment.text_bytes // 2
+        _extend(shards[middle * num_shards // total], Stretch(str(source.path), source.name, segment))
+        before += segment.text_bytes
+    return [shard for shard in shards if shard]
+
+
+def shard_name(number: int) -> str:
+    """Name of the description of shard ``number``."""
+    return f"shard-{number:05d}.json"
+
+
+def tokens_name(split: str, number: int) -> str:
+    """Name of the file with the tokens of a split in shard ``number``."""
+    return f"{split}-{number:05d}.bin"
+
+
+def read_description(folder: Path, number: int) -> ShardDescription:
+    """The description of a shard."""
+    return ShardDescription.model_validate_json((folder / shard_name(number)).read_bytes())
+
+
+def _extend(shard: list[Stretch], stretch: Stretch) -> None:
+    """Append a stretch, joined to the last one where it continues the same file."""
+    if shard and shard[-1].name == stretch.name:
+        last, new = shard[-1].segment, stretch.segment
+        joined = Segment(last.first_row, last.rows + new.rows, last.offset, last.text_bytes + new.text_bytes)
+        shard[-1] = shard[-1]._replace(segment=joined)
+    else:
+        shard.append(stretch)
+
+
+def _bytes_per_token(tokenizer: TokenizerFiles) -> int:
+    return 2 if tokenizer.counts["vocab_size"] <= 1 << 16 else 4
+
+
+def _is_whole(folder: Path, number: int, identity: str) -> bool:
+    """Whether a shard is there as it was described; says in the log why not."""
+    try:
+        description = read_description(folder, number)
+        if description.fingerprint != identity:
+            raise DigestMismatch(f"{folder / shard_name(number)} describes another shard")  # noqa: TRY301  one reason of three
+        for name, digest in description.files.items():
+            verify_file(folder / name, digest)
+    except FileNotFoundError:
+        return False
+    except (ValidationError, DigestMismatch) as error:
+        _log.warning("shard %d is made again: %s", number, error)
+        return False
+    return True
+
+
+def _make(jobs: list[Json], workers: int, progress: Progress) -> None:
+    total = sum(stretch.segment.text_bytes for job in jobs for stretch in job["stretches"])
+    done = 0
+
+    def advance(text_bytes: int) -> None:
+        nonlocal done
+        done += text_bytes
+        progress("bytes of text tokenised", done, total)
+
+    for _ in in_processes("t5train.data.tokenise:write_shard", jobs, workers, advance):
+        pass
+
+
+def _committed(folder: Path, identity: str, num_shards: int, corpus: Corpus, tokenizer: TokenizerFiles) -> TokenShards:
+    files: dict[str, FileDigest] = {}
+    for number in range(num_shards):
+        files |= read_description(folder, number).files
+        files[shard_name(number)] = digest_file(folder / shard_name(number))
+    return TokenShards(
+        path=folder,
+        fingerprint=identity,
+        inputs={"corpus": corpus.fingerprint, "tokenizer": tokenizer.fingerprint},
+        files=files,
+        counts={**_vocabulary(tokenizer), **_totals(folder, num_shards), "num_shards": num_shards},
+    ).commit()
+
+
+def _vocabulary(tokenizer: TokenizerFiles) -> dict[str, int]:
+    vocab_size = int(tokenizer.counts["vocab_size"])
+    return {
+        "vocab_size": vocab_size,
+        "pad_id": PAD_ID,
+        "eos_id": EOS_ID,
+        "first_sentinel_id": vocab_size - 1,
+        "num_sentinels": NUM_SENTINELS,
+        "bytes_per_token": _bytes_per_token(tokenizer),
+    }
+
+
+def _totals(folder: Path, num_shards: int) -> dict[str, int]:
+    totals = {f"{split}_{unit}": 0 for split in SPLITS for unit in ("tokens", "documents")}
+    for number in range(num_shards):
+        for split, counts in read_description(folder, number).splits.items():
+            totals[f"{split}_tokens"] += counts.tokens
+            totals[f"{split}_documents"] += counts.documents
+    return totals

@@ -1,0 +1,110 @@
+"""The work of one process of the shards stage: one shard from text to token files."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from hashlib import sha256
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from t5train.atomic import replacing, write_json
+from t5train.data.passages import Passage, SourceFile
+from t5train.data.segments import Segment, passages_of
+from t5train.data.shards import ShardDescription, SplitCounts, shard_name, tokens_name
+from t5train.data.splits import SPLITS, split_of
+from t5train.data.tokenizer import Tokenizer
+from t5train.data.workers import Advance, Json
+from t5train.records import FileDigest
+from t5train.spec import CorpusSpec
+
+_BATCH_CHARACTERS = 256 << 10
+
+
+class _HashedFile:
+    """A file that knows the digest of what was written to it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._sha256, self._size = file, sha256(), 0
+
+    def write(self, values: np.ndarray) -> None:
+        content = values.tobytes()
+        self._file.write(content)
+        self._sha256.update(content)
+        self._size += len(content)
+
+    def digest(self) -> FileDigest:
+        return FileDigest(size=self._size, sha256=self._sha256.hexdigest())
+
+
+class _SplitWriter:
+    """The two files of one split in one shard."""
+
+    def __init__(self, folder: Path, split: str, number: int, bytes_per_token: int, stack: ExitStack) -> None:
+        tokens = tokens_name(split, number)
+        self._names = (tokens, str(Path(tokens).with_suffix(".len")))
+        self._tokens, self._lengths = (
+            _HashedFile(stack.enter_context(replacing(folder / name))) for name in self._names
+        )
+        self._dtype = np.dtype(f"<u{bytes_per_token}")
+        self._documents = self._num_tokens = 0
+
+    def write(self, documents: list[np.ndarray]) -> None:
+        if documents:
+            lengths = np.array([len(document) for document in documents], dtype="<u4")
+            self._tokens.write(np.concatenate(documents).astype(self._dtype))
+            self._lengths.write(lengths)
+            self._documents += len(documents)
+            self._num_tokens += int(lengths.sum())
+
+    def counts(self) -> SplitCounts:
+        return SplitCounts(documents=self._documents, tokens=self._num_tokens)
+
+    def digests(self) -> dict[str, FileDigest]:
+        return dict(zip(self._names, (self._tokens.digest(), self._lengths.digest()), strict=True))
+
+
+def write_shard(job: Json, advance: Advance) -> Json:
+    """Tokenise the stretches of one shard, as ``build_shards`` describes them; the description comes last."""
+    folder, number = Path(job["folder"]), int(job["number"])
+    tokenizer = Tokenizer.load(Path(job["tokenizer"]))
+    spec = CorpusSpec.model_validate(job["corpus_spec"])
+    stretches = [(SourceFile(Path(path), name), Segment(*segment)) for path, name, segment in job["stretches"]]
+    with ExitStack() as stack:
+        writers = {split: _SplitWriter(folder, split, number, job["bytes_per_token"], stack) for split in SPLITS}
+        for batch in _batches(passage for stretch in stretches for passage in passages_of(*stretch)):
+            _write_batch(batch, tokenizer, spec, writers)
+            advance(sum(len(passage.text.encode()) for passage in batch))
+    description = ShardDescription(
+        fingerprint=job["fingerprint"],
+        source=[(source.name, segment.first_row, segment.rows) for source, segment in stretches],
+        splits={split: writer.counts() for split, writer in writers.items()},
+        files={name: digest for writer in writers.values() for name, digest in writer.digests().items()},
+    )
+    write_json(folder / shard_name(number), description.model_dump())
+    return {"number": number}
+
+
+def _write_batch(
+    batch: list[Passage], tokenizer: Tokenizer, spec: CorpusSpec, writers: dict[str, _SplitWriter]
+) -> None:
+    documents: dict[str, list[np.ndarray]] = {split: [] for split in writers}
+    encoded = tokenizer.encode([passage.text for passage in batch], add_eos=True)
+    for passage, ids in zip(batch, encoded, strict=True):
+        documents[split_of(spec, passage.id)].append(ids)
+    for split, writer in writers.items():
+        writer.write(documents[split])
+
+
+def _batches(passages: Iterator[Passage]) -> Iterator[list[Passage]]:
+    """Passages in order, in lists of about 256 thousand characters."""
+    batch: list[Passage] = []
+    characters = 0
+    for passage in passages:
+        batch.append(passage)
+        characters += len(passage.text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
