@@ -1,0 +1,116 @@
+"""What is installed is what was tested, and the wheel works without the checkout."""
+
+import json
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Iterator
+from importlib.metadata import distribution, version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parent.parent
+CONSTRAINTS = [
+    Requirement(line) for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines() if not line.startswith("#")
+]
+APPLICABLE = [constraint for constraint in CONSTRAINTS if constraint.marker is None or constraint.marker.evaluate()]
+
+
+@pytest.mark.parametrize("constraint", APPLICABLE, ids=lambda constraint: constraint.name)
+def test_the_installed_version_is_the_constrained_one(constraint: Requirement) -> None:
+    assert f"=={Version(version(constraint.name)).public}" == str(constraint.specifier)
+
+
+def needed(requirement: Requirement, seen: set[tuple[str, str]]) -> Iterator[str]:
+    """Names of the packages that a requirement brings with it on this machine, itself included."""
+    for extra in ["", *requirement.extras]:
+        key = (canonicalize_name(requirement.name), extra)
+        if key in seen:
+            continue
+        seen.add(key)
+        yield key[0]
+        for line in distribution(requirement.name).requires or []:
+            inner = Requirement(line)
+            if inner.marker is None or inner.marker.evaluate({"extra": extra}):
+                yield from needed(inner, seen)
+
+
+def test_every_package_that_is_needed_is_constrained() -> None:
+    constrained = {canonicalize_name(constraint.name) for constraint in CONSTRAINTS}
+    chosen_by_torch = {name for name in needed(Requirement("torch"), set()) if name.startswith(("nvidia-", "triton"))}
+    wanted = set(needed(Requirement("t5-pretrain[flows,dev]"), set()))
+    assert wanted - constrained - chosen_by_torch <= {"t5-pretrain"}
+
+
+def test_no_constraint_is_left_over() -> None:
+    wanted = set(needed(Requirement("t5-pretrain[flows,dev]"), set()))
+    assert {canonicalize_name(constraint.name) for constraint in APPLICABLE} <= wanted
+
+
+def test_installed_packages_agree_with_each_other() -> None:
+    result = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ``bin`` of an environment that has the wheel, and all else but the checkout from the environment of now."""
+    folder = tmp_path_factory.mktemp("wheel")
+    hatchling = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(hatchling, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    venv.create(folder / "venv")
+    python = folder / "venv" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True)
+    # A path in a .pth file is searched, but the .pth files in it, such as that of the checkout, are not read.
+    site_packages = sysconfig.get_path("purelib", vars={"base": str(folder / "venv")})
+    (Path(site_packages) / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "venv" / "bin"
+
+
+def run(program: Path, *arguments: str, cwd: Path) -> str:
+    result = subprocess.run(
+        [str(program), *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={"HOME": str(cwd)},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_package_and_the_deployments(installed: Path, tmp_path: Path) -> None:
+    code = """
+import importlib.resources, json
+packages = ["t5train", "infra", "tasks", "flows", "deployments"]
+print(json.dumps({name: sorted(item.name for item in importlib.resources.files(name).iterdir()) for name in packages}))
+print(json.dumps([str(importlib.resources.files(name)) for name in packages]))
+"""
+    contents, folders = map(json.loads, run(installed / "python", "-c", code, cwd=tmp_path).splitlines())
+    assert all(folder.startswith(str(installed.parent)) for folder in folders)
+    assert "prefect.yaml" in contents["deployments"]
+    for name, found in contents.items():
+        assert {path.name for path in (ROOT / name).glob("*.py")} <= set(found)
+
+
+@pytest.mark.slow
+def test_the_installed_program_lists_recipes(installed: Path, tmp_path: Path) -> None:
+    assert "smoke" in run(installed / "t5-pretrain", "recipes", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_the_installed_program_resolves_a_run_and_leaves_nothing_behind(installed: Path, tmp_path: Path) -> None:
+    output = run(installed / "t5-pretrain", "run", "smoke", "--dry-run", cwd=tmp_path)
+    assert "zero_optimization" in output
+    assert str(ROOT) not in output
+    assert not (tmp_path / "work").exists()
