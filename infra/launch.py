@@ -37,8 +37,9 @@ _log = logging.getLogger(__name__)
 class LaunchSpec:
     """What to start, and how often."""
 
-    program: tuple[str, ...]
-    """Arguments of the Python interpreter in every rank, such as ``("-m", "t5train.train", "--spec", "...")``."""
+    program: Callable[[Path], tuple[str, ...]]
+    """Given the folder of the attempt: arguments of the Python interpreter in every rank, such as ``("-m",
+    "t5train.train", "--spec", "{folder}/spec.json")``. Called once, just before the start."""
     run_folder: Path
     num_ranks: int
     accelerator: str | None = None
@@ -77,7 +78,7 @@ def command(spec: LaunchSpec, attempt_folder: Path) -> list[str]:
         *("--num_gpus", str(spec.num_ranks)),
         *("--master_addr", "127.0.0.1", "--master_port", str(spec.master_port or "FREE_PORT")),
         *("--no_local_rank", "--module", "infra.guard", str(attempt_folder)),
-        *(sys.executable, *spec.program),
+        *(sys.executable, *spec.program(attempt_folder)),
     ]
 
 
