@@ -1,7 +1,6 @@
 """The corpus stage: find or make the text, verify every file of it, and note where its rows lie."""
 
 import logging
-import os
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +62,7 @@ def corpus_name(spec: CorpusSpec) -> str:
 def scan_file(job: Json, advance: Advance) -> Json:
     """Work of one process: read one file whole."""
     files = scan(SourceFile(Path(job["path"]), job["name"]))
-    advance(os.path.getsize(job["path"]))
+    advance(Path(job["path"]).stat().st_size)
     return {"name": job["name"], "passages": files.passages, "empty": files.empty_passages, "segments": files.segments}
 
 

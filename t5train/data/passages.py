@@ -11,16 +11,12 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import Any, NamedTuple
 
 from t5train.errors import InputError
 
 FORMATS = (".txt", ".jsonl", ".tsv", ".parquet")
-_OPENERS: dict[str, Callable[[Path], IO[bytes]]] = {
-    ".gz": lambda path: gzip.open(path, "rb"),
-    ".bz2": lambda path: bz2.open(path, "rb"),
-    ".xz": lambda path: lzma.open(path, "rb"),
-}
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _TSV_HEADER = "id\ttext\ttitle"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -118,44 +114,15 @@ def _unquoted(field: str) -> str:
     return field[1:-1].replace('""', '"') if quoted else field
 
 
-def _parquet(source: SourceFile, number: int, offset: int) -> Iterator[Row]:  # noqa: ARG001  all readers are called alike
-    import pyarrow  # slow to import, and most workers do without
-    import pyarrow.parquet
+def _parquet(source: SourceFile, number: int, offset: int) -> Iterator[Row]:
+    from t5train.data.parquet import parquet_rows  # pyarrow is slow to import, and most processes do without
 
-    try:
-        with pyarrow.parquet.ParquetFile(source.path) as file:
-            yield from _parquet_rows(source, file, number)
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise InputError(f"{source.path} cannot be read as parquet ({error}): fetch or write it again") from error
-
-
-def _parquet_rows(source: SourceFile, file: "pyarrow.parquet.ParquetFile", number: int) -> Iterator[Row]:  # noqa: F821  imported where used
-    columns = _parquet_columns(source, file.schema_arrow)
-    group, row = 0, 0
-    while group < file.num_row_groups and row + file.metadata.row_group(group).num_rows <= number:
-        row += file.metadata.row_group(group).num_rows
-        group += 1
-    for batch in file.iter_batches(4096, row_groups=list(range(group, file.num_row_groups)), columns=columns):
-        for values in batch.to_pylist():
-            if row >= number:
-                name, title = values.get("id"), values.get("title")
-                passage = Passage(
-                    f"{source.name}:{row}" if name is None else str(name), title or "", values["text"] or ""
-                )
-                yield Row(row, 0, passage)
-            row += 1
-
-
-def _parquet_columns(source: SourceFile, schema: "pyarrow.Schema") -> list[str]:  # noqa: F821  imported where used
-    found = {name: str(schema.field(name).type) for name in ("id", "text", "title") if name in schema.names}
-    if found.get("text") not in ("string", "large_string"):
-        raise InputError(f"{source.path} has the columns {schema.names}: one named text, of strings, is expected")
-    return list(found)
+    return parquet_rows(source, number, offset)
 
 
 def _lines(source: SourceFile, number: int, offset: int) -> Iterator[tuple[int, int, str]]:
     """Row number, offset and text (without line end) of each line."""
-    with _OPENERS.get(source.path.suffix, lambda path: open(path, "rb"))(source.path) as file:
+    with _OPENERS.get(source.path.suffix, open)(source.path, "rb") as file:
         file.seek(offset)
         for line in file:
             content = line.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else line

@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from t5train.data.corpus import corpus_name
 from t5train.data.segments import FileSegments, Segment, read_segments
+from t5train.data.spiece import EOS_ID, PAD_ID
 from t5train.data.splits import SPLITS
 from t5train.data.stage_folder import making, stage_folder
-from t5train.data.spiece import EOS_ID, PAD_ID
 from t5train.data.tokenizer import SPIECE
 from t5train.data.workers import Json, default_workers, in_processes
 from t5train.errors import DigestMismatch

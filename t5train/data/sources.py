@@ -42,6 +42,15 @@ def local_files(source: str, revision: str, cache: Path, progress: Progress) -> 
         ]
 
 
+def require_source(source: str) -> None:
+    """Raise what ``local_files`` would raise for a source that is not there, without reading or downloading it."""
+    with _explained(source):
+        import fsspec  # as above
+
+        filesystem, path = fsspec.core.url_to_fs(source)
+        _found(filesystem, path, redacted(source))
+
+
 def redacted(url: str) -> str:
     """A URL without what may be secret in it: user, password, query and fragment."""
     parts = urlsplit(url)
@@ -116,6 +125,6 @@ def _explained(source: str) -> Iterator[None]:
 def _without_secrets(text: str, source: str) -> str:
     """An error's text; only its first word when it repeats a secret part of the URL."""
     parts = urlsplit(source)
-    user, at, _ = parts.netloc.rpartition("@")
+    user = parts.netloc.rpartition("@")[0]
     secrets = [part for part in (user, *user.split(":"), parts.query, parts.fragment) if part]
-    return text.split(":")[0] if any(secret in text for secret in secrets) else text
+    return text.partition(":")[0] if any(secret in text for secret in secrets) else text

@@ -1,7 +1,6 @@
 """SentencePiece models in T5's form: what makes one, and how to train one."""
 
 import io
-import logging
 import re
 import time
 from collections.abc import Iterable, Iterator
@@ -20,7 +19,7 @@ SPECIAL_PIECES = ("<pad>", "</s>", "<unk>")
 _SENTINEL = re.compile("<extra_id_[0-9]+>")
 _NUM_THREADS = 8  # part of the result: sums are formed per thread
 _SENTENCE_CHARACTERS = 1000  # at most 4 bytes each, so below the length that the trainer would skip
-_Model = sentencepiece_model_pb2.ModelProto
+_Piece = sentencepiece_model_pb2.ModelProto.SentencePiece
 
 
 def require_t5_form(proto: bytes, where: str) -> None:
@@ -39,10 +38,10 @@ def require_t5_form(proto: bytes, where: str) -> None:
     if first != SPECIAL_PIECES:
         raise SpecError(f"tokenizer.path: {where} begins with the pieces {first}: T5's begins with {SPECIAL_PIECES}")
     kinds = [piece.type for piece in model.pieces[:3]]
-    if kinds != [_Model.SentencePiece.CONTROL, _Model.SentencePiece.CONTROL, _Model.SentencePiece.UNKNOWN]:
+    if kinds != [_Piece.CONTROL, _Piece.CONTROL, _Piece.UNKNOWN]:
         raise SpecError(f"tokenizer.path: {where}: the types of {first} must be control, control, unknown")
     for piece in model.pieces[3:]:
-        if piece.type != _Model.SentencePiece.NORMAL or _SENTINEL.search(piece.piece):
+        if piece.type != _Piece.NORMAL or _SENTINEL.search(piece.piece):
             raise SpecError(
                 f"tokenizer.path: {where} has the special piece {piece.piece!r}, which text could spell: "
                 "take a model with <pad>, </s>, <unk> and plain pieces only"
@@ -109,11 +108,11 @@ def _sentences(texts: Iterable[str]) -> Iterator[str]:
             yield text[start : start + _SENTENCE_CHARACTERS]
 
 
-def _parsed(proto: bytes, where: str) -> "_Model":
+def _parsed(proto: bytes, where: str) -> sentencepiece_model_pb2.ModelProto:
     """The model, if SentencePiece itself takes it for one."""
     try:
         sentencepiece.SentencePieceProcessor(model_proto=proto)
-        model = _Model()
+        model = sentencepiece_model_pb2.ModelProto()
         model.ParseFromString(proto)
     except Exception as error:
         # protobuf and SentencePiece share no class of errors narrower than this

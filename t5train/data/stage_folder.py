@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from t5train.errors import StorageError
 
@@ -24,26 +25,27 @@ def making(folder: Path, fingerprint: str) -> Iterator[None]:
     The lock goes with its process, however that ends, so what a killed one left half-written is removed here.
     Raises StorageError when the folder cannot be written or holds anything else.
     """
-    try:
-        _refuse_foreign(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        claim = open(folder / _CLAIM, "a+", encoding="ascii")
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be written: {error}; choose another folder") from error
-    with claim:
+    with _open_claim(folder) as claim:
         _lock(claim.fileno(), folder)
         claim.seek(0)
         owner = claim.read()
         if owner not in ("", fingerprint):
-            raise StorageError(
-                f"{folder} holds the result with fingerprint {owner[:12]}, not {fingerprint[:12]}: choose another folder"
-            )
+            raise StorageError(f"{folder} holds a result of other inputs or settings: choose another folder")
         if not owner:
             claim.write(fingerprint)
             claim.flush()
         for leftover in folder.glob(".*.tmp"):
             leftover.unlink()
         yield
+
+
+def _open_claim(folder: Path) -> TextIO:
+    try:
+        _refuse_foreign(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        return open(folder / _CLAIM, "a+", encoding="ascii")
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {error}; choose another folder") from error
 
 
 def _refuse_foreign(folder: Path) -> None:

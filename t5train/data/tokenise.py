@@ -12,7 +12,7 @@ from t5train.atomic import replacing, write_json
 from t5train.data.passages import Passage, SourceFile
 from t5train.data.segments import Segment, passages_of
 from t5train.data.shards import ShardDescription, SplitCounts, shard_name, tokens_name
-from t5train.data.splits import SPLITS, split_of
+from t5train.data.splits import SPLITS, Split, split_of
 from t5train.data.tokenizer import Tokenizer
 from t5train.data.workers import Advance, Json
 from t5train.records import FileDigest
@@ -86,9 +86,9 @@ def write_shard(job: Json, advance: Advance) -> Json:
 
 
 def _write_batch(
-    batch: list[Passage], tokenizer: Tokenizer, spec: CorpusSpec, writers: dict[str, _SplitWriter]
+    batch: list[Passage], tokenizer: Tokenizer, spec: CorpusSpec, writers: dict[Split, _SplitWriter]
 ) -> None:
-    documents: dict[str, list[np.ndarray]] = {split: [] for split in writers}
+    documents: dict[Split, list[np.ndarray]] = {split: [] for split in writers}
     encoded = tokenizer.encode([passage.text for passage in batch], add_eos=True)
     for passage, ids in zip(batch, encoded, strict=True):
         documents[split_of(spec, passage.id)].append(ids)

@@ -15,7 +15,7 @@ from t5train.data.segments import passages_of, read_segments
 from t5train.data.spiece import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID, require_t5_form, train
 from t5train.data.splits import split_of
 from t5train.data.stage_folder import making, stage_folder
-from t5train.errors import InputError, SpecError
+from t5train.errors import SpecError
 from t5train.fingerprint import fingerprint
 from t5train.progress import Progress, silent
 from t5train.records import Corpus, TokenizerFiles, digest_files, reusable

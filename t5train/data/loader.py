@@ -1,0 +1,183 @@
+"""Samples of token shards, in an order and with noise that a seed decides, and nothing else.
+
+Sample k of a split is window k of its shards: each shard gives its whole windows, one after another. There is
+no loader state: the number of samples consumed says where training stands.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Semaphore, Thread
+from types import TracebackType
+from typing import Generic, NamedTuple, Self, TypeVar
+
+import numpy as np
+
+from t5train.data import keyed_random
+from t5train.data.shards import read_description, tokens_name
+from t5train.data.span_corruption import corrupt, geometry
+from t5train.data.splits import Split
+from t5train.errors import DigestMismatch, InputError
+from t5train.records import TokenShards
+from t5train.spec import ObjectiveSpec
+
+T = TypeVar("T")
+_ORDER, _NOISE = 1, 2  # keep the random bits of both apart
+
+
+class Batch(NamedTuple):
+    """``sample_ids`` int64 [n], ``inputs`` int32 [n, input_tokens], ``targets`` int32 [n, target_tokens]."""
+
+    sample_ids: np.ndarray
+    inputs: np.ndarray
+    targets: np.ndarray
+
+
+class Windows:
+    """The windows of a split, mapped from its shards: ``windows[ids]`` is [n, window_tokens].
+
+    Raises InputError when the split has not a single whole window, DigestMismatch for a file of the wrong size.
+    """
+
+    def __init__(self, shards: TokenShards, split: Split, window_tokens: int) -> None:
+        self._dtype = np.dtype(f"<u{int(shards.counts['bytes_per_token'])}")
+        self._shards = [
+            mapped
+            for number in range(int(shards.counts["num_shards"]))
+            if len(mapped := self._map(shards.path, split, number, window_tokens))
+        ]
+        self._ends = np.cumsum([len(shard) for shard in self._shards])
+        if not self._shards:
+            raise InputError(
+                f"the {split} split has {shards.counts[f'{split}_tokens']} tokens in "
+                f"{shards.counts['num_shards']} shards, none with one window of {window_tokens}: add text, give "
+                "the split a larger share (corpus.split), raise shards.shard_tokens or lower objective.input_tokens"
+            )
+        self._window_tokens = window_tokens
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, ids: np.ndarray) -> np.ndarray:
+        by_place = np.argsort(ids, kind="stable")  # reading forward is what disks and page caches like
+        ascending = ids[by_place]
+        bounds = np.searchsorted(ascending, self._ends)
+        windows = np.empty((len(ids), self._window_tokens), dtype=self._dtype)
+        first = 0
+        for shard, end, last in zip(self._shards, self._ends, bounds, strict=True):
+            if last > first:
+                windows[by_place[first:last]] = shard[ascending[first:last] - (end - len(shard))]
+            first = last
+        return windows
+
+    def _map(self, folder: Path, split: Split, number: int, window_tokens: int) -> np.ndarray:
+        path = folder / tokens_name(split, number)
+        tokens = read_description(folder, number).splits[split].tokens
+        if path.stat().st_size != tokens * self._dtype.itemsize:
+            raise DigestMismatch(f"{path} has {path.stat().st_size} bytes, not {tokens} tokens: run the shards stage")
+        count = tokens // window_tokens
+        if not count:
+            return np.empty((0, window_tokens), dtype=self._dtype)
+        return np.memmap(path, self._dtype, mode="r", shape=(count, window_tokens))
+
+
+class Samples:
+    """Span-corrupted samples of one split, numbered without end.
+
+    With ``shuffle``, each epoch is a permutation of the split keyed by (seed, epoch), and noise is keyed by
+    (seed, epoch, sample id). Without, the order is that of the ids and the noise that of epoch 0, always.
+    """
+
+    def __init__(self, shards: TokenShards, split: Split, objective: ObjectiveSpec, seed: int, shuffle: bool) -> None:
+        self._geometry = geometry(objective)
+        self._windows = Windows(shards, split, self._geometry.window_tokens)
+        self._first_sentinel_id = int(shards.counts["first_sentinel_id"])
+        self._eos_id = int(shards.counts["eos_id"])
+        self._seed, self._shuffle = seed, shuffle
+        self._order: tuple[int, np.ndarray] | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in an epoch."""
+        return len(self._windows)
+
+    def batch(self, start: int, count: int) -> Batch:
+        """Samples number ``start`` to ``start + count`` of the endless order."""
+        epochs, places = np.divmod(np.arange(start, start + count), self.num_samples)
+        if self._shuffle:
+            ids = np.concatenate(
+                [self._epoch_order(int(epoch))[places[epochs == epoch]] for epoch in np.unique(epochs)]
+            )
+        else:
+            ids, epochs = places, np.zeros_like(places)
+        key = keyed_random.keys(self._seed, _NOISE, epochs, ids)
+        inputs, targets = corrupt(self._windows[ids], key, self._geometry, self._first_sentinel_id, self._eos_id)
+        return Batch(ids, inputs, targets)
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, keyed_random.permutation(self.num_samples, self._seed, _ORDER, epoch)
+        return self._order[1]
+
+
+class Prefetch(Generic[T]):
+    """An iterator whose items a thread prepares ahead; close it, or leave its ``with``, to end the thread.
+
+    An exception of the source is raised where its item would have come. ``seconds_waited`` is the time the
+    consumer spent waiting, in all.
+    """
+
+    def __init__(self, source: Iterator[T], depth: int) -> None:
+        self.seconds_waited = 0.0
+        self._source = source
+        self._free = Semaphore(depth)
+        self._ready: SimpleQueue[tuple[T] | BaseException] = SimpleQueue()
+        self._closed = False
+        self._thread = Thread(target=self._prepare, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        if self._closed:
+            raise StopIteration
+        started = time.perf_counter()
+        item = self._ready.get()
+        self.seconds_waited += time.perf_counter() - started
+        if isinstance(item, BaseException):
+            self.close()
+            raise item
+        self._free.release()
+        return item[0]
+
+    def close(self) -> None:
+        """End the thread; items it has prepared are dropped."""
+        self._closed = True
+        self._free.release()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _prepare(self) -> None:
+        try:
+            while True:
+                self._free.acquire()
+                if self._closed:
+                    return
+                self._ready.put((next(self._source),))
+        except BaseException as error:
+            # Every one of them, StopIteration too, belongs to the consumer.
+            self._ready.put(error)
+
+
+def prefetch(batches: Iterator[T], depth: int) -> Prefetch[T]:
+    """Prepare up to ``depth`` batches ahead in a thread."""
+    return Prefetch(batches, depth)

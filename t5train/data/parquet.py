@@ -1,0 +1,43 @@
+"""Passages out of .parquet files, of which only the columns id, text and title are read."""
+
+from collections.abc import Iterator
+
+import pyarrow
+import pyarrow.parquet
+
+from t5train.data.passages import Passage, Row, SourceFile
+from t5train.errors import InputError
+
+_BATCH_ROWS = 4096
+_COLUMNS = ("id", "text", "title")
+
+
+def parquet_rows(source: SourceFile, number: int, offset: int) -> Iterator[Row]:  # noqa: ARG001  rows have no offset here
+    """Rows from ``number`` on; the row groups before it are skipped unread."""
+    try:
+        with pyarrow.parquet.ParquetFile(source.path) as file:
+            yield from _rows(source, file, number)
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise InputError(f"{source.path} cannot be read as parquet ({error}): fetch or write it again") from error
+
+
+def _rows(source: SourceFile, file: pyarrow.parquet.ParquetFile, number: int) -> Iterator[Row]:
+    columns = _columns(source, file.schema_arrow)
+    group, row = 0, 0
+    while group < file.num_row_groups and row + file.metadata.row_group(group).num_rows <= number:
+        row += file.metadata.row_group(group).num_rows
+        group += 1
+    for batch in file.iter_batches(_BATCH_ROWS, row_groups=list(range(group, file.num_row_groups)), columns=columns):
+        for values in batch.to_pylist():
+            if row >= number:
+                name = values.get("id")
+                name = f"{source.name}:{row}" if name is None else str(name)
+                yield Row(row, 0, Passage(name, str(values.get("title") or ""), values["text"] or ""))
+            row += 1
+
+
+def _columns(source: SourceFile, schema: pyarrow.Schema) -> list[str]:
+    found = {name: str(schema.field(name).type) for name in _COLUMNS if name in schema.names}
+    if found.get("text") not in ("string", "large_string"):
+        raise InputError(f"{source.path} has the columns {schema.names}: one named text, of strings, is expected")
+    return list(found)

@@ -1,0 +1,130 @@
+"""T5's span corruption (Raffel et al. 2020, section 3.1.4), whole batches at a time.
+
+A window of tokens becomes an input, in which each noise span is one sentinel, and a target, in which each
+stretch between noise spans is one sentinel. Both end with EOS. A window begins with a stretch that is kept and
+ends with a noise span; the lengths of both kinds are uniform over all ways to divide them into non-empty parts.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from t5train.data.keyed_random import Bits, bits
+from t5train.errors import SpecError
+from t5train.spec import NUM_SENTINELS, ObjectiveSpec
+
+
+class Geometry(NamedTuple):
+    """How many tokens of each kind every sample has; equal for all samples of an objective."""
+
+    window_tokens: int
+    noise_tokens: int
+    spans: int
+
+    @property
+    def input_tokens(self) -> int:
+        """Kept tokens, a sentinel for each span, EOS."""
+        return self.window_tokens - self.noise_tokens + self.spans + 1
+
+    @property
+    def target_tokens(self) -> int:
+        """Noise tokens, a sentinel for each span, EOS."""
+        return self.noise_tokens + self.spans + 1
+
+
+def geometry(objective: ObjectiveSpec) -> Geometry:
+    """The longest window whose input fits ``objective.input_tokens``: 568 tokens, 85 of them noise, for 512.
+
+    SpecError when it would need more spans than there are sentinels.
+    """
+    window = objective.input_tokens  # too short, for every span of noise shrinks to one sentinel
+    while (found := _geometry(window + 1, objective)).input_tokens <= objective.input_tokens:
+        window = found.window_tokens
+    found = _geometry(window, objective)
+    if found.spans > NUM_SENTINELS:
+        raise SpecError(
+            f"objective.input_tokens {objective.input_tokens} at noise_density {objective.noise_density} and "
+            f"mean_span_tokens {objective.mean_span_tokens} needs {found.spans} spans, and there are {NUM_SENTINELS} "
+            "sentinels: raise objective.mean_span_tokens or lower objective.input_tokens"
+        )
+    return found
+
+
+def window_tokens(objective: ObjectiveSpec) -> int:
+    """Tokens of text in a sample."""
+    return geometry(objective).window_tokens
+
+
+def target_tokens(objective: ObjectiveSpec) -> int:
+    """Decoder length, EOS included."""
+    return geometry(objective).target_tokens
+
+
+def corrupt(
+    windows: np.ndarray, key: Bits, shape: Geometry, first_sentinel_id: int, eos_id: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs int32 [n, input_tokens] and targets int32 [n, target_tokens] of ``windows`` [n, window_tokens].
+
+    ``key`` [n] alone decides a row's noise: what else is in the batch has no influence. Sentinels count down
+    from ``first_sentinel_id``.
+    """
+    kept, noise = _segment_lengths(key, shape)
+    is_noise = _noise_mask(kept, noise)
+    sentinels = np.arange(first_sentinel_id, first_sentinel_id - shape.spans, -1, dtype=np.int32)
+    inputs = _with_sentinels(windows[~is_noise], np.cumsum(kept, axis=1) + np.arange(shape.spans), sentinels, eos_id)
+    before = np.cumsum(noise, axis=1) - noise
+    targets = _with_sentinels(windows[is_noise], before + np.arange(shape.spans), sentinels, eos_id)
+    return inputs, targets
+
+
+def _geometry(window: int, objective: ObjectiveSpec) -> Geometry:
+    noise = min(max(round(window * objective.noise_density), 1), window - 1)
+    spans = min(max(round(noise / objective.mean_span_tokens), 1), noise, window - noise)
+    return Geometry(window, noise, spans)
+
+
+def _segment_lengths(key: Bits, shape: Geometry) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths of the kept stretches and of the noise spans: two int64 [n, spans]."""
+    random = bits(key, 2 * (shape.spans - 1))
+    kept = _compositions(shape.window_tokens - shape.noise_tokens, shape.spans, random[:, : shape.spans - 1])
+    noise = _compositions(shape.noise_tokens, shape.spans, random[:, shape.spans - 1 :])
+    return kept, noise
+
+
+def _compositions(total: int, parts: int, random: Bits) -> np.ndarray:
+    """Uniformly one of the ways to write ``total`` as an ordered sum of ``parts`` positive numbers: [n, parts].
+
+    The parts lie between cuts, and the cuts are a uniform subset of the ``total - 1`` places for one. It is
+    drawn by Floyd's algorithm, a step for a cut, all rows at once.
+    """
+    count, places = len(random), total - 1
+    lasts = np.arange(places - parts + 1, places)
+    # The high half of a product with 32 random bits: each place up to the last is as likely as the others.
+    drawn = ((random >> np.uint64(32)) * (lasts + 1).astype(np.uint64) >> np.uint64(32)).astype(np.int64)
+    is_cut = np.zeros(count * total, dtype=bool)
+    row_starts = np.arange(count) * total
+    for chosen, last in zip((drawn + row_starts[:, np.newaxis]).T, lasts, strict=True):
+        is_cut[np.where(is_cut[chosen], row_starts + last, chosen)] = True
+    is_cut[total - 1 :: total] = True  # the last part ends where the sum does
+    ends = np.flatnonzero(is_cut).reshape(count, parts) - row_starts[:, np.newaxis]
+    return np.diff(ends, axis=1, prepend=-1)
+
+
+def _noise_mask(kept: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    lengths = np.stack([kept, noise], axis=2).reshape(-1)
+    is_noise = np.tile(np.array([False, True]), kept.size)
+    return np.repeat(is_noise, lengths).reshape(len(kept), -1)
+
+
+def _with_sentinels(tokens: np.ndarray, places: np.ndarray, sentinels: np.ndarray, eos_id: int) -> np.ndarray:
+    """Rows that have ``sentinels`` at ``places`` [n, spans], EOS at the end and ``tokens`` in between."""
+    count, spans = places.shape
+    row_tokens = len(tokens) // count + spans + 1
+    rows = np.empty((count, row_tokens), dtype=np.int32)
+    is_token = np.ones((count, row_tokens), dtype=bool)
+    is_token[np.arange(count)[:, np.newaxis], places] = False
+    is_token[:, -1] = False
+    rows[is_token] = tokens
+    rows[np.arange(count)[:, np.newaxis], places] = sentinels
+    rows[:, -1] = eos_id
+    return rows
