@@ -25,7 +25,6 @@ _SAME_ON_EVERY_RANK = (
     "tag",
     "world_size",
     "aliases",
-    "frozen",
     "model_prefix",
     "huggingface_config",
     "data",
@@ -66,6 +65,11 @@ class ParameterSlot(_Part):
     offset: int = Field(ge=0)
     numel: int = Field(ge=0)
 
+    @classmethod
+    def of(cls, name: str, shape: Sequence[int], offset: int) -> Self:
+        """The slot of a parameter of this shape at this offset."""
+        return cls(name=name, shape=tuple(shape), offset=offset, numel=math.prod(shape))
+
     @model_validator(mode="after")
     def _shape_agrees(self) -> Self:
         if math.prod(self.shape) != self.numel:
@@ -85,9 +89,8 @@ class Sidecar(_Part):
 
     ``files`` holds what this rank wrote, by name within the tag's folder. ``groups`` lists the optimizer's
     parameter groups in order, empty where the module's own weights are the fp32 masters (ZeRO 0 in fp32).
-    ``frozen`` names parameters that no optimizer moves; ``aliases`` maps a tied name to the name that owns the
-    storage. All names are Hugging Face's; the files hold them behind ``model_prefix``. Generator states are
-    base64 text, by generator.
+    ``aliases`` maps a tied name to the name that owns the storage. All names are Hugging Face's; the files hold
+    them behind ``model_prefix``. Generator states are base64 text, by generator.
     """
 
     schema_version: Literal[1] = 1
@@ -99,7 +102,6 @@ class Sidecar(_Part):
     layout: ParallelLayout
     files: dict[str, FileDigest]
     groups: list[list[ParameterSlot]]
-    frozen: list[str] = []
     aliases: dict[str, str] = {}
     huggingface_config: dict[str, Any]
     model_prefix: str = ""

@@ -1,0 +1,85 @@
+"""From a checkpoint to a finished record of its weights, or nothing at all."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from t5train.atomic import sync_folder, write_text
+from t5train.consolidate.checkpoint import OpenedCheckpoint, open_checkpoint
+from t5train.consolidate.layouts import layout_of
+from t5train.consolidate.out_folder import new_folder, put_in_place, require_vacant
+from t5train.consolidate.plan import Plan
+from t5train.consolidate.stream import write_weights
+from t5train.fingerprint import fingerprint
+from t5train.progress import Progress, silent
+from t5train.records import MANIFEST, FileDigest, Weights, reusable
+from t5train.sidecar import files_of
+
+
+def consolidate(
+    checkpoint: Path,
+    out: Path,
+    *,
+    tag: str | None = None,
+    shard_bytes: int | None = None,
+    progress: Progress = silent,
+) -> Weights:
+    """Write the fp32 weights of a DeepSpeed checkpoint into the folder ``out`` and return their record.
+
+    ``checkpoint`` is a save folder with tags inside (the newest complete tag is taken, or ``tag``), or the folder
+    of a tag. ``out`` gets ``model.safetensors`` (or files of at most ``shard_bytes``, and their index),
+    ``tensors.json`` with the sha256 of each tensor's bytes, and ``manifest.json``. Floating-point tensors are fp32,
+    whole numbers stay what they are; a tied parameter stands under its owner's name alone. Dense ZeRO 0, 1 and 2 in
+    fp32, bf16 and fp16.
+
+    ``out`` appears whole or not at all; one that holds the same weights already is verified and reused. Raises
+    InputError (no such checkpoint or tag), IncompleteCheckpoint (missing, altered or mixed files),
+    ConsolidationError (a hostile or contradictory file), UnknownLayout, and StorageError (``out`` holds something
+    else, cannot be written, or is too small).
+    """
+    out = out.resolve()
+    opened = open_checkpoint(checkpoint, tag, progress)
+    recorded = _recorded_identity(opened, shard_bytes)
+    if recorded is not None and (there := reusable(Weights, out, recorded, progress)):
+        return there
+    require_vacant(out, recorded)
+    plan = layout_of(opened).plan(opened)
+    with new_folder(out, plan.size) as folder:
+        files = write_weights(plan, folder, shard_bytes, has_digests=bool(opened.sidecars), progress=progress)
+        identity = recorded or _content_identity(files)
+        if there := reusable(Weights, out, identity, progress):
+            return there
+        require_vacant(out, identity)
+        weights = _record(out, opened, plan, identity, files)
+        write_text(folder / MANIFEST, weights.model_dump_json(indent=1) + "\n")
+        sync_folder(folder)
+        put_in_place(folder, out)
+    return weights
+
+
+def _recorded_identity(opened: OpenedCheckpoint, shard_bytes: int | None) -> str | None:
+    """Fingerprint of weights yet to be made: of the run, its step and the files' digests, where these are recorded."""
+    if not opened.sidecars:
+        return None
+    first = opened.sidecars[0]
+    digests = {name: digest.sha256 for name, digest in files_of(opened.sidecars).items()}
+    return fingerprint({"run": first.run_fingerprint, "step": first.step, "files": digests, "shard_bytes": shard_bytes})
+
+
+def _content_identity(files: Mapping[str, FileDigest]) -> str:
+    """Fingerprint of weights of unknown origin: their own content."""
+    return fingerprint({"files": {name: digest.sha256 for name, digest in files.items()}})
+
+
+def _record(out: Path, opened: OpenedCheckpoint, plan: Plan, identity: str, files: dict[str, FileDigest]) -> Weights:
+    return Weights(
+        path=out,
+        fingerprint=identity,
+        inputs={"run": opened.sidecars[0].run_fingerprint} if opened.sidecars else {},
+        files=files,
+        counts={
+            "parameters": plan.num_parameters,
+            "tensors": len(plan.tensors),
+            "bytes": plan.size,
+            "step": plan.step,
+        },
+    )

@@ -1,0 +1,63 @@
+"""The folder a result appears in: whole or not at all, and never over something else."""
+
+import errno
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from t5train.atomic import sync_folder
+from t5train.errors import RecordError, StorageError
+from t5train.records import Weights
+
+_SPARE_BYTES = 16 << 20
+_OURS_TO_REPORT = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EFBIG}
+
+
+@contextmanager
+def new_folder(out: Path, size: int) -> Iterator[Path]:
+    """A folder beside ``out`` to fill, gone again afterwards unless ``put_in_place`` moved it.
+
+    StorageError when ``size`` bytes do not fit, or what is in the body cannot be written.
+    """
+    folder = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(out.parent).free
+        if free < size + _SPARE_BYTES:
+            raise StorageError(
+                f"{out} will take {size} bytes; {free} are free there: make room or choose another folder"
+            )
+        folder.mkdir()
+        yield folder
+    except OSError as error:
+        if error.errno not in _OURS_TO_REPORT:
+            raise
+        raise StorageError(f"{out} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def require_vacant(out: Path, fingerprint: str | None) -> None:
+    """StorageError when ``out`` holds anything but damaged weights of this fingerprint (or of one yet unknown)."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    try:
+        there = Weights.load(out).fingerprint
+    except (RecordError, OSError):
+        raise StorageError(f"{out} holds something that is no result of consolidation: choose another folder") from None
+    if fingerprint not in (None, there):
+        raise StorageError(f"{out} holds other weights ({there[:12]}): remove it or choose another folder")
+
+
+def put_in_place(folder: Path, out: Path) -> None:
+    """Make ``folder`` the folder ``out``, durably; damaged weights that are there give way."""
+    if out.is_dir() and any(out.iterdir()):
+        damaged = out.with_name(f".{out.name}.{secrets.token_hex(4)}.damaged")
+        out.rename(damaged)
+        folder.rename(out)
+        shutil.rmtree(damaged)
+    else:
+        folder.rename(out)
+    sync_folder(out.parent)

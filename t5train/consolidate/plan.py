@@ -1,0 +1,89 @@
+"""What will be written, and from which bytes of which files: data, made before any weight is read."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ITEM_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes an element takes, by the name safetensors gives its type."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A run of bytes in a file."""
+
+    file: Path
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """The elements of a tensor in row-major order, as they lie in files: extents joined."""
+
+    dtype: str
+    extents: tuple[Extent, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all extents."""
+        return sum(extent.size for extent in self.extents)
+
+    def span(self, start: int, size: int) -> list[Extent]:
+        """The extents that hold ``size`` bytes from byte ``start`` on."""
+        found, position = [], 0
+        for extent in self.extents:
+            first, last = max(start, position), min(start + size, position + extent.size)
+            if first < last:
+                found.append(Extent(extent.file, extent.offset + first - position, last - first))
+            position += extent.size
+        return found
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One tensor of the result.
+
+    ``copies`` are the weights the engine computed with, which must equal ``source`` rounded to their type, bit
+    for bit: the weight itself, and every alias that is stored apart.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    source: Source
+    copies: tuple[Source, ...] = ()
+    is_parameter: bool = True
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape."""
+        return math.prod(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Bytes in the result."""
+        return self.num_elements * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that will be written, in order; aliases name a tensor that stands under its owner's name."""
+
+    tensors: Sequence[TensorPlan]
+    aliases: Mapping[str, str]
+    step: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors of the result."""
+        return sum(tensor.size for tensor in self.tensors)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters: ties counted once, buffers not at all."""
+        return sum(tensor.num_elements for tensor in self.tensors if tensor.is_parameter)

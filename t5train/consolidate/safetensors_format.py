@@ -1,0 +1,54 @@
+"""The safetensors file format and Hugging Face's way of cutting a model into several files.
+
+A file is the length of its header (8 bytes, little-endian), the header (JSON, padded with spaces to 8 bytes) and
+the tensors' bytes in the header's order, without gaps.
+"""
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+
+from t5train.consolidate.plan import TensorPlan
+
+INDEX = "model.safetensors.index.json"
+
+
+def header(tensors: Sequence[TensorPlan]) -> bytes:
+    """What stands before the first tensor's bytes."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.size],
+        }
+        offset += tensor.size
+    text = json.dumps(entries, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def shards(tensors: Sequence[TensorPlan], shard_bytes: int | None) -> dict[str, list[TensorPlan]]:
+    """Tensors by file: one file, or as many as it takes for none to exceed ``shard_bytes`` by more than a tensor.
+
+    A tensor is never cut, so that one larger than ``shard_bytes`` has a file to itself.
+    """
+    cut: list[list[TensorPlan]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if shard_bytes is not None and cut[-1] and filled + tensor.size > shard_bytes:
+            cut.append([])
+            filled = 0
+        cut[-1].append(tensor)
+        filled += tensor.size
+    if len(cut) == 1:
+        return {"model.safetensors": cut[0]}
+    return {f"model-{number:05d}-of-{len(cut):05d}.safetensors": part for number, part in enumerate(cut, start=1)}
+
+
+def index(files: Mapping[str, Sequence[TensorPlan]]) -> dict[str, object]:
+    """Which file holds which tensor, as ``model.safetensors.index.json`` says it."""
+    weight_map = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
+    total = sum(tensor.size for tensors in files.values() for tensor in tensors)
+    return {"metadata": {"total_size": total}, "weight_map": weight_map}
