@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from t5train.atomic import write_text
 from t5train.errors import DigestMismatch, RecordError
+from t5train.fingerprint import fingerprint
 from t5train.progress import Progress, silent
 
 MANIFEST = "manifest.json"
@@ -165,10 +166,18 @@ class Export(Record):
 
 
 class Publication(Record):
-    """An export in an object store or folder; ``url`` says where."""
+    """An export in an object store or folder; ``url`` says where.
+
+    Its manifest travels with it: there ``path`` is ``.``, and ``seal`` covers what no file's digest does.
+    """
 
     kind: Literal["publication"] = "publication"
     url: str
+    seal: str = ""
+
+    def sealed(self) -> Self:
+        """The same with ``seal``: sha256 of the canonical JSON of everything else in the manifest."""
+        return self.model_copy(update={"seal": fingerprint(self.model_dump(mode="json", exclude={"seal"}))})
 
 
 R = TypeVar("R", bound=Record)

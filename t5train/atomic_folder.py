@@ -1,0 +1,80 @@
+"""Folders that are there whole or not at all, also after a power cut."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from t5train.atomic import sync_folder
+from t5train.errors import StorageError
+
+
+@contextmanager
+def filling(path: Path) -> Iterator[Path]:
+    """Yield an empty sibling ``.{name}.partial`` that becomes ``path`` on success and vanishes on failure.
+
+    ``path`` must be absent or an empty folder by then. The bytes of the files must be on disk already
+    (``copy_durably`` sees to that); their names are made so here. What a killed process left behind is cleared
+    by the next one. Raises StorageError when another live process fills the same folder, or the disk says no.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = _lock(partial)
+    except OSError as error:
+        raise StorageError(f"{partial} cannot be written: {error.strerror}; choose another folder") from error
+    try:
+        _clear(partial)
+        yield partial
+        _take_place(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def copy_durably(source: Path, target: Path) -> None:
+    """Copy the bytes of a file to a new name and wait until they are on disk."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(source, "rb") as read, open(target, "xb") as written:
+        shutil.copyfileobj(read, written, 8 << 20)
+        written.flush()
+        os.fsync(written.fileno())
+
+
+def _lock(partial: Path) -> int:
+    """A descriptor that holds the folder's lock; the kernel lets go of it however this process ends."""
+    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Who held the lock before may have renamed the folder meanwhile: then it is finished, not ours to clear.
+        ours = partial.exists() and os.path.samestat(os.fstat(descriptor), partial.stat())
+    except BlockingIOError:
+        ours = False
+    if not ours:
+        os.close(descriptor)
+        raise StorageError(f"{partial} is being filled by another process: wait for it to end, then try again")
+    return descriptor
+
+
+def _clear(folder: Path) -> None:
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _take_place(partial: Path, path: Path) -> None:
+    for folder, _, _ in os.walk(partial):
+        sync_folder(Path(folder))
+    try:
+        partial.rename(path)
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be put in place: {error.strerror}; remove or rename what is there"
+        ) from error
+    sync_folder(path.parent)

@@ -1,0 +1,68 @@
+"""The proof that an exported folder holds the model that was trained, as a file in that folder."""
+
+from collections.abc import Mapping
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from t5train.errors import CertificationError
+from t5train.records import FileDigest, Provenance
+
+CERTIFICATE = "certificate.json"
+
+
+class ProbeComparison(BaseModel):
+    """Logits of the export against those of the training engine, on one probe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    shape: tuple[int, ...]
+    bit_equal: bool
+    max_difference: float
+    max_relative_difference: float
+
+
+class Certificate(BaseModel):
+    """What was compared by whom, and with which outcome. Tolerance 0 asks for equal bits."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    schema_version: Literal[1] = 1
+    passed: bool
+    differences: list[str]
+    export_fingerprint: str
+    weights_fingerprint: str
+    run_fingerprint: str
+    step: int
+    witness: dict[str, FileDigest]
+    files: dict[str, FileDigest]
+    tensors_compared: int
+    elements_compared: int
+    ties: dict[str, str]
+    tokenizer_ids: int
+    probes: dict[str, ProbeComparison]
+    relative_tolerance: float
+    witness_device: str
+    device: str
+    num_threads: int
+    provenance: Provenance
+
+    @classmethod
+    def parse(cls, content: bytes, where: str) -> Self:
+        """Read a certificate; CertificationError when ``content`` is none."""
+        try:
+            return cls.model_validate_json(content)
+        except ValidationError as error:
+            raise CertificationError(f"{where} is not a certificate: {error}; certify the export again") from error
+
+    def require_vouching(self, export_fingerprint: str, files: Mapping[str, FileDigest], where: str) -> None:
+        """CertificationError unless it passed, for this export, and for exactly these files (itself apart)."""
+        if not self.passed:
+            raise CertificationError(f"{where} has not passed: {'; '.join(self.differences)}")
+        if self.export_fingerprint != export_fingerprint:
+            raise CertificationError(f"{where} vouches for the export {self.export_fingerprint}, not for this one")
+        present = {name: digest for name, digest in files.items() if name != CERTIFICATE}
+        names = {*present, *self.files}
+        differing = sorted(name for name in names if present.get(name) != self.files.get(name))
+        if differing:
+            raise CertificationError(
+                f"{where} does not vouch for {', '.join(differing[:5])} as they are here: certify the export again"
+            )

@@ -1,0 +1,189 @@
+"""Proof, by a process that knows only plain ``transformers``, that an export is the model that was trained.
+
+``python -m t5train.certify EXPORT WITNESS`` writes ``certificate.json`` into the export and ends with 0, or writes
+``certificate.failed.json`` beside the export and ends with 1. While it works it reports on standard output, one JSON
+line each: when its parent is gone the next line cannot be written, and it ends too.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from t5train.atomic import write_text
+from t5train.certificate import CERTIFICATE, Certificate
+from t5train.comparison import (
+    compare_probes,
+    differing_keys,
+    differing_probes,
+    differing_tensors,
+    differing_ties,
+    differing_tokenizer,
+    expected_ties,
+)
+from t5train.errors import CertificationError, T5TrainError
+from t5train.progress import Progress, silent
+from t5train.records import Export, FileDigest, current_provenance, digest_file, digest_files
+from t5train.witness import WITNESS, WITNESS_TENSORS, Witness
+
+FAILED_CERTIFICATE = "certificate.failed.json"
+LOG = "certify.log"
+OTHER_DEVICE_TOLERANCE = 1e-3  # of the largest logit; where the kind of device is the same, bits must be equal
+
+
+def certify_in_fresh_process(export: Export, witness: Path, progress: Progress = silent) -> Export:
+    """The export with a passing certificate among its files; one that holds already is kept.
+
+    The certificate is made by a new Python process, whose log is ``certify.log`` beside the export.
+    Raises CertificationError with what differed.
+    """
+    if _is_certified(export, witness):
+        return export.model_copy(update={"reused": True})
+    _run_certifier(export.path, witness, progress)
+    certificate = export.path / CERTIFICATE
+    files = _uncertified_files(export)
+    Certificate.parse(certificate.read_bytes(), str(certificate)).require_vouching(
+        export.fingerprint, files, str(certificate)
+    )
+    return export.model_copy(update={"files": {**files, CERTIFICATE: digest_file(certificate)}}).commit()
+
+
+def certify(export_folder: Path, witness: Path, progress: Progress = silent) -> Certificate:
+    """Load the export, compare it with the witness in the folder ``witness``, write ``certificate.json``.
+
+    Raises CertificationError that lists what differed, after writing ``certificate.failed.json`` beside the export;
+    DigestMismatch when a file of the export is not the one its manifest tells of.
+    """
+    export = Export.load(export_folder)
+    files = _uncertified_files(export)
+    export.model_copy(update={"files": files}).verify(progress)
+    certificate = _compare(export, files, witness, progress)
+    text = certificate.model_dump_json(indent=1) + "\n"
+    if not certificate.passed:
+        failed = export_folder.absolute().parent / FAILED_CERTIFICATE
+        write_text(failed, text)
+        raise CertificationError(
+            f"{export_folder} is not the model that was trained: {'; '.join(certificate.differences)}. "
+            f"Nothing may be published; see {failed}, and export again"
+        )
+    write_text(export_folder / CERTIFICATE, text)
+    return certificate
+
+
+def _compare(export: Export, files: dict[str, FileDigest], folder: Path, progress: Progress) -> Certificate:
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+    witness = Witness.load(folder)
+    device = _device(witness)
+    model, loading = AutoModelForSeq2SeqLM.from_pretrained(export.path, output_loading_info=True)
+    model = model.eval().to(device)
+    tokenizer = AutoTokenizer.from_pretrained(export.path)
+    tolerance = 0.0 if device == witness.device_type else OTHER_DEVICE_TOLERANCE
+    differences = differing_keys(loading)
+    differences += differing_tensors(model, witness, progress)
+    differences += differing_ties(model, witness)
+    differences += differing_tokenizer(tokenizer, witness.huggingface_config)
+    probes = dict(compare_probes(model, witness, folder, device, progress))
+    differences += differing_probes(probes, tolerance)
+    return Certificate(
+        passed=not differences,
+        differences=differences,
+        export_fingerprint=export.fingerprint,
+        run_fingerprint=witness.run_fingerprint,
+        weights_fingerprint=export.inputs["weights"],
+        step=witness.step,
+        witness=_witness_digests(folder),
+        files=files,
+        tensors_compared=len(witness.tensors),
+        elements_compared=witness.num_parameters,
+        ties=expected_ties(witness),
+        tokenizer_ids=len(tokenizer),
+        probes=probes,
+        relative_tolerance=tolerance,
+        witness_device=witness.device_type,
+        device=device,
+        num_threads=witness.num_threads,
+        provenance=current_provenance(),
+    )
+
+
+def _device(witness: Witness) -> str:
+    """The witness's kind of device where there is one, else the CPU; with as many threads as the witness had."""
+    import torch
+
+    torch.set_num_threads(witness.num_threads)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return witness.device_type if accelerator is not None and accelerator.type == witness.device_type else "cpu"
+
+
+def _is_certified(export: Export, witness: Path) -> bool:
+    if CERTIFICATE not in export.files:
+        return False
+    path = export.path / CERTIFICATE
+    try:
+        certificate = Certificate.parse(path.read_bytes(), str(path))
+        certificate.require_vouching(export.fingerprint, export.files, str(path))
+    except (CertificationError, FileNotFoundError):
+        return False
+    return certificate.witness == _witness_digests(witness)
+
+
+def _uncertified_files(export: Export) -> dict[str, FileDigest]:
+    return {name: digest for name, digest in export.files.items() if name != CERTIFICATE}
+
+
+def _witness_digests(folder: Path) -> dict[str, FileDigest]:
+    return digest_files(folder, (WITNESS, WITNESS_TENSORS))
+
+
+def _run_certifier(export_folder: Path, witness: Path, progress: Progress) -> None:
+    """Start this module's ``main``, pass its progress on, and raise what it says went wrong."""
+    # -P: nothing that happens to lie in the current folder may take the place of a library.
+    command = [sys.executable, "-P", "-m", "t5train.certify", os.fspath(export_folder), os.fspath(witness)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    log_path = export_folder.absolute().parent / LOG
+    failure = None
+    with (
+        open(log_path, "wb") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process,
+    ):
+        assert process.stdout is not None  # noqa: S101 - for the type checker: it is a pipe
+        for line in process.stdout:
+            match json.loads(line):
+                case {"error": str(text)}:
+                    failure = text
+                case {"what": str(what), "done": int(done), "total": int(total)}:
+                    progress(what, done, total)
+    if process.returncode != 0:
+        raise CertificationError(failure or f"the certifying process ended with {process.returncode}: see {log_path}")
+
+
+def main(arguments: list[str]) -> int:
+    """The fresh process: certify, and report on what standard output was."""
+    export_folder, witness = map(Path, arguments)
+    report = _reporter()
+    try:
+        certify(export_folder, witness, lambda what, done, total: report(what=what, done=done, total=total))
+    except T5TrainError as error:
+        report(error=str(error))
+        return 1
+    return 0
+
+
+def _reporter() -> Callable[..., None]:
+    """Writes JSON lines to standard output, and sends whatever else would print there to standard error."""
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def report(**fact: Any) -> None:
+        channel.write(json.dumps(fact) + "\n")
+        channel.flush()
+
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,140 @@
+"""Holding a loaded model against a witness: each function returns what differs, in words, or nothing."""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from t5train.certificate import ProbeComparison
+from t5train.progress import Progress
+from t5train.spec import NUM_SENTINELS
+from t5train.witness import WITNESS_TENSORS, Witness
+
+if TYPE_CHECKING:
+    import torch
+
+_SHARED = "shared.weight"
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+
+
+def differing_keys(loading: Mapping[str, Any]) -> list[str]:
+    """What ``from_pretrained(..., output_loading_info=True)`` did not find, did not expect or could not fit."""
+    return [
+        f"{key.replace('_', ' ')} while loading: {_first(map(str, names))}"
+        for key, names in sorted(loading.items())
+        if names
+    ]
+
+
+def differing_tensors(model: "torch.nn.Module", witness: Witness, progress: Progress) -> list[str]:
+    """Names, shapes and bytes of all parameters, tied ones once, and their number of elements."""
+    parameters = dict(model.named_parameters())
+    found = []
+    if missing := sorted(witness.tensors.keys() - parameters.keys()):
+        found.append(f"{len(missing)} recorded tensors are not in the export: {_first(missing)}")
+    if extra := sorted(parameters.keys() - witness.tensors.keys()):
+        found.append(f"{len(extra)} tensors of the export were not recorded: {_first(extra)}")
+    common = sorted(witness.tensors.keys() & parameters.keys())
+    changed = []
+    for done, name in enumerate(common, start=1):
+        expected = witness.tensors[name]
+        if tuple(parameters[name].shape) != expected.shape or digest_tensor(parameters[name]) != expected.sha256:
+            changed.append(f"{name} {list(parameters[name].shape)}")
+        progress("tensors compared", done, len(common))
+    if changed:
+        found.append(f"{len(changed)} tensors are not the recorded fp32 masters: {_first(changed)}")
+    if (elements := sum(parameter.numel() for parameter in parameters.values())) != witness.num_parameters:
+        found.append(f"the export has {elements} parameters, {witness.num_parameters} were recorded")
+    return found
+
+
+def digest_tensor(tensor: "torch.Tensor") -> str:
+    """sha256 of a tensor's fp32 little-endian bytes; of its name and dtype when it is not fp32."""
+    values = tensor.detach().cpu().contiguous().numpy()
+    if values.dtype != "float32":
+        return f"{values.dtype}"
+    return hashlib.sha256(values.astype("<f4", copy=False).reshape(-1).view("uint8").data).hexdigest()
+
+
+def expected_ties(witness: Witness) -> dict[str, str]:
+    """T5's own ties, with the output layer's where the configuration has it, and those the engine recorded."""
+    head = {_HEAD: _SHARED} if witness.huggingface_config.get("tie_word_embeddings", True) else {}
+    return dict.fromkeys(_EMBEDDINGS, _SHARED) | head | witness.ties
+
+
+def differing_ties(model: "torch.nn.Module", witness: Witness) -> list[str]:
+    """Aliases that do not share storage with their owner, and an output layer that does though it must not."""
+    at = {name: tensor.data_ptr() for name, tensor in model.state_dict(keep_vars=True).items()}
+    ties = expected_ties(witness)
+    found = [f"{alias} is not tied to {owner}" for alias, owner in ties.items() if at.get(alias) != at.get(owner)]
+    if _HEAD not in ties and at.get(_HEAD) == at.get(_SHARED):
+        found.append(f"{_HEAD} is tied to {_SHARED}, and must not be")
+    return found
+
+
+def compare_probes(
+    model: "torch.nn.Module", witness: Witness, folder: Path, device: str, progress: Progress
+) -> Iterator[tuple[str, ProbeComparison]]:
+    """Run each probe's inputs through the model and compare the logits with the recorded ones."""
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(folder / WITNESS_TENSORS, framework="pt", device="cpu") as recorded, torch.inference_mode():
+        for done, probe in enumerate(witness.probes, start=1):
+            inputs = {key: recorded.get_tensor(f"{probe}.{key}") for key in ("input_ids", "decoder_input_ids")}
+            output = model(**{key: ids.to(device) for key, ids in inputs.items()}, use_cache=False)
+            yield probe, compare_logits(output.logits.cpu(), recorded.get_tensor(f"{probe}.logits"))
+            progress("probes compared", done, len(witness.probes))
+
+
+def compare_logits(logits: "torch.Tensor", recorded: "torch.Tensor") -> ProbeComparison:
+    """Bits, and the largest difference as such and relative to the largest recorded logit; both [b, t, vocab]."""
+    import torch
+
+    if logits.shape != recorded.shape or logits.dtype != recorded.dtype:
+        return ProbeComparison(
+            shape=tuple(logits.shape), bit_equal=False, max_difference=math.inf, max_relative_difference=math.inf
+        )
+    difference = (logits - recorded).abs().max().item()
+    return ProbeComparison(
+        shape=tuple(logits.shape),
+        bit_equal=torch.equal(logits.view(torch.int32), recorded.view(torch.int32)),
+        max_difference=difference,
+        max_relative_difference=difference / max(recorded.abs().max().item(), torch.finfo(torch.float32).tiny),
+    )
+
+
+def differing_probes(probes: Mapping[str, ProbeComparison], relative_tolerance: float) -> list[str]:
+    """Probes whose logits are not the recorded bits, or beyond a tolerance above zero (a NaN always is)."""
+    found = []
+    for probe, seen in probes.items():
+        near = relative_tolerance > 0 and seen.max_relative_difference <= relative_tolerance
+        if not (seen.bit_equal or near):
+            found.append(
+                f"logits of probe {probe!r} differ by up to {seen.max_difference:.3g} "
+                f"({seen.max_relative_difference:.3g} of the largest, {relative_tolerance:g} allowed)"
+            )
+    return found
+
+
+def differing_tokenizer(tokenizer: Any, config: Mapping[str, Any]) -> list[str]:
+    """Ids beyond the embedding, and pad, end and sentinel ids that are not where T5 has them."""
+    size = len(tokenizer)
+    expected = {f"<extra_id_{index}>": size - 1 - index for index in range(NUM_SENTINELS)}
+    wrong = [name for name, index in expected.items() if tokenizer.convert_tokens_to_ids(name) != index]
+    found = [f"the tokenizer has {size} ids, the model {config['vocab_size']}"] if size > config["vocab_size"] else []
+    if wrong:
+        found.append(f"{len(wrong)} sentinels do not count down from id {size - 1}: {_first(wrong)}")
+    found += [
+        f"the tokenizer's {key} is {getattr(tokenizer, key)}, the model's {config[key]}"
+        for key in ("pad_token_id", "eos_token_id")
+        if getattr(tokenizer, key) != config[key]
+    ]
+    return found
+
+
+def _first(names: "Iterator[str] | list[str]", count: int = 3) -> str:
+    every = list(names)
+    return ", ".join(every[:count]) + (f" and {len(every) - count} more" if len(every) > count else "")

@@ -1,0 +1,87 @@
+"""Where a published folder can lie: a local folder, or anything fsspec knows by URL."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import fsspec
+from fsspec.core import split_protocol
+
+from t5train.errors import PublicationError, T5TrainError
+
+_PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "abfs": "adlfs",
+    "az": "adlfs",
+    "sftp": "paramiko",
+}
+
+
+def local_folder(url: str) -> Path | None:
+    """The absolute folder that a path or ``file://`` URL means; None for a URL of another kind."""
+    protocol, rest = split_protocol(url)
+    if protocol not in (None, "file", "local") or "::" in url:
+        return None
+    return Path(rest).expanduser().absolute()
+
+
+def remote_folder(url: str) -> tuple[Any, str]:
+    """The fsspec filesystem of a URL, and the folder's path in it.
+
+    Raises PublicationError when the protocol is unknown, its package is not installed, or the store refuses.
+    """
+    protocol = str(split_protocol(url)[0])
+    with explained(url, "cannot be reached"):
+        try:
+            filesystem, path = fsspec.core.url_to_fs(url)
+        except ImportError as error:
+            package = _PACKAGES.get(protocol, f"fsspec[{protocol}]")
+            raise PublicationError(
+                f"{redacted(url)} needs a package that is not installed ({error}): pip install {package}"
+            ) from None
+        filesystem.invalidate_cache()
+    return filesystem, str(path).rstrip("/")
+
+
+@contextmanager
+def explained(url: str, what: str) -> Iterator[None]:
+    """Turn whatever a filesystem raises into a PublicationError that tells it without the URL's secrets.
+
+    fsspec's filesystems have no error in common. Not chained: a traceback would show the original's text.
+    """
+    try:
+        yield
+    except T5TrainError:
+        raise
+    except Exception as error:
+        raise PublicationError(
+            f"{redacted(url)} {what}: {type(error).__name__}: {_without_secrets(str(error), url)}"
+        ) from None
+
+
+def redacted(url: str) -> str:
+    """The URL without what may be secret: user, password, query and fragment. Local paths are left as they are."""
+    if local_folder(url) is not None:
+        return url
+    return "::".join(_without_authority(part) for part in url.split("::"))
+
+
+def _without_authority(url: str) -> str:
+    parts = urlsplit(url)
+    if not parts.netloc:
+        return url
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def _without_secrets(text: str, url: str) -> str:
+    text = text.replace(url, redacted(url))
+    for part in map(urlsplit, url.split("::")):
+        for secret in (part.netloc.rpartition("@")[0], part.password, part.query):
+            if secret:
+                text = text.replace(secret, "***")
+    return text

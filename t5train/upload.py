@@ -1,0 +1,88 @@
+"""Putting the files of a publication into a store: the claim first, the manifest last, each read back."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from fsspec.callbacks import Callback
+
+from t5train.certificate import CERTIFICATE
+from t5train.errors import DigestMismatch, PublicationError
+from t5train.locations import explained, remote_folder
+from t5train.progress import Progress, silent
+from t5train.records import MANIFEST, FileDigest, Publication
+from t5train.verify import manifest_text, object_names, verify_object
+
+_log = logging.getLogger(__name__)
+
+
+def upload(source: Path, record: Publication, url: str, progress: Progress = silent) -> None:
+    """Make ``record`` come true at ``url`` with the files of the folder ``source``.
+
+    The certificate goes first and claims the place: it is of one export, so an upload that was cut off can be told
+    from what somebody else put there, and is completed. Raises PublicationError when the place is not free, or the
+    store fails; nothing that is not of this export is ever overwritten.
+    """
+    filesystem, folder = remote_folder(url)
+    with explained(url, "cannot be written"):
+        present = _claim(filesystem, folder, (source / CERTIFICATE).read_bytes(), record)
+        for name, digest in record.files.items():
+            target, shown = f"{folder}/{name}", f"{record.url}/{name}"
+            if name in present and _is_there(filesystem, target, digest, shown, progress):
+                continue
+            sending = _Sending(f"bytes of {name} sent", progress)
+            filesystem.put_file(os.fspath(source / name), target, callback=sending)
+            verify_object(filesystem, target, digest, shown, progress)
+        _create(filesystem, f"{folder}/{MANIFEST}", manifest_text(record).encode(), record.url)
+
+
+def _claim(filesystem: Any, folder: str, certificate: bytes, record: Publication) -> set[str]:
+    """Names that an earlier upload of the same export left, once its certificate is there."""
+    present = set(object_names(filesystem, folder))
+    if not present:
+        if not filesystem.async_impl:  # object stores have no folders to make, and might make a bucket
+            filesystem.makedirs(folder, exist_ok=True)
+        _create(filesystem, f"{folder}/{CERTIFICATE}", certificate, record.url)
+        return {CERTIFICATE}
+    foreign = sorted(present - record.files.keys())
+    if foreign or CERTIFICATE not in present or filesystem.cat_file(f"{folder}/{CERTIFICATE}") != certificate:
+        raise PublicationError(
+            f"{record.url} holds {', '.join((foreign or sorted(present))[:5])}, and no publication: "
+            "publish to another place, or remove that yourself"
+        )
+    _log.info("%s holds %d files of an unfinished upload: it is completed", record.url, len(present))
+    return present
+
+
+def _is_there(filesystem: Any, target: str, digest: FileDigest, shown: str, progress: Progress) -> bool:
+    try:
+        verify_object(filesystem, target, digest, shown, progress)
+    except DigestMismatch as error:
+        _log.warning("%s: it is sent again", error)
+        return False
+    return True
+
+
+def _create(filesystem: Any, path: str, content: bytes, shown: str) -> None:
+    """Write a small object that must not be there yet: the store itself refuses a second one where it can."""
+    try:
+        filesystem.pipe_file(path, content, mode="create")
+    except FileExistsError:
+        raise PublicationError(
+            f"{shown} is being published by another process: wait for it to end, then try again"
+        ) from None
+    if filesystem.cat_file(path) != content:
+        raise PublicationError(f"{shown}: {Path(path).name} does not read back as it was written: publish it again")
+
+
+class _Sending(Callback):  # type: ignore[misc]  # fsspec has no types
+    """Passes fsspec's count of bytes on."""
+
+    def __init__(self, what: str, progress: Progress) -> None:
+        super().__init__()
+        self._what, self._progress = what, progress
+
+    def call(self, hook_name: str | None = None, **kwargs: Any) -> None:  # noqa: ARG002 - fsspec's signature
+        """Called by fsspec whenever its count has changed."""
+        self._progress(self._what, self.value, self.size)

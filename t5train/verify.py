@@ -1,0 +1,147 @@
+"""Comparing what lies in a folder, here or in a store, with what its manifest says, byte by byte."""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pydantic import ValidationError
+
+from t5train.certificate import CERTIFICATE, Certificate
+from t5train.errors import CertificationError, DigestMismatch, PublicationError, RecordError
+from t5train.locations import explained, local_folder, redacted, remote_folder
+from t5train.progress import Progress, silent
+from t5train.records import (
+    MANIFEST,
+    Checkpoint,
+    Corpus,
+    Export,
+    FileDigest,
+    Publication,
+    Record,
+    TokenizerFiles,
+    TokenShards,
+    Weights,
+)
+
+_CHUNK_BYTES = 8 << 20
+_KINDS: dict[str, type[Record]] = {
+    kind.model_fields["kind"].default: kind
+    for kind in (Corpus, TokenizerFiles, TokenShards, Checkpoint, Weights, Export, Publication)
+}
+
+
+def verify(path_or_url: str | Path, progress: Progress = silent) -> Record:
+    """The record of a folder or URL, once every file of it has the recorded size and sha256.
+
+    Any stage's folder will do. A publication must also hold nothing else, a manifest exactly as it was written, and
+    a passing certificate for its files. Raises RecordError without a manifest, DigestMismatch that names the file
+    that differs or is missing, PublicationError for what is there beyond the record or is not certified.
+    """
+    url = str(path_or_url)
+    folder = local_folder(url)
+    return verify_remote(url, progress) if folder is None else verify_local(folder, progress)
+
+
+def verify_local(folder: Path, progress: Progress = silent) -> Record:
+    """``verify`` for a folder on this machine."""
+    try:
+        content = (folder / MANIFEST).read_bytes()
+    except OSError as error:
+        raise RecordError(f"{folder / MANIFEST} cannot be read: {error.strerror}; nothing was finished here") from None
+    record = parse_manifest(content, str(folder / MANIFEST)).model_copy(update={"path": folder})
+    record.verify(progress)
+    if isinstance(record, Publication):
+        present = (str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
+        _require_nothing_else(record, present, str(folder))
+        _require_certified(record, (folder / CERTIFICATE).read_bytes(), str(folder))
+        return record.model_copy(update={"url": str(folder)})
+    return record
+
+
+def verify_remote(url: str, progress: Progress = silent) -> Record:
+    """``verify`` for any other place that fsspec can read; files are streamed, none is kept."""
+    filesystem, folder = remote_folder(url)
+    where = redacted(url).rstrip("/")
+    with explained(url, "cannot be read"):
+        try:
+            content = filesystem.cat_file(f"{folder}/{MANIFEST}")
+        except FileNotFoundError:
+            raise RecordError(f"{where}/{MANIFEST} does not exist: nothing was finished there") from None
+        record = parse_manifest(content, f"{where}/{MANIFEST}")
+        for name, digest in record.files.items():
+            verify_object(filesystem, f"{folder}/{_inside(name)}", digest, f"{where}/{name}", progress)
+        if isinstance(record, Publication):
+            _require_nothing_else(record, object_names(filesystem, folder), where)
+            _require_certified(record, filesystem.cat_file(f"{folder}/{CERTIFICATE}"), where)
+            return record.model_copy(update={"url": where})
+    return record
+
+
+def parse_manifest(content: bytes, where: str) -> Record:
+    """The record that ``content`` describes; RecordError when it is none, DigestMismatch when its seal is broken."""
+    try:
+        kind = Record.model_validate_json(content, extra="ignore").kind
+        if kind not in _KINDS:
+            raise RecordError(f"{where} is of the kind {kind!r}: there are {', '.join(_KINDS)}")
+        record = _KINDS[kind].model_validate_json(content)
+    except ValidationError as error:
+        raise RecordError(f"{where} is damaged, or not a manifest: {error}") from error
+    if isinstance(record, Publication) and manifest_text(record.sealed()).encode() != content:
+        raise DigestMismatch(f"{where} is not as it was written: its seal does not fit. Publish to another folder")
+    return record
+
+
+def manifest_text(record: Record) -> str:
+    """The content of ``manifest.json``."""
+    return record.model_dump_json(indent=1) + "\n"
+
+
+def verify_object(filesystem: Any, path: str, expected: FileDigest, shown: str, progress: Progress) -> None:
+    """DigestMismatch unless the object at ``path`` has this size and sha256; it is read back for that."""
+    digest, size = hashlib.sha256(), 0
+    try:
+        with filesystem.open(path, "rb", block_size=_CHUNK_BYTES) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                size += len(chunk)
+                progress(f"bytes of {PurePosixPath(path).name} verified", size, expected.size)
+    except FileNotFoundError:
+        raise DigestMismatch(f"{shown} is missing; {expected.size} bytes were recorded") from None
+    found = FileDigest(size=size, sha256=digest.hexdigest())
+    if found != expected:
+        raise DigestMismatch(
+            f"{shown} has {found.size} bytes and sha256 {found.sha256}, "
+            f"{expected.size} bytes and {expected.sha256} were recorded: publish it again"
+        )
+
+
+def object_names(filesystem: Any, folder: str) -> list[str]:
+    """Names, relative to ``folder``, of everything below it."""
+    if "http" in filesystem.protocol or "https" in filesystem.protocol:
+        return []  # a web server need not list its folders
+    prefix = filesystem._strip_protocol(folder).rstrip("/") + "/"
+    return [str(path).removeprefix(prefix) for path in filesystem.find(folder)]
+
+
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise RecordError(f"the manifest names {name!r}, which does not lie in its folder")
+    return name
+
+
+def _require_nothing_else(record: Publication, present: Iterable[str], where: str) -> None:
+    if extra := sorted(set(present) - {*record.files, MANIFEST}):
+        raise PublicationError(
+            f"{where} holds {', '.join(extra[:5])}, which was not published{' (and more)' if extra[5:] else ''}: "
+            "remove what does not belong there"
+        )
+
+
+def _require_certified(record: Publication, content: bytes, where: str) -> None:
+    try:
+        certificate = Certificate.parse(content, f"{where}/{CERTIFICATE}")
+        certificate.require_vouching(record.inputs.get("export", ""), record.files, f"{where}/{CERTIFICATE}")
+    except CertificationError as error:
+        raise PublicationError(f"{where} is not certified: {error}") from error
