@@ -37,7 +37,7 @@ def warm() -> None:
 
 
 def _locks(environment: Mapping[str, str]) -> Iterator[Path]:
-    """Where torch looks: TORCH_EXTENSIONS_DIR, else a folder for each Python and CUDA version under the user's cache."""
+    """Where torch looks: TORCH_EXTENSIONS_DIR, else a folder for each Python and CUDA in the user's cache."""
     if given := environment.get("TORCH_EXTENSIONS_DIR"):
         return Path(given).glob("*/lock")
     cache = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~")).expanduser() / ".cache"

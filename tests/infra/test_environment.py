@@ -1,0 +1,74 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from infra.attempt import Attempt
+from infra.environment import rank_environment
+
+SECRETS = {
+    "AWS_ACCESS_KEY_ID": "s3cret",
+    "AWS_SECRET_ACCESS_KEY": "s3cret",
+    "AWS_SESSION_TOKEN": "s3cret",
+    "HF_TOKEN": "s3cret",
+    "WANDB_API_KEY": "s3cret",
+    "GITHUB_TOKEN": "s3cret",
+    "PREFECT_API_KEY": "s3cret",
+    "PREFECT_API_URL": "http://user:s3cret@host",
+    "PREFECT_SERVER_DATABASE_CONNECTION_URL": "s3cret",
+    "PYTHON_KEYRING_PASSWORD": "s3cret",
+    "NCCL_SECRET": "s3cret",
+    "HTTPS_PROXY": "http://user:s3cret@proxy",
+}
+
+
+def environment(this: Attempt, num_ranks: int = 1, accelerator: str | None = None, **parent: str) -> dict[str, str]:
+    return rank_environment(this, num_ranks=num_ranks, accelerator=accelerator, extra={}, parent=parent)
+
+
+def test_no_secret_of_the_parent_reaches_a_rank(this: Attempt) -> None:
+    assert "s3cret" not in " ".join(environment(this, **SECRETS).values())
+
+
+def test_what_a_rank_needs_is_let_through(this: Attempt) -> None:
+    needed = {
+        "HOME": "/h", "LANG": "C.UTF-8", "LC_ALL": "C", "LD_LIBRARY_PATH": "/l", "PYTHONPATH": "/p", "CUDA_HOME": "/c",
+        "NCCL_DEBUG": "INFO", "TORCH_EXTENSIONS_DIR": "/t", "XDG_CACHE_HOME": "/x", "TMPDIR": "/m",
+    }  # fmt: skip
+    assert environment(this, **needed).items() >= needed.items()
+
+
+def test_variables_of_another_launcher_do_not_reach_a_rank(this: Attempt) -> None:
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"]
+    assert not set(names) & environment(this, **dict.fromkeys(names, "1")).keys()
+
+
+def test_cores_are_divided_among_the_ranks(this: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(10)))
+    assert environment(this, num_ranks=4)["OMP_NUM_THREADS"] == "2"
+    assert environment(this, num_ranks=16)["OMP_NUM_THREADS"] == "1"
+    assert environment(this, num_ranks=4, OMP_NUM_THREADS="7")["OMP_NUM_THREADS"] == "7"
+
+
+def test_programs_of_an_environment_that_is_not_activated_are_found(this: Attempt) -> None:
+    first, *rest = environment(this, PATH="/usr/bin:/bin")["PATH"].split(":")
+    assert os.path.samefile(first, os.path.dirname(sys.executable))  # noqa: PTH120, PTH121 - plain text from PATH
+    assert rest == ["/usr/bin", "/bin"]
+
+
+def test_chosen_devices_travel_under_a_name_the_launcher_does_not_overwrite(this: Attempt) -> None:
+    seen = environment(this, CUDA_VISIBLE_DEVICES="3,5")
+    assert "CUDA_VISIBLE_DEVICES" not in seen
+    assert seen["T5_VISIBLE_DEVICES"] == "3,5"
+
+
+def test_the_accelerator_is_the_specs_or_found_by_deepspeed(this: Attempt) -> None:
+    assert environment(this, accelerator="cpu", DS_ACCELERATOR="cuda")["DS_ACCELERATOR"] == "cpu"
+    assert "DS_ACCELERATOR" not in environment(this)
+
+
+def test_a_module_in_the_current_folder_shadows_nothing(this: Attempt) -> None:
+    (this.folder / "infra.py").write_text("raise SystemExit('shadowed')")
+    argv = [sys.executable, "-m", "infra.guard", str(this.folder), sys.executable, "-c", "pass"]
+    subprocess.run(argv, cwd=this.folder, env=environment(this, **os.environ), check=True)

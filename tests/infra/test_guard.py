@@ -1,0 +1,177 @@
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra import attempt
+from infra.attempt import Attempt
+from infra.processes import ProcessIdentity
+
+Start = Callable[..., subprocess.Popen[bytes]]
+Until = Callable[..., None]
+Survivors = Callable[[str], set[int]]
+
+SLEEP = "import time; print('ready', flush=True); time.sleep(600)"
+# Deaf to SIGTERM, and with a child of the same kind.
+STUBBORN = (
+    "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork();"
+    "print('ready', flush=True); time.sleep(600)"
+)
+
+
+def rank_pid(this: Attempt) -> int:
+    return int(json.loads((this.folder / "rank-00000.pid").read_text())["process"]["pid"])
+
+
+@pytest.fixture
+def running(this: Attempt, start_guard: Start, until: Until) -> Callable[[str], subprocess.Popen[bytes]]:
+    """Starts a guard and waits until its rank says that it is ready."""
+
+    def running(program: str) -> subprocess.Popen[bytes]:
+        guard = start_guard(program)
+        until(lambda: this.log("rank-00000").exists() and b"ready" in this.log("rank-00000").read_bytes())
+        until((this.folder / "rank-00000.pid").exists)
+        return guard
+
+    return running
+
+
+def test_output_and_exit_code_of_a_rank_are_kept(this: Attempt, start_guard: Start) -> None:
+    guard = start_guard("import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)")
+    assert guard.wait(20) == 1
+    assert sorted(this.log("rank-00000").read_text().split()) == ["err", "out"]
+    record = this.exit_record("rank-00000")
+    assert record is not None
+    assert (record.returncode, record.reason, record.succeeded) == (7, "exited", False)
+    assert record.started_at < record.ended_at
+
+
+def test_a_rank_that_does_its_work_has_a_good_record(this: Attempt, start_guard: Start) -> None:
+    assert start_guard("pass").wait(20) == 0
+    record = this.exit_record("rank-00000")
+    assert record is not None
+    assert record.succeeded
+
+
+def test_a_killed_rank_is_recorded_with_its_signal(
+    this: Attempt, running: Start, until: Until, survivors: Survivors
+) -> None:
+    guard = running(STUBBORN)
+    os.kill(rank_pid(this), signal.SIGKILL)
+    assert guard.wait(20) == 1
+    record = this.exit_record("rank-00000")
+    assert str(record) == "was killed by SIGKILL"
+    assert survivors(this.run_id) == set()  # its forked child went too
+
+
+def test_killing_the_guard_kills_its_rank(this: Attempt, running: Start, until: Until, survivors: Survivors) -> None:
+    guard = running("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + SLEEP)
+    guard.kill()
+    guard.wait()
+    until(lambda: not survivors(this.run_id))
+    assert this.exit_record("rank-00000") is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_guard_told_to_end_ends_its_rank_and_says_so(
+    this: Attempt, running: Start, number: signal.Signals, survivors: Survivors
+) -> None:
+    guard = running(SLEEP)
+    guard.send_signal(number)
+    assert guard.wait(20) == 1
+    assert survivors(this.run_id) == set()
+    record = this.exit_record("rank-00000")
+    assert record is not None
+    assert (record.reason, record.returncode) == (number.name, -signal.SIGTERM)
+
+
+def test_a_rank_deaf_to_sigterm_is_killed_with_its_children(
+    this: Attempt, running: Start, survivors: Survivors
+) -> None:
+    guard = running(STUBBORN)
+    guard.terminate()
+    assert guard.wait(20) == 1
+    assert survivors(this.run_id) == set()
+
+
+def test_children_that_a_rank_leaves_behind_are_ended(this: Attempt, start_guard: Start, survivors: Survivors) -> None:
+    assert start_guard("import os, time; os.fork() or time.sleep(600)").wait(20) == 0
+    assert survivors(this.run_id) == set()
+
+
+@pytest.mark.parametrize("delay_seconds", [0.0, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.12, 0.15])
+def test_a_signal_at_any_moment_of_the_start_is_not_lost(
+    this: Attempt, start_guard: Start, delay_seconds: float, survivors: Survivors
+) -> None:
+    guard = start_guard(SLEEP)
+    time.sleep(delay_seconds)
+    guard.terminate()
+    assert guard.wait(20) != 0
+    assert survivors(this.run_id) == set()
+
+
+def test_the_rank_ends_when_the_head_is_killed(
+    tmp_path: Path, start: Start, until: Until, survivors: Survivors
+) -> None:
+    head = start("-c", SLEEP)
+    this = attempt.begin(tmp_path / "run", ProcessIdentity.of(head.pid))
+    guard = start("-m", "infra.guard", str(this.folder), sys.executable, "-c", SLEEP, RANK="0", T5_RUN_ID=this.run_id)
+    until((this.folder / "rank-00000.pid").exists)
+    head.kill()  # and not reaped: a zombie is dead
+    assert guard.wait(20) == 1
+    assert survivors(this.run_id) == set()
+    assert str(this.exit_record("rank-00000")) == "was ended by its guard (the head died)"
+
+
+def test_the_rank_ends_when_the_guards_parent_is_killed(
+    this: Attempt, start: Start, until: Until, survivors: Survivors
+) -> None:
+    guard = [sys.executable, "-m", "infra.guard", str(this.folder), sys.executable, "-c", SLEEP]
+    parent = start("-c", f"import subprocess; subprocess.run({guard})", RANK="0", T5_RUN_ID=this.run_id)
+    until((this.folder / "rank-00000.pid").exists)
+    parent.kill()
+    parent.wait()
+    until(lambda: not survivors(this.run_id))
+    assert str(this.exit_record("rank-00000")) == "was ended by its guard (SIGTERM)"
+
+
+@pytest.mark.parametrize("ticks", [-1, 1])
+def test_nothing_starts_when_the_heads_pid_belongs_to_another_process(tmp_path: Path, start: Start, ticks: int) -> None:
+    alive = ProcessIdentity.of(os.getpid())
+    this = attempt.begin(tmp_path / "run", ProcessIdentity(alive.pid, alive.start_time + ticks))
+    guard = start("-m", "infra.guard", str(this.folder), sys.executable, "-c", SLEEP, RANK="0")
+    assert guard.wait(20) == 1
+    assert not this.log("rank-00000").exists()
+    record = this.exit_record("rank-00000")
+    assert record is not None
+    assert record.returncode is None
+
+
+def test_the_ranks_lock_is_held_until_the_rank_is_gone(this: Attempt, running: Start, until: Until) -> None:
+    guard = running(SLEEP)
+    with open(this.folder.parent.parent / "ranks.lock") as lock:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        guard.terminate()
+        guard.wait(20)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_the_rank_itself_holds_the_ranks_lock(this: Attempt, running: Start) -> None:
+    running(SLEEP)
+    held = [str(path.readlink()) for path in Path(f"/proc/{rank_pid(this)}/fd").iterdir()]
+    assert str(this.folder.parent.parent / "ranks.lock") in held
+
+
+def test_a_rank_sees_the_devices_its_user_chose(this: Attempt, start: Start) -> None:
+    program = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    environment = {"RANK": "0", "CUDA_VISIBLE_DEVICES": "0,1", "T5_VISIBLE_DEVICES": "GPU-a,GPU-b"}
+    start("-m", "infra.guard", str(this.folder), sys.executable, "-c", program, **environment).wait(20)
+    assert this.log("rank-00000").read_text() == "GPU-a,GPU-b\n"
