@@ -243,6 +243,12 @@ class RunSpec(SpecPart):
             )
         return self
 
+    @model_validator(mode="after")
+    def _layout_has_masters(self) -> Self:
+        if self.optimizer.precision == "fp16" and self.layout.zero_stage == 0:
+            raise ValueError("layout.zero_stage is 0: fp16 needs 1 or 2, where DeepSpeed keeps proper fp32 masters")
+        return self
+
     def identity(self) -> dict[str, Any]:
         """Identity settings of every part, ``{part: {setting: value}}``."""
         return {name: part.identity() for name, part in self._parts() if name not in self.execution}

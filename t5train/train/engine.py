@@ -3,6 +3,7 @@
 from typing import Any, cast
 
 import deepspeed
+import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
@@ -13,7 +14,7 @@ from t5train.model.t5 import T5
 from t5train.spec import RunSpec
 from t5train.train.deepspeed_config import deepspeed_config
 from t5train.train.optimizer import AdamWRms
-from t5train.train.partitions import inner_optimizer, is_partitioned, partitions_of
+from t5train.train.partitions import inner_optimizer, partitions_of
 
 
 def build_engine(spec: RunSpec, shape: T5Shape, pad_id: int) -> Any:
@@ -21,7 +22,7 @@ def build_engine(spec: RunSpec, shape: T5Shape, pad_id: int) -> Any:
     model = T5(shape, decoder_start_id=pad_id)
     initialise(model, shape, spec.optimizer.seed)
     engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(spec, model), config=deepspeed_config(spec))
-    inner_optimizer(engine).attach(partitions_of(engine), comm.all_reduce if is_partitioned(engine) else None)
+    inner_optimizer(engine).attach(partitions_of(engine), comm.all_reduce if engine.zero_optimization() else None)
     if spec.model.compile:
         engine.compile()
     return engine
@@ -43,12 +44,24 @@ def masters_of(engine: Any) -> list[Tensor]:
     return [flat for group in inner_optimizer(engine).param_groups for flat in group["params"]]
 
 
-def gradient_norm(engine: Any) -> float | None:
-    """Global norm before clipping, of the step just taken; None where the loss scaler skipped it."""
+def update(engine: Any) -> float | None:
+    """End a pass; at the last pass of a step move the weights. Returns the step's gradient norm before clipping.
+
+    None between steps, and where the loss scaler skipped the step.
+    """
+    is_last = engine.is_gradient_accumulation_boundary()
+    # The plain fp32 engine clips by a norm that it keeps to itself.
+    plain = _gradient_norm(engine) if is_last and engine.optimizer is inner_optimizer(engine) else None
+    engine.step()
+    if not is_last or plain is not None:
+        return plain
     norm = engine.get_global_grad_norm()
-    if norm is None or float(norm) < 0:
-        return None
-    return float(norm)
+    return None if norm is None or float(norm) < 0 else float(norm)
+
+
+def _gradient_norm(engine: Any) -> float:
+    gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+    return float(torch.nn.utils.get_total_norm(gradients))
 
 
 def accelerator_memory_bytes() -> int:

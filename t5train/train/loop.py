@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from t5train.data.loader import Batch, Prefetched, Samples, prefetch
-from t5train.errors import TooManySkippedSteps
+from t5train.data.loader import Batch, Prefetch, Samples, Split, prefetch
+from t5train.data.span_corruption import target_tokens
+from t5train.errors import InputError, TooManySkippedSteps
 from t5train.model.shape import T5Shape, huggingface_config, resolve
 from t5train.records import TokenShards
 from t5train.spec import RunSpec
@@ -15,9 +16,9 @@ from t5train.train import checkpointing, honesty, validation, witness
 from t5train.train.engine import (
     accelerator_memory_bytes,
     build_engine,
-    gradient_norm,
     masters_of,
     set_learning_rate,
+    update,
 )
 from t5train.train.job import TrainJob, tag_of
 from t5train.train.metrics import Metrics, Values
@@ -39,6 +40,7 @@ class Trainer:
         self.huggingface_config = huggingface_config(self.shape, pad_id, eos_id)
         self.train_samples = self._samples("train", shuffle=True)
         self.held_out = self._samples("validation", shuffle=False)
+        self._require_a_batch()
         self.engine: Any = build_engine(self.spec, self.shape, pad_id)
         self.step = checkpointing.resume(self.engine, job)
         self.movement = honesty.Movement(masters_of(self.engine), self._applied_steps())
@@ -61,12 +63,11 @@ class Trainer:
                 self._save_when_due()
             self._conclude(metrics)
 
-    def _take_step(self, batches: Prefetched) -> Values:
-        started, waited, self.step = time.perf_counter(), batches.waited_seconds, self.step + 1
+    def _take_step(self, batches: Prefetch[Batch]) -> Values:
+        started, waited, self.step = time.perf_counter(), batches.seconds_waited, self.step + 1
         rate = learning_rate(self.spec.optimizer, self.step)
         set_learning_rate(self.engine, rate)
-        loss, ids = self._passes(batches)
-        norm = gradient_norm(self.engine)
+        loss, ids, norm = self._passes(batches)
         everybody = gather([bits_of(loss), digest64(ids)])
         loss = sum(float_of(row[0]) for row in everybody) / len(everybody)
         honesty.require_finite(self.step, loss, norm)
@@ -81,24 +82,24 @@ class Trainer:
             "skipped_steps": int(self.engine.skipped_steps),
             "memory_bytes": accelerator_memory_bytes(),
             "seconds": seconds,
-            "data_wait_seconds": batches.waited_seconds - waited,
+            "data_wait_seconds": batches.seconds_waited - waited,
         }
 
-    def _passes(self, batches: Prefetched) -> tuple[float, bytes]:
-        """All forward and backward passes of a step and its update; this rank's mean loss, and its sample ids."""
-        total, ids = 0.0, b""
+    def _passes(self, batches: Prefetch[Batch]) -> tuple[float, bytes, float | None]:
+        """All passes of a step and its update: this rank's mean loss, its sample ids, and the gradient norm."""
+        total, ids, norm = 0.0, b"", None
         for _ in range(self.spec.gradient_accumulation):
             batch = next(batches)
             loss = self.engine(on_accelerator(batch.inputs), on_accelerator(batch.targets))
             self.engine.backward(loss)
-            self._update()
+            norm = self._update()
             total += float(loss.detach())
             ids += batch.sample_ids.tobytes()
-        return total / self.spec.gradient_accumulation, ids
+        return total / self.spec.gradient_accumulation, ids, norm
 
-    def _update(self) -> None:
+    def _update(self) -> float | None:
         try:
-            self.engine.step()
+            return update(self.engine)
         except Exception as error:
             if "loss scale" not in str(error):
                 raise
@@ -145,14 +146,22 @@ class Trainer:
             metrics.write(self.step, values)
             _log.info("step %d: %s", self.step, ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
 
-    def _samples(self, split: str, shuffle: bool) -> Samples:
+    def _samples(self, split: Split, shuffle: bool) -> Samples:
         return Samples(self.shards, split, self.spec.objective, self.spec.optimizer.seed, shuffle)
+
+    def _require_a_batch(self) -> None:
+        batch = self.spec.optimizer.global_batch_sequences
+        if self.train_samples.num_samples < batch:
+            raise InputError(
+                f"the train split holds {self.train_samples.num_samples} samples, and a step takes "
+                f"optimizer.global_batch_sequences ({batch}): use more text or a smaller batch"
+            )
 
     def _applied_steps(self) -> int:
         return self.step - int(self.engine.skipped_steps)
 
     def _tokens_a_step(self) -> int:
-        lengths = self.spec.objective.input_tokens + self.held_out.target_tokens
+        lengths = self.spec.objective.input_tokens + target_tokens(self.spec.objective)
         return self.spec.optimizer.global_batch_sequences * lengths
 
 

@@ -9,25 +9,24 @@ from torch import Tensor
 
 from t5train.errors import UnknownLayout
 from t5train.train.engine import model_of
-from t5train.train.parameter_layout import describe
 
 
 def full_masters(engine: Any) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, fp32 master on the CPU) of every parameter; a collective, to be run by all ranks."""
-    flat_groups = getattr(engine.optimizer, "fp32_groups_flat", None)
-    if flat_groups is not None and not hasattr(engine.optimizer, "partition_size"):
-        yield from _replicated(engine, flat_groups)
-        return
+    copies = _whole_copies(engine)
     for name, parameter in model_of(engine).named_parameters():
-        master = safe_get_full_fp32_param(parameter)
+        master = copies[parameter] if parameter in copies else safe_get_full_fp32_param(parameter)
         if master is None and parameter.dtype == torch.float32:
-            master = parameter.detach()
+            master = parameter
         if master is None:
             raise UnknownLayout(f"DeepSpeed gives no fp32 master of {name} ({type(engine.optimizer).__name__})")
-        yield name, master.to("cpu", torch.float32).reshape(parameter.shape)
+        yield name, master.detach().to("cpu", torch.float32).reshape(parameter.shape)
 
 
-def _replicated(engine: Any, flat_groups: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    for flat, slots in zip(flat_groups, describe(engine), strict=True):
-        for slot in slots:
-            yield slot.name, flat.detach()[slot.offset : slot.offset + slot.numel].view(slot.shape).to("cpu")
+def _whole_copies(engine: Any) -> dict[Tensor, Tensor]:
+    """The fp32 copy of each parameter where the optimizer keeps one by parameter (bf16 at ZeRO 0)."""
+    optimizer = engine.optimizer
+    if not hasattr(optimizer, "fp32_groups"):
+        return {}
+    pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+    return {weight: copy for weights, copies in pairs for weight, copy in zip(weights, copies, strict=True)}

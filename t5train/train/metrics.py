@@ -18,7 +18,7 @@ class Metrics:
         from torch.utils.tensorboard import SummaryWriter  # the head reads metrics, and does without torch
 
         _keep_until(path, resume_step)
-        self._file = open(path, "a", encoding="utf-8")
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - this object is the context manager
         self._tensorboard = SummaryWriter(str(tensorboard), purge_step=resume_step + 1)
 
     def write(self, step: int, values: Values) -> None:

@@ -76,6 +76,8 @@ class AdamWRms(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(flat), torch.zeros_like(flat)
+        if not self._partitions:
+            return  # DeepSpeed steps once with zero gradients while it is set up, to have the state allocated
         state["step"] += 1
         step, (beta1, beta2) = float(state["step"]), group["betas"]
         first, second = state["exp_avg"], state["exp_avg_sq"]

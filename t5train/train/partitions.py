@@ -1,4 +1,8 @@
-"""Which elements of which tensor this rank's optimizer moves."""
+"""Which elements of which tensor this rank's optimizer moves.
+
+At ZeRO 1 and 2 that is a piece of the group's flat buffer; at ZeRO 0 the optimizer steps whole tensors, which are the
+parameters themselves in fp32, and their fp32 copies in bf16.
+"""
 
 from typing import Any
 
@@ -11,36 +15,22 @@ from t5train.train.parameter_layout import describe
 
 def partitions_of(engine: Any) -> dict[Tensor, Partition]:
     """For every tensor the engine's inner optimizer steps: the parts of parameters it is made of."""
-    groups = describe(engine)
     param_groups = inner_optimizer(engine).param_groups
-    if not groups:
+    if not engine.zero_optimization():
         return {
-            parameter: Partition([Segment(0, parameter.numel(), 0, parameter.numel())], 1)
+            whole: Partition([Segment(0, whole.numel(), 0, whole.numel())], 1)
             for group in param_groups
-            for parameter in group["params"]
+            for whole in group["params"]
         }
     return {
-        group["params"][0]: Partition(
-            _segments(slots, _first_element(engine, index), group["params"][0].numel()), len(slots)
-        )
-        for index, (group, slots) in enumerate(zip(param_groups, groups, strict=True))
+        flat: Partition(_segments(slots, flat.numel() * engine.global_rank, flat.numel()), len(slots))
+        for flat, slots in zip((group["params"][0] for group in param_groups), describe(engine), strict=True)
     }
 
 
 def inner_optimizer(engine: Any) -> Any:
     """The optimizer we handed to DeepSpeed, inside whatever it put around it."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
-
-
-def is_partitioned(engine: Any) -> bool:
-    """Whether each rank's optimizer holds only its part."""
-    return hasattr(engine.optimizer, "partition_size")
-
-
-def _first_element(engine: Any, group: int) -> int:
-    if not is_partitioned(engine):
-        return 0
-    return int(engine.optimizer.partition_size[group]) * int(engine.global_rank)
 
 
 def _segments(slots: list[ParameterSlot], first: int, numel: int) -> list[Segment]:

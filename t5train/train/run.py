@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from t5train import sidecar
 from t5train.atomic import write_json, write_text
-from t5train.errors import LaunchError, RunChanged, SpecError
+from t5train.errors import IncompleteCheckpoint, LaunchError, RunChanged, SpecError
 from t5train.fingerprint import fingerprint
 from t5train.progress import Progress, silent
 from t5train.records import Checkpoint, FileDigest, TokenShards, digest_files, reusable
@@ -104,7 +104,7 @@ def newest_verified_tag(spec: RunSpec) -> str | None:
     for tag in sidecar.complete_tags(folder):
         try:
             sidecar.require_complete(folder / tag)
-        except sidecar.IncompleteCheckpoint as error:
+        except IncompleteCheckpoint as error:
             _log.warning("%s is passed over: %s", tag, error)
             continue
         return tag

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from t5train.data.loader import Samples
-from t5train.data.unigram import Unigram
+from t5train.data.unigram import cross_entropy, train_unigram
 from t5train.records import TokenShards
 from t5train.spec import RunSpec
 from t5train.train.engine import model_of
@@ -47,7 +47,7 @@ def validate(engine: Any, samples: Samples, shards: TokenShards, spec: RunSpec, 
 def unigram_loss(samples: Samples, shards: TokenShards, spec: RunSpec) -> float:
     """Nats a token of the same content tokens under the frequencies of the training tokens."""
     targets = samples.batch(0, validation_sequences(samples, spec)).targets
-    return Unigram.of(shards).cross_entropy(targets[is_content(targets, shards)])
+    return cross_entropy(train_unigram(shards), targets[is_content(targets, shards)])
 
 
 def validation_sequences(samples: Samples, spec: RunSpec) -> int:
