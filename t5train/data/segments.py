@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from t5train.atomic import replacing
-from t5train.data.passages import Passage, Row, SourceFile, rows
+from t5train.data.passages import Passage, Row, SourceFile
+from t5train.data.readers import rows
 from t5train.errors import InputError
 
 SEGMENTS = "segments.json"

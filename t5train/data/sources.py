@@ -11,7 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from t5train.atomic import replacing, write_json
-from t5train.data.passages import FORMATS, SourceFile, format_of
+from t5train.data.passages import SourceFile
+from t5train.data.readers import FORMATS, format_of
 from t5train.errors import DigestMismatch, InputError
 from t5train.progress import Progress
 from t5train.records import FileDigest, digest_file, verify_file

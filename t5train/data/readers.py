@@ -1,0 +1,123 @@
+"""Passages out of files: one a line of .txt, .jsonl or .tsv, one a row of .parquet.
+
+A row is counted from 0 as it lies in the file: blank lines and the header of a .tsv are rows too, so a row's
+number and its byte offset (in the decompressed stream) find it again without reading what comes before.
+"""
+
+import bz2
+import gzip
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from t5train.data.passages import Passage, Row, SourceFile
+from t5train.errors import InputError
+
+FORMATS = (".txt", ".jsonl", ".tsv", ".parquet")
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_TSV_HEADER = "id\ttext\ttitle"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def format_of(name: str) -> str | None:
+    """``.txt``, ``.jsonl``, ``.tsv`` or ``.parquet``, compressed or not; None for any other name."""
+    suffixes = Path(name).suffixes
+    if suffixes and suffixes[-1] in _OPENERS and suffixes[-2:-1] != [".parquet"]:
+        suffixes.pop()
+    return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else None
+
+
+def rows(source: SourceFile, number: int = 0, offset: int = 0) -> Iterator[Row]:
+    """The rows of a file from row ``number``, which begins at byte ``offset``, to the end.
+
+    Raises InputError that names file and row for invalid UTF-8 and rows of the wrong form, and the file
+    for one that is truncated, damaged or of an unknown format.
+    """
+    reader = _READERS.get(format_of(source.name) or "")
+    if reader is None:
+        raise InputError(f"{source.path} is not one of {', '.join(FORMATS)} (or .gz, .bz2, .xz of the first three)")
+    try:
+        yield from reader(source, number, offset)
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        raise InputError(f"{source.path} cannot be read to its end ({error}): fetch or write it again") from error
+
+
+def _txt(source: SourceFile, number: int, offset: int) -> Iterator[Row]:
+    for row, start, line in _lines(source, number, offset):
+        yield Row(row, start, Passage(f"{source.name}:{row}", "", line.strip()))
+
+
+def _jsonl(source: SourceFile, number: int, offset: int) -> Iterator[Row]:
+    for row, start, line in _lines(source, number, offset):
+        yield Row(row, start, _json_passage(source, row, line))
+
+
+def _json_passage(source: SourceFile, row: int, line: str) -> Passage:
+    if not line.strip():
+        return Passage(f"{source.name}:{row}", "", "")
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{source.path} line {row + 1} is not JSON: {error}") from None
+    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+        raise InputError(f'{source.path} line {row + 1} is not an object with "text": "..."')
+    return Passage(str(value.get("id", f"{source.name}:{row}")), str(value.get("title") or ""), value["text"])
+
+
+def _tsv(source: SourceFile, number: int, offset: int) -> Iterator[Row]:
+    lines = _lines(source, number, offset)
+    if number == 0:
+        _, _, header = next(lines, (0, 0, ""))
+        if header != _TSV_HEADER:
+            raise InputError(f"{source.path} begins with {header[:80]!r}: the header {_TSV_HEADER!r} is expected")
+    for row, start, line in lines:
+        yield Row(row, start, _tsv_passage(source, row, line))
+
+
+def _tsv_passage(source: SourceFile, row: int, line: str) -> Passage:
+    if not line:
+        return Passage(f"{source.name}:{row}", "", "")
+    fields = line.split("\t")
+    if len(fields) != 3:
+        raise InputError(f"{source.path} line {row + 1} has {len(fields)} fields: id, text, title are expected")
+    name, text, title = map(_unquoted, fields)
+    return Passage(name, title, text)
+
+
+def _unquoted(field: str) -> str:
+    quoted = len(field) >= 2 and field[0] == field[-1] == '"'
+    return field[1:-1].replace('""', '"') if quoted else field
+
+
+def _parquet(source: SourceFile, number: int, offset: int) -> Iterator[Row]:
+    from t5train.data.parquet import parquet_rows  # pyarrow is slow to import, and most processes do without
+
+    return parquet_rows(source, number, offset)
+
+
+def _lines(source: SourceFile, number: int, offset: int) -> Iterator[tuple[int, int, str]]:
+    """Row number, offset and text (without line end) of each line."""
+    with _OPENERS.get(source.path.suffix, open)(source.path, "rb") as file:
+        file.seek(offset)
+        for line in file:
+            content = line.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else line
+            try:
+                yield number, offset, content.rstrip(b"\r\n").decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise InputError(
+                    f"{source.path} line {number + 1} is not UTF-8: byte {offset + error.start} of the text is "
+                    f"0x{line[error.start]:02x}; convert the file to UTF-8"
+                ) from None
+            number += 1
+            offset += len(line)
+
+
+_READERS: dict[str, Callable[[SourceFile, int, int], Iterator[Row]]] = {
+    ".txt": _txt,
+    ".jsonl": _jsonl,
+    ".tsv": _tsv,
+    ".parquet": _parquet,
+}
