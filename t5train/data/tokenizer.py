@@ -97,6 +97,13 @@ def given_tokenizer(path: Path, root: Path, progress: Progress = silent, *, out:
         return reusable(TokenizerFiles, folder, identity, progress) or _finished(folder, proto, identity, {})
 
 
+def open_given(path: Path) -> Tokenizer:
+    """The tokenizer in a ``spiece.model`` or a Hugging Face folder; errors as of ``build_tokenizer``."""
+    spiece = _spiece_in(path)
+    require_t5_form(spiece.read_bytes(), str(spiece))
+    return Tokenizer(spiece)
+
+
 def _spiece_in(path: Path) -> Path:
     if path.is_file():
         return path
