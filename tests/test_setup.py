@@ -1,0 +1,103 @@
+"""``make setup`` does what is needed, says what it cannot do, and does nothing twice."""
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TOOLS = ("bash", "make", "touch", "uname")
+BARE_PYTHON = """#!/bin/bash
+case "$*" in
+    *ensurepip*) exit 1 ;;
+    *'get_path("include")'*) echo /nowhere ;;
+    *python%d*) echo python3.11 ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """What setup reads, and a ``bin`` with nothing but the shell and make."""
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "bin").mkdir()
+    for tool in TOOLS:
+        found = shutil.which(tool)
+        if found:
+            (tmp_path / "bin" / tool).symlink_to(found)
+    return tmp_path
+
+
+def make(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["make", *arguments],
+        cwd=checkout,
+        env={"PATH": str(checkout / "bin")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def add_program(checkout: Path, name: str, script: str) -> None:
+    (checkout / "bin" / name).write_text(script)
+    (checkout / "bin" / name).chmod(0o755)
+
+
+def test_setup_without_a_python_says_which_is_wanted(checkout: Path) -> None:
+    result = make(checkout, "setup")
+    assert result.returncode != 0
+    assert "no Python 3.11 or 3.12 on PATH" in result.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_a_python_that_does_not_run_is_passed_over(checkout: Path) -> None:
+    add_program(checkout, "python3.11", "#!/bin/bash\nexit 127\n")
+    add_program(checkout, "python3.12", "#!/bin/bash\nexit 0\n")
+    assert f'python="{checkout}/bin/python3.12"' in make(checkout, "-n", "setup").stdout
+
+
+def test_setup_names_the_system_packages_it_may_not_install(checkout: Path) -> None:
+    add_program(checkout, "python3.11", BARE_PYTHON)
+    result = make(checkout, "setup")
+    assert result.returncode != 0
+    assert "apt-get install python3.11-venv python3.11-dev g++" in result.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_setup_installs_missing_system_packages_where_it_may(checkout: Path) -> None:
+    add_program(checkout, "python3.11", BARE_PYTHON)
+    add_program(checkout, "id", "#!/bin/bash\necho 0\n")
+    add_program(checkout, "apt-get", '#!/bin/bash\necho "$*" >> asked\n')
+    make(checkout, "setup")
+    update, install = (checkout / "asked").read_text().splitlines()
+    assert update.startswith("update")
+    assert install.endswith("python3.11-venv python3.11-dev g++")
+
+
+def test_setup_does_nothing_twice_until_a_version_changes(checkout: Path) -> None:
+    (checkout / ".venv").mkdir()
+    for stamp in (".installed", ".ops-built"):
+        (checkout / ".venv" / stamp).touch()
+    start = time.monotonic()
+    assert "Nothing to be done" in make(checkout, "setup").stdout
+    assert time.monotonic() - start < 2
+    later = time.time() + 10
+    os.utime(checkout / "constraints.txt", (later, later))
+    add_program(checkout, "python3.11", "#!/bin/bash\nexit 0\n")
+    planned = make(checkout, "-n", "setup").stdout
+    assert "pip install" in planned
+    assert "infra.op_cache" in planned
+
+
+def test_every_target_is_documented() -> None:
+    text = (ROOT / "Makefile").read_text("utf-8")
+    (phony,) = (line.split()[1:] for line in text.splitlines() if line.startswith(".PHONY:"))
+    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert [line.split()[0] for line in shown.splitlines()] == phony
