@@ -10,19 +10,17 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Semaphore, Thread
 from types import TracebackType
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from t5train.data import keyed_random
 from t5train.data.shards import read_description, tokens_name
 from t5train.data.span_corruption import corrupt, geometry
-from t5train.data.splits import Split
 from t5train.errors import DigestMismatch, InputError
 from t5train.records import TokenShards
 from t5train.spec import ObjectiveSpec
 
-T = TypeVar("T")
 _ORDER, _NOISE = 1, 2  # keep the random bits of both apart
 
 
@@ -40,7 +38,7 @@ class Windows:
     Raises InputError when the split has not a single whole window, DigestMismatch for a file of the wrong size.
     """
 
-    def __init__(self, shards: TokenShards, split: Split, window_tokens: int) -> None:
+    def __init__(self, shards: TokenShards, split: str, window_tokens: int) -> None:
         self._dtype = np.dtype(f"<u{int(shards.counts['bytes_per_token'])}")
         self._shards = [
             mapped
@@ -71,7 +69,7 @@ class Windows:
             first = last
         return windows
 
-    def _map(self, folder: Path, split: Split, number: int, window_tokens: int) -> np.ndarray:
+    def _map(self, folder: Path, split: str, number: int, window_tokens: int) -> np.ndarray:
         path = folder / tokens_name(split, number)
         tokens = read_description(folder, number).splits[split].tokens
         if path.stat().st_size != tokens * self._dtype.itemsize:
@@ -89,7 +87,7 @@ class Samples:
     (seed, epoch, sample id). Without, the order is that of the ids and the noise that of epoch 0, always.
     """
 
-    def __init__(self, shards: TokenShards, split: Split, objective: ObjectiveSpec, seed: int, shuffle: bool) -> None:
+    def __init__(self, shards: TokenShards, split: str, objective: ObjectiveSpec, seed: int, shuffle: bool) -> None:
         self._geometry = geometry(objective)
         self._windows = Windows(shards, split, self._geometry.window_tokens)
         self._first_sentinel_id = int(shards.counts["first_sentinel_id"])
@@ -121,36 +119,36 @@ class Samples:
         return self._order[1]
 
 
-class Prefetch(Iterator[T]):
-    """An iterator whose items a thread prepares ahead; close it, or leave its ``with``, to end the thread.
+class Prefetched(Iterator[Batch]):
+    """Batches that a thread prepares ahead; close it, or leave its ``with``, to end the thread.
 
-    An exception of the source is raised where its item would have come. ``seconds_waited`` is the time the
+    An exception of the source is raised where its batch would have come. ``waited_seconds`` is the time the
     consumer spent waiting, in all.
     """
 
-    def __init__(self, source: Iterator[T], depth: int) -> None:
-        self.seconds_waited = 0.0
+    def __init__(self, source: Iterator[Batch], depth: int) -> None:
+        self.waited_seconds = 0.0
         self._source = source
         self._free = Semaphore(depth)
-        self._ready: SimpleQueue[tuple[T] | BaseException] = SimpleQueue()
+        self._ready: SimpleQueue[Batch | BaseException] = SimpleQueue()
         self._closed = False
         self._thread = Thread(target=self._prepare, name="prefetch", daemon=True)
         self._thread.start()
 
-    def __next__(self) -> T:
+    def __next__(self) -> Batch:
         if self._closed:
             raise StopIteration
         started = time.perf_counter()
         item = self._ready.get()
-        self.seconds_waited += time.perf_counter() - started
+        self.waited_seconds += time.perf_counter() - started
         if isinstance(item, BaseException):
             self.close()
             raise item
         self._free.release()
-        return item[0]
+        return item
 
     def close(self) -> None:
-        """End the thread; items it has prepared are dropped."""
+        """End the thread; batches it has prepared are dropped."""
         self._closed = True
         self._free.release()
         self._thread.join()
@@ -169,12 +167,12 @@ class Prefetch(Iterator[T]):
                 self._free.acquire()
                 if self._closed:
                     return
-                self._ready.put((next(self._source),))
+                self._ready.put(next(self._source))
         except BaseException as error:
             # Every one of them, StopIteration too, belongs to the consumer.
             self._ready.put(error)
 
 
-def prefetch(batches: Iterator[T], depth: int) -> Prefetch[T]:
+def prefetch(batches: Iterator[Batch], depth: int) -> Prefetched:
     """Prepare up to ``depth`` batches ahead in a thread."""
-    return Prefetch(batches, depth)
+    return Prefetched(batches, depth)
