@@ -52,7 +52,7 @@ def unigram_loss(samples: Samples, shards: TokenShards, spec: RunSpec) -> float:
 
 def validation_sequences(samples: Samples, spec: RunSpec) -> int:
     """How many sequences a validation reads."""
-    return min(samples.num_samples, spec.storage.validate_sequences)
+    return min(int(samples.num_samples), spec.storage.validate_sequences)
 
 
 def is_content(targets: np.ndarray, shards: TokenShards) -> np.ndarray:
