@@ -12,6 +12,7 @@ from t5train.progress import Progress
 from t5train.sidecar import Sidecar, complete_tags, files_of, read_all, require_complete
 
 LATEST = "latest"
+_STATES = "*_states.pt"
 _log = logging.getLogger(__name__)
 
 
@@ -37,7 +38,7 @@ def open_checkpoint(checkpoint: Path, tag: str | None, progress: Progress) -> Op
     """
     folder = _tag_folder(checkpoint, tag)
     if not read_all(folder):
-        return OpenedCheckpoint(folder, frozenset(path.name for path in folder.glob("*.pt")), ())
+        return OpenedCheckpoint(folder, frozenset(path.name for path in folder.glob(_STATES)), ())
     sidecars = require_complete(folder, progress)
     return OpenedCheckpoint(folder, frozenset(files_of(sidecars)), sidecars)
 
@@ -75,4 +76,4 @@ def _newest(checkpoint: Path, tags: Sequence[str]) -> str:
 
 
 def _is_tag(folder: Path) -> bool:
-    return any(folder.glob("rank-*.json")) or any(folder.glob("*.pt"))
+    return any(folder.glob("rank-*.json")) or any(folder.glob(_STATES))

@@ -1,0 +1,83 @@
+"""What real DeepSpeed engines saved, against what they held."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from t5train.consolidate import consolidate
+from t5train.errors import UnknownLayout
+
+pytestmark = pytest.mark.slow
+TIED = [
+    "zero0-fp32", "zero1-fp32", "zero2-fp32", "zero0-bf16", "zero1-bf16", "zero2-bf16",
+    "zero1-bf16-fp32-accumulation", "zero2-bf16-offload",
+]  # fmt: skip
+UNTIED = ["zero1-bf16-untied", "zero2-bf16-untied", "zero2-fp32-untied"]
+WITHOUT_A_RULE = {"zero0-bf16"}
+
+
+def live(engines: Path, layout: str) -> dict[str, Any]:
+    held: dict[str, Any] = torch.load(engines / "live" / f"{layout}.pt", weights_only=True)
+    return held
+
+
+def expected(held: dict[str, Any]) -> dict[str, torch.Tensor]:
+    buffers = {name: b.float() if b.is_floating_point() else b for name, b in held["buffers"].items()}
+    return {**held["masters"], **buffers}
+
+
+def require_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert sorted(found) == sorted(wanted)
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("layout", TIED + UNTIED)
+def test_our_checkpoints_give_the_live_masters_bit_for_bit(engines: Path, tmp_path: Path, layout: str) -> None:
+    consolidate(engines / "ours" / layout, tmp_path / "out")
+    require_equal(load_file(tmp_path / "out" / "model.safetensors"), expected(live(engines, layout)))
+
+
+@pytest.mark.parametrize("layout", [name for name in TIED + UNTIED if name not in WITHOUT_A_RULE])
+def test_somebody_elses_checkpoints_give_the_live_masters_bit_for_bit(
+    engines: Path, tmp_path: Path, layout: str
+) -> None:
+    consolidate(engines / "theirs" / layout, tmp_path / "out")
+    require_equal(load_file(tmp_path / "out" / "model.safetensors"), expected(live(engines, layout)))
+
+
+@pytest.mark.parametrize("owner", ["ours", "theirs"])
+def test_round_robin_gradients_give_masters_that_round_to_every_live_weight(
+    engines: Path, tmp_path: Path, owner: str
+) -> None:
+    """DeepSpeed's own safe_get_full_fp32_param answers wrongly here, so that the weights are the reference."""
+    layout = "zero2-bf16-round-robin"
+    consolidate(engines / owner / layout, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    weights = live(engines, layout)["weights"]
+    require_equal({name: found[name].bfloat16() for name in weights}, weights)
+
+
+@pytest.mark.parametrize("layout", UNTIED)
+def test_the_result_is_that_of_deepspeeds_own_tool_where_that_works(engines: Path, tmp_path: Path, layout: str) -> None:
+    consolidate(engines / "theirs" / layout, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    theirs = live(engines, layout)["zero_to_fp32"]
+    require_equal(found, theirs)
+
+
+def test_a_tied_weight_stands_under_its_owners_name_alone(engines: Path, tmp_path: Path) -> None:
+    consolidate(engines / "ours" / "zero2-bf16", tmp_path / "out")
+    names = load_file(tmp_path / "out" / "model.safetensors")
+    assert "shared.weight" in names
+    assert "decoder.weight" not in names
+
+
+def test_zero_0_with_two_groups_and_no_sidecar_is_refused_rather_than_guessed(engines: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnknownLayout, match="2 parameter groups"):
+        consolidate(engines / "theirs" / "zero0-bf16", tmp_path / "out")
+    assert not any(tmp_path.iterdir())
