@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from t5train.data.loader import Batch, Prefetch, Samples, prefetch
+from t5train.data.loader import Batch, Prefetched, Samples, prefetch
 from t5train.data.span_corruption import target_tokens
-from t5train.data.splits import Split
 from t5train.errors import InputError, TooManySkippedSteps
 from t5train.model.shape import T5Shape, huggingface_config, resolve
 from t5train.records import TokenShards
@@ -64,8 +63,8 @@ class Trainer:
                 self._save_when_due()
             self._conclude(metrics)
 
-    def _take_step(self, batches: Prefetch[Batch]) -> Values:
-        started, waited, self.step = time.perf_counter(), batches.seconds_waited, self.step + 1
+    def _take_step(self, batches: Prefetched) -> Values:
+        started, waited, self.step = time.perf_counter(), batches.waited_seconds, self.step + 1
         rate = learning_rate(self.spec.optimizer, self.step)
         set_learning_rate(self.engine, rate)
         loss, ids, norm = self._passes(batches)
@@ -83,10 +82,10 @@ class Trainer:
             "skipped_steps": int(self.engine.skipped_steps),
             "memory_bytes": accelerator_memory_bytes(),
             "seconds": seconds,
-            "data_wait_seconds": batches.seconds_waited - waited,
+            "data_wait_seconds": batches.waited_seconds - waited,
         }
 
-    def _passes(self, batches: Prefetch[Batch]) -> tuple[float, bytes, float | None]:
+    def _passes(self, batches: Prefetched) -> tuple[float, bytes, float | None]:
         """All passes of a step and its update: this rank's mean loss, its sample ids, and the gradient norm."""
         total, ids, norm = 0.0, b"", None
         for _ in range(self.spec.gradient_accumulation):
@@ -147,7 +146,7 @@ class Trainer:
             metrics.write(self.step, values)
             _log.info("step %d: %s", self.step, ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
 
-    def _samples(self, split: Split, shuffle: bool) -> Samples:
+    def _samples(self, split: str, shuffle: bool) -> Samples:
         return Samples(self.shards, split, self.spec.objective, self.spec.optimizer.seed, shuffle)
 
     def _require_a_batch(self) -> None:
