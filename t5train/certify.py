@@ -65,6 +65,7 @@ def certify(export_folder: Path, witness: Path, progress: Progress = silent) -> 
     if not certificate.passed:
         failed = export_folder.absolute().parent / FAILED_CERTIFICATE
         write_text(failed, text)
+        (export_folder / CERTIFICATE).unlink(missing_ok=True)  # an earlier one does not outlive this
         raise CertificationError(
             f"{export_folder} is not the model that was trained: {'; '.join(certificate.differences)}. "
             f"Nothing may be published; see {failed}, and export again"

@@ -96,10 +96,10 @@ def _try_folder(folder: Path, needed_bytes: int) -> None:
 def _try_store(url: str) -> None:
     """Beside the destination, not in it: what may write need not be allowed to remove."""
     filesystem, folder = remote_folder(url)
-    probe = f"{folder}.write-check-{secrets.token_hex(4)}"
+    suffix = f".write-check-{secrets.token_hex(4)}"
     with explained(url, "cannot be written"):
-        filesystem.pipe_file(probe, b"")
+        filesystem.pipe_file(folder + suffix, b"")
     try:
-        filesystem.rm_file(probe)
+        filesystem.rm_file(folder + suffix)
     except Exception as error:  # fsspec's filesystems have no error in common
-        _log.warning("%s: the empty object %s could not be removed (%s)", redacted(url), probe, type(error).__name__)
+        _log.warning("the empty object %s%s is left behind: %s", redacted(url), suffix, type(error).__name__)

@@ -1,0 +1,201 @@
+"""The certificate: given to the model that was trained, and to no other."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSeq2SeqLM
+
+from t5train.certificate import Certificate
+from t5train.certify import certify, certify_in_fresh_process
+from t5train.comparison import compare_logits, differing_probes, differing_ties, differing_tokenizer
+from t5train.errors import CertificationError, DigestMismatch
+from t5train.export import export
+from t5train.records import Export, digest_files
+from t5train.witness import Witness
+
+MakeTrained = Callable[..., Any]
+MakeExport = Callable[..., Export]
+
+
+def rewrite_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Rewrite the export's weights as another file, and its manifest as if that were right."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    path.unlink()
+    save_file(tensors, path, metadata={"format": "pt"})
+    exported = Export.load(folder)
+    files = exported.files | digest_files(folder, ["model.safetensors"])
+    exported.model_copy(update={"files": files}).commit()
+
+
+@pytest.mark.parametrize("version", ["v1.0", "v1.1"])
+def test_a_fresh_process_certifies_the_model_that_was_trained(
+    make_trained: MakeTrained, tmp_path: Path, version: str
+) -> None:
+    trained = make_trained(version)
+    steps: set[str] = set()
+    exported = export(*trained, tmp_path / "out")
+    done = certify_in_fresh_process(exported, trained.witness, lambda *step: steps.add(step[0]))
+    done.verify()
+    certificate = Certificate.parse((done.path / "certificate.json").read_bytes(), "certificate.json")
+    certificate.require_vouching(done.fingerprint, Export.load(done.path).files, "certificate.json")
+    assert all(probe.bit_equal for probe in certificate.probes.values())
+    assert set(certificate.probes) == {"random", "heldout"}
+    assert certificate.tensors_compared == len(Witness.load(trained.witness).tensors)
+    assert ("lm_head.weight" in certificate.ties) is (version == "v1.0")
+    assert {"tensors compared", "probes compared"} <= steps
+
+
+def test_a_certificate_that_holds_is_kept_and_one_of_another_witness_is_not(
+    make_trained: MakeTrained, make_export: MakeExport
+) -> None:
+    exported = make_export()
+    witness = exported.path.parent / "witness"
+    assert certify_in_fresh_process(exported, witness).reused
+    rewrite_json(witness / "witness.json", validation={"validation_loss": 1.0})
+    assert not certify_in_fresh_process(exported, witness).reused
+
+
+def test_one_changed_bit_of_one_weight_is_refused_by_name(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    name = "decoder.block.0.layer.0.SelfAttention.q.weight"
+
+    def flip_lowest_bit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name].view(torch.int32)[0, 0] ^= 1
+
+    change_tensors(exported.path, flip_lowest_bit)
+    with pytest.raises(CertificationError, match=f"1 tensors are not the recorded fp32 masters: {name}"):
+        certify_in_fresh_process(Export.load(exported.path), exported.path.parent / "witness")
+    assert not (exported.path / "certificate.json").exists()
+    failed = json.loads((exported.path.parent / "certificate.failed.json").read_text())
+    assert failed["passed"] is False
+    assert failed["differences"]
+
+
+def test_a_failed_certification_withdraws_the_certificate_there_was(make_export: MakeExport) -> None:
+    exported = make_export()
+    witness = exported.path.parent / "witness"
+    rewrite_json(witness / "witness.json", num_parameters=1)
+    with pytest.raises(CertificationError, match="parameters, 1 were recorded"):
+        certify(exported.path, witness)
+    assert not (exported.path / "certificate.json").exists()
+
+
+def test_a_missing_tensor_is_refused_by_name(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    name = "encoder.final_layer_norm.weight"
+    change_tensors(exported.path, lambda tensors: tensors.pop(name))
+    with pytest.raises(CertificationError, match=f"missing keys while loading: {name}"):
+        certify(exported.path, exported.path.parent / "witness")
+
+
+def test_a_tensor_too_many_is_refused_by_name(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    change_tensors(exported.path, lambda tensors: tensors.update(stowaway=torch.zeros(2)))
+    with pytest.raises(CertificationError, match="unexpected keys while loading: stowaway"):
+        certify(exported.path, exported.path.parent / "witness")
+
+
+def test_weights_in_lower_precision_are_refused(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    change_tensors(
+        exported.path, lambda tensors: tensors.update({name: each.bfloat16() for name, each in tensors.items()})
+    )
+    with pytest.raises(CertificationError, match="tensors are not the recorded fp32 masters"):
+        certify(exported.path, exported.path.parent / "witness")
+
+
+def test_a_configuration_that_computes_something_else_is_refused(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    rewrite_json(exported.path / "config.json", layer_norm_epsilon=0.1)
+    files = exported.files | digest_files(exported.path, ["config.json"])
+    exported.model_copy(update={"files": files}).commit()
+    with pytest.raises(CertificationError, match="logits of probe 'random' differ"):
+        certify(exported.path, exported.path.parent / "witness")
+
+
+def test_a_file_changed_since_the_export_is_named(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    (exported.path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DigestMismatch, match=r"tokenizer\.json"):
+        certify(exported.path, exported.path.parent / "witness")
+
+
+def test_a_certificate_vouches_for_these_files_of_this_export_only(make_export: MakeExport) -> None:
+    exported = make_export()
+    path = exported.path / "certificate.json"
+    certificate = Certificate.parse(path.read_bytes(), str(path))
+    config = exported.files["config.json"]
+    for fingerprint, files, complaint in [
+        ("0" * 64, exported.files, "vouches for the export"),
+        (exported.fingerprint, exported.files | {"config.json": exported.files["README.md"]}, r"config\.json"),
+        (exported.fingerprint, exported.files | {"more.json": config}, r"more\.json"),
+        (exported.fingerprint, {"config.json": config}, r"model\.safetensors"),
+    ]:
+        with pytest.raises(CertificationError, match=complaint):
+            certificate.require_vouching(fingerprint, files, str(path))
+
+
+def test_another_kind_of_device_is_held_to_a_tolerance_and_says_so(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    witness = exported.path.parent / "witness"
+    rewrite_json(witness / "witness.json", device_type="abacus")
+    certificate = certify(exported.path, witness)
+    assert (certificate.witness_device, certificate.device) == ("abacus", "cpu")
+    assert certificate.relative_tolerance == 1e-3
+
+
+def test_equal_bits_are_asked_for_unless_a_tolerance_is_given() -> None:
+    logits = torch.linspace(-5, 5, 24).reshape(1, 4, 6)
+    near = {"probe": compare_logits(logits * (1 + 1e-6), logits)}
+    assert differing_probes(near, 0.0)
+    assert not differing_probes(near, 1e-3)
+    assert differing_probes({"probe": compare_logits(logits + 1, logits)}, 1e-3)
+    assert differing_probes({"probe": compare_logits(logits * torch.nan, logits)}, 1e-3)
+    assert differing_probes({"probe": compare_logits(logits[:, :2], logits)}, 1e-3)
+
+
+def test_broken_and_unwanted_ties_are_told_apart(make_export: MakeExport) -> None:
+    exported = make_export("v1.1", certified=False)
+    witness = Witness.load(exported.path.parent / "witness")
+    model = AutoModelForSeq2SeqLM.from_pretrained(exported.path)
+    assert not differing_ties(model, witness)
+    model.decoder.embed_tokens.weight = torch.nn.Parameter(model.shared.weight.clone())
+    model.lm_head.weight = model.shared.weight
+    assert differing_ties(model, witness) == [
+        "decoder.embed_tokens.weight is not tied to shared.weight",
+        "lm_head.weight is tied to shared.weight, and must not be",
+    ]
+
+
+def test_a_tokenizer_with_sentinels_elsewhere_is_refused() -> None:
+    class Counted(dict[str, int]):
+        pad_token_id, eos_token_id = 0, 2
+        convert_tokens_to_ids = dict.__getitem__
+
+    ascending = Counted({f"<extra_id_{index}>": index for index in range(100)})
+    found = differing_tokenizer(ascending, {"vocab_size": 99, "pad_token_id": 0, "eos_token_id": 1})
+    assert len(found) == 3
+    assert "100 ids, the model 99" in found[0]
+    assert "100 sentinels do not count down from id 99" in found[1]
+    assert "eos_token_id is 2" in found[2]
+
+
+def test_what_ends_the_fresh_process_is_passed_on(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    witness = exported.path.parent / "witness"
+    os.truncate(witness / "witness.safetensors", 100)
+    with pytest.raises(CertificationError, match=r"ended with 1: see .*certify\.log"):
+        certify_in_fresh_process(exported, witness)
+    assert "SafetensorError" in (exported.path.parent / "certify.log").read_text()

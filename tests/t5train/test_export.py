@@ -1,0 +1,116 @@
+"""The Hugging Face folder."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from t5train.errors import DigestMismatch, InputError, StorageError
+from t5train.export import export
+from t5train.records import Export
+
+MakeTrained = Callable[..., Any]
+
+
+@pytest.mark.parametrize("version", ["v1.0", "v1.1"])
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_plain_transformers_loads_every_tensor_and_nothing_else(
+    make_trained: MakeTrained, tmp_path: Path, version: str, num_files: int
+) -> None:
+    trained = make_trained(version, num_files)
+    exported = export(*trained, tmp_path / "out")
+    model, loading = AutoModelForSeq2SeqLM.from_pretrained(exported.path, output_loading_info=True)
+    assert not any(loading.values()), loading
+    parameters = dict(model.named_parameters())
+    names = {name for file in trained.weights.path.glob("*.safetensors") for name in load_file(file)}
+    assert parameters.keys() == names
+    for file in trained.weights.path.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            assert torch.equal(parameters[name], tensor), name
+
+
+@pytest.mark.parametrize(("version", "scaled"), [("v1.0", True), ("v1.1", False)])
+def test_the_configuration_ties_and_scales_as_the_version_does(
+    make_trained: MakeTrained, tmp_path: Path, version: str, scaled: bool
+) -> None:
+    folder = export(*make_trained(version), tmp_path / "out").path
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    assert model.config.scale_decoder_outputs is scaled
+    assert (model.lm_head.weight.data_ptr() == model.shared.weight.data_ptr()) is scaled
+    # Older transformers knows only this key, and decides both by it.
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is scaled
+
+
+def test_the_folder_generates_and_tokenises_as_it_is(make_trained: MakeTrained, tmp_path: Path) -> None:
+    folder = export(*make_trained(), tmp_path / "out").path
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    generated = model.generate(**tokenizer("the <extra_id_0>", return_tensors="pt"), max_new_tokens=3)
+    assert generated[0, 0] == tokenizer.pad_token_id
+
+
+def test_an_export_is_reused_while_its_inputs_are_the_same(make_trained: MakeTrained, tmp_path: Path) -> None:
+    trained = make_trained()
+    assert not export(*trained, tmp_path / "out").reused
+    assert export(*trained, tmp_path / "out").reused
+
+
+def test_a_damaged_export_is_made_again(make_trained: MakeTrained, tmp_path: Path) -> None:
+    trained = make_trained()
+    config = export(*trained, tmp_path / "out").path / "config.json"
+    config.write_text("{}")
+    again = export(*trained, tmp_path / "out")
+    assert not again.reused
+    again.verify()
+
+
+def test_an_export_of_other_weights_takes_the_place_of_the_old_one(make_trained: MakeTrained, tmp_path: Path) -> None:
+    trained = make_trained()
+    old = export(*trained, tmp_path / "out")
+    changed = trained._replace(weights=trained.weights.model_copy(update={"fingerprint": "f" * 64}))
+    assert export(*changed, tmp_path / "out").fingerprint != old.fingerprint
+    assert Export.load(tmp_path / "out").inputs["weights"] == "f" * 64
+
+
+def test_a_folder_that_is_no_export_is_left_alone(make_trained: MakeTrained, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/thesis.txt").write_text("mine")
+    with pytest.raises(StorageError, match="in the way"):
+        export(*make_trained(), tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
+
+
+def test_damaged_weights_are_named_and_leave_nothing_behind(make_trained: MakeTrained, tmp_path: Path) -> None:
+    trained = make_trained()
+    with open(trained.weights.path / "model.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\0")
+    with pytest.raises(DigestMismatch, match=r"model\.safetensors"):
+        export(*trained, tmp_path / "there/out")
+    assert not list((tmp_path / "there").iterdir())
+
+
+def test_a_witness_that_is_none_is_refused(make_trained: MakeTrained, tmp_path: Path) -> None:
+    trained = make_trained()
+    (trained.witness / "witness.json").write_text('{"schema_version": 1}')
+    with pytest.raises(InputError, match="not a witness"):
+        export(*trained, tmp_path / "out")
+
+
+def test_the_card_tells_the_lineage_and_no_secrets_or_local_folders(make_trained: MakeTrained, tmp_path: Path) -> None:
+    trained = make_trained()
+    for source, shown in [
+        ("s3://key:secret@bucket/text/*.txt?token=abc", "s3://bucket/text/*.txt"),
+        ("/home/someone/private/text.jsonl", "text.jsonl"),
+    ]:
+        spec = trained.spec.with_settings({"corpus.source": source})
+        folder = export(trained.weights, trained.tokenizer, trained.witness, spec, tmp_path / "out").path
+        card = (folder / "README.md").read_text()
+        assert f"Trained on `{shown}`" in card
+        assert not any(word in card for word in ("secret", "token=abc", "someone"))
+        assert "| validation_loss | 4.5678 |" in card
+        assert all(f"| `{digit * 64}` |" in card for digit in "01234")

@@ -1,0 +1,145 @@
+"""What ``verify`` finds."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from t5train.errors import DigestMismatch, PublicationError, RecordError, T5TrainError
+from t5train.publish import publish
+from t5train.records import Corpus, Export, digest_files
+from t5train.verify import verify
+
+MakeExport = Callable[..., Export]
+
+
+@pytest.fixture
+def published(make_export: MakeExport, tmp_path: Path) -> Path:
+    """A published folder."""
+    return publish(make_export(), str(tmp_path / "published")).path
+
+
+def as_url(folder: Path) -> str:
+    """The same folder, in a store."""
+    filesystem = fsspec.filesystem("memory")
+    filesystem.store.clear()
+    for path in folder.iterdir():
+        filesystem.pipe_file(f"/verified/{path.name}", path.read_bytes())
+    return "memory://verified"
+
+
+def places(folder: Path) -> list[str]:
+    return [str(folder), as_url(folder)]
+
+
+def test_an_untouched_publication_verifies_wherever_it_was_moved(published: Path, tmp_path: Path) -> None:
+    moved = published.rename(tmp_path / "moved")
+    for place in places(moved):
+        record = verify(place)
+        assert getattr(record, "url") == place  # noqa: B009 - only publications have one
+
+
+def test_any_flipped_byte_is_found_and_its_file_named(published: Path) -> None:
+    chance = random.Random(0)
+    for path in sorted(published.iterdir()):
+        content = path.read_bytes()
+        for at in {0, len(content) - 1, *(chance.randrange(len(content)) for _ in range(10))}:
+            path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+            for place in places(published):
+                with pytest.raises((DigestMismatch, RecordError), match=path.name):
+                    verify(place)
+        path.write_bytes(content)
+    verify(published)
+
+
+def test_a_cut_or_missing_file_is_named(published: Path) -> None:
+    path = published / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    for place in places(published):
+        with pytest.raises(DigestMismatch, match=rf"model\.safetensors has {len(content) - 1} bytes"):
+            verify(place)
+    path.unlink()
+    for place in places(published):
+        with pytest.raises(DigestMismatch, match=r"model\.safetensors is missing"):
+            verify(place)
+
+
+def test_a_file_that_was_not_published_is_an_error(published: Path) -> None:
+    (published / "pytorch_model.bin").write_bytes(b"run me")
+    for place in places(published):
+        with pytest.raises(PublicationError, match=r"pytorch_model\.bin, which was not published"):
+            verify(place)
+
+
+def test_a_manifest_made_to_fit_still_needs_the_certificate(published: Path) -> None:
+    from t5train.records import Publication
+
+    (published / "README.md").write_text("The best model there is.")
+    record = Publication.load(published)
+    forged = record.model_copy(
+        update={"path": Path(), "files": record.files | digest_files(published, ["README.md"])}
+    ).sealed()
+    (published / "manifest.json").write_text(forged.model_dump_json(indent=1) + "\n")
+    for place in places(published):
+        with pytest.raises(PublicationError, match=r"does not vouch for README\.md"):
+            verify(place)
+
+
+def test_any_stage_is_verified(make_export: MakeExport, tmp_path: Path) -> None:
+    exported = make_export()
+    assert isinstance(verify(exported.path), Export)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "text.txt").write_text("used in place")
+    files = {str(tmp_path / "text.txt"): digest_files(tmp_path, ["text.txt"])["text.txt"]}
+    Corpus(path=tmp_path / "corpus", fingerprint="0" * 64, files=files).commit()
+    assert isinstance(verify(tmp_path / "corpus"), Corpus)
+    (tmp_path / "text.txt").write_text("changed")
+    with pytest.raises(DigestMismatch, match=r"text\.txt"):
+        verify(tmp_path / "corpus")
+
+
+def test_where_nothing_was_finished_there_is_nothing_to_verify(tmp_path: Path) -> None:
+    for place in (str(tmp_path), str(tmp_path / "nowhere"), "memory://nothing"):
+        with pytest.raises(RecordError, match=r"manifest\.json"):
+            verify(place)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"\xff",
+        b'{"kind": "corpus"}',
+        b'{"kind": "soup", "path": ".", "fingerprint": "", "files": {}}',
+    ],
+)
+def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(RecordError, match=r"manifest\.json"):
+        verify(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../secret.txt", "/etc/hostname"])
+def test_a_manifest_from_afar_cannot_name_files_outside_its_folder(name: str) -> None:
+    record = Corpus(path=Path(), fingerprint="0" * 64, files={name: {"size": 1, "sha256": "0" * 64}})  # type: ignore[dict-item]  # as JSON has it
+    fsspec.filesystem("memory").pipe_file("/afar/manifest.json", record.model_dump_json().encode())
+    with pytest.raises(RecordError, match="does not lie in its folder"):
+        verify("memory://afar")
+
+
+def test_files_of_a_url_are_streamed_with_progress(published: Path) -> None:
+    seen: dict[str, Any] = {}
+    verify(as_url(published), lambda what, done, total: seen.update({what: (done, total)}))
+    assert seen["bytes of model.safetensors verified"] == ((published / "model.safetensors").stat().st_size,) * 2
+
+
+def test_every_refusal_is_an_error_of_this_project(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").mkdir()
+    with pytest.raises(T5TrainError):
+        verify(tmp_path)
