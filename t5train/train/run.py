@@ -15,7 +15,7 @@ from t5train.errors import IncompleteCheckpoint, LaunchError, RunChanged, SpecEr
 from t5train.fingerprint import fingerprint
 from t5train.progress import Progress, silent
 from t5train.records import Checkpoint, FileDigest, TokenShards, digest_files, reusable
-from t5train.spec import RunSpec, differences
+from t5train.spec import RunSpec, build, differences
 from t5train.train.job import TrainJob, tag_of
 
 RUN_FILE = "run.json"
@@ -55,6 +55,15 @@ def open_run(spec: RunSpec, shards: TokenShards) -> None:
         )
         return
     require_same(spec.run_name, path, identity)
+
+
+def begun_spec(run_folder: Path) -> RunSpec:
+    """The spec a run was begun with."""
+    path = run_folder / RUN_FILE
+    try:
+        return build(json.loads(path.read_text("utf-8"))["spec"])
+    except (ValueError, KeyError, OSError) as error:
+        raise SpecError(f"{path} cannot be read ({error}): {run_folder} is not the folder of a run") from error
 
 
 def require_same(name: str, path: Path, identity: Mapping[str, Any]) -> None:

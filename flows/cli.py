@@ -1,0 +1,37 @@
+"""``t5-pretrain``: the one console script."""
+
+import os
+import signal
+import sys
+from typing import NoReturn
+
+import typer
+
+from flows import run_command, server_commands, stage_commands, status_command
+from flows.terminal import complain
+from t5train.errors import T5TrainError
+
+app = typer.Typer(
+    name="t5-pretrain",
+    help="From text to a published, certified T5 checkpoint.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for commands in (run_command, stage_commands, status_command, server_commands):
+    commands.register(app)
+
+
+def main() -> NoReturn:
+    """Run a command: 0 when it succeeded, 1 with one line for an error, 2 for wrong usage, 130 for Ctrl-C."""
+    try:
+        app()
+    except T5TrainError as error:
+        complain(f"error: {error}")
+    except KeyboardInterrupt:
+        complain("interrupted")
+        sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:
+        # Who read our output has gone; without this, Python complains once more while it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(1)

@@ -1,0 +1,60 @@
+"""Makes the work pool and the deployments; doing so again changes nothing."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.exceptions import ObjectNotFound
+from prefect.workers.process import ProcessWorker
+
+from t5train.errors import LaunchError
+
+POOL, QUEUE = "t5-pretrain", "training"
+ROOT_VARIABLE = "T5_PRETRAIN_ROOT"
+RUNS_AT_A_TIME = 1
+"""A queue's limit, as that of a deployment is a lease that a restart of the server takes from a long run."""
+
+
+def deploy(root: Path) -> None:
+    """Pool, queue, and the deployments of ``deployments/prefect.yaml``, whose runs work under ``root``."""
+    asyncio.run(_make_pool())
+    with as_file(files("deployments") / "prefect.yaml") as declared:
+        command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(declared)]
+        environment = os.environ | {ROOT_VARIABLE: str(root.absolute())}
+        # From the root of the file system, so that no prefect.toml or .env of some folder has a say.
+        result = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise LaunchError(f"Prefect did not make the deployments:\n{_end(result.stdout + result.stderr)}")
+
+
+async def _make_pool() -> None:
+    async with get_client() as client:
+        await client.create_work_pool(
+            WorkPoolCreate(name=POOL, type="process", base_job_template=_job_template()), overwrite=True
+        )
+        await _limit_queue(client)
+
+
+async def _limit_queue(client: PrefectClient) -> None:
+    try:
+        queue = await client.read_work_queue_by_name(QUEUE, work_pool_name=POOL)
+    except ObjectNotFound:
+        await client.create_work_queue(QUEUE, concurrency_limit=RUNS_AT_A_TIME, work_pool_name=POOL)
+    else:
+        await client.update_work_queue(queue.id, concurrency_limit=RUNS_AT_A_TIME)
+
+
+def _job_template() -> dict[str, object]:
+    """Prefect's own, but runs do not write into the worker's output, with which they would die."""
+    template = ProcessWorker.get_default_base_job_template()
+    template["variables"]["properties"]["stream_output"]["default"] = False
+    return template
+
+
+def _end(output: str) -> str:
+    return "\n".join(output.strip().splitlines()[-15:])

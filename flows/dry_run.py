@@ -1,0 +1,43 @@
+"""What a run would be, without making anything."""
+
+import json
+import shlex
+
+from infra.launch import LaunchSpec, command
+from t5train.fingerprint import fingerprint
+from t5train.spec import RunSpec
+from t5train.train.deepspeed_config import deepspeed_config
+from tasks.run_files import ATTEMPT_SPEC
+from tasks.training_run import rank_program
+
+
+def describe(spec: RunSpec) -> str:
+    """The resolved spec, the fingerprints, the DeepSpeed configuration and the launch command, as text."""
+    sections = {
+        "spec": _json(spec.model_dump(mode="json")),
+        "fingerprints": _json(_fingerprints(spec)),
+        "deepspeed config": _json(deepspeed_config(spec)),
+        "launch command": shlex.join(_launch_command(spec)),
+        "run folder": str(spec.run_folder),
+    }
+    return "\n\n".join(f"# {title}\n{text}" for title, text in sections.items())
+
+
+def _fingerprints(spec: RunSpec) -> dict[str, str]:
+    """Of the run and of the settings of each part; what is made of them has the fingerprints of its inputs, too."""
+    return {"run": spec.fingerprint(), **{part: fingerprint(values) for part, values in spec.identity().items()}}
+
+
+def _launch_command(spec: RunSpec) -> list[str]:
+    launch = LaunchSpec(
+        program=lambda folder: rank_program(folder / ATTEMPT_SPEC),
+        run_folder=spec.run_folder,
+        num_ranks=spec.cluster.ranks,
+        accelerator=spec.cluster.accelerator,
+        master_port=spec.cluster.master_port,
+    )
+    return command(launch, spec.run_folder / "attempts" / "NNNN")
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False)

@@ -1,0 +1,37 @@
+"""Options that several commands share, and what their values mean."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.resolve import resolve
+from t5train.spec import RunSpec
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Where the settings begin; see `recipes`")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PART.KEY=VALUE", help="A setting to change; may be given again", show_default=False),
+]
+RootOption = Annotated[
+    Path | None, typer.Option("--root", help="Folder that holds everything a run makes", show_default="work")
+]
+NameOption = Annotated[
+    str | None, typer.Option("--name", help="Name of the run", show_default="made of recipe and settings")
+]
+
+
+def settings(assignments: list[str] | None) -> dict[str, str]:
+    """``["optimizer.num_steps=8"]`` as ``{"optimizer.num_steps": "8"}``; wrong usage without name or equals sign."""
+    found = {}
+    for assignment in assignments or []:
+        name, equals, value = assignment.partition("=")
+        if not name or not equals:
+            raise typer.BadParameter(f"{assignment!r} is not of the form part.key=value", param_hint="--set")
+        found[name] = value
+    return found
+
+
+def spec_of(recipe: str, changes: list[str] | None, root: Path | None, name: str | None = None) -> RunSpec:
+    """The RunSpec that the options describe."""
+    return resolve(recipe, settings(changes), root=root, run_name=name)

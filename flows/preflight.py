@@ -1,0 +1,62 @@
+"""Everything that is cheap to know is asked before anything expensive starts."""
+
+from pathlib import Path
+
+from infra import ports
+from infra.storage_space import require_space
+from t5train.data.pydocs import PYDOCS
+from t5train.data.sources import require_source
+from t5train.data.tokenizer import open_given
+from t5train.errors import SpecError
+from t5train.model import shape
+from t5train.destination import check_destination
+from t5train.spec import NUM_SENTINELS, RunSpec
+from t5train.train.run import RUN_FILE, require_same
+
+_CHECKPOINT_BYTES_A_PARAMETER = 16  # fp32 masters, two moments, and the weights the forward pass uses
+_WEIGHT_BYTES = 4
+_RELEASES = 3  # weights, export and publication, where the disk has no hard links
+_REST_BYTES = 512 << 20  # text, tokens, logs, and the server's database
+
+
+def require_ready(spec: RunSpec) -> None:
+    """Raise the error that a stage of this run would raise hours later, as far as that can be known now."""
+    _require_absolute(spec.storage.root)
+    parameters = shape.count_parameters(shape.resolve(spec.model, _vocabulary(spec)))
+    require_space(spec.storage.root, _needed_bytes(spec, parameters), f"run {spec.run_name!r}")
+    if spec.corpus.source != PYDOCS:
+        require_source(spec.corpus.source)
+    check_destination(publish_url(spec), _WEIGHT_BYTES * parameters, spec.fingerprint())
+    if spec.cluster.master_port is not None:
+        ports.require_free(spec.cluster.master_port)
+    _require_same_run(spec)
+
+
+def publish_url(spec: RunSpec) -> str:
+    """Where the run is published: the place asked for, else a folder under the root."""
+    return spec.storage.publish_to or str(spec.storage.root / "published" / spec.run_name)
+
+
+def _require_absolute(root: Path) -> None:
+    if not root.is_absolute():
+        raise SpecError(f"root is {str(root)!r}: give an absolute path, as a worker runs flows in a folder of its own")
+
+
+def _vocabulary(spec: RunSpec) -> int:
+    """Ids of the tokenizer to come, sentinels included."""
+    if spec.tokenizer.path is None:
+        return spec.tokenizer.vocab_size + NUM_SENTINELS
+    return open_given(Path(spec.tokenizer.path)).vocab_size
+
+
+def _needed_bytes(spec: RunSpec, parameters: int) -> int:
+    checkpoints = spec.storage.keep_last + 1  # the newest is complete before the oldest is removed
+    return parameters * (_CHECKPOINT_BYTES_A_PARAMETER * checkpoints + _WEIGHT_BYTES * _RELEASES) + _REST_BYTES
+
+
+def _require_same_run(spec: RunSpec) -> None:
+    """What RunChanged is about is known now, but for the tokens, whose fingerprint comes with them."""
+    identity = spec.identity()
+    known = {part: identity[part] for part in ("objective", "model", "optimizer")}
+    if (path := spec.run_folder / RUN_FILE).exists():
+        require_same(spec.run_name, path, known)

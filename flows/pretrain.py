@@ -1,0 +1,62 @@
+"""From text to a published, certified T5 checkpoint: the flow."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from prefect import flow
+from prefect.runtime import flow_run
+
+from flows.preflight import publish_url, require_ready
+from flows.resolve import resolve
+from infra.run_lock import run_lock
+from t5train.records import Publication
+from tasks.data import make_corpus, make_shards, make_tokenizer
+from tasks.release import certify_export, consolidate_weights, export_model, publish_export
+from tasks.run_log import drop_needless_tracebacks, library_log
+from tasks.stage_table import StageTable
+from tasks.summary import summarise
+from tasks.train import train
+
+RecipeName = Literal["smoke", "small", "base"]
+"""The recipes of t5train.recipes, spelled out so that the form of a run offers them."""
+
+
+def _flow_run_name() -> str:
+    """The run's name where one was given, else the recipe's."""
+    parameters = flow_run.parameters
+    return str(parameters.get("run_name") or parameters["recipe"])
+
+
+@flow(name="t5-pretrain", flow_run_name=_flow_run_name)
+def pretrain(
+    recipe: RecipeName,
+    root: Path,
+    settings: dict[str, Any] | None = None,
+    run_name: str | None = None,
+    publish_to: str | None = None,
+) -> Publication:
+    """Text to a published, certified T5 checkpoint; every stage that is done already is verified and reused.
+
+    Args:
+        recipe: Where the settings begin.
+        root: Absolute path of the folder that holds everything a run makes, on the machine that works.
+        settings: Changes to the recipe, as "part.key": value, such as {"optimizer.num_steps": 1000}.
+        run_name: Name of the run's folder below root/runs; made of recipe and settings when left out.
+        publish_to: Folder or fsspec URL; root/published/<run name> when left out.
+
+    """
+    drop_needless_tracebacks()
+    spec = resolve(recipe, settings or {}, root=root, run_name=run_name, publish_to=publish_to)
+    require_ready(spec)
+    with run_lock(spec.run_folder), library_log():
+        stages = StageTable()
+        corpus = stages.add(make_corpus(spec))
+        tokenizer = stages.add(make_tokenizer(spec, corpus))
+        shards = stages.add(make_shards(spec, corpus, tokenizer))
+        checkpoint = stages.add(train.with_options(retries=spec.cluster.retries)(spec, shards))
+        weights = stages.add(consolidate_weights(spec, checkpoint))
+        exported = stages.add(export_model(spec, weights, tokenizer))
+        certified = stages.add(certify_export(spec, exported))
+        publication = stages.add(publish_export(spec, certified, publish_url(spec)))
+        summarise(spec, checkpoint, publication)
+        return publication

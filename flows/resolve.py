@@ -1,0 +1,31 @@
+"""From what a person asks for (a recipe and some changes) to a whole RunSpec."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from t5train.locations import local_folder
+from t5train.recipes import recipe as recipe_spec
+from t5train.spec import RunSpec
+
+
+def resolve(
+    recipe: str,
+    settings: Mapping[str, Any],
+    *,
+    root: Path | None = None,
+    run_name: str | None = None,
+    publish_to: str | None = None,
+) -> RunSpec:
+    """The spec of a recipe with settings changed and local folders made absolute; SpecError for what cannot be."""
+    changes = dict(settings)
+    # Quoted, so that a name such as "2024" stays text when the setting is read as JSON.
+    for setting, value in (("storage.root", root), ("name", run_name), ("storage.publish_to", publish_to)):
+        if value is not None:
+            changes[setting] = json.dumps(str(value))
+    spec = recipe_spec(recipe).with_settings(changes)
+    places = {"storage.root": json.dumps(str(spec.storage.root.absolute()))}
+    if spec.storage.publish_to and (folder := local_folder(spec.storage.publish_to)):
+        places["storage.publish_to"] = json.dumps(str(folder))
+    return spec.with_settings(places)

@@ -1,0 +1,74 @@
+"""``run`` and ``recipes``."""
+
+import sys
+from typing import Annotated, Any, cast
+
+import typer
+
+from flows import prefect_server
+from flows.dry_run import describe
+from flows.options import NameOption, RecipeArgument, RootOption, SetOption, settings
+from flows.preflight import require_ready
+from flows.resolve import resolve
+from flows.terminal import complain, progress_display, say
+from infra.run_lock import run_lock
+from t5train.progress import Progress, silent
+from t5train.recipes import RECIPES
+from t5train.records import Publication
+from t5train.spec import RunSpec
+from t5train.witness import Witness
+from tasks.loss_lines import loss_lines
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command()(run)
+    app.command()(recipes)
+
+
+def recipes() -> None:
+    """List the recipes."""
+    for name, recipe in RECIPES.items():
+        say(f"{name}\t{(recipe.__doc__ or '').splitlines()[0]}")
+
+
+def run(
+    recipe: RecipeArgument,
+    changes: SetOption = None,
+    root: RootOption = None,
+    name: NameOption = None,
+    publish_to: Annotated[
+        str | None,
+        typer.Option(help="Folder or fsspec URL", metavar="URL", show_default="a folder under the root"),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run; make nothing")] = False,
+) -> None:
+    """Run the whole chain: text to a published, certified checkpoint. What is done already is reused."""
+    spec = resolve(recipe, settings(changes), root=root, run_name=name, publish_to=publish_to)
+    if dry_run:
+        say(describe(spec))
+        return
+    require_ready(spec)
+    with run_lock(spec.run_folder):
+        pass  # a second start is refused at once; the flow takes the lock for good
+    with progress_display() as progress, prefect_server.any_server(spec.storage.root, progress) as api_url:
+        complain(f"watch it at {api_url.removesuffix('/api')}")
+        publication = _run_flow(spec, settings(changes), progress)
+    for line in loss_lines(Witness.load(spec.run_folder / "witness").validation):
+        say(line)
+    say(f"published: {publication.url}")
+
+
+def _run_flow(spec: RunSpec, changes: dict[str, str], progress: Progress) -> Publication:
+    from flows.pretrain import pretrain  # brings Prefect, which reads its settings when it is imported
+    from tasks.stage_progress import watched_by
+
+    # Without a terminal the run's log shows the progress.
+    with watched_by(progress if sys.stderr.isatty() else silent):
+        return pretrain(
+            recipe=cast(Any, spec.recipe),
+            root=spec.storage.root,
+            settings=changes,
+            run_name=spec.name,
+            publish_to=spec.storage.publish_to,
+        )

@@ -1,0 +1,95 @@
+"""``status``: the runs under a root, and how far each is. Reads files only."""
+
+import fcntl
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import typer
+
+from flows.options import RootOption
+from flows.terminal import say, show_table
+from t5train.certificate import CERTIFICATE
+from t5train.records import MANIFEST
+from tasks.run_files import METRICS, PUBLISHED
+from tasks.training_run import last_metrics
+
+DEFAULT_ROOT = Path("work")
+
+
+class RunStatus(NamedTuple):
+    """What the folder of a run tells."""
+
+    name: str
+    stage: str
+    """The last stage that is done."""
+    step: str
+    loss: str
+    locked_by: str
+    published: str
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this module."""
+    app.command()(status)
+
+
+def status(root: RootOption = None) -> None:
+    """List the runs under a root: stage reached, step, last loss, who works on it, where it is published."""
+    folders = sorted(path for path in ((root or DEFAULT_ROOT) / "runs").glob("*") if path.is_dir())
+    if not folders:
+        say(f"no runs under {root or DEFAULT_ROOT}")
+        return
+    rows = [list(run_status(folder)) for folder in folders]
+    show_table([name.replace("_", " ") for name in RunStatus._fields], rows)
+
+
+def run_status(folder: Path) -> RunStatus:
+    """The status of one run."""
+    line = last_metrics(folder / METRICS) or {}
+    loss = line.get("loss")
+    published = _read(folder / PUBLISHED).get("url")
+    return RunStatus(
+        name=folder.name,
+        stage=_stage(folder),
+        step=f"{line['step']:,}" if line else "-",
+        loss=f"{loss:.4f}" if loss is not None else "-",
+        locked_by=_holder(folder),
+        published=published or "-",
+    )
+
+
+def _stage(folder: Path) -> str:
+    """Every stage leaves a file as its last act; the newest one tells."""
+    signs = {
+        "published": PUBLISHED,
+        "certified": f"export/{CERTIFICATE}",
+        "exported": f"export/{MANIFEST}",
+        "consolidated": f"weights/{MANIFEST}",
+        "trained": MANIFEST,
+        "training": METRICS,
+    }
+    return next((stage for stage, sign in signs.items() if (folder / sign).exists()), "begun")
+
+
+def _holder(folder: Path) -> str:
+    """The process that works on a run, as the lock's text has it, if the lock is held."""
+    try:
+        with open(folder / "lock", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = _read(folder / "lock")
+                return f"process {holder.get('pid', 'unknown')} on {holder.get('host', 'unknown')}"
+    except FileNotFoundError:
+        return "-"
+    return "-"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A small JSON file, empty while it is not there or not whole."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    return found

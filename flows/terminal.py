@@ -1,0 +1,83 @@
+"""What a person at a terminal sees of a long stage: a bar there, a line now and then in a file or pipe."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from t5train.progress import Progress as ProgressCallback
+
+SECONDS_BETWEEN_LINES = 5.0
+
+
+class LineProgress:
+    """Progress as plain lines, at most one every few seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._written_at = time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        """Write a line when it is time for one."""
+        now = time.monotonic()
+        if now - self._written_at < SECONDS_BETWEEN_LINES:
+            return
+        self._written_at = now
+        share = f" of {total:,} ({100 * done / total:.0f} %)" if total else ""
+        self._console.print(f"{done:,}{share} {what}", highlight=False, markup=False)
+
+
+class BarProgress:
+    """Progress as bars, one for each kind of work."""
+
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        """Move the bar of ``what``, of which only the text before a comma says which work it is."""
+        work = what.partition(",")[0]
+        if work not in self._tasks:
+            self._tasks[work] = self._bars.add_task(what, total=total)
+        self._bars.update(self._tasks[work], description=what, completed=done, total=total)
+
+
+@contextmanager
+def progress_display() -> Iterator[ProgressCallback]:
+    """A progress callback that shows on standard error what a stage reports, as long as the block lasts."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield LineProgress(console)
+        return
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console) as bars:
+        yield BarProgress(bars)
+
+
+def say(line: str) -> None:
+    """One line of result on standard output, as it is: no wrapping, no markup."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def complain(line: str) -> None:
+    """One line on standard error."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def show_table(columns: list[str], rows: list[list[str]]) -> None:
+    """A table for people on standard output; tab-separated when nobody is at a terminal."""
+    console = Console()
+    if not console.is_terminal:
+        for row in [columns, *rows]:
+            say("\t".join(row))
+        return
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, markup=False)

@@ -1,0 +1,44 @@
+"""A checkpoint to a published model, as Prefect tasks: one library call each."""
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from t5train.atomic import write_json
+from t5train.certify import certify_in_fresh_process
+from t5train.export import export
+from t5train.locations import redacted
+from t5train.publish import publish
+from t5train.records import Checkpoint, Export, Publication, TokenizerFiles, Weights
+from t5train.spec import RunSpec
+from tasks.run_files import PUBLISHED
+from tasks.stage_progress import StageProgress
+
+
+@task(name="consolidate", cache_policy=NO_CACHE)
+def consolidate_weights(spec: RunSpec, checkpoint: Checkpoint) -> Weights:
+    """Join the ranks' parts of the fp32 masters to safetensors."""
+    from t5train.consolidate import consolidate  # brings torch, which a flow that reuses everything does without
+
+    checkpoints, out = spec.run_folder / "checkpoints", spec.run_folder / "weights"
+    return consolidate(checkpoints, out, tag=checkpoint.tag, progress=StageProgress("consolidate"))
+
+
+@task(name="export", cache_policy=NO_CACHE)
+def export_model(spec: RunSpec, weights: Weights, tokenizer: TokenizerFiles) -> Export:
+    """Write the Hugging Face folder."""
+    folder = spec.run_folder
+    return export(weights, tokenizer, folder / "witness", spec, folder / "export", StageProgress("export"))
+
+
+@task(name="certify", cache_policy=NO_CACHE)
+def certify_export(spec: RunSpec, exported: Export) -> Export:
+    """Let a fresh process prove that the export is the model that was trained."""
+    return certify_in_fresh_process(exported, spec.run_folder / "witness", StageProgress("certify"))
+
+
+@task(name="publish", cache_policy=NO_CACHE)
+def publish_export(spec: RunSpec, exported: Export, url: str) -> Publication:
+    """Put the certified export where others find it, its manifest last; the run notes where."""
+    publication = publish(exported, url, StageProgress("publish"))
+    write_json(spec.run_folder / PUBLISHED, {"url": redacted(url), "fingerprint": publication.fingerprint})
+    return publication

@@ -1,0 +1,71 @@
+"""Progress of a stage as a Prefect artifact, and on the terminal of who started the flow."""
+
+import logging
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+from uuid import UUID
+
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
+
+from t5train.progress import Progress, silent
+
+SECONDS_UNTIL_SHOWN = 2.0
+SECONDS_BETWEEN_UPDATES = 1.0
+SECONDS_BETWEEN_LINES = 10.0
+
+_watcher: Progress = silent
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def watched_by(progress: Progress) -> Iterator[None]:
+    """Let ``progress`` see, within the block, what all stages of flows in this process report."""
+    global _watcher  # noqa: PLW0603  # tasks are called by Prefect, which has no place for a callback
+    previous, _watcher = _watcher, progress
+    try:
+        yield
+    finally:
+        _watcher = previous
+
+
+class StageProgress:
+    """A progress callback that keeps one artifact up to date, at most once a second, and logs every ten seconds.
+
+    A stage that is over before anyone could look leaves neither.
+    """
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+        started = time.monotonic()
+        self._updated_at = started + SECONDS_UNTIL_SHOWN - SECONDS_BETWEEN_UPDATES
+        self._logged_at = started
+        self._artifact: UUID | None = None
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        """Report ``done`` of ``total`` units of ``what``; the end is shown if anything was."""
+        _watcher(f"{self._stage}: {what}", done, total)
+        now = time.monotonic()
+        ends = self._artifact is not None and done == total
+        if ends or now - self._updated_at >= SECONDS_BETWEEN_UPDATES:
+            self._updated_at = now
+            self._show(100 * done / total if total else 0.0, _sentence(what, done, total))
+        if now - self._logged_at >= SECONDS_BETWEEN_LINES:
+            self._logged_at = now
+            _log.info("%s: %s", self._stage, _sentence(what, done, total))
+
+    def _show(self, percent: float, description: str) -> None:
+        if self._artifact is None:
+            self._artifact = cast(UUID, create_progress_artifact(percent, _key(self._stage), description))
+        else:
+            update_progress_artifact(self._artifact, percent, description)
+
+
+def _sentence(what: str, done: int, total: int | None) -> str:
+    return f"{done:,} of {total:,} {what}" if total else f"{done:,} {what}"
+
+
+def _key(stage: str) -> str:
+    return "progress-" + re.sub("[^a-z0-9]+", "-", stage.lower())

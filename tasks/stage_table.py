@@ -1,0 +1,40 @@
+"""A table of what each stage of a run made, as a Prefect artifact that grows with the run."""
+
+import time
+from typing import Any, TypeVar
+
+from prefect.artifacts import create_table_artifact
+
+from t5train.records import Record
+
+R = TypeVar("R", bound=Record)
+
+
+class StageTable:
+    """Collects the records of a flow run, in the order of its stages."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self._added_at = time.monotonic()
+
+    def add(self, record: R) -> R:
+        """Note what a stage made in the time since the stage before it; gives the record back."""
+        now = time.monotonic()
+        self._rows.append(row(record, now - self._added_at))
+        self._added_at = now
+        create_table_artifact(self._rows, "stages", "What each stage made")
+        return record
+
+
+def row(record: Record, seconds: float) -> dict[str, Any]:
+    """One line of the table; sizes in bytes."""
+    return {
+        "stage": record.kind,
+        "result": "reused" if record.reused else "made",
+        "seconds": round(seconds, 1),
+        "folder": str(record.path),
+        "fingerprint": record.fingerprint[:12],
+        "files": len(record.files),
+        "bytes": sum(digest.size for digest in record.files.values()),
+        "counts": ", ".join(f"{name} {value:,}" for name, value in record.counts.items()),
+    }

@@ -1,0 +1,48 @@
+"""The last page of a run: what it reached, its loss curve, and where it is published."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from prefect import task
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+
+from t5train.locations import local_folder
+from t5train.records import Checkpoint, Publication
+from t5train.spec import RunSpec
+from t5train.witness import Witness
+from tasks.loss_curve import data_url, loss_curve_png
+from tasks.loss_lines import loss_lines
+from tasks.run_files import METRICS
+
+_log = logging.getLogger(__name__)
+
+
+@task(name="summary", cache_policy=NO_CACHE)
+def summarise(spec: RunSpec, checkpoint: Checkpoint, publication: Publication) -> None:
+    """Leave a summary with the loss curve, and a link to what was published."""
+    losses = Witness.load(spec.run_folder / "witness").validation
+    for line in loss_lines(losses):
+        _log.info("%s", line)
+    curve = data_url(loss_curve_png(spec.run_folder / METRICS))
+    create_markdown_artifact(page(spec, checkpoint, publication, losses, curve), "summary", "What the run reached")
+    create_link_artifact(link(publication.url), f"published: {publication.url}", key="published")
+
+
+def page(spec: RunSpec, checkpoint: Checkpoint, publication: Publication, losses: Mapping[str, Any], curve: str) -> str:
+    """Markdown; ``curve`` is the URL of the picture."""
+    lines = [
+        f"# {spec.run_name}",
+        f"Recipe `{spec.recipe}`, {checkpoint.step:,} steps, run `{checkpoint.fingerprint[:12]}`.",
+        f"Published with its certificate: `{publication.url}`",
+        f"![Training and validation loss]({curve})",
+        "\n".join(f"- {line}" for line in loss_lines(losses)),
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def link(url: str) -> str:
+    """The URL itself, or one for a folder of this machine."""
+    folder = local_folder(url)
+    return folder.as_uri() if folder else url

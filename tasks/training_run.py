@@ -1,0 +1,68 @@
+"""Training to its end on this machine: without Prefect, for the flow's task and for the command line alike."""
+
+import json
+from pathlib import Path
+
+from infra.launch import LaunchSpec, launch
+from t5train.progress import Progress, silent
+from t5train.records import Checkpoint, TokenShards
+from t5train.spec import RunSpec
+from t5train.train import run
+from t5train.train.metrics import Values
+from tasks.run_files import METRICS
+
+_TAIL_BYTES = 64 << 10
+
+
+def train_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -> Checkpoint:
+    """The run's last checkpoint: reused, or trained from the newest complete one on.
+
+    Hold ``run_lock`` around it. Raises RunChanged when the run was begun with other settings, a TrainingError when
+    training was not honest, and LaunchError, after which trying again can help.
+    """
+    run.open_run(spec, shards)
+    if (checkpoint := run.finished(spec, shards, progress)) is not None:
+        return checkpoint
+    launch(launch_spec(spec, shards), on_tick=lambda: _tell(spec, progress))
+    _tell(spec, progress)
+    return run.conclude(spec, shards, progress)
+
+
+def launch_spec(spec: RunSpec, shards: TokenShards) -> LaunchSpec:
+    """What DeepSpeed's launcher is to start."""
+
+    def program(attempt_folder: Path) -> tuple[str, ...]:
+        return rank_program(run.next_attempt(spec, shards, attempt_folder).spec_path)
+
+    return LaunchSpec(
+        program=program,
+        run_folder=spec.run_folder,
+        num_ranks=spec.cluster.ranks,
+        accelerator=spec.cluster.accelerator,
+        master_port=spec.cluster.master_port,
+    )
+
+
+def rank_program(spec_path: Path) -> tuple[str, ...]:
+    """Arguments of the interpreter in every rank."""
+    return "-m", "t5train.train", "--spec", str(spec_path)
+
+
+def last_metrics(path: Path) -> Values | None:
+    """The newest whole line with a loss; only the end of the file is read, as it is asked for twice a second."""
+    if not path.exists():
+        return None
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read().split(b"\n")[:-1]
+    steps = (json.loads(line) for line in reversed(lines) if line.startswith(b"{") and b'"loss"' in line)
+    return next(steps, None)
+
+
+def _tell(spec: RunSpec, progress: Progress) -> None:
+    line = last_metrics(spec.run_folder / METRICS)
+    if line is None:
+        progress("steps, ranks are starting", 0, spec.optimizer.num_steps)
+        return
+    facts = f"loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s"
+    progress(f"steps, {facts}", int(line["step"] or 0), spec.optimizer.num_steps)
