@@ -6,19 +6,22 @@ says all of it. A tag is complete when the sidecars of every rank, of one run, s
 their files verify; that, and never DeepSpeed's file ``latest``, decides what may be resumed or consolidated.
 """
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from t5train.atomic import sync_folder, write_text
+from t5train.atomic import sync_folder, write_json
 from t5train.errors import DigestMismatch, IncompleteCheckpoint
+from t5train.fingerprint import fingerprint
 from t5train.progress import Progress, silent
 from t5train.records import FileDigest, verify_file
 
 Precision = Literal["fp32", "bf16", "fp16"]
+_OWN_DIGEST = "sha256"
 _SAME_ON_EVERY_RANK = (
     "run_fingerprint",
     "step",
@@ -130,8 +133,9 @@ def sidecar_name(rank: int) -> str:
 
 
 def write(folder: Path, sidecar: Sidecar) -> None:
-    """Put a rank's sidecar into the folder of its tag: atomically, and only once its files are on disk."""
-    write_text(folder / sidecar_name(sidecar.rank), sidecar.model_dump_json(indent=1) + "\n")
+    """Put a rank's sidecar, with its own sha256 in it, into the folder of its tag: atomically, after its files."""
+    document = sidecar.model_dump(mode="json")
+    write_json(folder / sidecar_name(sidecar.rank), document | {_OWN_DIGEST: fingerprint(document)})
 
 
 def retract(folder: Path) -> None:
@@ -238,9 +242,13 @@ def _paths(folder: Path) -> list[Path]:
 
 def _read(path: Path) -> Sidecar:
     try:
-        sidecar = Sidecar.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
+        document = json.loads(path.read_bytes())
+        intact = document.pop(_OWN_DIGEST, None) == fingerprint(document)
+        sidecar = Sidecar.model_validate(document)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise IncompleteCheckpoint(f"{path} is not a sidecar: {error}") from error
+    if not intact:
+        raise IncompleteCheckpoint(f"{path} is damaged: its content has not the sha256 it was written with")
     if path.name != sidecar_name(sidecar.rank):
         raise IncompleteCheckpoint(f"{path} speaks for rank {sidecar.rank}: it was renamed or copied")
     return sidecar

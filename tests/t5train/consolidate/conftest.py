@@ -50,7 +50,7 @@ class Zero12:
     step: int = 7
 
 
-def write_zero12(folder: Path, layout: Zero12) -> Written:
+def _write(folder: Path, layout: Zero12) -> Written:
     """Write the files of every rank as DeepSpeed 0.19 lays them out."""
     generator = torch.Generator().manual_seed(layout.seed)
     tag = folder / TAG
@@ -162,6 +162,16 @@ def _write_sidecars(
         )
 
 
+@pytest.fixture(scope="session")
+def write_zero12() -> Callable[..., Written]:
+    """Writes a checkpoint into the folder it is given: ``write_zero12(folder, groups=..., ranks=...)``."""
+
+    def make(folder: Path, **settings: Any) -> Written:
+        return _write(folder, Zero12(**settings))
+
+    return make
+
+
 @pytest.fixture
 def zero12(tmp_path: Path) -> Callable[..., Written]:
     """Writes a checkpoint into a new folder: ``zero12(groups=..., ranks=...)``."""
@@ -169,7 +179,7 @@ def zero12(tmp_path: Path) -> Callable[..., Written]:
 
     def make(**settings: Any) -> Written:
         settings.setdefault("groups", [[(5, 3), (7,)], [(4,), (2, 2)]])
-        return write_zero12(tmp_path / f"checkpoint{next(counter)}", Zero12(**settings))
+        return _write(tmp_path / f"checkpoint{next(counter)}", Zero12(**settings))
 
     return make
 

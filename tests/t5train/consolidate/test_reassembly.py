@@ -1,0 +1,124 @@
+"""Layouts written as files, and put together again."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from t5train.consolidate import consolidate
+from t5train.records import Weights
+
+shapes = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
+layouts = st.fixed_dictionaries(
+    {
+        "groups": st.lists(st.lists(shapes, min_size=1, max_size=5), min_size=1, max_size=3),
+        "ranks": st.integers(1, 7),
+        "precision": st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+        "frozen": st.lists(shapes, max_size=2),
+        "ties": st.integers(0, 1),
+        "buffers": st.integers(0, 2),
+        "prefix": st.sampled_from(["", "module."]),
+        "seed": st.integers(0, 1 << 30),
+        "sidecars": st.booleans(),
+    }
+)
+paddings = st.sampled_from([{"alignment": 1}, {"alignment": 4}, {"alignment": 8}, {"keep_padding": True}])
+
+
+def require_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert sorted(found) == sorted(wanted)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert all(found[name].dtype == wanted[name].dtype for name in wanted)
+
+
+@settings(max_examples=150, deadline=None)
+@given(layout=layouts, padding=paddings)
+def test_any_zero_1_or_2_layout_is_put_together_bit_for_bit(
+    write_zero12: Callable[..., Any], layout: dict[str, Any], padding: dict[str, Any]
+) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        written = write_zero12(Path(scratch) / "checkpoint", **layout, **padding)
+        consolidate(written.folder, Path(scratch) / "out")
+        found = load_file(Path(scratch) / "out" / "model.safetensors")
+        prefix = "" if layout["sidecars"] else layout["prefix"]
+        require_equal(found, {prefix + name: tensor for name, tensor in written.expected.items()})
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 40, 100, 10_000])
+def test_shards_hold_what_one_file_holds(zero12: Callable[..., Any], tmp_path: Path, shard_bytes: int) -> None:
+    written = zero12(groups=[[(5, 3), (7,), (40,)], [(4,), (2, 2)]])
+    weights = consolidate(written.folder, tmp_path / "out", shard_bytes=shard_bytes)
+    names = [name for name in weights.files if name.endswith(".safetensors")]
+    tensors = {key: value for name in names for key, value in load_file(tmp_path / "out" / name).items()}
+    require_equal(tensors, written.expected)
+    assert ("model.safetensors.index.json" in weights.files) == (len(names) > 1)
+    for name in names:
+        held = load_file(tmp_path / "out" / name)
+        assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= shard_bytes
+
+
+def test_the_record_counts_ties_once_and_buffers_not_at_all(zero12: Callable[..., Any], tmp_path: Path) -> None:
+    written = zero12(groups=[[(5, 3)], [(4,)]], frozen=[(2, 2)], buffers=1, ties=1, sidecars=True)
+    weights = consolidate(written.folder, tmp_path / "out")
+    assert weights.counts == {"parameters": 15 + 4 + 4, "tensors": 4, "bytes": 4 * 23 + 8 * 3, "step": 7}
+    assert Weights.load(tmp_path / "out") == weights
+    weights.verify()
+
+
+def test_tensors_larger_than_a_buffer_are_whole(zero12: Callable[..., Any], tmp_path: Path) -> None:
+    written = zero12(groups=[[(3_000_001,), (700, 3001)]], ranks=3, frozen=[(2_500_000, 2)])
+    seen: list[int] = []
+    weights = consolidate(written.folder, tmp_path / "out", progress=lambda _what, done, _total: seen.append(done))
+    require_equal(load_file(tmp_path / "out" / "model.safetensors"), written.expected)
+    weights.verify()
+    assert seen == sorted(seen)
+    assert seen[-1] == weights.counts["bytes"]
+
+
+def test_transposed_weights_are_written_in_row_major_order(zero12: Callable[..., Any], tmp_path: Path) -> None:
+    written = zero12(frozen=[(4, 3, 2)])
+    path = written.tag / "mp_rank_00_model_states.pt"
+    model = torch.load(path, weights_only=False)
+    frozen = model["module"]["frozen0"].permute(2, 0, 1)
+    model["module"]["frozen0"] = frozen
+    model["module"]["buffer"] = torch.arange(5).expand(3, 5)
+    model["buffer_names"] = ["buffer"]
+    torch.save(model, path)
+    consolidate(written.folder, tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("frozen0"), frozen.contiguous().float())
+        assert torch.equal(file.get_tensor("buffer"), torch.arange(5).expand(3, 5))
+
+
+def zero0(folder: Path, optimizer: dict[str, Any] | None, module: dict[str, torch.Tensor]) -> Path:
+    (folder / "step").mkdir(parents=True)
+    model = {"module": module, "buffer_names": [], "optimizer": optimizer, "global_steps": 1, "dp_world_size": 2}
+    torch.save(model, folder / "step" / "mp_rank_00_model_states.pt")
+    return folder / "step"
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("flat", [True, False])
+def test_zero_0_masters_of_one_group_are_found_without_sidecars(
+    tmp_path: Path, precision: torch.dtype, flat: bool
+) -> None:
+    masters = {"b.weight": torch.randn(5, 3), "a.bias": torch.randn(7)}
+    joined = torch.cat([master.reshape(-1) for master in masters.values()])
+    optimizer = {"fp32_groups_flat": [joined]} if flat else {"fp32_groups": [list(masters.values())]}
+    module = {name: master.to(precision) for name, master in masters.items()}
+    module["tie"] = module["b.weight"]
+    consolidate(zero0(tmp_path / "in", optimizer, module), tmp_path / "out")
+    require_equal(load_file(tmp_path / "out" / "model.safetensors"), masters)
+
+
+def test_zero_0_in_fp32_takes_the_modules_own_weights(tmp_path: Path) -> None:
+    module = {"a": torch.randn(5, 3), "b": torch.randn(4)}
+    consolidate(zero0(tmp_path / "in", {"state": {}, "param_groups": []}, module), tmp_path / "out")
+    require_equal(load_file(tmp_path / "out" / "model.safetensors"), module)

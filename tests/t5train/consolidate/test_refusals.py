@@ -1,0 +1,295 @@
+"""What must not be turned into weights, and that nothing is left behind when it is not."""
+
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from t5train.consolidate import consolidate, metadata, out_folder
+from t5train.errors import (
+    ConsolidationError,
+    IncompleteCheckpoint,
+    InputError,
+    StorageError,
+    T5TrainError,
+    UnknownLayout,
+)
+
+MODEL = "mp_rank_00_model_states.pt"
+RANK1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+def refuse(error: type[T5TrainError], match: str, checkpoint: Path, out: Path, **how: Any) -> None:
+    before = sorted(out.parent.iterdir())
+    with pytest.raises(error, match=match):
+        consolidate(checkpoint, out, **how)
+    assert sorted(out.parent.iterdir()) == before
+
+
+def corrupt(folder: Path, chance: random.Random) -> None:
+    """One fault of those that disks, copies and people make, in one file of a tag."""
+    paths = sorted(folder.iterdir())
+    path = chance.choice(paths)
+    content = bytearray(path.read_bytes())
+    place = chance.randrange(len(content))
+    fault = chance.choice(["flip", "truncate", "append", "zero", "remove", "swap"])
+    if fault == "flip":
+        content[place] ^= 1 << chance.randrange(8)
+    elif fault == "truncate":
+        del content[place:]
+    elif fault == "append":
+        content += b"\0"
+    elif fault == "zero":
+        size = min(64, len(content) - place)
+        content[place : place + size] = b"\xa5" * size
+    elif fault == "remove":
+        path.unlink()
+        return
+    else:
+        other = chance.choice([one for one in paths if one != path])
+        content = bytearray(other.read_bytes())
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def no_unpickling(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **keywords: object) -> None:
+        pytest.fail("a file was unpickled before it was verified")
+
+    for module in (torch, metadata.torch):
+        monkeypatch.setattr(module, "load", fail)
+    monkeypatch.setattr(pickle, "Unpickler", fail)
+
+
+@pytest.mark.usefixtures("no_unpickling")
+def test_400_seeded_faults_are_all_refused_before_any_unpickling(zero12: Callable[..., Any], tmp_path: Path) -> None:
+    tag = zero12(ranks=3, sidecars=True).tag
+    for seed in range(400):
+        damaged = tmp_path / "damaged"
+        shutil.copytree(tag, damaged)
+        corrupt(damaged, random.Random(seed))
+        with pytest.raises(IncompleteCheckpoint) as caught:
+            consolidate(damaged, tmp_path / "out")
+        assert any(path.name in str(caught.value) for path in tag.iterdir()), (seed, caught.value)
+        assert not (tmp_path / "out").exists()
+        shutil.rmtree(damaged)
+
+
+def test_a_flipped_bit_in_somebody_elses_files_is_refused_or_changes_nothing(
+    zero12: Callable[..., Any], tmp_path: Path
+) -> None:
+    written = zero12(frozen=[(3, 3)], buffers=1)
+    refused = 0
+    for seed in range(150):
+        damaged, out, chance = tmp_path / "damaged", tmp_path / "out", random.Random(seed)
+        shutil.copytree(written.tag, damaged)
+        path = chance.choice(sorted(damaged.iterdir()))
+        content = bytearray(path.read_bytes())
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        path.write_bytes(content)
+        try:
+            consolidate(damaged, out)
+        except (IncompleteCheckpoint, ConsolidationError):
+            refused += 1
+            assert not out.exists()
+        else:
+            found = load_file(out / "model.safetensors")
+            assert all(torch.equal(found[name], tensor) for name, tensor in written.expected.items()), seed
+            shutil.rmtree(out)
+        shutil.rmtree(damaged)
+    assert refused > 30
+
+
+@pytest.mark.parametrize("bit", [0, 7, 12])
+def test_a_flipped_bit_of_a_master_that_rounding_hides_is_found(
+    zero12: Callable[..., Any], tmp_path: Path, bit: int
+) -> None:
+    """The lowest bits of a master do not show in bf16; the archive's checksum of the record does."""
+    written = zero12()
+    path = written.tag / RANK1
+    master = metadata.read_metadata(path)["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
+    content = bytearray(path.read_bytes())
+    content[master.offset + bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    refuse(IncompleteCheckpoint, rf"{RANK1} is damaged.*CRC-32", written.tag, tmp_path / "out")
+
+
+def test_a_partition_of_another_step_is_refused_by_the_weights_it_rounds_to(
+    zero12: Callable[..., Any], tmp_path: Path
+) -> None:
+    written, later = zero12(seed=1), zero12(seed=2)
+    shutil.copy(later.tag / RANK1, written.tag / RANK1)
+    refuse(IncompleteCheckpoint, rf"{RANK1}, rounded to BF16, is not the weight", written.folder, tmp_path / "out")
+
+
+def test_a_missing_rank_of_somebody_elses_checkpoint_is_named(zero12: Callable[..., Any], tmp_path: Path) -> None:
+    written = zero12(ranks=4)
+    (written.tag / RANK1).unlink()
+    refuse(IncompleteCheckpoint, r"lacks ranks \[1\]", written.folder, tmp_path / "out")
+
+
+def test_a_truncated_file_of_somebody_elses_checkpoint_is_named(zero12: Callable[..., Any], tmp_path: Path) -> None:
+    written = zero12()
+    content = (written.tag / RANK1).read_bytes()
+    (written.tag / RANK1).write_bytes(content[: len(content) // 2])
+    refuse(IncompleteCheckpoint, f"{RANK1} is truncated", written.folder, tmp_path / "out")
+
+
+class Hostile:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.target,)
+
+
+def test_a_hostile_pickle_is_refused_and_does_not_run(zero12: Callable[..., Any], tmp_path: Path) -> None:
+    written, target = zero12(), tmp_path / "ran"
+    model = torch.load(written.tag / MODEL, weights_only=False)
+    torch.save(model | {"client": Hostile(target)}, written.tag / MODEL)
+    refuse(ConsolidationError, f"{MODEL} is refused", written.folder, tmp_path / "out")
+    assert not target.exists()
+
+
+def save_model(tag: Path, **changed: Any) -> None:
+    model = torch.load(tag / MODEL, weights_only=False)
+    torch.save(model | changed, tag / MODEL)
+
+
+def test_masters_that_are_not_all_accounted_for_are_refused(zero12: Callable[..., Any], tmp_path: Path) -> None:
+    written = zero12(groups=[[(5, 3), (40,)]])
+    save_model(written.tag, param_shapes=[{"layer0.weight0": torch.Size((5, 3))}])
+    refuse(ConsolidationError, "its parameters take 15 elements", written.folder, tmp_path / "out")
+
+
+def test_a_parameter_without_a_weight_in_the_module_is_refused(zero12: Callable[..., Any], tmp_path: Path) -> None:
+    written = zero12(groups=[[(5, 3)]])
+    save_model(written.tag, module={"other": torch.ones(2)})
+    refuse(ConsolidationError, r"layer0\.weight0 has a master but no weight", written.folder, tmp_path / "out")
+
+
+def test_a_tie_that_is_none_is_refused(zero12: Callable[..., Any], tmp_path: Path) -> None:
+    written = zero12(groups=[[(5, 3)]])
+    module = torch.load(written.tag / MODEL, weights_only=False)["module"]
+    module["alias"] = module["layer0.weight0"] + 1
+    save_model(written.tag, module=module, shared_params={"alias": "layer0.weight0"})
+    refuse(IncompleteCheckpoint, r"layer0\.weight0: the master", written.folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("names", "seen"),
+    [
+        (["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"], "ZeRO 3"),
+        ([MODEL, "layer_0_expert_3_mp_rank_00_model_states.pt"], "a mixture of experts"),
+        ([MODEL, "layer_03-model_states.pt"], "a pipeline"),
+        ([MODEL, "mp_rank_01_model_states.pt"], "tensor or pipeline parallelism"),
+        ([MODEL, "zero/"], "a universal checkpoint"),
+        ([MODEL, "offloaded_tensors/"], "NVMe"),
+    ],
+)
+def test_a_layout_without_a_rule_is_refused_by_what_it_looks_like(tmp_path: Path, names: list[str], seen: str) -> None:
+    tag = tmp_path / "tag"
+    tag.mkdir()
+    for name in names:
+        (tag / name).mkdir() if name.endswith("/") else torch.save({}, tag / name)
+    refuse(UnknownLayout, seen, tag, tmp_path / "out")
+
+
+def test_zero_0_in_bf16_without_masters_is_refused(tmp_path: Path) -> None:
+    tag = tmp_path / "tag"
+    tag.mkdir()
+    torch.save({"module": {"a": torch.ones(3, dtype=torch.bfloat16)}, "optimizer": None}, tag / MODEL)
+    refuse(UnknownLayout, "a is BF16, and no fp32 master", tag, tmp_path / "out")
+
+
+def test_latest_is_not_believed_blindly(zero12: Callable[..., Any], tmp_path: Path) -> None:
+    written = zero12()
+    for text, message in [("global_step8", "has no tag 'global_step8'"), ("../elsewhere", "not the name of a tag")]:
+        (written.folder / "latest").write_text(text)
+        refuse(InputError, message, written.folder, tmp_path / "out")
+    (written.folder / "latest").unlink()
+    refuse(InputError, "no file 'latest'.*global_step7", written.folder, tmp_path / "out")
+
+
+def test_the_newest_complete_tag_is_taken_whatever_latest_says(zero12: Callable[..., Any], tmp_path: Path) -> None:
+    older, newer, broken = (zero12(sidecars=True, step=step, seed=step) for step in (7, 8, 9))
+    newer.tag.rename(older.folder / "global_step8")
+    broken.tag.rename(older.folder / "global_step9")
+    (older.folder / "global_step9" / RANK1).unlink()
+    weights = consolidate(older.folder, tmp_path / "out")
+    assert weights.counts["step"] == 8
+    assert consolidate(older.folder, tmp_path / "other", tag="global_step7").counts["step"] == 7
+    refuse(IncompleteCheckpoint, RANK1, older.folder, tmp_path / "third", tag="global_step9")
+
+
+def test_when_no_tag_is_complete_none_is_taken(zero12: Callable[..., Any], tmp_path: Path) -> None:
+    written = zero12(sidecars=True)
+    (written.tag / "rank-00000.json").unlink()
+    refuse(IncompleteCheckpoint, "no complete tag", written.folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("sidecars", [True, False])
+def test_the_same_weights_again_are_verified_and_reused(
+    zero12: Callable[..., Any], tmp_path: Path, sidecars: bool
+) -> None:
+    written = zero12(sidecars=sidecars)
+    first = consolidate(written.folder, tmp_path / "out")
+    inode = (tmp_path / "out" / "model.safetensors").stat().st_ino
+    again = consolidate(written.folder, tmp_path / "out")
+    assert again.reused
+    assert again.fingerprint == first.fingerprint
+    assert (tmp_path / "out" / "model.safetensors").stat().st_ino == inode
+
+
+def test_damaged_weights_of_the_same_checkpoint_are_made_again(zero12: Callable[..., Any], tmp_path: Path) -> None:
+    written = zero12(sidecars=True)
+    first = consolidate(written.folder, tmp_path / "out")
+    (tmp_path / "out" / "model.safetensors").write_bytes(b"damaged")
+    again = consolidate(written.folder, tmp_path / "out")
+    assert not again.reused
+    assert again.files == first.files
+    again.verify()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint0", "out"]
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(zero12: Callable[..., Any], tmp_path: Path) -> None:
+    written, other = zero12(sidecars=True, seed=1), zero12(sidecars=True, seed=2)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    refuse(StorageError, "no result of consolidation", written.folder, out)
+    assert (out / "thesis.txt").read_text() == "mine"
+    consolidate(other.folder, tmp_path / "others")
+    refuse(StorageError, "holds other weights", written.folder, tmp_path / "others")
+
+
+def test_weights_that_do_not_fit_are_refused_before_a_byte_is_written(
+    zero12: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        free = 1 << 20
+
+    monkeypatch.setattr(out_folder.shutil, "disk_usage", lambda _path: Full)
+    refuse(StorageError, "1048576 are free", zero12().folder, tmp_path / "out")
+
+
+def test_nothing_stays_behind_when_writing_fails(
+    zero12: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    refuse(StorageError, "No space left", zero12().folder, tmp_path / "out")
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    refuse(InputError, "is not a folder", tmp_path / "nothing", tmp_path / "out")
+    refuse(InputError, "has no file 'latest'", tmp_path / "empty", tmp_path / "out")

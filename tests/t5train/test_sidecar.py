@@ -1,0 +1,149 @@
+"""When a checkpoint's tag counts as complete."""
+
+import math
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from t5train import sidecar
+from t5train.errors import IncompleteCheckpoint
+from t5train.records import digest_files
+from t5train.sidecar import DataState, ParallelLayout, ParameterSlot, Sidecar, complete_tags, require_complete
+
+
+def save(checkpoints: Path, at_step: int, ranks: int = 2, **changed: object) -> Path:
+    """A tag of one small file a rank; ``changed`` goes into the last rank's sidecar."""
+    folder = checkpoints / f"step-{at_step:08d}"
+    folder.mkdir(parents=True)
+    for rank in range(ranks):
+        (folder / f"part{rank}.pt").write_bytes(bytes([rank, at_step % 256]) * 50)
+        settings: dict[str, object] = {
+            "run_fingerprint": "r" * 64,
+            "step": at_step,
+            "tag": folder.name,
+            "rank": rank,
+            "world_size": ranks,
+            "layout": ParallelLayout(zero_stage=1, precision="bf16", data_parallel_rank=rank, data_parallel_size=ranks),
+            "files": digest_files(folder, [f"part{rank}.pt"]),
+            "groups": [[ParameterSlot.of("shared.weight", (4, 3), 0)]],
+            "huggingface_config": {"model_type": "t5"},
+            "data": DataState(samples_consumed=8 * at_step, shards_fingerprint="s" * 64),
+        }
+        if rank == ranks - 1:
+            settings |= changed
+        sidecar.write(folder, Sidecar.model_validate(settings))
+    return folder
+
+
+def test_a_tag_whose_ranks_agree_and_whose_files_verify_is_complete(tmp_path: Path) -> None:
+    folder = save(tmp_path, 400)
+    seen: list[tuple[int, int | None]] = []
+    found = require_complete(folder, lambda _what, done, total: seen.append((done, total)))
+    assert [one.rank for one in found] == [0, 1]
+    assert found == sidecar.read_all(folder)
+    assert seen[-1] == (200, 200)
+
+
+def test_complete_tags_come_newest_step_first_and_leave_out_the_unfinished(tmp_path: Path) -> None:
+    for step in (900, 1000, 200, 1100):
+        save(tmp_path, step)
+    (tmp_path / "step-00001100" / "rank-00001.json").unlink()
+    (tmp_path / "latest").write_text("step-00001100")
+    assert complete_tags(tmp_path) == ["step-00001000", "step-00000900", "step-00000200"]
+
+
+def test_a_tag_with_a_file_of_another_size_is_not_complete(tmp_path: Path) -> None:
+    (save(tmp_path, 400) / "part0.pt").write_bytes(b"short")
+    assert complete_tags(tmp_path) == []
+
+
+def test_a_save_folder_that_is_not_there_has_no_tags(tmp_path: Path) -> None:
+    assert complete_tags(tmp_path / "nothing") == []
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    folder = save(tmp_path, 400, ranks=3)
+    (folder / "rank-00001.json").unlink()
+    with pytest.raises(IncompleteCheckpoint, match=r"rank-00001\.json"):
+        require_complete(folder)
+
+
+def test_a_flipped_bit_is_named_by_its_file(tmp_path: Path) -> None:
+    folder = save(tmp_path, 400)
+    content = bytearray((folder / "part1.pt").read_bytes())
+    content[17] ^= 4
+    (folder / "part1.pt").write_bytes(content)
+    with pytest.raises(IncompleteCheckpoint, match=r"part1\.pt has sha256"):
+        require_complete(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("step", 401),
+        ("run_fingerprint", "q" * 64),
+        ("world_size", 4),
+        ("tag", "step-00000399"),
+        ("aliases", {"lm_head.weight": "shared.weight"}),
+        ("data", DataState(samples_consumed=1, shards_fingerprint="s" * 64)),
+        ("layout", ParallelLayout(zero_stage=2, precision="bf16", data_parallel_rank=1, data_parallel_size=2)),
+    ],
+)
+def test_ranks_of_different_checkpoints_do_not_make_one(tmp_path: Path, field: str, value: object) -> None:
+    folder = save(tmp_path, 400, **{field: value})
+    with pytest.raises(IncompleteCheckpoint, match=field):
+        require_complete(folder)
+    assert complete_tags(tmp_path) == []
+
+
+def test_a_renamed_sidecar_does_not_speak_for_another_rank(tmp_path: Path) -> None:
+    folder = save(tmp_path, 400)
+    (folder / "rank-00000.json").rename(folder / "rank-00002.json")
+    with pytest.raises(IncompleteCheckpoint, match="speaks for rank 0"):
+        require_complete(folder)
+
+
+def test_an_unreadable_sidecar_is_named(tmp_path: Path) -> None:
+    folder = save(tmp_path, 400)
+    (folder / "rank-00001.json").write_text('{"schema_version": 1')
+    with pytest.raises(IncompleteCheckpoint, match=r"rank-00001\.json is not a sidecar"):
+        require_complete(folder)
+
+
+def test_an_altered_sidecar_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path, 400) / "rank-00001.json"
+    path.write_text(path.read_text().replace('"shared.weight"', '"shared.weighs"'))
+    with pytest.raises(IncompleteCheckpoint, match=r"rank-00001\.json is damaged"):
+        require_complete(path.parent)
+
+
+def test_retracted_sidecars_leave_the_tag_unfinished_and_its_files_alone(tmp_path: Path) -> None:
+    folder = save(tmp_path, 400)
+    sidecar.retract(folder)
+    assert complete_tags(tmp_path) == []
+    assert sorted(path.name for path in folder.iterdir()) == ["part0.pt", "part1.pt"]
+    with pytest.raises(IncompleteCheckpoint, match="never finished"):
+        require_complete(folder)
+
+
+@pytest.mark.parametrize("name", ["../part0.pt", "/etc/passwd", "a/b.pt", "..", ""])
+def test_a_sidecar_cannot_point_outside_its_folder(tmp_path: Path, name: str) -> None:
+    digest = digest_files(save(tmp_path, 1), ["part0.pt"])["part0.pt"]
+    with pytest.raises(ValidationError, match="plain name"):
+        save(tmp_path, 2, files={name: digest})
+
+
+def test_two_ranks_cannot_claim_one_file_with_different_content(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    second = sidecar.read_all(folder)[1]
+    files = second.files | {"part0.pt": second.files["part1.pt"]}
+    sidecar.write(folder, second.model_copy(update={"files": files}))
+    with pytest.raises(IncompleteCheckpoint, match=r"another digest of part0\.pt"):
+        require_complete(folder)
+
+
+def test_a_slot_holds_as_many_elements_as_its_shape(tmp_path: Path) -> None:
+    assert ParameterSlot.of("a", (5, 7), 3).numel == math.prod((5, 7))
+    with pytest.raises(ValidationError, match="does not hold 34 elements"):
+        ParameterSlot(name="a", shape=(5, 7), offset=0, numel=34)
