@@ -1,12 +1,13 @@
 """What is installed is what was tested, and the wheel works without the checkout."""
 
+import ast
 import json
 import subprocess
 import sys
 import sysconfig
 import venv
 from collections.abc import Iterator
-from importlib.metadata import distribution, version
+from importlib.metadata import distribution, packages_distributions, version
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,29 @@ def test_every_package_that_is_needed_is_constrained() -> None:
 def test_no_constraint_is_left_over() -> None:
     wanted = set(needed(Requirement("t5-pretrain[flows,dev]"), set()))
     assert {canonicalize_name(constraint.name) for constraint in APPLICABLE} <= wanted
+
+
+# Declared for what others do with them: bounds that keep Prefect alive, backends that are found by name, tools.
+NEVER_IMPORTED = {"fastapi", "sqlalchemy", "protobuf", "tensorboard", "hatchling", "mypy", "ruff"}
+
+
+def third_party_imports() -> set[str]:
+    """Distributions that the project's own code imports."""
+    imported = set()
+    for folder in ("t5train", "infra", "tasks", "flows", "deployments", "tests", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                imported |= {name.partition(".")[0] for name in names}
+    found = packages_distributions()
+    return {canonicalize_name(found[name][0]) for name in imported if name in found} - {"t5-pretrain"}
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
+    requirements = (Requirement(line) for line in distribution("t5-pretrain").requires or [])
+    declared = {canonicalize_name(requirement.name) for requirement in requirements}
+    assert third_party_imports() == declared - NEVER_IMPORTED
 
 
 def test_installed_packages_agree_with_each_other() -> None:
