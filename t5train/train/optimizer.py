@@ -95,7 +95,8 @@ class AdamWRms(torch.optim.Optimizer):
         segments = partition.segments
         scales = self._rms(flat, partition)
         parts = [direction[segment.start : segment.stop] for segment in segments]
-        torch._foreach_mul_(parts, [scales[segment.owner] for segment in segments])
+        if parts:  # a small group's last partition can be padding alone; its rank still joined in the sum
+            torch._foreach_mul_(parts, [scales[segment.owner] for segment in segments])
 
     def _rms(self, flat: Tensor, partition: Partition) -> Tensor:
         """RMS of every tensor of a partition, over all ranks, by owner; fp32.

@@ -1,0 +1,135 @@
+"""The model is Hugging Face's T5 in everything that can be seen from outside."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
+from transformers.models.t5.modeling_t5 import T5Attention
+
+from t5train.errors import SpecError
+from t5train.model.attention import _bucket
+from t5train.model.initialise import first_value, initialise
+from t5train.model.shape import _SIZES, T5Shape, count_parameters, huggingface_config, resolve
+from t5train.model.t5 import T5
+from t5train.spec import ModelSpec
+
+VOCABULARY = 300
+FAMILIES = ("v1.0", "v1.1")
+# transformers says that it will not tie an untied checkpoint, although its config says so.
+pytestmark = pytest.mark.filterwarnings("ignore:.*tie:UserWarning")
+
+
+def _model(version: str, **settings: object) -> tuple[T5, T5Shape]:
+    shape = resolve(ModelSpec.model_validate({"preset": "smoke", "version": version, **settings}), VOCABULARY)
+    model = T5(shape, decoder_start_id=0)
+    initialise(model, shape, seed=3)
+    return model.eval(), shape
+
+
+def _load_with_transformers(model: T5, shape: T5Shape, folder: Path) -> T5ForConditionalGeneration:
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(huggingface_config(shape, pad_id=0, eos_id=1)))
+    loaded, report = AutoModelForSeq2SeqLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    return loaded.eval()
+
+
+@pytest.mark.parametrize("version", FAMILIES)
+@pytest.mark.parametrize("feed_forward", ["relu", "gated-gelu"])
+def test_logits_are_bit_equal_to_hugging_faces(version: str, feed_forward: str, tmp_path: Path) -> None:
+    model, shape = _model(version, feed_forward=feed_forward, num_decoder_layers=3)
+    loaded = _load_with_transformers(model, shape, tmp_path)
+    inputs, decoder_inputs = torch.randint(0, VOCABULARY, (3, 150)), torch.randint(0, VOCABULARY, (3, 40))
+    with torch.no_grad():
+        ours = model.logits(inputs, decoder_inputs)
+        theirs = loaded(input_ids=inputs, decoder_input_ids=decoder_inputs).logits
+    assert torch.equal(ours, theirs)
+
+
+def test_training_and_evaluation_compute_the_same_function() -> None:
+    model, _ = _model("v1.1")
+    inputs, targets = torch.randint(0, VOCABULARY, (2, 30)), torch.randint(0, VOCABULARY, (2, 9))
+    with torch.no_grad():
+        evaluated = model.eval()(inputs, targets)
+        trained = model.train()(inputs, targets)
+    torch.testing.assert_close(evaluated, trained, rtol=1e-6, atol=1e-6)
+
+
+def test_token_losses_average_to_the_loss() -> None:
+    model, _ = _model("v1.0")
+    inputs, targets = torch.randint(0, VOCABULARY, (2, 30)), torch.randint(0, VOCABULARY, (2, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(model.token_losses(inputs, targets).mean(), model(inputs, targets))
+
+
+def test_a_decoder_position_does_not_see_the_ones_after_it() -> None:
+    model, _ = _model("v1.1")
+    inputs, decoder_inputs = torch.randint(0, VOCABULARY, (1, 30)), torch.randint(0, VOCABULARY, (1, 9))
+    changed = decoder_inputs.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % VOCABULARY
+    with torch.no_grad():
+        before, after = model.logits(inputs, decoder_inputs), model.logits(inputs, changed)
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.equal(before[:, 5], after[:, 5])
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_distances_fall_into_hugging_faces_buckets(bidirectional: bool) -> None:
+    distances = torch.arange(-2000, 2001)
+    theirs = T5Attention._relative_position_bucket(distances, bidirectional, num_buckets=32, max_distance=128)
+    assert torch.equal(_bucket(distances, bidirectional), theirs)
+
+
+@pytest.mark.parametrize("version", FAMILIES)
+@pytest.mark.parametrize("preset", list(_SIZES["v1.0"]))
+def test_every_preset_has_the_parameters_transformers_counts(version: str, preset: str) -> None:
+    shape = resolve(ModelSpec.model_validate({"preset": preset, "version": version}), 32_100)
+    config = T5Config(**huggingface_config(shape, pad_id=0, eos_id=1))
+    with torch.device("meta"):
+        theirs = T5ForConditionalGeneration(config)
+        ours = T5(shape, decoder_start_id=0)
+    shapes = {name: tensor.shape for name, tensor in ours.named_parameters()}
+    expected = {name: tensor.shape for name, tensor in theirs.named_parameters()}
+    if not shape.tied:  # transformers makes them tied, and unties them when it loads a file that has both
+        expected["lm_head.weight"] = expected["shared.weight"]
+    assert shapes == expected
+    assert count_parameters(shape) == sum(size.numel() for size in expected.values())
+
+
+@pytest.mark.parametrize(
+    ("preset", "version", "millions"),
+    [("small", "v1.0", 60.5), ("base", "v1.0", 222.9), ("base", "v1.1", 247.6), ("3b", "v1.1", 2849.8)],
+)
+def test_presets_have_their_published_size(preset: str, version: str, millions: float) -> None:
+    shape = resolve(ModelSpec.model_validate({"preset": preset, "version": version}), 32_100)
+    assert count_parameters(shape) / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+def test_first_values_depend_on_seed_and_name_alone() -> None:
+    _, shape = _model("v1.1")
+    size = torch.Size([8, 16])
+    first = first_value("encoder.block.0.layer.0.SelfAttention.q.weight", size, shape, seed=1)
+    assert torch.equal(first, first_value("encoder.block.0.layer.0.SelfAttention.q.weight", size, shape, seed=1))
+    assert not torch.equal(first, first_value("encoder.block.0.layer.0.SelfAttention.q.weight", size, shape, seed=2))
+    assert not torch.equal(first, first_value("encoder.block.1.layer.0.SelfAttention.q.weight", size, shape, seed=1))
+
+
+def test_first_values_have_t5s_deviations() -> None:
+    model, shape = _model("v1.1")
+    expected = {
+        "shared.weight": 1.0,
+        "encoder.block.0.layer.0.SelfAttention.q.weight": (shape.d_model * shape.d_kv) ** -0.5,
+        "encoder.block.0.layer.0.SelfAttention.k.weight": shape.d_model**-0.5,
+        "decoder.block.1.layer.2.DenseReluDense.wo.weight": shape.d_ff**-0.5,
+    }
+    for name, deviation in expected.items():
+        assert model.get_parameter(name).std().item() == pytest.approx(deviation, rel=0.05), name
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"model.vocab_size is 128: the tokenizer has 300 ids .* set 384"):
+        resolve(ModelSpec(vocab_size=128), VOCABULARY)
