@@ -33,11 +33,11 @@ class Geometry(NamedTuple):
 
 
 def geometry(objective: ObjectiveSpec) -> Geometry:
-    """The longest window whose input fits ``objective.input_tokens``: 568 tokens, 85 of them noise, for 512.
+    """The longest window whose input has ``objective.input_tokens``: 568 tokens, 85 of them noise, for 512.
 
     SpecError when it would need more spans than there are sentinels.
     """
-    window = objective.input_tokens  # too short, for every span of noise shrinks to one sentinel
+    window = objective.input_tokens - 1  # fits for certain, as a span of noise shrinks to one sentinel
     while (found := _geometry(window + 1, objective)).input_tokens <= objective.input_tokens:
         window = found.window_tokens
     found = _geometry(window, objective)

@@ -38,16 +38,18 @@ def in_processes(function: str, jobs: Sequence[Json], workers: int, advance: Adv
     """
     running = [_start(function) for _ in range(min(workers, len(jobs)))]
     events: SimpleQueue[tuple[_Worker, Json | None]] = SimpleQueue()
-    with ThreadPoolExecutor(max(1, len(running))) as listeners:
-        try:
+    try:
+        with ThreadPoolExecutor(max(1, len(running))) as listeners:
             for worker in running:
                 listeners.submit(_listen, worker, events)
-            yield from _share(jobs, running, events, advance)
-        finally:
-            for worker in running:
-                worker.kill()
-    for worker in running:
-        worker.communicate()
+            try:
+                yield from _share(jobs, running, events, advance)
+            finally:
+                for worker in running:
+                    worker.kill()
+    finally:
+        for worker in running:
+            worker.communicate()
 
 
 def _share(

@@ -1,0 +1,157 @@
+"""The corpus stage: what it finds, how it names it, what it refuses."""
+
+import gzip
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from t5train.data.corpus import build_corpus, corpus_name
+from t5train.data.segments import read_segments
+from t5train.data.sources import redacted
+from t5train.errors import InputError, StorageError
+from t5train.records import Corpus
+from t5train.spec import CorpusSpec
+
+
+@pytest.fixture
+def remote() -> Iterator[fsspec.AbstractFileSystem]:
+    filesystem = fsspec.filesystem("memory")
+    yield filesystem
+    filesystem.rm("/", recursive=True)
+
+
+def build(source: object, root: Path) -> Corpus:
+    return build_corpus(CorpusSpec(source=str(source), workers=1), root / "root")
+
+
+def test_the_fingerprint_is_of_the_content_not_of_the_place(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    (here / "a.txt").write_text("one\ntwo\n")
+    shutil.copytree(here, there)
+    first = build(here, tmp_path)
+    assert build(there / "a.txt", tmp_path).fingerprint == first.fingerprint
+    (there / "a.txt").write_text("one\ntwp\n")
+    assert build(there / "a.txt", tmp_path).fingerprint != first.fingerprint
+
+
+def test_a_corpus_is_reused_until_its_text_changes(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("one\n\ntwo\n")
+    first = build(text, tmp_path)
+    assert first.counts == {"passages": 2, "empty_passages": 1, "text_bytes": 6}
+    assert list(first.files) == [str(text), "segments.json"]
+    assert not first.reused
+    assert build(text, tmp_path).reused
+    text.write_text("three\n")
+    assert not build(text, tmp_path).reused
+
+
+def test_folders_and_patterns_give_their_files_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "text" / "deep"
+    folder.mkdir(parents=True)
+    (folder / "b.txt").write_text("two\n")
+    (folder.parent / "a.txt.gz").write_bytes(gzip.compress(b"one\n"))
+    (folder.parent / "notes.md").write_text("not text of ours")
+    names = [file.source.name for file in read_segments(build(folder.parent, tmp_path).path)]
+    assert names == ["a.txt.gz", "deep/b.txt"]
+    assert build(folder.parent / "**/*.txt", tmp_path).counts["passages"] == 1
+    with pytest.raises(InputError, match=r"notes\.md is not one of"):
+        build(folder.parent / "*.md", tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_a_corpus_without_a_passage_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.txt").write_text(content)
+    with pytest.raises(InputError, match="no passage with text"):
+        build(tmp_path / "a.txt", tmp_path)
+
+
+def test_an_absent_source_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"absent\.txt.*correct the path"):
+        build(tmp_path / "absent.txt", tmp_path)
+
+
+def test_a_remote_file_is_downloaded_once(tmp_path: Path, remote: fsspec.AbstractFileSystem) -> None:
+    remote.pipe({"/texts/a.txt": b"one\n", "/texts/b.jsonl.gz": gzip.compress(b'{"text": "two"}\n')})
+    first = build("memory://texts/*", tmp_path)
+    assert first.counts["passages"] == 2
+    downloads = sorted((tmp_path / "root" / "cache").rglob("*.txt"))
+    before = [path.stat().st_mtime_ns for path in downloads]
+    assert build("memory://texts/*", tmp_path).reused
+    assert [path.stat().st_mtime_ns for path in downloads] == before
+
+
+def test_a_changed_remote_file_is_downloaded_again(tmp_path: Path, remote: fsspec.AbstractFileSystem) -> None:
+    remote.pipe("/texts/a.txt", b"one\n")
+    first = build("memory://texts/a.txt", tmp_path)
+    remote.pipe("/texts/a.txt", b"two\n")
+    assert build("memory://texts/a.txt", tmp_path).fingerprint != first.fingerprint
+
+
+def test_a_damaged_download_is_fetched_again(
+    tmp_path: Path, remote: fsspec.AbstractFileSystem, caplog: pytest.LogCaptureFixture
+) -> None:
+    remote.pipe("/texts/a.txt", b"one\n")
+    first = build("memory://texts/a.txt", tmp_path)
+    (download,) = (tmp_path / "root" / "cache").rglob("a.txt")
+    download.write_bytes(b"onf\n")
+    with caplog.at_level(logging.WARNING):
+        assert build("memory://texts/a.txt", tmp_path).fingerprint == first.fingerprint
+    assert "downloaded again" in caplog.text
+    assert download.read_bytes() == b"one\n"
+
+
+def test_a_missing_protocol_package_is_named_and_the_credentials_are_not(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="gcsfs") as caught:
+        build("gs://user:hidden@bucket/a.txt?token=hidden", tmp_path)
+    assert "hidden" not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
+def test_an_unknown_protocol_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="Protocol not known: nosuch"):
+        build("nosuch://bucket/a.txt", tmp_path)
+
+
+def test_credentials_never_reach_the_disk(tmp_path: Path, remote: fsspec.AbstractFileSystem) -> None:
+    assert redacted("s3://key:secret@bucket/x/*.txt?token=t#f") == "s3://bucket/x/*.txt"
+    assert redacted("/data/a?.txt") == "/data/a?.txt"
+    assert corpus_name(CorpusSpec(source="s3://key:secret@bucket/a b.txt?token=t")) == "a-b"
+    remote.pipe("/texts/a.txt", b"one\n")
+    build("memory://texts/a.txt", tmp_path)
+    for path in tmp_path.rglob("*.json"):
+        assert "memory://" not in path.read_text("utf-8")
+
+
+def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
+    text, out = tmp_path / "a.txt", tmp_path / "out"
+    text.write_text("one\n")
+    out.mkdir()
+    (out / "thesis.tex").write_text("years of work")
+    with pytest.raises(StorageError, match="not empty"):
+        build_corpus(CorpusSpec(source=str(text)), tmp_path, out=out)
+    assert [path.name for path in out.iterdir()] == ["thesis.tex"]
+
+
+def test_a_result_of_other_settings_is_not_overwritten(tmp_path: Path) -> None:
+    text, out = tmp_path / "a.txt", tmp_path / "out"
+    text.write_text("one\n")
+    first = build_corpus(CorpusSpec(source=str(text)), tmp_path, out=out)
+    text.write_text("two\n")
+    with pytest.raises(StorageError, match="other inputs or settings"):
+        build_corpus(CorpusSpec(source=str(text)), tmp_path, out=out)
+    assert Corpus.load(out).fingerprint == first.fingerprint
+
+
+def test_a_root_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    text, root = tmp_path / "a.txt", tmp_path / "root"
+    text.write_text("one\n")
+    root.write_text("a file where a folder should be")
+    with pytest.raises(StorageError, match="cannot be written"):
+        build_corpus(CorpusSpec(source=str(text)), root)

@@ -1,0 +1,141 @@
+"""Rows of every format, and what is said about files that are not what they should be."""
+
+import bz2
+import gzip
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from t5train.data.passages import Passage, SourceFile
+from t5train.data.readers import format_of, rows
+from t5train.data.segments import passages_of, scan
+from t5train.errors import InputError
+
+LINE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\n\t"), max_size=40)
+PASSAGES = st.lists(st.tuples(LINE, LINE, LINE), max_size=20)
+
+
+def source(path: Path) -> SourceFile:
+    return SourceFile(path, path.name)
+
+
+def read(path: Path) -> list[Passage]:
+    return [row.passage for row in rows(source(path))]
+
+
+def tsv_field(text: str) -> str:
+    return '"' + text.replace('"', '""') + '"'
+
+
+@given(PASSAGES)
+def test_jsonl_gives_back_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory, passages: list[tuple[str, str, str]]
+) -> None:
+    path = tmp_path_factory.mktemp("readers") / "a.jsonl"
+    path.write_text("".join(json.dumps({"id": i, "title": t, "text": x}) + "\n" for i, t, x in passages), "utf-8")
+    assert read(path) == [Passage(*passage) for passage in passages]
+
+
+@given(PASSAGES)
+def test_tsv_gives_back_what_was_quoted(
+    tmp_path_factory: pytest.TempPathFactory, passages: list[tuple[str, str, str]]
+) -> None:
+    path = tmp_path_factory.mktemp("readers") / "a.tsv"
+    lines = ["\t".join(map(tsv_field, (i, x, t))) for i, t, x in passages]
+    path.write_bytes("\n".join(["id\ttext\ttitle", *lines]).encode())
+    assert read(path) == [Passage(*passage) for passage in passages]
+
+
+def test_parquet_reads_three_columns_of_many(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = {"id": [7, 8], "embedding": [[0.5], [0.25]], "title": ["T", None], "text": ["one", "two"]}
+    pyarrow.parquet.write_table(pyarrow.table(table), path)
+    assert read(path) == [Passage("7", "T", "one"), Passage("8", "", "two")]
+
+
+def test_a_line_of_txt_is_a_passage_and_a_blank_line_an_empty_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffone\r\n\n  two é\n".encode())
+    assert read(path) == [Passage("a.txt:0", "", "one"), Passage("a.txt:1", "", ""), Passage("a.txt:2", "", "two é")]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "compress"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
+)
+def test_compressed_lines_are_the_same_lines(tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(compress(b"one\ntwo\n"))
+    assert [passage.text for passage in read(path)] == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.parquet"])
+def test_segments_cut_a_file_without_losing_or_repeating_a_row(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    texts = [f"{number} {'word ' * (number % 50)}".strip() if number % 7 else "" for number in range(5000)]
+    if name.endswith("parquet"):
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=700)
+    else:
+        content = "\n".join(texts).encode()
+        path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    scanned = scan(source(path))
+    assert len(scanned.segments) > 5
+    assert scanned.empty_passages == sum(not text for text in texts)
+    found = [passage.text for segment in scanned.segments for passage in passages_of(source(path), segment)]
+    assert found == [text for text in texts if text]
+
+
+def test_formats_are_told_by_name() -> None:
+    assert format_of("x/a.b.jsonl.gz") == ".jsonl"
+    assert format_of("a.parquet") == ".parquet"
+    assert format_of("a.parquet.gz") is None
+    assert format_of("a.csv") is None
+    assert format_of("README") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.txt", b"fine\nbad \xff\n", ["a.txt line 2", "byte 9", "0xff", "UTF-8"]),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', ["a.jsonl line 2", "not JSON"]),
+        ("a.jsonl", b'{"body": "x"}\n', ["a.jsonl line 1", '"text"']),
+        ("a.jsonl", b'["text"]\n', ["a.jsonl line 1", '"text"']),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', ["a.jsonl row 1", "Unicode"]),
+        ("a.tsv", b"text\tid\n", ["a.tsv", "header", "id\\ttext\\ttitle"]),
+        ("a.tsv", b"", ["a.tsv", "header"]),
+        ("a.tsv", b"id\ttext\ttitle\n1\ttwo\n", ["a.tsv line 2", "2 fields"]),
+        ("a.txt.gz", gzip.compress(b"x" * 100_000)[:-20], ["a.txt.gz", "cannot be read to its end"]),
+        ("a.txt.gz", b"no gzip", ["a.txt.gz", "cannot be read to its end"]),
+        ("a.txt.bz2", bz2.compress(b"x" * 1000)[:-5], ["a.txt.bz2", "cannot be read to its end"]),
+        ("a.txt.xz", lzma.compress(b"x" * 1000)[:-5], ["a.txt.xz", "cannot be read to its end"]),
+        ("a.parquet", b"PAR1 and no more", ["a.parquet", "parquet"]),
+        ("a.csv", b"", ["a.csv", ".jsonl"]),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, name: str, content: bytes, words: list[str]) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        scan(source(path))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_parquet_file_without_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"id": ["1"], "text": [3]}), path)
+    with pytest.raises(InputError, match="one named text, of strings"):
+        scan(source(path))
+
+
+def test_a_truncated_parquet_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x" * 1000]}), path)
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(InputError, match=r"a\.parquet cannot be read as parquet"):
+        scan(source(path))

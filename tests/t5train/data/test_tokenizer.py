@@ -1,0 +1,145 @@
+"""The tokenizer stage: T5's form, Hugging Face's ids, no control ids out of text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from hypothesis import given
+from hypothesis import strategies as st
+from sentencepiece import sentencepiece_model_pb2
+
+from t5train.data.spiece import train
+from t5train.data.tokenizer import Tokenizer, build_tokenizer, given_tokenizer
+from t5train.errors import InputError, SpecError
+from t5train.progress import silent
+from t5train.spec import TokenizerSpec
+
+from .conftest import WORDS, Made
+
+CONTROL_TEXTS = [
+    "</s>",
+    "<pad>",
+    "<unk>",
+    "<extra_id_0>",
+    "<extra_id_99>",
+    "a</s>b",
+    "river <extra_id_7> </s>",
+    "▁</s>",
+]
+
+
+@pytest.fixture(scope="module")
+def hugging_face(made: Made) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(made.tokenizer.path)
+
+
+@given(st.lists(st.sampled_from([*WORDS, "é", "Zürich", "42", "(x)", ",", "日本"]), max_size=12).map(" ".join))
+def test_ids_are_those_of_hugging_face(made: Made, hugging_face: Any, text: str) -> None:
+    ours = Tokenizer.load(made.tokenizer.path).encode([text], add_eos=True)[0]
+    assert ours.tolist() == hugging_face(text).input_ids
+
+
+def test_plain_transformers_loads_the_folder(made: Made, hugging_face: Any) -> None:
+    tokenizer = Tokenizer.load(made.tokenizer.path)
+    assert type(hugging_face).__name__ == "T5Tokenizer"
+    assert len(hugging_face) == tokenizer.vocab_size == made.tokenizer.counts["vocab_size"] == 400
+    assert (hugging_face.pad_token_id, hugging_face.eos_token_id, hugging_face.unk_token_id) == (0, 1, 2)
+    names = [f"<extra_id_{index}>" for index in range(100)]
+    assert hugging_face.convert_tokens_to_ids(names) == tokenizer.sentinel_ids == list(range(399, 299, -1))
+    assert hugging_face.model_max_length == 512
+
+
+@pytest.mark.parametrize("text", CONTROL_TEXTS)
+def test_literal_control_text_never_becomes_a_control_id(made: Made, text: str) -> None:
+    tokenizer = Tokenizer.load(made.tokenizer.path)
+    control = {tokenizer.pad_id, tokenizer.eos_id, *tokenizer.sentinel_ids}
+    assert not control.intersection(tokenizer.encode([text])[0].tolist())
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_no_text_at_all_becomes_a_control_id(made: Made, text: str) -> None:
+    ids = Tokenizer.load(made.tokenizer.path).encode([text])[0]
+    assert ((ids >= 2) & (ids < 300)).all()
+
+
+def test_the_same_text_gives_the_same_vocabulary(made: Made, tmp_path: Path) -> None:
+    again = build_tokenizer(TokenizerSpec(vocab_size=300), made.corpus_spec, made.corpus, tmp_path)
+    assert not again.reused
+    assert again.files == made.tokenizer.files
+
+
+def test_the_vocabulary_is_trained_on_the_train_split_only(made: Made, tmp_path: Path) -> None:
+    spec = TokenizerSpec(vocab_size=300)
+    other = made.corpus_spec.model_copy(update={"split_seed": 1})
+    again = build_tokenizer(spec, other, made.corpus, tmp_path)
+    assert again.files["spiece.model"] != made.tokenizer.files["spiece.model"]
+
+
+def test_a_given_model_is_taken_as_it_is_from_a_file_or_a_folder(made: Made, tmp_path: Path) -> None:
+    spec = TokenizerSpec(path=str(made.tokenizer.path / "spiece.model"))
+    from_file = build_tokenizer(spec, made.corpus_spec, made.corpus, tmp_path)
+    assert from_file.files == made.tokenizer.files
+    assert given_tokenizer(made.tokenizer.path, tmp_path).reused
+
+
+def test_a_vocabulary_larger_than_the_text_can_fill_is_refused_with_the_largest(made: Made, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"tokenizer\.vocab_size is 32000: this corpus gives at most \d+ pieces"):
+        build_tokenizer(TokenizerSpec(vocab_size=32000), made.corpus_spec, made.corpus, tmp_path)
+
+
+def test_a_vocabulary_smaller_than_the_alphabet_is_refused() -> None:
+    alphabet = "".join(chr(0x4E00 + index) for index in range(2000))
+    with pytest.raises(SpecError, match="more characters"):
+        train(TokenizerSpec(vocab_size=300, character_coverage=1.0), [alphabet] * 50, silent)
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "spiece.model").write_text("no model")
+    with pytest.raises(InputError, match="not a SentencePiece model"):
+        given_tokenizer(tmp_path / "spiece.model", tmp_path)
+    (tmp_path / "spiece.model").write_bytes(b"")
+    with pytest.raises(InputError, match="not a SentencePiece model"):
+        given_tokenizer(tmp_path / "spiece.model", tmp_path)
+
+
+def test_a_folder_without_a_spiece_model_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(SpecError, match=r"no spiece\.model.*take the one"):
+        given_tokenizer(tmp_path, tmp_path)
+    with pytest.raises(SpecError, match="no such file or folder"):
+        given_tokenizer(tmp_path / "absent", tmp_path)
+
+
+def test_another_number_of_sentinels_is_refused(made: Made, tmp_path: Path) -> None:
+    (tmp_path / "spiece.model").write_bytes((made.tokenizer.path / "spiece.model").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"extra_ids": 0}))
+    with pytest.raises(SpecError, match="extra_ids is 0"):
+        given_tokenizer(tmp_path, tmp_path)
+
+
+def changed(made: Made, change: str) -> bytes:
+    model = sentencepiece_model_pb2.ModelProto()
+    model.ParseFromString((made.tokenizer.path / "spiece.model").read_bytes())
+    if change == "bos":
+        model.pieces[0].piece = "<s>"
+    elif change == "sentinel piece":
+        model.pieces[50].piece = "<extra_id_0>"
+        model.pieces[50].type = model.pieces[50].USER_DEFINED
+    elif change == "plain eos":
+        model.pieces[1].type = model.pieces[1].NORMAL
+    elif change == "spaces":
+        model.normalizer_spec.remove_extra_whitespaces = False
+    return model.SerializeToString()
+
+
+@pytest.mark.parametrize("change", ["bos", "sentinel piece", "plain eos", "spaces"])
+def test_a_model_that_is_not_in_t5s_form_is_refused(made: Made, tmp_path: Path, change: str) -> None:
+    (tmp_path / "spiece.model").write_bytes(changed(made, change))
+    sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spiece.model"))  # a valid model all the same
+    with pytest.raises(SpecError, match=r"tokenizer\.path"):
+        given_tokenizer(tmp_path, tmp_path / "root")
+    assert not (tmp_path / "root").exists()
