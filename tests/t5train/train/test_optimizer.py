@@ -1,5 +1,8 @@
 """AdamW relative to each tensor's RMS, on tensors that are cut into partitions."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -118,10 +121,14 @@ def _step_parts(parts: list[Tensor], slots: list[ParameterSlot], gradients: list
             for start, stop, owner, _ in layout.segments:
                 sums[owner] += part[start:stop].double().square().sum()
         for rank, optimizer in enumerate(optimizers):
-            optimizer.attach({parts[rank]: layouts[rank]}, lambda mine: mine.copy_(sums))
+            optimizer.attach({parts[rank]: layouts[rank]}, partial(_replace, by=sums))
             parts[rank].grad = gradient[rank * numel : (rank + 1) * numel]
         for optimizer in optimizers:
             optimizer.step()
+
+
+def _replace(mine: Tensor, by: Tensor) -> None:
+    mine.copy_(by)
 
 
 def test_segments_cover_a_partition_without_its_padding() -> None:
@@ -144,7 +151,7 @@ def test_its_state_survives_saving_and_loading() -> None:
     second.copy_(first)
     resumed = _optimizer([second])
     resumed.attach(_whole([second]), None)
-    resumed.load_state_dict(optimizer.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # as a checkpoint would, not sharing tensors
     first.grad = second.grad = gradients[1]
     optimizer.step()
     resumed.step()
