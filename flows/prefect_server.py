@@ -3,6 +3,7 @@
 import fcntl
 import itertools
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -26,6 +27,7 @@ LOG = "server.log"
 
 HOME = "prefect"
 _LOCK = "server.lock"
+_FLUSH_SECONDS = 5.0
 _LOOKS, _LOOK_SECONDS = 10, 0.1
 
 QUIET = {
@@ -115,7 +117,10 @@ def own_server(home: Path, port: int, progress: Progress, *, lasting: bool = Fal
         try:
             _await_health(server, environment["PREFECT_API_URL"], home / LOG, progress)
             become_client(home, environment["PREFECT_API_URL"])
-            yield environment["PREFECT_API_URL"]
+            try:
+                yield environment["PREFECT_API_URL"]
+            finally:
+                _flush()
         finally:
             stop(server, STOP_SECONDS)
 
@@ -146,6 +151,15 @@ def server_environment(home: Path, port: int) -> dict[str, str]:
         "PREFECT_SERVER_UI_API_URL": api_url,
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
     }
+
+
+def _flush() -> None:
+    """Send what Prefect still has to tell its server, as it would look in vain for one that has ended."""
+    from prefect.events.worker import EventsWorker
+
+    EventsWorker.drain_all(timeout=_FLUSH_SECONDS)
+    for handler in logging.getLogger("prefect.flow_runs").handlers:
+        handler.flush()
 
 
 def _homes(root: Path) -> Iterator[Path]:

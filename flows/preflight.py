@@ -7,9 +7,9 @@ from infra.storage_space import require_space
 from t5train.data.pydocs import PYDOCS
 from t5train.data.sources import require_source
 from t5train.data.tokenizer import open_given
+from t5train.destination import check_destination
 from t5train.errors import SpecError
 from t5train.model import shape
-from t5train.destination import check_destination
 from t5train.spec import NUM_SENTINELS, RunSpec
 from t5train.train.run import RUN_FILE, require_same
 
