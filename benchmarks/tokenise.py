@@ -1,0 +1,151 @@
+"""Tokenisation end to end, JSON lines to token files: ours against ``datasets.map`` and sentencepiece alone.
+
+    python benchmarks/tokenise.py [--text FILE.jsonl] [--spiece FILE.model] [--megabytes 20] [--rounds 3]
+
+Without arguments the text is Python's documentation in passages of about 100 words, repeated, and the vocabulary
+is trained on it. Each runs in processes of its own, in turns; what counts is CPU time, of all its processes, over
+what the same program takes on 2 MB: so imports and start-up are left out for everyone. The median of the rounds
+is shown. Ours includes checking the text before, and hashing and syncing the files after.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+from t5train.data import pydocs
+from t5train.data.corpus import build_corpus
+from t5train.data.tokenizer import build_tokenizer, given_tokenizer
+from t5train.spec import CorpusSpec, TokenizerSpec
+
+PROCESSES = 2
+LITTLE_BYTES = 2_000_000
+PASSAGE_WORDS = 100
+START = "import os, sys; text, tokenizer, out = sys.argv[1:]\n"
+PROGRAMS = {
+    "datasets.map, Hugging Face tokenizer": """
+import datasets, transformers
+datasets.disable_progress_bars()
+encode = transformers.AutoTokenizer.from_pretrained(tokenizer)
+rows = datasets.load_dataset("json", data_files=text, split="train", cache_dir=out)
+rows.map(lambda batch: {"input_ids": encode(batch["text"]).input_ids}, batched=True, num_proc=PROCESSES,
+         remove_columns=rows.column_names)
+""",
+    "sentencepiece alone, no reading or writing": """
+import json, sentencepiece
+processor = sentencepiece.SentencePieceProcessor(model_file=tokenizer + "/spiece.model")
+with open(text, encoding="utf-8") as file:
+    texts = [json.loads(line)["text"] for line in file]
+started = os.times()
+for first in range(0, len(texts), 1000):
+    processor.encode(texts[first : first + 1000], return_type="numpy", add_eos=True, num_threads=1)
+ended = os.times()
+print(ended.user + ended.system - started.user - started.system)
+""",
+    "t5train": """
+import pathlib
+from t5train.data.corpus import build_corpus
+from t5train.data.shards import build_shards
+from t5train.records import TokenizerFiles
+from t5train.spec import CorpusSpec, ShardsSpec
+corpus_spec = CorpusSpec(source=text, workers=PROCESSES)
+corpus = build_corpus(corpus_spec, pathlib.Path(out))
+build_shards(ShardsSpec(shard_tokens=1 << 17, workers=PROCESSES), corpus_spec, corpus,
+             TokenizerFiles.load(pathlib.Path(tokenizer)), pathlib.Path(out))
+""",
+}
+REFERENCE, BOUND = "datasets.map, Hugging Face tokenizer", "sentencepiece alone, no reading or writing"
+
+
+def main() -> None:
+    """Run everything in turns, then print one table."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--text", type=Path)
+    arguments.add_argument("--spiece", type=Path)
+    arguments.add_argument("--megabytes", type=float, default=20)
+    arguments.add_argument("--rounds", type=int, default=3)
+    given = arguments.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        source = given.text or python_documentation(root)
+        tokenizer = tokenizer_folder(source, given.spiece, root)
+        whole, little = root / "whole.jsonl", root / "little.jsonl"
+        text_bytes = repeat(source, whole, int(given.megabytes * 1e6))
+        text_bytes -= repeat(source, little, LITTLE_BYTES)
+        seconds: dict[str, list[float]] = {name: [] for name in PROGRAMS}
+        for _ in range(given.rounds):
+            for name in PROGRAMS:
+                seconds[name].append(cpu_seconds(name, whole, tokenizer) - cpu_seconds(name, little, tokenizer))
+        report(text_bytes / 1e6, {name: statistics.median(each) for name, each in seconds.items()})
+
+
+def python_documentation(root: Path) -> Path:
+    """The built-in corpus, its short passages joined up to the length that Wikipedia's usually have."""
+    pydocs.write_passages(root / "pydocs.jsonl")
+    words = [word for line in (root / "pydocs.jsonl").open() for word in json.loads(line)["text"].split()]
+    passages = [" ".join(words[first : first + PASSAGE_WORDS]) for first in range(0, len(words), PASSAGE_WORDS)]
+    joined = root / "joined.jsonl"
+    joined.write_text("".join(json.dumps({"id": str(i), "text": text}) + "\n" for i, text in enumerate(passages)))
+    return joined
+
+
+def tokenizer_folder(source: Path, spiece: Path | None, root: Path) -> Path:
+    """A folder that both transformers and t5train load."""
+    if spiece is not None:
+        return given_tokenizer(spiece, root).path
+    corpus_spec = CorpusSpec(source=str(source))
+    corpus = build_corpus(corpus_spec, root)
+    return build_tokenizer(TokenizerSpec(vocab_size=8000), corpus_spec, corpus, root).path
+
+
+def repeat(source: Path, target: Path, at_least: int) -> int:
+    """Write passages of ``source``, over and over, until there are that many bytes of text; how many there are."""
+    lines = source.read_text("utf-8").splitlines()
+    sizes = [len(json.loads(line)["text"].encode()) for line in lines]
+    size = number = 0
+    with target.open("w", encoding="utf-8") as file:
+        while size < at_least:
+            file.write(lines[number % len(lines)] + "\n")
+            size += sizes[number % len(lines)]
+            number += 1
+    return size
+
+
+def cpu_seconds(name: str, text: Path, tokenizer: Path) -> float:
+    """CPU seconds of a program and all its processes, or those that it prints itself."""
+    code = START + PROGRAMS[name].replace("PROCESSES", str(PROCESSES))
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    before = os.times()
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, "-W", "ignore", "-c", code, str(text), str(tokenizer), out]
+        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    after = os.times()
+    if done.stdout.strip():
+        return float(done.stdout)
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def report(megabytes: float, seconds: dict[str, float]) -> None:
+    """One table."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("datasets", "tokenizers", "sentencepiece"))
+    print(f"tokenisation of {megabytes:.1f} MB, {PROCESSES} processes, {processor()}, {versions}")
+    print(f"{'':44}{'MB/CPU-s':>9}{'of datasets.map':>17}{'of sentencepiece':>18}")
+    for name, spent in seconds.items():
+        print(f"{name:44}{megabytes / spent:>9.2f}{seconds[REFERENCE] / spent:>17.2f}{seconds[BOUND] / spent:>18.2f}")
+
+
+def processor() -> str:
+    """Name of the processor and number of cores."""
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()} ({os.cpu_count()} cores)"
+
+
+if __name__ == "__main__":
+    main()
