@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
 from t5train.data.loader import Batch, Prefetched, Samples, prefetch
 from t5train.data.span_corruption import target_tokens
 from t5train.errors import InputError, TooManySkippedSteps
@@ -41,6 +43,8 @@ class Trainer:
         self.train_samples = self._samples("train", shuffle=True)
         self.held_out = self._samples("validation", shuffle=False)
         self._require_a_batch()
+        # Dropout: other noise on every rank, the same in every run; weights and samples have their own keys.
+        torch.manual_seed((self.spec.optimizer.seed << 20) + rank())
         self.engine: Any = build_engine(self.spec, self.shape, pad_id)
         self.step = checkpointing.resume(self.engine, job)
         self.movement = honesty.Movement(masters_of(self.engine), self._applied_steps())

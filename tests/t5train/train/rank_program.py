@@ -1,0 +1,153 @@
+"""What the ranks of test_training.py run: many small trainings in one launch, since every launch costs ten seconds.
+
+``python rank_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder", "stop_at",
+"resume_tag", "fault"}]``, and writes ``{name}.rank-{rank}.json`` beside it for each.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import numpy as np
+import torch
+from deepspeed import comm
+
+from t5train.data.loader import Samples
+from t5train.errors import T5TrainError
+from t5train.spec import build
+from t5train.train import checkpointing, loop, ranks
+from t5train.train.job import TrainJob
+from t5train.train.masters import full_masters
+from t5train.train.optimizer import AdamWRms
+
+
+def main(jobs: Path) -> None:
+    deepspeed.init_distributed()
+    for entry in json.loads(jobs.read_text()):
+        found = _run(entry)
+        path = jobs.with_name(f"{entry['name']}.rank-{comm.get_rank()}.json")
+        path.write_text(json.dumps(found))
+        comm.barrier()
+    comm.destroy_process_group()
+
+
+def _run(entry: dict[str, Any]) -> dict[str, Any]:
+    job = TrainJob(
+        spec=build(entry["spec"]),
+        run_fingerprint="0" * 64,
+        run_folder=entry["run_folder"],
+        attempt_folder=entry["run_folder"],
+        shards_folder=entry["shards"],
+        resume_tag=entry.get("resume_tag"),
+    )
+    try:
+        with FAULTS[entry.get("fault")]():
+            trainer = loop.Trainer(job)
+            if "stop_at" in entry:
+                _stop_after(trainer, entry["stop_at"])
+            trainer.run()
+    except T5TrainError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    digests = {name: ranks.digest64(master.numpy().tobytes()) for name, master in full_masters(trainer.engine)}
+    return {"step": trainer.step, "masters": digests}
+
+
+def _stop_after(trainer: loop.Trainer, step: int) -> None:
+    """Leave the loop there, as a kill between two steps does."""
+    take_step = trainer._take_step
+
+    def wrapped(*arguments: Any) -> Any:
+        if trainer.step == step:
+            trainer.step = trainer.spec.optimizer.num_steps
+            raise StopTraining
+        return take_step(*arguments)
+
+    trainer._take_step = wrapped  # type: ignore[method-assign] - this is how a test stops it
+
+
+class StopTraining(T5TrainError):
+    """The test wants no more steps."""
+
+
+@contextlib.contextmanager
+def _no_fault() -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
+def _loss_becomes_nan() -> Iterator[None]:
+    original = ranks.gather
+    calls = {"count": 0}
+
+    def gather(values: list[int]) -> list[list[int]]:
+        calls["count"] += 1
+        if len(values) == 2 and calls["count"] > 3 and comm.get_rank() == 0:
+            values = [ranks.bits_of(float("nan")), values[1]]
+        return original(values)
+
+    with mock.patch.object(loop, "gather", gather):
+        yield
+
+
+@contextlib.contextmanager
+def _ranks_read_the_same_samples() -> Iterator[None]:
+    original = Samples.batch
+
+    def batch(self: Samples, start: int, count: int) -> Any:
+        return original(self, start - start % (2 * count), count)
+
+    with mock.patch.object(Samples, "batch", batch):
+        yield
+
+
+@contextlib.contextmanager
+def _optimizer_does_nothing() -> Iterator[None]:
+    with mock.patch.object(AdamWRms, "_update", lambda *_: None):
+        yield
+
+
+@contextlib.contextmanager
+def _every_step_is_skipped() -> Iterator[None]:
+    """DeepSpeed counts a skip at every update, as its fp16 engine does when gradients overflow for ever."""
+    original = loop.update
+
+    def update(engine: Any) -> float | None:
+        engine.skipped_steps += 1
+        return original(engine)
+
+    with mock.patch.object(loop, "update", update):
+        yield
+
+
+@contextlib.contextmanager
+def _rank_one_is_told_nothing() -> Iterator[None]:
+    original = checkpointing.resume
+
+    def resume(engine: Any, job: TrainJob) -> int:
+        told = job if comm.get_rank() == 0 else job.model_copy(update={"resume_tag": None})
+        return original(engine, told)
+
+    with mock.patch.object(checkpointing, "resume", resume):
+        yield
+
+
+FAULTS: dict[str | None, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    None: _no_fault,
+    "nan": _loss_becomes_nan,
+    "duplicate": _ranks_read_the_same_samples,
+    "frozen": _optimizer_does_nothing,
+    "skipped": _every_step_is_skipped,
+    "disagree": _rank_one_is_told_nothing,
+}
+
+if __name__ == "__main__":
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
+    torch.manual_seed(0)
+    np.random.seed(0)
+    main(Path(sys.argv[1]))

@@ -1,0 +1,179 @@
+"""Real DeepSpeed training on two CPU ranks: what it resumes to, and what it refuses to call training."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from infra.ports import free_port
+from t5train.consolidate import consolidate
+from t5train.recipes import recipe
+from t5train.records import TokenShards
+from t5train.spec import RunSpec
+from t5train.train.metrics import read
+from t5train.train.ranks import digest64
+
+pytestmark = pytest.mark.slow
+
+LAYOUTS = {
+    "zero0-fp32": (0, "fp32"),
+    "zero1-fp32": (1, "fp32"),
+    "zero2-fp32": (2, "fp32"),
+    "zero0-bf16": (0, "bf16"),
+    "zero1-bf16": (1, "bf16"),
+    "zero2-bf16": (2, "bf16"),
+}
+FAULTS = {
+    "nan": ("NonFiniteLoss", "the loss is nan at step"),
+    "duplicate": ("DuplicateBatch", "ranks 0 and 1 were given the same samples at step 1"),
+    "frozen": ("WeightsDidNotMove", "3 optimizer steps up to step 3"),
+    "skipped": ("TooManySkippedSteps", "optimizer steps were skipped"),
+    "disagree": ("RanksDisagree", "ranks differ in their resume tag"),
+}
+
+
+def _spec(zero_stage: int, precision: str, num_steps: int = 6) -> RunSpec:
+    return recipe("smoke").with_settings(
+        {
+            "model.d_model": 32,
+            "model.d_ff": 64,
+            "model.dropout_rate": 0.1,
+            "objective.input_tokens": 32,
+            "optimizer.num_steps": num_steps,
+            "optimizer.warmup_steps": 2,
+            "optimizer.global_batch_sequences": 16,
+            "optimizer.precision": precision,
+            "layout.micro_batch_sequences": 4,
+            "layout.zero_stage": zero_stage,
+            "storage.checkpoint_every_steps": 3,
+            "storage.validate_every_steps": 3,
+            "storage.validate_sequences": 16,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards) -> "Trained":
+    """All trainings of this file, in one launch of two ranks."""
+    root = tmp_path_factory.mktemp("trained")
+    jobs = []
+    for name, layout in LAYOUTS.items():
+        spec = _spec(*layout).model_dump(mode="json")
+        jobs += [
+            {"name": f"{name}.whole", "spec": spec, "run_folder": f"{root}/{name}.whole"},
+            {"name": f"{name}.killed", "spec": spec, "run_folder": f"{root}/{name}.killed", "stop_at": 5},
+            {
+                "name": f"{name}.resumed",
+                "spec": spec,
+                "run_folder": f"{root}/{name}.killed",
+                "resume_tag": "step-00000003",
+            },
+        ]
+    for fault in FAULTS:
+        long = 40 if fault == "skipped" else 6
+        spec = _spec(1, "fp32", num_steps=long).model_dump(mode="json")
+        tag = "step-00000003" if fault == "disagree" else None
+        jobs.append({"name": fault, "spec": spec, "run_folder": f"{root}/{fault}", "fault": fault, "resume_tag": tag})
+    for job in jobs:
+        Path(job["run_folder"]).mkdir(exist_ok=True)
+        job["shards"] = str(pydocs_shards.path)
+    (root / "jobs.json").write_text(json.dumps(jobs))
+    _launch(root / "jobs.json")
+    return Trained(root)
+
+
+class Trained:
+    """What the launch left behind."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def found(self, name: str, rank: int = 0) -> dict[str, Any]:
+        """What a rank said of the training of that name."""
+        found: dict[str, Any] = json.loads((self.root / f"{name}.rank-{rank}.json").read_text())
+        return found
+
+
+def _launch(jobs: Path) -> None:
+    program = Path(__file__).with_name("rank_program.py")
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "/dev/null", "--num_gpus", "2"]
+    command += ["--master_addr", "127.0.0.1", "--master_port", str(free_port()), "--no_local_rank", str(program)]
+    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    log = jobs.with_suffix(".log")
+    with open(log, "wb") as output:
+        ended = subprocess.run(
+            [*command, str(jobs)],
+            env={**os.environ, **environment},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=600,
+            check=False,
+        )
+    assert ended.returncode == 0, log.read_text(errors="replace")[-6000:]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_cut_off_between_checkpoints_resumes_bit_equal(trained: Trained, layout: str) -> None:
+    assert trained.found(f"{layout}.killed")["error"] == "StopTraining"
+    whole, resumed = trained.found(f"{layout}.whole"), trained.found(f"{layout}.resumed")
+    assert whole["step"] == resumed["step"] == 6
+    assert whole["masters"] == resumed["masters"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_end_with_the_same_weights(trained: Trained, layout: str) -> None:
+    assert trained.found(f"{layout}.whole", 0) == trained.found(f"{layout}.whole", 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_consolidation_gives_the_live_masters_bit_for_bit(trained: Trained, layout: str, tmp_path: Path) -> None:
+    consolidate(trained.root / f"{layout}.whole/checkpoints", tmp_path / "weights")
+    tensors = load_file(tmp_path / "weights/model.safetensors")
+    digests = {name: digest64(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
+    assert digests == trained.found(f"{layout}.whole")["masters"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_witness_tells_the_same_weights(trained: Trained, layout: str) -> None:
+    folder = trained.root / f"{layout}.whole"
+    witness = json.loads((folder / "witness/witness.json").read_text())
+    assert witness["tag"] == "step-00000006"
+    assert set(witness["tensors"]) == set(trained.found(f"{layout}.whole")["masters"])
+    logits = load_file(folder / "witness/witness.safetensors")["heldout.logits"]
+    assert torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_step_is_logged_once_also_across_a_resume(trained: Trained, layout: str) -> None:
+    lines = read(trained.root / f"{layout}.killed/metrics.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    again = read(trained.root / f"{layout}.whole/metrics.jsonl")
+    assert [line["loss"] for line in lines if "loss" in line] == [line["loss"] for line in again if "loss" in line]
+    assert all(line["gradient_norm"] for line in lines if "loss" in line)
+
+
+def test_zero_stages_train_the_same_model(trained: Trained) -> None:
+    runs = [read(trained.root / f"zero{stage}-fp32.whole/metrics.jsonl") for stage in (0, 1, 2)]
+    losses = [[line["loss"] for line in run if "loss" in line] for run in runs]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_old_checkpoints_are_pruned(trained: Trained) -> None:
+    kept = sorted(path.name for path in (trained.root / "skipped/checkpoints").iterdir() if path.is_dir())
+    assert kept == ["step-00000030", "step-00000033"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_dishonest_training_ends_with_a_clear_error_on_every_rank(trained: Trained, fault: str) -> None:
+    kind, message = FAULTS[fault]
+    for rank in (0, 1):
+        found = trained.found(fault, rank)
+        assert found["error"] == kind
+        assert message in found["message"]
