@@ -4,18 +4,10 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from t5train.consolidate.plan import Extent, Source
 from t5train.errors import IncompleteCheckpoint
-
-
-class Witness(Protocol):
-    """Sees every byte that is read for the result."""
-
-    def passed(self, extent: Extent, data: memoryview) -> None:
-        """Take in what an extent holds."""
-        ...
 
 
 class Reader:
@@ -25,14 +17,11 @@ class Reader:
         self._open: dict[Path, int] = {}
         self._stack = ExitStack()
 
-    def read(self, source: Source, start: int, buffer: memoryview, witness: Witness | None = None) -> None:
-        """Fill ``buffer`` with the source's bytes from ``start`` on, before the eyes of ``witness``."""
+    def read(self, source: Source, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the source's bytes from ``start`` on."""
         filled = 0
         for extent in source.span(start, len(buffer)):
-            part = buffer[filled : filled + extent.size]
-            self.read_extent(extent, part)
-            if witness is not None:
-                witness.passed(extent, part)
+            self.read_extent(extent, buffer[filled : filled + extent.size])
             filled += extent.size
 
     def read_extent(self, extent: Extent, buffer: memoryview) -> None:

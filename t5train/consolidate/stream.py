@@ -2,16 +2,17 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import numpy as np
 import torch
 
 from t5train.atomic import write_json
+from t5train.consolidate.buffers import BUFFER_BYTES, SharedBuffers
 from t5train.consolidate.checks import RecordChecksums, require_copies
-from t5train.consolidate.hashing import BUFFER_BYTES, HashingBuffers
 from t5train.consolidate.metadata import TORCH_DTYPES
 from t5train.consolidate.plan import Plan, TensorPlan
 from t5train.consolidate.reading import Reader
@@ -20,6 +21,15 @@ from t5train.progress import Progress
 from t5train.records import FileDigest, digest_file
 
 TENSORS = "tensors.json"
+_TELL_BYTES = 128 << 20
+
+
+class Digest(Protocol):
+    """A running hash, such as hashlib's."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Take in more bytes."""
+        ...
 
 
 def write_weights(
@@ -31,11 +41,11 @@ def write_weights(
     Raises IncompleteCheckpoint when a master contradicts the engine's own copy of it, or a file is damaged.
     """
     parts = shards(plan.tensors, shard_bytes)
-    with Reader() as reader:
-        stream = _Stream(reader, None if has_digests else RecordChecksums(reader), plan.size, progress)
+    with Reader() as reader, Reader() as checking_reader:
+        checks = _Checks(checking_reader, None if has_digests else RecordChecksums(checking_reader))
+        stream = _Stream(reader, checks, plan.size, progress)
         files = {name: stream.write(folder / name, part) for name, part in parts.items()}
-        if stream.checksums is not None:
-            stream.checksums.require_intact()
+        checks.finish()
     documents: dict[str, object] = {TENSORS: _described(plan.tensors, stream.tensor_digests)}
     if len(parts) > 1:
         documents[INDEX] = index(parts)
@@ -52,13 +62,30 @@ def _described(tensors: Sequence[TensorPlan], digests: dict[str, str]) -> dict[s
     }
 
 
-class _Stream:
-    """Copying from one reader into one file after the other; ``tensor_digests`` fills with each tensor's sha256."""
+class _Checks:
+    """What every piece that was read must pass, with a reader of its own: it runs in another thread."""
 
-    def __init__(self, reader: Reader, checksums: RecordChecksums | None, total: int, progress: Progress) -> None:
-        self.checksums = checksums
+    def __init__(self, reader: Reader, checksums: RecordChecksums | None) -> None:
+        self._reader, self._checksums = reader, checksums
+
+    def check(self, tensor: TensorPlan, start: int, data: memoryview) -> None:
+        """One piece: ``data`` from byte ``start`` of the tensor's source on."""
+        require_copies(tensor, start, data, self._reader)
+        if self._checksums is not None:
+            self._checksums.passed(tensor.source, start, data)
+
+    def finish(self) -> None:
+        """What can be told only when everything was read."""
+        if self._checksums is not None:
+            self._checksums.require_intact()
+
+
+class _Stream:
+    """Copying into one file after the other; ``tensor_digests`` fills with the sha256 of each tensor."""
+
+    def __init__(self, reader: Reader, checks: _Checks, total: int, progress: Progress) -> None:
         self.tensor_digests: dict[str, str] = {}
-        self._reader, self._total, self._progress = reader, total, progress
+        self._reader, self._checks, self._total, self._progress = reader, checks, total, progress
         self._done = 0
 
     def write(self, path: Path, tensors: Sequence[TensorPlan]) -> FileDigest:
@@ -69,29 +96,29 @@ class _Stream:
         with open(path, "xb") as file:
             os.posix_fallocate(file.fileno(), 0, size)
             file.write(head)
-            with HashingBuffers(num_digests=2) as buffers:
+            with SharedBuffers(num_readers=3) as buffers:
                 for tensor in tensors:
-                    for buffer, data in self._converted(tensor, buffers):
-                        buffers.hash(buffer, data, [whole, each[tensor.name]])
-                        self._put(file, data)
+                    self._copy(tensor, file, buffers, [whole, each[tensor.name]])
             file.flush()
             os.fsync(file.fileno())
         self.tensor_digests |= {name: digest.hexdigest() for name, digest in each.items()}
         return FileDigest(size=size, sha256=whole.hexdigest())
 
-    def _converted(self, tensor: TensorPlan, buffers: HashingBuffers) -> Iterator[tuple[memoryview, memoryview]]:
-        """A tensor's bytes in the type they are written in, piece by piece, each with the buffer it was read into."""
+    def _copy(self, tensor: TensorPlan, file: IO[bytes], buffers: SharedBuffers, digests: Sequence[Digest]) -> None:
         for start in range(0, tensor.source.size, BUFFER_BYTES):
             buffer = buffers.take()
             data = buffer[: min(BUFFER_BYTES, tensor.source.size - start)]
-            self._reader.read(tensor.source, start, data, self.checksums)
-            require_copies(tensor, start, data, self._reader)
-            yield buffer, data if tensor.source.dtype == tensor.dtype else _cast(data, tensor)
+            self._reader.read(tensor.source, start, data)
+            written = data if tensor.source.dtype == tensor.dtype else _cast(data, tensor)
+            hashing = [partial(digest.update, written) for digest in digests]
+            buffers.share(buffer, [*hashing, partial(self._checks.check, tensor, start, data)])
+            file.write(written)
+            self._tell(len(written))
 
-    def _put(self, file: IO[bytes], data: memoryview) -> None:
-        file.write(data)
-        self._done += len(data)
-        self._progress("weight bytes written", self._done, self._total)
+    def _tell(self, size: int) -> None:
+        before, self._done = self._done, self._done + size
+        if before // _TELL_BYTES != self._done // _TELL_BYTES or self._done == self._total:
+            self._progress("weight bytes written", self._done, self._total)
 
 
 def _cast(data: memoryview, tensor: TensorPlan) -> memoryview:
