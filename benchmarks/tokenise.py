@@ -56,7 +56,7 @@ from t5train.records import TokenizerFiles
 from t5train.spec import CorpusSpec, ShardsSpec
 corpus_spec = CorpusSpec(source=text, workers=PROCESSES)
 corpus = build_corpus(corpus_spec, pathlib.Path(out))
-build_shards(ShardsSpec(shard_tokens=1 << 17, workers=PROCESSES), corpus_spec, corpus,
+build_shards(ShardsSpec(shard_tokens=1 << 18, workers=PROCESSES), corpus_spec, corpus,
              TokenizerFiles.load(pathlib.Path(tokenizer)), pathlib.Path(out))
 """,
 }

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import IO
@@ -67,7 +68,7 @@ class _SplitWriter:
 def write_shard(job: Json, advance: Advance) -> Json:
     """Tokenise the stretches of one shard, as ``build_shards`` describes them; the description comes last."""
     folder, number = Path(job["folder"]), int(job["number"])
-    tokenizer = Tokenizer.load(Path(job["tokenizer"]))
+    tokenizer = _tokenizer(Path(job["tokenizer"]))
     spec = CorpusSpec.model_validate(job["corpus_spec"])
     stretches = [(SourceFile(Path(path), name), Segment(*segment)) for path, name, segment in job["stretches"]]
     with ExitStack() as stack:
@@ -83,6 +84,12 @@ def write_shard(job: Json, advance: Advance) -> Json:
     )
     write_json(folder / shard_name(number), description.model_dump())
     return {"number": number}
+
+
+@cache
+def _tokenizer(folder: Path) -> Tokenizer:
+    """Loaded once a process, for all its shards."""
+    return Tokenizer.load(folder)
 
 
 def _write_batch(
