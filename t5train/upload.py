@@ -65,15 +65,22 @@ def _is_there(filesystem: Any, target: str, digest: FileDigest, shown: str, prog
 
 
 def _create(filesystem: Any, path: str, content: bytes, shown: str) -> None:
-    """Write a small object that must not be there yet: the store itself refuses a second one where it can."""
+    """Write a small object that must not be there yet: the store itself refuses a second one where it can.
+
+    Stores refuse in words of their own, and a request that was sent twice finds the object of its first attempt, so
+    what lies there afterwards decides.
+    """
     try:
         filesystem.pipe_file(path, content, mode="create")
-    except FileExistsError:
-        raise PublicationError(
-            f"{shown} is being published by another process: wait for it to end, then try again"
-        ) from None
+    except Exception:
+        filesystem.invalidate_cache()
+        if not filesystem.exists(path):
+            raise
     if filesystem.cat_file(path) != content:
-        raise PublicationError(f"{shown}: {Path(path).name} does not read back as it was written: publish it again")
+        raise PublicationError(
+            f"{shown}/{Path(path).name} is not what was sent: another process is publishing there, or the store is "
+            "not reliable; see what is there, then try again"
+        )
 
 
 class _Sending(Callback):  # type: ignore[misc]  # fsspec has no types
