@@ -44,6 +44,7 @@ _SAFE_GLOBALS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (_Opaque, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (_Opaque, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (_Opaque, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (_Opaque, "builtins.getattr"),  # how Python 3.11.0 to 3.11.3 pickle an enum; the stub looks nothing up
 ]
 
 
