@@ -1,10 +1,11 @@
 """From text to a published, certified T5 checkpoint: the flow."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from prefect import flow
 from prefect.runtime import flow_run
+from pydantic import Field
 
 from flows.preflight import publish_url, require_ready
 from flows.resolve import resolve
@@ -20,6 +21,9 @@ from tasks.train import train
 RecipeName = Literal["smoke", "small", "base"]
 """The recipes of t5train.recipes, spelled out so that the form of a run offers them."""
 
+NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
+"""What a run may be called; as RunSpec has it."""
+
 
 def _flow_run_name() -> str:
     """The run's name where one was given, else the recipe's."""
@@ -32,8 +36,8 @@ def pretrain(
     recipe: RecipeName,
     root: Path,
     settings: dict[str, Any] | None = None,
-    run_name: str | None = None,
-    publish_to: str | None = None,
+    run_name: Annotated[str, Field(pattern=NAME)] | None = None,
+    publish_to: Annotated[str, Field(min_length=1)] | None = None,
 ) -> Publication:
     """Text to a published, certified T5 checkpoint; every stage that is done already is verified and reused.
 

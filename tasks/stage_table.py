@@ -1,9 +1,13 @@
 """A table of what each stage of a run made, as a Prefect artifact that grows with the run."""
 
+import json
 import time
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+from uuid import UUID
 
 from prefect.artifacts import create_table_artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactUpdate
 
 from t5train.records import Record
 
@@ -16,14 +20,22 @@ class StageTable:
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
         self._added_at = time.monotonic()
+        self._artifact: UUID | None = None
 
     def add(self, record: R) -> R:
         """Note what a stage made in the time since the stage before it; gives the record back."""
         now = time.monotonic()
         self._rows.append(row(record, now - self._added_at))
         self._added_at = now
-        create_table_artifact(self._rows, "stages", "What each stage made")
+        self._show()
         return record
+
+    def _show(self) -> None:
+        if self._artifact is None:
+            self._artifact = cast(UUID, create_table_artifact(self._rows, "stages", "What each stage made"))
+            return
+        with get_client(sync_client=True) as client:
+            client.update_artifact(self._artifact, ArtifactUpdate(data=json.dumps(self._rows)))
 
 
 def row(record: Record, seconds: float) -> dict[str, Any]:

@@ -1,0 +1,145 @@
+"""The console script: what it prints, and how it ends."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flows import cli
+from infra.run_lock import run_lock
+
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
+
+WITHOUT_PREFECT = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "prefect":
+            raise ModuleNotFoundError("prefect is blocked", name=name)
+
+sys.meta_path.insert(0, Blocker())
+sys.argv[0] = "t5-pretrain"
+from flows.cli import main
+main()
+"""
+
+
+@pytest.fixture
+def t5_pretrain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+    """Run the script in this process, in an empty folder; returns its exit code."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["t5-pretrain", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "smok"], "unknown recipe 'smok' (did you mean 'smoke'?)"),
+        (["run", "smoke", "--set", "optimizer.num_stepss=4"], "did you mean 'optimizer.num_steps'?"),
+        (["run", "smoke", "--set", "optimizer.num_steps=many"], "optimizer.num_steps is 'many'"),
+        (["run", "smoke", "--set", "optimizer.global_batch_sequences=65"], "must be a multiple of"),
+        (["run", "smoke", "--set", "model.vocab_size=256"], "model.vocab_size is 256"),
+        (["run", "smoke", "--set", "corpus.source=nowhere.txt"], "corpus.source 'nowhere.txt'"),
+        (["run", "smoke", "--set", "tokenizer.path=nowhere.model"], "tokenizer.path is nowhere.model"),
+        (["train", "smoke"], "no token shards"),
+        (["verify", "nowhere"], "manifest.json cannot be read"),
+    ],
+)
+def test_an_error_is_one_line_and_ends_with_1(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert t5_pretrain(*arguments) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("error: ")
+    assert message in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    "arguments", [["run"], ["run", "smoke", "--set", "x"], ["consolidate", "a", "b", "--shard-size", "5X"]]
+)
+def test_wrong_usage_ends_with_2(t5_pretrain: Callable[..., int], arguments: list[str]) -> None:
+    assert t5_pretrain(*arguments) == 2
+
+
+def test_control_c_ends_with_130(t5_pretrain: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    assert t5_pretrain("recipes") == 130
+
+
+def test_a_dry_run_tells_everything_and_makes_nothing(
+    t5_pretrain: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    golden: Callable[[str, str], None],
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "root"
+    assert t5_pretrain("run", "smoke", "--dry-run", "--root", str(root), "--set", "optimizer.num_steps=50") == 0
+    said = capsys.readouterr().out.replace(str(root), "{root}").replace(sys.executable, "{python}")
+    golden("smoke.dry-run", said)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stage_commands_work_where_prefect_is_not_installed(run_python: RunPython, tmp_path: Path) -> None:
+    text = "\n".join(json.dumps({"id": str(number), "text": f"line {number} of a text"}) for number in range(200))
+    (tmp_path / "text.jsonl").write_text(text + "\n")
+    arguments = ("corpus", "--source", str(tmp_path / "text.jsonl"), "--root", str(tmp_path / "root"))
+    made = run_python(WITHOUT_PREFECT, *arguments)
+    assert made.stdout.startswith("corpus: "), made.stderr
+    folder = made.stdout.split()[1]
+    assert "(reused)" in run_python(WITHOUT_PREFECT, *arguments).stdout
+    verified = run_python(WITHOUT_PREFECT, "verify", folder)
+    assert verified.stdout.startswith("verified: corpus"), verified.stderr
+    for command in ("tokenizer", "tokenize", "train", "consolidate", "export", "certify", "publish", "status"):
+        assert run_python(WITHOUT_PREFECT, command, "--help").returncode == 0
+    assert run_python(WITHOUT_PREFECT, "status").returncode == 0
+
+
+def test_status_tells_step_loss_holder_and_place(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "work" / "runs" / "mine"
+    run.mkdir(parents=True)
+    lines = [{"step": 7, "loss": 4.25}, {"step": 8, "loss": 4.125}, {"step": 8, "validation_loss": 9.0}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "lo')
+    with run_lock(run):
+        assert t5_pretrain("status") == 0
+    name, stage, step, loss, holder, published = capsys.readouterr().out.splitlines()[1].split("\t")
+    assert (name, stage, step, loss, published) == ("mine", "training", "8", "4.1250", "-")
+    assert holder.startswith("process ")
+    assert t5_pretrain("status") == 0
+    assert "process" not in capsys.readouterr().out
+
+
+def test_a_run_that_lives_refuses_a_second_start(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with run_lock(tmp_path / "work" / "runs" / "mine"):
+        assert t5_pretrain("run", "smoke", "--name", "mine") == 1
+    assert "is being worked on by process" in capsys.readouterr().err
+
+
+def test_a_run_begun_otherwise_is_refused_before_anything_starts(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    begun = tmp_path / "work" / "runs" / "mine" / "run.json"
+    begun.parent.mkdir(parents=True)
+    begun.write_text(json.dumps({"identity": {"optimizer": {"seed": 1}}}))
+    assert t5_pretrain("run", "smoke", "--name", "mine") == 1
+    assert "optimizer.seed: 1 -> 0" in capsys.readouterr().err
+    assert not (tmp_path / "work" / "prefect").exists()
