@@ -55,8 +55,9 @@ def test_no_constraint_is_left_over() -> None:
     assert {canonicalize_name(constraint.name) for constraint in APPLICABLE} <= wanted
 
 
-# Declared for what others do with them: bounds that keep Prefect alive, backends that are found by name, tools.
-NEVER_IMPORTED = {"fastapi", "sqlalchemy", "protobuf", "tensorboard", "hatchling", "mypy", "ruff"}
+# Declared for what others do with them: bounds that keep Prefect alive, backends that are found by name, tools, and
+# what a benchmark starts in a process of its own.
+NEVER_IMPORTED = {"fastapi", "sqlalchemy", "protobuf", "tensorboard", "hatchling", "mypy", "ruff", "datasets"}
 
 
 def third_party_imports() -> set[str]:
