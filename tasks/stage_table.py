@@ -22,10 +22,10 @@ class StageTable:
         self._added_at = time.monotonic()
         self._artifact: UUID | None = None
 
-    def add(self, record: R) -> R:
+    def add(self, stage: str, record: R) -> R:
         """Note what a stage made in the time since the stage before it; gives the record back."""
         now = time.monotonic()
-        self._rows.append(row(record, now - self._added_at))
+        self._rows.append(row(stage, record, now - self._added_at))
         self._added_at = now
         self._show()
         return record
@@ -38,10 +38,10 @@ class StageTable:
             client.update_artifact(self._artifact, ArtifactUpdate(data=json.dumps(self._rows)))
 
 
-def row(record: Record, seconds: float) -> dict[str, Any]:
+def row(stage: str, record: Record, seconds: float) -> dict[str, Any]:
     """One line of the table; sizes in bytes."""
     return {
-        "stage": record.kind,
+        "stage": stage,
         "result": "reused" if record.reused else "made",
         "seconds": round(seconds, 1),
         "folder": str(record.path),
