@@ -160,6 +160,7 @@ def test_equal_bits_are_asked_for_unless_a_tolerance_is_given() -> None:
     logits = torch.linspace(-5, 5, 24).reshape(1, 4, 6)
     near = {"probe": compare_logits(logits * (1 + 1e-6), logits)}
     assert differing_probes(near, 0.0)
+    assert differing_probes({"probe": compare_logits(torch.zeros(1, 1, 2), -torch.zeros(1, 1, 2))}, 0.0)
     assert not differing_probes(near, 1e-3)
     assert differing_probes({"probe": compare_logits(logits + 1, logits)}, 1e-3)
     assert differing_probes({"probe": compare_logits(logits * torch.nan, logits)}, 1e-3)

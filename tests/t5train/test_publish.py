@@ -220,6 +220,19 @@ def test_a_failed_copy_leaves_nothing(make_export: MakeExport, tmp_path: Path, m
     assert not list((tmp_path / "there").iterdir())
 
 
+def test_a_disk_that_garbles_is_found_out_before_the_folder_appears(
+    make_export: MakeExport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def garble(_: Path, target: Path) -> None:
+        target.write_text("garbled")
+
+    exported = make_export()
+    monkeypatch.setattr("t5train.publish.copy_durably", garble)
+    with pytest.raises(DigestMismatch, match="has 7 bytes"):
+        publish(exported, str(tmp_path / "published"))
+    assert not (tmp_path / "published").exists()
+
+
 def test_secrets_of_a_url_appear_nowhere(
     make_export: MakeExport, store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
