@@ -30,7 +30,7 @@ TORCH_DTYPES = {
 """torch's types by the names safetensors gives them."""
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _LOCAL_HEADER = struct.Struct("<26x2H")
-_MOST_RUNS = 1 << 20
+_MOST_RUNS = 1 << 16
 
 
 class _Opaque:
