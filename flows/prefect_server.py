@@ -221,7 +221,7 @@ def _start(home: Path, port: int, environment: dict[str, str]) -> subprocess.Pop
 
 def _await_health(server: subprocess.Popen[bytes], api_url: str, log: Path, progress: Progress) -> None:
     started = time.monotonic()
-    what = "seconds for Prefect's server to start (the first time, it makes its database)"
+    what = "s, Prefect's server starts (the first time it makes its database)"
     while not answers(api_url):
         waited = time.monotonic() - started
         if server.poll() is not None or waited > START_SECONDS:

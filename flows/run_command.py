@@ -1,6 +1,6 @@
 """``run`` and ``recipes``."""
 
-import sys
+import logging
 from typing import Annotated, Any, cast
 
 import typer
@@ -10,7 +10,7 @@ from flows.dry_run import describe
 from flows.options import NameOption, RecipeArgument, RootOption, SetOption, settings
 from flows.preflight import require_ready
 from flows.resolve import resolve
-from flows.terminal import complain, progress_display, say
+from flows.terminal import BarProgress, complain, progress_display, say
 from infra.run_lock import run_lock
 from t5train.progress import Progress, silent
 from t5train.recipes import RECIPES
@@ -63,8 +63,10 @@ def _run_flow(spec: RunSpec, changes: dict[str, str], progress: Progress) -> Pub
     from flows.pretrain import pretrain  # brings Prefect, which reads its settings when it is imported
     from tasks.stage_progress import watched_by
 
+    if isinstance(progress, BarProgress):
+        _log_above(progress)
     # Without a terminal the run's log shows the progress.
-    with watched_by(progress if sys.stderr.isatty() else silent):
+    with watched_by(progress if isinstance(progress, BarProgress) else silent):
         return pretrain(
             recipe=cast(Any, spec.recipe),
             root=spec.storage.root,
@@ -72,3 +74,12 @@ def _run_flow(spec: RunSpec, changes: dict[str, str], progress: Progress) -> Pub
             run_name=spec.name,
             publish_to=spec.storage.publish_to,
         )
+
+
+def _log_above(progress: BarProgress) -> None:
+    """Let Prefect's log lines appear above the bar; each of its handlers would else write across it."""
+    from prefect.logging.handlers import PrefectConsoleHandler
+
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, PrefectConsoleHandler):
+            handler.console = progress.console

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from t5train.progress import Progress as ProgressCallback
 
@@ -28,33 +28,44 @@ class LineProgress:
             return
         self._written_at = now
         share = f" of {total:,} ({100 * done / total:.0f} %)" if total else ""
-        self._console.print(f"{done:,}{share} {what}", highlight=False, markup=False)
+        self._console.print(f"{done:,}{share} {what}")
 
 
 class BarProgress:
-    """Progress as bars, one for each kind of work."""
+    """Progress as a bar for the work in hand."""
 
     def __init__(self, bars: Progress) -> None:
         self._bars = bars
-        self._tasks: dict[str, TaskID] = {}
+        self._work: str | None = None
+        self._bar: TaskID | None = None
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
         """Move the bar of ``what``, of which only the text before a comma says which work it is."""
         work = what.partition(",")[0]
-        if work not in self._tasks:
-            self._tasks[work] = self._bars.add_task(what, total=total)
-        self._bars.update(self._tasks[work], description=what, completed=done, total=total)
+        if self._bar is None or work != self._work:
+            if self._bar is not None:
+                self._bars.remove_task(self._bar)
+            self._work, self._bar = work, self._bars.add_task(what, total=total)
+        self._bars.update(self._bar, description=what, completed=done, total=total)
+
+    @property
+    def console(self) -> Console:
+        """Where lines appear above the bar rather than across it."""
+        return self._bars.console
 
 
 @contextmanager
 def progress_display() -> Iterator[ProgressCallback]:
     """A progress callback that shows on standard error what a stage reports, as long as the block lasts."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, highlight=False)
     if not console.is_terminal:
         yield LineProgress(console)
         return
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console) as bars:
+    text = TextColumn(
+        "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    )
+    columns = text, BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, expand=True) as bars:
         yield BarProgress(bars)
 
 
