@@ -25,9 +25,9 @@ from infra.processes import ProcessIdentity
 from infra.run_lock import ranks_lock
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# The launcher's group holds the guards of the ranks, who need their own grace and the seconds of a kill.
 _RANK_GRACE_SECONDS = 3.0
-_LAUNCHER_GRACE_SECONDS = 9.0
+LAUNCHER_GRACE_SECONDS = 6.0
+"""Longer than a rank's, as the launcher's process group holds the ranks' guards, who give that and write records."""
 
 
 def guard(folder: Path, argv: list[str]) -> ExitRecord:
@@ -65,7 +65,7 @@ def _run(this: Attempt, name: str, argv: list[str], lock: int, alarms: tuple[int
         )
     this.write_process(name, ProcessIdentity.of(child.pid), ProcessIdentity.of(os.getpid()))
     reason = _wait(os.pidfd_open(child.pid), *alarms)
-    grace = _LAUNCHER_GRACE_SECONDS if name == attempt.LAUNCHER else _RANK_GRACE_SECONDS
+    grace = LAUNCHER_GRACE_SECONDS if name == attempt.LAUNCHER else _RANK_GRACE_SECONDS
     processes.end(processes.in_group(child.pid), grace)
     return child.wait(), reason
 

@@ -23,13 +23,12 @@ from infra import attempt, ports, processes
 from infra.attempt import Attempt
 from infra.environment import rank_environment
 from infra.failure import failure_of
+from infra.guard import LAUNCHER_GRACE_SECONDS
 from infra.op_cache import clear_stale_locks
 from infra.processes import ProcessIdentity
 
 _TICK_SECONDS = 0.5
 _LAUNCHER_END_SECONDS = 5.0
-# What the launcher's guard gives the guards of the ranks, and some; see infra.guard.
-_GRACE_SECONDS = 11.0
 _log = logging.getLogger(__name__)
 
 
@@ -126,7 +125,7 @@ def _await(launcher: subprocess.Popen[bytes]) -> None:
 
 
 def _end(this: Attempt, launcher: subprocess.Popen[bytes]) -> None:
-    if left := processes.end(processes.in_run(this.run_id), _GRACE_SECONDS):
+    if left := processes.end(processes.in_run(this.run_id), LAUNCHER_GRACE_SECONDS):
         _log.error("processes %s of %s do not end, not even by SIGKILL", sorted(left), this.folder)
     else:
         launcher.wait()
