@@ -6,12 +6,13 @@ number and its byte offset (in the decompressed stream) find it again without re
 
 import bz2
 import gzip
-import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from t5train.data.passages import Passage, Row, SourceFile
 from t5train.errors import InputError
@@ -59,8 +60,8 @@ def _json_passage(source: SourceFile, row: int, line: str) -> Passage:
     if not line.strip():
         return Passage(f"{source.name}:{row}", "", "")
     try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
         raise InputError(f"{source.path} line {row + 1} is not JSON: {error}") from None
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
         raise InputError(f'{source.path} line {row + 1} is not an object with "text": "..."')

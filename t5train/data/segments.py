@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from t5train.atomic import replacing
 from t5train.data.passages import Passage, Row, SourceFile
 from t5train.data.readers import rows
-from t5train.errors import InputError
 
 SEGMENTS = "segments.json"
 _SEGMENT_BYTES = 64 << 10
@@ -43,7 +42,7 @@ def scan(source: SourceFile) -> FileSegments:
     first: Row | None = None
     for row in rows(source):
         first = first or row
-        size = _text_bytes(source, row)
+        size = _text_bytes(row)
         passages += size > 0
         empty += size == 0
         text_bytes += size
@@ -92,9 +91,6 @@ def _relative(path: Path, folder: Path) -> Path:
     return path.relative_to(folder) if path.is_relative_to(folder) else path
 
 
-def _text_bytes(source: SourceFile, row: Row) -> int:
+def _text_bytes(row: Row) -> int:
     """Size of a row's text, 0 for one of nothing but whitespace."""
-    try:
-        return len(row.passage.text.encode("utf-8")) if row.passage.text.strip() else 0
-    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
-        raise InputError(f"{source.path} row {row.number + 1} is not valid Unicode: {error}; correct it") from None
+    return len(row.passage.text.encode("utf-8")) if row.passage.text.strip() else 0

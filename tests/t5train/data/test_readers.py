@@ -106,7 +106,7 @@ def test_formats_are_told_by_name() -> None:
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', ["a.jsonl line 2", "not JSON"]),
         ("a.jsonl", b'{"body": "x"}\n', ["a.jsonl line 1", '"text"']),
         ("a.jsonl", b'["text"]\n', ["a.jsonl line 1", '"text"']),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', ["a.jsonl row 1", "Unicode"]),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', ["a.jsonl line 1", "surrogate"]),
         ("a.tsv", b"text\tid\n", ["a.tsv", "header", "id\\ttext\\ttitle"]),
         ("a.tsv", b"", ["a.tsv", "header"]),
         ("a.tsv", b"id\ttext\ttitle\n1\ttwo\n", ["a.tsv line 2", "2 fields"]),
