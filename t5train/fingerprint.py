@@ -1,8 +1,9 @@
-"""Identity of a value: sha256 of its canonical JSON."""
+"""Identity of a value: sha256 of its canonical JSON; and what differs between two identities."""
 
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -19,6 +20,18 @@ def canonical_json(value: Any) -> str:
 def fingerprint(value: Any) -> str:
     """sha256 (64 hexadecimal digits) of ``canonical_json(value)``."""
     return hashlib.sha256(canonical_json(value).encode("utf-8")).hexdigest()
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """``"part.key: old -> new"`` for everything that differs between two identities."""
+    found = []
+    for key in sorted({*old, *new}):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            found.extend(differences(before, after, f"{prefix}{key}."))
+        elif before != after:
+            found.append(f"{prefix}{key}: {json.dumps(before)} -> {json.dumps(after)}")
+    return found
 
 
 def _require_canonical(value: Any, where: str) -> None:

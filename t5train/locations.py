@@ -71,6 +71,17 @@ def redacted(url: str) -> str:
     return "::".join(_without_authority(part) for part in url.split("::"))
 
 
+def without_secret(setting: str, url: str) -> str:
+    """The URL, if it is fit to be kept in a spec, which is written to disk and shown; else ValueError."""
+    for part in map(urlsplit, url.split("::")):
+        if part.password is not None or (part.netloc and part.query):
+            raise ValueError(
+                f"{setting} has a password or a query in its URL, and specs are kept and shown: take it out, and give "
+                "credentials by the environment variables or files of the store's own client"
+            )
+    return url
+
+
 def _without_authority(url: str) -> str:
     parts = urlsplit(url)
     if not parts.netloc:

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from t5train.errors import SpecError
 from t5train.fingerprint import fingerprint
+from t5train.locations import without_secret
 
 VOCABULARY_MULTIPLE = 128
 NUM_SENTINELS = 100
@@ -46,6 +47,11 @@ class CorpusSpec(SpecPart):
     )
     split_seed: int = Field(0, ge=0, title="Split seed", description="Decides which document falls into which split")
     workers: int | None = Field(None, ge=1, title="Workers", description="Processes; all cores when left out")
+
+    @field_validator("source")
+    @classmethod
+    def _source_holds_no_secret(cls, source: str) -> str:
+        return without_secret("corpus.source", source)
 
     @model_validator(mode="after")
     def _split_is_whole(self) -> Self:
@@ -194,6 +200,11 @@ class StorageSpec(SpecPart):
     validate_every_steps: int = Field(500, ge=1, title="Validate every", description="Optimizer steps")
     validate_sequences: int = Field(512, ge=1, title="Validation", description="Sequences at most, each time")
 
+    @field_validator("publish_to")
+    @classmethod
+    def _destination_holds_no_secret(cls, url: str | None) -> str | None:
+        return url if url is None else without_secret("storage.publish_to", url)
+
 
 class ClusterSpec(SpecPart):
     """The processes that train."""
@@ -281,6 +292,7 @@ class RunSpec(SpecPart):
         """
         values = self.model_dump(mode="json")
         for setting, value in settings.items():
+            _require_text(setting, value)
             _place(values, setting, value)
         return build(values)
 
@@ -318,18 +330,6 @@ def setting_names() -> list[str]:
     return names
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """``"part.key: old -> new"`` for everything that differs between two identities."""
-    found = []
-    for key in sorted({*old, *new}):
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            found.extend(differences(before, after, f"{prefix}{key}."))
-        elif before != after:
-            found.append(f"{prefix}{key}: {json.dumps(before)} -> {json.dumps(after)}")
-    return found
-
-
 def pad_vocabulary(pieces: int) -> int:
     """The smallest multiple of 128 that holds ``pieces`` ids."""
     return -(-pieces // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
@@ -339,6 +339,13 @@ def nearest(word: str, known: list[str]) -> str:
     """``" (did you mean 'x'?)"`` for the known word most like this one, or nothing."""
     match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def _require_text(setting: str, value: Any) -> None:
+    try:
+        str(value).encode("utf-8")
+    except UnicodeEncodeError:
+        raise SpecError(f"{setting} is {value!r}: it must be valid UTF-8 text") from None
 
 
 def _place(values: dict[str, Any], setting: str, value: Any) -> None:

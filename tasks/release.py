@@ -6,6 +6,7 @@ from prefect.cache_policies import NO_CACHE
 from t5train.atomic import write_json
 from t5train.certify import certify_in_fresh_process
 from t5train.export import export
+from t5train.fingerprint import fingerprint
 from t5train.locations import redacted
 from t5train.publish import publish
 from t5train.records import Checkpoint, Export, Publication, TokenizerFiles, Weights
@@ -19,7 +20,10 @@ def consolidate_weights(spec: RunSpec, checkpoint: Checkpoint) -> Weights:
     """Join the ranks' parts of the fp32 masters to safetensors."""
     from t5train.consolidate import consolidate  # brings torch, which a flow that reuses everything does without
 
-    checkpoints, out = spec.run_folder / "checkpoints", spec.run_folder / "weights"
+    # Named by content: should a GPU train the last steps once more, their bytes may differ.
+    content = fingerprint({name: digest.sha256 for name, digest in checkpoint.files.items()})
+    out = spec.run_folder / "weights" / f"{checkpoint.tag}-{content[:12]}"
+    checkpoints = spec.run_folder / "checkpoints"
     return consolidate(checkpoints, out, tag=checkpoint.tag, progress=StageProgress("consolidate"))
 
 

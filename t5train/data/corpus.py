@@ -10,11 +10,12 @@ from typing import Any
 from t5train.data import pydocs
 from t5train.data.passages import SourceFile
 from t5train.data.segments import SEGMENTS, FileSegments, Segment, scan, write_segments
-from t5train.data.sources import local_files, redacted
+from t5train.data.sources import local_files
 from t5train.data.stage_folder import making, stage_folder
 from t5train.data.workers import Advance, Json, default_workers, in_processes
 from t5train.errors import InputError
 from t5train.fingerprint import fingerprint
+from t5train.locations import redacted
 from t5train.progress import Progress, silent
 from t5train.records import Corpus, FileDigest, digest_file, digest_files, reusable
 from t5train.spec import CorpusSpec

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from t5train.atomic import replacing, write_json
 from t5train.data.passages import SourceFile
 from t5train.data.readers import FORMATS, format_of
 from t5train.errors import DigestMismatch, InputError
+from t5train.locations import redacted
 from t5train.progress import Progress
 from t5train.records import FileDigest, digest_file, verify_file
 
@@ -50,14 +51,6 @@ def require_source(source: str) -> None:
 
         filesystem, path = fsspec.core.url_to_fs(source)
         _found(filesystem, path, redacted(source))
-
-
-def redacted(url: str) -> str:
-    """A URL without what may be secret in it: user, password, query and fragment."""
-    parts = urlsplit(url)
-    if not parts.netloc:
-        return url
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def _found(filesystem: Any, path: str, shown: str) -> list[str]:

@@ -55,8 +55,9 @@ def update(engine: Any) -> float | None:
     engine.step()
     if not is_last or plain is not None:
         return plain
-    norm = engine.get_global_grad_norm()
-    return None if norm is None or float(norm) < 0 else float(norm)
+    if engine.fp16_enabled() and not engine.was_step_applied():
+        return None
+    return float(engine.get_global_grad_norm())
 
 
 def _gradient_norm(engine: Any) -> float:

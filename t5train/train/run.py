@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from t5train import sidecar
 from t5train.atomic import write_json, write_text
 from t5train.errors import IncompleteCheckpoint, LaunchError, RunChanged, SpecError
-from t5train.fingerprint import fingerprint
+from t5train.fingerprint import differences, fingerprint
 from t5train.progress import Progress, silent
 from t5train.records import Checkpoint, FileDigest, TokenShards, digest_files, reusable
-from t5train.spec import RunSpec, build, differences
+from t5train.spec import RunSpec, build
 from t5train.train.job import TrainJob, tag_of
 
 RUN_FILE = "run.json"

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t5train.errors import SpecError
-from t5train.recipes import smoke
-from t5train.spec import RunSpec, SpecPart, build, differences, pad_vocabulary, read, setting_names
+from t5train.fingerprint import differences
+from t5train.recipes import recipe, smoke
+from t5train.spec import RunSpec, SpecPart, build, pad_vocabulary, read, setting_names
 
 # For each setting a value that is valid and not smoke's; a new setting is tested as soon as it has a line here.
 OTHER: dict[str, Any] = {
@@ -250,3 +251,23 @@ def test_a_padded_vocabulary_is_the_least_multiple_of_128_that_holds_all(pieces:
     padded = pad_vocabulary(pieces)
     assert padded % 128 == 0
     assert padded - 128 < pieces <= padded
+
+
+@pytest.mark.parametrize("setting", ["corpus.source", "storage.publish_to"])
+@pytest.mark.parametrize(
+    "url", ["s3://key:s3cret@bucket/x", "https://host/x.jsonl?token=s3cret", "simplecache::ftp://u:s3cret@h/x"]
+)
+def test_a_url_with_a_secret_is_refused_without_telling_it(setting: str, url: str) -> None:
+    with pytest.raises(SpecError, match=setting) as caught:
+        recipe("smoke").with_settings({setting: url})
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["abfs://container@account/x", "sftp://user@host/x", "what?/x*.txt"])
+def test_a_url_without_a_secret_is_kept(url: str) -> None:
+    assert recipe("smoke").with_settings({"corpus.source": url}).corpus.source == url
+
+
+def test_a_value_that_is_not_utf8_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"corpus.source is .* valid UTF-8"):
+        recipe("smoke").with_settings({"corpus.source": "\udcff"})
