@@ -1,0 +1,171 @@
+"""kill -9 of the flow, the launcher and a rank, for real, at random steps: nothing is left, nothing is lost.
+
+``pytest tests/flows/test_kill.py --kill-rounds 3`` does it at three random steps each, and writes the table of
+docs/measurements.md.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.attempt import Attempt, attempt_folder, read
+from infra.processes import find, in_run
+from t5train.train import metrics
+
+pytestmark = pytest.mark.slow
+
+NUM_STEPS, SAVED_EVERY = 60, 10
+SETTINGS = {
+    "tokenizer.vocab_size": 500,
+    "model.d_model": 32,
+    "model.d_ff": 64,
+    "objective.input_tokens": 32,
+    "optimizer.num_steps": NUM_STEPS,
+    "optimizer.warmup_steps": 10,
+    "storage.checkpoint_every_steps": SAVED_EVERY,
+    "storage.validate_every_steps": 20,
+    "storage.validate_sequences": 32,
+}
+ALLOWED_SECONDS = 20
+RUN = "killed"
+
+
+def _command(root: Path) -> list[str]:
+    changes = [argument for name, value in SETTINGS.items() for argument in ("--set", f"{name}={value}")]
+    program = [sys.executable, "-c", "from flows.cli import main; main()"]
+    return [*program, "run", "smoke", "--root", str(root), "--name", RUN, *changes]
+
+
+@contextmanager
+def _started(root: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with open(root / "output.log", "ab") as log:
+        process = subprocess.Popen(
+            _command(root), cwd=root, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _finish(process: subprocess.Popen[bytes], root: Path) -> None:
+    assert process.wait(timeout=300) == 0, (root / "output.log").read_text()[-4000:]
+
+
+def _final_weights(root: Path) -> Any:
+    return json.loads((root / "runs" / RUN / "witness/witness.json").read_text())["tensors"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Digests of the final weights of a run that nobody disturbs."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    with _started(root) as process:
+        _finish(process, root)
+    return _final_weights(root)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(metafunc.config.getoption("--kill-rounds")))
+
+
+def test_a_run_killed_three_times_leaves_nothing_and_ends_with_the_same_weights(
+    tmp_path: Path, undisturbed: Any, seed: int, kill_table: list[str]
+) -> None:
+    steps = sorted(random.Random(seed).sample(range(2, NUM_STEPS - 2), 3))
+    run = tmp_path / "runs" / RUN
+    with _started(tmp_path) as flow:
+        rank_gone = _kill("rank", _wait_for(run, steps[0], 1), flow)
+        launcher_gone = _kill("launcher", _wait_for(run, steps[1], 2), flow)
+        flow_gone = _kill("flow", _wait_for(run, steps[2], 3), flow)
+    with _started(tmp_path) as flow:
+        _finish(flow, tmp_path)
+    resumed = [json.loads((attempt_folder(run, n) / "spec.json").read_text())["resume_tag"] for n in (2, 3, 4)]
+    # The last lines before a kill may tell of a step that was not saved any more, never of one more than that.
+    for step, tag in zip(steps, resumed, strict=True):
+        assert (0 if tag is None else int(tag[-8:])) >= step - step % SAVED_EVERY - SAVED_EVERY
+    same = _final_weights(tmp_path) == undisturbed
+    for victim, step, gone, tag in zip(
+        ("rank", "launcher", "flow"), steps, (rank_gone, launcher_gone, flow_gone), resumed, strict=True
+    ):
+        kill_table.append(f"| {victim} | {step} | {gone:.1f} s | {tag or 'start'} | {'yes' if same else 'NO'} |")
+    assert same
+
+
+def test_a_second_start_is_refused_while_one_lives(tmp_path: Path) -> None:
+    with _started(tmp_path) as flow:
+        while not (tmp_path / "runs" / RUN / "lock").exists():
+            assert flow.poll() is None
+            time.sleep(0.1)
+        time.sleep(1)
+        again = subprocess.run(
+            _command(tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+    assert again.returncode == 1
+    assert f"process {flow.pid}" in again.stderr or str(flow.pid) in again.stderr
+    assert again.stderr.strip().splitlines()[-1].startswith("error: ")
+
+
+def _wait_for(run: Path, step: int, number: int) -> Attempt:
+    """The attempt of that number, once it has taken that step."""
+    folder, deadline = attempt_folder(run, number), time.monotonic() + 120
+    while time.monotonic() < deadline:
+        lines = metrics.read(run / "metrics.jsonl")
+        if (folder / "rank-00001.pid").exists() and lines and (lines[-1]["step"] or 0) >= step:
+            return read(folder)
+        time.sleep(0.02)
+    raise AssertionError(f"{folder} did not reach step {step}: {(run.parents[1] / 'output.log').read_text()[-4000:]}")
+
+
+def _kill(victim: str, attempt: Attempt, flow: subprocess.Popen[bytes]) -> float:
+    """Seconds from the kill until no process of the attempt is left."""
+    names = {"rank": "rank-00001", "launcher": "launcher"}
+    if victim == "flow":
+        os.kill(flow.pid, signal.SIGKILL)
+    else:
+        recorded = json.loads((attempt.folder / f"{names[victim]}.pid").read_text())
+        os.kill(recorded["process"]["pid"], signal.SIGKILL)
+    started = time.monotonic()
+    while left := [*find(in_run(attempt.run_id)), *(_of_session(flow.pid) if victim == "flow" else ())]:
+        assert time.monotonic() - started < ALLOWED_SECONDS, f"{left} of {attempt.run_id} are left"
+        time.sleep(0.1)
+    return time.monotonic() - started
+
+
+def _of_session(session: int) -> set[int]:
+    """Live processes that the flow started otherwise: Prefect's server."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.add(int(stat.parent.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def kill_table(pytestconfig: pytest.Config) -> Iterator[list[str]]:
+    """Rows for the documentation, printed when all rounds are done."""
+    rows: list[str] = []
+    yield rows
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        head = [
+            "| killed | at step | all gone after | resumed from | final weights bit-equal |",
+            "|---|---|---|---|---|",
+        ]
+        sys.stdout.write("\n" + "\n".join(head + rows) + "\n")
