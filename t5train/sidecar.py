@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from t5train.atomic import sync_folder, write_json
+from t5train.atomic import write_json
 from t5train.errors import DigestMismatch, IncompleteCheckpoint
 from t5train.fingerprint import fingerprint
 from t5train.progress import Progress, silent
@@ -138,13 +138,6 @@ def write(folder: Path, sidecar: Sidecar) -> None:
     write_json(folder / sidecar_name(sidecar.rank), document | {_OWN_DIGEST: fingerprint(document)})
 
 
-def retract(folder: Path) -> None:
-    """Take all sidecars away: for rank 0, before the files of a tag that is there already are written anew."""
-    for path in _paths(folder):
-        path.unlink()
-    sync_folder(folder)
-
-
 def read_all(folder: Path) -> list[Sidecar]:
     """All sidecars of a tag by rank; IncompleteCheckpoint for an unreadable one. Empty when there are none."""
     return sorted((_read(path) for path in _paths(folder)), key=lambda sidecar: sidecar.rank)
@@ -171,7 +164,8 @@ def require_complete(folder: Path, progress: Progress = silent) -> list[Sidecar]
 def complete_tags(checkpoints: Path) -> list[str]:
     """Names of the complete tags in a DeepSpeed save folder, the newest step first.
 
-    Sidecars must agree and files have their sizes; ``require_complete`` then reads the chosen one's digests.
+    Sidecars must agree and files have their sizes; ``require_complete`` then reads the chosen one's digests. A tag
+    that was renamed is none: a run renames what it is about to remove, and may be killed before it has.
     """
     found: list[tuple[int, str]] = []
     if not checkpoints.is_dir():
@@ -201,9 +195,8 @@ def _if_complete(folder: Path) -> list[Sidecar] | None:
         files = files_of(sidecars)
     except IncompleteCheckpoint:
         return None
-    if all(_has_size(folder / name, digest.size) for name, digest in files.items()):
-        return sidecars
-    return None
+    whole = all(_has_size(folder / name, digest.size) for name, digest in files.items())
+    return sidecars if whole and sidecars[0].tag == folder.name else None
 
 
 def _has_size(path: Path, size: int) -> bool:

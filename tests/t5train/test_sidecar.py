@@ -58,6 +58,20 @@ def test_a_tag_with_a_file_of_another_size_is_not_complete(tmp_path: Path) -> No
     assert complete_tags(tmp_path) == []
 
 
+def test_a_tag_renamed_to_be_removed_is_not_complete(tmp_path: Path) -> None:
+    save(tmp_path, 400)
+    save(tmp_path, 500).rename(tmp_path / "removed-0a1b2c3d")
+    assert complete_tags(tmp_path) == ["step-00000400"]
+
+
+def test_a_tag_without_sidecars_was_never_finished(tmp_path: Path) -> None:
+    folder = save(tmp_path, 400)
+    for path in folder.glob("rank-*.json"):
+        path.unlink()
+    with pytest.raises(IncompleteCheckpoint, match="never finished"):
+        require_complete(folder)
+
+
 def test_a_save_folder_that_is_not_there_has_no_tags(tmp_path: Path) -> None:
     assert complete_tags(tmp_path / "nothing") == []
 
@@ -116,15 +130,6 @@ def test_an_altered_sidecar_is_named(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"shared.weight"', '"shared.weighs"'))
     with pytest.raises(IncompleteCheckpoint, match=r"rank-00001\.json is damaged"):
         require_complete(path.parent)
-
-
-def test_retracted_sidecars_leave_the_tag_unfinished_and_its_files_alone(tmp_path: Path) -> None:
-    folder = save(tmp_path, 400)
-    sidecar.retract(folder)
-    assert complete_tags(tmp_path) == []
-    assert sorted(path.name for path in folder.iterdir()) == ["part0.pt", "part1.pt"]
-    with pytest.raises(IncompleteCheckpoint, match="never finished"):
-        require_complete(folder)
 
 
 @pytest.mark.parametrize("name", ["../part0.pt", "/etc/passwd", "a/b.pt", "..", ""])
