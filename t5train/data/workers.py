@@ -84,7 +84,8 @@ def _start(function: str) -> _Worker:
 
 def _listen(worker: _Worker, events: "SimpleQueue[tuple[_Worker, Json | None]]") -> None:
     for line in _pipe(worker.stdout):
-        events.put((worker, json.loads(line)))
+        if line.endswith("\n"):  # one that is killed while it writes leaves half a line
+            events.put((worker, json.loads(line)))
     events.put((worker, None))
 
 

@@ -32,6 +32,12 @@ def die(job: Json, advance: Advance) -> Json:
     return {}
 
 
+def die_in_the_middle_of_a_line(job: Json, advance: Advance) -> Json:
+    sys.stdout.write('{"result": {"twi')
+    sys.stdout.flush()
+    return die(job, advance)
+
+
 def sleep(job: Json, advance: Advance) -> Json:
     Path(job["pid_file"]).write_text(str(os.getpid()))
     for _ in range(600):
@@ -75,9 +81,10 @@ def test_any_other_failure_is_an_error_not_a_hang() -> None:
         run("fail")
 
 
-def test_a_killed_worker_is_an_error_not_a_hang() -> None:
+@pytest.mark.parametrize("function", ["die", "die_in_the_middle_of_a_line"])
+def test_a_killed_worker_is_an_error_not_a_hang(function: str) -> None:
     with pytest.raises(WorkerLost, match="SIGKILL"):
-        run("die")
+        run(function)
 
 
 def test_no_worker_outlives_the_program_that_started_it(tmp_path: Path) -> None:
