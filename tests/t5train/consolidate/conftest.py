@@ -17,19 +17,17 @@ from t5train import sidecar
 from t5train.records import digest_files
 from t5train.sidecar import DataState, ParallelLayout, ParameterSlot, Sidecar
 
-TAG = "global_step7"
-
 
 @dataclass(frozen=True)
 class Written:
     """A checkpoint on disk, and the fp32 tensors it must give."""
 
-    folder: Path
+    tag: Path
     expected: dict[str, torch.Tensor]
 
     @property
-    def tag(self) -> Path:
-        return self.folder / TAG
+    def folder(self) -> Path:
+        return self.tag.parent
 
 
 @dataclass(frozen=True)
@@ -53,9 +51,9 @@ class Zero12:
 def _write(folder: Path, layout: Zero12) -> Written:
     """Write the files of every rank as DeepSpeed 0.19 lays them out."""
     generator = torch.Generator().manual_seed(layout.seed)
-    tag = folder / TAG
+    tag = folder / f"global_step{layout.step}"
     tag.mkdir(parents=True)
-    (folder / "latest").write_text(TAG)
+    (folder / "latest").write_text(tag.name)
     masters = [
         {f"layer{g}.weight{i}": torch.randn(shape, generator=generator) for i, shape in enumerate(group)}
         for g, group in enumerate(layout.groups)
@@ -75,7 +73,7 @@ def _write(folder: Path, layout: Zero12) -> Written:
     torch.save(model, tag / "mp_rank_00_model_states.pt")
     if layout.sidecars:
         _write_sidecars(tag, layout, masters, paddings, model["shared_params"])
-    return Written(folder, expected)
+    return Written(tag, expected)
 
 
 def _paddings(shapes: list[tuple[int, ...]], alignment: int) -> list[int]:
@@ -148,7 +146,7 @@ def _write_sidecars(
             Sidecar(
                 run_fingerprint="a" * 64,
                 step=layout.step,
-                tag=TAG,
+                tag=tag.name,
                 rank=rank,
                 world_size=layout.ranks,
                 layout=place,

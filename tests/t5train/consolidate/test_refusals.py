@@ -219,8 +219,8 @@ def test_latest_is_not_believed_blindly(zero12: Callable[..., Any], tmp_path: Pa
 
 def test_the_newest_complete_tag_is_taken_whatever_latest_says(zero12: Callable[..., Any], tmp_path: Path) -> None:
     older, newer, broken = (zero12(sidecars=True, step=step, seed=step) for step in (7, 8, 9))
-    newer.tag.rename(older.folder / "global_step8")
-    broken.tag.rename(older.folder / "global_step9")
+    newer.tag.rename(older.folder / newer.tag.name)
+    broken.tag.rename(older.folder / broken.tag.name)
     (older.folder / "global_step9" / RANK1).unlink()
     weights = consolidate(older.folder, tmp_path / "out")
     assert weights.counts["step"] == 8
