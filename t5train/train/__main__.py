@@ -40,11 +40,10 @@ def _train(job: TrainJob) -> None:
     from t5train.train.loop import Trainer
 
     deepspeed.init_distributed()
-    try:
-        Trainer(job).run()
-        comm.barrier()
-    finally:
-        comm.destroy_process_group()
+    Trainer(job).run()
+    comm.barrier()
+    # After an error it would wait for other ranks, which wait for this one; the end of the process frees all it holds.
+    comm.destroy_process_group()
 
 
 if __name__ == "__main__":
