@@ -5,9 +5,9 @@ import shlex
 
 from infra.launch import LaunchSpec, command
 from t5train.fingerprint import fingerprint
+from t5train.run_files import ATTEMPT_SPEC, ATTEMPTS
 from t5train.spec import RunSpec
 from t5train.train.deepspeed_config import deepspeed_config
-from tasks.run_files import ATTEMPT_SPEC
 from tasks.training_run import rank_program
 
 
@@ -36,7 +36,7 @@ def _launch_command(spec: RunSpec) -> list[str]:
         accelerator=spec.cluster.accelerator,
         master_port=spec.cluster.master_port,
     )
-    return command(launch, spec.run_folder / "attempts" / "NNNN")
+    return command(launch, spec.run_folder / ATTEMPTS / "NNNN")
 
 
 def _json(value: object) -> str:

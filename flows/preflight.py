@@ -10,8 +10,9 @@ from t5train.data.tokenizer import open_given
 from t5train.destination import check_destination
 from t5train.errors import SpecError
 from t5train.model import shape
+from t5train.run_files import RUN
 from t5train.spec import NUM_SENTINELS, RunSpec
-from t5train.train.run import RUN_FILE, require_same
+from t5train.train.run import require_same, training_settings
 
 _CHECKPOINT_BYTES_A_PARAMETER = 16  # fp32 masters, two moments, and the weights the forward pass uses
 _WEIGHT_BYTES = 4
@@ -56,7 +57,5 @@ def _needed_bytes(spec: RunSpec, parameters: int) -> int:
 
 def _require_same_run(spec: RunSpec) -> None:
     """What RunChanged is about is known now, but for the tokens, whose fingerprint comes with them."""
-    identity = spec.identity()
-    known = {part: identity[part] for part in ("objective", "model", "optimizer")}
-    if (path := spec.run_folder / RUN_FILE).exists():
-        require_same(spec.run_name, path, known)
+    if (path := spec.run_folder / RUN).exists():
+        require_same(spec.run_name, path, training_settings(spec))

@@ -15,6 +15,7 @@ from infra.run_lock import run_lock
 from t5train.progress import Progress, silent
 from t5train.recipes import RECIPES
 from t5train.records import Publication
+from t5train.run_files import WITNESS_FOLDER
 from t5train.spec import RunSpec
 from t5train.witness import Witness
 from tasks.loss_lines import loss_lines
@@ -54,7 +55,7 @@ def run(
     with progress_display() as progress, prefect_server.any_server(spec.storage.root, progress) as api_url:
         complain(f"watch it at {api_url.removesuffix('/api')}")
         publication = _run_flow(spec, settings(changes), progress)
-    for line in loss_lines(Witness.load(spec.run_folder / "witness").validation):
+    for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):
         say(line)
     say(f"published: {publication.url}")
 

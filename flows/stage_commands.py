@@ -17,7 +17,8 @@ from t5train.data.tokenizer import build_tokenizer, given_tokenizer
 from t5train.errors import InputError
 from t5train.export import export as export_folder
 from t5train.publish import publish as publish_export
-from t5train.records import Export, Record, TokenizerFiles, TokenShards, Weights
+from t5train.records import MANIFEST, Export, Record, TokenizerFiles, TokenShards, Weights
+from t5train.run_files import WITNESS_FOLDER
 from t5train.spec import CorpusSpec, ShardsSpec
 from t5train.train.run import begun_spec
 from t5train.verify import verify as verify_record
@@ -91,7 +92,7 @@ def train(
     with run_lock(spec.run_folder), progress_display() as progress:
         tokens.verify(progress)
         made = train_run(spec, tokens, progress)
-    for line in loss_lines(Witness.load(spec.run_folder / "witness").validation):
+    for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):
         say(line)
     _say(made)
 
@@ -123,7 +124,7 @@ def export(
     spec = begun_spec(run)
     with progress_display() as progress:
         files = TokenizerFiles.load(vocabulary)
-        made = export_folder(Weights.load(weights), files, run / "witness", spec, out, progress)
+        made = export_folder(Weights.load(weights), files, run / WITNESS_FOLDER, spec, out, progress)
     _say(made)
 
 
@@ -156,7 +157,7 @@ def verify(place: Annotated[str, typer.Argument(metavar="PATH_OR_URL")]) -> None
 
 
 def _only_shards(root: Path) -> Path:
-    found = sorted(path.parent for path in (root / "shards").glob("*/manifest.json"))
+    found = sorted(path.parent for path in (root / "shards").glob(f"*/{MANIFEST}"))
     if not found:
         raise InputError(f"there are no token shards under {root / 'shards'}: make them with `tokenize`, or use `run`")
     if len(found) > 1:

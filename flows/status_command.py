@@ -11,7 +11,7 @@ from flows.options import RootOption
 from flows.terminal import say, show_table
 from t5train.certificate import CERTIFICATE
 from t5train.records import MANIFEST
-from tasks.run_files import METRICS, PUBLISHED
+from t5train.run_files import EXPORT, METRICS, PUBLISHED, WEIGHTS
 from tasks.training_run import last_metrics
 
 DEFAULT_ROOT = Path("work")
@@ -63,13 +63,13 @@ def _stage(folder: Path) -> str:
     """Every stage leaves a file as its last act; the newest one tells."""
     signs = {
         "published": PUBLISHED,
-        "certified": f"export/{CERTIFICATE}",
-        "exported": f"export/{MANIFEST}",
-        "consolidated": f"weights/{MANIFEST}",
+        "certified": f"{EXPORT}/{CERTIFICATE}",
+        "exported": f"{EXPORT}/{MANIFEST}",
+        "consolidated": f"{WEIGHTS}/*/{MANIFEST}",
         "trained": MANIFEST,
         "training": METRICS,
     }
-    return next((stage for stage, sign in signs.items() if (folder / sign).exists()), "begun")
+    return next((stage for stage, sign in signs.items() if any(folder.glob(sign))), "begun")
 
 
 def _holder(folder: Path) -> str:

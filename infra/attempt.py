@@ -23,6 +23,7 @@ from pathlib import Path
 
 from infra.processes import ProcessIdentity
 from t5train.atomic import write_json
+from t5train.run_files import ATTEMPTS
 
 LAUNCHER = "launcher"
 
@@ -105,12 +106,12 @@ def read(folder: Path) -> Attempt:
 
 def attempt_folder(run_folder: Path, number: int) -> Path:
     """Where attempt ``number`` of a run lives."""
-    return run_folder.absolute() / "attempts" / f"{number:04d}"
+    return run_folder.absolute() / ATTEMPTS / f"{number:04d}"
 
 
 def living_processes(run_folder: Path) -> list[int]:
     """Pids of recorded launchers, ranks and their guards, of any attempt of the run, that still run."""
-    recorded = [json.loads(path.read_text("utf-8")) for path in run_folder.glob("attempts/*/*.pid")]
+    recorded = [json.loads(path.read_text("utf-8")) for path in (run_folder / ATTEMPTS).glob("*/*.pid")]
     processes = [ProcessIdentity(**facts[role]) for facts in recorded for role in ("process", "guard")]
     return sorted(process.pid for process in processes if process.is_alive())
 
@@ -121,4 +122,4 @@ def now() -> str:
 
 
 def _numbers(run_folder: Path) -> Iterator[int]:
-    return (int(path.name) for path in run_folder.glob("attempts/[0-9]*") if path.name.isdigit())
+    return (int(path.name) for path in (run_folder / ATTEMPTS).glob("[0-9]*") if path.name.isdigit())

@@ -3,15 +3,14 @@
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from t5train import run_files
 from t5train.atomic import write_json
 from t5train.certify import certify_in_fresh_process
 from t5train.export import export
 from t5train.fingerprint import fingerprint
-from t5train.locations import redacted
 from t5train.publish import publish
 from t5train.records import Checkpoint, Export, Publication, TokenizerFiles, Weights
 from t5train.spec import RunSpec
-from tasks.run_files import PUBLISHED
 from tasks.stage_progress import StageProgress
 
 
@@ -22,27 +21,28 @@ def consolidate_weights(spec: RunSpec, checkpoint: Checkpoint) -> Weights:
 
     # Named by content: should a GPU train the last steps once more, their bytes may differ.
     content = fingerprint({name: digest.sha256 for name, digest in checkpoint.files.items()})
-    out = spec.run_folder / "weights" / f"{checkpoint.tag}-{content[:12]}"
-    checkpoints = spec.run_folder / "checkpoints"
+    out = spec.run_folder / run_files.WEIGHTS / f"{checkpoint.tag}-{content[:12]}"
+    checkpoints = spec.run_folder / run_files.CHECKPOINTS
     return consolidate(checkpoints, out, tag=checkpoint.tag, progress=StageProgress("consolidate"))
 
 
 @task(name="export", cache_policy=NO_CACHE)
 def export_model(spec: RunSpec, weights: Weights, tokenizer: TokenizerFiles) -> Export:
     """Write the Hugging Face folder."""
-    folder = spec.run_folder
-    return export(weights, tokenizer, folder / "witness", spec, folder / "export", StageProgress("export"))
+    witness, out = spec.run_folder / run_files.WITNESS_FOLDER, spec.run_folder / run_files.EXPORT
+    return export(weights, tokenizer, witness, spec, out, StageProgress("export"))
 
 
 @task(name="certify", cache_policy=NO_CACHE)
 def certify_export(spec: RunSpec, exported: Export) -> Export:
     """Let a fresh process prove that the export is the model that was trained."""
-    return certify_in_fresh_process(exported, spec.run_folder / "witness", StageProgress("certify"))
+    return certify_in_fresh_process(exported, spec.run_folder / run_files.WITNESS_FOLDER, StageProgress("certify"))
 
 
 @task(name="publish", cache_policy=NO_CACHE)
 def publish_export(spec: RunSpec, exported: Export, url: str) -> Publication:
     """Put the certified export where others find it, its manifest last; the run notes where."""
     publication = publish(exported, url, StageProgress("publish"))
-    write_json(spec.run_folder / PUBLISHED, {"url": redacted(url), "fingerprint": publication.fingerprint})
+    note = {"url": publication.url, "fingerprint": publication.fingerprint}
+    write_json(spec.run_folder / run_files.PUBLISHED, note)
     return publication

@@ -10,11 +10,11 @@ from prefect.cache_policies import NO_CACHE
 
 from t5train.locations import local_folder
 from t5train.records import Checkpoint, Publication
+from t5train.run_files import METRICS, WITNESS_FOLDER
 from t5train.spec import RunSpec
 from t5train.witness import Witness
 from tasks.loss_curve import data_url, loss_curve_png
 from tasks.loss_lines import loss_lines
-from tasks.run_files import METRICS
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 @task(name="summary", cache_policy=NO_CACHE)
 def summarise(spec: RunSpec, checkpoint: Checkpoint, publication: Publication) -> None:
     """Leave a summary with the loss curve, and a link to what was published."""
-    losses = Witness.load(spec.run_folder / "witness").validation
+    losses = Witness.load(spec.run_folder / WITNESS_FOLDER).validation
     for line in loss_lines(losses):
         _log.info("%s", line)
     curve = data_url(loss_curve_png(spec.run_folder / METRICS))

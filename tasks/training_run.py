@@ -6,10 +6,10 @@ from pathlib import Path
 from infra.launch import LaunchSpec, launch
 from t5train.progress import Progress, silent
 from t5train.records import Checkpoint, TokenShards
+from t5train.run_files import METRICS
 from t5train.spec import RunSpec
 from t5train.train import run
 from t5train.train.metrics import Values
-from tasks.run_files import METRICS
 
 _TAIL_BYTES = 64 << 10
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from t5train import run_files
 from t5train.errors import SpecError
 from t5train.records import TokenShards
 from t5train.spec import RunSpec
@@ -35,17 +36,22 @@ class TrainJob(BaseModel):
     @property
     def checkpoints_folder(self) -> Path:
         """Where tags lie."""
-        return self.run_folder / "checkpoints"
+        return self.run_folder / run_files.CHECKPOINTS
 
     @property
     def witness_folder(self) -> Path:
         """What the engine says of its own weights at the end."""
-        return self.run_folder / "witness"
+        return self.run_folder / run_files.WITNESS_FOLDER
 
     @property
     def metrics_path(self) -> Path:
         """One JSON line a step."""
-        return self.run_folder / "metrics.jsonl"
+        return self.run_folder / run_files.METRICS
+
+    @property
+    def tensorboard_folder(self) -> Path:
+        """The same for TensorBoard."""
+        return self.run_folder / run_files.TENSORBOARD
 
 
 def tag_of(step: int) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from t5train import sidecar
+from t5train import run_files, sidecar
 from t5train.atomic import write_json, write_text
 from t5train.errors import IncompleteCheckpoint, LaunchError, RunChanged, SpecError
 from t5train.fingerprint import differences, fingerprint
@@ -17,9 +17,9 @@ from t5train.progress import Progress, silent
 from t5train.records import Checkpoint, FileDigest, TokenShards, digest_files, reusable
 from t5train.spec import RunSpec, build
 from t5train.train.job import TrainJob, tag_of
+from t5train.witness import WITNESS, WITNESS_TENSORS
 
-RUN_FILE = "run.json"
-_WITNESS = ("witness/witness.json", "witness/witness.safetensors")
+_WITNESS_FILES = tuple(f"{run_files.WITNESS_FOLDER}/{name}" for name in (WITNESS, WITNESS_TENSORS))
 _log = logging.getLogger(__name__)
 
 
@@ -37,8 +37,13 @@ def run_fingerprint(spec: RunSpec, shards: TokenShards) -> str:
 
 def run_identity(spec: RunSpec, shards: TokenShards) -> dict[str, Any]:
     """The settings training depends on, and the fingerprint of the token shards."""
+    return training_settings(spec) | {"shards": shards.fingerprint}
+
+
+def training_settings(spec: RunSpec) -> dict[str, Any]:
+    """The settings training depends on; those of text and tokens it knows by the shards."""
     identity = spec.identity()
-    return {part: identity[part] for part in ("objective", "model", "optimizer")} | {"shards": shards.fingerprint}
+    return {part: identity[part] for part in ("objective", "model", "optimizer")}
 
 
 def open_run(spec: RunSpec, shards: TokenShards) -> None:
@@ -46,7 +51,7 @@ def open_run(spec: RunSpec, shards: TokenShards) -> None:
 
     Raises RunChanged that names every field that differs, with both values; the folder is left as it is.
     """
-    path = spec.run_folder / RUN_FILE
+    path = spec.run_folder / run_files.RUN
     identity = run_identity(spec, shards)
     if not path.exists():
         spec.run_folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +64,7 @@ def open_run(spec: RunSpec, shards: TokenShards) -> None:
 
 def begun_spec(run_folder: Path) -> RunSpec:
     """The spec a run was begun with."""
-    path = run_folder / RUN_FILE
+    path = run_folder / run_files.RUN
     try:
         return build(json.loads(path.read_text("utf-8"))["spec"])
     except (ValueError, KeyError, OSError) as error:
@@ -102,14 +107,14 @@ def next_attempt(spec: RunSpec, shards: TokenShards, attempt_folder: Path) -> At
         shards_folder=shards.path.resolve(),
         resume_tag=tag,
     )
-    path = attempt_folder / "spec.json"
+    path = attempt_folder / run_files.ATTEMPT_SPEC
     write_text(path, job.model_dump_json(indent=1) + "\n")
     return Attempt(job, path)
 
 
 def newest_verified_tag(spec: RunSpec) -> str | None:
     """The newest tag whose every file has its digest; a damaged one is passed over with a warning."""
-    folder = spec.run_folder / "checkpoints"
+    folder = spec.run_folder / run_files.CHECKPOINTS
     for tag in sidecar.complete_tags(folder):
         try:
             sidecar.require_complete(folder / tag)
@@ -127,19 +132,19 @@ def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
     """
     folder, step = spec.run_folder, spec.optimizer.num_steps
     tag = tag_of(step)
-    for name in _WITNESS:
+    for name in _WITNESS_FILES:
         if not (folder / name).exists():
             raise LaunchError(f"every rank ended well, but {folder / name} is missing: run it again")
-    sidecars = sidecar.require_complete(folder / "checkpoints" / tag, progress)
+    sidecars = sidecar.require_complete(folder / run_files.CHECKPOINTS / tag, progress)
     files: dict[str, FileDigest] = {
-        f"checkpoints/{tag}/{name}": digest for name, digest in sidecar.files_of(sidecars).items()
+        f"{run_files.CHECKPOINTS}/{tag}/{name}": digest for name, digest in sidecar.files_of(sidecars).items()
     }
-    names = [f"checkpoints/{tag}/{sidecar.sidecar_name(one.rank)}" for one in sidecars]
+    names = [f"{run_files.CHECKPOINTS}/{tag}/{sidecar.sidecar_name(one.rank)}" for one in sidecars]
     return Checkpoint(
         path=folder,
         fingerprint=run_fingerprint(spec, shards),
         inputs={"shards": shards.fingerprint},
-        files=files | digest_files(folder, [*names, *_WITNESS]),
+        files=files | digest_files(folder, [*names, *_WITNESS_FILES]),
         counts={"step": step, "ranks": len(sidecars), "samples": sidecars[0].data.samples_consumed},
         step=step,
         tag=tag,
@@ -147,7 +152,7 @@ def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
 
 
 def _require_layout(spec: RunSpec, tag: str) -> None:
-    written = sidecar.read_all(spec.run_folder / "checkpoints" / tag)[0]
+    written = sidecar.read_all(spec.run_folder / run_files.CHECKPOINTS / tag)[0]
     asked = {"cluster.ranks": spec.cluster.ranks, "layout.zero_stage": spec.layout.zero_stage}
     found = {"cluster.ranks": written.world_size, "layout.zero_stage": written.layout.zero_stage}
     changed = differences(found, asked)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from flows import cli
+from flows.status_command import run_status
 from infra.run_lock import run_lock
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
@@ -124,6 +125,22 @@ def test_status_tells_step_loss_holder_and_place(
     assert holder.startswith("process ")
     assert t5_pretrain("status") == 0
     assert "process" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("last_act", "stage"),
+    [
+        ("manifest.json", "trained"),
+        ("weights/step-00000400-0123456789ab/manifest.json", "consolidated"),
+        ("export/manifest.json", "exported"),
+        ("export/certificate.json", "certified"),
+        ("published.json", "published"),
+    ],
+)
+def test_status_tells_the_stage_by_its_last_act(tmp_path: Path, last_act: str, stage: str) -> None:
+    (tmp_path / last_act).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / last_act).write_text("{}")
+    assert run_status(tmp_path).stage == stage
 
 
 def test_a_run_that_lives_refuses_a_second_start(

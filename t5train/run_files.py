@@ -1,0 +1,31 @@
+"""Names of what lies in a run's folder, ``{root}/runs/{run_name}``; standard library only, as guards import it."""
+
+RUN = "run.json"
+"""What the run was begun as."""
+
+METRICS = "metrics.jsonl"
+"""One JSON line a step."""
+
+TENSORBOARD = "tensorboard"
+"""Folder with the same for TensorBoard."""
+
+CHECKPOINTS = "checkpoints"
+"""DeepSpeed's save folder: a folder a tag."""
+
+ATTEMPTS = "attempts"
+"""Folder with one folder for each start of the ranks."""
+
+ATTEMPT_SPEC = "spec.json"
+"""In the folder of an attempt: what its ranks are told."""
+
+WITNESS_FOLDER = "witness"
+"""Folder with what the engine said of its own weights at the end."""
+
+WEIGHTS = "weights"
+"""Folder with a folder of safetensors for each checkpoint that was consolidated."""
+
+EXPORT = "export"
+"""The Hugging Face folder."""
+
+PUBLISHED = "published.json"
+"""Where the run was published last."""
