@@ -1,6 +1,5 @@
 """Holding a loaded model against a witness: each function returns what differs, in words, or nothing."""
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from t5train.certificate import ProbeComparison
 from t5train.progress import Progress
 from t5train.spec import NUM_SENTINELS
-from t5train.witness import WITNESS_TENSORS, Witness
+from t5train.witness import WITNESS_TENSORS, Witness, digest_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -48,14 +47,6 @@ def differing_tensors(model: "torch.nn.Module", witness: Witness, progress: Prog
     if (elements := sum(parameter.numel() for parameter in parameters.values())) != witness.num_parameters:
         found.append(f"the export has {elements} parameters, {witness.num_parameters} were recorded")
     return found
-
-
-def digest_tensor(tensor: "torch.Tensor") -> str:
-    """sha256 of a tensor's fp32 little-endian bytes; of its name and dtype when it is not fp32."""
-    values = tensor.detach().cpu().contiguous().numpy()
-    if values.dtype != "float32":
-        return f"{values.dtype}"
-    return hashlib.sha256(values.astype("<f4", copy=False).reshape(-1).view("uint8").data).hexdigest()
 
 
 def expected_ties(witness: Witness) -> dict[str, str]:

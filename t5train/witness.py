@@ -1,11 +1,15 @@
 """What the training engine says of its own weights at the last step: the reference an export is held against."""
 
+import hashlib
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from t5train.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 WITNESS = "witness.json"
 WITNESS_TENSORS = "witness.safetensors"
@@ -26,8 +30,8 @@ class Witness(BaseModel):
     [b, t, vocab]: a forward of the fp32 masters on ``device_type``, with ``num_threads`` threads on a CPU.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-    schema_version: Literal[1]
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    schema_version: Literal[1] = 1
     run_fingerprint: str
     step: int
     tag: str
@@ -51,3 +55,13 @@ class Witness(BaseModel):
             raise InputError(f"{path} does not exist: the training run writes it at its last step") from None
         except ValidationError as error:
             raise InputError(f"{path} is not a witness of a training run: {error}") from error
+
+
+def digest_tensor(tensor: "torch.Tensor") -> str:
+    """sha256 of an fp32 tensor's little-endian bytes; for any other type its name, which equals no digest."""
+    import torch
+
+    if tensor.dtype != torch.float32:
+        return str(tensor.dtype)
+    values = tensor.detach().cpu().contiguous().numpy().astype("<f4", copy=False)
+    return hashlib.sha256(values.reshape(-1).view("uint8").data).hexdigest()

@@ -4,7 +4,6 @@ A certificate compares the exported model with this, so it is made here, while t
 and not from any file.
 """
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from t5train.model.t5 import T5
 from t5train.train.job import TrainJob
 from t5train.train.masters import full_masters
 from t5train.train.ranks import on_accelerator, rank
+from t5train.witness import WITNESS, WITNESS_TENSORS, TensorDigest, Witness, digest_tensor
 
 PROBE_SEQUENCES = 2
 
@@ -35,33 +35,30 @@ def record(
 ) -> None:
     """Write ``witness.safetensors`` and then ``witness.json``; all ranks take part, rank 0 writes.
 
-    ``facts`` (run, step, tag, losses) go into the file as they are.
+    ``facts`` are the fields of a Witness that the caller knows: run, step, tag, inputs and losses.
     """
     model = T5(shape, decoder_start_id=huggingface_config["decoder_start_token_id"]) if rank() == 0 else None
     digests = {}
     for name, master in full_masters(engine):
         if model is not None:
             model.get_parameter(name).data.copy_(master)
-            digests[name] = {"shape": list(master.shape), "sha256": _digest(master)}
+            digests[name] = TensorDigest(shape=tuple(master.shape), sha256=digest_tensor(master))
     if model is None:
         return
     probes = _probes(held_out, shape, job.spec.optimizer.seed)
     job.witness_folder.mkdir(exist_ok=True)
-    _write_tensors(job.witness_folder / "witness.safetensors", _forward(model, probes))
-    write_json(
-        job.witness_folder / "witness.json",
-        {
-            "schema_version": 1,
-            "device_type": torch.device(get_accelerator().current_device_name()).type,
-            "num_threads": torch.get_num_threads(),
-            "num_parameters": count_parameters(shape),
-            "tensors": digests,
-            "ties": {"lm_head.weight": "shared.weight"} if shape.tied else {},
-            "huggingface_config": huggingface_config,
-            "probes": list(probes),
-            **facts,
-        },
+    _write_tensors(job.witness_folder / WITNESS_TENSORS, _forward(model, probes))
+    witness = Witness(
+        device_type=torch.device(get_accelerator().current_device_name()).type,
+        num_threads=torch.get_num_threads(),
+        num_parameters=count_parameters(shape),
+        tensors=digests,
+        ties={"lm_head.weight": "shared.weight"} if shape.tied else {},
+        huggingface_config=huggingface_config,
+        probes=list(probes),
+        **facts,
     )
+    write_json(job.witness_folder / WITNESS, witness.model_dump(mode="json"))
 
 
 def _probes(held_out: Samples, shape: T5Shape, seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -88,7 +85,3 @@ def _forward(model: T5, probes: dict[str, tuple[np.ndarray, np.ndarray]]) -> dic
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     with replacing(path) as file:
         file.write(save(tensors, metadata={"format": "pt"}))
-
-
-def _digest(master: Tensor) -> str:
-    return hashlib.sha256(master.contiguous().numpy().astype("<f4", copy=False).tobytes()).hexdigest()

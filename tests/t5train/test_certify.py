@@ -107,8 +107,12 @@ def test_a_tensor_too_many_is_refused_by_name(make_export: MakeExport) -> None:
         certify(exported.path, exported.path.parent / "witness")
 
 
-def test_weights_in_lower_precision_are_refused(make_export: MakeExport) -> None:
+@pytest.mark.parametrize("loaded_as", ["float32", "bfloat16"])
+def test_weights_in_lower_precision_are_refused(make_export: MakeExport, loaded_as: str) -> None:
     exported = make_export(certified=False)
+    rewrite_json(exported.path / "config.json", dtype=loaded_as)
+    files = exported.files | digest_files(exported.path, ["config.json"])
+    exported.model_copy(update={"files": files}).commit()
     change_tensors(
         exported.path, lambda tensors: tensors.update({name: each.bfloat16() for name, each in tensors.items()})
     )
