@@ -55,8 +55,8 @@ class Trainer:
         with ExitStack() as stack:
             metrics = None
             if rank() == 0:
-                folder = self.job.run_folder
-                metrics = stack.enter_context(Metrics(self.job.metrics_path, folder / "tensorboard", self.step))
+                metrics = Metrics(self.job.metrics_path, self.job.tensorboard_folder, self.step)
+                stack.enter_context(metrics)
             batches = prefetch(micro_batches(self.train_samples, self.spec, self.step), PREFETCHED_BATCHES)
             stack.enter_context(batches)
             while self.step < self.spec.optimizer.num_steps:
@@ -163,7 +163,9 @@ class Trainer:
             )
 
     def _applied_steps(self) -> int:
-        return self.step - int(self.engine.skipped_steps)
+        """Steps so far that moved the weights; where a cosine ends at zero, the last of all does not."""
+        stands_still = self.step > 0 and learning_rate(self.spec.optimizer, self.step) == 0
+        return self.step - int(self.engine.skipped_steps) - stands_still
 
     def _tokens_a_step(self) -> int:
         lengths = self.spec.objective.input_tokens + target_tokens(self.spec.objective)

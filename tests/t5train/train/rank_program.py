@@ -114,11 +114,11 @@ def _optimizer_does_nothing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _every_step_is_skipped() -> Iterator[None]:
-    """DeepSpeed counts a skip at every update, as its fp16 engine does when gradients overflow for ever."""
+    """DeepSpeed counts a skip at every step, as its fp16 engine does when gradients overflow for ever."""
     original = loop.update
 
     def update(engine: Any) -> float | None:
-        engine.skipped_steps += 1
+        engine.skipped_steps += engine.is_gradient_accumulation_boundary()
         return original(engine)
 
     with mock.patch.object(loop, "update", update):

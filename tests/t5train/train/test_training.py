@@ -75,6 +75,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
                 "resume_tag": "step-00000003",
             },
         ]
+    to_zero = _spec(1, "fp32", num_steps=4).with_settings({"optimizer.final_learning_rate": 0})
+    jobs.append({"name": "to-zero", "spec": to_zero.model_dump(mode="json"), "run_folder": f"{root}/to-zero"})
     for fault in FAULTS:
         long = 40 if fault == "skipped" else 6
         spec = _spec(1, "fp32", num_steps=long).model_dump(mode="json")
@@ -163,6 +165,10 @@ def test_zero_stages_train_the_same_model(trained: Trained) -> None:
     losses = [[line["loss"] for line in run if "loss" in line] for run in runs]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert losses[2] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_a_last_step_at_a_rate_of_zero_is_honest(trained: Trained) -> None:
+    assert trained.found("to-zero").get("step") == 4, trained.found("to-zero")
 
 
 def test_old_checkpoints_are_pruned(trained: Trained) -> None:
