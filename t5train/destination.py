@@ -6,10 +6,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from t5train.certificate import CERTIFICATE
 from t5train.errors import DigestMismatch, PublicationError, RecordError, StorageError
 from t5train.locations import explained, local_folder, redacted, remote_folder
 from t5train.records import MANIFEST, Publication, Record
-from t5train.verify import parse_manifest
+from t5train.verify import object_names, parse_manifest
 
 _log = logging.getLogger(__name__)
 
@@ -64,10 +65,18 @@ def _local_manifest(folder: Path) -> bytes | None:
 
 
 def _stored_manifest(url: str) -> bytes | None:
+    """The manifest's content; None where nothing is, or what an upload left that was cut off: its certificate tells."""
     filesystem, folder = remote_folder(url)
     with explained(url, "cannot be read"):
         path = f"{folder}/{MANIFEST}"
-        return bytes(filesystem.cat_file(path)) if filesystem.exists(path) else None
+        if filesystem.exists(path):
+            return bytes(filesystem.cat_file(path))
+        present = object_names(filesystem, folder)
+    if present and CERTIFICATE not in present:
+        raise PublicationError(
+            f"{redacted(url)} holds {', '.join(sorted(present)[:5])}, and no publication: publish to another place"
+        )
+    return None
 
 
 def _try_writing(url: str, needed_bytes: int) -> None:

@@ -300,6 +300,16 @@ class TestCheckDestination:
         with pytest.raises(PublicationError, match="not a publication"):
             check_destination(str(tmp_path))
 
+    def test_a_store_that_holds_something_else_is_refused(self, store: MemoryFileSystem) -> None:
+        store.pipe_file("/bucket/models/t5/thesis.txt", b"mine")
+        with pytest.raises(PublicationError, match=r"holds thesis\.txt, and no publication"):
+            check_destination(STORE)
+
+    def test_an_upload_that_was_cut_off_is_no_obstacle(self, make_export: MakeExport, store: MemoryFileSystem) -> None:
+        publish(make_export(), STORE)
+        store.rm_file("/bucket/models/t5/manifest.json")
+        check_destination(STORE)
+
     def test_a_file_in_the_way_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("mine")
         for inside in ("file", "file/t5"):
