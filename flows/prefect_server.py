@@ -1,6 +1,5 @@
 """Which Prefect server a command talks to: the one that is configured, or one of its own."""
 
-import fcntl
 import itertools
 import json
 import logging
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from t5train.errors import InputError, LaunchError, RunLocked
+from t5train.file_lock import is_locked, try_lock
 from t5train.progress import Progress
 
 HOST = "127.0.0.1"
@@ -28,7 +28,8 @@ LOG = "server.log"
 HOME = "prefect"
 _LOCK = "server.lock"
 _FLUSH_SECONDS = 5.0
-_LOOKS, _LOOK_SECONDS = 10, 0.1
+_LOOK_SECONDS = 0.1
+_MOMENT_SECONDS = 1.0  # who looks for a running server shares its lock for an instant
 
 QUIET = {
     "DO_NOT_TRACK": "1",
@@ -173,7 +174,7 @@ def _held(home: Path, server: RunningServer) -> Iterator[None]:
     """Hold a home for one server; the kernel lets go when this process ends."""
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(home / _LOCK, "a+", encoding="utf-8") as file:
-        if not _locked(file.fileno()):
+        if not try_lock(file.fileno(), _MOMENT_SECONDS):
             raise RunLocked(f"{home} is in use by another Prefect server: end that one, or give another --root")
         file.truncate(0)
         file.write(json.dumps(server._asdict()))
@@ -181,29 +182,12 @@ def _held(home: Path, server: RunningServer) -> Iterator[None]:
         yield
 
 
-def _locked(descriptor: int) -> bool:
-    """Whether the lock was had; asked for a moment, as others take it for an instant to look."""
-    for _ in range(_LOOKS):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_LOOK_SECONDS)
-        else:
-            return True
-    return False
-
-
 def _running(home: Path) -> RunningServer | None:
     """The server that holds a home now."""
-    try:
-        with open(home / _LOCK, encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return RunningServer(**json.loads(file.read()))
-    except FileNotFoundError:
+    if not is_locked(home / _LOCK):
         return None
-    return None
+    said = (home / _LOCK).read_text("utf-8")
+    return RunningServer(**json.loads(said)) if said else RunningServer("", lasting=False)  # begun this instant
 
 
 def _start(home: Path, port: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:

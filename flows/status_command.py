@@ -1,6 +1,5 @@
 """``status``: the runs under a root, and how far each is. Reads files only."""
 
-import fcntl
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +8,7 @@ import typer
 
 from flows.options import RootOption
 from flows.terminal import say, show_table
+from infra.run_lock import holder
 from t5train.certificate import CERTIFICATE
 from t5train.records import MANIFEST
 from t5train.run_files import EXPORT, METRICS, PUBLISHED, WEIGHTS
@@ -54,7 +54,7 @@ def run_status(folder: Path) -> RunStatus:
         stage=_stage(folder),
         step=f"{line['step']:,}" if line else "-",
         loss=f"{loss:.4f}" if loss is not None else "-",
-        locked_by=_holder(folder),
+        locked_by=holder(folder) or "-",
         published=published or "-",
     )
 
@@ -70,20 +70,6 @@ def _stage(folder: Path) -> str:
         "training": METRICS,
     }
     return next((stage for stage, sign in signs.items() if any(folder.glob(sign))), "begun")
-
-
-def _holder(folder: Path) -> str:
-    """The process that works on a run, as the lock's text has it, if the lock is held."""
-    try:
-        with open(folder / "lock", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = _read(folder / "lock")
-                return f"process {holder.get('pid', 'unknown')} on {holder.get('host', 'unknown')}"
-    except FileNotFoundError:
-        return "-"
-    return "-"
 
 
 def _read(path: Path) -> dict[str, Any]:

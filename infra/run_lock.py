@@ -7,19 +7,19 @@ The run folder must be on a disk of this machine.
 """
 
 import fcntl
-import json
 import logging
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from infra.attempt import living_processes, now
 from t5train.errors import RunLocked
+from t5train.file_lock import is_locked, try_lock
 
-_LOOK_SECONDS = 0.2
+_LOCK, _RANKS_LOCK = "lock", "ranks.lock"
+_MOMENT_SECONDS = 0.5  # who asks for the holder shares the lock for an instant
 _log = logging.getLogger(__name__)
 
 
@@ -31,33 +31,38 @@ def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[None]:
     run, or if such ranks outlive ``wait_seconds``.
     """
     run_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _opened(run_folder / "lock") as descriptor:
-        if not _try_lock(descriptor):
-            raise RunLocked(_holder(run_folder))
+    with _opened(run_folder / _LOCK) as descriptor:
+        if not try_lock(descriptor, _MOMENT_SECONDS):
+            raise RunLocked(
+                f"run {run_folder} is being worked on by {_signature(run_folder)}: wait for it to end, or stop it "
+                "(kill that process)"
+            )
         _sign(descriptor)
         _wait_for_ranks(run_folder, wait_seconds)
         yield
 
 
+def holder(run_folder: Path) -> str | None:
+    """Who works on a run, in words; None when nobody does."""
+    return _signature(run_folder) if is_locked(run_folder / _LOCK) else None
+
+
 @contextmanager
 def ranks_lock(run_folder: Path) -> Iterator[int]:
     """Hold the guards' shared lock; yields its descriptor, which the rank is to inherit."""
-    with _opened(run_folder / "ranks.lock") as descriptor:
+    with _opened(run_folder / _RANKS_LOCK) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield descriptor
 
 
 def _wait_for_ranks(run_folder: Path, wait_seconds: float) -> None:
     """Let go at once: guards of the old head that come late find it dead after they have their lock."""
-    deadline, waiting = time.monotonic() + wait_seconds, False
-    with _opened(run_folder / "ranks.lock") as descriptor:
-        while not _try_lock(descriptor):
-            if time.monotonic() > deadline:
-                raise RunLocked(_survivors(run_folder, wait_seconds))
-            if not waiting:
-                _log.info("waiting up to %.0f s for ranks of an earlier start of %s", wait_seconds, run_folder)
-                waiting = True
-            time.sleep(_LOOK_SECONDS)
+    with _opened(run_folder / _RANKS_LOCK) as descriptor:
+        if try_lock(descriptor):
+            return
+        _log.info("waiting up to %.0f s for ranks of an earlier start of %s", wait_seconds, run_folder)
+        if not try_lock(descriptor, wait_seconds):
+            raise RunLocked(_survivors(run_folder, wait_seconds))
 
 
 @contextmanager
@@ -69,29 +74,13 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _sign(descriptor: int) -> None:
-    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": now()}
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(holder).encode("utf-8"), 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {now()}".encode(), 0)
 
 
-def _holder(run_folder: Path) -> str:
-    try:
-        holder = json.loads((run_folder / "lock").read_text("utf-8"))
-    except json.JSONDecodeError:  # taken this instant, not signed yet
-        return f"run {run_folder} was started by another process just now: wait for it to end, or stop it"
-    return (
-        f"run {run_folder} is being worked on by process {holder['pid']} on {holder['host']} since "
-        f"{holder['since']}: wait for it to end, or stop it (kill {holder['pid']})"
-    )
+def _signature(run_folder: Path) -> str:
+    return (run_folder / _LOCK).read_text("utf-8") or "a process that started just now"
 
 
 def _survivors(run_folder: Path, wait_seconds: float) -> str:

@@ -1,6 +1,5 @@
 """Folders that are there whole or not at all, also after a power cut."""
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from t5train.atomic import sync_folder
 from t5train.errors import StorageError
+from t5train.file_lock import try_lock
 
 
 @contextmanager
@@ -48,13 +48,9 @@ def copy_durably(source: Path, target: Path) -> None:
 def _lock(partial: Path) -> int:
     """A descriptor that holds the folder's lock; the kernel lets go of it however this process ends."""
     descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Who held the lock before may have renamed the folder meanwhile: then it is finished, not ours to clear.
-        ours = partial.exists() and os.path.samestat(os.fstat(descriptor), partial.stat())
-    except BlockingIOError:
-        ours = False
-    if not ours:
+    locked = try_lock(descriptor)
+    # Who held the lock before may have renamed the folder meanwhile: then it is finished, not ours to clear.
+    if not (locked and partial.exists() and os.path.samestat(os.fstat(descriptor), partial.stat())):
         os.close(descriptor)
         raise StorageError(f"{partial} is being filled by another process: wait for it to end, then try again")
     return descriptor

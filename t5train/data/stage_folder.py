@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from t5train.errors import StorageError
+from t5train.file_lock import try_lock
 
 _CLAIM = ".claim"
 _log = logging.getLogger(__name__)
@@ -54,8 +55,6 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _lock(descriptor: int, folder: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(descriptor):
         _log.warning("%s is being made by another process: waiting for it", folder)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
