@@ -9,9 +9,6 @@ from pathlib import Path
 from infra.attempt import Attempt
 from infra.processes import RUN_ID_VARIABLE
 
-ATTEMPT_FOLDER_VARIABLE = "T5_ATTEMPT_FOLDER"
-"""Where a rank finds its attempt's folder, to report an error there."""
-
 DEVICES_VARIABLE = "T5_VISIBLE_DEVICES"
 """CUDA_VISIBLE_DEVICES as the user set it: DeepSpeed's launcher writes its own numbering over that name."""
 
@@ -50,8 +47,7 @@ def rank_environment(
         environment["DS_ACCELERATOR"] = accelerator
     if devices := environment.pop("CUDA_VISIBLE_DEVICES", None):
         environment[DEVICES_VARIABLE] = devices
-    environment |= {RUN_ID_VARIABLE: attempt.run_id, ATTEMPT_FOLDER_VARIABLE: str(attempt.folder)}
-    return {**environment, **extra}
+    return {**environment, RUN_ID_VARIABLE: attempt.run_id, **extra}
 
 
 def _is_allowed(name: str) -> bool:

@@ -5,12 +5,11 @@ result may be reused when its manifest is there, its fingerprint is the wanted o
 """
 
 import hashlib
-import json
 import logging
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -108,7 +107,7 @@ class Record(BaseModel):
             record = cls.model_validate_json(manifest.read_bytes())
         except FileNotFoundError:
             raise RecordError(f"{manifest} does not exist: {folder} is not a finished {_kind(cls)}") from None
-        except (ValidationError, json.JSONDecodeError) as error:
+        except ValidationError as error:
             raise RecordError(f"{manifest} is not the manifest of a {_kind(cls)}: {error}") from error
         return record.model_copy(update={"path": folder})
 
@@ -228,11 +227,6 @@ def digest_file(path: Path) -> FileDigest:
 def digest_files(folder: Path, names: Iterable[str]) -> dict[str, FileDigest]:
     """Digests of some files of a folder, by name."""
     return {name: digest_file(folder / name) for name in names}
-
-
-def input_fingerprints(inputs: Mapping[str, Record]) -> dict[str, str]:
-    """The fingerprints of a stage's input records, by their role."""
-    return {role: record.fingerprint for role, record in inputs.items()}
 
 
 def _kind(cls: type[Record]) -> str:

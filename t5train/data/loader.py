@@ -171,8 +171,3 @@ class Prefetched(Iterator[Batch]):
         except BaseException as error:
             # Every one of them, StopIteration too, belongs to the consumer.
             self._ready.put(error)
-
-
-def prefetch(batches: Iterator[Batch], depth: int) -> Prefetched:
-    """Prepare up to ``depth`` batches ahead in a thread."""
-    return Prefetched(batches, depth)

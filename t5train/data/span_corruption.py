@@ -50,16 +50,6 @@ def geometry(objective: ObjectiveSpec) -> Geometry:
     return found
 
 
-def window_tokens(objective: ObjectiveSpec) -> int:
-    """Tokens of text in a sample."""
-    return geometry(objective).window_tokens
-
-
-def target_tokens(objective: ObjectiveSpec) -> int:
-    """Decoder length, EOS included."""
-    return geometry(objective).target_tokens
-
-
 def corrupt(
     windows: np.ndarray, key: Bits, shape: Geometry, first_sentinel_id: int, eos_id: int
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -53,10 +53,6 @@ class Tokenizer:
         ids: list[np.ndarray] = self._processor.encode(texts, return_type="numpy", add_eos=add_eos, num_threads=1)
         return ids
 
-    def decode(self, ids: list[int]) -> str:
-        """The text of ids that are pieces."""
-        return str(self._processor.decode(ids))
-
 
 def build_tokenizer(
     spec: TokenizerSpec,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from t5train.data.loader import Batch, Prefetched, Samples, prefetch
-from t5train.data.span_corruption import target_tokens
+from t5train.data.loader import Batch, Prefetched, Samples
+from t5train.data.span_corruption import geometry
 from t5train.errors import InputError, TooManySkippedSteps
 from t5train.model.shape import T5Shape, huggingface_config, resolve
 from t5train.records import TokenShards
@@ -57,7 +57,7 @@ class Trainer:
             if rank() == 0:
                 metrics = Metrics(self.job.metrics_path, self.job.tensorboard_folder, self.step)
                 stack.enter_context(metrics)
-            batches = prefetch(micro_batches(self.train_samples, self.spec, self.step), PREFETCHED_BATCHES)
+            batches = Prefetched(micro_batches(self.train_samples, self.spec, self.step), PREFETCHED_BATCHES)
             stack.enter_context(batches)
             while self.step < self.spec.optimizer.num_steps:
                 values = self._take_step(batches)
@@ -168,7 +168,7 @@ class Trainer:
         return self.step - int(self.engine.skipped_steps) - stands_still
 
     def _tokens_a_step(self) -> int:
-        lengths = self.spec.objective.input_tokens + target_tokens(self.spec.objective)
+        lengths = self.spec.objective.input_tokens + geometry(self.spec.objective).target_tokens
         return self.spec.optimizer.global_batch_sequences * lengths
 
 

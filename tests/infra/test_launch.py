@@ -97,12 +97,13 @@ def test_the_first_rank_that_fails_ends_the_others(tmp_path: Path, survivors: Su
 @pytest.mark.slow
 def test_an_error_of_ours_in_a_rank_is_raised_by_the_head(tmp_path: Path) -> None:
     program = (
-        "import os; from pathlib import Path; from t5train import errors; from t5train.train import error_report\n"
+        "import os, sys; from pathlib import Path; from t5train import errors; from t5train.train import error_report\n"
         "error = errors.WeightsDidNotMove('10 steps, same weights')\n"
-        "error_report.report(Path(os.environ['T5_ATTEMPT_FOLDER']), int(os.environ['RANK']), error); raise error"
+        "error_report.report(Path(sys.argv[1]), int(os.environ['RANK']), error); raise error"
     )
+    reporting = replace(spec(tmp_path, program), program=lambda folder: (str(tmp_path / "rank.py"), str(folder)))
     with pytest.raises(WeightsDidNotMove, match="10 steps, same weights"):
-        launch(spec(tmp_path, program))
+        launch(reporting)
 
 
 @pytest.mark.slow

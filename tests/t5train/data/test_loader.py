@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from t5train.data.loader import Batch, Samples, Windows, prefetch
+from t5train.data.loader import Batch, Prefetched, Samples, Windows
 from t5train.data.shards import tokens_name
 from t5train.errors import DigestMismatch, InputError
 from t5train.records import TokenShards
@@ -92,13 +92,13 @@ def batches(count: int, *, then: Exception | None = None) -> Iterator[Batch]:
 
 
 def test_prefetched_batches_come_in_order_and_end() -> None:
-    with prefetch(batches(20), depth=3) as prepared:
+    with Prefetched(batches(20), depth=3) as prepared:
         assert [int(batch.sample_ids[0]) for batch in prepared] == list(range(20))
         assert next(prepared, None) is None
 
 
 def test_what_fails_in_the_thread_is_raised_where_its_batch_would_have_come() -> None:
-    prepared = prefetch(batches(2, then=OSError("disk gone")), depth=8)
+    prepared = Prefetched(batches(2, then=OSError("disk gone")), depth=8)
     next(prepared)
     next(prepared)
     with pytest.raises(OSError, match="disk gone"):
@@ -114,7 +114,7 @@ def test_no_more_batches_are_prepared_than_asked_for_and_closing_ends_the_thread
             yield Batch(*(np.zeros(1),) * 3)
 
     before = threading.active_count()
-    with prefetch(endless(), depth=4) as prepared:
+    with Prefetched(endless(), depth=4) as prepared:
         next(prepared)
         time.sleep(0.2)
         assert len(taken) == 5
@@ -126,6 +126,6 @@ def test_waiting_is_counted() -> None:
         time.sleep(0.2)
         yield from batches(1)
 
-    with prefetch(slow(), depth=1) as prepared:
+    with Prefetched(slow(), depth=1) as prepared:
         next(prepared)
         assert prepared.waited_seconds > 0.1

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t5train.data import keyed_random
-from t5train.data.span_corruption import Geometry, corrupt, geometry, target_tokens, window_tokens
+from t5train.data.span_corruption import Geometry, corrupt, geometry
 from t5train.errors import SpecError
 from t5train.spec import ObjectiveSpec
 
@@ -39,7 +39,7 @@ def restore(inputs: np.ndarray, targets: np.ndarray, spans: int) -> list[int]:
 
 def test_the_lengths_are_those_of_the_paper() -> None:
     objective = ObjectiveSpec(noise_density=0.15, mean_span_tokens=3.0, input_tokens=512)
-    assert (window_tokens(objective), target_tokens(objective)) == (568, 114)
+    assert (geometry(objective).window_tokens, geometry(objective).target_tokens) == (568, 114)
     assert geometry(objective) == Geometry(window_tokens=568, noise_tokens=85, spans=28)
 
 
