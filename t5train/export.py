@@ -50,15 +50,15 @@ def export(
         _write_model_config(seen.huggingface_config, folder)
         write_text(folder / "README.md", model_card(spec, seen, lineage, current_provenance()))
         record = Export(
-            path=folder,
+            path=out,
             fingerprint=identity,
             inputs=lineage,
             files=digest_files(folder, sorted(path.name for path in folder.iterdir())),
             counts={"num_parameters": seen.num_parameters, "step": seen.step, "tensors": len(seen.tensors)},
         )
-        record.commit()
+        record.commit(folder)
         _discard(out)
-    return Export.load(out)
+    return record
 
 
 def _lineage(weights: Weights, tokenizer: TokenizerFiles, witness: Witness, spec: RunSpec) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from t5train.atomic import write_text
 from t5train.atomic_folder import copy_durably, filling
 from t5train.certificate import CERTIFICATE, Certificate
 from t5train.destination import described, publication_at
@@ -10,9 +9,9 @@ from t5train.errors import CertificationError, DigestMismatch, PublicationError
 from t5train.fingerprint import fingerprint
 from t5train.locations import local_folder, redacted
 from t5train.progress import Progress, silent
-from t5train.records import MANIFEST, Export, Publication, current_provenance, verify_file
+from t5train.records import Export, Publication, current_provenance, verify_file
 from t5train.upload import upload
-from t5train.verify import manifest_text, verify
+from t5train.verify import verify
 
 
 def publish(export: Export, url: str, progress: Progress = silent) -> Publication:
@@ -85,6 +84,6 @@ def _copy(export: Export, record: Publication, folder: Path, progress: Progress)
                 verify_file(partial / name, digest)
                 done += digest.size
                 progress("bytes published", done, total)
-            write_text(partial / MANIFEST, manifest_text(record))
+            record.commit(partial)
     except OSError as error:
         raise PublicationError(f"{folder} cannot be written: {error}") from error

@@ -111,10 +111,14 @@ class Record(BaseModel):
             raise RecordError(f"{manifest} is not the manifest of a {_kind(cls)}: {error}") from error
         return record.model_copy(update={"path": folder})
 
-    def commit(self) -> Self:
-        """Write the manifest, the last act of a stage."""
-        write_text(self.path / MANIFEST, self.model_dump_json(indent=1) + "\n")
+    def commit(self, folder: Path | None = None) -> Self:
+        """Write the manifest, the last act of a stage; into ``folder`` where that is yet to become ``path``."""
+        write_text((folder or self.path) / MANIFEST, self.manifest_text())
         return self
+
+    def manifest_text(self) -> str:
+        """The content of ``manifest.json``."""
+        return self.model_dump_json(indent=1) + "\n"
 
     def verify(self, progress: Progress = silent) -> None:
         """Compare every file with its digest; DigestMismatch names the first that differs."""

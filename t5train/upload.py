@@ -12,7 +12,7 @@ from t5train.errors import DigestMismatch, PublicationError
 from t5train.locations import explained, remote_folder
 from t5train.progress import Progress, silent
 from t5train.records import MANIFEST, FileDigest, Publication
-from t5train.verify import manifest_text, object_names, verify_object
+from t5train.verify import object_names, verify_object
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def upload(source: Path, record: Publication, url: str, progress: Progress = sil
             sending = _Sending(f"bytes of {name} sent", progress)
             filesystem.put_file(os.fspath(source / name), target, callback=sending)
             verify_object(filesystem, target, digest, shown, progress)
-        _create(filesystem, f"{folder}/{MANIFEST}", manifest_text(record).encode(), record.url)
+        _create(filesystem, f"{folder}/{MANIFEST}", record.manifest_text().encode(), record.url)
 
 
 def _claim(filesystem: Any, folder: str, certificate: bytes, record: Publication) -> set[str]:

@@ -87,14 +87,9 @@ def parse_manifest(content: bytes, where: str) -> Record:
         record = _KINDS[kind].model_validate_json(content)
     except ValidationError as error:
         raise RecordError(f"{where} is damaged, or not a manifest: {error}") from error
-    if isinstance(record, Publication) and manifest_text(record.sealed()).encode() != content:
+    if isinstance(record, Publication) and record.sealed().manifest_text().encode() != content:
         raise DigestMismatch(f"{where} is not as it was written: its seal does not fit. Publish to another folder")
     return record
-
-
-def manifest_text(record: Record) -> str:
-    """The content of ``manifest.json``."""
-    return record.model_dump_json(indent=1) + "\n"
 
 
 def verify_object(filesystem: Any, path: str, expected: FileDigest, shown: str, progress: Progress) -> None:

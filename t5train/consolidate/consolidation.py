@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from t5train.atomic import sync_folder, write_text
+from t5train.atomic import sync_folder
 from t5train.consolidate.checkpoint import OpenedCheckpoint, open_checkpoint
 from t5train.consolidate.layouts import layout_of
 from t5train.consolidate.out_folder import new_folder, put_in_place, require_vacant
@@ -11,7 +11,7 @@ from t5train.consolidate.plan import Plan
 from t5train.consolidate.stream import write_weights
 from t5train.fingerprint import fingerprint
 from t5train.progress import Progress, silent
-from t5train.records import MANIFEST, FileDigest, Weights, reusable
+from t5train.records import FileDigest, Weights, reusable
 from t5train.sidecar import files_of
 
 
@@ -50,7 +50,7 @@ def consolidate(
             return there
         require_vacant(out, identity)
         weights = _record(out, opened, plan, identity, files)
-        write_text(folder / MANIFEST, weights.model_dump_json(indent=1) + "\n")
+        weights.commit(folder)
         sync_folder(folder)
         put_in_place(folder, out)
     return weights

@@ -55,7 +55,10 @@ def test_the_folder_generates_and_tokenises_as_it_is(make_trained: MakeTrained, 
 
 def test_an_export_is_reused_while_its_inputs_are_the_same(make_trained: MakeTrained, tmp_path: Path) -> None:
     trained = make_trained()
-    assert not export(*trained, tmp_path / "out").reused
+    made = export(*trained, tmp_path / "out")
+    assert not made.reused
+    assert Export.load(tmp_path / "out") == made
+    assert str(tmp_path / "out") in (tmp_path / "out/manifest.json").read_text()
     assert export(*trained, tmp_path / "out").reused
 
 
