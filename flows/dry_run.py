@@ -3,12 +3,12 @@
 import json
 import shlex
 
-from infra.launch import LaunchSpec, command
+from infra.launch import command
 from t5train.fingerprint import fingerprint
 from t5train.run_files import ATTEMPT_SPEC, ATTEMPTS
 from t5train.spec import RunSpec
 from t5train.train.deepspeed_config import deepspeed_config
-from tasks.training_run import rank_program
+from tasks.training_run import launch_spec, rank_program
 
 
 def describe(spec: RunSpec) -> str:
@@ -29,13 +29,7 @@ def _fingerprints(spec: RunSpec) -> dict[str, str]:
 
 
 def _launch_command(spec: RunSpec) -> list[str]:
-    launch = LaunchSpec(
-        program=lambda folder: rank_program(folder / ATTEMPT_SPEC),
-        run_folder=spec.run_folder,
-        num_ranks=spec.cluster.ranks,
-        accelerator=spec.cluster.accelerator,
-        master_port=spec.cluster.master_port,
-    )
+    launch = launch_spec(spec, lambda folder: rank_program(folder / ATTEMPT_SPEC))
     return command(launch, spec.run_folder / ATTEMPTS / "NNNN")
 
 

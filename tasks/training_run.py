@@ -1,6 +1,7 @@
 """Training to its end on this machine: without Prefect, for the flow's task and for the command line alike."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from infra.launch import LaunchSpec, launch
@@ -23,17 +24,17 @@ def train_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -
     run.open_run(spec, shards)
     if (checkpoint := run.finished(spec, shards, progress)) is not None:
         return checkpoint
-    launch(launch_spec(spec, shards), on_tick=lambda: _tell(spec, progress))
+
+    def program(attempt_folder: Path) -> tuple[str, ...]:
+        return rank_program(run.write_job(spec, shards, attempt_folder, progress))
+
+    launch(launch_spec(spec, program), on_tick=lambda: _tell(spec, progress))
     _tell(spec, progress)
     return run.conclude(spec, shards, progress)
 
 
-def launch_spec(spec: RunSpec, shards: TokenShards) -> LaunchSpec:
-    """What DeepSpeed's launcher is to start."""
-
-    def program(attempt_folder: Path) -> tuple[str, ...]:
-        return rank_program(run.next_attempt(spec, shards, attempt_folder).spec_path)
-
+def launch_spec(spec: RunSpec, program: Callable[[Path], tuple[str, ...]]) -> LaunchSpec:
+    """What DeepSpeed's launcher is to start; ``program`` as LaunchSpec has it."""
     return LaunchSpec(
         program=program,
         run_folder=spec.run_folder,

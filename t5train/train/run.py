@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from t5train import run_files, sidecar
 from t5train.atomic import write_json, write_text
@@ -21,13 +21,6 @@ from t5train.witness import WITNESS, WITNESS_TENSORS
 
 _WITNESS_FILES = tuple(f"{run_files.WITNESS_FOLDER}/{name}" for name in (WITNESS, WITNESS_TENSORS))
 _log = logging.getLogger(__name__)
-
-
-class Attempt(NamedTuple):
-    """What the ranks of one attempt are to be started with."""
-
-    job: TrainJob
-    spec_path: Path
 
 
 def run_fingerprint(spec: RunSpec, shards: TokenShards) -> str:
@@ -90,12 +83,12 @@ def finished(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
     return reusable(Checkpoint, spec.run_folder, run_fingerprint(spec, shards), progress)
 
 
-def next_attempt(spec: RunSpec, shards: TokenShards, attempt_folder: Path) -> Attempt:
-    """Choose the newest complete checkpoint, verify it, and write the job for the ranks.
+def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress: Progress = silent) -> Path:
+    """Choose the newest complete checkpoint, verify it, and write the file that tells the ranks their job.
 
     Raises SpecError when that checkpoint was written in another layout than the spec asks for.
     """
-    tag = newest_verified_tag(spec)
+    tag = newest_verified_tag(spec, progress)
     if tag is not None:
         _require_layout(spec, tag)
         _log.info("resuming %s from %s", spec.run_name, tag)
@@ -109,15 +102,15 @@ def next_attempt(spec: RunSpec, shards: TokenShards, attempt_folder: Path) -> At
     )
     path = attempt_folder / run_files.ATTEMPT_SPEC
     write_text(path, job.model_dump_json(indent=1) + "\n")
-    return Attempt(job, path)
+    return path
 
 
-def newest_verified_tag(spec: RunSpec) -> str | None:
+def newest_verified_tag(spec: RunSpec, progress: Progress = silent) -> str | None:
     """The newest tag whose every file has its digest; a damaged one is passed over with a warning."""
     folder = spec.run_folder / run_files.CHECKPOINTS
     for tag in sidecar.complete_tags(folder):
         try:
-            sidecar.require_complete(folder / tag)
+            sidecar.require_complete(folder / tag, progress)
         except IncompleteCheckpoint as error:
             _log.warning("%s is passed over: %s", tag, error)
             continue
