@@ -34,7 +34,8 @@ def watched_by(progress: Progress) -> Iterator[None]:
 class StageProgress:
     """A progress callback that keeps one artifact up to date, at most once a second, and logs every ten seconds.
 
-    A stage that is over before anyone could look leaves neither.
+    A stage that is over before anyone could look leaves neither. A server that does not answer costs the artifact, not
+    the stage: training goes on while it is restarted.
     """
 
     def __init__(self, stage: str) -> None:
@@ -51,10 +52,16 @@ class StageProgress:
         ends = self._artifact is not None and done == total
         if ends or now - self._updated_at >= SECONDS_BETWEEN_UPDATES:
             self._updated_at = now
-            self._show(100 * done / total if total else 0.0, _sentence(what, done, total))
+            self._try_to_show(100 * done / total if total else 0.0, _sentence(what, done, total))
         if now - self._logged_at >= SECONDS_BETWEEN_LINES:
             self._logged_at = now
             _log.info("%s: %s", self._stage, _sentence(what, done, total))
+
+    def _try_to_show(self, percent: float, description: str) -> None:
+        try:
+            self._show(percent, description)
+        except Exception as error:  # whatever Prefect's client makes of a server that is gone
+            _log.warning("progress of %s is not shown: %s: %s", self._stage, type(error).__name__, error)
 
     def _show(self, percent: float, description: str) -> None:
         if self._artifact is None:

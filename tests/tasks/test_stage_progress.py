@@ -1,0 +1,21 @@
+"""Progress as artifacts."""
+
+import logging
+
+import pytest
+
+from tasks import stage_progress
+from tasks.stage_progress import StageProgress
+
+
+def test_a_server_that_does_not_answer_ends_no_stage(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gone(*_arguments: object) -> None:
+        raise ConnectionError("connection refused")
+
+    monkeypatch.setattr(stage_progress, "create_progress_artifact", gone)
+    monkeypatch.setattr(stage_progress, "SECONDS_UNTIL_SHOWN", 0)
+    with caplog.at_level(logging.WARNING):
+        StageProgress("train")("steps", 3, 10)
+    assert "progress of train is not shown: ConnectionError: connection refused" in caplog.text
