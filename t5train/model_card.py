@@ -41,7 +41,7 @@ fp32 weights; `manifest.json` holds size and sha256 of every file. `t5-pretrain 
 ## Data and licence
 
 Trained on {source}{revision}. The licence of this model follows from the licence of that text, which this tool
-does not know: state it here before you share the model.
+does not know: state it wherever you share the model (this folder is to stay as it was certified).
 
 ## Held-out measurements at the last step
 
