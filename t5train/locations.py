@@ -1,4 +1,4 @@
-"""Where a published folder can lie: a local folder, or anything fsspec knows by URL."""
+"""Where text and published folders can lie: a local folder, or anything fsspec knows by URL."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,22 +35,15 @@ def remote_folder(url: str) -> tuple[Any, str]:
 
     Raises PublicationError when the protocol is unknown, its package is not installed, or the store refuses.
     """
-    protocol = str(split_protocol(url)[0])
     with explained(url, "cannot be reached"):
-        try:
-            filesystem, path = fsspec.core.url_to_fs(url)
-        except ImportError as error:
-            package = _PACKAGES.get(protocol, f"fsspec[{protocol}]")
-            raise PublicationError(
-                f"{redacted(url)} needs a package that is not installed ({error}): pip install {package}"
-            ) from None
+        filesystem, path = fsspec.core.url_to_fs(url)
         filesystem.invalidate_cache()
     return filesystem, str(path).rstrip("/")
 
 
 @contextmanager
-def explained(url: str, what: str) -> Iterator[None]:
-    """Turn whatever a filesystem raises into a PublicationError that tells it without the URL's secrets.
+def explained(url: str, what: str, kind: type[T5TrainError] = PublicationError) -> Iterator[None]:
+    """Turn whatever a filesystem raises into an error of that kind, which tells it without the URL's secrets.
 
     fsspec's filesystems have no error in common. Not chained: a traceback would show the original's text.
     """
@@ -58,10 +51,12 @@ def explained(url: str, what: str) -> Iterator[None]:
         yield
     except T5TrainError:
         raise
+    except ImportError as error:
+        protocol = str(split_protocol(url)[0])
+        package = _PACKAGES.get(protocol, f"fsspec[{protocol}]")
+        raise kind(f"{redacted(url)} needs a package that is not installed ({error}): pip install {package}") from None
     except Exception as error:
-        raise PublicationError(
-            f"{redacted(url)} {what}: {type(error).__name__}: {_without_secrets(str(error), url)}"
-        ) from None
+        raise kind(f"{redacted(url)} {what}: {type(error).__name__}: {_without_secrets(str(error), url)}") from None
 
 
 def redacted(url: str) -> str:
@@ -92,7 +87,7 @@ def _without_authority(url: str) -> str:
 def _without_secrets(text: str, url: str) -> str:
     text = text.replace(url, redacted(url))
     for part in map(urlsplit, url.split("::")):
-        for secret in (part.netloc.rpartition("@")[0], part.password, part.query):
+        for secret in (part.netloc.rpartition("@")[0], part.username, part.password, part.query, part.fragment):
             if secret:
                 text = text.replace(secret, "***")
     return text

@@ -4,17 +4,17 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import urlsplit
+
+import fsspec
 
 from t5train.atomic import replacing, write_json
 from t5train.data.passages import SourceFile
 from t5train.data.readers import FORMATS, format_of
 from t5train.errors import DigestMismatch, InputError
-from t5train.locations import redacted
+from t5train.locations import explained, redacted
 from t5train.progress import Progress
 from t5train.records import FileDigest, digest_file, verify_file
 
@@ -29,10 +29,7 @@ def local_files(source: str, revision: str, cache: Path, progress: Progress) -> 
     protocol is unknown or its package missing, and when the remote side fails.
     """
     with _explained(source):
-        import fsspec  # here, for the error of a missing protocol package comes from the next line
-
-        filesystem, path = fsspec.core.url_to_fs(source)
-        found = _found(filesystem, path, redacted(source))
+        filesystem, found = _matched(source)
         base = os.path.commonpath([PurePosixPath(each).parent for each in found])
         names = [str(PurePosixPath(each).relative_to(base)) for each in found]
         if "file" in _protocols(filesystem):
@@ -47,10 +44,13 @@ def local_files(source: str, revision: str, cache: Path, progress: Progress) -> 
 def require_source(source: str) -> None:
     """Raise what ``local_files`` would raise for a source that is not there, without reading or downloading it."""
     with _explained(source):
-        import fsspec  # as above
+        _matched(source)
 
-        filesystem, path = fsspec.core.url_to_fs(source)
-        _found(filesystem, path, redacted(source))
+
+def _matched(source: str) -> tuple[Any, list[str]]:
+    """The filesystem of a source, and the paths of its files in it."""
+    filesystem, path = fsspec.core.url_to_fs(source)
+    return filesystem, _found(filesystem, path, redacted(source))
 
 
 def _found(filesystem: Any, path: str, shown: str) -> list[str]:
@@ -103,22 +103,5 @@ def _protocols(filesystem: Any) -> tuple[str, ...]:
     return (protocol,) if isinstance(protocol, str) else tuple(protocol)
 
 
-@contextmanager
-def _explained(source: str) -> Iterator[None]:
-    """Turn whatever a filesystem raises into an InputError that gives no secret away."""
-    shown = redacted(source)
-    try:
-        yield
-    except ImportError as error:
-        raise InputError(f"corpus.source {shown!r} needs a package that is not installed: {error}") from None
-    except (OSError, ValueError, RuntimeError) as error:
-        why = _without_secrets(f"{type(error).__name__}: {error}", source)
-        raise InputError(f"corpus.source {shown!r} cannot be read: {why}") from None
-
-
-def _without_secrets(text: str, source: str) -> str:
-    """An error's text; only its first word when it repeats a secret part of the URL."""
-    parts = urlsplit(source)
-    user = parts.netloc.rpartition("@")[0]
-    secrets = [part for part in (user, *user.split(":"), parts.query, parts.fragment) if part]
-    return text.partition(":")[0] if any(secret in text for secret in secrets) else text
+def _explained(source: str) -> AbstractContextManager[None]:
+    return explained(source, "cannot be read (corpus.source)", InputError)
