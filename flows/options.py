@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from flows.resolve import resolve
-from t5train.spec import RunSpec
+from t5train.spec import RunSpec, StorageSpec
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Where the settings begin; see `recipes`")]
 SetOption = Annotated[
@@ -19,6 +19,11 @@ RootOption = Annotated[
 NameOption = Annotated[
     str | None, typer.Option("--name", help="Name of the run", show_default="made of recipe and settings")
 ]
+
+
+def root_of(root: Path | None) -> Path:
+    """The root that was given, else the usual one; absolute."""
+    return (root or StorageSpec().root).absolute()
 
 
 def settings(assignments: list[str] | None) -> dict[str, str]:

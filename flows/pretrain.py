@@ -11,6 +11,7 @@ from flows.preflight import publish_url, require_ready
 from flows.resolve import resolve
 from infra.run_lock import run_lock
 from t5train.records import Publication
+from t5train.spec import RUN_NAME_PATTERN
 from tasks.data import make_corpus, make_shards, make_tokenizer
 from tasks.release import certify_export, consolidate_weights, export_model, publish_export
 from tasks.run_log import drop_needless_tracebacks, library_log
@@ -20,9 +21,6 @@ from tasks.train import train
 
 RecipeName = Literal["smoke", "small", "base"]
 """The recipes of t5train.recipes, spelled out so that the form of a run offers them."""
-
-NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
-"""What a run may be called; as RunSpec has it."""
 
 
 def _flow_run_name() -> str:
@@ -36,7 +34,7 @@ def pretrain(
     recipe: RecipeName,
     root: Path,
     settings: dict[str, Any] | None = None,
-    run_name: Annotated[str, Field(pattern=NAME)] | None = None,
+    run_name: Annotated[str, Field(pattern=RUN_NAME_PATTERN)] | None = None,
     publish_to: Annotated[str, Field(min_length=1)] | None = None,
 ) -> Publication:
     """Text to a published, certified T5 checkpoint; every stage that is done already is verified and reused.

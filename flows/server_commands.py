@@ -10,11 +10,10 @@ from typing import Annotated
 import typer
 
 from flows import prefect_server
-from flows.options import RootOption
+from flows.options import RootOption, root_of
 from flows.terminal import progress_display, say
 from t5train.errors import LaunchError, SpecError
 from t5train.recipes import RECIPES
-from t5train.spec import StorageSpec
 
 _STOP_SECONDS = 40.0  # a worker gives its runs 30 to end
 
@@ -31,7 +30,7 @@ def deploy(root: RootOption = None) -> None:
     if api_url is None:
         raise SpecError("no Prefect server is configured: set PREFECT_API_URL, or start one with `t5-pretrain up`")
     prefect_server.require_answer(api_url)
-    _deploy(_root(root))
+    _deploy(root_of(root))
 
 
 def up(
@@ -42,12 +41,12 @@ def up(
 ) -> None:
     """Start a Prefect server, the pool, the deployments and a worker for this machine, until Ctrl-C."""
     prefect_server.require_free_port(port)
-    home = _root(root) / prefect_server.HOME
+    home = root_of(root) / prefect_server.HOME
     with (
         progress_display() as progress,
         prefect_server.own_server(home, port, progress, lasting=True) as api_url,
     ):
-        _deploy(_root(root))
+        _deploy(root_of(root))
         with _worker(home / "worker.log") as worker:
             say(f"Prefect is at {api_url.removesuffix('/api')}; Ctrl-C ends it with all its runs. To start a run, type")
             say(f"    PREFECT_API_URL={api_url} {_prefect()} deployment run t5-pretrain/smoke")
@@ -79,10 +78,6 @@ def _deploy(root: Path) -> None:
 
     deploy_all(root)
     say(f"deployed: {', '.join(f't5-pretrain/{recipe}' for recipe in RECIPES)}")
-
-
-def _root(root: Path | None) -> Path:
-    return (root or StorageSpec().root).absolute()
 
 
 def _prefect() -> Path:

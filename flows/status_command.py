@@ -6,15 +6,13 @@ from typing import Any, NamedTuple
 
 import typer
 
-from flows.options import RootOption
+from flows.options import RootOption, root_of
 from flows.terminal import say, show_table
 from infra.run_lock import holder
 from t5train.certificate import CERTIFICATE
 from t5train.records import MANIFEST
-from t5train.run_files import EXPORT, METRICS, PUBLISHED, WEIGHTS
+from t5train.run_files import EXPORT, METRICS, PUBLISHED, RUNS, WEIGHTS
 from tasks.training_run import last_metrics
-
-DEFAULT_ROOT = Path("work")
 
 
 class RunStatus(NamedTuple):
@@ -36,9 +34,10 @@ def register(app: typer.Typer) -> None:
 
 def status(root: RootOption = None) -> None:
     """List the runs under a root: stage reached, step, last loss, who works on it, where it is published."""
-    folders = sorted(path for path in ((root or DEFAULT_ROOT) / "runs").glob("*") if path.is_dir())
+    runs = root_of(root) / RUNS
+    folders = sorted(path for path in runs.glob("*") if path.is_dir())
     if not folders:
-        say(f"no runs under {root or DEFAULT_ROOT}")
+        say(f"there are no runs in {runs}")
         return
     rows = [list(run_status(folder)) for folder in folders]
     show_table([name.replace("_", " ") for name in RunStatus._fields], rows)

@@ -1,5 +1,8 @@
 """Names of what lies in a run's folder, ``{root}/runs/{run_name}``; standard library only, as guards import it."""
 
+RUNS = "runs"
+"""Folder under the root with a folder for each run."""
+
 RUN = "run.json"
 """What the run was begun as."""
 

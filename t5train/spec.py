@@ -15,9 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from t5train.errors import SpecError
 from t5train.fingerprint import fingerprint
 from t5train.locations import without_secret
+from t5train.run_files import RUNS
 
 VOCABULARY_MULTIPLE = 128
 NUM_SENTINELS = 100
+RUN_NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
 
 
 class SpecPart(BaseModel):
@@ -52,6 +54,10 @@ class CorpusSpec(SpecPart):
     @classmethod
     def _source_holds_no_secret(cls, source: str) -> str:
         return without_secret("corpus.source", source)
+
+    def split_identity(self) -> dict[str, Any]:
+        """What decides which document falls into which split."""
+        return {"split": list(self.split), "split_seed": self.split_seed}
 
     @model_validator(mode="after")
     def _split_is_whole(self) -> Self:
@@ -229,7 +235,7 @@ class RunSpec(SpecPart):
     recipe: str = Field(pattern="^[a-z0-9][a-z0-9_-]{0,39}$", title="Recipe", description="Where the settings began")
     name: str | None = Field(
         None,
-        pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$",
+        pattern=RUN_NAME_PATTERN,
         title="Run name",
         description="Folder under {root}/runs; recipe and fingerprint when left out",
     )
@@ -276,7 +282,7 @@ class RunSpec(SpecPart):
     @property
     def run_folder(self) -> Path:
         """``{root}/runs/{run_name}``."""
-        return self.storage.root / "runs" / self.run_name
+        return self.storage.root / RUNS / self.run_name
 
     @property
     def gradient_accumulation(self) -> int:

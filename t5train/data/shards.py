@@ -82,7 +82,7 @@ def build_shards(
     process is killed, StorageError for a folder that cannot be written or holds something else.
     """
     inputs = {"corpus": corpus.fingerprint, "tokenizer": tokenizer.files[SPIECE].sha256}
-    settings = {**spec.identity(), "split": list(corpus_spec.split), "split_seed": corpus_spec.split_seed}
+    settings = spec.identity() | corpus_spec.split_identity()
     identity = fingerprint({"kind": "shards", "stage": _STAGE_VERSION, "settings": settings, "inputs": inputs})
     folder = out or stage_folder(root, "shards", corpus_name(corpus_spec), identity)
     with making(folder, identity):

@@ -71,7 +71,7 @@ def build_tokenizer(
     if spec.path is not None:
         return given_tokenizer(Path(spec.path), root, progress, out=out)
     inputs = {"corpus": corpus.fingerprint}
-    settings = {**spec.identity(), "split": list(corpus_spec.split), "split_seed": corpus_spec.split_seed}
+    settings = spec.identity() | corpus_spec.split_identity()
     identity = fingerprint({"kind": "tokenizer", "stage": _STAGE_VERSION, "settings": settings, "inputs": inputs})
     folder = out or stage_folder(root, "tokenizer", f"unigram{spec.vocab_size}", identity)
     with making(folder, identity):

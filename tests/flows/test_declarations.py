@@ -5,9 +5,8 @@ from typing import get_args
 
 import yaml
 
-from flows.pretrain import NAME, RecipeName, pretrain
+from flows.pretrain import RecipeName, pretrain
 from t5train.recipes import RECIPES
-from t5train.spec import RunSpec
 
 
 def test_the_form_of_a_run_offers_every_recipe() -> None:
@@ -19,11 +18,6 @@ def test_every_recipe_has_a_deployment() -> None:
     assert {each["name"] for each in declared["deployments"]} == set(RECIPES)
     assert all(each["parameters"]["recipe"] == each["name"] for each in declared["deployments"])
     assert all(each["entrypoint"] == "flows.pretrain:pretrain" for each in declared["deployments"])
-
-
-def test_a_run_name_has_the_bounds_of_the_spec() -> None:
-    metadata = RunSpec.model_fields["name"].metadata
-    assert NAME in {getattr(each, "pattern", None) for each in metadata}
 
 
 def test_every_parameter_is_described() -> None:
