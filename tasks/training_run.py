@@ -1,6 +1,5 @@
 """Training to its end on this machine: without Prefect, for the flow's task and for the command line alike."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from t5train.records import Checkpoint, TokenShards
 from t5train.run_files import METRICS
 from t5train.spec import RunSpec
 from t5train.train import run
-from t5train.train.metrics import Values
+from t5train.train.metrics import Values, parse_line
 
 _TAIL_BYTES = 64 << 10
 
@@ -56,8 +55,8 @@ def last_metrics(path: Path) -> Values | None:
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         lines = file.read().split(b"\n")[:-1]
-    steps = (json.loads(line) for line in reversed(lines) if line.startswith(b"{") and b'"loss"' in line)
-    return next(steps, None)
+    steps = (parse_line(line) for line in reversed(lines) if b'"loss"' in line)
+    return next((step for step in steps if step is not None), None)
 
 
 def _tell(spec: RunSpec, progress: Progress) -> None:

@@ -22,6 +22,7 @@ from t5train.train.parameter_layout import describe
 from t5train.train.ranks import barrier, digest64, gather, rank, world_size
 
 _log = logging.getLogger(__name__)
+_OURS_TO_REMOVE = re.compile("step-[0-9]{8}|removed-[0-9a-f]{8}")
 _PARTITION = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_")
 
 
@@ -81,13 +82,16 @@ def resume(engine: Any, job: TrainJob) -> int:
 
 
 def prune(job: TrainJob, newest_step: int) -> None:
-    """On rank 0, remove all but the newest ``keep_last`` checkpoints, and what no sidecar completes."""
+    """On rank 0, remove all but the newest ``keep_last`` checkpoints, and what no sidecar completes.
+
+    A folder of any other name is somebody's copy or note, and stays.
+    """
     if rank() != 0:
         return
     complete = [tag for tag in sidecar.complete_tags(job.checkpoints_folder) if step_of(tag) <= newest_step]
     keep = set(complete[: job.spec.storage.keep_last])
     for folder in job.checkpoints_folder.iterdir():
-        if folder.is_dir() and folder.name not in keep:
+        if folder.is_dir() and folder.name not in keep and _OURS_TO_REMOVE.fullmatch(folder.name):
             _log.info("removing checkpoint %s", folder.name)
             _discard(folder)
 

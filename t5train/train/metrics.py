@@ -1,6 +1,7 @@
 """One JSON line a step, and the same for TensorBoard. Written by rank 0 only."""
 
 import json
+import logging
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -8,6 +9,7 @@ from typing import Self
 from t5train.atomic import write_text
 
 Values = dict[str, float | int | None]
+_log = logging.getLogger(__name__)
 
 
 class Metrics:
@@ -40,12 +42,27 @@ class Metrics:
 
 
 def read(path: Path) -> list[Values]:
-    """All whole lines; the last one may still be in the making."""
+    """All whole lines; the last one may still be in the making. A damaged one is passed over with a warning."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
+    found: list[Values] = []
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        if (values := parse_line(line)) is None:
+            _log.warning("%s has a damaged line, which is passed over: %.80r", path, line)
+        else:
+            found.append(values)
+    return found
+
+
+def parse_line(line: bytes) -> Values | None:
+    """The values of a line; None for a damaged one. This is a log: damage to it must not keep a run from going on."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
 
 
 def _keep_until(path: Path, step: int) -> None:
-    lines = [json.dumps(line) for line in read(path) if (line["step"] or 0) <= step]
+    lines = [json.dumps(line) for line in read(path) if int(line["step"] or 0) <= step]
     write_text(path, "".join(line + "\n" for line in lines))

@@ -86,8 +86,10 @@ def finished(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
 def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress: Progress = silent) -> Path:
     """Choose the newest complete checkpoint, verify it, and write the file that tells the ranks their job.
 
-    Raises SpecError when that checkpoint was written in another layout than the spec asks for.
+    Raises SpecError when that checkpoint was written in another layout than the spec asks for, RunChanged when a
+    checkpoint of another run lies among them.
     """
+    _require_own_checkpoints(spec, shards)
     tag = newest_verified_tag(spec, progress)
     if tag is not None:
         _require_layout(spec, tag)
@@ -142,6 +144,17 @@ def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
         step=step,
         tag=tag,
     ).commit()
+
+
+def _require_own_checkpoints(spec: RunSpec, shards: TokenShards) -> None:
+    """A folder whose ``run.json`` was removed or swapped must not lend its weights to another run."""
+    folder = spec.run_folder / run_files.CHECKPOINTS
+    for tag in sidecar.complete_tags(folder):
+        if sidecar.read_all(folder / tag)[0].run_fingerprint != run_fingerprint(spec, shards):
+            raise RunChanged(
+                f"{folder / tag} is a checkpoint of another run than {spec.run_name!r}: move it away, or choose "
+                "another --name"
+            )
 
 
 def _require_layout(spec: RunSpec, tag: str) -> None:

@@ -31,6 +31,16 @@ def test_a_line_cut_short_by_a_kill_is_not_read(tmp_path: Path) -> None:
         assert path.read_text() == '{"step": 1, "loss": 1.0}\n'
 
 
+@pytest.mark.parametrize("damage", [b"\0" * 40, b'{"step": 2, "loss"\xff: 1.0}', b"[]", b'{"loss": 1.0}'])
+def test_a_damaged_line_is_passed_over_and_the_log_goes_on(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 1.0}\n' + damage + b'\n{"step": 3, "loss": 3.0}\n')
+    with Metrics(path, tmp_path / "tensorboard", resume_step=3) as metrics:
+        metrics.write(4, {"loss": 4.0})
+    assert [line["step"] for line in read(path)] == [1, 3, 4]
+    assert damage not in path.read_bytes()
+
+
 def test_tensorboard_shows_the_same_numbers(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with Metrics(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", resume_step=0) as metrics:

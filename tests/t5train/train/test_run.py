@@ -1,0 +1,94 @@
+"""What a run's folder lets the next attempt begin from."""
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from t5train import sidecar
+from t5train.errors import RunChanged
+from t5train.recipes import recipe
+from t5train.records import TokenShards, digest_file
+from t5train.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.spec import RunSpec
+from t5train.train import checkpointing
+from t5train.train.job import TrainJob, tag_of
+from t5train.train.run import run_fingerprint, write_job
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> RunSpec:
+    return recipe("smoke").with_settings({"storage.root": str(tmp_path), "name": "run"})
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> TokenShards:
+    return TokenShards(path=tmp_path / "shards", fingerprint="5" * 64, files={})
+
+
+def _checkpoint(spec: RunSpec, step: int, fingerprint: str, content: bytes = b"state") -> Path:
+    """A complete checkpoint of two ranks, as far as its sidecars can tell."""
+    folder = spec.run_folder / "checkpoints" / tag_of(step)
+    folder.mkdir(parents=True)
+    (folder / "mp_rank_00_model_states.pt").write_bytes(content)
+    for rank in range(2):
+        one = Sidecar(
+            run_fingerprint=fingerprint,
+            step=step,
+            tag=tag_of(step),
+            rank=rank,
+            world_size=2,
+            layout=ParallelLayout(zero_stage=1, precision="fp32", data_parallel_rank=rank, data_parallel_size=2),
+            files={path.name: digest_file(path) for path in folder.glob("*.pt")} if rank == 0 else {},
+            groups=[],
+            huggingface_config={},
+            data=DataState(samples_consumed=step, shards_fingerprint="5" * 64),
+        )
+        sidecar.write(folder, one)
+    return folder
+
+
+def test_a_checkpoint_of_another_run_is_never_resumed(spec: RunSpec, shards: TokenShards, tmp_path: Path) -> None:
+    own = run_fingerprint(spec, shards)
+    _checkpoint(spec, 100, own)
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
+    foreign = _checkpoint(spec, 200, run_fingerprint(spec.with_settings({"optimizer.seed": 1}), shards))
+    with pytest.raises(RunChanged, match="step-00000200 is a checkpoint of another run"):
+        write_job(spec, shards, tmp_path)
+    assert foreign.exists()
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path
+) -> None:
+    own = run_fingerprint(spec, shards)
+    _checkpoint(spec, 100, own)
+    newest = _checkpoint(spec, 200, own)
+    (newest / "mp_rank_00_model_states.pt").write_bytes(b"stats")
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
+
+
+def test_pruning_removes_old_and_unfinished_checkpoints_and_nobodys_copies(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path
+) -> None:
+    own = run_fingerprint(spec, shards)
+    tags = [_checkpoint(spec, step, own) for step in (1, 2, 3)]
+    (tags[0].with_name("removed-0123abcd")).mkdir()
+    tags[2].joinpath("rank-00001.json").unlink()
+    copies = [tags[0].with_name(name) for name in ("step-00000001-good", "notes")]
+    for copy in copies:
+        copy.mkdir()
+        (copy / "mp_rank_00_model_states.pt").write_bytes(b"mine")
+    _checkpoint(spec, 4, own)
+    job = TrainJob(
+        spec=spec,
+        run_fingerprint=own,
+        run_folder=spec.run_folder,
+        attempt_folder=tmp_path,
+        shards_folder=tmp_path,
+        resume_tag=None,
+    )
+    with mock.patch.object(checkpointing, "rank", return_value=0):
+        checkpointing.prune(job, 4)
+    left = sorted(path.name for path in (spec.run_folder / "checkpoints").iterdir())
+    assert left == ["notes", "step-00000001-good", tag_of(2), tag_of(4)]
