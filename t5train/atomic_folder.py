@@ -13,11 +13,22 @@ from t5train.file_lock import try_lock
 
 @contextmanager
 def filling(path: Path) -> Iterator[Path]:
-    """Yield an empty sibling ``.{name}.partial`` that becomes ``path`` on success and vanishes on failure.
+    """Yield the ``partial_folder`` of ``path``, which becomes ``path`` on success.
 
     ``path`` must be absent or an empty folder by then. The bytes of the files must be on disk already
-    (``copy_durably`` sees to that); their names are made so here. What a killed process left behind is cleared
-    by the next one. Raises StorageError when another live process fills the same folder, or the disk says no.
+    (``copy_durably`` sees to that); their names are made so here.
+    """
+    with partial_folder(path) as partial:
+        yield partial
+        _take_place(partial, path)
+
+
+@contextmanager
+def partial_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty sibling ``.{name}.partial``, which vanishes unless it was moved.
+
+    What a killed process left behind is cleared by the next one. Raises StorageError when another live process
+    fills the same folder, or the disk says no.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -28,11 +39,9 @@ def filling(path: Path) -> Iterator[Path]:
     try:
         _clear(partial)
         yield partial
-        _take_place(partial, path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     finally:
+        if _is_open_as(partial, lock):  # else it was moved, and what is there by now is another process's
+            shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
 
 
@@ -50,10 +59,14 @@ def _lock(partial: Path) -> int:
     descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
     locked = try_lock(descriptor)
     # Who held the lock before may have renamed the folder meanwhile: then it is finished, not ours to clear.
-    if not (locked and partial.exists() and os.path.samestat(os.fstat(descriptor), partial.stat())):
+    if not (locked and _is_open_as(partial, descriptor)):
         os.close(descriptor)
         raise StorageError(f"{partial} is being filled by another process: wait for it to end, then try again")
     return descriptor
+
+
+def _is_open_as(path: Path, descriptor: int) -> bool:
+    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
 
 
 def _clear(folder: Path) -> None:

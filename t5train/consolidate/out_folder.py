@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from t5train.atomic import sync_folder
+from t5train.atomic_folder import partial_folder
 from t5train.errors import RecordError, StorageError
 from t5train.records import Weights
 
@@ -17,11 +18,10 @@ _OURS_TO_REPORT = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.
 
 @contextmanager
 def new_folder(out: Path, size: int) -> Iterator[Path]:
-    """A folder beside ``out`` to fill, gone again afterwards unless ``put_in_place`` moved it.
+    """The ``partial_folder`` of ``out``, to be moved by ``put_in_place``.
 
     StorageError when ``size`` bytes do not fit, or what is in the body cannot be written.
     """
-    folder = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(out.parent).free
@@ -29,14 +29,12 @@ def new_folder(out: Path, size: int) -> Iterator[Path]:
             raise StorageError(
                 f"{out} will take {size} bytes; {free} are free there: make room or choose another folder"
             )
-        folder.mkdir()
-        yield folder
+        with partial_folder(out) as folder:
+            yield folder
     except OSError as error:
         if error.errno not in _OURS_TO_REPORT:
             raise
         raise StorageError(f"{out} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def require_vacant(out: Path, fingerprint: str | None) -> None:

@@ -289,6 +289,13 @@ def test_nothing_stays_behind_when_writing_fails(
     refuse(StorageError, "No space left", zero12().folder, tmp_path / "out")
 
 
+def test_what_a_killed_consolidation_left_is_cleared(zero12: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "model.safetensors").write_bytes(b"half")
+    consolidate(zero12().folder, tmp_path / "out").verify()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint0", "out"]
+
+
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     refuse(InputError, "is not a folder", tmp_path / "nothing", tmp_path / "out")
