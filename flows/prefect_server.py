@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from infra.ports import free_port
 from t5train.errors import InputError, LaunchError, RunLocked
 from t5train.file_lock import is_locked, try_lock
 from t5train.progress import Progress
@@ -81,12 +82,6 @@ def require_free_port(port: int) -> None:
         raise InputError(
             f"port {port} of {HOST} cannot be used ({error.strerror}): choose another with --port"
         ) from error
-
-
-def free_port() -> int:
-    """A loopback port that is free now."""
-    with socket.create_server((HOST, 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from flows.prefect_server import answers, free_port
+from flows.prefect_server import answers
+from infra.ports import free_port
 
 pytestmark = pytest.mark.slow
 
