@@ -55,8 +55,7 @@ def export(
             inputs=lineage,
             files=digest_files(folder, sorted(path.name for path in folder.iterdir())),
             counts={"num_parameters": seen.num_parameters, "step": seen.step, "tensors": len(seen.tensors)},
-        )
-        record.commit(folder)
+        ).commit(folder)
         _discard(out)
     return record
 

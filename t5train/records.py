@@ -85,7 +85,8 @@ def _git_commit() -> str | None:
 class Record(BaseModel):
     """A past fact: these files hold the result of one stage for one fingerprint.
 
-    Names in ``files`` are relative to ``path``; absolute names stand for files used in place.
+    Names in ``files`` are relative to ``path``; absolute names stand for files used in place. ``seal`` covers what
+    no file's digest does: the counts and fingerprints that the next stages believe.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -97,28 +98,42 @@ class Record(BaseModel):
     files: dict[str, FileDigest]
     counts: dict[str, int | float] = {}
     provenance: Provenance = Field(default_factory=current_provenance)
+    seal: str = ""
     reused: bool = Field(default=False, exclude=True)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read the manifest of ``folder``; RecordError when there is none of this kind."""
+        """Read the manifest of ``folder``; RecordError when there is none of this kind, or it was altered."""
         manifest = folder / MANIFEST
         try:
             record = cls.model_validate_json(manifest.read_bytes())
         except FileNotFoundError:
             raise RecordError(f"{manifest} does not exist: {folder} is not a finished {_kind(cls)}") from None
+        except OSError as error:
+            raise RecordError(f"{manifest} cannot be read ({error.strerror})") from error
         except ValidationError as error:
             raise RecordError(f"{manifest} is not the manifest of a {_kind(cls)}: {error}") from error
+        if not record.is_as_written():
+            raise RecordError(f"{manifest} is damaged: its seal does not fit what it says")
         return record.model_copy(update={"path": folder})
 
     def commit(self, folder: Path | None = None) -> Self:
         """Write the manifest, the last act of a stage; into ``folder`` where that is yet to become ``path``."""
-        write_text((folder or self.path) / MANIFEST, self.manifest_text())
-        return self
+        sealed = self.sealed()
+        write_text((folder or self.path) / MANIFEST, sealed.manifest_text())
+        return sealed
 
     def manifest_text(self) -> str:
-        """The content of ``manifest.json``."""
+        """The content of ``manifest.json``, for a sealed record."""
         return self.model_dump_json(indent=1) + "\n"
+
+    def sealed(self) -> Self:
+        """The same with ``seal``: sha256 of the canonical JSON of everything else in the manifest."""
+        return self.model_copy(update={"seal": fingerprint(self.model_dump(mode="json", exclude={"seal"}))})
+
+    def is_as_written(self) -> bool:
+        """Whether the seal fits; ``load`` asks, as it then names the place anew."""
+        return self.sealed().seal == self.seal
 
     def verify(self, progress: Progress = silent) -> None:
         """Compare every file with its digest; DigestMismatch names the first that differs."""
@@ -171,16 +186,11 @@ class Export(Record):
 class Publication(Record):
     """An export in an object store or folder; ``url`` says where.
 
-    Its manifest travels with it: there ``path`` is ``.``, and ``seal`` covers what no file's digest does.
+    Its manifest travels with it: there ``path`` is ``.``.
     """
 
     kind: Literal["publication"] = "publication"
     url: str
-    seal: str = ""
-
-    def sealed(self) -> Self:
-        """The same with ``seal``: sha256 of the canonical JSON of everything else in the manifest."""
-        return self.model_copy(update={"seal": fingerprint(self.model_dump(mode="json", exclude={"seal"}))})
 
 
 R = TypeVar("R", bound=Record)
@@ -203,14 +213,18 @@ def reusable(kind: type[R], folder: Path, fingerprint: str, progress: Progress =
 
 
 def verify_file(path: Path, expected: FileDigest) -> None:
-    """DigestMismatch unless ``path`` has this size and sha256."""
+    """DigestMismatch unless ``path`` can be read and has this size and sha256."""
     try:
         size = path.stat().st_size
+        if size != expected.size:
+            raise DigestMismatch(f"{path} has {size} bytes, {expected.size} were recorded: restore it or make it again")
+        found = digest_file(path)
     except FileNotFoundError:
         raise DigestMismatch(f"{path} is missing; {expected.size} bytes were recorded") from None
-    if size != expected.size:
-        raise DigestMismatch(f"{path} has {size} bytes, {expected.size} were recorded: restore it or make it again")
-    found = digest_file(path)
+    except OSError as error:  # a bad disk is damage like any other: who has something else to take can take it
+        raise DigestMismatch(
+            f"{path} cannot be read ({error.strerror}): repair the disk or the permissions, or make it again"
+        ) from error
     if found.sha256 != expected.sha256:
         raise DigestMismatch(
             f"{path} has sha256 {found.sha256}, {expected.sha256} was recorded: restore it or make it again"

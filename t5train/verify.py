@@ -87,8 +87,8 @@ def parse_manifest(content: bytes, where: str) -> Record:
         record = _KINDS[kind].model_validate_json(content)
     except ValidationError as error:
         raise RecordError(f"{where} is damaged, or not a manifest: {error}") from error
-    if isinstance(record, Publication) and record.sealed().manifest_text().encode() != content:
-        raise DigestMismatch(f"{where} is not as it was written: its seal does not fit. Publish to another folder")
+    if record.sealed().manifest_text().encode() != content:
+        raise DigestMismatch(f"{where} is not as it was written: its seal does not fit what it says")
     return record
 
 

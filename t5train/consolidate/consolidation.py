@@ -49,8 +49,7 @@ def consolidate(
         if there := reusable(Weights, out, identity, progress):
             return there
         require_vacant(out, identity)
-        weights = _record(out, opened, plan, identity, files)
-        weights.commit(folder)
+        weights = _record(out, opened, plan, identity, files).commit(folder)
         sync_folder(folder)
         put_in_place(folder, out)
     return weights

@@ -43,8 +43,10 @@ def require_vacant(out: Path, fingerprint: str | None) -> None:
         return
     try:
         there = Weights.load(out).fingerprint
-    except (RecordError, OSError):
-        raise StorageError(f"{out} holds something that is no result of consolidation: choose another folder") from None
+    except (RecordError, OSError) as error:
+        raise StorageError(
+            f"{out} holds no finished result of consolidation ({error}): remove it or choose another folder"
+        ) from None
     if fingerprint not in (None, there):
         raise StorageError(f"{out} holds other weights ({there[:12]}): remove it or choose another folder")
 

@@ -100,6 +100,32 @@ def test_a_damaged_manifest_is_named(content: str, tmp_path: Path) -> None:
     assert reusable(Corpus, tmp_path, FINGERPRINT) is None
 
 
+def test_a_number_altered_in_a_manifest_is_noticed(tmp_path: Path) -> None:
+    counts: dict[str, int | float] = {"first_sentinel_id": 32099, "share": 0.25}
+    made = finished(tmp_path / "corpus").model_copy(update={"counts": counts}).commit()
+    assert Corpus.load(tmp_path / "corpus") == made
+    manifest = tmp_path / "corpus" / MANIFEST
+    manifest.write_text(manifest.read_text().replace("32099", "32098"))
+    with pytest.raises(RecordError, match=f"{MANIFEST} is damaged"):
+        Corpus.load(tmp_path / "corpus")
+    assert reusable(Corpus, tmp_path / "corpus", FINGERPRINT) is None
+
+
+def test_what_cannot_be_read_is_not_reused(tmp_path: Path) -> None:
+    corpus = finished(tmp_path / "corpus")
+    name, digest = next(iter(corpus.files.items()))
+    (tmp_path / "corpus" / name).unlink()
+    (tmp_path / "corpus" / name).mkdir()
+    folder_sized = digest.model_copy(update={"size": (tmp_path / "corpus" / name).stat().st_size})
+    unreadable = corpus.model_copy(update={"files": {name: folder_sized}}).commit()
+    with pytest.raises(DigestMismatch, match=f"{name} cannot be read"):
+        unreadable.verify()
+    assert reusable(Corpus, tmp_path / "corpus", FINGERPRINT) is None
+    (tmp_path / "corpus" / MANIFEST).unlink()
+    (tmp_path / "corpus" / MANIFEST).mkdir()
+    assert reusable(Corpus, tmp_path / "corpus", FINGERPRINT) is None
+
+
 def test_a_manifest_of_another_kind_is_refused(tmp_path: Path) -> None:
     finished(tmp_path / "corpus")
     with pytest.raises(RecordError, match="is not the manifest of a TokenShards"):

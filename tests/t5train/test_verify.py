@@ -128,7 +128,7 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize("name", ["../secret.txt", "/etc/hostname"])
 def test_a_manifest_from_afar_cannot_name_files_outside_its_folder(name: str) -> None:
     record = Corpus(path=Path(), fingerprint="0" * 64, files={name: {"size": 1, "sha256": "0" * 64}})  # type: ignore[dict-item]  # as JSON has it
-    fsspec.filesystem("memory").pipe_file("/afar/manifest.json", record.model_dump_json().encode())
+    fsspec.filesystem("memory").pipe_file("/afar/manifest.json", record.sealed().manifest_text().encode())
     with pytest.raises(RecordError, match="does not lie in its folder"):
         verify("memory://afar")
 

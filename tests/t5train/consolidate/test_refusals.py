@@ -263,7 +263,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(zero12: Callable[..., 
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.txt").write_text("mine")
-    refuse(StorageError, "no result of consolidation", written.folder, out)
+    refuse(StorageError, "no finished result of consolidation", written.folder, out)
     assert (out / "thesis.txt").read_text() == "mine"
     consolidate(other.folder, tmp_path / "others")
     refuse(StorageError, "holds other weights", written.folder, tmp_path / "others")
