@@ -48,7 +48,6 @@ class Trainer:
         self.engine: Any = build_engine(self.spec, self.shape, pad_id)
         self.step = checkpointing.resume(self.engine, job)
         self.movement = honesty.Movement(masters_of(self.engine), self._applied_steps())
-        self.last_loss: float | None = None
 
     def run(self) -> None:
         """Train to the last step, saving and validating on the way; then bear witness."""
@@ -132,7 +131,7 @@ class Trainer:
             "validation_loss": losses.all_targets,
             "validation_content_loss": losses.content,
             "shuffled_content_loss": shuffled.content,
-            "unigram_content_loss": validation.unigram_loss(self.held_out, self.shards, self.spec),
+            "unigram_content_loss": self._unigram_loss(),
             "validation_sequences": losses.sequences,
             "validation_content_tokens": losses.content_tokens,
         }
@@ -145,6 +144,13 @@ class Trainer:
             "validation": summary,
         }
         witness.record(self.engine, self.job, self.shape, self.held_out, self.huggingface_config, facts)
+
+    def _unigram_loss(self) -> float | None:
+        """Rank 0 alone reads every training token for it, as it alone reports; the others wait."""
+        if rank() != 0:
+            return None
+        _log.info("counting %d training tokens", int(self.shards.counts["train_tokens"]))
+        return validation.unigram_loss(self.held_out, self.shards, self.spec)
 
     def _report(self, metrics: Metrics | None, values: Values) -> None:
         if metrics:
