@@ -1,18 +1,22 @@
 """The chain on real accelerators, as many ranks as there are of them (at most four)."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from infra.attempt import attempt_folder, rank_name, read
+from infra.processes import find, in_run
 from infra.run_lock import run_lock
 from t5train.certify import certify_in_fresh_process
 from t5train.consolidate import consolidate
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
 from t5train.data.tokenizer import build_tokenizer
-from t5train.errors import NonFiniteLoss, TooManySkippedSteps
+from t5train.errors import LaunchError, NonFiniteLoss, TooManySkippedSteps
 from t5train.export import export
 from t5train.recipes import recipe
 from t5train.records import Checkpoint, TokenizerFiles, TokenShards
@@ -105,3 +109,23 @@ def test_fp16_that_cannot_train_ends_with_a_clear_error(
     )
     with pytest.raises((TooManySkippedSteps, NonFiniteLoss)):
         _train(spec, data[1])
+
+
+def test_a_rank_that_is_killed_ends_the_others_and_the_run_resumes(
+    tmp_path: Path, data: tuple[TokenizerFiles, TokenShards]
+) -> None:
+    spec = _spec(tmp_path, optimizer__num_steps=30)
+    attempt = attempt_folder(spec.run_folder, 1)
+    victim = attempt / f"{rank_name(spec.cluster.ranks - 1)}.pid"
+
+    def kill_after_a_checkpoint(what: str, done: int, total: int | None) -> None:
+        if done > 10 and victim.exists() and not (attempt / "killed").exists():
+            os.kill(json.loads(victim.read_text())["process"]["pid"], signal.SIGKILL)
+            (attempt / "killed").touch()
+
+    with run_lock(spec.run_folder), pytest.raises(LaunchError, match="SIGKILL"):
+        train_run(spec, data[1], kill_after_a_checkpoint)
+    assert not find(in_run(read(attempt).run_id))
+    assert _train(spec, data[1]).step == 30
+    again = json.loads((attempt_folder(spec.run_folder, 2) / "spec.json").read_text())
+    assert again["resume_tag"] in {"step-00000010", "step-00000020"}
