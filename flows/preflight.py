@@ -10,27 +10,26 @@ from t5train.data.tokenizer import open_given
 from t5train.destination import check_destination
 from t5train.errors import SpecError
 from t5train.model import shape
-from t5train.run_files import RUN
-from t5train.spec import NUM_SENTINELS, RunSpec
-from t5train.train.run import require_same, training_settings
+from t5train.spec import NUM_SENTINELS, ClusterSpec, RunSpec
+from t5train.train.run import require_same_settings
 
 _CHECKPOINT_BYTES_A_PARAMETER = 16  # fp32 masters, two moments, and the weights the forward pass uses
 _WEIGHT_BYTES = 4
 _RELEASES = 3  # weights, export and publication, where the disk has no hard links
-_REST_BYTES = 512 << 20  # text, tokens, logs, and the server's database
+_REST_BYTES = 512 << 20  # Python's documentation, logs, and the server's database
 
 
 def require_ready(spec: RunSpec) -> None:
     """Raise the error that a stage of this run would raise hours later, as far as that can be known now."""
     _require_absolute(spec.storage.root)
+    require_same_settings(spec)
+    _require_accelerators(spec.cluster)
     parameters = shape.count_parameters(shape.resolve(spec.model, _vocabulary(spec)))
-    require_space(spec.storage.root, _needed_bytes(spec, parameters), f"run {spec.run_name!r}")
-    if spec.corpus.source != PYDOCS:
-        require_source(spec.corpus.source)
+    text_bytes = 0 if spec.corpus.source == PYDOCS else require_source(spec.corpus.source)
+    require_space(spec.storage.root, _needed_bytes(spec, parameters, text_bytes), f"run {spec.run_name!r}")
     check_destination(publish_url(spec), _WEIGHT_BYTES * parameters, spec.fingerprint())
     if spec.cluster.master_port is not None:
         ports.require_free(spec.cluster.master_port)
-    _require_same_run(spec)
 
 
 def publish_url(spec: RunSpec) -> str:
@@ -43,6 +42,19 @@ def _require_absolute(root: Path) -> None:
         raise SpecError(f"root is {str(root)!r}: give an absolute path, as a worker runs flows in a folder of its own")
 
 
+def _require_accelerators(cluster: ClusterSpec) -> None:
+    """SpecError when this machine lacks the GPUs that are asked for; of other accelerators only DeepSpeed knows."""
+    if cluster.accelerator != "cuda":
+        return
+    import torch  # slow, and needed where GPUs are only
+
+    if (found := torch.cuda.device_count()) < cluster.ranks:
+        raise SpecError(
+            f"cluster.accelerator is 'cuda' and cluster.ranks is {cluster.ranks}: this machine has {found} GPUs that "
+            "torch can use: ask for fewer ranks, or set cluster.accelerator to cpu"
+        )
+
+
 def _vocabulary(spec: RunSpec) -> int:
     """Ids of the tokenizer to come, sentinels included."""
     if spec.tokenizer.path is None:
@@ -50,12 +62,7 @@ def _vocabulary(spec: RunSpec) -> int:
     return open_given(Path(spec.tokenizer.path)).vocab_size
 
 
-def _needed_bytes(spec: RunSpec, parameters: int) -> int:
+def _needed_bytes(spec: RunSpec, parameters: int, text_bytes: int) -> int:
     checkpoints = spec.storage.keep_last + 1  # the newest is complete before the oldest is removed
-    return parameters * (_CHECKPOINT_BYTES_A_PARAMETER * checkpoints + _WEIGHT_BYTES * _RELEASES) + _REST_BYTES
-
-
-def _require_same_run(spec: RunSpec) -> None:
-    """What RunChanged is about is known now, but for the tokens, whose fingerprint comes with them."""
-    if (path := spec.run_folder / RUN).exists():
-        require_same(spec.run_name, path, training_settings(spec))
+    model = parameters * (_CHECKPOINT_BYTES_A_PARAMETER * checkpoints + _WEIGHT_BYTES * _RELEASES)
+    return model + text_bytes + _REST_BYTES  # tokens take half the bytes of plain text, more of compressed text

@@ -115,8 +115,8 @@ def consolidate(
 
 
 def export(
-    weights: Annotated[Path, typer.Argument(help="Folder made by `consolidate`")],
-    out: Annotated[Path, typer.Argument(help="Folder for the Hugging Face model")],
+    weights: Annotated[Path, typer.Argument(metavar="WEIGHTS", help="Folder made by `consolidate`")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the Hugging Face model")],
     run: Annotated[Path, typer.Option(help="Folder of the run that trained it")],
     vocabulary: Annotated[Path, typer.Option("--tokenizer", help="Folder made by `tokenizer`")],
 ) -> None:
@@ -130,7 +130,7 @@ def export(
 
 def certify(
     exported: Annotated[Path, typer.Argument(metavar="EXPORT", help="Folder made by `export`")],
-    witness: Annotated[Path, typer.Argument(help="Folder `witness` of the run")],
+    witness: Annotated[Path, typer.Argument(metavar="WITNESS", help="Folder `witness` of the run")],
 ) -> None:
     """Prove in a fresh process that an export is the model that was trained."""
     with progress_display() as progress:
@@ -148,7 +148,7 @@ def publish(
     say(f"published: {made.url}")
 
 
-def verify(place: Annotated[str, typer.Argument(metavar="PATH_OR_URL")]) -> None:
+def verify(place: Annotated[str, typer.Argument(metavar="PATH_OR_URL", help="Folder or fsspec URL")]) -> None:
     """Compare every byte of a finished folder or publication with its manifest."""
     with progress_display() as progress:
         record = verify_record(place, progress)

@@ -212,14 +212,17 @@ class StorageSpec(SpecPart):
         return url if url is None else without_secret("storage.publish_to", url)
 
 
+Accelerator = Literal["cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu"]
+
+
 class ClusterSpec(SpecPart):
     """The processes that train."""
 
     execution = frozenset({"ranks", "accelerator", "master_port", "retries"})
 
     ranks: int = Field(1, ge=1, le=64, title="Ranks", description="Processes on this machine, one an accelerator")
-    accelerator: str | None = Field(
-        None, pattern="^[a-z]+$", title="Accelerator", description="DeepSpeed's name for it; found when left out"
+    accelerator: Accelerator | None = Field(
+        None, title="Accelerator", description="DeepSpeed's name for it; found when left out"
     )
     master_port: int | None = Field(
         None, ge=1024, le=65535, title="Port", description="Of the rendezvous; a free one when left out"
@@ -347,6 +350,12 @@ def nearest(word: str, known: list[str]) -> str:
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
+def _nearest_setting(name: str) -> str:
+    """As ``nearest``; a key without its part is completed."""
+    completed = [setting for setting in setting_names() if setting.endswith(f".{name}")]
+    return nearest(completed[0] if completed else name, setting_names())
+
+
 def _require_text(setting: str, value: Any) -> None:
     try:
         str(value).encode("utf-8")
@@ -356,7 +365,7 @@ def _require_text(setting: str, value: Any) -> None:
 
 def _place(values: dict[str, Any], setting: str, value: Any) -> None:
     if setting not in setting_names():
-        raise SpecError(f"unknown setting {setting!r}{nearest(setting, setting_names())}")
+        raise SpecError(f"unknown setting {setting!r}{_nearest_setting(setting)}")
     *parents, key = setting.split(".")
     part: type[BaseModel] = RunSpec
     for parent in parents:

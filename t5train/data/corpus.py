@@ -117,7 +117,9 @@ def _file_segments(source: SourceFile, result: Json) -> FileSegments:
 def _counts(spec: CorpusSpec, files: list[FileSegments]) -> dict[str, int | float]:
     passages, empty = sum(file.passages for file in files), sum(file.empty_passages for file in files)
     if not passages:
-        raise InputError(f"corpus.source {redacted(spec.source)!r} has no passage with text ({empty} empty ones)")
+        raise InputError(
+            f"corpus.source {redacted(spec.source)!r} holds no text ({empty} empty passages): name other files"
+        )
     if empty:
         _log.warning("%d of %d passages are empty and are skipped", empty, passages + empty)
     text_bytes = sum(segment.text_bytes for file in files for segment in file.segments)

@@ -41,10 +41,14 @@ def local_files(source: str, revision: str, cache: Path, progress: Progress) -> 
         ]
 
 
-def require_source(source: str) -> None:
-    """Raise what ``local_files`` would raise for a source that is not there, without reading or downloading it."""
+def require_source(source: str) -> int:
+    """Bytes of a source's files as far as they are known, without reading them; InputError when there are none."""
     with _explained(source):
-        _matched(source)
+        filesystem, found = _matched(source)
+        sizes = [filesystem.size(each) for each in found]  # None where the remote side does not tell
+        if not any(size is None or size > 0 for size in sizes):
+            raise InputError(f"corpus.source {redacted(source)!r} holds no text (all files are empty): name others")
+        return sum(size or 0 for size in sizes)
 
 
 def _matched(source: str) -> tuple[Any, list[str]]:

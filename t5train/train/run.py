@@ -70,7 +70,25 @@ def require_same(name: str, path: Path, identity: Mapping[str, Any]) -> None:
         begun = json.loads(path.read_text("utf-8"))["identity"]
     except (ValueError, KeyError, OSError) as error:
         raise SpecError(f"{path} cannot be read ({error}): move the folder away or choose another --name") from error
-    changed = differences({part: begun.get(part) for part in identity}, identity)
+    _refuse_changes(name, differences({part: begun.get(part) for part in identity}, identity))
+
+
+def require_same_settings(spec: RunSpec) -> None:
+    """RunChanged when the run on disk was begun with settings that cannot give the same weights.
+
+    This is known before there are tokens. Not asked is where the text lies: it may have been moved.
+    """
+    if (spec.run_folder / run_files.RUN).exists():
+        _refuse_changes(spec.run_name, differences(_settings(begun_spec(spec.run_folder)), _settings(spec)))
+
+
+def _settings(spec: RunSpec) -> dict[str, Any]:
+    identity = spec.identity()
+    where = {"source", "revision"}
+    return identity | {"corpus": {name: value for name, value in identity["corpus"].items() if name not in where}}
+
+
+def _refuse_changes(name: str, changed: list[str]) -> None:
     if changed:
         raise RunChanged(
             f"run {name!r} was begun with other settings ({'; '.join(changed)}): choose another --name, "

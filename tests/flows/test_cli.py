@@ -11,6 +11,7 @@ import pytest
 from flows import cli
 from flows.status_command import run_status
 from infra.run_lock import run_lock
+from t5train.recipes import recipe
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -48,6 +49,8 @@ def t5_pretrain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...
     [
         (["run", "smok"], "unknown recipe 'smok' (did you mean 'smoke'?)"),
         (["run", "smoke", "--set", "optimizer.num_stepss=4"], "did you mean 'optimizer.num_steps'?"),
+        (["run", "smoke", "--set", "seed=4"], "unknown setting 'seed' (did you mean 'optimizer.seed'?)"),
+        (["run", "smoke", "--set", "cluster.accelerator=tpu"], "cluster.accelerator is 'tpu'"),
         (["run", "smoke", "--set", "optimizer.num_steps=many"], "optimizer.num_steps is 'many'"),
         (["run", "smoke", "--set", "optimizer.global_batch_sequences=65"], "must be a multiple of"),
         (["run", "smoke", "--set", "model.vocab_size=256"], "model.vocab_size is 256"),
@@ -156,7 +159,29 @@ def test_a_run_begun_otherwise_is_refused_before_anything_starts(
 ) -> None:
     begun = tmp_path / "work" / "runs" / "mine" / "run.json"
     begun.parent.mkdir(parents=True)
-    begun.write_text(json.dumps({"identity": {"optimizer": {"seed": 1}}}))
+    settings = {"optimizer.seed": 1, "corpus.split_seed": 2, "corpus.source": "elsewhere.txt", "cluster.ranks": 1}
+    begun.write_text(json.dumps({"spec": recipe("smoke").with_settings(settings).model_dump(mode="json")}))
+    published = tmp_path / "work" / "published" / "mine"
+    published.mkdir(parents=True)
+    (published / "manifest.json").write_text("{}")
     assert t5_pretrain("run", "smoke", "--name", "mine") == 1
-    assert "optimizer.seed: 1 -> 0" in capsys.readouterr().err
+    assert "(corpus.split_seed: 2 -> 0; optimizer.seed: 1 -> 0)" in capsys.readouterr().err
     assert not (tmp_path / "work" / "prefect").exists()
+
+
+def test_more_gpus_than_there_are_are_refused_before_anything_starts(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    asked = ["cluster.accelerator=cuda", "cluster.ranks=64", "layout.micro_batch_sequences=1"]
+    assert t5_pretrain("run", "smoke", *(word for setting in asked for word in ("--set", setting))) == 1
+    assert "GPUs that torch can use: ask for fewer ranks" in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()
+
+
+def test_text_that_does_not_fit_under_the_root_is_refused_before_anything_starts(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with open(tmp_path / "text.txt", "wb") as file:
+        file.truncate(1 << 43)  # a sparse file: nobody reads it
+    assert t5_pretrain("run", "smoke", "--set", "corpus.source=text.txt") == 1
+    assert "choose another root" in capsys.readouterr().err

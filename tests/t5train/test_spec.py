@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from t5train.errors import SpecError
 from t5train.fingerprint import differences
 from t5train.recipes import recipe, smoke
-from t5train.spec import RunSpec, SpecPart, build, pad_vocabulary, read, setting_names
+from t5train.spec import Accelerator, RunSpec, SpecPart, build, pad_vocabulary, read, setting_names
 
 # For each setting a value that is valid and not smoke's; a new setting is tested as soon as it has a line here.
 OTHER: dict[str, Any] = {
@@ -271,3 +271,10 @@ def test_a_url_without_a_secret_is_kept(url: str) -> None:
 def test_a_value_that_is_not_utf8_is_refused() -> None:
     with pytest.raises(SpecError, match=r"corpus.source is .* valid UTF-8"):
         recipe("smoke").with_settings({"corpus.source": "\udcff"})
+
+
+@pytest.mark.slow
+def test_a_spec_knows_the_accelerators_that_deepspeed_knows() -> None:
+    from deepspeed.accelerator.real_accelerator import SUPPORTED_ACCELERATOR_LIST
+
+    assert set(get_args(Accelerator)) == set(SUPPORTED_ACCELERATOR_LIST)
