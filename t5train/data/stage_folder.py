@@ -28,15 +28,9 @@ def making(folder: Path, fingerprint: str) -> Iterator[None]:
     """
     with _open_claim(folder) as claim:
         _lock(claim.fileno(), folder)
-        claim.seek(0)
-        owner = claim.read()
-        if owner not in ("", fingerprint):
-            raise StorageError(f"{folder} holds a result of other inputs or settings: choose another folder")
-        if not owner:
-            claim.write(fingerprint)
-            claim.flush()
         for leftover in folder.glob(".*.tmp"):
             leftover.unlink()
+        _own(claim, folder, fingerprint)
         yield
 
 
@@ -47,6 +41,18 @@ def _open_claim(folder: Path) -> TextIO:
         return open(folder / _CLAIM, "a+", encoding="ascii")
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error}; choose another folder") from error
+
+
+def _own(claim: TextIO, folder: Path, fingerprint: str) -> None:
+    """Note whose folder this is; one that was claimed, but where nothing came of it, can be had by others."""
+    claim.seek(0)
+    if claim.read() == fingerprint:
+        return
+    if any(each.name != _CLAIM for each in folder.iterdir()):
+        raise StorageError(f"{folder} holds a result of other inputs or settings: choose another folder")
+    claim.truncate(0)
+    claim.write(fingerprint)
+    claim.flush()
 
 
 def _refuse_foreign(folder: Path) -> None:

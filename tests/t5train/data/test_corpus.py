@@ -11,7 +11,7 @@ import pytest
 
 from t5train.data.corpus import build_corpus, corpus_name
 from t5train.data.segments import read_segments
-from t5train.data.sources import redacted
+from t5train.data.sources import redacted, require_source
 from t5train.errors import InputError, StorageError
 from t5train.records import Corpus
 from t5train.spec import CorpusSpec
@@ -67,8 +67,27 @@ def test_folders_and_patterns_give_their_files_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "\n \n"])
 def test_a_corpus_without_a_passage_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.txt").write_text(content)
-    with pytest.raises(InputError, match="no passage with text"):
+    with pytest.raises(InputError, match="holds no text"):
         build(tmp_path / "a.txt", tmp_path)
+
+
+def test_a_folder_where_nothing_came_of_the_text_takes_other_text(tmp_path: Path) -> None:
+    (tmp_path / "bad.txt").write_bytes(b"\xff\n")
+    (tmp_path / "good.txt").write_text("one\n")
+    (tmp_path / "other.txt").write_text("two\n")
+    with pytest.raises(InputError, match="not UTF-8"):
+        build_corpus(CorpusSpec(source=str(tmp_path / "bad.txt"), workers=1), tmp_path, out=tmp_path / "out")
+    build_corpus(CorpusSpec(source=str(tmp_path / "good.txt"), workers=1), tmp_path, out=tmp_path / "out")
+    with pytest.raises(StorageError, match="holds a result of other inputs"):
+        build_corpus(CorpusSpec(source=str(tmp_path / "other.txt"), workers=1), tmp_path, out=tmp_path / "out")
+
+
+def test_files_without_a_byte_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(InputError, match="all files are empty"):
+        require_source(str(tmp_path))
+    (tmp_path / "b.txt").write_text("one\n")
+    assert require_source(str(tmp_path)) == 4
 
 
 def test_an_absent_source_is_refused(tmp_path: Path) -> None:
