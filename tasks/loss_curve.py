@@ -19,7 +19,7 @@ def loss_curve_png(metrics: Path) -> bytes:
     axes = figure.subplots()
     axes.plot(*_series(lines, TRAINING), linewidth=1, label="training")
     axes.plot(*_series(lines, VALIDATION), marker="o", markersize=4, label="validation")
-    axes.set(xlabel="optimizer step", ylabel="nats per target token")
+    axes.set(xlabel="optimizer step", ylabel="nats per target token, sentinels too")
     axes.grid(alpha=0.3)
     axes.legend()
     picture = io.BytesIO()

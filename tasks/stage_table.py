@@ -1,6 +1,7 @@
 """A table of what each stage of a run made, as a Prefect artifact that grows with the run."""
 
 import json
+import logging
 import time
 from typing import Any, TypeVar, cast
 from uuid import UUID
@@ -10,6 +11,8 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 
 from t5train.records import Record
+
+_log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Record)
 
@@ -25,7 +28,8 @@ class StageTable:
     def add(self, stage: str, record: R) -> R:
         """Note what a stage made in the time since the stage before it; gives the record back."""
         now = time.monotonic()
-        self._rows.append(row(stage, record, now - self._added_at))
+        self._rows.append(line := row(stage, record, now - self._added_at))
+        _log.info("%s: %s %s", stage, line["result"], record.path)
         self._added_at = now
         self._show()
         return record

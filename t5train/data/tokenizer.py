@@ -126,7 +126,7 @@ def _training_texts(spec: CorpusSpec, corpus: Corpus, progress: Progress) -> Ite
     total = int(corpus.counts["text_bytes"])
     stride = -(-total // _SAMPLE_BYTES)
     segments = [(file.source, each) for file in read_segments(corpus.path) for each in file.segments][::stride]
-    _log.info("training a vocabulary on every %d. of %d stretches of text", stride, len(segments) * stride)
+    _log.info("training a vocabulary on 1 in %d stretches of text, %d in all", stride, len(segments))
     for done, (source, segment) in enumerate(segments, start=1):
         for passage in passages_of(source, segment):
             if split_of(spec, passage.id) == "train":
