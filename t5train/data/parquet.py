@@ -37,7 +37,7 @@ def _rows(source: SourceFile, file: pyarrow.parquet.ParquetFile, number: int) ->
 
 
 def _columns(source: SourceFile, schema: pyarrow.Schema) -> list[str]:
-    found = {name: str(schema.field(name).type) for name in _COLUMNS if name in schema.names}
+    found = {name: str(schema.field(name).type) for name in _COLUMNS if schema.names.count(name) == 1}
     if found.get("text") not in ("string", "large_string"):
         raise InputError(f"{source.path} has the columns {schema.names}: one named text, of strings, is expected")
     return list(found)

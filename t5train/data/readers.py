@@ -65,7 +65,9 @@ def _json_passage(source: SourceFile, row: int, line: str) -> Passage:
         raise InputError(f"{source.path} line {row + 1} is not JSON: {error}") from None
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
         raise InputError(f'{source.path} line {row + 1} is not an object with "text": "..."')
-    return Passage(str(value.get("id", f"{source.name}:{row}")), str(value.get("title") or ""), value["text"])
+    name = value.get("id")
+    name = f"{source.name}:{row}" if name is None else str(name)  # "None" would put every such row into one split
+    return Passage(name, str(value.get("title") or ""), value["text"])
 
 
 def _tsv(source: SourceFile, number: int, offset: int) -> Iterator[Row]:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -62,7 +63,8 @@ def _found(filesystem: Any, path: str, shown: str) -> list[str]:
     if filesystem.isfile(path):
         found = [path]
     elif filesystem.isdir(path):
-        found = [each for each in filesystem.find(path) if format_of(each)]
+        entries = filesystem.find(path, detail=True)
+        found = [each for each, entry in entries.items() if format_of(each) and not _is_device(entry)]
     else:
         found = [each for each in filesystem.glob(path) if filesystem.isfile(each)]
     if not found:
@@ -71,6 +73,11 @@ def _found(filesystem: Any, path: str, shown: str) -> list[str]:
         if format_of(each) is None:
             raise InputError(f"corpus.source: {each} is not one of {', '.join(FORMATS)}: name only such files")
     return sorted(found)
+
+
+def _is_device(entry: Mapping[str, Any]) -> bool:
+    """Whether it is a pipe, socket or device, which would be read for ever; a link is "other" to fsspec as well."""
+    return bool(entry["type"] == "other" and not entry.get("islink"))
 
 
 def _downloaded(filesystem: Any, remote: str, local: Path, progress: Progress) -> Path:
@@ -96,8 +103,8 @@ def _unchanged(local: Path, note: Path, size: int | None, state: str) -> bool:
         verify_file(local, FileDigest(size=recorded["size"], sha256=recorded["sha256"]))
     except FileNotFoundError:
         return False
-    except DigestMismatch as error:
-        _log.warning("%s: it is downloaded again", error)
+    except (DigestMismatch, ValueError, KeyError, TypeError) as error:  # the file or the note of it is damaged
+        _log.warning("%s is downloaded again: %s", local, error)
         return False
     return bool(recorded["state"] == state and size in (None, recorded["size"]))
 

@@ -38,7 +38,7 @@ def _open_claim(folder: Path) -> TextIO:
     try:
         _refuse_foreign(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        return open(folder / _CLAIM, "a+", encoding="ascii")
+        return open(folder / _CLAIM, "a+", encoding="ascii", errors="replace")
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error}; choose another folder") from error
 

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import sentencepiece
@@ -15,7 +15,7 @@ from t5train.data.segments import passages_of, read_segments
 from t5train.data.spiece import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID, require_t5_form, train
 from t5train.data.splits import split_of
 from t5train.data.stage_folder import making, stage_folder
-from t5train.errors import SpecError
+from t5train.errors import InputError, SpecError
 from t5train.fingerprint import fingerprint
 from t5train.progress import Progress, silent
 from t5train.records import Corpus, TokenizerFiles, digest_files, reusable
@@ -110,15 +110,22 @@ def _spiece_in(path: Path) -> Path:
             f"tokenizer.path is {path}: it has no {SPIECE}, from which the others are made; "
             "take the one that its vocabulary was published with"
         )
-    config = path / "tokenizer_config.json"
-    sentinels = (
-        json.loads(config.read_text("utf-8")).get("extra_ids", NUM_SENTINELS) if config.exists() else NUM_SENTINELS
-    )
-    if sentinels != NUM_SENTINELS:
+    if (sentinels := _num_sentinels(path / "tokenizer_config.json")) != NUM_SENTINELS:
         raise SpecError(
             f"tokenizer.path is {path}: its extra_ids is {sentinels}, and only {NUM_SENTINELS} are supported"
         )
     return path / SPIECE
+
+
+def _num_sentinels(config: Path) -> Any:
+    """``extra_ids`` of a Hugging Face folder."""
+    if not config.exists():
+        return NUM_SENTINELS
+    try:
+        settings = json.loads(config.read_bytes())
+    except ValueError as error:
+        raise InputError(f"tokenizer.path: {config} is not JSON ({error}): restore or remove it") from error
+    return settings.get("extra_ids", NUM_SENTINELS) if isinstance(settings, dict) else None
 
 
 def _training_texts(spec: CorpusSpec, corpus: Corpus, progress: Progress) -> Iterator[str]:

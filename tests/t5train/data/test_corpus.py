@@ -2,6 +2,7 @@
 
 import gzip
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,6 +124,36 @@ def test_a_damaged_download_is_fetched_again(
         assert build("memory://texts/a.txt", tmp_path).fingerprint == first.fingerprint
     assert "downloaded again" in caplog.text
     assert download.read_bytes() == b"one\n"
+
+
+@pytest.mark.parametrize("note", [b"", b"\xff\x00", b"{}", b'{"size": -1, "sha256": "0", "state": 1}'])
+def test_a_damaged_note_of_a_download_fetches_it_again(
+    tmp_path: Path, remote: fsspec.AbstractFileSystem, note: bytes
+) -> None:
+    remote.pipe("/texts/a.txt", b"one\n")
+    first = build("memory://texts/a.txt", tmp_path)
+    (kept,) = (tmp_path / "root" / "cache").rglob("*.download.json")
+    kept.write_bytes(note)
+    assert build("memory://texts/a.txt", tmp_path).fingerprint == first.fingerprint
+    assert kept.read_bytes() != note
+
+
+def test_a_pipe_in_a_folder_of_text_is_not_waited_for(tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one\n")
+    os.mkfifo(folder / "b.txt")
+    (folder / "c.txt").symlink_to("a.txt")
+    names = [file.source.name for file in read_segments(build(folder, tmp_path).path)]
+    assert names == ["a.txt", "c.txt"]
+
+
+def test_a_damaged_claim_is_refused_in_words(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("one\n")
+    (build(text, tmp_path).path / ".claim").write_bytes(b"\xff" * 64)
+    with pytest.raises(StorageError, match="other inputs or settings"):
+        build(text, tmp_path)
 
 
 def test_a_missing_protocol_package_is_named_and_the_user_is_not(tmp_path: Path) -> None:

@@ -60,6 +60,12 @@ def test_parquet_reads_three_columns_of_many(tmp_path: Path) -> None:
     assert read(path) == [Passage("7", "T", "one"), Passage("8", "", "two")]
 
 
+def test_a_row_without_an_id_is_named_by_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": null, "text": "one"}\n{"text": "two"}\n{"id": 0, "text": "three"}\n')
+    assert [passage.id for passage in read(path)] == ["a.jsonl:0", "a.jsonl:1", "0"]
+
+
 def test_a_line_of_txt_is_a_passage_and_a_blank_line_an_empty_one(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes("\ufeffone\r\n\n  two é\n".encode())
@@ -129,6 +135,14 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, name: str, content: 
 def test_a_parquet_file_without_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"id": ["1"], "text": [3]}), path)
+    with pytest.raises(InputError, match="one named text, of strings"):
+        scan(source(path))
+
+
+def test_a_parquet_file_with_two_texts_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    columns = [pyarrow.array(["one"]), pyarrow.array(["two"])]
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, names=["text", "text"]), path)
     with pytest.raises(InputError, match="one named text, of strings"):
         scan(source(path))
 

@@ -121,6 +121,14 @@ def test_another_number_of_sentinels_is_refused(made: Made, tmp_path: Path) -> N
         given_tokenizer(tmp_path, tmp_path)
 
 
+@pytest.mark.parametrize("settings", ["{garbage", "[]", "\0"])
+def test_a_damaged_tokenizer_config_is_refused_in_words(made: Made, tmp_path: Path, settings: str) -> None:
+    (tmp_path / "spiece.model").write_bytes((made.tokenizer.path / "spiece.model").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises((SpecError, InputError), match=r"tokenizer_config\.json is not JSON|extra_ids is None"):
+        given_tokenizer(tmp_path, tmp_path)
+
+
 def changed(made: Made, change: str) -> bytes:
     model = sentencepiece_model_pb2.ModelProto()
     model.ParseFromString((made.tokenizer.path / "spiece.model").read_bytes())
