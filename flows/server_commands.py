@@ -1,5 +1,6 @@
 """``deploy`` and ``up``: Prefect's server, pool, deployments and worker."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,10 +13,9 @@ import typer
 from flows import prefect_server
 from flows.options import RootOption, root_of
 from flows.terminal import progress_display, say
+from flows.work import STOP_SECONDS
 from t5train.errors import LaunchError, SpecError
 from t5train.recipes import RECIPES
-
-_STOP_SECONDS = 40.0  # a worker gives its runs 30 to end
 
 
 def register(app: typer.Typer) -> None:
@@ -41,6 +41,7 @@ def up(
 ) -> None:
     """Start a Prefect server, the pool, the deployments and a worker for this machine, until Ctrl-C."""
     prefect_server.require_free_port(port)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's stop is a Ctrl-C
     home = root_of(root) / prefect_server.HOME
     with (
         progress_display() as progress,
@@ -70,7 +71,7 @@ def _worker(log: Path) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield worker
     finally:
-        prefect_server.stop(worker, _STOP_SECONDS)
+        prefect_server.stop(worker, STOP_SECONDS)
 
 
 def _deploy(root: Path) -> None:
