@@ -24,7 +24,7 @@ from t5train.comparison import (
     differing_tokenizer,
     expected_ties,
 )
-from t5train.errors import CertificationError, T5TrainError
+from t5train.errors import CertificationError, InputError, T5TrainError
 from t5train.progress import Progress, silent
 from t5train.records import Export, FileDigest, current_provenance, digest_file, digest_files
 from t5train.witness import WITNESS, WITNESS_TENSORS, Witness
@@ -137,7 +137,10 @@ def _uncertified_files(export: Export) -> dict[str, FileDigest]:
 
 
 def _witness_digests(folder: Path) -> dict[str, FileDigest]:
-    return digest_files(folder, (WITNESS, WITNESS_TENSORS))
+    try:
+        return digest_files(folder, (WITNESS, WITNESS_TENSORS))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise InputError(f"{error.filename} does not exist: name the folder `witness` of a finished run") from None
 
 
 def _run_certifier(export_folder: Path, witness: Path, progress: Progress) -> None:

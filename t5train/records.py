@@ -112,7 +112,7 @@ class Record(BaseModel):
         except OSError as error:
             raise RecordError(f"{manifest} cannot be read ({error.strerror})") from error
         except ValidationError as error:
-            raise RecordError(f"{manifest} is not the manifest of a {_kind(cls)}: {error}") from error
+            raise RecordError(f"{manifest} is not the manifest of a {_kind(cls)}: {_first(error)}") from error
         if not record.is_as_written():
             raise RecordError(f"{manifest} is damaged: its seal does not fit what it says")
         return record.model_copy(update={"path": folder})
@@ -210,6 +210,12 @@ def reusable(kind: type[R], folder: Path, fingerprint: str, progress: Progress =
         _log.warning("%s: it is made again", error)
         return None
     return record.model_copy(update={"reused": True})
+
+
+def _first(error: ValidationError) -> str:
+    """What is wrong in one line; pydantic's own text has many."""
+    detail = error.errors()[0]
+    return f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}".removeprefix(": ")
 
 
 def verify_file(path: Path, expected: FileDigest) -> None:

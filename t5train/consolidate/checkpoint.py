@@ -63,6 +63,8 @@ def _newest(checkpoint: Path, tags: Sequence[str]) -> str:
         return complete[0]
     if any(read_all(checkpoint / tag) for tag in tags):
         raise IncompleteCheckpoint(f"{checkpoint} has no complete tag; unfinished or damaged: {list(tags)}")
+    if not tags:
+        raise InputError(f"{checkpoint} holds no checkpoint: name a DeepSpeed save folder or the folder of a tag")
     latest = checkpoint / LATEST
     if not latest.is_file():
         raise InputError(f"{checkpoint} has no file {LATEST!r}: say which tag is meant, of {list(tags)}")

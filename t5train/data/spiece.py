@@ -58,9 +58,13 @@ def train(spec: TokenizerSpec, texts: Iterable[str], progress: Progress) -> byte
         training = pool.submit(_train, spec, texts)
         while True:
             try:
-                return training.result(timeout=1)
+                trained = training.result(timeout=1)
             except NotYet:
                 progress("seconds of vocabulary training", int(time.monotonic() - started), None)
+            else:
+                seconds = int(time.monotonic() - started)
+                progress("seconds of vocabulary training", seconds, seconds)
+                return trained
 
 
 def _train(spec: TokenizerSpec, texts: Iterable[str]) -> bytes:

@@ -14,7 +14,7 @@ from transformers import AutoModelForSeq2SeqLM
 from t5train.certificate import Certificate
 from t5train.certify import certify, certify_in_fresh_process
 from t5train.comparison import compare_logits, differing_probes, differing_ties, differing_tokenizer
-from t5train.errors import CertificationError, DigestMismatch
+from t5train.errors import CertificationError, DigestMismatch, InputError
 from t5train.export import export
 from t5train.records import Export, digest_files
 from t5train.witness import Witness
@@ -37,6 +37,11 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
     exported = Export.load(folder)
     files = exported.files | digest_files(folder, ["model.safetensors"])
     exported.model_copy(update={"files": files}).commit()
+
+
+def test_a_folder_that_is_no_witness_is_refused(make_export: MakeExport, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"witness\.json does not exist: name the folder"):
+        certify_in_fresh_process(make_export(), tmp_path)
 
 
 @pytest.mark.parametrize("version", ["v1.0", "v1.1"])

@@ -128,7 +128,7 @@ def test_what_cannot_be_read_is_not_reused(tmp_path: Path) -> None:
 
 def test_a_manifest_of_another_kind_is_refused(tmp_path: Path) -> None:
     finished(tmp_path / "corpus")
-    with pytest.raises(RecordError, match="is not the manifest of a TokenShards"):
+    with pytest.raises(RecordError, match=r"is not the manifest of a TokenShards: kind: Input should be 'shards'$"):
         TokenShards.load(tmp_path / "corpus")
 
 

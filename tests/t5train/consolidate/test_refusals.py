@@ -299,4 +299,4 @@ def test_what_a_killed_consolidation_left_is_cleared(zero12: Callable[..., Any],
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     refuse(InputError, "is not a folder", tmp_path / "nothing", tmp_path / "out")
-    refuse(InputError, "has no file 'latest'", tmp_path / "empty", tmp_path / "out")
+    refuse(InputError, "holds no checkpoint", tmp_path / "empty", tmp_path / "out")
