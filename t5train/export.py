@@ -9,6 +9,7 @@ from typing import Any
 
 from t5train.atomic import write_json, write_text
 from t5train.atomic_folder import copy_durably, filling
+from t5train.data.tokenizer import SPIECE
 from t5train.errors import InputError, RecordError, StorageError
 from t5train.fingerprint import fingerprint
 from t5train.model_card import model_card
@@ -36,9 +37,11 @@ def export(
 
     ``witness`` is the folder with the training engine's witness, which decides the configuration. The result is
     not certified yet: see ``t5train.certify``. An export of other inputs in ``out`` is replaced; anything else
-    there raises StorageError. Damaged inputs raise DigestMismatch.
+    there raises StorageError. Damaged inputs raise DigestMismatch, and a vocabulary that the model was not trained
+    with InputError.
     """
     seen = Witness.load(witness)
+    _require_its_vocabulary(tokenizer, seen)
     lineage = _lineage(weights, tokenizer, seen, spec)
     identity = fingerprint({"stage": "export", "schema_version": 1, "inputs": lineage})
     if (existing := reusable(Export, out, identity, progress)) is not None:
@@ -58,6 +61,16 @@ def export(
         ).commit(folder)
         _discard(out)
     return record
+
+
+def _require_its_vocabulary(tokenizer: TokenizerFiles, witness: Witness) -> None:
+    """Another one of the same size would load, pass every comparison of weights, and make nonsense of text."""
+    expected, given = witness.inputs.get("vocabulary"), tokenizer.files.get(SPIECE)
+    if expected is not None and (given is None or given.sha256 != expected):
+        raise InputError(
+            f"{tokenizer.path} has another vocabulary than the model was trained with, whose {SPIECE} has sha256 "
+            f"{expected}: take that one"
+        )
 
 
 def _lineage(weights: Weights, tokenizer: TokenizerFiles, witness: Witness, spec: RunSpec) -> dict[str, str]:

@@ -186,7 +186,11 @@ def _committed(folder: Path, identity: str, num_shards: int, corpus: Corpus, tok
     return TokenShards(
         path=folder,
         fingerprint=identity,
-        inputs={"corpus": corpus.fingerprint, "tokenizer": tokenizer.fingerprint},
+        inputs={
+            "corpus": corpus.fingerprint,
+            "tokenizer": tokenizer.fingerprint,
+            "vocabulary": tokenizer.files[SPIECE].sha256,
+        },
         files=files,
         counts={**_vocabulary(tokenizer), **_totals(folder, num_shards), "num_shards": num_shards},
     ).commit()

@@ -140,7 +140,7 @@ class Trainer:
             "run_fingerprint": self.job.run_fingerprint,
             "step": self.step,
             "tag": tag_of(self.step),
-            "inputs": {"shards": self.shards.fingerprint},
+            "inputs": {"shards": self.shards.fingerprint, "vocabulary": self.shards.inputs["vocabulary"]},
             "validation": summary,
         }
         witness.record(self.engine, self.job, self.shape, self.held_out, self.huggingface_config, facts)

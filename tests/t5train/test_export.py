@@ -12,7 +12,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from t5train.errors import DigestMismatch, InputError, StorageError
 from t5train.export import export
-from t5train.records import Export
+from t5train.records import Export, FileDigest
 
 MakeTrained = Callable[..., Any]
 
@@ -51,6 +51,19 @@ def test_the_folder_generates_and_tokenises_as_it_is(make_trained: MakeTrained, 
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     generated = model.generate(**tokenizer("the <extra_id_0>", return_tensors="pt"), max_new_tokens=3)
     assert generated[0, 0] == tokenizer.pad_token_id
+
+
+def test_a_vocabulary_that_the_model_was_not_trained_with_is_refused(make_trained: MakeTrained, tmp_path: Path) -> None:
+    trained = make_trained()
+    witness = trained.witness / "witness.json"
+    told = json.loads(witness.read_text())
+    witness.write_text(json.dumps({**told, "inputs": {**told["inputs"], "vocabulary": "a" * 64}}))
+    with pytest.raises(InputError, match="another vocabulary than the model was trained with"):
+        export(*trained, tmp_path / "out")
+    right = FileDigest(size=1, sha256="a" * 64)
+    tokenizer = trained.tokenizer.model_copy(update={"files": {"spiece.model": right}})
+    with pytest.raises(InputError, match=r"spiece\.model is missing"):  # the right one, were it there
+        export(*trained._replace(tokenizer=tokenizer), tmp_path / "out")
 
 
 def test_an_export_is_reused_while_its_inputs_are_the_same(make_trained: MakeTrained, tmp_path: Path) -> None:

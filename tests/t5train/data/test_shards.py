@@ -49,7 +49,11 @@ def test_the_manifest_says_what_training_needs(made: Made) -> None:
     assert wanted.items() <= made.shards.counts.items()
     assert made.shards.counts["bytes_per_token"] == 2
     assert made.shards.counts["num_shards"] >= 4
-    assert made.shards.inputs == {"corpus": made.corpus.fingerprint, "tokenizer": made.tokenizer.fingerprint}
+    assert made.shards.inputs == {
+        "corpus": made.corpus.fingerprint,
+        "tokenizer": made.tokenizer.fingerprint,
+        "vocabulary": made.tokenizer.files["spiece.model"].sha256,
+    }
 
 
 @pytest.mark.parametrize("workers", [1, 3])
