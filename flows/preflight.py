@@ -6,6 +6,7 @@ from infra import ports
 from infra.storage_space import require_space
 from t5train.data.pydocs import PYDOCS
 from t5train.data.sources import require_source
+from t5train.data.span_corruption import geometry
 from t5train.data.tokenizer import open_given
 from t5train.destination import check_destination
 from t5train.errors import SpecError
@@ -22,6 +23,7 @@ _REST_BYTES = 512 << 20  # Python's documentation, logs, and the server's databa
 def require_ready(spec: RunSpec) -> None:
     """Raise the error that a stage of this run would raise hours later, as far as that can be known now."""
     _require_absolute(spec.storage.root)
+    geometry(spec.objective)  # raises where it needs more spans than there are sentinels
     require_same_settings(spec)
     _require_accelerators(spec.cluster)
     parameters = shape.count_parameters(shape.resolve(spec.model, _vocabulary(spec)))

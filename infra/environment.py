@@ -45,7 +45,7 @@ def rank_environment(
     environment |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
     if accelerator is not None:
         environment["DS_ACCELERATOR"] = accelerator
-    if devices := environment.pop("CUDA_VISIBLE_DEVICES", None):
+    if (devices := environment.pop("CUDA_VISIBLE_DEVICES", None)) is not None:  # empty: none of them
         environment[DEVICES_VARIABLE] = devices
     return {**environment, RUN_ID_VARIABLE: attempt.run_id, **extra}
 

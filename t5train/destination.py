@@ -88,7 +88,12 @@ def _try_writing(url: str, needed_bytes: int) -> None:
 
 
 def _try_folder(folder: Path, needed_bytes: int) -> None:
-    """Write a nameless file into the nearest folder that is there already."""
+    """Write a nameless file into the nearest folder that is there already.
+
+    The publication takes its place by a rename, which neither a link nor a mounted disk gives way to.
+    """
+    if folder.is_symlink() or folder.is_mount():
+        raise PublicationError(f"{folder} is a link or a mounted disk: publish to a folder inside what it stands for")
     nearest = next(parent for parent in folder.parents if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=nearest):

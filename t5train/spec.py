@@ -206,6 +206,16 @@ class StorageSpec(SpecPart):
     validate_every_steps: int = Field(500, ge=1, title="Validate every", description="Optimizer steps")
     validate_sequences: int = Field(512, ge=1, title="Validation", description="Sequences at most, each time")
 
+    @field_validator("root")
+    @classmethod
+    def _root_is_no_pattern(cls, root: Path) -> Path:
+        if found := set("*?[") & set(str(root)):
+            raise ValueError(
+                f"storage.root is {str(root)!r}: DeepSpeed reads {' '.join(sorted(found))} in it as a pattern, and "
+                "finds no checkpoint to resume from; choose another folder"
+            )
+        return root
+
     @field_validator("publish_to")
     @classmethod
     def _destination_holds_no_secret(cls, url: str | None) -> str | None:

@@ -54,6 +54,8 @@ def t5_pretrain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...
         (["run", "smoke", "--set", "optimizer.num_steps=many"], "optimizer.num_steps is 'many'"),
         (["run", "smoke", "--set", "optimizer.global_batch_sequences=65"], "must be a multiple of"),
         (["run", "smoke", "--set", "model.vocab_size=256"], "model.vocab_size is 256"),
+        (["run", "smoke", "--set", "objective.input_tokens=4096"], "needs 227 spans, and there are 100 sentinels"),
+        (["run", "smoke", "--root", "runs[1]"], "DeepSpeed reads [ in it as a pattern"),
         (["run", "smoke", "--set", "corpus.source=nowhere.txt"], "corpus.source 'nowhere.txt'"),
         (["run", "smoke", "--set", "tokenizer.path=nowhere.model"], "tokenizer.path is nowhere.model"),
         (["train", "smoke"], "no token shards"),

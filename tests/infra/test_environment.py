@@ -57,10 +57,11 @@ def test_programs_of_an_environment_that_is_not_activated_are_found(this: Attemp
     assert rest == ["/usr/bin", "/bin"]
 
 
-def test_chosen_devices_travel_under_a_name_the_launcher_does_not_overwrite(this: Attempt) -> None:
-    seen = environment(this, CUDA_VISIBLE_DEVICES="3,5")
+@pytest.mark.parametrize("devices", ["3,5", ""])
+def test_chosen_devices_travel_under_a_name_the_launcher_does_not_overwrite(this: Attempt, devices: str) -> None:
+    seen = environment(this, CUDA_VISIBLE_DEVICES=devices)
     assert "CUDA_VISIBLE_DEVICES" not in seen
-    assert seen["T5_VISIBLE_DEVICES"] == "3,5"
+    assert seen["T5_VISIBLE_DEVICES"] == devices
 
 
 def test_the_accelerator_is_the_specs_or_found_by_deepspeed(this: Attempt) -> None:

@@ -316,6 +316,13 @@ class TestCheckDestination:
             with pytest.raises(PublicationError):
                 check_destination(str(tmp_path / inside))
 
+    @pytest.mark.parametrize("target", ["empty", "nothing"])
+    def test_a_link_is_refused_as_nothing_can_take_its_place(self, tmp_path: Path, target: str) -> None:
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "link").symlink_to(tmp_path / target)
+        with pytest.raises(PublicationError, match="is a link or a mounted disk"):
+            check_destination(str(tmp_path / "link"))
+
     def test_a_place_that_cannot_be_written_is_refused(self, store: MemoryFileSystem) -> None:
         with pytest.raises(PublicationError, match="not writable"):
             check_destination("/proc/self/t5")
