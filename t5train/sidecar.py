@@ -146,10 +146,13 @@ def read_all(folder: Path) -> list[Sidecar]:
 def require_complete(folder: Path, progress: Progress = silent) -> list[Sidecar]:
     """Every rank's sidecar, by rank, after every file was compared with its digest.
 
-    Raises IncompleteCheckpoint that names the rank or file: absent, altered, or of another run, step or layout.
+    Raises IncompleteCheckpoint that names the rank or file: absent, altered, or of another run, step or layout; or
+    one that no rank wrote, which DeepSpeed, who finds files by pattern, would unpickle all the same.
     """
     sidecars = _require_agreement(folder)
     files = files_of(sidecars)
+    if strangers := sorted({path.name for path in folder.glob("*.pt")} - files.keys()):
+        raise IncompleteCheckpoint(f"checkpoint {folder} holds {strangers[0]}, which no rank recorded: move it away")
     total, done = sum(digest.size for digest in files.values()), 0
     for name, digest in files.items():
         try:

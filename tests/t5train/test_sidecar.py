@@ -111,6 +111,13 @@ def test_ranks_of_different_checkpoints_do_not_make_one(tmp_path: Path, field: s
     assert complete_tags(tmp_path) == []
 
 
+def test_a_pickle_that_no_rank_wrote_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, 400)
+    (folder / "mp_rank_01_model_states.pt").write_bytes(b"hostile")
+    with pytest.raises(IncompleteCheckpoint, match=r"mp_rank_01_model_states\.pt, which no rank recorded"):
+        require_complete(folder)
+
+
 def test_a_renamed_sidecar_does_not_speak_for_another_rank(tmp_path: Path) -> None:
     folder = save(tmp_path, 400)
     (folder / "rank-00000.json").rename(folder / "rank-00002.json")
