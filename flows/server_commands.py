@@ -48,6 +48,7 @@ def up(
         prefect_server.own_server(home, port, progress, lasting=True) as api_url,
     ):
         _deploy(root_of(root))
+        _close_abandoned_runs()
         with _worker(home / "worker.log") as worker:
             say(f"Prefect is at {api_url.removesuffix('/api')}; Ctrl-C ends it with all its runs. To start a run, type")
             say(f"    PREFECT_API_URL={api_url} {_prefect()} deployment run t5-pretrain/smoke")
@@ -72,6 +73,13 @@ def _worker(log: Path) -> Iterator[subprocess.Popen[bytes]]:
         yield worker
     finally:
         prefect_server.stop(worker, STOP_SECONDS)
+
+
+def _close_abandoned_runs() -> None:
+    from flows.abandoned import close_abandoned_runs  # brings Prefect, as above
+
+    for name in close_abandoned_runs():
+        say(f"run {name!r} had lost its worker and is closed; the same run started again resumes where it stood")
 
 
 def _deploy(root: Path) -> None:

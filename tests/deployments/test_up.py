@@ -1,11 +1,16 @@
 """``up``: whatever ends it, its server and its worker end too."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -46,18 +51,51 @@ def test_a_worker_that_no_signal_ends_is_killed_after_its_parent() -> None:
         assert is_gone(worker, 10)
 
 
+@contextmanager
+def up(root: Path, port: int) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", "from flows.cli import main; main()", "up"]
+    command += ["--root", str(root), "--port", str(port)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "deployed" in process.stdout.readline()
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def post(url: str, body: dict[str, object]) -> Any:
+    request = Request(url, json.dumps(body).encode(), {"content-type": "application/json"})  # noqa: S310 - the server of this test
+    with urlopen(request, timeout=30) as response:  # noqa: S310 - as above
+        return json.load(response)
+
+
 @pytest.mark.slow
 def test_up_ends_in_order_when_a_service_manager_stops_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from flows.cli import main; main()", "up"]
-    command += ["--root", str(tmp_path), "--port", str(free_port())]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as up:
-        assert up.stdout is not None
-        assert "deployed" in up.stdout.readline()
-        assert "Prefect is at" in up.stdout.readline()
-        server_and_worker = children(up.pid)
+    with up(tmp_path, free_port()) as process:
+        assert process.stdout is not None
+        assert "Prefect is at" in process.stdout.readline()
+        server_and_worker = children(process.pid)
         assert len(server_and_worker) == 2
         time.sleep(5)  # until the worker has signal handlers of its own
-        up.terminate()
-        assert up.wait(60) == 128 + signal.SIGINT
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGINT
         assert all(is_gone(pid, 1) for pid in server_and_worker)
+
+
+@pytest.mark.slow
+def test_a_run_that_lost_its_worker_does_not_hold_up_the_queue_for_ever(tmp_path: Path) -> None:
+    port = free_port()
+    api_url = f"http://127.0.0.1:{port}/api"
+    with up(tmp_path, port) as process:
+        assert process.stdout is not None
+        assert "Prefect is at" in process.stdout.readline()
+        deployment = post(f"{api_url}/deployments/filter", {})[0]
+        run = post(f"{api_url}/deployments/{deployment['id']}/create_flow_run", {"state": {"type": "RUNNING"}})
+        process.kill()
+    with up(tmp_path, port) as process:
+        assert process.stdout is not None
+        assert f"run {run['name']!r} had lost its worker" in process.stdout.readline()
+        (found,) = post(f"{api_url}/flow_runs/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
+        assert found["state_type"] == "CRASHED"
