@@ -24,7 +24,17 @@ def deploy(root: Path) -> None:
     """Pool, queue, and the deployments of ``deployments/prefect.yaml``, whose runs work under ``root``."""
     asyncio.run(_make_pool())
     with as_file(files("deployments") / "prefect.yaml") as declared:
-        command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(declared)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "prefect",
+            "--no-prompt",
+            "deploy",
+            "--all",
+            "--prefect-file",
+            str(declared),
+        ]
         environment = os.environ | {ROOT_VARIABLE: str(root.absolute())}
         # From the root of the file system, so that no prefect.toml or .env of some folder has a say.
         result = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)

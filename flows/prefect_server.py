@@ -186,10 +186,13 @@ def _running(home: Path) -> RunningServer | None:
 
 
 def _start(home: Path, port: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """In a session of its own: Ctrl-C must reach the flow, which then still reports to this server."""
+    """In a session of its own: Ctrl-C must reach the flow, which then still reports to this server.
+
+    With -P, as a stray module in the user's current folder would else be taken for a library's.
+    """
     with open(home / LOG, "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "flows.serve", HOST, str(port)],
+            [sys.executable, "-P", "-m", "flows.serve", HOST, str(port)],
             env=os.environ | environment,
             stdin=subprocess.DEVNULL,
             stdout=log,

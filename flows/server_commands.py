@@ -63,7 +63,7 @@ def _worker(log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
     with open(log, "ab") as output:
         worker = subprocess.Popen(
-            [sys.executable, "-m", "flows.work", POOL],
+            [sys.executable, "-P", "-m", "flows.work", POOL],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

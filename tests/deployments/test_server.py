@@ -130,6 +130,15 @@ def test_a_second_server_on_the_same_home_is_refused(server: tuple[Path, str]) -
     assert "is in use by another Prefect server" in result.stderr
 
 
+def test_a_module_in_the_current_folder_shadows_nothing(tmp_path: Path) -> None:
+    for module in ("flows", "json", "uvicorn"):
+        (tmp_path / f"{module}.py").write_text("raise SystemExit('shadowed')")
+    command = [sys.executable, "-P", "-c", SERVE, str(tmp_path / "home"), str(free_port())]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        url, _ = process.communicate(timeout=180)
+    assert url.startswith("http"), (tmp_path / "home/server.log").read_text()
+
+
 def test_a_server_ends_when_the_process_that_started_it_is_killed(tmp_path: Path) -> None:
     process, api_url = start(tmp_path)
     with process:
