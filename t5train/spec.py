@@ -231,9 +231,7 @@ class ClusterSpec(SpecPart):
     execution = frozenset({"ranks", "accelerator", "master_port", "retries"})
 
     ranks: int = Field(1, ge=1, le=64, title="Ranks", description="Processes on this machine, one an accelerator")
-    accelerator: Accelerator | None = Field(
-        None, title="Accelerator", description="DeepSpeed's name for it; found when left out"
-    )
+    accelerator: Accelerator | None = Field(None, title="Accelerator", description="As DeepSpeed names it, or found")
     master_port: int | None = Field(
         None, ge=1024, le=65535, title="Port", description="Of the rendezvous; a free one when left out"
     )
@@ -355,15 +353,9 @@ def pad_vocabulary(pieces: int) -> int:
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """``" (did you mean 'x'?)"`` for the known word most like this one, or nothing."""
-    match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    """``" (did you mean 'x'?)"`` for the known word that ends in this one or is most like it, or nothing."""
+    match = [each for each in known if each.endswith(f".{word}")] or difflib.get_close_matches(word, known, 1, 0.5)
     return f" (did you mean {match[0]!r}?)" if match else ""
-
-
-def _nearest_setting(name: str) -> str:
-    """As ``nearest``; a key without its part is completed."""
-    completed = [setting for setting in setting_names() if setting.endswith(f".{name}")]
-    return nearest(completed[0] if completed else name, setting_names())
 
 
 def _require_text(setting: str, value: Any) -> None:
@@ -375,7 +367,7 @@ def _require_text(setting: str, value: Any) -> None:
 
 def _place(values: dict[str, Any], setting: str, value: Any) -> None:
     if setting not in setting_names():
-        raise SpecError(f"unknown setting {setting!r}{_nearest_setting(setting)}")
+        raise SpecError(f"unknown setting {setting!r}{nearest(setting, setting_names())}")
     *parents, key = setting.split(".")
     part: type[BaseModel] = RunSpec
     for parent in parents:
