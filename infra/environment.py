@@ -43,6 +43,7 @@ def rank_environment(
     environment.setdefault("HF_HUB_OFFLINE", "1")
     # `python -m` would else put the current folder first on the path, where a stray module can shadow a package.
     environment |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONUTF8"] = "1"  # torch reads sources of its own in the locale's encoding
     if accelerator is not None:
         environment["DS_ACCELERATOR"] = accelerator
     if (devices := environment.pop("CUDA_VISIBLE_DEVICES", None)) is not None:  # empty: none of them

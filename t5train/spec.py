@@ -309,7 +309,6 @@ class RunSpec(SpecPart):
         """
         values = self.model_dump(mode="json")
         for setting, value in settings.items():
-            _require_text(setting, value)
             _place(values, setting, value)
         return build(values)
 
@@ -373,6 +372,7 @@ def _place(values: dict[str, Any], setting: str, value: Any) -> None:
     for parent in parents:
         values, part = values[parent], type(part.model_fields[parent].default)
     values[key] = _parsed(value, part.model_fields[key].annotation)
+    _require_text(setting, values[key])
 
 
 def _parsed(value: Any, annotation: Any) -> Any:

@@ -44,6 +44,11 @@ def test_variables_of_another_launcher_do_not_reach_a_rank(this: Attempt) -> Non
     assert not set(names) & environment(this, **dict.fromkeys(names, "1")).keys()
 
 
+def test_ranks_read_utf8_in_any_locale(this: Attempt) -> None:
+    argv = [sys.executable, "-c", "open('/proc/self/status').encoding.lower() == 'utf-8' or exit(1)"]
+    subprocess.run(argv, env=environment(this, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0"), check=True)
+
+
 def test_cores_are_divided_among_the_ranks(this: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(10)))
     assert environment(this, num_ranks=4)["OMP_NUM_THREADS"] == "2"

@@ -268,9 +268,10 @@ def test_a_url_without_a_secret_is_kept(url: str) -> None:
     assert recipe("smoke").with_settings({"corpus.source": url}).corpus.source == url
 
 
-def test_a_value_that_is_not_utf8_is_refused() -> None:
+@pytest.mark.parametrize("value", ["\udcff", json.dumps("\udcff")])
+def test_a_value_that_is_not_utf8_is_refused(value: str) -> None:
     with pytest.raises(SpecError, match=r"corpus.source is .* valid UTF-8"):
-        recipe("smoke").with_settings({"corpus.source": "\udcff"})
+        recipe("smoke").with_settings({"corpus.source": value})
 
 
 @pytest.mark.slow
