@@ -1,5 +1,6 @@
 """Files that are there whole or not at all, also after a power cut."""
 
+import errno
 import json
 import os
 import secrets
@@ -8,12 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from t5train.errors import StorageError
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Open a new file beside ``path`` that takes its place on success and vanishes on failure.
 
-    The data is on disk before the name is: fsync of the file, rename, fsync of the folder.
+    The data is on disk before the name is: fsync of the file, rename, fsync of the folder. Raises StorageError
+    when the disk is full or read-only.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -22,8 +28,10 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            raise StorageError(f"{path} cannot be written: {error.strerror}; make room, then start again") from error
         raise
     sync_folder(path.parent)
 

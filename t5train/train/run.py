@@ -56,19 +56,19 @@ def open_run(spec: RunSpec, shards: TokenShards) -> None:
 
 
 def begun_spec(run_folder: Path) -> RunSpec:
-    """The spec a run was begun with."""
+    """The spec a run was begun with; SpecError that names the file when it is absent or damaged."""
     path = run_folder / run_files.RUN
     try:
         return build(json.loads(path.read_text("utf-8"))["spec"])
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError, SpecError) as error:
         raise SpecError(f"{path} cannot be read ({error}): {run_folder} is not the folder of a run") from error
 
 
 def require_same(name: str, path: Path, identity: Mapping[str, Any]) -> None:
     """RunChanged unless the run file holds this identity, as far as ``identity`` goes."""
     try:
-        begun = json.loads(path.read_text("utf-8"))["identity"]
-    except (ValueError, KeyError, OSError) as error:
+        begun = dict(json.loads(path.read_text("utf-8"))["identity"])
+    except (ValueError, KeyError, TypeError, OSError) as error:
         raise SpecError(f"{path} cannot be read ({error}): move the folder away or choose another --name") from error
     _refuse_changes(name, differences({part: begun.get(part) for part in identity}, identity))
 

@@ -1,7 +1,9 @@
 """A file is there whole or not at all, also when the writer is killed."""
 
+import errno
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t5train.atomic import replacing, write_json, write_text
+from t5train.errors import StorageError
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -113,3 +116,14 @@ def test_json_that_others_could_not_read_is_refused_and_the_old_file_stays(tmp_p
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(path, {"loss": math.nan})
     assert json.loads(path.read_text("utf-8")) == {"a": "ü", "b": 1}
+
+
+def test_a_full_disk_is_told_in_words_and_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "file").write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match="file cannot be written: No space left on device"):
+        write_text(tmp_path / "file", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]

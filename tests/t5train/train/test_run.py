@@ -6,14 +6,14 @@ from unittest import mock
 import pytest
 
 from t5train import sidecar
-from t5train.errors import RunChanged
+from t5train.errors import RunChanged, SpecError
 from t5train.recipes import recipe
 from t5train.records import TokenShards, digest_file
 from t5train.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.spec import RunSpec
 from t5train.train import checkpointing
 from t5train.train.job import TrainJob, tag_of
-from t5train.train.run import run_fingerprint, write_job
+from t5train.train.run import open_run, require_same_settings, run_fingerprint, write_job
 
 
 @pytest.fixture
@@ -56,6 +56,15 @@ def test_a_checkpoint_of_another_run_is_never_resumed(spec: RunSpec, shards: Tok
     with pytest.raises(RunChanged, match="step-00000200 is a checkpoint of another run"):
         write_job(spec, shards, tmp_path)
     assert foreign.exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"spec": {"layouu": {}}, "identity": 3}', b'{"spec": 1}', b"\xff"])
+def test_a_damaged_run_file_is_named(spec: RunSpec, shards: TokenShards, damage: bytes) -> None:
+    spec.run_folder.mkdir(parents=True)
+    (spec.run_folder / "run.json").write_bytes(damage)
+    for look in (lambda: require_same_settings(spec), lambda: open_run(spec, shards)):
+        with pytest.raises(SpecError, match=r"run\.json cannot be read"):
+            look()
 
 
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
