@@ -72,7 +72,7 @@ def _create(filesystem: Any, path: str, content: bytes, shown: str) -> None:
     """
     try:
         filesystem.pipe_file(path, content, mode="create")
-    except Exception:
+    except Exception:  # stores have no error in common; it stands unless the object is there, and is then compared
         filesystem.invalidate_cache()
         if not filesystem.exists(path):
             raise

@@ -103,7 +103,7 @@ class Trainer:
     def _update(self) -> float | None:
         try:
             return update(self.engine)
-        except Exception as error:
+        except Exception as error:  # DeepSpeed raises no class of its own for it
             if "loss scale" not in str(error):
                 raise
             raise TooManySkippedSteps(
