@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from t5train.consolidate.metadata import read_metadata
-from t5train.errors import IncompleteCheckpoint, InputError
+from t5train.consolidate.state_files import StateFile, numbered
+from t5train.errors import ConsolidationError, IncompleteCheckpoint, InputError
 from t5train.progress import Progress
 from t5train.sidecar import Sidecar, complete_tags, files_of, read_all, require_complete
 
@@ -23,10 +24,31 @@ class OpenedCheckpoint:
     folder: Path
     names: frozenset[str]
     sidecars: Sequence[Sidecar]
+    _contents: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False, repr=False)
 
     def read(self, name: str) -> dict[str, Any]:
-        """The structure of one of its files; tensors stay where they are."""
-        return read_metadata(self.folder / name)
+        """The structure of one of its files, read once; tensors stay where they are."""
+        if name not in self._contents:
+            self._contents[name] = read_metadata(self.folder / name)
+        return self._contents[name]
+
+    def files_by_rank(self, kind: StateFile, num_ranks: int) -> list[str]:
+        """The files of a kind of which each of ``num_ranks`` ranks wrote one; IncompleteCheckpoint if one lacks."""
+        found = numbered(self.names, kind)
+        ranks = [rank for (rank, *_), _ in found]
+        if ranks != list(range(num_ranks)):
+            raise IncompleteCheckpoint(
+                f"{self.folder} was written by {num_ranks} data-parallel ranks; it holds {kind.value}: of ranks "
+                f"{ranks}, it lacks ranks {sorted(set(range(num_ranks)) - set(ranks))}"
+            )
+        return [name for _, name in found]
+
+    def result_name(self, name: str) -> str:
+        """A name of the module as the result will have it: Hugging Face's where sidecars tell, else as it is."""
+        prefix = self.sidecars[0].model_prefix if self.sidecars else ""
+        if not name.startswith(prefix):
+            raise ConsolidationError(f"{self.folder}: {name!r} does not begin with {prefix!r}")
+        return name.removeprefix(prefix)
 
 
 def open_checkpoint(checkpoint: Path, tag: str | None, progress: Progress) -> OpenedCheckpoint:

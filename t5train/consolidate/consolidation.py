@@ -5,7 +5,7 @@ from pathlib import Path
 
 from t5train.atomic import sync_folder
 from t5train.consolidate.checkpoint import OpenedCheckpoint, open_checkpoint
-from t5train.consolidate.layouts import layout_of
+from t5train.consolidate.layouts import plan_of
 from t5train.consolidate.out_folder import new_folder, put_in_place, require_vacant
 from t5train.consolidate.plan import Plan
 from t5train.consolidate.stream import write_weights
@@ -42,7 +42,7 @@ def consolidate(
     if recorded is not None and (there := reusable(Weights, out, recorded, progress)):
         return there
     require_vacant(out, recorded)
-    plan = layout_of(opened).plan(opened)
+    plan = plan_of(opened)
     with new_folder(out, plan.size) as folder:
         files = write_weights(plan, folder, shard_bytes, has_digests=bool(opened.sidecars), progress=progress)
         identity = recorded or _content_identity(files)

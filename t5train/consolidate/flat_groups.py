@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from t5train.consolidate.metadata import StoredTensor
+from t5train.consolidate.masters import Master, Partition
 from t5train.consolidate.plan import Extent, Source
 from t5train.errors import ConsolidationError, UnknownLayout
 from t5train.sidecar import ParameterSlot
@@ -21,27 +21,30 @@ class FlatGroup:
     """
 
     index: int
-    partitions: Sequence[StoredTensor]
+    partitions: Sequence[Partition]
     slots: Sequence[ParameterSlot]
     padding: int
 
     @property
     def num_elements(self) -> int:
         """Elements of all partitions."""
-        return sum(partition.num_elements for partition in self.partitions)
+        return sum(partition.master.num_elements for partition in self.partitions)
 
-    def masters(self) -> dict[str, Source]:
+    def masters(self) -> dict[str, Master]:
         """Where each parameter's fp32 master lies, after every element of the group was accounted for."""
         self._require_accounted()
         joined = Source("F32", tuple(_extents(self.partitions)))
-        return {slot.name: Source("F32", tuple(joined.span(4 * slot.offset, 4 * slot.numel))) for slot in self.slots}
+        return {
+            slot.name: Master(slot.shape, Source("F32", tuple(joined.span(4 * slot.offset, 4 * slot.numel))))
+            for slot in self.slots
+        }
 
     def _require_accounted(self) -> None:
         """Every element belongs to one parameter, or is padding no longer than DeepSpeed's."""
         where = f"parameter group {self.index}"
-        for partition in self.partitions:
-            if partition.dtype != "F32":
-                raise UnknownLayout(f"{partition.file} keeps the masters of {where} in {partition.dtype}, not in fp32")
+        for stored in (partition.master for partition in self.partitions):
+            if stored.dtype != "F32":
+                raise UnknownLayout(f"{stored.file} keeps the masters of {where} in {stored.dtype}, not in fp32")
         slots = [slot for slot in self.slots if slot.numel]
         for before, after in pairwise(slots):
             gap = after.offset - before.offset - before.numel
@@ -69,11 +72,11 @@ def packed_slots(
     return slots
 
 
-def _extents(partitions: Iterable[StoredTensor]) -> Iterable[Extent]:
+def _extents(partitions: Iterable[Partition]) -> Iterable[Extent]:
     for partition in partitions:
-        yield from partition.source().extents
+        yield from partition.master.source().extents
 
 
-def _files(partitions: Sequence[StoredTensor]) -> str:
-    names: dict[Path, None] = dict.fromkeys(partition.file for partition in partitions)
+def _files(partitions: Sequence[Partition]) -> str:
+    names: dict[Path, None] = dict.fromkeys(partition.master.file for partition in partitions)
     return ", ".join(file.name for file in names)

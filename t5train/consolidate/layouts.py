@@ -1,49 +1,57 @@
-"""Which layout a checkpoint has, told by the names of its files, and the module that knows its rules."""
+"""Which layout a checkpoint has, and who knows its rules: one line for each set of files that can be told apart."""
 
-import re
-from typing import Protocol
+from collections.abc import Iterable
+from typing import NamedTuple
 
-from t5train.consolidate import replicated, zero12
+from t5train.consolidate import dense, replicated, zero12
+from t5train.consolidate.assemble import assemble
 from t5train.consolidate.checkpoint import OpenedCheckpoint
+from t5train.consolidate.masters import ReadGroups
+from t5train.consolidate.module_states import ReadModule
 from t5train.consolidate.plan import Plan
+from t5train.consolidate.state_files import StateFile, kind_of
 from t5train.errors import UnknownLayout
 
 
-class Layout(Protocol):
-    """The rules of one layout: a module with these two functions."""
+class Layout(NamedTuple):
+    """The rules of one layout: where the module's weights lie, and where the optimizer's masters."""
 
-    def recognises(self, names: frozenset[str], /) -> bool:
-        """Whether a checkpoint of these files has this layout."""
-        ...
-
-    def plan(self, checkpoint: OpenedCheckpoint, /) -> Plan:
-        """Where every tensor lies."""
-        ...
+    module_states: ReadModule
+    groups: ReadGroups
 
 
-LAYOUTS: tuple[Layout, ...] = (zero12, replicated)
-
-_FOREIGN_FOLDERS = {"zero": "a universal checkpoint", "offloaded_tensors": "an optimizer offloaded to NVMe"}
-_FOREIGN_FILES = {
-    r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt": "ZeRO 3",
-    r"(layer_-?\d+_)?expert_\d+_.*|expp_rank_.*": "a mixture of experts",
-    r"layer_\d+-.*model_states\.pt": "a pipeline",
-    r"(bf16_)?(zero_pp_rank_\d+_)?mp_rank_(?!00_).*": "tensor or pipeline parallelism",
+_Files = StateFile
+LAYOUTS: dict[frozenset[StateFile], Layout] = {
+    frozenset({_Files.MODEL}): Layout(dense.module_states, replicated.groups),
+    frozenset({_Files.MODEL, _Files.OPTIMIZER}): Layout(dense.module_states, zero12.groups),
 }
 
+_FOREIGN_FOLDERS = {"zero": "a universal checkpoint", "offloaded_tensors": "an optimizer offloaded to NVMe"}
 
-def layout_of(checkpoint: OpenedCheckpoint) -> Layout:
-    """The layout of a checkpoint; UnknownLayout says what was seen instead."""
-    seen = [what for name, what in _FOREIGN_FOLDERS.items() if (checkpoint.folder / name).is_dir()]
-    seen += [
-        what
-        for pattern, what in _FOREIGN_FILES.items()
-        if any(re.fullmatch(pattern, name) for name in checkpoint.names)
-    ]
-    known = [layout for layout in LAYOUTS if layout.recognises(checkpoint.names)]
-    if seen or not known:
+
+def plan_of(checkpoint: OpenedCheckpoint) -> Plan:
+    """Where every tensor of a checkpoint lies; UnknownLayout says what was seen where no rule is known."""
+    layout = _layout_of(checkpoint)
+    module = layout.module_states(checkpoint)
+    return assemble(module, layout.groups(checkpoint, module))
+
+
+def _layout_of(checkpoint: OpenedCheckpoint) -> Layout:
+    foreign = [what for name, what in _FOREIGN_FOLDERS.items() if (checkpoint.folder / name).is_dir()]
+    kinds = frozenset(kind for name in checkpoint.names if (kind := kind_of(name)))
+    strangers = sorted(name for name in checkpoint.names if kind_of(name) is None)
+    if foreign or strangers or kinds not in LAYOUTS:
+        seen = [*foreign, *(kind.value for kind in StateFile if kind in kinds), *(f"the file {n}" for n in strangers)]
         raise UnknownLayout(
-            f"{checkpoint.folder} looks like {' and '.join(seen) or 'no checkpoint of DeepSpeed'} "
-            f"({', '.join(sorted(checkpoint.names)[:6])}): dense checkpoints of ZeRO 0, 1 and 2 can be consolidated"
+            f"{checkpoint.folder} holds {', '.join(seen) or 'no checkpoint of DeepSpeed'} "
+            f"({', '.join(sorted(checkpoint.names)[:6])}): no rule is known for that; {_known()} can be consolidated"
         )
-    return known[0]
+    return LAYOUTS[kinds]
+
+
+def _known() -> str:
+    return "; ".join(_described(kinds) for kinds in LAYOUTS)
+
+
+def _described(kinds: Iterable[StateFile]) -> str:
+    return " with ".join(kind.value for kind in StateFile if kind in kinds)

@@ -1,0 +1,87 @@
+"""What the engine holds of the module, whichever files it is spread over."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from t5train.consolidate.checkpoint import OpenedCheckpoint
+from t5train.consolidate.metadata import StoredTensor
+from t5train.consolidate.plan import Source
+from t5train.errors import ConsolidationError, IncompleteCheckpoint
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter or buffer of the module; ``copies`` hold the same weight elsewhere, to be equal bit for bit."""
+
+    shape: tuple[int, ...]
+    source: Source
+    copies: tuple[Source, ...] = ()
+
+    @classmethod
+    def of(cls, stored: StoredTensor) -> "Weight":
+        """One that lies in one place."""
+        return cls(stored.shape, stored.source())
+
+
+@dataclass(frozen=True)
+class ModuleStates:
+    """The module's state dictionary, by the names the result will have.
+
+    ``aliases`` maps a tied name to the name that owns the weight. ``without_values`` names parameters that the
+    module does have, but whose values are with the optimizer alone (ZeRO 3).
+    """
+
+    weights: Mapping[str, Weight]
+    buffers: frozenset[str]
+    aliases: Mapping[str, str]
+    step: int
+    without_values: frozenset[str] = frozenset()
+
+
+def stored_weights(checkpoint: OpenedCheckpoint, module: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """The tensors of a state dictionary, by the names the result will have."""
+    return {checkpoint.result_name(name): item for name, item in module.items() if isinstance(item, StoredTensor)}
+
+
+def buffer_names(checkpoint: OpenedCheckpoint, model: Mapping[str, Any]) -> frozenset[str]:
+    """The buffers among the weights."""
+    return frozenset(checkpoint.result_name(name) for name in model.get("buffer_names") or ())
+
+
+def tied_names(
+    checkpoint: OpenedCheckpoint, model: Mapping[str, Any], weights: Mapping[str, StoredTensor]
+) -> dict[str, str]:
+    """Alias to owner: as recorded, and where two names of the module share their storage."""
+    recorded = checkpoint.sidecars[0].aliases if checkpoint.sidecars else model.get("shared_params") or {}
+    aliases = dict(recorded)
+    owners: dict[tuple[Any, ...], str] = {}
+    for name, weight in weights.items():
+        place = (weight.file, weight.offset, weight.dtype, weight.shape, weight.strides)
+        if name not in aliases and weight.num_elements and owners.setdefault(place, name) != name:
+            aliases[name] = owners[place]
+    return {alias: _owner(alias, aliases) for alias in aliases}
+
+
+def step_of(checkpoint: OpenedCheckpoint, model: Mapping[str, Any]) -> int:
+    """The optimizer step; the model states must be of the step that the sidecars name."""
+    step = int(model.get("global_steps", 0))
+    if checkpoint.sidecars and checkpoint.sidecars[0].step != step:
+        raise IncompleteCheckpoint(
+            f"{checkpoint.folder}: sidecars are of step {checkpoint.sidecars[0].step}, model states of step {step}"
+        )
+    return step
+
+
+def _owner(alias: str, aliases: Mapping[str, str]) -> str:
+    name, seen = alias, {alias}
+    while name in aliases:
+        name = aliases[name]
+        if name in seen:
+            raise ConsolidationError(f"{alias} is recorded as an alias of itself")
+        seen.add(name)
+    return name
+
+
+ReadModule = Callable[[OpenedCheckpoint], ModuleStates]
+"""One half of a layout: gathers the module's states."""
