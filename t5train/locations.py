@@ -1,10 +1,11 @@
 """Where text and published folders can lie: a local folder, or anything fsspec knows by URL."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 import fsspec
 from fsspec.core import split_protocol
@@ -20,6 +21,10 @@ _PACKAGES = {
     "az": "adlfs",
     "sftp": "paramiko",
 }
+# What stands before the @ is a person there, or Azure's container; with other schemes it can only be a key.
+_NAMES_BEFORE_AT = {"sftp", "ssh", "ftp", "hdfs", "webhdfs", "smb", "abfs", "abfss"}
+_WITHOUT_QUERIES = {"s3", "s3a", "gs", "gcs", "sftp", "ssh", "ftp", "hdfs", "smb"}
+_QUERY = re.compile(r"[\w-]+=")
 
 
 def local_folder(url: str) -> Path | None:
@@ -68,17 +73,26 @@ def redacted(url: str) -> str:
 
 def without_secret(setting: str, url: str) -> str:
     """The URL, if it is fit to be kept in a spec, which is written to disk and shown; else ValueError."""
-    for part in map(urlsplit, url.split("::")):
-        if part.password is not None or (part.netloc and part.query):
+    for part in map(_taken_apart, url.split("::")):
+        has_key = part.password is not None or (part.username is not None and part.scheme not in _NAMES_BEFORE_AT)
+        if part.scheme and part.netloc and (has_key or part.query):
             raise ValueError(
-                f"{setting} has a password or a query in its URL, and specs are kept and shown: take it out, and give "
-                "credentials by the environment variables or files of the store's own client"
+                f"{setting} has a password, a key or a query in its URL, and specs are kept and shown: take it out, "
+                "and give credentials by the environment variables or files of the store's own client"
             )
     return url
 
 
-def _without_authority(url: str) -> str:
+def _taken_apart(url: str) -> SplitResult:
+    """A URL's parts; where its scheme has no queries, a ``?`` that begins none is a wildcard in its path."""
     parts = urlsplit(url)
+    if parts.scheme in _WITHOUT_QUERIES and parts.path and parts.query and not _QUERY.match(parts.query):
+        return parts._replace(path=f"{parts.path}?{parts.query}", query="")
+    return parts
+
+
+def _without_authority(url: str) -> str:
+    parts = _taken_apart(url)
     if not parts.netloc:
         return url
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
@@ -86,7 +100,7 @@ def _without_authority(url: str) -> str:
 
 def _without_secrets(text: str, url: str) -> str:
     text = text.replace(url, redacted(url))
-    for part in map(urlsplit, url.split("::")):
+    for part in map(_taken_apart, url.split("::")):
         for secret in (part.netloc.rpartition("@")[0], part.username, part.password, part.query, part.fragment):
             if secret:
                 text = text.replace(secret, "***")

@@ -120,7 +120,7 @@ def test_a_witness_that_is_none_is_refused(make_trained: MakeTrained, tmp_path: 
 def test_the_card_tells_the_lineage_and_no_users_or_local_folders(make_trained: MakeTrained, tmp_path: Path) -> None:
     trained = make_trained()
     for source, shown in [
-        ("s3://somebody@bucket/text/*.txt", "s3://bucket/text/*.txt"),
+        ("sftp://somebody@host/text/*.txt", "sftp://host/text/*.txt"),
         ("/home/someone/private/text.jsonl", "text.jsonl"),
     ]:
         spec = trained.spec.with_settings({"corpus.source": source})

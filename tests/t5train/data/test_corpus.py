@@ -157,8 +157,8 @@ def test_a_damaged_claim_is_refused_in_words(tmp_path: Path) -> None:
 
 
 def test_a_missing_protocol_package_is_named_and_the_user_is_not(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="gcsfs") as caught:
-        build("gs://somebody@bucket/a.txt", tmp_path)
+    with pytest.raises(InputError, match="adlfs") as caught:
+        build("abfs://somebody@account/a.txt", tmp_path)
     assert "somebody" not in str(caught.value)
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
@@ -172,7 +172,7 @@ def test_an_unknown_protocol_is_refused(tmp_path: Path) -> None:
 def test_where_a_corpus_came_from_never_reaches_the_disk(tmp_path: Path, remote: fsspec.AbstractFileSystem) -> None:
     assert redacted("s3://key:secret@bucket/x/*.txt?token=t#f") == "s3://bucket/x/*.txt"
     assert redacted("/data/a?.txt") == "/data/a?.txt"
-    assert corpus_name(CorpusSpec(source="s3://user@bucket/a b.txt")) == "a-b"
+    assert corpus_name(CorpusSpec(source="sftp://user@host/a b.txt")) == "a-b"
     remote.pipe("/texts/a.txt", b"one\n")
     build("memory://texts/a.txt", tmp_path)
     for path in tmp_path.rglob("*.json"):
