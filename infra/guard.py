@@ -18,7 +18,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from infra import attempt, processes
+from infra import attempt, processes, shared_memory
 from infra.attempt import Attempt, ExitRecord
 from infra.environment import DEVICES_VARIABLE
 from infra.processes import ProcessIdentity
@@ -67,6 +67,7 @@ def _run(this: Attempt, name: str, argv: list[str], lock: int, alarms: tuple[int
     reason = _wait(os.pidfd_open(child.pid), *alarms)
     grace = LAUNCHER_GRACE_SECONDS if name == attempt.LAUNCHER else _RANK_GRACE_SECONDS
     processes.end(processes.in_group(child.pid), grace)
+    shared_memory.remove_of_rank()
     return child.wait(), reason
 
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from infra import attempt, ports, processes
+from infra import attempt, ports, processes, shared_memory
 from infra.attempt import Attempt
 from infra.environment import rank_environment
 from infra.failure import failure_of
@@ -29,6 +29,7 @@ from infra.processes import ProcessIdentity
 
 _TICK_SECONDS = 0.5
 _LAUNCHER_END_SECONDS = 5.0
+_ADDRESS = "127.0.0.1"
 _log = logging.getLogger(__name__)
 
 
@@ -55,7 +56,9 @@ def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Atte
     Hold ``run_lock`` around it. Raises SpecError if the port is taken, the error that a rank reported, or
     LaunchError with the first rank that failed. However it is left, no process of the attempt is left.
     """
-    spec = _with_port(spec)
+    port = _port(spec)
+    shared_memory.remove_all(_ADDRESS, port)  # nothing listens there, so what lies there is a dead run's
+    spec = replace(spec, master_port=port)
     this = attempt.begin(spec.run_folder, ProcessIdentity.of(os.getpid()))
     environment = rank_environment(this, num_ranks=spec.num_ranks, accelerator=spec.accelerator, extra=spec.environment)
     clear_stale_locks(environment)
@@ -63,7 +66,7 @@ def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Atte
     try:
         succeeded = _watch(this, spec.num_ranks, launcher, on_tick)
     finally:
-        _end(this, launcher)
+        _end(this, launcher, port)
     if not succeeded:
         raise failure_of(this, spec.num_ranks)
     return this
@@ -75,17 +78,17 @@ def command(spec: LaunchSpec, attempt_folder: Path) -> list[str]:
         *(sys.executable, "-m", "deepspeed.launcher.runner"),
         *("--hostfile", os.devnull),  # not a regular file, so none: left out, /job/hostfile would be taken if there
         *("--num_gpus", str(spec.num_ranks)),
-        *("--master_addr", "127.0.0.1", "--master_port", str(spec.master_port or "FREE_PORT")),
+        *("--master_addr", _ADDRESS, "--master_port", str(spec.master_port or "FREE_PORT")),
         *("--no_local_rank", "--module", "infra.guard", str(attempt_folder)),
         *(sys.executable, *spec.program(attempt_folder)),
     ]
 
 
-def _with_port(spec: LaunchSpec) -> LaunchSpec:
+def _port(spec: LaunchSpec) -> int:
     if spec.master_port is None:
-        return replace(spec, master_port=ports.free_port())
+        return ports.free_port()
     ports.require_free(spec.master_port)
-    return spec
+    return spec.master_port
 
 
 def _start(this: Attempt, argv: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -124,8 +127,9 @@ def _await(launcher: subprocess.Popen[bytes]) -> None:
         launcher.wait(_LAUNCHER_END_SECONDS)
 
 
-def _end(this: Attempt, launcher: subprocess.Popen[bytes]) -> None:
+def _end(this: Attempt, launcher: subprocess.Popen[bytes], port: int) -> None:
     if left := processes.end(processes.in_run(this.run_id), LAUNCHER_GRACE_SECONDS):
         _log.error("processes %s of %s do not end, not even by SIGKILL", sorted(left), this.folder)
     else:
         launcher.wait()
+        shared_memory.remove_all(_ADDRESS, port)  # of ranks whose guard was killed too

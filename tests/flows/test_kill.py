@@ -20,6 +20,7 @@ import pytest
 
 from infra.attempt import Attempt, attempt_folder, read
 from infra.processes import find, in_run
+from infra.shared_memory import SEGMENTS
 from t5train.train import metrics
 
 pytestmark = pytest.mark.slow
@@ -130,7 +131,8 @@ def _wait_for(run: Path, step: int, number: int) -> Attempt:
 
 
 def _kill(victim: str, attempt: Attempt, flow: subprocess.Popen[bytes]) -> float:
-    """Seconds from the kill until no process of the attempt is left."""
+    """Seconds from the kill until no process and no shared memory of the attempt is left."""
+    assert len(_segments(attempt)) == 2
     names = {"rank": "rank-00001", "launcher": "launcher"}
     if victim == "flow":
         os.kill(flow.pid, signal.SIGKILL)
@@ -138,10 +140,20 @@ def _kill(victim: str, attempt: Attempt, flow: subprocess.Popen[bytes]) -> float
         recorded = json.loads((attempt.folder / f"{names[victim]}.pid").read_text())
         os.kill(recorded["process"]["pid"], signal.SIGKILL)
     started = time.monotonic()
-    while left := [*find(in_run(attempt.run_id)), *(_of_session(flow.pid) if victim == "flow" else ())]:
+    while left := [
+        *find(in_run(attempt.run_id)),
+        *_segments(attempt),
+        *(_of_session(flow.pid) if victim == "flow" else ()),
+    ]:
         assert time.monotonic() - started < ALLOWED_SECONDS, f"{left} of {attempt.run_id} are left"
         time.sleep(0.1)
     return time.monotonic() - started
+
+
+def _segments(attempt: Attempt) -> list[Path]:
+    """DeepSpeed's shared memory of the attempt's ranks."""
+    port = attempt.log("launcher").read_text().partition("--master_port=")[2].split()[0]
+    return list(SEGMENTS.glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
 
 
 def _of_session(session: int) -> set[int]:

@@ -14,17 +14,21 @@ import pytest
 from infra import attempt
 from infra.attempt import Attempt
 from infra.launch import LaunchSpec, command, launch
+from infra.shared_memory import SEGMENTS
 from t5train.errors import LaunchError, SpecError, WeightsDidNotMove
 
 Start = Callable[..., subprocess.Popen[bytes]]
 Until = Callable[..., None]
 Survivors = Callable[[str], set[int]]
 
-# Deaf to SIGTERM, with a child of the same kind; fails if a rank of another attempt is still there.
+# Deaf to SIGTERM, with a child of the same kind, and with a segment named as DeepSpeed's (which takes seconds to
+# import; tests.flows.test_kill looks for the real ones). Fails if a rank of another attempt is still there.
 RANK = """
 import fcntl, os, signal, sys, time
 from pathlib import Path
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+place = f"{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{rank}"
+Path(f"/dev/shm/deepspeed_allreduce_buffer_{place}").touch()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 alone = open(folder / f"alone-{rank}", "w")
 fcntl.flock(alone, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,6 +132,7 @@ def test_nothing_survives_a_kill(tmp_path: Path, victim: str, start: Start, unti
     os.kill(victim_pid(tmp_path, victim), signal.SIGKILL)
     assert head.wait(20) == 1
     assert survivors(run_id) == set()
+    assert segments(newest(tmp_path)) == []
     assert "LaunchError" in (tmp_path / "output.txt").read_text()
 
 
@@ -138,12 +143,14 @@ def test_nothing_survives_a_killed_head_and_the_next_start_waits_for_its_ranks(
     spec(tmp_path, RANK)
     head = start("-c", HEAD, str(tmp_path))
     until(lambda: ready(tmp_path) or head.poll() is not None, 60)
-    run_id = newest(tmp_path).run_id
+    killed = newest(tmp_path)
+    assert len(segments(killed)) == 2
     head.kill()
     (tmp_path / "finish").touch()
     again = start("-c", HEAD, str(tmp_path))  # at once; its ranks fail if one of the first is still there
-    until(lambda: not survivors(run_id), 20)
+    until(lambda: not survivors(killed.run_id) and not segments(killed), 20)
     assert again.wait(60) == 0
+    assert segments(newest(tmp_path)) == []
 
 
 @pytest.mark.slow
@@ -171,6 +178,12 @@ def test_a_second_start_is_refused_while_one_lives(tmp_path: Path, start: Start,
     assert [path.name for path in (tmp_path / "run" / "attempts").iterdir()] == ["0001"]
     (tmp_path / "finish").touch()
     assert head.wait(20) == 0
+
+
+def segments(this: Attempt) -> list[Path]:
+    """Shared memory of an attempt's ranks that is still there."""
+    port = this.log("launcher").read_text().partition("--master_port=")[2].split()[0]
+    return list(SEGMENTS.glob(f"*_127.0.0.1_{port}_*"))
 
 
 def newest(tmp_path: Path) -> Attempt:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from infra import shared_memory
 from infra.ports import free_port
 from t5train.consolidate import consolidate
 from t5train.recipes import recipe
@@ -105,7 +106,8 @@ class Trained:
 def _launch(jobs: Path) -> None:
     program = Path(__file__).with_name("rank_program.py")
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "/dev/null", "--num_gpus", "2"]
-    command += ["--master_addr", "127.0.0.1", "--master_port", str(free_port()), "--no_local_rank", str(program)]
+    port = free_port()
+    command += ["--master_addr", "127.0.0.1", "--master_port", str(port), "--no_local_rank", str(program)]
     environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     log = jobs.with_suffix(".log")
     with open(log, "wb") as output:
@@ -117,6 +119,7 @@ def _launch(jobs: Path) -> None:
             timeout=600,
             check=False,
         )
+    shared_memory.remove_all("127.0.0.1", port)
     assert ended.returncode == 0, log.read_text(errors="replace")[-6000:]
 
 
