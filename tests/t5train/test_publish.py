@@ -281,7 +281,7 @@ class TestCheckDestination:
             check_destination(place, spec_fingerprint="f" * 64)
 
     @pytest.mark.parametrize(
-        ("url", "remedy"), [("s3://bucket/t5", "pip install s3fs"), ("gs://bucket/t5", "pip install gcsfs")]
+        ("url", "remedy"), [("s3://bucket/t5", "pip install 's3fs>="), ("gs://bucket/t5", "pip install gcsfs")]
     )
     def test_a_missing_package_is_named(self, url: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def missing(url: str) -> None:
