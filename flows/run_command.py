@@ -50,9 +50,11 @@ def run(
         say(describe(spec))
         return
     require_ready(spec)
-    with run_lock(spec.run_folder):
-        pass  # a second start is refused at once; the flow takes the lock for good
-    with progress_display() as progress, prefect_server.any_server(spec.storage.root, progress) as api_url:
+    with (
+        run_lock(spec.run_folder),  # from now on, so that a second start is refused while the server still starts
+        progress_display() as progress,
+        prefect_server.any_server(spec.storage.root, progress) as api_url,
+    ):
         complain(f"watch it at {api_url.removesuffix('/api')}")
         publication = _run_flow(spec, settings(changes), progress)
     for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):

@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from infra.attempt import living_processes, now
@@ -21,15 +22,19 @@ from t5train.file_lock import is_locked, try_lock
 _LOCK, _RANKS_LOCK = "lock", "ranks.lock"
 _MOMENT_SECONDS = 0.5  # who asks for the holder shares the lock for an instant
 _log = logging.getLogger(__name__)
+_held: ContextVar[frozenset[Path]] = ContextVar("held", default=frozenset())
 
 
 @contextmanager
 def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[None]:
-    """Hold a run for this process; makes the folder if need be.
+    """Hold a run for this process; makes the folder if need be. Within the block it may be taken again.
 
     Ranks that a killed head left behind are waited for. Raises RunLocked if another process holds the
     run, or if such ranks outlive ``wait_seconds``.
     """
+    if run_folder in _held.get():
+        yield
+        return
     run_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _opened(run_folder / _LOCK) as descriptor:
         if not try_lock(descriptor, _MOMENT_SECONDS):
@@ -39,7 +44,11 @@ def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[None]:
             )
         _sign(descriptor)
         _wait_for_ranks(run_folder, wait_seconds)
-        yield
+        token = _held.set(_held.get() | {run_folder})
+        try:
+            yield
+        finally:
+            _held.reset(token)
 
 
 def holder(run_folder: Path) -> str | None:

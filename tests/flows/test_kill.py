@@ -117,6 +117,7 @@ def test_a_second_start_is_refused_while_one_lives(tmp_path: Path) -> None:
     assert again.returncode == 1
     assert f"process {flow.pid}" in again.stderr or str(flow.pid) in again.stderr
     assert again.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert "watch it at" not in again.stderr  # refused before it looked for a server, which may take a while to start
 
 
 def _wait_for(run: Path, step: int, number: int) -> Attempt:

@@ -4,12 +4,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from infra.attempt import Attempt
-from infra.run_lock import ranks_lock, run_lock
+from infra.run_lock import holder, ranks_lock, run_lock
 from t5train.errors import RunLocked
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -20,22 +21,32 @@ HOLD += "(Path(sys.argv[1]) / 'held').touch(); time.sleep(600)"
 
 
 def test_a_second_start_is_refused_with_the_holders_name(tmp_path: Path, start: Start, until: Until) -> None:
-    holder = start("-c", HOLD.format("run_lock"), str(tmp_path / "run"))
+    holding = start("-c", HOLD.format("run_lock"), str(tmp_path / "run"))
     until((tmp_path / "run" / "held").exists)
-    with pytest.raises(RunLocked, match=rf"process {holder.pid} on {re.escape(os.uname().nodename)} since 20.*kill"):
+    with pytest.raises(RunLocked, match=rf"process {holding.pid} on {re.escape(os.uname().nodename)} since 20.*kill"):
         run_lock(tmp_path / "run").__enter__()
 
 
 def test_a_second_start_is_refused_within_one_process_too(tmp_path: Path) -> None:
-    with run_lock(tmp_path), pytest.raises(RunLocked), run_lock(tmp_path):
-        pass
+    with run_lock(tmp_path), ThreadPoolExecutor(1) as pool, pytest.raises(RunLocked):
+        pool.submit(lambda: run_lock(tmp_path).__enter__()).result()
+
+
+def test_who_holds_a_run_may_take_it_again_and_keeps_it_till_the_outer_block_ends(tmp_path: Path) -> None:
+    with run_lock(tmp_path):
+        with run_lock(tmp_path):
+            pass
+        assert holder(tmp_path)
+    assert holder(tmp_path) is None
+    with run_lock(tmp_path):
+        assert holder(tmp_path)
 
 
 def test_a_killed_holder_leaves_the_run_free(tmp_path: Path, start: Start, until: Until) -> None:
-    holder = start("-c", HOLD.format("run_lock"), str(tmp_path))
+    holding = start("-c", HOLD.format("run_lock"), str(tmp_path))
     until((tmp_path / "held").exists)
-    holder.kill()
-    holder.wait()
+    holding.kill()
+    holding.wait()
     with run_lock(tmp_path):
         pass
 
