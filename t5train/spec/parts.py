@@ -1,25 +1,18 @@
-"""RunSpec: everything that decides a run, as data.
+"""The parts of a RunSpec.
 
 A setting is either *identity* (it decides what comes out, and is in the fingerprint) or *execution* (where and
 how; it is not). Execution settings are named in ``execution`` of the part they belong to.
 """
 
-import difflib
-import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from t5train.errors import SpecError
-from t5train.fingerprint import fingerprint
 from t5train.locations import without_secret
-from t5train.run_files import RUNS
 
 VOCABULARY_MULTIPLE = 128
 NUM_SENTINELS = 100
-RUN_NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
 
 
 class SpecPart(BaseModel):
@@ -238,163 +231,6 @@ class ClusterSpec(SpecPart):
     retries: int = Field(2, ge=0, le=100, title="Retries", description="Of training, when what failed can pass")
 
 
-class RunSpec(SpecPart):
-    """One run, whole. Build changed ones with ``with_settings``, never with ``model_copy``."""
-
-    execution = frozenset({"recipe", "name", "layout", "storage", "cluster"})
-
-    recipe: str = Field(pattern="^[a-z0-9][a-z0-9_-]{0,39}$", title="Recipe", description="Where the settings began")
-    name: str | None = Field(
-        None,
-        pattern=RUN_NAME_PATTERN,
-        title="Run name",
-        description="Folder under {root}/runs; recipe and fingerprint when left out",
-    )
-    corpus: CorpusSpec = CorpusSpec()
-    tokenizer: TokenizerSpec = TokenizerSpec()
-    shards: ShardsSpec = ShardsSpec()
-    objective: ObjectiveSpec = ObjectiveSpec()
-    model: ModelSpec = ModelSpec()
-    optimizer: OptimizerSpec = OptimizerSpec()
-    layout: LayoutSpec = LayoutSpec()
-    storage: StorageSpec = StorageSpec()
-    cluster: ClusterSpec = ClusterSpec()
-
-    @model_validator(mode="after")
-    def _batch_divides(self) -> Self:
-        per_pass = self.layout.micro_batch_sequences * self.cluster.ranks
-        if self.optimizer.global_batch_sequences % per_pass:
-            raise ValueError(
-                f"optimizer.global_batch_sequences is {self.optimizer.global_batch_sequences}: it must be a multiple "
-                f"of layout.micro_batch_sequences x cluster.ranks ({self.layout.micro_batch_sequences} x "
-                f"{self.cluster.ranks} = {per_pass})"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _layout_has_masters(self) -> Self:
-        if self.optimizer.precision == "fp16" and self.layout.zero_stage == 0:
-            raise ValueError("layout.zero_stage is 0: fp16 needs 1 or 2, where DeepSpeed keeps proper fp32 masters")
-        return self
-
-    def identity(self) -> dict[str, Any]:
-        """Identity settings of every part, ``{part: {setting: value}}``."""
-        return {name: part.identity() for name, part in self._parts() if name not in self.execution}
-
-    def fingerprint(self) -> str:
-        """sha256 of the identity: equal for runs that must give the same weights from the same inputs."""
-        return fingerprint(self.identity())
-
-    @property
-    def run_name(self) -> str:
-        """The name given, else one made of recipe and fingerprint, so that another spec is another run."""
-        return self.name or f"{self.recipe}-{self.fingerprint()[:8]}"
-
-    @property
-    def run_folder(self) -> Path:
-        """``{root}/runs/{run_name}``."""
-        return self.storage.root / RUNS / self.run_name
-
-    @property
-    def gradient_accumulation(self) -> int:
-        """Forward passes of each rank for one optimizer step."""
-        return self.optimizer.global_batch_sequences // (self.layout.micro_batch_sequences * self.cluster.ranks)
-
-    def with_settings(self, settings: Mapping[str, Any]) -> "RunSpec":
-        """This spec with ``{"part.key": value}`` changed, validated anew as a whole.
-
-        A value that is text is read as JSON where it is JSON (``8``, ``true``, ``[1, 2]``, ``null``), else as text;
-        for a setting that is text, ``2`` stays text.
-        Raises SpecError that names the nearest setting for an unknown one.
-        """
-        values = self.model_dump(mode="json")
-        for setting, value in settings.items():
-            _place(values, setting, value)
-        return build(values)
-
-    def _parts(self) -> Iterator[tuple[str, SpecPart]]:
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            if isinstance(value, SpecPart):
-                yield name, value
-
-
-def build(values: Mapping[str, Any]) -> RunSpec:
-    """A RunSpec of plain values; SpecError lists everything that is wrong, one line each."""
-    try:
-        return RunSpec.model_validate(values)
-    except ValidationError as error:
-        raise SpecError(_explain(error)) from None
-
-
-def read(path: Path) -> RunSpec:
-    """The RunSpec in a JSON file."""
-    try:
-        return build(json.loads(path.read_text("utf-8")))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise SpecError(f"{path} cannot be read as a run spec: {error}") from error
-
-
-def setting_names() -> list[str]:
-    """Every setting ``with_settings`` accepts."""
-    names: list[str] = []
-    for name, field in RunSpec.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, SpecPart):
-            names.extend(f"{name}.{key}" for key in field.annotation.model_fields)
-        else:
-            names.append(name)
-    return names
-
-
 def pad_vocabulary(pieces: int) -> int:
     """The smallest multiple of 128 that holds ``pieces`` ids."""
     return -(-pieces // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-
-
-def nearest(word: str, known: list[str]) -> str:
-    """``" (did you mean 'x'?)"`` for the known word that ends in this one or is most like it, or nothing."""
-    match = [each for each in known if each.endswith(f".{word}")] or difflib.get_close_matches(word, known, 1, 0.5)
-    return f" (did you mean {match[0]!r}?)" if match else ""
-
-
-def _require_text(setting: str, value: Any) -> None:
-    try:
-        str(value).encode("utf-8")
-    except UnicodeEncodeError:
-        raise SpecError(f"{setting} is {value!r}: it must be valid UTF-8 text") from None
-
-
-def _place(values: dict[str, Any], setting: str, value: Any) -> None:
-    if setting not in setting_names():
-        raise SpecError(f"unknown setting {setting!r}{nearest(setting, setting_names())}")
-    *parents, key = setting.split(".")
-    part: type[BaseModel] = RunSpec
-    for parent in parents:
-        values, part = values[parent], type(part.model_fields[parent].default)
-    values[key] = _parsed(value, part.model_fields[key].annotation)
-    _require_text(setting, values[key])
-
-
-def _parsed(value: Any, annotation: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        parsed = json.loads(value)
-    except json.JSONDecodeError:
-        return value
-    is_text = str in (annotation, *get_args(annotation))
-    return value if is_text and not isinstance(parsed, str | None) else parsed
-
-
-def _explain(error: ValidationError) -> str:
-    lines = []
-    for detail in error.errors():
-        where = ".".join(str(step) for step in detail["loc"])
-        message = detail["msg"].removeprefix("Value error, ")
-        if detail["type"] == "extra_forbidden":
-            message = f"unknown setting{nearest(where, setting_names())}"
-        if detail["type"] == "value_error" or not where:
-            lines.append(message)
-        else:
-            lines.append(f"{where} is {detail['input']!r}: {message}")
-    return "; ".join(lines)

@@ -1,0 +1,41 @@
+"""The specification of a run: its parts, the whole, and changes by name."""
+
+from t5train.spec.parts import (
+    NUM_SENTINELS,
+    Accelerator,
+    ClusterSpec,
+    CorpusSpec,
+    LayoutSpec,
+    ModelSpec,
+    ObjectiveSpec,
+    OptimizerSpec,
+    ShardsSpec,
+    SpecPart,
+    StorageSpec,
+    TokenizerSpec,
+    pad_vocabulary,
+)
+from t5train.spec.run import RUN_NAME_PATTERN, RunSpec, build, read, setting_names
+from t5train.spec.settings import nearest
+
+__all__ = [
+    "NUM_SENTINELS",
+    "RUN_NAME_PATTERN",
+    "Accelerator",
+    "ClusterSpec",
+    "CorpusSpec",
+    "LayoutSpec",
+    "ModelSpec",
+    "ObjectiveSpec",
+    "OptimizerSpec",
+    "RunSpec",
+    "ShardsSpec",
+    "SpecPart",
+    "StorageSpec",
+    "TokenizerSpec",
+    "build",
+    "nearest",
+    "pad_vocabulary",
+    "read",
+    "setting_names",
+]

@@ -1,0 +1,126 @@
+"""RunSpec: everything that decides a run, as data."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from t5train.errors import SpecError
+from t5train.fingerprint import fingerprint
+from t5train.run_files import RUNS
+from t5train.spec.parts import (
+    ClusterSpec,
+    CorpusSpec,
+    LayoutSpec,
+    ModelSpec,
+    ObjectiveSpec,
+    OptimizerSpec,
+    ShardsSpec,
+    SpecPart,
+    StorageSpec,
+    TokenizerSpec,
+)
+from t5train.spec.settings import change, explain, names_in
+
+RUN_NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
+
+
+class RunSpec(SpecPart):
+    """One run, whole. Build changed ones with ``with_settings``, never with ``model_copy``."""
+
+    execution = frozenset({"recipe", "name", "layout", "storage", "cluster"})
+
+    recipe: str = Field(pattern="^[a-z0-9][a-z0-9_-]{0,39}$", title="Recipe", description="Where the settings began")
+    name: str | None = Field(
+        None,
+        pattern=RUN_NAME_PATTERN,
+        title="Run name",
+        description="Folder under {root}/runs; recipe and fingerprint when left out",
+    )
+    corpus: CorpusSpec = CorpusSpec()
+    tokenizer: TokenizerSpec = TokenizerSpec()
+    shards: ShardsSpec = ShardsSpec()
+    objective: ObjectiveSpec = ObjectiveSpec()
+    model: ModelSpec = ModelSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    layout: LayoutSpec = LayoutSpec()
+    storage: StorageSpec = StorageSpec()
+    cluster: ClusterSpec = ClusterSpec()
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> Self:
+        per_pass = self.layout.micro_batch_sequences * self.cluster.ranks
+        if self.optimizer.global_batch_sequences % per_pass:
+            raise ValueError(
+                f"optimizer.global_batch_sequences is {self.optimizer.global_batch_sequences}: it must be a multiple "
+                f"of layout.micro_batch_sequences x cluster.ranks ({self.layout.micro_batch_sequences} x "
+                f"{self.cluster.ranks} = {per_pass})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _layout_has_masters(self) -> Self:
+        if self.optimizer.precision == "fp16" and self.layout.zero_stage == 0:
+            raise ValueError("layout.zero_stage is 0: fp16 needs 1 or 2, where DeepSpeed keeps proper fp32 masters")
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """Identity settings of every part, ``{part: {setting: value}}``."""
+        return {name: part.identity() for name, part in self._parts() if name not in self.execution}
+
+    def fingerprint(self) -> str:
+        """sha256 of the identity: equal for runs that must give the same weights from the same inputs."""
+        return fingerprint(self.identity())
+
+    @property
+    def run_name(self) -> str:
+        """The name given, else one made of recipe and fingerprint, so that another spec is another run."""
+        return self.name or f"{self.recipe}-{self.fingerprint()[:8]}"
+
+    @property
+    def run_folder(self) -> Path:
+        """``{root}/runs/{run_name}``."""
+        return self.storage.root / RUNS / self.run_name
+
+    @property
+    def gradient_accumulation(self) -> int:
+        """Forward passes of each rank for one optimizer step."""
+        return self.optimizer.global_batch_sequences // (self.layout.micro_batch_sequences * self.cluster.ranks)
+
+    def with_settings(self, settings: Mapping[str, Any]) -> "RunSpec":
+        """This spec with ``{"part.key": value}`` changed, validated anew as a whole; values as ``change`` reads them.
+
+        Raises SpecError.
+        """
+        values = self.model_dump(mode="json")
+        change(RunSpec, values, settings)
+        return build(values)
+
+    def _parts(self) -> Iterator[tuple[str, SpecPart]]:
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, SpecPart):
+                yield name, value
+
+
+def build(values: Mapping[str, Any]) -> RunSpec:
+    """A RunSpec of plain values; SpecError lists everything that is wrong, one line each."""
+    try:
+        return RunSpec.model_validate(values)
+    except ValidationError as error:
+        raise SpecError(explain(error, setting_names())) from None
+
+
+def read(path: Path) -> RunSpec:
+    """The RunSpec in a JSON file."""
+    try:
+        return build(json.loads(path.read_text("utf-8")))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise SpecError(f"{path} cannot be read as a run spec: {error}") from error
+
+
+def setting_names() -> list[str]:
+    """Every setting ``with_settings`` accepts."""
+    return names_in(RunSpec)

@@ -1,0 +1,81 @@
+"""Changing a spec by the names of its settings, and saying what is wrong with one."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from t5train.errors import SpecError
+
+
+def names_in(spec: type[BaseModel]) -> list[str]:
+    """``part.key`` of every setting of a spec's class."""
+    names: list[str] = []
+    for name, field in spec.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            names.extend(f"{name}.{key}" for key in field.annotation.model_fields)
+        else:
+            names.append(name)
+    return names
+
+
+def change(spec: type[BaseModel], values: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Put ``{"part.key": value}`` into a spec's plain values; SpecError names the nearest setting for an unknown one.
+
+    Text is read as JSON where it is JSON (``8``, ``true``, ``[1, 2]``, ``null``), else as text; for a setting that is
+    text, ``2`` stays text.
+    """
+    for setting, value in settings.items():
+        _place(spec, values, setting, value)
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """``" (did you mean 'x'?)"`` for the known word that ends in this one or is most like it, or nothing."""
+    match = [each for each in known if each.endswith(f".{word}")] or difflib.get_close_matches(word, known, 1, 0.5)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def explain(error: ValidationError, known: list[str]) -> str:
+    """Everything that is wrong with a spec, in one line, with the nearest of the known names for an unknown one."""
+    lines = []
+    for detail in error.errors():
+        where = ".".join(str(step) for step in detail["loc"])
+        message = detail["msg"].removeprefix("Value error, ")
+        if detail["type"] == "extra_forbidden":
+            message = f"unknown setting{nearest(where, known)}"
+        if detail["type"] == "value_error" or not where:
+            lines.append(message)
+        else:
+            lines.append(f"{where} is {detail['input']!r}: {message}")
+    return "; ".join(lines)
+
+
+def _require_text(setting: str, value: Any) -> None:
+    try:
+        str(value).encode("utf-8")
+    except UnicodeEncodeError:
+        raise SpecError(f"{setting} is {value!r}: it must be valid UTF-8 text") from None
+
+
+def _place(spec: type[BaseModel], values: dict[str, Any], setting: str, value: Any) -> None:
+    if setting not in names_in(spec):
+        raise SpecError(f"unknown setting {setting!r}{nearest(setting, names_in(spec))}")
+    *parents, key = setting.split(".")
+    part = spec
+    for parent in parents:
+        values, part = values[parent], type(part.model_fields[parent].default)
+    values[key] = _parsed(value, part.model_fields[key].annotation)
+    _require_text(setting, values[key])
+
+
+def _parsed(value: Any, annotation: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = json.loads(value)
+    except json.JSONDecodeError:
+        return value
+    is_text = str in (annotation, *get_args(annotation))
+    return value if is_text and not isinstance(parsed, str | None) else parsed
