@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,6 +46,15 @@ def require_distinct_batches(step: int, digests: list[int]) -> None:
                 "smaller than it claims to be; this is a fault of the data loader, please report it"
             )
         seen[digest] = rank
+
+
+def identity_of(sample_ids: np.ndarray, first: int, num_samples: int) -> bytes:
+    """Epoch and id of each sample of a batch that begins at ``first`` of the endless order; ``sample_ids`` int64 [n].
+
+    The ids are those really read. Without the epoch, a step in which one ends could rightly hold an id twice.
+    """
+    epochs = np.arange(first, first + len(sample_ids)) // num_samples
+    return np.stack([epochs, sample_ids]).tobytes()
 
 
 class Movement:

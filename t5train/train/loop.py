@@ -70,8 +70,8 @@ class Trainer:
         started, waited, self.step = time.perf_counter(), batches.waited_seconds, self.step + 1
         rate = learning_rate(self.spec.optimizer, self.step)
         set_learning_rate(self.engine, rate)
-        loss, ids, norm = self._passes(batches)
-        everybody = gather([bits_of(loss), digest64(ids)])
+        loss, seen, norm = self._passes(batches)
+        everybody = gather([bits_of(loss), digest64(seen)])
         loss = sum(float_of(row[0]) for row in everybody) / len(everybody)
         honesty.require_finite(self.step, loss, norm)
         honesty.require_distinct_batches(self.step, [row[1] for row in everybody])
@@ -89,16 +89,17 @@ class Trainer:
         }
 
     def _passes(self, batches: Prefetched) -> tuple[float, bytes, float | None]:
-        """All passes of a step and its update: this rank's mean loss, its sample ids, and the gradient norm."""
-        total, ids, norm = 0.0, b"", None
-        for _ in range(self.spec.gradient_accumulation):
+        """All passes of a step and its update: this rank's mean loss, which samples it saw, and the gradient norm."""
+        total, seen, norm = 0.0, b"", None
+        for micro in range(self.spec.gradient_accumulation):
             batch = next(batches)
             loss = self.engine(on_accelerator(batch.inputs), on_accelerator(batch.targets))
             self.engine.backward(loss)
             norm = self._update()
             total += float(loss.detach())
-            ids += batch.sample_ids.tobytes()
-        return total / self.spec.gradient_accumulation, ids, norm
+            first = first_sample(self.spec, self.step - 1, micro)
+            seen += honesty.identity_of(batch.sample_ids, first, self.train_samples.num_samples)
+        return total / self.spec.gradient_accumulation, seen, norm
 
     def _update(self) -> float | None:
         try:
@@ -180,8 +181,12 @@ class Trainer:
 
 def micro_batches(samples: Samples, spec: RunSpec, step: int) -> Iterator[Batch]:
     """This rank's micro-batches from the step after ``step`` to the last; what was read is a function of the step."""
-    size = spec.layout.micro_batch_sequences
     for done in range(step, spec.optimizer.num_steps):
-        first = done * spec.optimizer.global_batch_sequences
         for micro in range(spec.gradient_accumulation):
-            yield samples.batch(first + (micro * world_size() + rank()) * size, size)
+            yield samples.batch(first_sample(spec, done, micro), spec.layout.micro_batch_sequences)
+
+
+def first_sample(spec: RunSpec, done: int, micro: int) -> int:
+    """Where in the endless order this rank's micro-batch number ``micro`` of the step after ``done`` begins."""
+    within = (micro * world_size() + rank()) * spec.layout.micro_batch_sequences
+    return done * spec.optimizer.global_batch_sequences + within

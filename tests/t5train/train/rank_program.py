@@ -107,6 +107,12 @@ def _ranks_read_the_same_samples() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _epochs_of_three_samples() -> Iterator[None]:
+    with mock.patch.object(Samples, "num_samples", 3):
+        yield
+
+
+@contextlib.contextmanager
 def _optimizer_does_nothing() -> Iterator[None]:
     with mock.patch.object(AdamWRms, "_update"):
         yield
@@ -141,6 +147,7 @@ FAULTS: dict[str | None, Callable[[], contextlib.AbstractContextManager[None]]] 
     None: _no_fault,
     "nan": _loss_becomes_nan,
     "duplicate": _ranks_read_the_same_samples,
+    "short-epochs": _epochs_of_three_samples,
     "frozen": _optimizer_does_nothing,
     "skipped": _every_step_is_skipped,
     "disagree": _rank_one_is_told_nothing,

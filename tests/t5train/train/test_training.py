@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from infra import shared_memory
 from infra.ports import free_port
 from t5train.consolidate import consolidate
+from t5train.data.keyed_random import permutation
 from t5train.recipes import recipe
 from t5train.records import TokenShards
 from t5train.spec import RunSpec
@@ -63,7 +64,7 @@ def _spec(zero_stage: int, precision: str, num_steps: int = 6) -> RunSpec:
 def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards) -> "Trained":
     """All trainings of this file, in one launch of two ranks."""
     root = tmp_path_factory.mktemp("trained")
-    jobs = []
+    jobs: list[dict[str, Any]] = []
     for name, layout in LAYOUTS.items():
         spec = _spec(*layout).model_dump(mode="json")
         jobs += [
@@ -78,6 +79,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
         ]
     to_zero = _spec(1, "fp32", num_steps=4).with_settings({"optimizer.final_learning_rate": 0})
     jobs.append({"name": "to-zero", "spec": to_zero.model_dump(mode="json"), "run_folder": f"{root}/to-zero"})
+    jobs.append({"name": "short-epochs", **_epoch_ends_within_a_step(), "run_folder": f"{root}/short-epochs"})
     for fault in FAULTS:
         long = 40 if fault == "skipped" else 6
         spec = _spec(1, "fp32", num_steps=long).model_dump(mode="json")
@@ -89,6 +91,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
     (root / "jobs.json").write_text(json.dumps(jobs))
     _launch(root / "jobs.json")
     return Trained(root)
+
+
+def _epoch_ends_within_a_step() -> dict[str, Any]:
+    """With this seed the last of an epoch's three samples is the first of the next, and step 2 holds both."""
+    seed = next(seed for seed in range(20) if permutation(3, seed, 1, 0)[-1] == permutation(3, seed, 1, 1)[0])
+    settings = {"optimizer.global_batch_sequences": 2, "layout.micro_batch_sequences": 1, "optimizer.seed": seed}
+    spec = _spec(1, "fp32", num_steps=3).with_settings(settings)
+    return {"spec": spec.model_dump(mode="json"), "fault": "short-epochs"}
 
 
 class Trained:
@@ -172,6 +182,10 @@ def test_zero_stages_train_the_same_model(trained: Trained) -> None:
 
 def test_a_last_step_at_a_rate_of_zero_is_honest(trained: Trained) -> None:
     assert trained.found("to-zero").get("step") == 4, trained.found("to-zero")
+
+
+def test_a_sample_that_ends_one_epoch_and_begins_the_next_is_no_duplicate(trained: Trained) -> None:
+    assert trained.found("short-epochs").get("step") == 3, trained.found("short-epochs")
 
 
 def test_old_checkpoints_are_pruned(trained: Trained) -> None:
