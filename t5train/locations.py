@@ -8,9 +8,11 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 import fsspec
+from fsspec.callbacks import Callback
 from fsspec.core import split_protocol
 
 from t5train.errors import PublicationError, T5TrainError
+from t5train.progress import Progress
 
 _PACKAGES = {
     "s3": "'s3fs>=2025.9'",  # else pip may settle for a very old one that fits what is installed
@@ -63,6 +65,18 @@ def explained(url: str, what: str, kind: type[T5TrainError] = PublicationError) 
     except Exception as error:
         said = f"{type(error).__name__}: {_without_secrets(str(error), url)}{_remedy(error)}"
         raise kind(f"{redacted(url)} {what}: {said}") from None
+
+
+class Counted(Callback):  # type: ignore[misc]  # fsspec has no types
+    """Reports the bytes of a file that fsspec has sent or fetched as progress."""
+
+    def __init__(self, what: str, progress: Progress) -> None:
+        super().__init__()
+        self._what, self._progress = what, progress
+
+    def call(self, hook_name: str | None = None, **kwargs: Any) -> None:  # noqa: ARG002 - fsspec's signature
+        """Called by fsspec whenever its count has changed."""
+        self._progress(self._what, self.value, self.size)
 
 
 def redacted(url: str) -> str:

@@ -5,11 +5,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fsspec.callbacks import Callback
-
 from t5train.certificate import CERTIFICATE
 from t5train.errors import DigestMismatch, PublicationError
-from t5train.locations import explained, remote_folder
+from t5train.locations import Counted, explained, remote_folder
 from t5train.progress import Progress, silent
 from t5train.records import MANIFEST, FileDigest, Publication
 from t5train.verify import object_names, verify_object
@@ -31,8 +29,8 @@ def upload(source: Path, record: Publication, url: str, progress: Progress = sil
             target, shown = f"{folder}/{name}", f"{record.url}/{name}"
             if name in present and _is_there(filesystem, target, digest, shown, progress):
                 continue
-            sending = _Sending(f"bytes of {name} sent", progress)
-            filesystem.put_file(os.fspath(source / name), target, callback=sending)
+            counted = Counted(f"bytes of {name} sent", progress)
+            filesystem.put_file(os.fspath(source / name), target, callback=counted)
             verify_object(filesystem, target, digest, shown, progress)
         _create(filesystem, f"{folder}/{MANIFEST}", record.manifest_text().encode(), record.url)
 
@@ -81,15 +79,3 @@ def _create(filesystem: Any, path: str, content: bytes, shown: str) -> None:
             f"{shown}/{Path(path).name} is not what was sent: another process is publishing there, or the store is "
             "not reliable; see what is there, then try again"
         )
-
-
-class _Sending(Callback):  # type: ignore[misc]  # fsspec has no types
-    """Passes fsspec's count of bytes on."""
-
-    def __init__(self, what: str, progress: Progress) -> None:
-        super().__init__()
-        self._what, self._progress = what, progress
-
-    def call(self, hook_name: str | None = None, **kwargs: Any) -> None:  # noqa: ARG002 - fsspec's signature
-        """Called by fsspec whenever its count has changed."""
-        self._progress(self._what, self.value, self.size)

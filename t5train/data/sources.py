@@ -15,11 +15,10 @@ from t5train.atomic import replacing, write_json
 from t5train.data.passages import SourceFile
 from t5train.data.readers import FORMATS, format_of
 from t5train.errors import DigestMismatch, InputError
-from t5train.locations import explained, redacted
+from t5train.locations import Counted, explained, redacted
 from t5train.progress import Progress
 from t5train.records import FileDigest, digest_file, verify_file
 
-_CHUNK_BYTES = 8 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -82,19 +81,27 @@ def _is_device(entry: Mapping[str, Any]) -> bool:
 
 def _downloaded(filesystem: Any, remote: str, local: Path, progress: Progress) -> Path:
     """``local``, holding what ``remote`` holds now."""
-    size, state = filesystem.size(remote), filesystem.ukey(remote)
+    size, state = filesystem.size(remote), _state(filesystem, remote)
     note = local.with_name(f"{local.name}.download.json")
     if _unchanged(local, note, size, state):
         return local
     local.parent.mkdir(parents=True, exist_ok=True)
-    with filesystem.open(remote, "rb") as source, replacing(local) as target:
-        while chunk := source.read(_CHUNK_BYTES):
-            target.write(chunk)
-            progress(f"bytes of {local.name} downloaded", target.tell(), size)
-        if size is not None and target.tell() != size:
-            raise InputError(f"{remote} ended after {target.tell()} of {size} bytes: try again")
+    with replacing(local) as target:
+        filesystem.get_file(remote, target.name, callback=Counted(f"bytes of {local.name} downloaded", progress))
+        fetched = Path(target.name).stat().st_size
+        if size is not None and fetched != size:
+            raise InputError(f"{redacted(remote)} ended after {fetched} of {size} bytes: try again")
+        if _state(filesystem, remote) != state:
+            raise InputError(f"{redacted(remote)} was changed while it was downloaded: try again")
     write_json(note, {"state": state, **digest_file(local).model_dump()})
     return local
+
+
+def _state(filesystem: Any, remote: str) -> str:
+    """A text that changes with the file, as far as the remote side tells; for web servers fsspec says the URL alone."""
+    filesystem.invalidate_cache()
+    told = filesystem.info(remote)
+    return ":".join([filesystem.ukey(remote), *(str(told[key]) for key in ("ETag", "Last-Modified") if key in told)])
 
 
 def _unchanged(local: Path, note: Path, size: int | None, state: str) -> bool:

@@ -1,0 +1,146 @@
+"""Text from a web server that does what web servers do."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from t5train.data.corpus import build_corpus
+from t5train.errors import InputError
+from t5train.records import Corpus
+from t5train.spec import CorpusSpec
+
+LINES = b"".join(b"line %d of a text that takes more than one read\n" % number for number in range(150_000))
+BUILD = """
+import sys
+from pathlib import Path
+from t5train.data.corpus import build_corpus
+from t5train.spec import CorpusSpec
+
+build_corpus(CorpusSpec(source=sys.argv[1], workers=1), Path(sys.argv[2]))
+"""
+
+
+@dataclass
+class Web:
+    """One file under a URL, and what goes wrong with it."""
+
+    url: str = ""
+    content: bytes = LINES
+    changed_at: int = 0
+    tells_size: bool = True
+    cuts_off: bool = False
+    changes_meanwhile: bool = False
+    stalls: bool = False
+    half_sent: threading.Event = field(default_factory=threading.Event)
+    sent: int = 0
+    """Times that the file was asked for and sent."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Knows no ranges, as many a server does not."""
+
+    web: Web
+
+    def do_HEAD(self) -> None:
+        self.send_response(200 if self.path == "/text.txt" else 404)
+        self.send_header("Last-Modified", formatdate(self.web.changed_at, usegmt=True))
+        if self.web.tells_size:
+            self.send_header("Content-Length", str(len(self.web.content)))
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        if self.path != "/text.txt":
+            return
+        half = len(self.web.content) // 2
+        self.wfile.write(self.web.content[:half])
+        self.web.half_sent.set()
+        if self.web.stalls:
+            self.rfile.read(1)  # until the other side hangs up
+        if self.web.cuts_off or self.web.stalls:
+            return
+        self.wfile.write(self.web.content[half:])
+        self.web.sent += 1
+        self.web.changed_at += self.web.changes_meanwhile
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    Handler.web = web = Web()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        web.url = f"http://127.0.0.1:{server.server_address[1]}/text.txt"
+        yield web
+        server.shutdown()
+
+
+def build(web: Web, root: Path, seen: dict[str, object] | None = None) -> Corpus:
+    def progress(what: str, done: int, total: int | None) -> None:
+        if seen is not None:
+            seen[what] = (done, total)
+
+    return build_corpus(CorpusSpec(source=web.url, workers=1), root, progress)
+
+
+def test_a_file_is_downloaded_with_progress_and_once(web: Web, tmp_path: Path) -> None:
+    seen: dict[str, object] = {}
+    assert build(web, tmp_path, seen).counts["passages"] == 150_000
+    assert seen["bytes of text.txt downloaded"] == (len(LINES), len(LINES))
+    assert build(web, tmp_path).reused
+    assert web.sent == 1
+
+
+def test_a_file_of_untold_size_is_downloaded(web: Web, tmp_path: Path) -> None:
+    web.tells_size = False
+    assert build(web, tmp_path).counts["text_bytes"] == len(LINES) - 150_000
+
+
+def test_a_file_that_changed_but_not_in_size_is_downloaded_again(web: Web, tmp_path: Path) -> None:
+    first = build(web, tmp_path)
+    web.content = LINES.replace(b"text", b"test")
+    web.changed_at += 60
+    assert build(web, tmp_path).fingerprint != first.fingerprint
+
+
+def test_a_transfer_that_is_cut_off_is_refused_and_the_next_one_is_whole(web: Web, tmp_path: Path) -> None:
+    web.cuts_off = True
+    with pytest.raises(InputError, match=r"http://127\.0\.0\.1:\d+/text\.txt"):
+        build(web, tmp_path)
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    web.cuts_off = False
+    assert build(web, tmp_path).counts["passages"] == 150_000
+
+
+def test_a_file_that_changes_during_its_download_is_refused(web: Web, tmp_path: Path) -> None:
+    web.changes_meanwhile = True
+    with pytest.raises(InputError, match=r"/text\.txt was changed while it was downloaded: try again"):
+        build(web, tmp_path)
+
+
+def test_a_file_that_is_not_there_is_named(web: Web, tmp_path: Path) -> None:
+    web.url = web.url.replace("text.txt", "test.txt")
+    with pytest.raises(InputError, match=r"/test\.txt"):
+        build(web, tmp_path)
+
+
+@pytest.mark.slow
+def test_half_a_download_of_a_killed_process_is_never_taken_for_text(web: Web, tmp_path: Path) -> None:
+    web.stalls = True
+    with subprocess.Popen([sys.executable, "-c", BUILD, web.url, str(tmp_path)]) as process:
+        assert web.half_sent.wait(60)
+        os.kill(process.pid, signal.SIGKILL)
+    web.stalls = False
+    assert build(web, tmp_path).counts["passages"] == 150_000
