@@ -6,17 +6,18 @@ from collections.abc import Mapping, Sequence
 from t5train.consolidate.masters import Master, ParameterGroup
 from t5train.consolidate.module_states import ModuleStates, Weight
 from t5train.consolidate.plan import Plan, Source, TensorPlan
-from t5train.errors import ConsolidationError, IncompleteCheckpoint
+from t5train.errors import ConsolidationError, IncompleteCheckpoint, UnknownLayout
 
 _FLOATING = frozenset({"F64", "F32", "BF16", "F16"})
 
 
-def assemble(module: ModuleStates, groups: Sequence[ParameterGroup]) -> Plan:
+def assemble(module: ModuleStates, groups: Sequence[ParameterGroup], moments: Sequence[str] = ()) -> Plan:
     """The plan of a checkpoint from what the module and the parameter groups hold.
 
     A weight that is in no group is frozen, or the engine trains it in place; both are taken from the module.
+    ``moments`` are the optimizer's tensors (``"exp_avg"``) that are wanted as well.
     """
-    masters = _masters(groups)
+    masters = _joined([group.masters() for group in groups])
     _require_named(module, masters)
     tensors = [_trained(name, master, _stored_as(name, module)) for name, master in masters.items()]
     tensors += [
@@ -24,16 +25,22 @@ def assemble(module: ModuleStates, groups: Sequence[ParameterGroup]) -> Plan:
         for name, weight in module.weights.items()
         if name not in masters and name not in module.aliases
     ]
-    return Plan(tensors, module.aliases, module.step)
+    return Plan(tensors, module.aliases, module.step, {key: _moments(groups, key) for key in moments})
 
 
-def _masters(groups: Sequence[ParameterGroup]) -> dict[str, Master]:
-    found = [group.masters() for group in groups]
+def _joined(found: Sequence[Mapping[str, Master]]) -> dict[str, Master]:
     counts = Counter(name for masters in found for name in masters)
     twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
         raise ConsolidationError(f"{twice[0]} has a master in {counts[twice[0]]} places of the parameter groups")
     return {name: master for masters in found for name, master in masters.items()}
+
+
+def _moments(groups: Sequence[ParameterGroup], key: str) -> list[TensorPlan]:
+    found = _joined([group.moments(key) for group in groups])
+    if not found:
+        raise UnknownLayout(f"no parameter group of the checkpoint is known to have {key}: leave moments out")
+    return [TensorPlan(name, moment.shape, "F32", moment.source) for name, moment in found.items()]
 
 
 def _require_named(module: ModuleStates, masters: Mapping[str, Master]) -> None:

@@ -32,6 +32,10 @@ class OpenedCheckpoint:
             self._contents[name] = read_metadata(self.folder / name)
         return self._contents[name]
 
+    def first(self, kind: StateFile) -> str:
+        """The file of a kind with the smallest numbers in its name; there is one."""
+        return numbered(self.names, kind)[0][1]
+
     def files_by_rank(self, kind: StateFile, num_ranks: int) -> list[str]:
         """The files of a kind of which each of ``num_ranks`` ranks wrote one; IncompleteCheckpoint if one lacks."""
         found = numbered(self.names, kind)

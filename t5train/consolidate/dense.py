@@ -1,12 +1,11 @@
 """The module in one file, ``mp_rank_00_model_states.pt``: every parameter and buffer in full."""
 
-from typing import Any
-
 from t5train.consolidate.checkpoint import OpenedCheckpoint
 from t5train.consolidate.module_states import (
     ModuleStates,
     Weight,
     buffer_names,
+    model_states,
     step_of,
     stored_weights,
     tied_names,
@@ -16,14 +15,9 @@ from t5train.errors import UnknownLayout
 MODEL_STATES = "mp_rank_00_model_states.pt"
 
 
-def model_states(checkpoint: OpenedCheckpoint) -> dict[str, Any]:
-    """What the file holds."""
-    return checkpoint.read(MODEL_STATES)
-
-
 def module_states(checkpoint: OpenedCheckpoint) -> ModuleStates:
     """The module of a checkpoint without experts, pipeline stages and partitioned parameters."""
-    model = model_states(checkpoint)
+    model = model_states(checkpoint, MODEL_STATES)
     module = model.get("module")
     if not isinstance(module, dict) or not module:
         raise UnknownLayout(f"{checkpoint.folder / MODEL_STATES} holds no module, as that of a pipeline or ZeRO 3")

@@ -6,7 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from t5train.consolidate.masters import Master, Partition
-from t5train.consolidate.plan import Extent, Source
+from t5train.consolidate.metadata import StoredTensor
+from t5train.consolidate.plan import Source
 from t5train.errors import ConsolidationError, UnknownLayout
 from t5train.sidecar import ParameterSlot
 
@@ -33,7 +34,17 @@ class FlatGroup:
     def masters(self) -> dict[str, Master]:
         """Where each parameter's fp32 master lies, after every element of the group was accounted for."""
         self._require_accounted()
-        joined = Source("F32", tuple(_extents(self.partitions)))
+        return self._located([partition.master for partition in self.partitions])
+
+    def moments(self, key: str) -> dict[str, Master]:
+        """Where the optimizer's tensor ``key`` of each parameter lies: in flat tensors cut as the masters are."""
+        return self._located([partition.moment(key, self.padding) for partition in self.partitions])
+
+    def _located(self, tensors: Sequence[StoredTensor]) -> dict[str, Master]:
+        for stored in tensors:
+            if stored.dtype != "F32":
+                raise UnknownLayout(f"{stored.file} keeps parameter group {self.index} in {stored.dtype}, not in fp32")
+        joined = Source("F32", tuple(extent for stored in tensors for extent in stored.source().extents))
         return {
             slot.name: Master(slot.shape, Source("F32", tuple(joined.span(4 * slot.offset, 4 * slot.numel))))
             for slot in self.slots
@@ -42,9 +53,6 @@ class FlatGroup:
     def _require_accounted(self) -> None:
         """Every element belongs to one parameter, or is padding no longer than DeepSpeed's."""
         where = f"parameter group {self.index}"
-        for stored in (partition.master for partition in self.partitions):
-            if stored.dtype != "F32":
-                raise UnknownLayout(f"{stored.file} keeps the masters of {where} in {stored.dtype}, not in fp32")
         slots = [slot for slot in self.slots if slot.numel]
         for before, after in pairwise(slots):
             gap = after.offset - before.offset - before.numel
@@ -70,11 +78,6 @@ def packed_slots(
         slots.append(slot)
         offset += slot.numel + (paddings[index] if paddings else 0)
     return slots
-
-
-def _extents(partitions: Iterable[Partition]) -> Iterable[Extent]:
-    for partition in partitions:
-        yield from partition.master.source().extents
 
 
 def _files(partitions: Sequence[Partition]) -> str:

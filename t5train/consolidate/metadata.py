@@ -31,6 +31,7 @@ TORCH_DTYPES = {
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _LOCAL_HEADER = struct.Struct("<26x2H")
 _MOST_RUNS = 1 << 16
+_UNNAMED = "archive"  # torch's name for the folder inside an archive that was saved to a stream, not to a path
 
 
 class _Opaque:
@@ -126,6 +127,7 @@ def _records(file: Path) -> dict[int, int]:
             compressed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
             byteorder = [name for name in archive.namelist() if name.endswith("/byteorder")]
             little = all(archive.read(name) == b"little" for name in byteorder)
+            folders = {name.split("/", 1)[0] for name in archive.namelist()}
         records = {offset: size for offset, (size, _) in record_checksums(file).items()}
     except FileNotFoundError:
         raise IncompleteCheckpoint(f"{file} does not exist") from None
@@ -133,6 +135,10 @@ def _records(file: Path) -> dict[int, int]:
         raise IncompleteCheckpoint(f"{file} is truncated or damaged, or no torch checkpoint: {error}") from error
     if compressed or not little:
         raise UnknownLayout(f"{file} holds compressed or big-endian tensors: save it again on a little-endian machine")
+    if not folders <= {file.stem, _UNNAMED}:
+        raise IncompleteCheckpoint(
+            f"{file} was written as {', '.join(sorted(folders))}.pt: it is another rank's or step's; choose another tag"
+        )
     return records
 
 

@@ -7,7 +7,9 @@ from typing import Any
 from t5train.consolidate.checkpoint import OpenedCheckpoint
 from t5train.consolidate.metadata import StoredTensor
 from t5train.consolidate.plan import Source
-from t5train.errors import ConsolidationError, IncompleteCheckpoint
+from t5train.errors import ConsolidationError, IncompleteCheckpoint, UnknownLayout
+
+_FOREIGN_KEYS = {"ds_autoep_layers": "AutoEP", "autoep_layers": "AutoEP", "folding": "AutoEP folded with AutoTP"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,18 @@ class ModuleStates:
     aliases: Mapping[str, str]
     step: int
     without_values: frozenset[str] = frozenset()
+
+
+def model_states(checkpoint: OpenedCheckpoint, name: str) -> dict[str, Any]:
+    """A file of model states; UnknownLayout when it tells of an arrangement that no rule is known for."""
+    model = checkpoint.read(name)
+    found = [what for key, what in _FOREIGN_KEYS.items() if model.get(key)]
+    dimensions = model.get("checkpoint_parallel_dimensions") or {}
+    if dimensions.get("tp_degree", 1) != 1:
+        found.append(f"tensor parallelism over {dimensions['tp_degree']} ranks")
+    if found:
+        raise UnknownLayout(f"{checkpoint.folder / name} tells of {' and '.join(found)}: no rule is known for that")
+    return model
 
 
 def stored_weights(checkpoint: OpenedCheckpoint, module: Mapping[str, Any]) -> dict[str, StoredTensor]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ITEM_BYTES = {
@@ -32,6 +32,11 @@ class Source:
     def size(self) -> int:
         """Bytes of all extents."""
         return sum(extent.size for extent in self.extents)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element."""
+        return ITEM_BYTES[self.dtype]
 
     def span(self, start: int, size: int) -> list[Extent]:
         """The extents that hold ``size`` bytes from byte ``start`` on."""
@@ -72,16 +77,20 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that will be written, in order; aliases name a tensor that stands under its owner's name."""
+    """Everything that will be written, in order; aliases name a tensor that stands under its owner's name.
+
+    ``moments`` holds, by the optimizer's name for it, a tensor for each parameter that is trained.
+    """
 
     tensors: Sequence[TensorPlan]
     aliases: Mapping[str, str]
     step: int
+    moments: Mapping[str, Sequence[TensorPlan]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
-        """Bytes of all tensors of the result."""
-        return sum(tensor.size for tensor in self.tensors)
+        """Bytes of all tensors of the result, moments included."""
+        return sum(tensor.size for tensors in (self.tensors, *self.moments.values()) for tensor in tensors)
 
     @property
     def num_parameters(self) -> int:

@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from t5train.consolidate.checkpoint import OpenedCheckpoint
-from t5train.consolidate.dense import model_states
+from t5train.consolidate.dense import MODEL_STATES
 from t5train.consolidate.flat_groups import FlatGroup, packed_slots
 from t5train.consolidate.masters import Partition
 from t5train.consolidate.metadata import StoredTensor
-from t5train.consolidate.module_states import ModuleStates
+from t5train.consolidate.module_states import ModuleStates, model_states
 from t5train.errors import IncompleteCheckpoint, UnknownLayout
 from t5train.sidecar import ParameterSlot
 
 
 def groups(checkpoint: OpenedCheckpoint, module: ModuleStates) -> list[FlatGroup]:
     """The parameter groups of a ZeRO 0 optimizer; none where it moves the module's own weights."""
-    held = _master_groups(model_states(checkpoint).get("optimizer"))
+    held = _master_groups(model_states(checkpoint, MODEL_STATES).get("optimizer"))
     if not held:
         _require_full_precision(checkpoint, module)
         return []

@@ -15,11 +15,13 @@ def describe(engine: Any, model_prefix: str = "") -> list[list[ParameterSlot]]:
 
     ``model_prefix`` is what the engine's module puts before Hugging Face's names (``"module."`` of a wrapper).
     The order and offsets are those that DeepSpeed partitions by, which ``round_robin_gradients`` and alignment
-    make differ from the order of the optimizer's groups. Empty for ZeRO 0 in fp32, where the module's weights
+    make differ from the order of the optimizer's groups. At ZeRO 3 the groups are DeepSpeed's sub-groups. Empty for ZeRO 0 in fp32, where the module's weights
     are the masters. Raises UnknownLayout for an optimizer that keeps its masters in none of these ways.
     """
     names = {parameter: _without_prefix(name, model_prefix) for parameter, name in engine.param_names.items()}
     optimizer = engine.optimizer
+    if engine.zero_optimization_partition_weights():
+        return [_partitioned(group, names) for group in optimizer.fp16_groups]
     if hasattr(optimizer, "round_robin_bit16_groups"):
         return [
             _slots(group, names, offsets, shapes)
@@ -37,13 +39,20 @@ def describe(engine: Any, model_prefix: str = "") -> list[list[ParameterSlot]]:
         return []
     raise UnknownLayout(
         f"{type(optimizer).__name__} keeps its fp32 masters in a way this project has no rule for: "
-        "use ZeRO 0, 1 or 2 in fp32, bf16 or fp16"
+        "use ZeRO 0 to 3 in fp32, bf16 or fp16"
     )
 
 
 def _packed(group: Sequence[torch.nn.Parameter], names: Mapping[torch.nn.Parameter, str]) -> list[ParameterSlot]:
     offsets = list(accumulate((parameter.numel() for parameter in group), initial=0))[:-1]
     return _slots(group, names, offsets, [parameter.shape for parameter in group])
+
+
+def _partitioned(group: Sequence[torch.nn.Parameter], names: Mapping[torch.nn.Parameter, str]) -> list[ParameterSlot]:
+    """Parameters cut one by one: each lies at the same place of every rank's own flat buffer."""
+    parameters: list[Any] = list(group)  # with what ZeRO 3 hangs on them
+    offsets = list(accumulate((parameter.partition_numel() for parameter in parameters), initial=0))[:-1]
+    return _slots(group, names, offsets, [parameter.ds_shape for parameter in parameters])
 
 
 def _slots(

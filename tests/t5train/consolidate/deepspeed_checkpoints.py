@@ -1,8 +1,8 @@
-"""Run by two ranks: trains a toy in every dense layout, saves checkpoints, and what the live engines held.
+"""Run by every rank: trains a toy in the layouts named, saves checkpoints, and what the live engines held.
 
-    RANK=... WORLD_SIZE=2 python deepspeed_checkpoints.py FOLDER
+    RANK=... WORLD_SIZE=... python deepspeed_checkpoints.py FOLDER [LAYOUT ...]
 
-Each layout gets ``FOLDER/theirs/{layout}/``, a DeepSpeed save folder, ``FOLDER/ours/{layout}/``, the same with
+Each layout (all, when none is named) gets ``FOLDER/theirs/{layout}/``, a DeepSpeed save folder, ``FOLDER/ours/{layout}/``, the same with
 sidecars, and ``FOLDER/live/{layout}.pt``: what the engine held, and where it works what zero_to_fp32 makes of it.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
 
@@ -68,6 +68,12 @@ def configuration(stage: int, precision: str, **more: Any) -> dict[str, Any]:
     return settings
 
 
+def partitioned(precision: str, **zero: Any) -> dict[str, Any]:
+    """ZeRO 3; none of the parameters is small enough to stay whole on every rank."""
+    return configuration(3, precision, zero_optimization={"stage3_param_persistence_threshold": 0, **zero})
+
+
+CPU = {"device": "cpu"}
 LAYOUTS: dict[str, tuple[type[Toy], dict[str, Any]]] = {
     "zero0-fp32": (Toy, configuration(0, "fp32")),
     "zero1-fp32": (Toy, configuration(1, "fp32")),
@@ -78,6 +84,10 @@ LAYOUTS: dict[str, tuple[type[Toy], dict[str, Any]]] = {
     "zero1-bf16-fp32-accumulation": (Toy, configuration(1, "bf16", data_types={"grad_accum_dtype": "fp32"})),
     "zero2-bf16-offload": (Toy, configuration(2, "bf16", zero_optimization={"offload_optimizer": {"device": "cpu"}})),
     "zero2-bf16-round-robin": (Toy, configuration(2, "bf16", zero_optimization={"round_robin_gradients": True})),
+    "zero3-fp32": (Toy, partitioned("fp32")),
+    "zero3-bf16": (Toy, partitioned("bf16", sub_group_size=60)),
+    "zero3-bf16-offload": (Toy, partitioned("bf16", offload_optimizer=CPU, offload_param=CPU)),
+    "zero3-bf16-untied": (Untied, partitioned("bf16", sub_group_size=60)),
     "zero1-bf16-untied": (Untied, configuration(1, "bf16", data_types={"grad_accum_dtype": "bf16"})),
     "zero2-bf16-untied": (Untied, configuration(2, "bf16")),
     "zero2-fp32-untied": (Untied, configuration(2, "fp32")),
@@ -107,22 +117,41 @@ def train(kind: type[Toy], settings: dict[str, Any]) -> Any:
 def live_masters(engine: Any) -> dict[str, torch.Tensor]:
     """Masters by name: DeepSpeed's answer, and what its wrappers hold where it has none."""
     masters = {}
+    weights = live_weights(engine)
     for name, parameter in engine.module.named_parameters():
         master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
-        masters[name] = (parameter if master is None else master).detach().float().cpu().clone()
-    for low, high in zip(
-        getattr(engine.optimizer, "fp16_groups", []), getattr(engine.optimizer, "fp32_groups", []), strict=True
-    ):
-        for parameter, master in zip(low, high, strict=True):
-            masters[engine.param_names[parameter]] = master.detach().clone()
+        masters[name] = (weights[name] if master is None else master).detach().float().cpu().clone()
+    if hasattr(engine.optimizer, "fp32_groups"):
+        for low, high in zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True):
+            masters |= {engine.param_names[p]: master.detach().clone() for p, master in zip(low, high, strict=True)}
     return masters
+
+
+def live_moments(engine: Any, key: str) -> dict[str, torch.Tensor]:
+    """One of Adam's moments by name, of every parameter that is trained."""
+    optimizer = engine.optimizer
+    trained = {name: parameter for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        found = {name: optimizer.state[parameter][key] for name, parameter in trained.items()}
+    elif hasattr(optimizer, "fp32_groups"):
+        pairs = zip(sum(optimizer.fp16_groups, []), sum(optimizer.fp32_groups, []), strict=True)
+        found = {engine.param_names[parameter]: optimizer.optimizer.state[master][key] for parameter, master in pairs}
+    else:
+        found = {name: safe_get_full_optimizer_state(parameter, key) for name, parameter in trained.items()}
+    return {name: moment.detach().float().cpu().clone() for name, moment in found.items()}
+
+
+def live_weights(engine: Any) -> dict[str, torch.Tensor]:
+    """What the engine computes with, whole: at ZeRO 3 each rank holds a part."""
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
 
 
 def save_ours(engine: Any, folder: Path, name: str, tied: bool) -> None:
     tag, rank = "step-00000003", engine.global_rank
     engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
     mine = [path.name for path in (folder / tag).glob(f"*zero_pp_rank_{rank}_*.pt")]
-    mine += ["mp_rank_00_model_states.pt"] if rank == 0 else []
+    mine += [path.name for path in (folder / tag).glob("mp_rank_*.pt")] if rank == 0 else []
     layout = ParallelLayout(
         zero_stage=int(name[4]),  # type: ignore[arg-type]  # pydantic checks it
         precision=name.split("-")[1],  # type: ignore[arg-type]  # pydantic checks it
@@ -147,27 +176,28 @@ def save_ours(engine: Any, folder: Path, name: str, tied: bool) -> None:
     )
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *layouts: str) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
     deepspeed.init_distributed("gloo")
-    for name, (kind, settings) in LAYOUTS.items():
+    for name in layouts or LAYOUTS:
+        kind, settings = LAYOUTS[name]
         engine = train(kind, settings)
         engine.save_checkpoint(str(folder / "theirs" / name))
         save_ours(engine, folder / "ours" / name, name, tied=kind is Toy)
-        masters = live_masters(engine)
+        live = {
+            "masters": live_masters(engine),
+            "weights": live_weights(engine),
+            "buffers": dict(engine.module.named_buffers()),
+            **{key: live_moments(engine, key) for key in ("exp_avg", "exp_avg_sq")},
+        }
         if rank == 0:
-            save_live(engine, masters, folder, name, kind)
+            save_live(live, folder, name, kind)
         torch.distributed.barrier()
 
 
-def save_live(engine: Any, masters: dict[str, torch.Tensor], folder: Path, name: str, kind: type[Toy]) -> None:
-    live: dict[str, Any] = {
-        "masters": masters,
-        "weights": {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()},
-        "buffers": dict(engine.module.named_buffers()),
-    }
+def save_live(live: dict[str, Any], folder: Path, name: str, kind: type[Toy]) -> None:
     if kind is Untied:
         live["zero_to_fp32"] = dict(get_fp32_state_dict_from_zero_checkpoint(str(folder / "theirs" / name)))
     (folder / "live").mkdir(exist_ok=True)
@@ -175,4 +205,4 @@ def save_live(engine: Any, masters: dict[str, torch.Tensor], folder: Path, name:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

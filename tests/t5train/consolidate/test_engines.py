@@ -14,8 +14,9 @@ pytestmark = pytest.mark.slow
 TIED = [
     "zero0-fp32", "zero1-fp32", "zero2-fp32", "zero0-bf16", "zero1-bf16", "zero2-bf16",
     "zero1-bf16-fp32-accumulation", "zero2-bf16-offload",
+    "zero3-fp32", "zero3-bf16", "zero3-bf16-offload",
 ]  # fmt: skip
-UNTIED = ["zero1-bf16-untied", "zero2-bf16-untied", "zero2-fp32-untied"]
+UNTIED = ["zero1-bf16-untied", "zero2-bf16-untied", "zero2-fp32-untied", "zero3-bf16-untied"]
 WITHOUT_A_RULE = {"zero0-bf16"}
 
 

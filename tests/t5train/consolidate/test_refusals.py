@@ -185,7 +185,7 @@ def test_a_tie_that_is_none_is_refused(zero12: Callable[..., Any], tmp_path: Pat
 @pytest.mark.parametrize(
     ("names", "seen"),
     [
-        (["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"], "ZeRO 3"),
+        (["zero_pp_rank_0_mp_rank_00_model_states.pt", MODEL], "ZeRO 3"),
         ([MODEL, "layer_0_expert_3_mp_rank_00_model_states.pt"], "a mixture of experts"),
         ([MODEL, "layer_03-model_states.pt"], "a pipeline"),
         ([MODEL, "mp_rank_01_model_states.pt"], "tensor or pipeline parallelism"),

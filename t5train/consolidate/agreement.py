@@ -1,0 +1,54 @@
+"""Whether the files of several ranks are of one run and one step, as far as they say."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from t5train.consolidate.metadata import TORCH_DTYPES, StoredTensor
+from t5train.consolidate.plan import ITEM_BYTES
+from t5train.errors import IncompleteCheckpoint
+
+
+def require_same(folder: Path, contents: Mapping[str, Mapping[str, Any]], keys: Iterable[str]) -> None:
+    """IncompleteCheckpoint unless the files (content by name) have the same value under each of the keys."""
+    (first, expected), *others = contents.items()
+    for key in keys:
+        for name, content in others:
+            if content.get(key) != expected.get(key):
+                raise IncompleteCheckpoint(
+                    f"{folder}: {first} and {name} differ in {key} ({_shown(expected.get(key))} and "
+                    f"{_shown(content.get(key))}): they are not of one checkpoint; choose another tag"
+                )
+
+
+def progress_of(optimizer: Any) -> dict[str, Any]:
+    """How far an optimizer is, by its state dictionary: the steps it counts and its learning rates."""
+    if not isinstance(optimizer, Mapping):
+        return {}
+    groups = [group for group in optimizer.get("param_groups", ()) if isinstance(group, Mapping)]
+    states = [state for state in optimizer.get("state", {}).values() if isinstance(state, Mapping)]
+    counted = {_number(holder["step"]) for holder in [*groups, *states] if "step" in holder}
+    return {
+        "parameter groups": len(groups),
+        "optimizer steps": sorted(counted),
+        "learning rates": [_number(group.get("lr")) for group in groups],
+    }
+
+
+def _number(value: Any) -> Any:
+    """The number in a tensor of one element, which is read for it; any other value as it is."""
+    if not isinstance(value, StoredTensor) or value.num_elements != 1:
+        return value
+    with value.file.open("rb") as file:
+        file.seek(value.offset)
+        data = bytearray(file.read(ITEM_BYTES[value.dtype]))
+    if len(data) != ITEM_BYTES[value.dtype]:
+        raise IncompleteCheckpoint(f"{value.file} ends at byte {value.offset + len(data)}: it was truncated")
+    return torch.frombuffer(data, dtype=TORCH_DTYPES[value.dtype]).item()
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,161 @@
+"""The module of a mixture of experts (DeepSpeed's ``MoE``): experts in files of their own, numbered over all ranks.
+
+``mp_rank_00_model_states.pt`` has everything but the experts; ``layer_{L}_expert_{E}_mp_rank_00_model_states.pt`` has
+expert E of the L-th MoE layer. What else names experts (shapes, buffers, ties) was written by rank 0 and numbers them
+as rank 0 does: from 0 to the experts that it holds.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from t5train.consolidate.checkpoint import OpenedCheckpoint
+from t5train.consolidate.dense import MODEL_STATES
+from t5train.consolidate.metadata import StoredTensor
+from t5train.consolidate.module_states import (
+    ModuleStates,
+    Weight,
+    buffer_names,
+    model_states,
+    step_of,
+    stored_weights,
+    tied_names,
+)
+from t5train.consolidate.state_files import StateFile, numbered
+from t5train.errors import IncompleteCheckpoint, UnknownLayout
+
+_NAME = re.compile(r"(.+)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class ExpertName:
+    """The name of an expert's parameter or buffer: ``layer`` is the path of the MoE layer in the module."""
+
+    layer: str
+    expert: int
+    tensor: str
+
+    @classmethod
+    def parse(cls, name: str) -> "ExpertName | None":
+        """None for a name of anything else."""
+        match = _NAME.fullmatch(name)
+        return cls(match[1], int(match[2]), match[3]) if match else None
+
+    def __str__(self) -> str:
+        return f"{self.layer}.deepspeed_moe.experts.deepspeed_experts.{self.expert}.{self.tensor}"
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """One MoE layer: its path in the module, and the tensors of each expert by the names of the files."""
+
+    path: str
+    experts: Sequence[Mapping[str, StoredTensor]]
+
+    def everywhere(self, name: ExpertName, experts_per_rank: int) -> list[str]:
+        """The names, one for each expert-parallel rank, of what rank 0 knows by ``name``."""
+        firsts = range(0, len(self.experts), experts_per_rank)
+        return [str(replace(name, expert=first + name.expert)) for first in firsts]
+
+
+def module_states(checkpoint: OpenedCheckpoint) -> ModuleStates:
+    """The module, its experts included."""
+    model = model_states(checkpoint, MODEL_STATES)
+    layers = expert_layers(checkpoint)
+    tensors = dict(model["module"])
+    for layer in layers:
+        for expert in layer.experts:
+            tensors |= expert
+    whole = model | {
+        "buffer_names": [*(model.get("buffer_names") or ()), *_expert_buffers(model, layers)],
+        "shared_params": _numbered_ties(model, layers),
+    }
+    stored = stored_weights(checkpoint, tensors)
+    buffers = buffer_names(checkpoint, whole)
+    return ModuleStates(
+        weights={name: Weight.of(weight) for name, weight in stored.items()},
+        buffers=buffers,
+        aliases=tied_names(checkpoint, whole, stored),
+        step=step_of(checkpoint, model),
+    )
+
+
+def expert_layers(checkpoint: OpenedCheckpoint) -> list[ExpertLayer]:
+    """The MoE layers in the module's order, once every expert's file was found to be what its name says."""
+    counts = model_states(checkpoint, MODEL_STATES).get("num_experts")
+    if not isinstance(counts, list) or not all(isinstance(count, int) for count in counts):
+        raise UnknownLayout(f"{checkpoint.folder / MODEL_STATES} says {counts!r} of the experts of its layers")
+    files = {(layer, expert): name for (layer, expert), name in numbered(checkpoint.names, StateFile.EXPERT)}
+    expected = {(layer, expert) for layer, count in enumerate(counts) for expert in range(count)}
+    if files.keys() != expected:
+        layer, expert = min(files.keys() ^ expected)
+        raise IncompleteCheckpoint(
+            f"{checkpoint.folder} is of layers with {counts} experts: "
+            f"expert {expert} of layer {layer} is {'missing' if (layer, expert) in expected else 'one too many'}"
+        )
+    layers = [
+        _layer(checkpoint, [files[layer, expert] for expert in range(count)]) for layer, count in enumerate(counts)
+    ]
+    _require_distinct(checkpoint, [layer.path for layer in layers])
+    return layers
+
+
+def _layer(checkpoint: OpenedCheckpoint, files: Sequence[str]) -> ExpertLayer:
+    """One layer from the files of its experts, in order."""
+    contents = [checkpoint.read(file) for file in files]
+    first = ExpertName.parse(next(iter(contents[0]), ""))
+    shapes = {_local(name): _shape(item) for name, item in contents[0].items()}
+    for expert, (file, content) in enumerate(zip(files, contents, strict=True)):
+        strangers = [name for name in content if not _is_of(name, first, expert)]
+        if strangers or {_local(name): _shape(item) for name, item in content.items()} != shapes:
+            raise IncompleteCheckpoint(
+                f"{checkpoint.folder / file} holds {strangers[:1] or sorted(content)[:3]}, which are not the tensors "
+                f"of expert {expert} of the layer of {files[0]}: it was renamed, or is of another checkpoint"
+            )
+    return ExpertLayer(first.layer if first else "", contents)
+
+
+def _is_of(name: str, first: ExpertName | None, expert: int) -> bool:
+    parsed = ExpertName.parse(name)
+    return first is not None and parsed is not None and (parsed.layer, parsed.expert) == (first.layer, expert)
+
+
+def _local(name: str) -> str:
+    parsed = ExpertName.parse(name)
+    return parsed.tensor if parsed else name
+
+
+def _shape(item: Any) -> tuple[Any, ...]:
+    return (item.dtype, item.shape) if isinstance(item, StoredTensor) else ()
+
+
+def _require_distinct(checkpoint: OpenedCheckpoint, paths: Sequence[str]) -> None:
+    for index, path in enumerate(paths):
+        if path in paths[:index]:
+            raise IncompleteCheckpoint(
+                f"{checkpoint.folder}: the files of layers {paths.index(path)} and {index} both hold the experts of "
+                f"{path}: some were renamed"
+            )
+
+
+def _expert_buffers(model: Mapping[str, Any], layers: Iterable[ExpertLayer]) -> list[str]:
+    """The buffers of all experts: those of rank 0's experts are named, and an expert is like another."""
+    named = [parsed for name in model.get("buffer_names") or () if (parsed := ExpertName.parse(name))]
+    kinds = {(parsed.layer, parsed.tensor) for parsed in named}
+    names = [name for layer in layers for expert in layer.experts for name in expert]
+    return [name for name in names if (parsed := ExpertName.parse(name)) and (parsed.layer, parsed.tensor) in kinds]
+
+
+def _numbered_ties(model: Mapping[str, Any], layers: Sequence[ExpertLayer]) -> dict[str, str]:
+    """Alias to owner with the experts of every rank. An expert of rank 0 speaks for its like on the other ranks."""
+    ties: dict[str, str] = {}
+    for alias, owner in (model.get("shared_params") or {}).items():
+        parsed = ExpertName.parse(alias), ExpertName.parse(owner)
+        if parsed == (None, None):
+            ties[alias] = owner
+            continue
+        if None in parsed or parsed[0].expert != parsed[1].expert or parsed[0].layer != parsed[1].layer:
+            raise UnknownLayout(f"{alias} is tied to {owner}: no rule is known for ties that leave an expert")
+        layer = next(layer for layer in layers if layer.path == parsed[0].layer)
+    return ties
