@@ -110,7 +110,9 @@ class Record(BaseModel):
         except FileNotFoundError:
             raise RecordError(f"{manifest} does not exist: {folder} is not a finished {_kind(cls)}") from None
         except OSError as error:
-            raise RecordError(f"{manifest} cannot be read ({error.strerror})") from error
+            raise RecordError(
+                f"{manifest} cannot be read ({error.strerror}): repair the disk or the permissions, or make it again"
+            ) from error
         except ValidationError as error:
             raise RecordError(f"{manifest} is not the manifest of a {_kind(cls)}: {_first(error)}") from error
         if not record.is_as_written():
@@ -198,7 +200,7 @@ R = TypeVar("R", bound=Record)
 
 def reusable(kind: type[R], folder: Path, fingerprint: str, progress: Progress = silent) -> R | None:
     """The finished record in ``folder`` if it has this fingerprint and its files verify, else None (and a log line)."""
-    if not (folder / MANIFEST).exists():
+    if not os.path.exists(folder / MANIFEST):  # noqa: PTH110 - Path's raises where the folder may not be searched
         return None
     try:
         record = kind.load(folder)

@@ -47,13 +47,19 @@ def verify_local(folder: Path, progress: Progress = silent) -> Record:
     """``verify`` for a folder on this machine."""
     try:
         content = (folder / MANIFEST).read_bytes()
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise RecordError(f"{folder / MANIFEST} cannot be read: {error.strerror}; nothing was finished here") from None
+    except OSError as error:
+        raise RecordError(
+            f"{folder / MANIFEST} cannot be read ({error.strerror}): repair the disk or the permissions"
+        ) from error
     record = parse_manifest(content, str(folder / MANIFEST)).model_copy(update={"path": folder})
+    if not isinstance(record, Corpus):  # whose text may be used where it lies
+        _require_inside(record)
     record.verify(progress)
     if isinstance(record, Publication):
         present = (str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
-        _require_nothing_else(record, present, str(folder))
+        _require_whole(record, present, str(folder))
         _require_certified(record, (folder / CERTIFICATE).read_bytes(), str(folder))
         return record.model_copy(update={"url": str(folder)})
     return record
@@ -69,10 +75,11 @@ def verify_remote(url: str, progress: Progress = silent) -> Record:
         except FileNotFoundError:
             raise RecordError(f"{where}/{MANIFEST} does not exist: nothing was finished there") from None
         record = parse_manifest(content, f"{where}/{MANIFEST}")
+        _require_inside(record)
         for name, digest in record.files.items():
-            verify_object(filesystem, f"{folder}/{_inside(name)}", digest, f"{where}/{name}", progress)
+            verify_object(filesystem, f"{folder}/{name}", digest, f"{where}/{name}", progress)
         if isinstance(record, Publication):
-            _require_nothing_else(record, object_names(filesystem, folder), where)
+            _require_whole(record, object_names(filesystem, folder), where)
             _require_certified(record, filesystem.cat_file(f"{folder}/{CERTIFICATE}"), where)
             return record.model_copy(update={"url": where})
     return record
@@ -119,14 +126,19 @@ def object_names(filesystem: Any, folder: str) -> list[str]:
     return [str(path).removeprefix(prefix) for path in filesystem.find(folder)]
 
 
-def _inside(name: str) -> str:
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise RecordError(f"the manifest names {name!r}, which does not lie in its folder")
-    return name
+def _require_inside(record: Record) -> None:
+    for path in map(PurePosixPath, record.files):
+        if path.is_absolute() or ".." in path.parts:
+            raise RecordError(
+                f"the manifest names '{path}', which does not lie in its folder: this project writes no such manifest, "
+                "so do not use what came with it"
+            )
 
 
-def _require_nothing_else(record: Publication, present: Iterable[str], where: str) -> None:
+def _require_whole(record: Publication, present: Iterable[str], where: str) -> None:
+    """Its certificate is among its files, and nothing lies there beside them."""
+    if CERTIFICATE not in record.files:
+        raise PublicationError(f"{where} is not certified: its manifest names no {CERTIFICATE}; publish it again")
     if extra := sorted(set(present) - {*record.files, MANIFEST}):
         raise PublicationError(
             f"{where} holds {', '.join(extra[:5])}, which was not published{' (and more)' if extra[5:] else ''}: "

@@ -53,6 +53,8 @@ class Witness(BaseModel):
             return cls.model_validate_json(path.read_bytes())
         except FileNotFoundError:
             raise InputError(f"{path} does not exist: the training run writes it at its last step") from None
+        except OSError as error:
+            raise InputError(f"{path} cannot be read ({error.strerror}): repair the disk or the permissions") from error
         except ValidationError as error:
             raise InputError(f"{path} is not a witness of a training run: {error}") from error
 

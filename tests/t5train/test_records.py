@@ -1,7 +1,9 @@
 """A record is reused only when it is finished, the wanted one, and undamaged."""
 
+import errno
 import hashlib
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 from t5train.errors import DigestMismatch, RecordError
 from t5train.records import MANIFEST, Corpus, FileDigest, TokenShards, digest_file, digest_files, reusable
+from t5train.verify import verify
 
 FINGERPRINT = "f" * 64
 Damage = Callable[[Path], object]
@@ -124,6 +127,42 @@ def test_what_cannot_be_read_is_not_reused(tmp_path: Path) -> None:
     (tmp_path / "corpus" / MANIFEST).unlink()
     (tmp_path / "corpus" / MANIFEST).mkdir()
     assert reusable(Corpus, tmp_path / "corpus", FINGERPRINT) is None
+
+
+def fails_to_read(path: Path, reason: int) -> Callable[..., bytes]:
+    """``read_bytes`` on a disk that gives this one file back no more, or to a user who may not read it."""
+    read_bytes = Path.read_bytes
+
+    def read(asked: Path) -> bytes:
+        if asked == path:
+            raise OSError(reason, os.strerror(reason), str(path))
+        return read_bytes(asked)
+
+    return read
+
+
+@pytest.mark.parametrize("reason", [errno.EIO, errno.EACCES])
+def test_a_manifest_that_cannot_be_read_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
+    corpus = finished(tmp_path / "corpus")
+    monkeypatch.setattr(Path, "read_bytes", fails_to_read(corpus.path / MANIFEST, reason))
+    for read in (Corpus.load, verify):
+        with pytest.raises(RecordError, match=rf"{MANIFEST} cannot be read \(.*\): repair the disk or the permissions"):
+            read(corpus.path)
+
+
+@pytest.mark.parametrize("reason", [errno.EIO, errno.EACCES])
+def test_a_file_that_cannot_be_read_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
+    def fails(path: Path) -> FileDigest:
+        raise OSError(reason, os.strerror(reason), str(path))
+
+    corpus = finished(tmp_path / "corpus")
+    monkeypatch.setattr("t5train.records.digest_file", fails)
+    with pytest.raises(DigestMismatch, match=r"one\.txt cannot be read \(.*\): repair the disk or the permissions"):
+        corpus.verify()
 
 
 def test_a_manifest_of_another_kind_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from t5train.errors import DigestMismatch, PublicationError, RecordError, T5TrainError
 from t5train.publish import publish
-from t5train.records import Corpus, Export, digest_files
+from t5train.records import Corpus, Export, Publication, digest_file, digest_files
 from t5train.verify import verify
 
 MakeExport = Callable[..., Export]
@@ -76,8 +76,6 @@ def test_a_file_that_was_not_published_is_an_error(published: Path) -> None:
 
 
 def test_a_manifest_made_to_fit_still_needs_the_certificate(published: Path) -> None:
-    from t5train.records import Publication
-
     (published / "README.md").write_text("The best model there is.")
     record = Publication.load(published)
     forged = record.model_copy(
@@ -125,8 +123,33 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
         verify(tmp_path)
 
 
+@pytest.mark.parametrize("place", ["folder", "store"])
+@pytest.mark.parametrize("name", ["../secret.txt", "{tmp_path}/secret.txt", "a/../../secret.txt"])
+def test_a_manifest_cannot_name_files_outside_its_folder(
+    published: Path, tmp_path: Path, place: str, name: str
+) -> None:
+    (tmp_path / "secret.txt").write_text("not published")
+    outside = {name.format(tmp_path=tmp_path): digest_file(tmp_path / "secret.txt")}
+    record = Publication.load(published)
+    forged = record.model_copy(update={"path": Path(), "files": record.files | outside}).sealed()
+    (published / "manifest.json").write_text(forged.manifest_text())
+    with pytest.raises(RecordError, match="does not lie in its folder"):
+        verify(published if place == "folder" else as_url(published))
+
+
+def test_a_publication_whose_manifest_leaves_out_the_certificate_is_refused(published: Path) -> None:
+    record = Publication.load(published)
+    (published / "certificate.json").unlink()
+    files = {name: digest for name, digest in record.files.items() if name != "certificate.json"}
+    forged = record.model_copy(update={"path": Path(), "files": files}).sealed()
+    (published / "manifest.json").write_text(forged.manifest_text())
+    for place in places(published):
+        with pytest.raises(PublicationError, match=r"names no certificate\.json"):
+            verify(place)
+
+
 @pytest.mark.parametrize("name", ["../secret.txt", "/etc/hostname"])
-def test_a_manifest_from_afar_cannot_name_files_outside_its_folder(name: str) -> None:
+def test_a_manifest_from_afar_cannot_name_text_used_in_place(name: str) -> None:
     record = Corpus(path=Path(), fingerprint="0" * 64, files={name: {"size": 1, "sha256": "0" * 64}})  # type: ignore[dict-item]  # as JSON has it
     fsspec.filesystem("memory").pipe_file("/afar/manifest.json", record.sealed().manifest_text().encode())
     with pytest.raises(RecordError, match="does not lie in its folder"):
