@@ -15,7 +15,8 @@ def describe(engine: Any, model_prefix: str = "") -> list[list[ParameterSlot]]:
 
     ``model_prefix`` is what the engine's module puts before Hugging Face's names (``"module."`` of a wrapper).
     The order and offsets are those that DeepSpeed partitions by, which ``round_robin_gradients`` and alignment
-    make differ from the order of the optimizer's groups. At ZeRO 3 the groups are DeepSpeed's sub-groups. Empty for ZeRO 0 in fp32, where the module's weights
+    make differ from the order of the optimizer's groups. At ZeRO 3 the groups are DeepSpeed's sub-groups, and an
+    offset is that in each rank's own buffer. Empty for ZeRO 0 in fp32, where the module's weights
     are the masters. Raises UnknownLayout for an optimizer that keeps its masters in none of these ways.
     """
     names = {parameter: _without_prefix(name, model_prefix) for parameter, name in engine.param_names.items()}

@@ -2,12 +2,14 @@
 
     RANK=... WORLD_SIZE=... python deepspeed_checkpoints.py FOLDER [LAYOUT ...]
 
-Each layout (all, when none is named) gets ``FOLDER/theirs/{layout}/``, a DeepSpeed save folder, ``FOLDER/ours/{layout}/``, the same with
-sidecars, and ``FOLDER/live/{layout}.pt``: what the engine held, and where it works what zero_to_fp32 makes of it.
+Each layout (all, when none is named) gets ``FOLDER/theirs/{layout}/``, a DeepSpeed save folder,
+``FOLDER/ours/{layout}/``, the same with sidecars, and ``FOLDER/live/{layout}.pt``: what the engine held, and where it
+works what zero_to_fp32 makes of it.
 """
 
 import os
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +136,7 @@ def live_moments(engine: Any, key: str) -> dict[str, torch.Tensor]:
     if isinstance(optimizer, torch.optim.Optimizer):
         found = {name: optimizer.state[parameter][key] for name, parameter in trained.items()}
     elif hasattr(optimizer, "fp32_groups"):
-        pairs = zip(sum(optimizer.fp16_groups, []), sum(optimizer.fp32_groups, []), strict=True)
+        pairs = zip(chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups), strict=True)
         found = {engine.param_names[parameter]: optimizer.optimizer.state[master][key] for parameter, master in pairs}
     else:
         found = {name: safe_get_full_optimizer_state(parameter, key) for name, parameter in trained.items()}
