@@ -53,11 +53,6 @@ class ExpertLayer:
     path: str
     experts: Sequence[Mapping[str, StoredTensor]]
 
-    def everywhere(self, name: ExpertName, experts_per_rank: int) -> list[str]:
-        """The names, one for each expert-parallel rank, of what rank 0 knows by ``name``."""
-        firsts = range(0, len(self.experts), experts_per_rank)
-        return [str(replace(name, expert=first + name.expert)) for first in firsts]
-
 
 def module_states(checkpoint: OpenedCheckpoint) -> ModuleStates:
     """The module, its experts included."""
@@ -69,13 +64,12 @@ def module_states(checkpoint: OpenedCheckpoint) -> ModuleStates:
             tensors |= expert
     whole = model | {
         "buffer_names": [*(model.get("buffer_names") or ()), *_expert_buffers(model, layers)],
-        "shared_params": _numbered_ties(model, layers),
+        "shared_params": _ties(model, layers),
     }
     stored = stored_weights(checkpoint, tensors)
-    buffers = buffer_names(checkpoint, whole)
     return ModuleStates(
         weights={name: Weight.of(weight) for name, weight in stored.items()},
-        buffers=buffers,
+        buffers=buffer_names(checkpoint, whole),
         aliases=tied_names(checkpoint, whole, stored),
         step=step_of(checkpoint, model),
     )
@@ -140,22 +134,26 @@ def _require_distinct(checkpoint: OpenedCheckpoint, paths: Sequence[str]) -> Non
 
 
 def _expert_buffers(model: Mapping[str, Any], layers: Iterable[ExpertLayer]) -> list[str]:
-    """The buffers of all experts: those of rank 0's experts are named, and an expert is like another."""
-    named = [parsed for name in model.get("buffer_names") or () if (parsed := ExpertName.parse(name))]
-    kinds = {(parsed.layer, parsed.tensor) for parsed in named}
-    names = [name for layer in layers for expert in layer.experts for name in expert]
-    return [name for name in names if (parsed := ExpertName.parse(name)) and (parsed.layer, parsed.tensor) in kinds]
+    """The buffers of all experts: those of rank 0's are named, and an expert is like another."""
+    kinds = {_kind(name) for name in model.get("buffer_names") or () if ExpertName.parse(name)}
+    return [name for layer in layers for expert in layer.experts for name in expert if _kind(name) in kinds]
 
 
-def _numbered_ties(model: Mapping[str, Any], layers: Sequence[ExpertLayer]) -> dict[str, str]:
-    """Alias to owner with the experts of every rank. An expert of rank 0 speaks for its like on the other ranks."""
+def _kind(name: str) -> tuple[str, str]:
+    parsed = ExpertName.parse(name)
+    return (parsed.layer, parsed.tensor) if parsed else ("", name)
+
+
+def _ties(model: Mapping[str, Any], layers: Sequence[ExpertLayer]) -> dict[str, str]:
+    """Alias to owner: a tie inside an expert of rank 0 is one inside every expert of the layer."""
     ties: dict[str, str] = {}
     for alias, owner in (model.get("shared_params") or {}).items():
-        parsed = ExpertName.parse(alias), ExpertName.parse(owner)
-        if parsed == (None, None):
+        inside, outside = ExpertName.parse(alias), ExpertName.parse(owner)
+        if inside is None and outside is None:
             ties[alias] = owner
-            continue
-        if None in parsed or parsed[0].expert != parsed[1].expert or parsed[0].layer != parsed[1].layer:
-            raise UnknownLayout(f"{alias} is tied to {owner}: no rule is known for ties that leave an expert")
-        layer = next(layer for layer in layers if layer.path == parsed[0].layer)
+        elif inside and outside and (inside.layer, inside.expert) == (outside.layer, outside.expert):
+            count = sum(len(layer.experts) for layer in layers if layer.path == inside.layer)
+            ties |= {str(replace(inside, expert=e)): str(replace(outside, expert=e)) for e in range(count)}
+        else:
+            raise UnknownLayout(f"{alias} is tied to {owner}: no rule is known for a tie that leaves an expert")
     return ties

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from t5train.consolidate import dense, replicated, zero3, zero12
+from t5train.consolidate import dense, expert_groups, expert_replicated, experts, replicated, zero3, zero12
 from t5train.consolidate.assemble import assemble
 from t5train.consolidate.checkpoint import OpenedCheckpoint
 from t5train.consolidate.masters import ReadGroups
@@ -25,6 +25,10 @@ LAYOUTS: dict[frozenset[StateFile], Layout] = {
     frozenset({_Files.MODEL}): Layout(dense.module_states, replicated.groups),
     frozenset({_Files.MODEL, _Files.OPTIMIZER}): Layout(dense.module_states, zero12.groups),
     frozenset({_Files.RANK_MODEL, _Files.OPTIMIZER}): Layout(zero3.module_states, zero3.groups),
+    frozenset({_Files.MODEL, _Files.EXPERT, _Files.OPTIMIZER}): Layout(experts.module_states, expert_groups.groups),
+    frozenset({_Files.MODEL, _Files.EXPERT, _Files.EXPERT_OPTIMIZER}): Layout(
+        experts.module_states, expert_replicated.groups
+    ),
 }
 
 _FOREIGN_FOLDERS = {"zero": "a universal checkpoint", "offloaded_tensors": "an optimizer offloaded to NVMe"}

@@ -20,9 +20,9 @@ from t5train.sidecar import ParameterSlot
 
 def groups(checkpoint: OpenedCheckpoint, module: ModuleStates) -> list[FlatGroup]:
     """The parameter groups of a ZeRO 0 optimizer; none where it moves the module's own weights."""
-    held = _master_groups(model_states(checkpoint, MODEL_STATES).get("optimizer"))
+    held = master_groups(model_states(checkpoint, MODEL_STATES).get("optimizer"))
     if not held:
-        _require_full_precision(checkpoint, module)
+        require_full_precision(checkpoint, module)
         return []
     layouts = checkpoint.sidecars[0].groups if checkpoint.sidecars else _in_module_order(checkpoint, module, held)
     if len(layouts) != len(held):
@@ -35,7 +35,8 @@ def groups(checkpoint: OpenedCheckpoint, module: ModuleStates) -> list[FlatGroup
     ]
 
 
-def _master_groups(optimizer: Any) -> list[Sequence[StoredTensor]]:
+def master_groups(optimizer: Any) -> list[Sequence[StoredTensor]]:
+    """The masters of each parameter group, in one tensor or several; none where the optimizer keeps no masters."""
     if isinstance(optimizer, dict) and "fp32_groups_flat" in optimizer:
         return [[flat] for flat in optimizer["fp32_groups_flat"]]
     if isinstance(optimizer, dict) and "fp32_groups" in optimizer:
@@ -43,7 +44,8 @@ def _master_groups(optimizer: Any) -> list[Sequence[StoredTensor]]:
     return []
 
 
-def _require_full_precision(checkpoint: OpenedCheckpoint, module: ModuleStates) -> None:
+def require_full_precision(checkpoint: OpenedCheckpoint, module: ModuleStates) -> None:
+    """UnknownLayout when a weight that should be its own master is of low precision."""
     for name, weight in module.weights.items():
         dtype = weight.source.dtype
         if dtype in {"BF16", "F16"} and name not in module.buffers:

@@ -19,7 +19,7 @@ from t5train.sidecar import ParameterSlot
 
 _KEYS = OptimizerKeys(masters="single_partition_of_fp32_groups", inner="base_optimizer_state")
 _SAME_ON_EVERY_RANK = ("partition_count", "param_alignment_paddings", "dynamic_loss_scale")
-_ALIGNED_ELEMENTS = 2  # DeepSpeed pads a group to twice its ranks
+ALIGNED_ELEMENTS = 2  # DeepSpeed pads a group to twice its ranks
 
 
 def groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> list[FlatGroup]:
@@ -27,9 +27,14 @@ def groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> list[FlatGrou
     model = model_states(checkpoint, MODEL_STATES)
     states = optimizer_states(checkpoint, int(model.get("dp_world_size", 0)))
     _require_dense(checkpoint, states)
+    slots = [
+        [slot.model_copy(update={"name": checkpoint.result_name(slot.name)}) for slot in group]
+        for group in stored_slots(checkpoint, model, states[0])
+    ]
+    require_recorded(checkpoint, [slots] * len(states))
     return [
-        FlatGroup(index, [partition(state, index) for state in states], slots, _ALIGNED_ELEMENTS * len(states))
-        for index, slots in enumerate(_slots(checkpoint, model, states[0]))
+        FlatGroup(index, [partition(state, index) for state in states], group, ALIGNED_ELEMENTS * len(states))
+        for index, group in enumerate(slots)
     ]
 
 
@@ -53,18 +58,25 @@ def _require_dense(checkpoint: OpenedCheckpoint, states: Sequence[Mapping[str, A
             )
 
 
-def _slots(
+def stored_slots(
     checkpoint: OpenedCheckpoint, model: Mapping[str, Any], state: Mapping[str, Any]
-) -> Sequence[Sequence[ParameterSlot]]:
-    """The layout of each group after DeepSpeed's own shapes, which sidecars must confirm where there are any."""
+) -> list[list[ParameterSlot]]:
+    """The layout of each group after DeepSpeed's own shapes, by the names that the files hold."""
     shapes = model.get("param_shapes")
     if not isinstance(shapes, list) or len(shapes) != len(state[_KEYS.masters]):
         raise UnknownLayout(f"{checkpoint.folder}: the model states do not hold the shapes of each parameter group")
     paddings = state.get("param_alignment_paddings") or [None] * len(shapes)
-    derived = [
-        packed_slots(((checkpoint.result_name(name), tuple(shape)) for name, shape in group.items()), padding)
+    return [
+        packed_slots(((name, tuple(shape)) for name, shape in group.items()), padding)
         for group, padding in zip(shapes, paddings, strict=True)
     ]
-    if any(sidecar.groups != derived for sidecar in checkpoint.sidecars):
-        raise IncompleteCheckpoint(f"{checkpoint.folder}: sidecars and model states differ in where parameters lie")
-    return derived
+
+
+def require_recorded(checkpoint: OpenedCheckpoint, slots: Sequence[Sequence[Sequence[ParameterSlot]]]) -> None:
+    """IncompleteCheckpoint unless the sidecars, if there are any, record for each rank the groups in ``slots``."""
+    for sidecar in checkpoint.sidecars:
+        if sidecar.groups != slots[sidecar.layout.data_parallel_rank]:
+            raise IncompleteCheckpoint(
+                f"{checkpoint.folder}: the sidecar of rank {sidecar.rank} and the model states differ in where "
+                "parameters lie"
+            )

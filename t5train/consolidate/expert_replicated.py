@@ -1,0 +1,155 @@
+"""The masters of a mixture of experts, ZeRO 0: every expert-parallel rank's optimizer in a file of its own.
+
+``expp_rank_{e}_mp_rank_00_optim_states.pt`` is of expert-parallel rank e, counted over the largest number of
+expert-parallel ranks that a layer has. It holds the masters of that rank's experts, and those of all dense parameters.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from t5train.consolidate.agreement import progress_of, require_same
+from t5train.consolidate.checkpoint import OpenedCheckpoint
+from t5train.consolidate.dense import MODEL_STATES
+from t5train.consolidate.expert_ranks import ExpertRanks, expert_parallel_size
+from t5train.consolidate.experts import ExpertName, expert_layers
+from t5train.consolidate.flat_groups import FlatGroup, packed_slots
+from t5train.consolidate.masters import Partition
+from t5train.consolidate.metadata import StoredTensor
+from t5train.consolidate.module_states import ModuleStates, model_states
+from t5train.consolidate.replicated import master_groups, require_full_precision
+from t5train.consolidate.state_files import StateFile, numbered
+from t5train.errors import IncompleteCheckpoint, UnknownLayout
+from t5train.sidecar import ParameterSlot
+
+_Groups = Sequence[Sequence[StoredTensor]]
+Layouts = dict[tuple[str, int], list[ParameterSlot]]
+"""Where the parameters of each group of each file lie."""
+
+
+def groups(checkpoint: OpenedCheckpoint, module: ModuleStates) -> list[FlatGroup]:
+    """The parameter groups of a ZeRO 0 optimizer; none where it moves the module's own weights."""
+    optimizers = _optimizers(checkpoint)
+    held = {file: master_groups(optimizer) for file, optimizer in optimizers.items()}
+    if not any(held.values()):
+        require_full_precision(checkpoint, module)
+        return []
+    sources = _sources(checkpoint, optimizers)
+    slots = _recorded(checkpoint, sources) if checkpoint.sidecars else _in_module_order(checkpoint, module, held)
+    return [
+        FlatGroup(index, [Partition(master) for master in held[file][index]], slots[file, index], padding=0)
+        for file, index in sources
+    ]
+
+
+def _optimizers(checkpoint: OpenedCheckpoint) -> dict[str, Mapping[str, Any]]:
+    """Each file's optimizer, all expert-parallel ranks being there and at one step."""
+    found = {name: _optimizer(checkpoint, name) for name in _files(checkpoint)}
+    progress = {name: progress_of(_inner(optimizer)) for name, optimizer in found.items()}
+    require_same(checkpoint.folder, progress, ["parameter groups", "optimizer steps", "learning rates"])
+    expected = max((size or 1 for size in _sizes(next(iter(found.values())))), default=1)
+    checkpoint.files_by_rank(StateFile.EXPERT_OPTIMIZER, expected)
+    return found
+
+
+def _optimizer(checkpoint: OpenedCheckpoint, name: str) -> Mapping[str, Any]:
+    optimizer = checkpoint.read(name).get("optimizer")
+    if not isinstance(optimizer, Mapping):
+        raise UnknownLayout(f"{checkpoint.folder / name} holds a {type(optimizer).__name__}, not an optimizer")
+    return optimizer
+
+
+def _files(checkpoint: OpenedCheckpoint) -> list[str]:
+    return [name for _, name in numbered(checkpoint.names, StateFile.EXPERT_OPTIMIZER)]
+
+
+def _inner(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of torch's optimizer, which DeepSpeed's for low precision wraps."""
+    inner: Mapping[str, Any] = optimizer.get("optimizer_state_dict", optimizer)
+    return inner
+
+
+def _sizes(optimizer: Mapping[str, Any]) -> list[int | None]:
+    """Each parameter group's expert-parallel size, None for a dense one."""
+    return [expert_parallel_size(group) for group in _inner(optimizer).get("param_groups", ())]
+
+
+def _sources(checkpoint: OpenedCheckpoint, optimizers: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, int]]:
+    """File and number of every distinct parameter group: a dense one of the first file, one of experts of several."""
+    ranks, files = ExpertRanks.of(model_states(checkpoint, MODEL_STATES)), list(optimizers)
+    writers = [holders[0] for holders in ranks.holding(len(files))]
+    return [
+        (next(file for file, writer in zip(files, writers, strict=True) if writer in holders), index)
+        for index, size in enumerate(_sizes(optimizers[files[0]]))
+        for holders in ranks.holding(size or 1)
+    ]
+
+
+def _recorded(checkpoint: OpenedCheckpoint, sources: Sequence[tuple[str, int]]) -> Layouts:
+    """The layouts as the sidecar of the rank that wrote a file has them."""
+    groups = {name: sidecar.groups for sidecar in checkpoint.sidecars for name in sidecar.files}
+    for file, index in sources:
+        if index >= len(groups[file]):
+            raise IncompleteCheckpoint(
+                f"{checkpoint.folder / file} has a parameter group {index}; the sidecar of its rank records "
+                f"{len(groups[file])}"
+            )
+    return {(file, index): groups[file][index] for file, index in sources}
+
+
+def _in_module_order(checkpoint: OpenedCheckpoint, module: ModuleStates, held: Mapping[str, _Groups]) -> Layouts:
+    """The one order there can be: one dense group, experts of one expert-parallel size, and nothing frozen.
+
+    Groups of experts may have been split by size; the weights must bear the order out later.
+    """
+    sizes = _sizes(checkpoint.read(next(iter(held)))["optimizer"])
+    if sizes.count(None) != 1 or len(set(sizes)) != 2:
+        raise _untold(checkpoint, f"{sizes.count(None)} dense parameter groups and experts over {set(sizes)} ranks")
+    untrained = module.buffers | module.aliases.keys()
+    trained = {name: weight.shape for name, weight in module.weights.items() if name not in untrained}
+    dense = sizes.index(None)
+    experts = [index for index, size in enumerate(sizes) if size]
+    layouts: Layouts = {}
+    for expert_rank, (file, groups) in enumerate(held.items()):
+        own = _names_of_rank(checkpoint, expert_rank, len(held))
+        for indices, names in (([dense], _dense_names(trained)), (experts, own)):
+            shapes = [(name, trained[name]) for name in names if name in trained]
+            cut = _cut(shapes, [sum(master.num_elements for master in groups[index]) for index in indices])
+            if cut is None:
+                raise _untold(checkpoint, f"{len(shapes)} parameters that do not fill parameter groups {indices}")
+            layouts |= {(file, index): slots for index, slots in zip(indices, cut, strict=True)}
+    return layouts
+
+
+def _dense_names(trained: Mapping[str, Any]) -> list[str]:
+    return [name for name in trained if ExpertName.parse(name) is None]
+
+
+def _names_of_rank(checkpoint: OpenedCheckpoint, expert_rank: int, num_ranks: int) -> list[str]:
+    """The tensors of the experts of an expert-parallel rank, in the module's order."""
+    own = []
+    for layer in expert_layers(checkpoint):
+        each = len(layer.experts) // num_ranks
+        own += [name for expert in layer.experts[expert_rank * each : (expert_rank + 1) * each] for name in expert]
+    return own
+
+
+def _cut(shapes: Sequence[tuple[str, tuple[int, ...]]], sizes: Sequence[int]) -> list[list[ParameterSlot]] | None:
+    """Consecutive parameters in groups of these numbers of elements; None if they do not come out even."""
+    cut, left = [], list(shapes)
+    for size in sizes:
+        taken: list[tuple[str, tuple[int, ...]]] = []
+        while left and sum(math.prod(shape) for _, shape in taken) < size:
+            taken.append(left.pop(0))
+        slots = packed_slots(taken)
+        if sum(slot.numel for slot in slots) != size:
+            return None
+        cut.append(slots)
+    return None if left else cut
+
+
+def _untold(checkpoint: OpenedCheckpoint, seen: str) -> UnknownLayout:
+    return UnknownLayout(
+        f"{checkpoint.folder} is ZeRO 0 without sidecars, with {seen}: which parameter lies where cannot be told; "
+        "save it with ZeRO 1"
+    )
