@@ -7,12 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from t5train.cores import num_cores
 from t5train.data import pydocs
 from t5train.data.passages import SourceFile
 from t5train.data.segments import SEGMENTS, FileSegments, Segment, scan, write_segments
 from t5train.data.sources import local_files
 from t5train.data.stage_folder import making, stage_folder
-from t5train.data.workers import Advance, Json, default_workers, in_processes
+from t5train.data.workers import Advance, Json, in_processes
 from t5train.errors import InputError
 from t5train.fingerprint import fingerprint
 from t5train.locations import redacted
@@ -45,7 +46,7 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
             pydocs.write_passages(folder / _PYDOCS_FILE, progress)
             sources = [SourceFile(folder / _PYDOCS_FILE, _PYDOCS_FILE)]
             digests = {}
-        files = _scanned(sources, spec.workers or default_workers(), progress)
+        files = _scanned(sources, spec.workers or num_cores(), progress)
         write_segments(folder, files)
         own = [SEGMENTS] if digests else [_PYDOCS_FILE, SEGMENTS]
         recorded = {str(source.path): digest for source, digest in digests.items()}
@@ -75,7 +76,7 @@ def _sources(spec: CorpusSpec, root: Path, progress: Progress) -> list[SourceFil
 
 def _digests(sources: list[SourceFile], progress: Progress) -> dict[SourceFile, FileDigest]:
     found: dict[SourceFile, FileDigest] = {}
-    with ThreadPoolExecutor(default_workers()) as pool:  # hashing holds no lock of the interpreter
+    with ThreadPoolExecutor(num_cores()) as pool:  # hashing holds no lock of the interpreter
         for source, digest in zip(sources, pool.map(_digest, sources), strict=True):
             found[source] = digest
             progress("source files hashed", len(found), len(sources))

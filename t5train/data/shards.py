@@ -13,13 +13,14 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from t5train.cores import num_cores
 from t5train.data.corpus import corpus_name
 from t5train.data.segments import FileSegments, Segment, read_segments
 from t5train.data.spiece import EOS_ID, PAD_ID
 from t5train.data.splits import SPLITS
 from t5train.data.stage_folder import making, stage_folder
 from t5train.data.tokenizer import SPIECE
-from t5train.data.workers import Json, default_workers, in_processes
+from t5train.data.workers import Json, in_processes
 from t5train.errors import DigestMismatch
 from t5train.fingerprint import fingerprint
 from t5train.progress import Progress, silent
@@ -104,7 +105,7 @@ def build_shards(
             if not _is_whole(folder, number, identity)
         ]
         _log.info("%d of %d shards are to be made", len(jobs), len(plan))
-        _make(jobs, spec.workers or default_workers(), progress)
+        _make(jobs, spec.workers or num_cores(), progress)
         return _committed(folder, identity, len(plan), corpus, tokenizer)
 
 

@@ -25,11 +25,6 @@ Advance = Callable[[int], None]
 _Worker = subprocess.Popen[str]
 
 
-def default_workers() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def in_processes(function: str, jobs: Sequence[Json], workers: int, advance: Advance) -> Iterator[Json]:
     """The results of ``function`` (``"package.module:name"``) for each job, as they are done.
 
