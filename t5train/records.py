@@ -9,7 +9,7 @@ import logging
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +22,7 @@ from t5train.atomic import write_text
 from t5train.errors import DigestMismatch, RecordError
 from t5train.fingerprint import fingerprint
 from t5train.progress import Progress, silent
+from t5train.safetensors_digest import SafetensorsDigest, digest_safetensors
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION: Literal[1] = 1
@@ -35,6 +36,9 @@ class FileDigest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     size: int = Field(ge=0)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+    def __str__(self) -> str:
+        return f"sha256 {self.sha256}"
 
 
 class Provenance(BaseModel):
@@ -95,7 +99,7 @@ class Record(BaseModel):
     path: Path
     fingerprint: str
     inputs: dict[str, str] = {}
-    files: dict[str, FileDigest]
+    files: Mapping[str, FileDigest | SafetensorsDigest]
     counts: dict[str, int | float] = {}
     provenance: Provenance = Field(default_factory=current_provenance)
     seal: str = ""
@@ -147,25 +151,31 @@ class Record(BaseModel):
             progress("bytes verified", done, total)
 
 
-class Corpus(Record):
+class PlainRecord(Record):
+    """A record whose files all have a sha256 of their own, such as other programs can compare."""
+
+    files: dict[str, FileDigest]
+
+
+class Corpus(PlainRecord):
     """Verified text: files of passages."""
 
     kind: Literal["corpus"] = "corpus"
 
 
-class TokenizerFiles(Record):
+class TokenizerFiles(PlainRecord):
     """A SentencePiece model in T5's form."""
 
     kind: Literal["tokenizer"] = "tokenizer"
 
 
-class TokenShards(Record):
+class TokenShards(PlainRecord):
     """Token ids of a corpus, split into train, validation and test."""
 
     kind: Literal["shards"] = "shards"
 
 
-class Checkpoint(Record):
+class Checkpoint(PlainRecord):
     """A complete DeepSpeed checkpoint at the last step of a run, with the engine's own witness of its weights."""
 
     kind: Literal["checkpoint"] = "checkpoint"
@@ -174,18 +184,18 @@ class Checkpoint(Record):
 
 
 class Weights(Record):
-    """fp32 safetensors."""
+    """fp32 safetensors, whose digests are made of their tensors'."""
 
     kind: Literal["weights"] = "weights"
 
 
-class Export(Record):
+class Export(PlainRecord):
     """A Hugging Face folder; it carries a passing ``certificate.json`` once it is certified."""
 
     kind: Literal["export"] = "export"
 
 
-class Publication(Record):
+class Publication(PlainRecord):
     """An export in an object store or folder; ``url`` says where.
 
     Its manifest travels with it: there ``path`` is ``.``.
@@ -220,23 +230,21 @@ def _first(error: ValidationError) -> str:
     return f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}".removeprefix(": ")
 
 
-def verify_file(path: Path, expected: FileDigest) -> None:
-    """DigestMismatch unless ``path`` can be read and has this size and sha256."""
+def verify_file(path: Path, expected: FileDigest | SafetensorsDigest) -> None:
+    """DigestMismatch unless ``path`` can be read and has this size and digest."""
     try:
         size = path.stat().st_size
         if size != expected.size:
             raise DigestMismatch(f"{path} has {size} bytes, {expected.size} were recorded: restore it or make it again")
-        found = digest_file(path)
+        found = digest_file(path) if isinstance(expected, FileDigest) else digest_safetensors(path)
     except FileNotFoundError:
         raise DigestMismatch(f"{path} is missing; {expected.size} bytes were recorded") from None
     except OSError as error:  # a bad disk is damage like any other: who has something else to take can take it
         raise DigestMismatch(
             f"{path} cannot be read ({error.strerror}): repair the disk or the permissions, or make it again"
         ) from error
-    if found.sha256 != expected.sha256:
-        raise DigestMismatch(
-            f"{path} has sha256 {found.sha256}, {expected.sha256} was recorded: restore it or make it again"
-        )
+    if found != expected:
+        raise DigestMismatch(f"{path} has {found}, {expected} was recorded: restore it or make it again")
 
 
 def digest_file(path: Path) -> FileDigest:

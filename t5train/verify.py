@@ -1,9 +1,9 @@
 """Comparing what lies in a folder, here or in a store, with what its manifest says, byte by byte."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 from pydantic import ValidationError
 
@@ -23,6 +23,7 @@ from t5train.records import (
     TokenShards,
     Weights,
 )
+from t5train.safetensors_digest import SafetensorsDigest, digest_safetensors_stream
 
 _CHUNK_BYTES = 8 << 20
 _KINDS: dict[str, type[Record]] = {
@@ -99,23 +100,33 @@ def parse_manifest(content: bytes, where: str) -> Record:
     return record
 
 
-def verify_object(filesystem: Any, path: str, expected: FileDigest, shown: str, progress: Progress) -> None:
-    """DigestMismatch unless the object at ``path`` has this size and sha256; it is read back for that."""
-    digest, size = hashlib.sha256(), 0
+def verify_object(
+    filesystem: Any, path: str, expected: FileDigest | SafetensorsDigest, shown: str, progress: Progress
+) -> None:
+    """DigestMismatch unless the object at ``path`` has this size and digest; it is read back for that."""
+
+    def tell(size: int) -> None:
+        progress(f"bytes of {PurePosixPath(path).name} verified", size, expected.size)
+
     try:
         with filesystem.open(path, "rb", block_size=_CHUNK_BYTES) as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                size += len(chunk)
-                progress(f"bytes of {PurePosixPath(path).name} verified", size, expected.size)
+            found = _digest(file, tell) if isinstance(expected, FileDigest) else digest_safetensors_stream(file, tell)
     except FileNotFoundError:
         raise DigestMismatch(f"{shown} is missing; {expected.size} bytes were recorded") from None
-    found = FileDigest(size=size, sha256=digest.hexdigest())
     if found != expected:
         raise DigestMismatch(
-            f"{shown} has {found.size} bytes and sha256 {found.sha256}, "
-            f"{expected.size} bytes and {expected.sha256} were recorded: publish it again"
+            f"{shown} has {found.size} bytes and {found}, {expected.size} bytes and {expected} were recorded: "
+            "publish it again"
         )
+
+
+def _digest(file: IO[bytes], tell: Callable[[int], None]) -> FileDigest:
+    digest, size = hashlib.sha256(), 0
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+        size += len(chunk)
+        tell(size)
+    return FileDigest(size=size, sha256=digest.hexdigest())
 
 
 def object_names(filesystem: Any, folder: str) -> list[str]:

@@ -63,7 +63,7 @@ def drop_the_last_byte(path: Path) -> None:
     [
         (Path.unlink, "is missing"),
         (drop_the_last_byte, r"has \d+ bytes, \d+ were recorded"),
-        (flip_a_bit, "has sha256 [0-9a-f]{64}, [0-9a-f]{64} was recorded"),
+        (flip_a_bit, "has sha256 [0-9a-f]{64}, sha256 [0-9a-f]{64} was recorded"),
     ],
 )
 def test_a_damaged_file_is_named_and_the_record_is_not_reused(

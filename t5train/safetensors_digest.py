@@ -1,0 +1,97 @@
+"""One digest for a safetensors file, made of its tensors' digests: each byte is hashed once, many tensors at a time.
+
+A safetensors file is the length of its header (8 bytes, little-endian), the header (JSON) and the tensors' bytes
+without gaps. The sha256 of the whole can only be computed from one end to the other, by one core; those of the pieces
+- header and tensors - by as many as there are, and whoever wants the tensors' has them already.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import IO, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from t5train.cores import num_cores
+
+_LENGTH = struct.Struct("<Q")
+_MOST_HEADER_BYTES = 100 << 20  # safetensors itself reads no longer one
+_CHUNK_BYTES = 1 << 20
+
+
+class SafetensorsDigest(BaseModel):
+    """Size in bytes of a safetensors file, and the sha256 of its pieces' sha256s (32 bytes each) end to end.
+
+    The pieces are the header, its length included, and each tensor, in the order in which they lie in the file: all
+    of its bytes. The header's digest fixes where the tensors lie, so that two files have one digest only if they are
+    equal, as with a sha256 of the whole.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    size: int = Field(ge=0)
+    pieces_sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+    def __str__(self) -> str:
+        return f"sha256 of pieces {self.pieces_sha256}"
+
+    @classmethod
+    def joined(cls, size: int, pieces: Iterable[bytes]) -> Self:
+        """The digest of a file of this size whose pieces have these sha256s."""
+        return cls(size=size, pieces_sha256=hashlib.sha256(b"".join(pieces)).hexdigest())
+
+
+def digest_safetensors(path: Path) -> SafetensorsDigest:
+    """The digest of a file, whose pieces are hashed on all cores. Any file has one, also if it is damaged."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        ends = list(accumulate(_piece_sizes(file, size), initial=0))
+    with ThreadPoolExecutor(num_cores()) as threads:
+        pieces = threads.map(partial(_digest_span, path), *zip(*pairwise(ends), strict=True))
+        return SafetensorsDigest.joined(size, pieces)
+
+
+def digest_safetensors_stream(file: IO[bytes], tell: Callable[[int], None]) -> SafetensorsDigest:
+    """The digest of a seekable stream, read in order; ``tell`` learns how many bytes were read so far."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    sizes, pieces = _piece_sizes(file, size), []
+    file.seek(0)
+    for left in sizes:
+        digest = hashlib.sha256()
+        while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
+            digest.update(chunk)
+            left -= len(chunk)
+            tell(file.tell())
+        pieces.append(digest.digest())
+    return SafetensorsDigest.joined(size, pieces)
+
+
+def _piece_sizes(file: IO[bytes], size: int) -> list[int]:
+    """Bytes of the header and of each tensor; the whole file is one piece where the header does not account for it."""
+    try:
+        (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+        if length > min(size, _MOST_HEADER_BYTES):
+            return [size]
+        entries = json.loads(file.read(length))
+        spans = sorted(entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__")
+        sizes = [_LENGTH.size + length, *(end - start for start, end in spans)]
+        gapless = all(before[1] == after[0] for before, after in pairwise([[0, 0], *spans]))
+    except (struct.error, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
+        return [size]
+    whole = all(isinstance(piece, int) and piece >= 0 for piece in sizes)
+    return sizes if whole and gapless and sum(sizes) == size else [size]
+
+
+def _digest_span(path: Path, start: int, end: int) -> bytes:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(min(_CHUNK_BYTES, end - start)))
+    with open(path, "rb", buffering=0) as file:
+        while start < end and (count := os.preadv(file.fileno(), [buffer[: end - start]], start)):
+            digest.update(buffer[:count])
+            start += count
+    return digest.digest()
