@@ -45,6 +45,18 @@ def partial_folder(path: Path) -> Iterator[Path]:
         os.close(lock)
 
 
+def discard(path: Path) -> None:
+    """Remove a folder so that its name is free at once, also for one who finds it after a removal that was killed."""
+    aside = path.with_name(f".{path.name}.discarded")
+    try:
+        if aside.exists():
+            shutil.rmtree(aside)
+        path.rename(aside)
+        shutil.rmtree(aside)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be removed: {error}; remove it yourself, then try again") from error
+
+
 def copy_durably(source: Path, target: Path) -> None:
     """Copy the bytes of a file to a new name and wait until they are on disk."""
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -2,13 +2,12 @@
 
 import logging
 import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from t5train.atomic import write_json, write_text
-from t5train.atomic_folder import copy_durably, filling
+from t5train.atomic_folder import copy_durably, discard, filling
 from t5train.data.tokenizer import SPIECE
 from t5train.errors import InputError, RecordError, StorageError
 from t5train.fingerprint import fingerprint
@@ -36,17 +35,18 @@ def export(
     """Write ``out``: safetensors, config, generation config, tokenizer files, model card, manifest.
 
     ``witness`` is the folder with the training engine's witness, which decides the configuration. The result is
-    not certified yet: see ``t5train.certify``. An export of other inputs in ``out`` is replaced; anything else
-    there raises StorageError. Damaged inputs raise DigestMismatch, and a vocabulary that the model was not trained
-    with InputError.
+    not certified yet: see ``t5train.certify``. An earlier export of the same run in ``out`` is replaced; anything else
+    there raises StorageError. Damaged inputs raise DigestMismatch, and weights or a vocabulary that are not those of
+    the witness InputError.
     """
     seen = Witness.load(witness)
+    _require_its_weights(weights, seen)
     _require_its_vocabulary(tokenizer, seen)
+    _require_replaceable(out, seen)
     lineage = _lineage(weights, tokenizer, seen, spec)
     identity = fingerprint({"stage": "export", "schema_version": 1, "inputs": lineage})
     if (existing := reusable(Export, out, identity, progress)) is not None:
         return existing
-    _require_replaceable(out)
     with filling(out) as folder:
         _take_files(weights, _weight_names(weights), folder, progress)
         _take_files(tokenizer, list(tokenizer.files), folder, progress)
@@ -59,8 +59,21 @@ def export(
             files=digest_files(folder, sorted(path.name for path in folder.iterdir())),
             counts={"num_parameters": seen.num_parameters, "step": seen.step, "tensors": len(seen.tensors)},
         ).commit(folder)
-        _discard(out)
+        _give_way(out)
     return record
+
+
+def _require_its_weights(weights: Weights, witness: Witness) -> None:
+    """The engine bears witness to its last step alone, so that of others nothing could be certified.
+
+    Weights of a checkpoint that this project did not write tell of no run; the certificate will tell.
+    """
+    found = (weights.inputs.get("run", witness.run_fingerprint), weights.counts.get("step", witness.step))
+    if found != (witness.run_fingerprint, witness.step):
+        raise InputError(
+            f"{weights.path} holds weights of run {found[0][:12]} at step {found[1]}, and the witness is of run "
+            f"{witness.run_fingerprint[:12]} at step {witness.step}: take those that belong together"
+        )
 
 
 def _require_its_vocabulary(tokenizer: TokenizerFiles, witness: Witness) -> None:
@@ -123,18 +136,22 @@ def _write_model_config(settings: dict[str, Any], folder: Path) -> None:
     write_json(folder / "generation_config.json", GenerationConfig(**ids).to_diff_dict())
 
 
-def _require_replaceable(out: Path) -> None:
-    """StorageError unless ``out`` is absent, empty, or an export that this project made."""
-    if out.is_dir() and not any(out.iterdir()):
+def _require_replaceable(out: Path, witness: Witness) -> None:
+    """StorageError unless ``out`` is absent, empty, or an export of the same run."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    if out.exists():
-        try:
-            Export.load(out)
-        except RecordError as error:
-            raise StorageError(f"{out} is in the way: {error}. Remove it or export to another folder") from error
+    try:
+        there = Export.load(out)
+    except RecordError as error:
+        raise StorageError(f"{out} is in the way: {error}. Remove it or export to another folder") from error
+    if (other := there.inputs.get("run", "")) != witness.run_fingerprint:
+        raise StorageError(
+            f"{out} holds the export of run {other[:12]} (made {there.provenance.created_at}), and this one is of run "
+            f"{witness.run_fingerprint[:12]}: export to another folder, or remove that one yourself"
+        )
 
 
-def _discard(out: Path) -> None:
-    if out.exists():
-        _log.warning("the export in %s is of other inputs, or damaged: it is replaced", out)
-        shutil.rmtree(out)
+def _give_way(out: Path) -> None:
+    if out.exists() and any(out.iterdir()):
+        _log.warning("the export in %s is of other weights of this run, or damaged: it is replaced", out)
+        discard(out)

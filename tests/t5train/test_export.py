@@ -17,6 +17,11 @@ from t5train.records import Export, FileDigest
 MakeTrained = Callable[..., Any]
 
 
+def _change_witness(trained: Any, **changes: Any) -> None:
+    path = trained.witness / "witness.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 @pytest.mark.parametrize("version", ["v1.0", "v1.1"])
 @pytest.mark.parametrize("num_files", [1, 3])
 def test_plain_transformers_loads_every_tensor_and_nothing_else(
@@ -55,9 +60,7 @@ def test_the_folder_generates_and_tokenises_as_it_is(make_trained: MakeTrained, 
 
 def test_a_vocabulary_that_the_model_was_not_trained_with_is_refused(make_trained: MakeTrained, tmp_path: Path) -> None:
     trained = make_trained()
-    witness = trained.witness / "witness.json"
-    told = json.loads(witness.read_text())
-    witness.write_text(json.dumps({**told, "inputs": {**told["inputs"], "vocabulary": "a" * 64}}))
+    _change_witness(trained, inputs={"vocabulary": "a" * 64})
     with pytest.raises(InputError, match="another vocabulary than the model was trained with"):
         export(*trained, tmp_path / "out")
     right = FileDigest(size=1, sha256="a" * 64)
@@ -90,6 +93,39 @@ def test_an_export_of_other_weights_takes_the_place_of_the_old_one(make_trained:
     changed = trained._replace(weights=trained.weights.model_copy(update={"fingerprint": "f" * 64}))
     assert export(*changed, tmp_path / "out").fingerprint != old.fingerprint
     assert Export.load(tmp_path / "out").inputs["weights"] == "f" * 64
+
+
+def test_an_export_of_another_run_is_left_alone_and_both_are_named(make_trained: MakeTrained, tmp_path: Path) -> None:
+    trained = make_trained()
+    theirs = export(*trained, tmp_path / "out")
+    _change_witness(trained, run_fingerprint="9" * 64)
+    weights = trained.weights.model_copy(update={"inputs": {"run": "9" * 64}})
+    with pytest.raises(StorageError, match=r"of run 333333333333 .*this one is of run 999999999999"):
+        export(*trained._replace(weights=weights), tmp_path / "out")
+    assert Export.load(tmp_path / "out") == theirs
+    theirs.verify()
+    export(*trained._replace(weights=weights), tmp_path / "other")
+
+
+@pytest.mark.parametrize("changed", [{"inputs": {"run": "9" * 64}}, {"counts": {"step": 3}}])
+def test_weights_that_the_witness_says_nothing_of_are_refused(
+    make_trained: MakeTrained, tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    trained = make_trained()
+    weights = trained.weights.model_copy(update=changed)
+    with pytest.raises(InputError, match="and the witness is of run 333333333333 at step 7"):
+        export(*trained._replace(weights=weights), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_removal_that_was_killed_leaves_nothing_in_the_way(make_trained: MakeTrained, tmp_path: Path) -> None:
+    trained = make_trained()
+    made = export(*trained, tmp_path / "out")
+    made.path.rename(tmp_path / ".out.discarded")  # as far as the killed one came
+    export(*trained, tmp_path / "out")
+    changed = trained._replace(weights=trained.weights.model_copy(update={"fingerprint": "f" * 64}))
+    export(*changed, tmp_path / "out").verify()
+    assert not (tmp_path / ".out.discarded").exists()
 
 
 def test_a_folder_that_is_no_export_is_left_alone(make_trained: MakeTrained, tmp_path: Path) -> None:
