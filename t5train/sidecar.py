@@ -22,12 +22,14 @@ from t5train.records import FileDigest, verify_file
 
 Precision = Literal["fp32", "bf16", "fp16"]
 _OWN_DIGEST = "sha256"
+_EXPERTS, _GATE = "deepspeed_moe.experts.deepspeed_experts.", "deepspeed_moe.gate.wg."
 _SAME_ON_EVERY_RANK = (
     "run_fingerprint",
     "step",
     "tag",
     "world_size",
     "aliases",
+    "expert_layers",
     "model_prefix",
     "huggingface_config",
     "data",
@@ -80,6 +82,36 @@ class ParameterSlot(_Part):
         return self
 
 
+class ExpertLayer(_Part):
+    """One layer with a mixture of experts, Hugging Face's sparse layer ``path`` (``"encoder.block.1.layer.1.mlp"``).
+
+    ``module`` is what the files call DeepSpeed's ``MoE`` in it, behind the model's prefix; it names its experts and
+    their gate otherwise than Hugging Face. Expert-parallel rank e of ``expert_parallel_size`` holds experts
+    ``e * n`` to ``e * n + n - 1``, n being ``num_experts // expert_parallel_size``.
+    """
+
+    path: str = Field(min_length=1)
+    module: str = Field(min_length=1)
+    num_experts: int = Field(ge=1)
+    expert_parallel_size: int = Field(ge=1)
+
+    def huggingface_name(self, name: str) -> str:
+        """Hugging Face's name for what the files call ``name``, experts numbered over all ranks."""
+        experts, gate = f"{self.module}.{_EXPERTS}", f"{self.module}.{_GATE}"
+        if name.startswith(experts):
+            return f"{self.path}.experts.expert_{name.removeprefix(experts)}"
+        return f"{self.path}.router.classifier.{name.removeprefix(gate)}" if name.startswith(gate) else name
+
+    @model_validator(mode="after")
+    def _ranks_hold_equally_many(self) -> Self:
+        if self.num_experts % self.expert_parallel_size:
+            raise ValueError(
+                f"{self.path}: num_experts is {self.num_experts}: it must be a multiple of expert_parallel_size "
+                f"({self.expert_parallel_size})"
+            )
+        return self
+
+
 class DataState(_Part):
     """How far training has read, as one integer, and from which token shards."""
 
@@ -92,7 +124,8 @@ class Sidecar(_Part):
 
     ``files`` holds what this rank wrote, by name within the tag's folder. ``groups`` lists the optimizer's
     parameter groups in order, empty where the module's own weights are the fp32 masters (ZeRO 0 in fp32).
-    ``aliases`` maps a tied name to the name that owns the storage. All names are Hugging Face's; the files hold
+    ``aliases`` maps a tied name to the name that owns the storage. Experts in ``groups`` are those of this rank,
+    numbered over all ranks. All names are Hugging Face's; the files hold
     them behind ``model_prefix``. Generator states are base64 text, by generator.
     """
 
@@ -106,6 +139,7 @@ class Sidecar(_Part):
     files: dict[str, FileDigest]
     groups: list[list[ParameterSlot]]
     aliases: dict[str, str] = {}
+    expert_layers: list[ExpertLayer] = []
     huggingface_config: dict[str, Any]
     model_prefix: str = ""
     data: DataState
@@ -119,6 +153,20 @@ class Sidecar(_Part):
             if PurePosixPath(name).name != name or name in {"", ".."}:
                 raise ValueError(f"{name!r} is not the plain name of a file")
         return files
+
+    @model_validator(mode="after")
+    def _experts_fit_the_ranks(self) -> Self:
+        for layer in self.expert_layers:
+            if self.layout.data_parallel_size % layer.expert_parallel_size:
+                raise ValueError(
+                    f"{layer.path}: expert_parallel_size is {layer.expert_parallel_size}: it must divide "
+                    f"data_parallel_size ({self.layout.data_parallel_size})"
+                )
+        for what in ("path", "module"):
+            named = [getattr(layer, what) for layer in self.expert_layers]
+            if len(set(named)) < len(named):
+                raise ValueError(f"expert_layers have the {what}s {named}: each must have its own")
+        return self
 
     @model_validator(mode="after")
     def _rank_is_one_of_the_world(self) -> Self:

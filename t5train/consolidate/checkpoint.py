@@ -52,7 +52,10 @@ class OpenedCheckpoint:
         prefix = self.sidecars[0].model_prefix if self.sidecars else ""
         if not name.startswith(prefix):
             raise ConsolidationError(f"{self.folder}: {name!r} does not begin with {prefix!r}")
-        return name.removeprefix(prefix)
+        plain = name.removeprefix(prefix)
+        for layer in self.sidecars[0].expert_layers if self.sidecars else ():
+            plain = layer.huggingface_name(plain)
+        return plain
 
 
 def open_checkpoint(checkpoint: Path, tag: str | None, progress: Progress) -> OpenedCheckpoint:

@@ -76,25 +76,31 @@ def _sizes(optimizer: Mapping[str, Any]) -> list[int | None]:
 
 def _sources(checkpoint: OpenedCheckpoint, optimizers: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, int]]:
     """File and number of every distinct parameter group: a dense one of the first file, one of experts of several."""
-    ranks, files = ExpertRanks.of(model_states(checkpoint, MODEL_STATES)), list(optimizers)
-    writers = [holders[0] for holders in ranks.holding(len(files))]
+    ranks, writers = ExpertRanks.of(model_states(checkpoint, MODEL_STATES)), _writers(checkpoint)
     return [
-        (next(file for file, writer in zip(files, writers, strict=True) if writer in holders), index)
-        for index, size in enumerate(_sizes(optimizers[files[0]]))
+        (next(file for file, writer in writers.items() if writer in holders), index)
+        for index, size in enumerate(_sizes(next(iter(optimizers.values()))))
         for holders in ranks.holding(size or 1)
     ]
 
 
+def _writers(checkpoint: OpenedCheckpoint) -> dict[str, int]:
+    """The data-parallel rank that wrote each file: the first of those with the same experts."""
+    files, ranks = _files(checkpoint), ExpertRanks.of(model_states(checkpoint, MODEL_STATES))
+    return {file: holders[0] for file, holders in zip(files, ranks.holding(len(files)), strict=True)}
+
+
 def _recorded(checkpoint: OpenedCheckpoint, sources: Sequence[tuple[str, int]]) -> Layouts:
     """The layouts as the sidecar of the rank that wrote a file has them."""
-    groups = {name: sidecar.groups for sidecar in checkpoint.sidecars for name in sidecar.files}
+    groups = {sidecar.layout.data_parallel_rank: sidecar.groups for sidecar in checkpoint.sidecars}
+    writers = _writers(checkpoint)
     for file, index in sources:
-        if index >= len(groups[file]):
+        if index >= len(groups.get(writers[file], ())):
             raise IncompleteCheckpoint(
-                f"{checkpoint.folder / file} has a parameter group {index}; the sidecar of its rank records "
-                f"{len(groups[file])}"
+                f"{checkpoint.folder / file} has a parameter group {index}, which the sidecar of data-parallel rank "
+                f"{writers[file]} does not record"
             )
-    return {(file, index): groups[file][index] for file, index in sources}
+    return {(file, index): groups[writers[file]][index] for file, index in sources}
 
 
 def _in_module_order(checkpoint: OpenedCheckpoint, module: ModuleStates, held: Mapping[str, _Groups]) -> Layouts:

@@ -11,17 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from t5train.consolidate.checkpoint import OpenedCheckpoint
-from t5train.consolidate.dense import MODEL_STATES
+from t5train.consolidate.dense import MODEL_STATES, states_of, whole_module
 from t5train.consolidate.metadata import StoredTensor
-from t5train.consolidate.module_states import (
-    ModuleStates,
-    Weight,
-    buffer_names,
-    model_states,
-    step_of,
-    stored_weights,
-    tied_names,
-)
+from t5train.consolidate.module_states import ModuleStates, model_states
 from t5train.consolidate.state_files import StateFile, numbered
 from t5train.errors import IncompleteCheckpoint, UnknownLayout
 
@@ -47,7 +39,7 @@ class ExpertName:
 
 
 @dataclass(frozen=True)
-class ExpertLayer:
+class StoredExperts:
     """One MoE layer: its path in the module, and the tensors of each expert by the names of the files."""
 
     path: str
@@ -56,29 +48,21 @@ class ExpertLayer:
 
 def module_states(checkpoint: OpenedCheckpoint) -> ModuleStates:
     """The module, its experts included."""
-    model = model_states(checkpoint, MODEL_STATES)
+    model = whole_module(checkpoint)
     layers = expert_layers(checkpoint)
     tensors = dict(model["module"])
     for layer in layers:
         for expert in layer.experts:
             tensors |= expert
-    whole = model | {
-        "buffer_names": [*(model.get("buffer_names") or ()), *_expert_buffers(model, layers)],
-        "shared_params": _ties(model, layers),
-    }
-    stored = stored_weights(checkpoint, tensors)
-    return ModuleStates(
-        weights={name: Weight.of(weight) for name, weight in stored.items()},
-        buffers=buffer_names(checkpoint, whole),
-        aliases=tied_names(checkpoint, whole, stored),
-        step=step_of(checkpoint, model),
-    )
+    buffers = [*(model.get("buffer_names") or ()), *_expert_buffers(model, layers)]
+    everything = {"module": tensors, "buffer_names": buffers, "shared_params": _ties(model, layers)}
+    return states_of(checkpoint, model | everything)
 
 
-def expert_layers(checkpoint: OpenedCheckpoint) -> list[ExpertLayer]:
+def expert_layers(checkpoint: OpenedCheckpoint) -> list[StoredExperts]:
     """The MoE layers in the module's order, once every expert's file was found to be what its name says."""
     counts = model_states(checkpoint, MODEL_STATES).get("num_experts")
-    if not isinstance(counts, list) or not all(isinstance(count, int) for count in counts):
+    if not isinstance(counts, list) or not all(isinstance(n, int) and n > 0 for n in counts):
         raise UnknownLayout(f"{checkpoint.folder / MODEL_STATES} says {counts!r} of the experts of its layers")
     files = {(layer, expert): name for (layer, expert), name in numbered(checkpoint.names, StateFile.EXPERT)}
     expected = {(layer, expert) for layer, count in enumerate(counts) for expert in range(count)}
@@ -92,10 +76,11 @@ def expert_layers(checkpoint: OpenedCheckpoint) -> list[ExpertLayer]:
         _layer(checkpoint, [files[layer, expert] for expert in range(count)]) for layer, count in enumerate(counts)
     ]
     _require_distinct(checkpoint, [layer.path for layer in layers])
+    _require_recorded(checkpoint, layers)
     return layers
 
 
-def _layer(checkpoint: OpenedCheckpoint, files: Sequence[str]) -> ExpertLayer:
+def _layer(checkpoint: OpenedCheckpoint, files: Sequence[str]) -> StoredExperts:
     """One layer from the files of its experts, in order."""
     contents = [checkpoint.read(file) for file in files]
     first = ExpertName.parse(next(iter(contents[0]), ""))
@@ -107,7 +92,7 @@ def _layer(checkpoint: OpenedCheckpoint, files: Sequence[str]) -> ExpertLayer:
                 f"{checkpoint.folder / file} holds {strangers[:1] or sorted(content)[:3]}, which are not the tensors "
                 f"of expert {expert} of the layer of {files[0]}: it was renamed, or is of another checkpoint"
             )
-    return ExpertLayer(first.layer if first else "", contents)
+    return StoredExperts(first.layer if first else "", contents)
 
 
 def _is_of(name: str, first: ExpertName | None, expert: int) -> bool:
@@ -133,7 +118,19 @@ def _require_distinct(checkpoint: OpenedCheckpoint, paths: Sequence[str]) -> Non
             )
 
 
-def _expert_buffers(model: Mapping[str, Any], layers: Iterable[ExpertLayer]) -> list[str]:
+def _require_recorded(checkpoint: OpenedCheckpoint, layers: Sequence[StoredExperts]) -> None:
+    if not checkpoint.sidecars:
+        return
+    prefix = checkpoint.sidecars[0].model_prefix
+    recorded = {prefix + layer.module: layer.num_experts for layer in checkpoint.sidecars[0].expert_layers}
+    found = {layer.path: len(layer.experts) for layer in layers}
+    if found != recorded:
+        raise IncompleteCheckpoint(
+            f"{checkpoint.folder}: the files hold layers with experts {found}, the sidecars record {recorded}"
+        )
+
+
+def _expert_buffers(model: Mapping[str, Any], layers: Iterable[StoredExperts]) -> list[str]:
     """The buffers of all experts: those of rank 0's are named, and an expert is like another."""
     kinds = {_kind(name) for name in model.get("buffer_names") or () if ExpertName.parse(name)}
     return [name for layer in layers for expert in layer.experts for name in expert if _kind(name) in kinds]
@@ -144,7 +141,7 @@ def _kind(name: str) -> tuple[str, str]:
     return (parsed.layer, parsed.tensor) if parsed else ("", name)
 
 
-def _ties(model: Mapping[str, Any], layers: Sequence[ExpertLayer]) -> dict[str, str]:
+def _ties(model: Mapping[str, Any], layers: Sequence[StoredExperts]) -> dict[str, str]:
     """Alias to owner: a tie inside an expert of rank 0 is one inside every expert of the layer."""
     ties: dict[str, str] = {}
     for alias, owner in (model.get("shared_params") or {}).items():

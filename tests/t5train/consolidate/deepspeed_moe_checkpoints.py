@@ -2,8 +2,9 @@
 
     RANK=... WORLD_SIZE=4 PYTHONHASHSEED=0 python deepspeed_moe_checkpoints.py FOLDER
 
-Each layout gets ``FOLDER/theirs/{layout}/``, a DeepSpeed save folder, and from every rank ``FOLDER/live/{layout}/
-{rank}.pt``: the masters and weights it held, experts numbered globally. The hash seed makes all ranks order expert
+Each layout gets ``FOLDER/theirs/{layout}/``, a DeepSpeed save folder, ``FOLDER/ours/{layout}/``, the same with
+sidecars, and from every rank ``FOLDER/live/{layout}/{rank}.pt``: the masters and weights it held, experts numbered
+globally. The hash seed makes all ranks order expert
 groups of different sizes alike, which DeepSpeed takes from a Python set; else they would wait for each other for ever.
 """
 
@@ -20,6 +21,11 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups, safe_get_full_fp32_param
 from torch import nn
+
+from t5train import sidecar
+from t5train.records import digest_files
+from t5train.sidecar import DataState, ExpertLayer, ParallelLayout, ParameterSlot, Sidecar
+from t5train.train.parameter_layout import describe
 
 STEPS = 3
 _EXPERT = re.compile(r"(.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.*)")
@@ -41,7 +47,10 @@ class Expert(nn.Module):
 
 @dataclass(frozen=True)
 class Layout:
-    """A DeepSpeed configuration, the expert-parallel size of each MoE layer, and how parameters are grouped."""
+    """A DeepSpeed configuration, the expert-parallel size of each MoE layer, and how parameters are grouped.
+
+    A ``plain`` module has neither ties nor frozen parameters.
+    """
 
     stage: int
     precision: str
@@ -50,6 +59,7 @@ class Layout:
     residual: bool = False
     max_group_size: int = 1 << 20
     decay_groups: bool = False
+    plain: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
 
@@ -66,9 +76,13 @@ def layouts(world_size: int) -> dict[str, Layout]:
         "zero2-bf16-every-expert-everywhere": Layout(2, "bf16", (1, 1), decay_groups=True),
     }
     if world_size == 2:
-        return common | {"zero1-fp32": Layout(1, "fp32", (2, 2), num_experts=(2, 6))}
+        return common | {
+            "zero0-bf16-plain": Layout(0, "bf16", (2, 2), max_group_size=120, plain=True, settings=bf16_sums),
+            "zero1-fp32": Layout(1, "fp32", (2, 2), num_experts=(2, 6)),
+        }
     offload = {"offload_optimizer": {"device": "cpu"}}
     return common | {
+        "zero0-bf16-plain": Layout(0, "bf16", (2, 2), num_experts=(4, 2), plain=True, settings=bf16_sums),
         "zero0-bf16-ep2": Layout(0, "bf16", (2, 2), settings=bf16_sums),
         "zero1-bf16-fp32-accumulation": Layout(1, "bf16", (2, 2), max_group_size=60, settings=fp32_sums),
         "zero2-bf16-split": Layout(2, "bf16", (2, 2), max_group_size=60, decay_groups=True, residual=True),
@@ -98,6 +112,10 @@ class Toy(nn.Module):
         self.norm = nn.LayerNorm(6)
         self.decoder = nn.Linear(6, 11, bias=False)
         self.decoder.weight = self.shared.weight
+        if layout.plain:
+            self.decoder.weight = nn.Parameter(0.5 * self.shared.weight.detach())
+            for parameter in self.parameters():
+                parameter.requires_grad_(True)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden, losses = self.shared(ids), 0.0
@@ -172,6 +190,51 @@ def held(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
     return {"masters": masters, "weights": weights, "buffers": buffers}
 
 
+def save_ours(engine: Any, layout: Layout, folder: Path) -> None:
+    tag, rank = "step-00000003", engine.global_rank
+    engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+    layers = [
+        ExpertLayer(path=f"block.{index}.mlp", module=f"moe.{index}", num_experts=count, expert_parallel_size=size)
+        for index, (count, size) in enumerate(zip(layout.num_experts, layout.expert_parallel_sizes, strict=True))
+    ]
+    place = ParallelLayout(
+        zero_stage=layout.stage,  # type: ignore[arg-type]  # pydantic checks it
+        precision=layout.precision,  # type: ignore[arg-type]  # pydantic checks it
+        data_parallel_rank=rank,
+        data_parallel_size=engine.world_size,
+    )
+    sidecar.write(
+        folder / tag,
+        Sidecar(
+            run_fingerprint="f" * 64,
+            step=engine.global_steps,
+            tag=tag,
+            rank=rank,
+            world_size=engine.world_size,
+            layout=place,
+            files=digest_files(folder / tag, [p.name for p in (folder / tag).glob("*.pt") if writer(p.name) == rank]),
+            groups=[[published(engine, slot, layers) for slot in group] for group in describe(engine)],
+            aliases={} if layout.plain else {"decoder.weight": "shared.weight"},
+            expert_layers=layers,
+            huggingface_config={"model_type": "toy"},
+            data=DataState(samples_consumed=24, shards_fingerprint="s"),
+        ),
+    )
+
+
+def writer(name: str) -> int:
+    """The rank that speaks for a file; the first for what others wrote as well."""
+    match = re.search(r"zero_pp_rank_(\d+)_", name)
+    return int(match[1]) if match else 0
+
+
+def published(engine: Any, slot: ParameterSlot, layers: list[ExpertLayer]) -> ParameterSlot:
+    name = global_name(engine, slot.name)
+    for layer in layers:
+        name = layer.huggingface_name(name)
+    return slot.model_copy(update={"name": name})
+
+
 def main(folder: Path) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
@@ -179,6 +242,7 @@ def main(folder: Path) -> None:
     for name, layout in layouts(world_size).items():
         engine = train(layout)
         engine.save_checkpoint(str(folder / "theirs" / name))
+        save_ours(engine, layout, folder / "ours" / name)
         (folder / "live" / name).mkdir(parents=True, exist_ok=True)
         torch.save(held(engine), folder / "live" / name / f"{rank}.pt")
         torch.distributed.barrier()
