@@ -38,9 +38,13 @@ def certify_in_fresh_process(export: Export, witness: Path, progress: Progress =
     """The export with a passing certificate among its files; one that holds already is kept.
 
     The certificate is made by a new Python process, whose log is ``certify.log`` beside the export.
-    Raises CertificationError with what differed.
+    Raises CertificationError with what differed, InputError when the witness is of another run than the export, and
+    DigestMismatch when a certified export is damaged.
     """
+    _require_its_witness(export, Witness.load(witness))
     if _is_certified(export, witness):
+        if not export.reused:  # else every byte was compared a moment ago
+            export.verify(progress)
         return export.model_copy(update={"reused": True})
     _run_certifier(export.path, witness, progress)
     certificate = export.path / CERTIFICATE
@@ -55,9 +59,11 @@ def certify(export_folder: Path, witness: Path, progress: Progress = silent) -> 
     """Load the export, compare it with the witness in the folder ``witness``, write ``certificate.json``.
 
     Raises CertificationError that lists what differed, after writing ``certificate.failed.json`` beside the export;
-    DigestMismatch when a file of the export is not the one its manifest tells of.
+    InputError when the witness is of another run, and DigestMismatch when a file of the export is not the one its
+    manifest tells of.
     """
     export = Export.load(export_folder)
+    _require_its_witness(export, Witness.load(witness))
     files = _uncertified_files(export)
     export.model_copy(update={"files": files}).verify(progress)
     certificate = _compare(export, files, witness, progress)
@@ -120,6 +126,15 @@ def _device(witness: Witness) -> str:
     return witness.device_type if accelerator is not None and accelerator.type == witness.device_type else "cpu"
 
 
+def _require_its_witness(export: Export, witness: Witness) -> None:
+    """One of another run would withdraw a certificate that holds."""
+    if export.inputs["run"] != witness.run_fingerprint:
+        raise InputError(
+            f"{export.path} is of run {export.inputs['run'][:12]}, the witness of run {witness.run_fingerprint[:12]}: "
+            "name the folder `witness` of the run that the export is of"
+        )
+
+
 def _is_certified(export: Export, witness: Path) -> bool:
     if CERTIFICATE not in export.files:
         return False
@@ -127,7 +142,7 @@ def _is_certified(export: Export, witness: Path) -> bool:
     try:
         certificate = Certificate.parse(path.read_bytes(), str(path))
         certificate.require_vouching(export.fingerprint, export.files, str(path))
-    except (CertificationError, FileNotFoundError):
+    except (CertificationError, OSError):  # one that cannot be read vouches for nothing
         return False
     return certificate.witness == _witness_digests(witness)
 
@@ -139,8 +154,10 @@ def _uncertified_files(export: Export) -> dict[str, FileDigest]:
 def _witness_digests(folder: Path) -> dict[str, FileDigest]:
     try:
         return digest_files(folder, (WITNESS, WITNESS_TENSORS))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise InputError(f"{error.filename} does not exist: name the folder `witness` of a finished run") from None
+    except OSError as error:
+        raise InputError(
+            f"{error.filename} cannot be read ({error.strerror}): name the folder `witness` of a finished run"
+        ) from None
 
 
 def _run_certifier(export_folder: Path, witness: Path, progress: Progress) -> None:

@@ -98,9 +98,12 @@ def compare_logits(logits: "torch.Tensor", recorded: "torch.Tensor") -> ProbeCom
 
 
 def differing_probes(probes: Mapping[str, ProbeComparison], relative_tolerance: float) -> list[str]:
-    """Probes whose logits are not the recorded bits, or beyond a tolerance above zero (a NaN always is)."""
+    """Probes whose logits are not finite, not the recorded bits, or beyond a tolerance above zero."""
     found = []
     for probe, seen in probes.items():
+        if seen.bit_equal and not math.isfinite(seen.max_difference):
+            found.append(f"logits of probe {probe!r} are the recorded ones, and not finite: no model that can be used")
+            continue
         near = relative_tolerance > 0 and seen.max_relative_difference <= relative_tolerance
         if not (seen.bit_equal or near):
             found.append(

@@ -52,7 +52,7 @@ class Witness(BaseModel):
         try:
             return cls.model_validate_json(path.read_bytes())
         except FileNotFoundError:
-            raise InputError(f"{path} does not exist: the training run writes it at its last step") from None
+            raise InputError(f"{path} does not exist: name the folder `witness` of a run that has ended") from None
         except OSError as error:
             raise InputError(f"{path} cannot be read ({error.strerror}): repair the disk or the permissions") from error
         except ValidationError as error:

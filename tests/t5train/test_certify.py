@@ -72,6 +72,23 @@ def test_a_certificate_that_holds_is_kept_and_one_of_another_witness_is_not(
     assert not certify_in_fresh_process(exported, witness).reused
 
 
+def test_a_witness_of_another_run_is_refused_and_withdraws_no_certificate(make_export: MakeExport) -> None:
+    exported = make_export()
+    witness = exported.path.parent / "witness"
+    rewrite_json(witness / "witness.json", run_fingerprint="9" * 64)
+    for attempt in (certify_in_fresh_process, lambda export, folder: certify(export.path, folder)):
+        with pytest.raises(InputError, match="is of run 333333333333, the witness of run 999999999999"):
+            attempt(exported, witness)
+    Export.load(exported.path).verify()
+
+
+def test_a_certificate_is_not_kept_for_files_that_changed_on_disk(make_export: MakeExport) -> None:
+    exported = make_export()
+    (exported.path / "config.json").write_text("{}")
+    with pytest.raises(DigestMismatch, match=r"config\.json"):
+        certify_in_fresh_process(Export.load(exported.path), exported.path.parent / "witness")
+
+
 def test_one_changed_bit_of_one_weight_is_refused_by_name(make_export: MakeExport) -> None:
     exported = make_export(certified=False)
     name = "decoder.block.0.layer.0.SelfAttention.q.weight"
@@ -174,6 +191,14 @@ def test_equal_bits_are_asked_for_unless_a_tolerance_is_given() -> None:
     assert differing_probes({"probe": compare_logits(logits + 1, logits)}, 1e-3)
     assert differing_probes({"probe": compare_logits(logits * torch.nan, logits)}, 1e-3)
     assert differing_probes({"probe": compare_logits(logits[:, :2], logits)}, 1e-3)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_model_that_computes_no_numbers_is_not_certified_even_if_it_does_so_again(value: float) -> None:
+    logits = torch.full((1, 2, 3), value)
+    assert compare_logits(logits, logits.clone()).bit_equal
+    (found,) = differing_probes({"probe": compare_logits(logits, logits.clone())}, 0.0)
+    assert "not finite" in found
 
 
 def test_broken_and_unwanted_ties_are_told_apart(make_export: MakeExport) -> None:
