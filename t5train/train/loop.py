@@ -115,8 +115,14 @@ class Trainer:
     def _validate_when_due(self, metrics: Metrics | None) -> None:
         if self.step % self.spec.storage.validate_every_steps or self.step == self.spec.optimizer.num_steps:
             return
-        losses = validation.validate(self.engine, self.held_out, self.shards, self.spec)
+        losses = self._validate()
         self._report(metrics, {"validation_loss": losses.all_targets, "validation_content_loss": losses.content})
+
+    def _validate(self) -> validation.Losses:
+        """The first to see what the last update made of the weights."""
+        losses = validation.validate(self.engine, self.held_out, self.shards, self.spec)
+        honesty.require_finite(self.step, losses.all_targets, None)
+        return losses
 
     def _save_when_due(self) -> None:
         last = self.step == self.spec.optimizer.num_steps
@@ -126,7 +132,7 @@ class Trainer:
             checkpointing.prune(self.job, self.step)
 
     def _conclude(self, metrics: Metrics | None) -> None:
-        losses = validation.validate(self.engine, self.held_out, self.shards, self.spec)
+        losses = self._validate()
         shuffled = validation.validate(self.engine, self.held_out, self.shards, self.spec, shuffled=True)
         summary: Values = {
             "validation_loss": losses.all_targets,

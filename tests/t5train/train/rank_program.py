@@ -96,6 +96,19 @@ def _loss_becomes_nan() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _last_update_spoils_the_weights() -> Iterator[None]:
+    original = loop.Trainer._conclude
+
+    def conclude(self: loop.Trainer, metrics: Any) -> None:
+        with torch.no_grad():
+            next(self.engine.module.parameters()).fill_(torch.nan)
+        original(self, metrics)
+
+    with mock.patch.object(loop.Trainer, "_conclude", conclude):
+        yield
+
+
+@contextlib.contextmanager
 def _ranks_read_the_same_samples() -> Iterator[None]:
     original = Samples.batch
 
@@ -146,6 +159,7 @@ def _rank_one_is_told_nothing() -> Iterator[None]:
 FAULTS: dict[str | None, Callable[[], contextlib.AbstractContextManager[None]]] = {
     None: _no_fault,
     "nan": _loss_becomes_nan,
+    "nan-at-the-end": _last_update_spoils_the_weights,
     "duplicate": _ranks_read_the_same_samples,
     "short-epochs": _epochs_of_three_samples,
     "frozen": _optimizer_does_nothing,

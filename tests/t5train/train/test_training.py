@@ -33,6 +33,7 @@ LAYOUTS = {
 }
 FAULTS = {
     "nan": ("NonFiniteLoss", "the loss is nan at step"),
+    "nan-at-the-end": ("NonFiniteLoss", "the loss is nan at step 6"),
     "duplicate": ("DuplicateBatch", "ranks 0 and 1 were given the same samples at step 1"),
     "frozen": ("WeightsDidNotMove", "3 optimizer steps up to step 3"),
     "skipped": ("TooManySkippedSteps", "optimizer steps were skipped"),
