@@ -46,6 +46,11 @@ class SafetensorsDigest(BaseModel):
         return cls(size=size, pieces_sha256=hashlib.sha256(b"".join(pieces)).hexdigest())
 
 
+def digest_piece(data: bytes) -> bytes:
+    """The sha256 of a piece at hand."""
+    return hashlib.sha256(data).digest()
+
+
 def digest_safetensors(path: Path) -> SafetensorsDigest:
     """The digest of a file, whose pieces are hashed on all cores. Any file has one, also if it is damaged."""
     size = path.stat().st_size
@@ -62,8 +67,8 @@ def digest_safetensors_stream(file: IO[bytes], tell: Callable[[int], None]) -> S
     file.seek(0)
     sizes, pieces = _piece_sizes(file, size), []
     file.seek(0)
-    for left in sizes:
-        digest = hashlib.sha256()
+    for piece_size in sizes:
+        digest, left = hashlib.sha256(), piece_size
         while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
             digest.update(chunk)
             left -= len(chunk)

@@ -8,10 +8,11 @@ from t5train.consolidate.checkpoint import OpenedCheckpoint, open_checkpoint
 from t5train.consolidate.layouts import plan_of
 from t5train.consolidate.out_folder import new_folder, put_in_place, require_vacant
 from t5train.consolidate.plan import Plan
-from t5train.consolidate.stream import write_weights
+from t5train.consolidate.stream import write_tensors
 from t5train.fingerprint import fingerprint
 from t5train.progress import Progress, silent
 from t5train.records import FileDigest, Weights, reusable
+from t5train.safetensors_digest import SafetensorsDigest
 from t5train.sidecar import files_of
 
 
@@ -27,9 +28,9 @@ def consolidate(
 
     ``checkpoint`` is a save folder with tags inside (the newest complete tag is taken, or ``tag``), or the folder
     of a tag. ``out`` gets ``model.safetensors`` (or files of at most ``shard_bytes``, and their index),
-    ``tensors.json`` with the sha256 of each tensor's bytes, and ``manifest.json``. Floating-point tensors are fp32,
-    whole numbers stay what they are; a tied parameter stands under its owner's name alone. Dense ZeRO 0, 1 and 2 in
-    fp32, bf16 and fp16.
+    ``model.tensors.json`` with the sha256 of each tensor's bytes, and ``manifest.json``. Floating-point tensors are
+    fp32, whole numbers stay what they are; a tied parameter stands under its owner's name alone. Dense ZeRO 0, 1 and
+    2 in fp32, bf16 and fp16.
 
     ``out`` appears whole or not at all; one that holds the same weights already is verified and reused. Raises
     InputError (no such checkpoint or tag), IncompleteCheckpoint (missing, altered or mixed files),
@@ -44,7 +45,9 @@ def consolidate(
     require_vacant(out, recorded)
     plan = plan_of(opened)
     with new_folder(out, plan.size) as folder:
-        files = write_weights(plan, folder, shard_bytes, has_digests=bool(opened.sidecars), progress=progress)
+        files = write_tensors(
+            plan.tensors, folder, "model", shard_bytes, has_digests=bool(opened.sidecars), progress=progress
+        )
         identity = recorded or _content_identity(files)
         if there := reusable(Weights, out, identity, progress):
             return there
@@ -64,12 +67,14 @@ def _recorded_identity(opened: OpenedCheckpoint, shard_bytes: int | None) -> str
     return fingerprint({"run": first.run_fingerprint, "step": first.step, "files": digests, "shard_bytes": shard_bytes})
 
 
-def _content_identity(files: Mapping[str, FileDigest]) -> str:
+def _content_identity(files: Mapping[str, FileDigest | SafetensorsDigest]) -> str:
     """Fingerprint of weights of unknown origin: their own content."""
-    return fingerprint({"files": {name: digest.sha256 for name, digest in files.items()}})
+    return fingerprint({"files": {name: digest.model_dump() for name, digest in files.items()}})
 
 
-def _record(out: Path, opened: OpenedCheckpoint, plan: Plan, identity: str, files: dict[str, FileDigest]) -> Weights:
+def _record(
+    out: Path, opened: OpenedCheckpoint, plan: Plan, identity: str, files: Mapping[str, FileDigest | SafetensorsDigest]
+) -> Weights:
     return Weights(
         path=out,
         fingerprint=identity,

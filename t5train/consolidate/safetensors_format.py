@@ -10,7 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from t5train.consolidate.plan import TensorPlan
 
-INDEX = "model.safetensors.index.json"
+
+def index_name(stem: str) -> str:
+    """Name of the index of a model that is cut into several files."""
+    return f"{stem}.safetensors.index.json"
 
 
 def header(tensors: Sequence[TensorPlan]) -> bytes:
@@ -29,7 +32,7 @@ def header(tensors: Sequence[TensorPlan]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def shards(tensors: Sequence[TensorPlan], shard_bytes: int | None) -> dict[str, list[TensorPlan]]:
+def shards(tensors: Sequence[TensorPlan], stem: str, shard_bytes: int | None) -> dict[str, list[TensorPlan]]:
     """Tensors by file: one file, or as many as it takes for none to exceed ``shard_bytes`` by more than a tensor.
 
     A tensor is never cut, so that one larger than ``shard_bytes`` has a file to itself.
@@ -43,12 +46,12 @@ def shards(tensors: Sequence[TensorPlan], shard_bytes: int | None) -> dict[str, 
         cut[-1].append(tensor)
         filled += tensor.size
     if len(cut) == 1:
-        return {"model.safetensors": cut[0]}
-    return {f"model-{number:05d}-of-{len(cut):05d}.safetensors": part for number, part in enumerate(cut, start=1)}
+        return {f"{stem}.safetensors": cut[0]}
+    return {f"{stem}-{number:05d}-of-{len(cut):05d}.safetensors": part for number, part in enumerate(cut, start=1)}
 
 
 def index(files: Mapping[str, Sequence[TensorPlan]]) -> dict[str, object]:
-    """Which file holds which tensor, as ``model.safetensors.index.json`` says it."""
+    """Which file holds which tensor, as the index says it."""
     weight_map = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
     total = sum(tensor.size for tensors in files.values() for tensor in tensors)
     return {"metadata": {"total_size": total}, "weight_map": weight_map}

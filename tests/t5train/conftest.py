@@ -97,7 +97,7 @@ def _weights(folder: Path, parameters: dict[str, torch.Tensor], num_files: int) 
     if num_files > 1:
         index = {"metadata": {}, "weight_map": place}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "tensors.json").write_text("{}")
+    (folder / "model.tensors.json").write_text("{}")
     digests = {path.name: digest_file(path) for path in folder.iterdir()}
     return Weights(path=folder, fingerprint="2" * 64, inputs={"run": "3" * 64}, files=digests).commit()
 
