@@ -26,6 +26,7 @@ def require_ready(spec: RunSpec) -> None:
     geometry(spec.objective)  # raises where it needs more spans than there are sentinels
     require_same_settings(spec)
     _require_accelerators(spec.cluster)
+    _require_arithmetic(spec)
     parameters = shape.count_parameters(shape.resolve(spec.model, _vocabulary(spec)))
     text_bytes = 0 if spec.corpus.source == PYDOCS else require_source(spec.corpus.source)
     require_space(spec.storage.root, _needed_bytes(spec, parameters, text_bytes), f"run {spec.run_name!r}")
@@ -54,6 +55,20 @@ def _require_accelerators(cluster: ClusterSpec) -> None:
         raise SpecError(
             f"cluster.accelerator is 'cuda' and cluster.ranks is {cluster.ranks}: this machine has {found} GPUs that "
             "torch can use: ask for fewer ranks, or set cluster.accelerator to cpu"
+        )
+
+
+def _require_arithmetic(spec: RunSpec) -> None:
+    """SpecError for fp16 on a CPU without instructions for it, which DeepSpeed refuses when the ranks are up."""
+    if spec.optimizer.precision != "fp16" or spec.cluster.accelerator not in (None, "cpu"):
+        return
+    import torch  # slow, as above
+
+    on_gpu = spec.cluster.accelerator is None and torch.accelerator.is_available()
+    if not on_gpu and not torch.ops.mkldnn._is_mkldnn_fp16_supported():  # what DeepSpeed asks
+        raise SpecError(
+            "optimizer.precision is 'fp16': this machine's CPU has no instructions for it (AVX512-FP16); use bf16 or "
+            "fp32, or a GPU"
         )
 
 

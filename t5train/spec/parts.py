@@ -154,7 +154,9 @@ class OptimizerSpec(SpecPart):
     global_batch_sequences: int = Field(128, ge=1, title="Global batch", description="Sequences an optimizer step")
     num_steps: int = Field(65536, ge=1, title="Steps", description="Optimizer steps of the run")
     seed: int = Field(0, ge=0, le=2**31 - 1, title="Seed", description="Of weights, order and noise")
-    precision: Literal["fp32", "bf16", "fp16"] = Field("bf16", title="Precision", description="fp16 needs a GPU")
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "bf16", title="Precision", description="fp16 needs a GPU, or a CPU with instructions for it"
+    )
     initial_scale_power: int = Field(16, ge=0, le=32, title="fp16 scale", description="First loss scale, power of two")
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from flows import cli
 from flows.status_command import run_status
@@ -178,6 +179,19 @@ def test_more_gpus_than_there_are_are_refused_before_anything_starts(
     assert t5_pretrain("run", "smoke", *(word for setting in asked for word in ("--set", setting))) == 1
     assert "GPUs that torch can use: ask for fewer ranks" in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
+
+
+def test_fp16_on_a_cpu_that_cannot_is_refused_before_anything_starts(
+    t5_pretrain: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False)
+    asked = ["optimizer.precision=fp16", "layout.zero_stage=1", "cluster.accelerator=cpu"]
+    assert t5_pretrain("run", "smoke", *(word for setting in asked for word in ("--set", setting))) == 1
+    assert "this machine's CPU has no instructions for it" in capsys.readouterr().err
+    assert not (tmp_path / "work/prefect").exists()
 
 
 def test_text_that_does_not_fit_under_the_root_is_refused_before_anything_starts(

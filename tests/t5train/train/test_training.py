@@ -31,6 +31,8 @@ LAYOUTS = {
     "zero1-bf16": (1, "bf16"),
     "zero2-bf16": (2, "bf16"),
 }
+if torch.ops.mkldnn._is_mkldnn_fp16_supported():
+    LAYOUTS["zero2-fp16"] = (2, "fp16")
 FAULTS = {
     "nan": ("NonFiniteLoss", "the loss is nan at step"),
     "nan-at-the-end": ("NonFiniteLoss", "the loss is nan at step 6"),
