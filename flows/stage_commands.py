@@ -104,13 +104,14 @@ def consolidate(
     shard_size: Annotated[
         str | None, typer.Option(help="Largest file, such as 5G or 500Mi", show_default="one file")
     ] = None,
+    moments: Annotated[bool, typer.Option("--moments", help="Adam's two moments as well, beside the weights")] = False,
 ) -> None:
     """Turn a DeepSpeed checkpoint into fp32 safetensors."""
     from t5train.consolidate import consolidate as consolidate_checkpoint  # brings torch
 
     size = _bytes(shard_size) if shard_size else None
     with progress_display() as progress:
-        made = consolidate_checkpoint(checkpoint, out, tag=tag, shard_bytes=size, progress=progress)
+        made = consolidate_checkpoint(checkpoint, out, tag=tag, shard_bytes=size, moments=moments, progress=progress)
     _say(made)
 
 

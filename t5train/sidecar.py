@@ -8,7 +8,8 @@ their files verify; that, and never DeepSpeed's file ``latest``, decides what ma
 
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
@@ -23,6 +24,7 @@ from t5train.records import FileDigest, verify_file
 Precision = Literal["fp32", "bf16", "fp16"]
 _OWN_DIGEST = "sha256"
 _EXPERTS, _GATE = "deepspeed_moe.experts.deepspeed_experts.", "deepspeed_moe.gate.wg."
+_LAYER = r"\d+|tied_modules\.[^.]+"
 _SAME_ON_EVERY_RANK = (
     "run_fingerprint",
     "step",
@@ -31,6 +33,7 @@ _SAME_ON_EVERY_RANK = (
     "aliases",
     "expert_layers",
     "model_prefix",
+    "pipeline_layers",
     "huggingface_config",
     "data",
 )
@@ -126,7 +129,10 @@ class Sidecar(_Part):
     parameter groups in order, empty where the module's own weights are the fp32 masters (ZeRO 0 in fp32).
     ``aliases`` maps a tied name to the name that owns the storage. Experts in ``groups`` are those of this rank,
     numbered over all ranks. All names are Hugging Face's; the files hold
-    them behind ``model_prefix``. Generator states are base64 text, by generator.
+    them behind ``model_prefix``. In a pipeline, ``pipeline_layers`` maps what DeepSpeed calls a layer (``"3"``, or
+    ``"tied_modules.KEY"`` for a tied one, which has its number too if it has a file) to its path in Hugging Face's
+    model, ``""`` for the model itself; ``groups`` are those of the rank's stage. Generator states are base64 text, by
+    generator.
     """
 
     schema_version: Literal[1] = 1
@@ -142,6 +148,7 @@ class Sidecar(_Part):
     expert_layers: list[ExpertLayer] = []
     huggingface_config: dict[str, Any]
     model_prefix: str = ""
+    pipeline_layers: dict[str, str] = {}
     data: DataState
     generator_states: dict[str, str] = {}
     versions: dict[str, str] = {}
@@ -153,6 +160,20 @@ class Sidecar(_Part):
             if PurePosixPath(name).name != name or name in {"", ".."}:
                 raise ValueError(f"{name!r} is not the plain name of a file")
         return files
+
+    @field_validator("pipeline_layers")
+    @classmethod
+    def _layers_are_named_as_deepspeed_does(cls, layers: dict[str, str]) -> dict[str, str]:
+        for layer in layers:
+            if not re.fullmatch(_LAYER, layer):
+                raise ValueError(f"{layer!r} is not a layer of a pipeline, such as '3' or 'tied_modules.embedding'")
+        return layers
+
+    @model_validator(mode="after")
+    def _stages_have_named_layers(self) -> Self:
+        if self.layout.pipeline_size > 1 and not self.pipeline_layers:
+            raise ValueError(f"pipeline_layers is empty: the layers of {self.layout.pipeline_size} stages need names")
+        return self
 
     @model_validator(mode="after")
     def _experts_fit_the_ranks(self) -> Self:
@@ -173,6 +194,23 @@ class Sidecar(_Part):
         if self.rank >= self.world_size:
             raise ValueError(f"rank is {self.rank}: it must be below world_size ({self.world_size})")
         return self
+
+
+def huggingface_name(name: str, model_prefix: str, pipeline_layers: Mapping[str, str]) -> str:
+    """Hugging Face's name of a parameter that the engine's module calls ``name``.
+
+    Raises ValueError when the name does not begin with ``model_prefix``, or with a layer of the pipeline.
+    """
+    if not name.startswith(model_prefix):
+        raise ValueError(f"{name!r} does not begin with {model_prefix!r}")
+    rest = name.removeprefix(model_prefix)
+    if not pipeline_layers:
+        return rest
+    match = re.fullmatch(rf"({_LAYER})\.(.+)", rest)
+    if match is None or match[1] not in pipeline_layers:
+        raise ValueError(f"{name!r} is in none of the pipeline's layers {sorted(pipeline_layers)}")
+    path = pipeline_layers[match[1]]
+    return f"{path}.{match[2]}" if path else match[2]
 
 
 def sidecar_name(rank: int) -> str:

@@ -1,7 +1,7 @@
 """Joins the module's states with the optimizer's masters: every parameter once, and every copy of it a witness."""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from t5train.consolidate.masters import Master, ParameterGroup
 from t5train.consolidate.module_states import ModuleStates, Weight
@@ -17,7 +17,7 @@ def assemble(module: ModuleStates, groups: Sequence[ParameterGroup], moments: Se
     A weight that is in no group is frozen, or the engine trains it in place; both are taken from the module.
     ``moments`` are the optimizer's tensors (``"exp_avg"``) that are wanted as well.
     """
-    masters = _joined([group.masters() for group in groups])
+    masters = _joined((group.masters() for group in groups), module)
     _require_named(module, masters)
     tensors = [_trained(name, master, _stored_as(name, module)) for name, master in masters.items()]
     tensors += [
@@ -25,22 +25,26 @@ def assemble(module: ModuleStates, groups: Sequence[ParameterGroup], moments: Se
         for name, weight in module.weights.items()
         if name not in masters and name not in module.aliases
     ]
-    return Plan(tensors, module.aliases, module.step, {key: _moments(groups, key) for key in moments})
+    return Plan(tensors, module.aliases, module.step, {key: _moments(groups, module, key) for key in moments})
 
 
-def _joined(found: Sequence[Mapping[str, Master]]) -> dict[str, Master]:
-    counts = Counter(name for masters in found for name in masters)
-    twice = sorted(name for name, count in counts.items() if count > 1)
-    if twice:
-        raise ConsolidationError(f"{twice[0]} has a master in {counts[twice[0]]} places of the parameter groups")
-    return {name: master for masters in found for name, master in masters.items()}
+def _joined(found: Iterable[Mapping[str, Master]], module: ModuleStates) -> dict[str, Master]:
+    """The masters of all groups; one that stands in several stages has the others' as copies."""
+    joined: dict[str, Master] = {}
+    for name, master in (item for masters in found for item in masters.items()):
+        first = joined.setdefault(name, master)
+        if first is not master:
+            if name not in module.in_several_stages or first.shape != master.shape:
+                raise ConsolidationError(f"{name} has a master in several places of the parameter groups")
+            joined[name] = replace(first, copies=(*first.copies, master.source))
+    return joined
 
 
-def _moments(groups: Sequence[ParameterGroup], key: str) -> list[TensorPlan]:
-    found = _joined([group.moments(key) for group in groups])
+def _moments(groups: Sequence[ParameterGroup], module: ModuleStates, key: str) -> list[TensorPlan]:
+    found = _joined((group.moments(key) for group in groups), module)
     if not found:
         raise UnknownLayout(f"no parameter group of the checkpoint is known to have {key}: leave moments out")
-    return [TensorPlan(name, moment.shape, "F32", moment.source) for name, moment in found.items()]
+    return [TensorPlan(name, moment.shape, "F32", moment.source, moment.copies) for name, moment in found.items()]
 
 
 def _require_named(module: ModuleStates, masters: Mapping[str, Master]) -> None:
@@ -67,7 +71,7 @@ def _stored_as(owner: str, module: ModuleStates) -> list[Weight]:
 
 def _trained(name: str, master: Master, weights: Sequence[Weight]) -> TensorPlan:
     _require_shape(name, master.shape, weights)
-    return TensorPlan(name, master.shape, "F32", master.source, _sources(weights))
+    return TensorPlan(name, master.shape, "F32", master.source, (*_sources(weights), *master.copies))
 
 
 def _untrained(name: str, weight: Weight, tied: Sequence[Weight], *, is_parameter: bool) -> TensorPlan:

@@ -1,7 +1,9 @@
 """Finding the tag that is meant, and what may be trusted about it."""
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -10,7 +12,7 @@ from t5train.consolidate.metadata import read_metadata
 from t5train.consolidate.state_files import StateFile, numbered
 from t5train.errors import ConsolidationError, IncompleteCheckpoint, InputError
 from t5train.progress import Progress
-from t5train.sidecar import Sidecar, complete_tags, files_of, read_all, require_complete
+from t5train.sidecar import Sidecar, complete_tags, files_of, huggingface_name, read_all, require_complete
 
 LATEST = "latest"
 _STATES = "*_states.pt"
@@ -36,9 +38,12 @@ class OpenedCheckpoint:
         """The file of a kind with the smallest numbers in its name; there is one."""
         return numbered(self.names, kind)[0][1]
 
-    def files_by_rank(self, kind: StateFile, num_ranks: int) -> list[str]:
-        """The files of a kind of which each of ``num_ranks`` ranks wrote one; IncompleteCheckpoint if one lacks."""
-        found = numbered(self.names, kind)
+    def files_by_rank(self, kind: StateFile, num_ranks: int, *stage: int) -> list[str]:
+        """The files of a kind of which each of ``num_ranks`` ranks wrote one; IncompleteCheckpoint if one lacks.
+
+        ``stage`` is that of a pipeline, where the files' names have it behind the rank.
+        """
+        found = [(numbers, name) for numbers, name in numbered(self.names, kind) if numbers[1:] == stage]
         ranks = [rank for (rank, *_), _ in found]
         if ranks != list(range(num_ranks)):
             raise IncompleteCheckpoint(
@@ -49,11 +54,13 @@ class OpenedCheckpoint:
 
     def result_name(self, name: str) -> str:
         """A name of the module as the result will have it: Hugging Face's where sidecars tell, else as it is."""
-        prefix = self.sidecars[0].model_prefix if self.sidecars else ""
-        if not name.startswith(prefix):
-            raise ConsolidationError(f"{self.folder}: {name!r} does not begin with {prefix!r}")
-        plain = name.removeprefix(prefix)
-        for layer in self.sidecars[0].expert_layers if self.sidecars else ():
+        if not self.sidecars:
+            return name
+        try:
+            plain = huggingface_name(name, self.sidecars[0].model_prefix, self.sidecars[0].pipeline_layers)
+        except ValueError as error:
+            raise ConsolidationError(f"{self.folder}: {error}") from None
+        for layer in self.sidecars[0].expert_layers:
             plain = layer.huggingface_name(plain)
         return plain
 
@@ -70,6 +77,20 @@ def open_checkpoint(checkpoint: Path, tag: str | None, progress: Progress) -> Op
         return OpenedCheckpoint(folder, frozenset(path.name for path in folder.glob(_STATES)), ())
     sidecars = require_complete(folder, progress)
     return OpenedCheckpoint(folder, frozenset(files_of(sidecars)), sidecars)
+
+
+@contextmanager
+def refusing_what_vanishes(checkpoint: Path) -> Iterator[None]:
+    """IncompleteCheckpoint when a file of the checkpoint is removed while it is read, as a run does with older tags."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if not error.filename or not Path(os.fsdecode(error.filename)).absolute().is_relative_to(checkpoint):
+            raise
+        raise IncompleteCheckpoint(
+            f"{error.filename} was removed while {checkpoint} was read: a run in training removes older tags; choose "
+            "the newest one, or one that the run keeps"
+        ) from error
 
 
 def _tag_folder(checkpoint: Path, tag: str | None) -> Path:

@@ -1,9 +1,19 @@
 """Which layout a checkpoint has, and who knows its rules: one line for each set of files that can be told apart."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from t5train.consolidate import dense, expert_groups, expert_replicated, experts, replicated, zero3, zero12
+from t5train.consolidate import (
+    dense,
+    expert_groups,
+    expert_replicated,
+    experts,
+    pipeline,
+    pipeline_groups,
+    replicated,
+    zero3,
+    zero12,
+)
 from t5train.consolidate.assemble import assemble
 from t5train.consolidate.checkpoint import OpenedCheckpoint
 from t5train.consolidate.masters import ReadGroups
@@ -21,6 +31,8 @@ class Layout(NamedTuple):
 
 
 _Files = StateFile
+_PIPELINE_ZERO0 = Layout(pipeline.module_states, pipeline_groups.replicated)
+_PIPELINE = Layout(pipeline.module_states, pipeline_groups.partitioned)
 LAYOUTS: dict[frozenset[StateFile], Layout] = {
     frozenset({_Files.MODEL}): Layout(dense.module_states, replicated.groups),
     frozenset({_Files.MODEL, _Files.OPTIMIZER}): Layout(dense.module_states, zero12.groups),
@@ -29,16 +41,24 @@ LAYOUTS: dict[frozenset[StateFile], Layout] = {
     frozenset({_Files.MODEL, _Files.EXPERT, _Files.EXPERT_OPTIMIZER}): Layout(
         experts.module_states, expert_replicated.groups
     ),
+    frozenset({_Files.MODEL, _Files.LAYER}): _PIPELINE_ZERO0,
+    frozenset({_Files.MODEL, _Files.LAYER, _Files.OTHER_MODEL}): _PIPELINE_ZERO0,
+    frozenset({_Files.MODEL, _Files.LAYER, _Files.OPTIMIZER}): _PIPELINE,
+    frozenset({_Files.MODEL, _Files.LAYER, _Files.OPTIMIZER, _Files.OTHER_OPTIMIZER}): _PIPELINE,
+    frozenset({_Files.MODEL, _Files.LAYER, _Files.OPTIMIZER, _Files.OTHER_OPTIMIZER, _Files.OTHER_MODEL}): _PIPELINE,
 }
 
 _FOREIGN_FOLDERS = {"zero": "a universal checkpoint", "offloaded_tensors": "an optimizer offloaded to NVMe"}
 
 
-def plan_of(checkpoint: OpenedCheckpoint) -> Plan:
-    """Where every tensor of a checkpoint lies; UnknownLayout says what was seen where no rule is known."""
+def plan_of(checkpoint: OpenedCheckpoint, moments: Sequence[str] = ()) -> Plan:
+    """Where every tensor of a checkpoint lies; UnknownLayout says what was seen where no rule is known.
+
+    ``moments`` are the optimizer's tensors that are wanted beside the weights.
+    """
     layout = _layout_of(checkpoint)
     module = layout.module_states(checkpoint)
-    return assemble(module, layout.groups(checkpoint, module))
+    return assemble(module, layout.groups(checkpoint, module), moments)
 
 
 def _layout_of(checkpoint: OpenedCheckpoint) -> Layout:

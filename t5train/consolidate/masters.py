@@ -42,10 +42,11 @@ class Partition:
 
 @dataclass(frozen=True)
 class Master:
-    """Where a parameter's fp32 master lies, or one of its moments."""
+    """Where a parameter's fp32 master lies, or one of its moments; ``copies`` are to be equal bit for bit."""
 
     shape: tuple[int, ...]
     source: Source
+    copies: tuple[Source, ...] = ()
 
 
 class ParameterGroup(Protocol):

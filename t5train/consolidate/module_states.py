@@ -31,7 +31,8 @@ class ModuleStates:
     """The module's state dictionary, by the names the result will have.
 
     ``aliases`` maps a tied name to the name that owns the weight. ``without_values`` names parameters that the
-    module does have, but whose values are with the optimizer alone (ZeRO 3).
+    module does have, but whose values are with the optimizer alone (ZeRO 3). ``in_several_stages`` names those that
+    have a master in each stage of a pipeline which uses them, all equal.
     """
 
     weights: Mapping[str, Weight]
@@ -39,6 +40,7 @@ class ModuleStates:
     aliases: Mapping[str, str]
     step: int
     without_values: frozenset[str] = frozenset()
+    in_several_stages: frozenset[str] = frozenset()
 
 
 def model_states(checkpoint: OpenedCheckpoint, name: str) -> dict[str, Any]:

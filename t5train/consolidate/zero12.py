@@ -26,21 +26,34 @@ def groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> list[FlatGrou
     """The parameter groups of a ZeRO 1 or 2 optimizer, each cut over all data-parallel ranks."""
     model = model_states(checkpoint, MODEL_STATES)
     states = optimizer_states(checkpoint, int(model.get("dp_world_size", 0)))
-    _require_dense(checkpoint, states)
     slots = [
         [slot.model_copy(update={"name": checkpoint.result_name(slot.name)}) for slot in group]
         for group in stored_slots(checkpoint, model, states[0])
     ]
     require_recorded(checkpoint, [slots] * len(states))
+    return flat_groups(checkpoint, states, slots)
+
+
+def flat_groups(
+    checkpoint: OpenedCheckpoint, states: Sequence[Mapping[str, Any]], slots: Sequence[Sequence[ParameterSlot]]
+) -> list[FlatGroup]:
+    """Parameter groups with these slots that are cut over all the ranks of ``states``."""
+    _require_dense(checkpoint, states)
+    counts = {len(slots), *(len(state[_KEYS.masters]) for state in states)}
+    if len(counts) > 1:
+        raise UnknownLayout(f"{checkpoint.folder}: its files tell of {sorted(counts)} parameter groups")
     return [
         FlatGroup(index, [partition(state, index) for state in states], group, ALIGNED_ELEMENTS * len(states))
         for index, group in enumerate(slots)
     ]
 
 
-def optimizer_states(checkpoint: OpenedCheckpoint, num_ranks: int) -> list[dict[str, Any]]:
-    """What each data-parallel rank saved of its optimizer, by rank."""
-    names = checkpoint.files_by_rank(StateFile.OPTIMIZER, num_ranks)
+def optimizer_states(checkpoint: OpenedCheckpoint, num_ranks: int, stage: int = 0) -> list[dict[str, Any]]:
+    """What each data-parallel rank (of a pipeline's stage) saved of its optimizer, by rank."""
+    if stage:
+        names = checkpoint.files_by_rank(StateFile.OTHER_OPTIMIZER, num_ranks, stage)
+    else:
+        names = checkpoint.files_by_rank(StateFile.OPTIMIZER, num_ranks)
     return read_optimizers(checkpoint, names, _KEYS, _SAME_ON_EVERY_RANK)
 
 

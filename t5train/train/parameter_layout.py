@@ -2,24 +2,31 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from t5train.errors import UnknownLayout
-from t5train.sidecar import ParameterSlot
+from t5train.sidecar import ParameterSlot, huggingface_name
 
 
-def describe(engine: Any, model_prefix: str = "") -> list[list[ParameterSlot]]:
+def describe(
+    engine: Any, model_prefix: str = "", pipeline_layers: Mapping[str, str] = MappingProxyType({})
+) -> list[list[ParameterSlot]]:
     """The optimizer's parameter groups in order, each parameter with its place in the group's flat buffer.
 
-    ``model_prefix`` is what the engine's module puts before Hugging Face's names (``"module."`` of a wrapper).
+    ``model_prefix`` is what the engine's module puts before Hugging Face's names (``"module."`` of a wrapper),
+    ``pipeline_layers`` the paths that layers of a pipeline have there (see Sidecar).
     The order and offsets are those that DeepSpeed partitions by, which ``round_robin_gradients`` and alignment
     make differ from the order of the optimizer's groups. At ZeRO 3 the groups are DeepSpeed's sub-groups, and an
     offset is that in each rank's own buffer. Empty for ZeRO 0 in fp32, where the module's weights
     are the masters. Raises UnknownLayout for an optimizer that keeps its masters in none of these ways.
     """
-    names = {parameter: _without_prefix(name, model_prefix) for parameter, name in engine.param_names.items()}
+    names = {
+        parameter: _huggingface_name(name, model_prefix, pipeline_layers)
+        for parameter, name in engine.param_names.items()
+    }
     optimizer = engine.optimizer
     if engine.zero_optimization_partition_weights():
         return [_partitioned(group, names) for group in optimizer.fp16_groups]
@@ -68,7 +75,8 @@ def _slots(
     ]
 
 
-def _without_prefix(name: str, prefix: str) -> str:
-    if not name.startswith(prefix):
-        raise UnknownLayout(f"parameter {name!r} does not begin with the model's prefix {prefix!r}")
-    return name.removeprefix(prefix)
+def _huggingface_name(name: str, model_prefix: str, pipeline_layers: Mapping[str, str]) -> str:
+    try:
+        return huggingface_name(name, model_prefix, pipeline_layers)
+    except ValueError as error:
+        raise UnknownLayout(f"parameter {error}") from None

@@ -1,0 +1,92 @@
+"""The masters of a pipeline: each stage has an optimizer of its own, over its own data-parallel ranks."""
+
+from collections.abc import Sequence
+
+from t5train.consolidate import zero12
+from t5train.consolidate.checkpoint import OpenedCheckpoint
+from t5train.consolidate.flat_groups import FlatGroup, packed_slots
+from t5train.consolidate.masters import Partition
+from t5train.consolidate.module_states import ModuleStates
+from t5train.consolidate.pipeline_stages import Stage, stages
+from t5train.consolidate.replicated import master_groups, require_full_precision
+from t5train.errors import IncompleteCheckpoint, UnknownLayout
+from t5train.sidecar import ParameterSlot
+
+_Slots = Sequence[Sequence[ParameterSlot]]
+
+
+def partitioned(checkpoint: OpenedCheckpoint, module: ModuleStates) -> list[FlatGroup]:
+    """The parameter groups of every stage, cut over its data-parallel ranks: ZeRO 1 and BF16_Optimizer."""
+    return [
+        group
+        for stage in stages(checkpoint)
+        for group in zero12.flat_groups(checkpoint, stage.optimizers, _slots(checkpoint, module, stage))
+    ]
+
+
+def replicated(checkpoint: OpenedCheckpoint, module: ModuleStates) -> list[FlatGroup]:
+    """The parameter groups of every stage, whole in its model states: ZeRO 0."""
+    held = {stage.index: master_groups((stage.model or {}).get("optimizer")) for stage in stages(checkpoint)}
+    if not any(held.values()):
+        require_full_precision(checkpoint, module)
+        return []
+    recorded = {stage: _recorded(checkpoint, stage) or [] for stage in held}
+    for stage, groups in held.items():
+        if len(groups) != len(recorded[stage]) or not groups:
+            raise UnknownLayout(
+                f"{checkpoint.folder}: stage {stage} is ZeRO 0 with {len(groups)} groups of masters, of which sidecars "
+                f"record {len(recorded[stage])}: which parameter lies where cannot be told; save it with ZeRO 1"
+            )
+    return [
+        FlatGroup(index, [Partition(master) for master in masters], slots, padding=0)
+        for stage, groups in held.items()
+        for index, (masters, slots) in enumerate(zip(groups, recorded[stage], strict=True))
+    ]
+
+
+def _slots(checkpoint: OpenedCheckpoint, module: ModuleStates, stage: Stage) -> _Slots:
+    """Where the parameters of a stage lie: by the shapes it tells, which sidecars must confirm, or by these alone.
+
+    Without either it is the order in which the optimizer names the parameters. Nothing promises that order; the
+    weights, every one of which is in a layer's file, must bear it out later.
+    """
+    recorded = _recorded(checkpoint, stage.index)
+    if recorded is not None and not (stage.model or {}).get("param_shapes"):
+        return recorded
+    groups = stage.parameters()
+    paddings = stage.optimizers[0].get("param_alignment_paddings") or [None] * len(groups)
+    if len(groups) != len(paddings):
+        raise UnknownLayout(
+            f"{checkpoint.folder}: stage {stage.index} names {len(groups)} parameter groups and pads {len(paddings)}"
+        )
+    derived = [
+        packed_slots([_named(checkpoint, module, name, shape) for name, shape in group.items()], padding)
+        for group, padding in zip(groups, paddings, strict=True)
+    ]
+    if recorded not in (None, derived):
+        raise IncompleteCheckpoint(
+            f"{checkpoint.folder}: sidecars and model states of stage {stage.index} differ in where parameters lie"
+        )
+    return derived
+
+
+def _named(
+    checkpoint: OpenedCheckpoint, module: ModuleStates, name: str, shape: tuple[int, ...] | None
+) -> tuple[str, tuple[int, ...]]:
+    """A parameter by the name the result will have, and the shape that is told or that of its weight."""
+    known = checkpoint.result_name(name)
+    if shape is not None:
+        return known, shape
+    if known not in module.weights:
+        raise UnknownLayout(f"{checkpoint.folder}: no file tells the shape of {name}: save it with ZeRO 1")
+    return known, module.weights[known].shape
+
+
+def _recorded(checkpoint: OpenedCheckpoint, stage: int) -> list[list[ParameterSlot]] | None:
+    """What the sidecars of a stage's ranks record, all alike; None without sidecars."""
+    if not checkpoint.sidecars:
+        return None
+    groups = [sidecar.groups for sidecar in checkpoint.sidecars if sidecar.layout.pipeline_rank == stage]
+    if not groups or any(other != groups[0] for other in groups):
+        raise IncompleteCheckpoint(f"{checkpoint.folder}: the sidecars of stage {stage} are missing or differ")
+    return groups[0]

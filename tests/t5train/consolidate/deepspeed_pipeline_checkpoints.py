@@ -1,0 +1,200 @@
+"""Run by four ranks: trains a toy pipeline in two stages of two ranks, saves checkpoints, and what was live.
+
+    RANK=... WORLD_SIZE=4 python deepspeed_pipeline_checkpoints.py FOLDER
+
+Each layout gets ``FOLDER/theirs/{layout}/``, a DeepSpeed save folder, ``FOLDER/ours/{layout}/``, the same with
+sidecars, and for each stage ``FOLDER/live/{layout}.{stage}.pt``: masters and moments by DeepSpeed's own names.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import nn
+
+from t5train import sidecar
+from t5train.records import digest_files
+from t5train.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.train.parameter_layout import describe
+
+STEPS = 3
+HUGGINGFACE = {
+    "0": "shared", "tied_modules.embed": "shared", "1": "encoder.block.0", "2": "encoder.block.1",
+    "4": "encoder.final_layer_norm",
+}  # fmt: skip
+
+
+class Embedding(nn.Embedding):
+    """Read forwards in the first layer, and as the classifier in the last."""
+
+
+class Block(nn.Module):
+    """A layer with an odd number of elements, a frozen parameter and a buffer."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(9, size)
+        self.outer = nn.Linear(size, 9, bias=False)
+        self.scale = nn.Parameter(torch.linspace(0.1, 1.3, 9), requires_grad=False)
+        self.register_buffer("mean", torch.linspace(0.5, 0.7, 5))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.outer(torch.relu(self.inner(hidden))) * self.scale
+
+
+def classify(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden @ embedding.weight.T
+
+
+def loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(scores.float().flatten(0, 1), labels.flatten())
+
+
+def pipeline() -> PipelineModule:
+    torch.manual_seed(7)
+    return PipelineModule(
+        [
+            TiedLayerSpec("embed", Embedding, 17, 9),
+            LayerSpec(Block, 13),
+            LayerSpec(Block, 7),
+            lambda hidden: hidden * 2.0,
+            LayerSpec(nn.LayerNorm, 9),
+            TiedLayerSpec("embed", Embedding, 17, 9, forward_fn=classify),
+        ],
+        num_stages=2,
+        loss_fn=loss,
+        partition_method="uniform",
+    )
+
+
+def configuration(stage: int, precision: str, accumulation: str | None = None, **zero: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 64, "allgather_bucket_size": 64, **zero},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if precision == "bf16":
+        settings["bf16"] = {"enabled": True}
+    if accumulation:
+        settings["data_types"] = {"grad_accum_dtype": accumulation}
+    return settings
+
+
+LAYOUTS = {
+    "zero1-bf16": configuration(1, "bf16", "bf16"),
+    "zero1-bf16-fp32-accumulation": configuration(1, "bf16", "fp32"),
+    "zero0-bf16": configuration(0, "bf16", "bf16"),
+    "zero0-fp32": configuration(0, "fp32"),
+    "zero1-fp32": configuration(1, "fp32"),
+    "zero1-bf16-node-local": configuration(1, "bf16", "bf16") | {"checkpoint": {"use_node_local_storage": True}},
+}
+
+
+def batches(rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for step in range(100):
+        ids = (torch.arange(8).reshape(2, 4) + 3 * step + rank) % 17
+        yield ids, (ids + 1) % 17
+
+
+def train(settings: dict[str, Any]) -> Any:
+    module = pipeline()
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": 0.1},
+        {"params": [parameter for parameter in trained if parameter.ndim == 1], "weight_decay": 0.0},
+    ]
+    engine, *_ = deepspeed.initialize(model=module, optimizer=torch.optim.AdamW(groups, lr=0.05), config=settings)
+    data = batches(engine.grid.get_data_parallel_rank())
+    for _ in range(STEPS):
+        engine.train_batch(data)
+    return engine
+
+
+def live(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """What this stage holds: every parameter's master, every trained one's moments, and buffers."""
+    parameters = dict(engine.module.named_parameters())
+    masters = {name: safe_get_full_fp32_param(parameter) for name, parameter in parameters.items()}
+    return {
+        "masters": {n: (parameters[n] if m is None else m).detach().float().clone() for n, m in masters.items()},
+        "buffers": dict(engine.module.named_buffers()),
+        **{key: live_moments(engine, key) for key in ("exp_avg", "exp_avg_sq")},
+    }
+
+
+def live_moments(engine: Any, key: str) -> dict[str, torch.Tensor]:
+    """One of Adam's moments by name, put together from what the ranks of this stage hold."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        held = {name: optimizer.state.get(p, {}) for name, p in engine.module.named_parameters()}
+        return {name: state[key].clone() for name, state in held.items() if state}
+    in_zero = hasattr(optimizer, "round_robin_bit16_groups")
+    groups = optimizer.round_robin_bit16_groups if in_zero else optimizer.bf16_groups
+    flats = optimizer.single_partition_of_fp32_groups if in_zero else optimizer.fp32_groups_flat_partition
+    moments = {}
+    for group, flat in zip(groups, flats, strict=True):
+        parts = [torch.zeros_like(flat) for _ in range(engine.grid.get_data_parallel_world_size())]
+        torch.distributed.all_gather(parts, optimizer.optimizer.state[flat][key], engine.grid.get_data_parallel_group())
+        pieces = torch.cat(parts)[: sum(p.numel() for p in group)].split([p.numel() for p in group])
+        moments |= {
+            engine.param_names[p]: piece.reshape(p.shape).clone() for p, piece in zip(group, pieces, strict=True)
+        }
+    return moments
+
+
+def save_ours(engine: Any, folder: Path, name: str) -> None:
+    tag, grid = "step-00000003", engine.grid
+    engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+    stage, data_rank, module = grid.get_stage_id(), grid.get_data_parallel_rank(), engine.module
+    patterns = [f"*zero_pp_rank_{data_rank}_mp_rank_{stage:02d}_*.pt"]
+    if data_rank == 0:
+        patterns.append(f"mp_rank_{stage:02d}_*.pt")
+        patterns += [f"layer_{layer:02d}-*.pt" for layer in range(module._local_start, module._local_stop)]
+    layout = ParallelLayout(
+        zero_stage=int(name[4]),  # type: ignore[arg-type]  # pydantic checks it
+        precision=name.split("-")[1],  # type: ignore[arg-type]  # pydantic checks it
+        data_parallel_rank=data_rank, data_parallel_size=2, pipeline_rank=stage, pipeline_size=2,
+    )  # fmt: skip
+    sidecar.write(
+        folder / tag,
+        Sidecar(
+            run_fingerprint="f" * 64,
+            step=engine.global_steps,
+            tag=tag,
+            rank=engine.global_rank,
+            world_size=engine.world_size,
+            layout=layout,
+            files=digest_files(folder / tag, [file.name for p in patterns for file in (folder / tag).glob(p)]),
+            groups=describe(engine, pipeline_layers=HUGGINGFACE),
+            huggingface_config={"model_type": "toy"},
+            pipeline_layers=HUGGINGFACE,
+            data=DataState(samples_consumed=12, shards_fingerprint="s"),
+        ),
+    )
+
+
+def main(folder: Path, *layouts: str) -> None:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    deepspeed.init_distributed("gloo")
+    for name in layouts or LAYOUTS:
+        engine = train(LAYOUTS[name])
+        engine.save_checkpoint(str(folder / "theirs" / name))
+        torch.distributed.barrier()
+        save_ours(engine, folder / "ours" / name, name)
+        held = live(engine)
+        if engine.grid.get_data_parallel_rank() == 0:
+            (folder / "live").mkdir(exist_ok=True)
+            torch.save(held, folder / "live" / f"{name}.{engine.grid.get_stage_id()}.pt")
+        torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
