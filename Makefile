@@ -26,6 +26,7 @@ demo: setup ## The whole chain on two CPU ranks, from Python's documentation to 
 
 test: setup lint types ## Everything that must pass: lint, types, quick tests, then slow ones
 	@$(BIN)/pytest -m "not slow"
+	.ci/browser
 	$(BIN)/pytest -m slow
 
 test-fast: setup ## The tests that start neither DeepSpeed nor a server

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TOOLS = ("bash", "make", "touch", "uname")
+TOOLS = ("bash", "env", "make", "touch", "uname")
 BARE_PYTHON = """#!/bin/bash
 case "$*" in
     *ensurepip*) exit 1 ;;
@@ -102,3 +102,26 @@ def test_every_target_is_documented() -> None:
     command = ["make", "--no-print-directory", "help"]  # the tests may themselves be run by make
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert [line.split()[0] for line in shown.splitlines()] == phony
+
+
+def browser(checkout: Path) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": str(checkout / "bin")}
+    command = [str(checkout / ".ci" / "browser")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_browser_for_the_tests_is_installed_where_it_may(checkout: Path) -> None:
+    add_program(checkout, "id", "#!/bin/bash\necho 0\n")
+    add_program(checkout, "apt-get", f'#!/bin/bash\necho "$*" >> {checkout}/asked\n')
+    assert browser(checkout).returncode == 0
+    assert (checkout / "asked").read_text().splitlines()[-1].endswith("install -qy --no-install-recommends chromium")
+    add_program(checkout, "chromium", "#!/bin/bash\n")
+    (checkout / "asked").unlink()
+    assert browser(checkout).returncode == 0
+    assert not (checkout / "asked").exists()
+
+
+def test_without_a_browser_that_may_be_installed_the_tests_go_on(checkout: Path) -> None:
+    result = browser(checkout)
+    assert result.returncode == 0
+    assert "as root: apt-get install chromium" in result.stderr

@@ -1,16 +1,12 @@
 """``up``: whatever ends it, its server and its worker end too."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
 
@@ -51,28 +47,8 @@ def test_a_worker_that_no_signal_ends_is_killed_after_its_parent() -> None:
         assert is_gone(worker, 10)
 
 
-@contextmanager
-def up(root: Path, port: int) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", "from flows.cli import main; main()", "up"]
-    command += ["--root", str(root), "--port", str(port)]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert "deployed" in process.stdout.readline()
-        try:
-            yield process
-        finally:
-            process.terminate()
-
-
-def post(url: str, body: dict[str, object]) -> Any:
-    request = Request(url, json.dumps(body).encode(), {"content-type": "application/json"})  # noqa: S310 - the server of this test
-    with urlopen(request, timeout=30) as response:  # noqa: S310 - as above
-        return json.load(response)
-
-
 @pytest.mark.slow
-def test_up_ends_in_order_when_a_service_manager_stops_it(tmp_path: Path) -> None:
+def test_up_ends_in_order_when_a_service_manager_stops_it(up: Any, tmp_path: Path) -> None:
     with up(tmp_path, free_port()) as process:
         assert process.stdout is not None
         assert "Prefect is at" in process.stdout.readline()
@@ -85,7 +61,7 @@ def test_up_ends_in_order_when_a_service_manager_stops_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_run_that_lost_its_worker_does_not_hold_up_the_queue_for_ever(tmp_path: Path) -> None:
+def test_a_run_that_lost_its_worker_does_not_hold_up_the_queue_for_ever(up: Any, post: Any, tmp_path: Path) -> None:
     port = free_port()
     api_url = f"http://127.0.0.1:{port}/api"
     with up(tmp_path, port) as process:

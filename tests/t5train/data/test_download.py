@@ -18,7 +18,7 @@ from t5train.errors import InputError
 from t5train.records import Corpus
 from t5train.spec import CorpusSpec
 
-LINES = b"".join(b"line %d of a text that takes more than one read\n" % number for number in range(150_000))
+LINES = b"".join(b"line %d of a text that takes more than one read\n" % number for number in range(200_000))
 BUILD = """
 import sys
 from pathlib import Path
@@ -97,7 +97,7 @@ def build(web: Web, root: Path, seen: dict[str, object] | None = None) -> Corpus
 
 def test_a_file_is_downloaded_with_progress_and_once(web: Web, tmp_path: Path) -> None:
     seen: dict[str, object] = {}
-    assert build(web, tmp_path, seen).counts["passages"] == 150_000
+    assert build(web, tmp_path, seen).counts["passages"] == 200_000
     assert seen["bytes of text.txt downloaded"] == (len(LINES), len(LINES))
     assert build(web, tmp_path).reused
     assert web.sent == 1
@@ -105,7 +105,7 @@ def test_a_file_is_downloaded_with_progress_and_once(web: Web, tmp_path: Path) -
 
 def test_a_file_of_untold_size_is_downloaded(web: Web, tmp_path: Path) -> None:
     web.tells_size = False
-    assert build(web, tmp_path).counts["text_bytes"] == len(LINES) - 150_000
+    assert build(web, tmp_path).counts["text_bytes"] == len(LINES) - 200_000
 
 
 def test_a_file_that_changed_but_not_in_size_is_downloaded_again(web: Web, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_transfer_that_is_cut_off_is_refused_and_the_next_one_is_whole(web: We
         build(web, tmp_path)
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     web.cuts_off = False
-    assert build(web, tmp_path).counts["passages"] == 150_000
+    assert build(web, tmp_path).counts["passages"] == 200_000
 
 
 def test_a_file_that_changes_during_its_download_is_refused(web: Web, tmp_path: Path) -> None:
@@ -143,4 +143,4 @@ def test_half_a_download_of_a_killed_process_is_never_taken_for_text(web: Web, t
         assert web.half_sent.wait(60)
         os.kill(process.pid, signal.SIGKILL)
     web.stalls = False
-    assert build(web, tmp_path).counts["passages"] == 150_000
+    assert build(web, tmp_path).counts["passages"] == 200_000

@@ -1,0 +1,138 @@
+"""A Prefect that is up, and a browser to look at it."""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+from websockets.sync.client import ClientConnection, connect
+
+Up = Callable[..., AbstractContextManager[subprocess.Popen[str]]]
+Post = Callable[[str, dict[str, object]], Any]
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+SECONDS = 60.0  # ample: a page takes one or two
+CLICK = """
+(text) => {
+    const leaves = [...document.querySelectorAll("*")].filter(each => !each.children.length)
+    const found = leaves.find(each => each.textContent.trim() === text)
+    found?.click()
+    return Boolean(found)
+}
+"""
+
+
+class Page:
+    """What a person sees of a web page, and does with it, by Chromium's DevTools protocol."""
+
+    def __init__(self, connection: ClientConnection) -> None:
+        self._connection = connection
+        self._numbers = itertools.count(1)
+
+    def open(self, url: str) -> None:
+        self.send("Page.navigate", url=url)
+
+    def click(self, text: str) -> None:
+        """Click what says exactly this, once it is there."""
+        self.wait_until(f"({CLICK})({json.dumps(text)})")
+
+    def text(self, *awaited: str) -> str:
+        """The visible text, once it has all that is awaited."""
+        conditions = [f"document.body.innerText.includes({json.dumps(each)})" for each in awaited]
+        self.wait_until(" && ".join(conditions))
+        return str(self.value("document.body.innerText"))
+
+    def value(self, script: str) -> Any:
+        """What a JavaScript expression gives."""
+        return self.send("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value")
+
+    def wait_until(self, script: str) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not self.value(script):
+            assert time.monotonic() < deadline, f"not {script}, but: {self.value('document.body.innerText')}"
+            time.sleep(0.1)
+
+    def send(self, method: str, **parameters: object) -> dict[str, Any]:
+        number = next(self._numbers)
+        self._connection.send(json.dumps({"id": number, "method": method, "params": parameters}))
+        while (message := json.loads(self._connection.recv(SECONDS))).get("id") != number:
+            pass  # an event, of which none is waited for
+        assert "error" not in message, message
+        result: dict[str, Any] = message["result"]
+        return result
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """An empty page of a browser without a window."""
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        pytest.skip("no Chromium on PATH to look at Prefect's pages with: apt-get install chromium")
+    profile = tmp_path_factory.mktemp("browser")
+    # Chromium's sandbox wants a user other than root; the only pages it sees here are those of our own server.
+    command = [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command += ["--no-first-run", "--disable-background-networking", "--window-size=1400,1400"]
+    command += ["--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"]
+    environment = os.environ | {"HOME": str(profile)}
+    with open(profile / "log", "wb") as log:
+        browser = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+    try:
+        with connect(_first_page(browser, profile), max_size=None) as connection:
+            yield Page(connection)
+    finally:
+        os.killpg(browser.pid, signal.SIGKILL)
+        browser.wait()
+
+
+def _first_page(browser: subprocess.Popen[bytes], profile: Path) -> str:
+    """URL by which the first page is spoken to."""
+    said, deadline = profile / "DevToolsActivePort", time.monotonic() + SECONDS
+    while not (said.exists() and len(said.read_text().split()) == 2):
+        alive = browser.poll() is None and time.monotonic() < deadline
+        assert alive, f"no browser: {(profile / 'log').read_text('utf-8', 'replace')}"
+        time.sleep(0.05)
+    port = said.read_text().split()[0]
+    with urlopen(f"http://127.0.0.1:{port}/json/list", timeout=30) as response:
+        return next(str(each["webSocketDebuggerUrl"]) for each in json.load(response) if each["type"] == "page")
+
+
+@pytest.fixture(scope="session")
+def up() -> Up:
+    """Runs ``t5-pretrain up`` on a root and a port, with more in its environment if wanted, until the block ends."""
+
+    @contextmanager
+    def up(root: Path, port: int, **more: str) -> Iterator[subprocess.Popen[str]]:
+        command = [sys.executable, "-c", "from flows.cli import main; main()", "up"]
+        command += ["--root", str(root), "--port", str(port)]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+        with subprocess.Popen(command, env=environment | more, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert "deployed" in process.stdout.readline()
+            try:
+                yield process
+            finally:
+                process.terminate()
+
+    return up
+
+
+@pytest.fixture(scope="session")
+def post() -> Post:
+    """Asks Prefect's API."""
+
+    def post(url: str, body: dict[str, object]) -> Any:
+        request = Request(url, json.dumps(body).encode(), {"content-type": "application/json"})  # noqa: S310 - the server of this test
+        with urlopen(request, timeout=30) as response:  # noqa: S310 - as above
+            return json.load(response)
+
+    return post
