@@ -43,14 +43,14 @@ class StageTable:
 
 
 def row(stage: str, record: Record, seconds: float) -> dict[str, Any]:
-    """One line of the table; sizes in bytes."""
+    """One line of the table, the widest cells last: a page shows no more than half of them at once."""
     return {
         "stage": stage,
         "result": "reused" if record.reused else "made",
         "seconds": round(seconds, 1),
-        "folder": str(record.path),
-        "fingerprint": record.fingerprint[:12],
         "files": len(record.files),
-        "bytes": sum(digest.size for digest in record.files.values()),
+        "bytes": f"{sum(digest.size for digest in record.files.values()):,}",
+        "fingerprint": record.fingerprint[:12],
+        "folder": str(record.path),
         "counts": ", ".join(f"{name} {value:,}" for name, value in record.counts.items()),
     }

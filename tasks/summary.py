@@ -1,6 +1,7 @@
 """The last page of a run: what it reached, its loss curve, and where it is published."""
 
 import logging
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,8 @@ def summarise(spec: RunSpec, checkpoint: Checkpoint, publication: Publication) -
         _log.info("%s", line)
     curve = data_url(loss_curve_png(spec.run_folder / METRICS))
     create_markdown_artifact(page(spec, checkpoint, publication, losses, curve), "summary", "What the run reached")
-    create_link_artifact(link(publication.url), f"published: {publication.url}", key="published")
+    check = f"To verify it: t5-pretrain verify {shlex.quote(publication.url)}"
+    create_link_artifact(link(publication.url), f"published: {publication.url}", key="published", description=check)
 
 
 def page(spec: RunSpec, checkpoint: Checkpoint, publication: Publication, losses: Mapping[str, Any], curve: str) -> str:
