@@ -1,0 +1,101 @@
+"""What real DeepSpeed engines with experts saved, against what they held."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from t5train.consolidate import consolidate
+from t5train.errors import UnknownLayout
+
+pytestmark = pytest.mark.slow
+ON_BOTH = [
+    "zero0-fp32",
+    "zero0-bf16",
+    "zero0-bf16-plain",
+    "zero1-fp32",
+    "zero1-bf16",
+    "zero2-bf16-every-expert-everywhere",
+]
+ON_FOUR = [
+    "zero0-bf16-ep2", "zero0-bf16-mixed-sizes", "zero0-bf16-data-before-experts", "zero1-bf16-fp32-accumulation",
+    "zero1-bf16-mixed-sizes", "zero2-bf16-split", "zero2-bf16-aligned", "zero2-bf16-offload",
+    "zero2-bf16-data-before-experts",
+]  # fmt: skip
+LAYOUTS = [(ranks, name) for ranks in (2, 4) for name in (ON_BOTH if ranks == 2 else ON_BOTH + ON_FOUR)]
+UNTOLD = {"zero0-bf16", "zero0-bf16-ep2", "zero0-bf16-mixed-sizes", "zero0-bf16-data-before-experts"}
+Engines = Callable[[int], Path]
+
+
+def live(folder: Path, layout: str) -> dict[str, dict[str, torch.Tensor]]:
+    """What all ranks held; a tensor that several ranks held must have been the same on each."""
+    held: dict[str, dict[str, torch.Tensor]] = {"masters": {}, "weights": {}, "buffers": {}}
+    for path in (folder / "live" / layout).iterdir():
+        for kind, tensors in torch.load(path, weights_only=True).items():
+            for name, tensor in tensors.items():
+                assert torch.equal(held[kind].setdefault(name, tensor), tensor), name
+    return held
+
+
+def published(name: str) -> str:
+    """Hugging Face's name, as Switch Transformers has it."""
+    name = re.sub(r"moe\.(\d)\.deepspeed_moe\.experts\.deepspeed_experts\.", r"block.\1.mlp.experts.expert_", name)
+    return re.sub(r"moe\.(\d)\.deepspeed_moe\.gate\.wg\.", r"block.\1.mlp.router.classifier.", name)
+
+
+def require_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert sorted(found) == sorted(wanted)
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+def test_our_experts_are_the_live_masters_by_hugging_face_names(
+    expert_engines: Engines, tmp_path: Path, ranks: int, layout: str
+) -> None:
+    folder = expert_engines(ranks)
+    consolidate(folder / "ours" / layout, tmp_path / "out")
+    held = live(folder, layout)
+    wanted = {published(name): tensor for name, tensor in (held["masters"] | held["buffers"]).items()}
+    require_equal(load_file(tmp_path / "out" / "model.safetensors"), wanted)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(ranks, name) for ranks, name in LAYOUTS if name not in UNTOLD])
+def test_somebody_elses_experts_are_the_live_masters_numbered_over_all_ranks(
+    expert_engines: Engines, tmp_path: Path, ranks: int, layout: str
+) -> None:
+    folder = expert_engines(ranks)
+    consolidate(folder / "theirs" / layout, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    held = live(folder, layout)
+    if layout == "zero0-fp32":  # DeepSpeed saves a tie as two tensors here, and says nowhere that it was one
+        assert torch.equal(found.pop("decoder.weight"), held["masters"]["shared.weight"])
+    require_equal(found, held["masters"] | held["buffers"])
+
+
+@pytest.mark.parametrize("owner", ["ours", "theirs"])
+def test_round_robin_gradients_give_masters_that_round_to_every_live_weight(
+    expert_engines: Engines, tmp_path: Path, owner: str
+) -> None:
+    """DeepSpeed's own safe_get_full_fp32_param answers wrongly here, so that the weights are the reference."""
+    folder, layout = expert_engines(4), "zero2-bf16-round-robin"
+    consolidate(folder / owner / layout, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    weights = {}
+    for path in (folder / "live" / layout).iterdir():
+        weights |= torch.load(path, weights_only=True)["weights"]
+    weights = {published(name) if owner == "ours" else name: weight for name, weight in weights.items()}
+    require_equal({name: found[name].bfloat16() for name in weights}, weights)
+
+
+@pytest.mark.parametrize("layout", sorted(UNTOLD))
+def test_zero_0_with_ties_or_several_sizes_and_no_sidecar_is_refused_rather_than_guessed(
+    expert_engines: Engines, tmp_path: Path, layout: str
+) -> None:
+    with pytest.raises(UnknownLayout, match="cannot be told"):
+        consolidate(expert_engines(4) / "theirs" / layout, tmp_path / "out")
+    assert not any(tmp_path.iterdir())
