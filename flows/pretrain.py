@@ -44,7 +44,7 @@ def pretrain(
         root: Absolute path of the folder that holds everything a run makes, on the machine that works.
         settings: Changes to the recipe, as "part.key": value, such as {"optimizer.num_steps": 1000}.
         run_name: Name of the run's folder below root/runs; made of recipe and settings when left out.
-        publish_to: Folder or fsspec URL; root/published/<run name> when left out.
+        publish_to: Folder or fsspec URL; a folder of the run's name in root/published when left out.
 
     """
     drop_needless_tracebacks()

@@ -20,5 +20,7 @@ def test_every_recipe_has_a_deployment() -> None:
     assert all(each["entrypoint"] == "flows.pretrain:pretrain" for each in declared["deployments"])
 
 
-def test_every_parameter_is_described() -> None:
-    assert all(each.get("description") for each in pretrain.parameters.properties.values())
+def test_every_parameter_is_described_in_words_that_a_page_shows_as_they_are() -> None:
+    descriptions = [each.get("description") for each in pretrain.parameters.properties.values()]
+    assert all(descriptions)
+    assert not [each for each in descriptions if "<" in each]  # a page takes <name> for a tag and leaves it out
