@@ -22,8 +22,8 @@ class Attention(nn.Module):
         if has_position_bias:
             self.relative_attention_bias = nn.Embedding(RELATIVE_BUCKETS, shape.num_heads)
 
-    def forward(self, hidden: Tensor, memory: Tensor, bias: Tensor) -> Tensor:
-        """``hidden`` [b, q, d_model] attends to ``memory`` [b, k, d_model]; ``bias`` [1, heads, q, k] is added."""
+    def forward(self, hidden: Tensor, memory: Tensor, bias: Tensor | None) -> Tensor:
+        """``hidden`` [b, q, d_model] attends to ``memory`` [b, k, d_model]; a ``bias`` [1, heads, q, k] is added."""
         query, key, value = self._heads(self.q(hidden)), self._heads(self.k(memory)), self._heads(self.v(memory))
         mixed = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=bias, dropout_p=self.dropout_rate if self.training else 0.0, scale=1.0

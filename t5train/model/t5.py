@@ -119,10 +119,16 @@ class CrossAttentionStep(nn.Module):
 
     def forward(self, hidden: Tensor, memory: Tensor) -> Tensor:
         """Shapes as in Attention."""
-        attention = self.EncDecAttention
-        # An explicit bias of zeros, as Hugging Face has it: kernels with and without a bias round differently.
-        bias = hidden.new_zeros(1, attention.num_heads, hidden.shape[1], memory.shape[1])
-        return cast(Tensor, hidden + self.dropout(attention(self.layer_norm(hidden), memory, bias)))
+        attention = self.EncDecAttention(self.layer_norm(hidden), memory, self._bias(hidden, memory))
+        return cast(Tensor, hidden + self.dropout(attention))
+
+    def _bias(self, hidden: Tensor, memory: Tensor) -> Tensor | None:
+        """None, which is faster, while training; zeros otherwise: kernels with and without a bias round differently,
+        and Hugging Face's has one.
+        """
+        if self.training:
+            return None
+        return hidden.new_zeros(1, self.EncDecAttention.num_heads, hidden.shape[1], memory.shape[1])
 
 
 class FeedForwardStep(nn.Module):

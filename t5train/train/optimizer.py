@@ -30,6 +30,25 @@ class Partition(NamedTuple):
     segments: list[Segment]
     num_owners: int
 
+    def parts_of(self, flat: Tensor) -> list[Tensor]:
+        """A view of each segment of ``flat``."""
+        return [flat[segment.start : segment.stop] for segment in self.segments]
+
+
+class _Owners(NamedTuple):
+    """Of each segment of a partition its owner, int64; of each owner its elements, fp64, or one if it is elsewhere."""
+
+    of_segment: Tensor
+    numels: Tensor
+
+    @classmethod
+    def of(cls, partition: Partition, device: torch.device) -> "_Owners":
+        """On the device of the flat tensor, once: every such tensor made in a step would stop an accelerator."""
+        numels = dict.fromkeys(range(partition.num_owners), 1)
+        numels |= {segment.owner: segment.numel for segment in partition.segments}
+        of_segment = torch.tensor([segment.owner for segment in partition.segments], dtype=torch.int64)
+        return cls(of_segment.to(device), torch.tensor([*numels.values()], dtype=torch.float64).to(device))
+
 
 class AdamWRms(torch.optim.Optimizer):
     """Decoupled AdamW; with ``relative`` each tensor's rate is multiplied by its RMS (at least 1e-3).
@@ -48,6 +67,7 @@ class AdamWRms(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.0, "betas": betas, "eps": epsilon, "weight_decay": weight_decay})
         self.relative = relative
         self._partitions: Mapping[Tensor, Partition] = {}
+        self._owners: dict[Tensor, _Owners] = {}
         self._sum_over_ranks: Callable[[Tensor], None] | None = None
 
     def attach(self, partitions: Mapping[Tensor, Partition], sum_over_ranks: Callable[[Tensor], None] | None) -> None:
@@ -56,6 +76,7 @@ class AdamWRms(torch.optim.Optimizer):
         ``sum_over_ranks`` adds a tensor in place over the ranks that share partitions; None where each has all.
         """
         self._partitions, self._sum_over_ranks = partitions, sum_over_ranks
+        self._owners = {flat: _Owners.of(partition, flat.device) for flat, partition in partitions.items()}
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -83,31 +104,30 @@ class AdamWRms(torch.optim.Optimizer):
         first, second = state["exp_avg"], state["exp_avg_sq"]
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        denominator = second.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
-        direction = first.div(denominator).div_(1 - beta1**step)
+        denominator = second.sqrt().mul_((1 - beta2**step) ** -0.5).add_(group["eps"])
         if group["weight_decay"]:
             flat.mul_(1 - group["lr"] * group["weight_decay"])
         if self.relative:
-            self._scale_by_rms(direction.view(-1), flat.view(-1), self._partitions[flat])
-        flat.sub_(direction, alpha=group["lr"])
+            self._divide_by_rms(denominator.view(-1), flat)
+        flat.addcdiv_(first, denominator, value=-group["lr"] / (1 - beta1**step))
 
-    def _scale_by_rms(self, direction: Tensor, flat: Tensor, partition: Partition) -> None:
-        segments = partition.segments
-        scales = self._rms(flat, partition)
-        parts = [direction[segment.start : segment.stop] for segment in segments]
+    def _divide_by_rms(self, denominator: Tensor, flat: Tensor) -> None:
+        partition, owners = self._partitions[flat], self._owners[flat]
+        parts = partition.parts_of(denominator)
+        scales = self._rms(partition.parts_of(flat.view(-1)), owners)
         if parts:  # a small group's last partition can be padding alone; its rank still joined in the sum
-            torch._foreach_mul_(parts, [scales[segment.owner] for segment in segments])
+            torch._foreach_div_(parts, [*scales[owners.of_segment].unbind()])
 
-    def _rms(self, flat: Tensor, partition: Partition) -> Tensor:
+    def _rms(self, parts: list[Tensor], owners: _Owners) -> Tensor:
         """RMS of every tensor of a partition, over all ranks, by owner; fp32.
 
-        Summed in fp64, so that how tensors are cut into partitions hardly shows in the result.
+        Summed in fp64, so that how tensors are cut into partitions hardly shows in the result. All parts at once, as
+        hundreds of small kernels in a row would cost an accelerator more than the rest of the update.
         """
-        sums = torch.zeros(partition.num_owners, dtype=torch.float64, device=flat.device)
-        numels = torch.ones_like(sums)
-        for start, stop, owner, numel in partition.segments:
-            sums[owner] += torch.linalg.vector_norm(flat[start:stop], dtype=torch.float64).square()
-            numels[owner] = numel
+        sums = torch.zeros_like(owners.numels)
+        if parts:
+            norms = torch._foreach_norm(parts, 2, dtype=torch.float64)
+            sums.index_add_(0, owners.of_segment, torch.stack(norms).square())
         if self._sum_over_ranks is not None:
             self._sum_over_ranks(sums)
-        return (sums / numels).sqrt().clamp(min=MINIMAL_RMS).float()
+        return (sums / owners.numels).sqrt().clamp(min=MINIMAL_RMS).float()
