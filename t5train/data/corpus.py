@@ -10,10 +10,10 @@ from typing import Any
 from t5train.cores import num_cores
 from t5train.data import pydocs
 from t5train.data.passages import SourceFile
-from t5train.data.segments import SEGMENTS, FileSegments, Segment, scan, write_segments
+from t5train.data.segments import SEGMENTS, FileSegments, Segment, write_segments
 from t5train.data.sources import local_files
 from t5train.data.stage_folder import making, stage_folder
-from t5train.data.workers import Advance, Json, in_processes
+from t5train.data.workers import Json, in_processes
 from t5train.errors import InputError
 from t5train.fingerprint import fingerprint
 from t5train.locations import redacted
@@ -61,13 +61,6 @@ def corpus_name(spec: CorpusSpec) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:40] or "text"
 
 
-def scan_file(job: Json, advance: Advance) -> Json:
-    """Work of one process: read one file whole."""
-    files = scan(SourceFile(Path(job["path"]), job["name"]))
-    advance(Path(job["path"]).stat().st_size)
-    return {"name": job["name"], "passages": files.passages, "empty": files.empty_passages, "segments": files.segments}
-
-
 def _sources(spec: CorpusSpec, root: Path, progress: Progress) -> list[SourceFile]:
     if spec.source == pydocs.PYDOCS:
         return pydocs.source_files()
@@ -106,7 +99,7 @@ def _scanned(sources: list[SourceFile], workers: int, progress: Progress) -> lis
         progress("bytes of text read and checked", done, total)
 
     results = {
-        result["name"]: result for result in in_processes("t5train.data.corpus:scan_file", jobs, workers, advance)
+        result["name"]: result for result in in_processes("t5train.data.segments:scan_file", jobs, workers, advance)
     }
     return [_file_segments(source, results[source.name]) for source in sources]
 

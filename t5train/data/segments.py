@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from t5train.atomic import replacing
 from t5train.data.passages import Passage, Row, SourceFile
 from t5train.data.readers import rows
+from t5train.data.workers import Advance, Json
 
 SEGMENTS = "segments.json"
 _SEGMENT_BYTES = 64 << 10
@@ -52,6 +53,18 @@ def scan(source: SourceFile) -> FileSegments:
     if first is not None and text_bytes:
         segments.append(Segment(first.number, row.number + 1 - first.number, first.offset, text_bytes))
     return FileSegments(source, passages, empty, segments)
+
+
+def scan_file(job: Json, advance: Advance) -> Json:
+    """The work of one process of the corpus stage: ``scan`` the file of a job."""
+    scanned = scan(SourceFile(Path(job["path"]), job["name"]))
+    advance(Path(job["path"]).stat().st_size)
+    return {
+        "name": job["name"],
+        "passages": scanned.passages,
+        "empty": scanned.empty_passages,
+        "segments": scanned.segments,
+    }
 
 
 def passages_of(source: SourceFile, segment: Segment) -> Iterator[Passage]:

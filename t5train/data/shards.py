@@ -36,7 +36,7 @@ from t5train.records import (
 )
 from t5train.spec import NUM_SENTINELS, CorpusSpec, ShardsSpec
 
-_STAGE_VERSION = 1  # raised when the same inputs would give other bytes
+_STAGE_VERSION = 2  # raised when the same inputs would give other bytes
 _TEXT_BYTES_PER_TOKEN = 4  # of English in T5's vocabulary; decides only where shards end
 _log = logging.getLogger(__name__)
 
@@ -91,16 +91,15 @@ def build_shards(
             return found
         (folder / MANIFEST).unlink(missing_ok=True)
         plan = plan_shards(read_segments(corpus.path), spec.shard_tokens)
+        common = {
+            "folder": str(folder),
+            "fingerprint": identity,
+            "spiece": str(tokenizer.path / SPIECE),
+            "bytes_per_token": _bytes_per_token(tokenizer),
+            **corpus_spec.split_identity(),
+        }
         jobs = [
-            {
-                "folder": str(folder),
-                "number": number,
-                "fingerprint": identity,
-                "stretches": stretches,
-                "tokenizer": str(tokenizer.path),
-                "bytes_per_token": _bytes_per_token(tokenizer),
-                "corpus_spec": corpus_spec.model_dump(mode="json"),
-            }
+            common | {"description": shard_name(number), "files": _file_names(number), "stretches": stretches}
             for number, stretches in enumerate(plan)
             if not _is_whole(folder, number, identity)
         ]
@@ -133,6 +132,11 @@ def tokens_name(split: str, number: int) -> str:
     return f"{split}-{number:05d}.bin"
 
 
+def lengths_name(split: str, number: int) -> str:
+    """Name of the file with the lengths of a split's documents in shard ``number``."""
+    return f"{split}-{number:05d}.len"
+
+
 def read_description(folder: Path, number: int) -> ShardDescription:
     """The description of a shard."""
     return ShardDescription.model_validate_json((folder / shard_name(number)).read_bytes())
@@ -146,6 +150,11 @@ def _extend(shard: list[Stretch], stretch: Stretch) -> None:
         shard[-1] = shard[-1]._replace(segment=joined)
     else:
         shard.append(stretch)
+
+
+def _file_names(number: int) -> dict[str, tuple[str, str]]:
+    """For each split, the names of its tokens and of its lengths."""
+    return {split: (tokens_name(split, number), lengths_name(split, number)) for split in SPLITS}
 
 
 def _bytes_per_token(tokenizer: TokenizerFiles) -> int:

@@ -1,23 +1,23 @@
-"""The work of one process of the shards stage: one shard from text to token files."""
+"""The work of one process of the shards stage: one shard from text to token files.
+
+It starts once for each core, so it imports neither pydantic nor what needs it: what it must know is in its job.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import numpy as np
 
 from t5train.atomic import replacing, write_json
+from t5train.data.encoding import Encoder
 from t5train.data.passages import Passage, SourceFile
 from t5train.data.segments import Segment, passages_of
-from t5train.data.shards import ShardDescription, SplitCounts, shard_name, tokens_name
 from t5train.data.splits import SPLITS, Split, split_of
-from t5train.data.tokenizer import Tokenizer
 from t5train.data.workers import Advance, Json
-from t5train.records import FileDigest
-from t5train.spec import CorpusSpec
 
 _BATCH_CHARACTERS = 256 << 10
 
@@ -34,19 +34,15 @@ class _HashedFile:
         self._sha256.update(content)
         self._size += len(content)
 
-    def digest(self) -> FileDigest:
-        return FileDigest(size=self._size, sha256=self._sha256.hexdigest())
+    def digest(self) -> Json:
+        return {"size": self._size, "sha256": self._sha256.hexdigest()}
 
 
 class _SplitWriter:
     """The two files of one split in one shard."""
 
-    def __init__(self, folder: Path, split: str, number: int, bytes_per_token: int, stack: ExitStack) -> None:
-        tokens = tokens_name(split, number)
-        self._names = (tokens, str(Path(tokens).with_suffix(".len")))
-        self._tokens, self._lengths = (
-            _HashedFile(stack.enter_context(replacing(folder / name))) for name in self._names
-        )
+    def __init__(self, folder: Path, names: tuple[str, str], bytes_per_token: int, stack: ExitStack) -> None:
+        self._tokens, self._lengths = (_HashedFile(stack.enter_context(replacing(folder / name))) for name in names)
         self._dtype = np.dtype(f"<u{bytes_per_token}")
         self._documents = self._num_tokens = 0
 
@@ -58,47 +54,53 @@ class _SplitWriter:
             self._documents += len(documents)
             self._num_tokens += int(lengths.sum())
 
-    def counts(self) -> SplitCounts:
-        return SplitCounts(documents=self._documents, tokens=self._num_tokens)
+    def counts(self) -> dict[str, int]:
+        return {"documents": self._documents, "tokens": self._num_tokens}
 
-    def digests(self) -> dict[str, FileDigest]:
-        return dict(zip(self._names, (self._tokens.digest(), self._lengths.digest()), strict=True))
+    def digests(self) -> tuple[Json, Json]:
+        return self._tokens.digest(), self._lengths.digest()
+
+
+class _SplitRule(NamedTuple):
+    split: tuple[int, int, int]
+    split_seed: int
 
 
 def write_shard(job: Json, advance: Advance) -> Json:
     """Tokenise the stretches of one shard, as ``build_shards`` describes them; the description comes last."""
-    folder, number = Path(job["folder"]), int(job["number"])
-    tokenizer = _tokenizer(Path(job["tokenizer"]))
-    spec = CorpusSpec.model_validate(job["corpus_spec"])
+    folder, names = Path(job["folder"]), job["files"]
     stretches = [(SourceFile(Path(path), name), Segment(*segment)) for path, name, segment in job["stretches"]]
+    rule = _SplitRule(tuple(job["split"]), job["split_seed"])
     with ExitStack() as stack:
-        writers = {split: _SplitWriter(folder, split, number, job["bytes_per_token"], stack) for split in SPLITS}
+        writers = {split: _SplitWriter(folder, names[split], job["bytes_per_token"], stack) for split in SPLITS}
         for batch in _batches(passage for stretch in stretches for passage in passages_of(*stretch)):
-            _write_batch(batch, tokenizer, spec, writers)
+            _write_batch(batch, _encoder(Path(job["spiece"])), rule, writers)
             advance(sum(len(passage.text.encode()) for passage in batch))
-    description = ShardDescription(
-        fingerprint=job["fingerprint"],
-        source=[(source.name, segment.first_row, segment.rows) for source, segment in stretches],
-        splits={split: writer.counts() for split, writer in writers.items()},
-        files={name: digest for writer in writers.values() for name, digest in writer.digests().items()},
-    )
-    write_json(folder / shard_name(number), description.model_dump())
-    return {"number": number}
+    description = {
+        "fingerprint": job["fingerprint"],
+        "source": [(source.name, segment.first_row, segment.rows) for source, segment in stretches],
+        "splits": {split: writer.counts() for split, writer in writers.items()},
+        "files": {
+            name: digest
+            for split, writer in writers.items()
+            for name, digest in zip(names[split], writer.digests(), strict=True)
+        },
+    }
+    write_json(folder / job["description"], description)
+    return {}
 
 
 @cache
-def _tokenizer(folder: Path) -> Tokenizer:
+def _encoder(spiece: Path) -> Encoder:
     """Loaded once a process, for all its shards."""
-    return Tokenizer.load(folder)
+    return Encoder(spiece)
 
 
-def _write_batch(
-    batch: list[Passage], tokenizer: Tokenizer, spec: CorpusSpec, writers: dict[Split, _SplitWriter]
-) -> None:
+def _write_batch(batch: list[Passage], encoder: Encoder, rule: _SplitRule, writers: dict[Split, _SplitWriter]) -> None:
     documents: dict[Split, list[np.ndarray]] = {split: [] for split in writers}
-    encoded = tokenizer.encode([passage.text for passage in batch], add_eos=True)
+    encoded = encoder.encode([passage.text for passage in batch], add_eos=True)
     for passage, ids in zip(batch, encoded, strict=True):
-        documents[split_of(spec, passage.id)].append(ids)
+        documents[split_of(rule, passage.id)].append(ids)
     for split, writer in writers.items():
         writer.write(documents[split])
 

@@ -7,10 +7,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-import sentencepiece
-
 from t5train.atomic import replacing, write_json
+from t5train.data.encoding import Encoder
 from t5train.data.segments import passages_of, read_segments
 from t5train.data.spiece import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID, require_t5_form, train
 from t5train.data.splits import split_of
@@ -28,8 +26,8 @@ _MODEL_MAX_TOKENS = 512  # what T5 was pre-trained with; its relative positions 
 _log = logging.getLogger(__name__)
 
 
-class Tokenizer:
-    """Text to ids as Hugging Face's T5 tokenizer forms them, except that no text becomes a control id.
+class Tokenizer(Encoder):
+    """An encoder that knows all ids of its vocabulary.
 
     Ids: ``<pad>`` 0, ``</s>`` 1, ``<unk>`` 2, the pieces, then the sentinels with ``<extra_id_0>`` highest.
     """
@@ -37,8 +35,7 @@ class Tokenizer:
     pad_id, eos_id, unk_id = PAD_ID, EOS_ID, UNK_ID
 
     def __init__(self, spiece: Path) -> None:
-        self._processor = sentencepiece.SentencePieceProcessor(model_file=str(spiece))
-        self.num_pieces: int = self._processor.get_piece_size()
+        super().__init__(spiece)
         self.vocab_size = self.num_pieces + NUM_SENTINELS
         self.sentinel_ids = [self.vocab_size - 1 - index for index in range(NUM_SENTINELS)]
 
@@ -46,12 +43,6 @@ class Tokenizer:
     def load(cls, folder: Path) -> Self:
         """The tokenizer of a folder with a ``spiece.model``."""
         return cls(folder / SPIECE)
-
-    def encode(self, texts: list[str], *, add_eos: bool = False) -> list[np.ndarray]:
-        """int32 ids of each text; its EOS comes last if ``add_eos``."""
-        # One thread: processes share the work, threads would fight over it.
-        ids: list[np.ndarray] = self._processor.encode(texts, return_type="numpy", add_eos=add_eos, num_threads=1)
-        return ids
 
 
 def build_tokenizer(

@@ -1,0 +1,82 @@
+"""Encoding: the reference's ids where SentencePiece's float32 sums part from it, and where texts may be cut."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from hypothesis import given
+from hypothesis import strategies as st
+from sentencepiece import sentencepiece_model_pb2
+
+from t5train.data.encoding import Encoder
+from t5train.data.tokenizer import Tokenizer, given_tokenizer
+
+from .conftest import WORDS, Made
+
+PARAGRAPH = " ".join(WORDS[:300])
+RULERS = st.text("-=", min_size=1, max_size=40)
+
+
+def with_pieces(made: Made, folder: Path, pieces: dict[str, float]) -> Path:
+    """The vocabulary of ``made``, some of its longer pieces replaced."""
+    model = sentencepiece_model_pb2.ModelProto.FromString((made.tokenizer.path / "spiece.model").read_bytes())
+    longer = (piece for piece in model.pieces[3:] if len(piece.piece) > 3)
+    for old, (piece, score) in zip(longer, pieces.items(), strict=False):
+        old.piece, old.score = piece, score
+    folder.mkdir()
+    (folder / "spiece.model").write_bytes(model.SerializeToString())
+    return folder / "spiece.model"
+
+
+@pytest.fixture(scope="module")
+def rulers(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vocabulary in which a row of dashes has many segmentations of exactly the same score."""
+    folder = tmp_path_factory.mktemp("rulers")
+    scores = {"-": -7.1301, "--": -9.2703, "---": -8.8107, "----": -11.3709, "=": -6.7013, "==": -8.1217, "=-": -10.01}
+    return given_tokenizer(with_pieces(made, folder / "given", scores), folder).path
+
+
+@pytest.fixture(scope="module")
+def hugging_face(rulers: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(rulers)
+
+
+@given(st.lists(RULERS | st.sampled_from(WORDS), max_size=30).map(" ".join))
+def test_equally_good_segmentations_are_told_apart_as_hugging_face_does(
+    rulers: Path, hugging_face: Any, text: str
+) -> None:
+    expected = hugging_face(text).input_ids
+    assert Tokenizer.load(rulers).encode([text], add_eos=True)[0].tolist() == expected
+
+
+@pytest.mark.parametrize("add_eos", [True, False])
+def test_a_long_text_has_the_ids_of_its_words(rulers: Path, hugging_face: Any, add_eos: bool) -> None:
+    tokenizer, chance = Tokenizer.load(rulers), random.Random(0)
+    rows = ["".join(chance.choices("-=", k=chance.randint(2, 40))) for _ in range(300)]
+    text = " ".join([PARAGRAPH, *rows] * 5)
+    ids = tokenizer.encode([text, "", "el", text], add_eos=add_eos)
+    of_words = [number for each in tokenizer.encode(text.split(" ")) for number in each.tolist()]
+    expected = hugging_face(text, add_special_tokens=add_eos).input_ids
+    assert ids[0].tolist() == ids[3].tolist() == expected == of_words + [tokenizer.eos_id] * add_eos
+    assert ids[1].tolist() == [tokenizer.eos_id] * add_eos
+
+
+@pytest.mark.parametrize("word", ["el\u2581", "\u2581", "el\u00a0", "\u0301", "\u200b", "日本"])
+def test_where_a_text_is_cut_does_not_show(made: Made, word: str) -> None:
+    spiece = made.tokenizer.path / "spiece.model"
+    whole = sentencepiece.SentencePieceProcessor(model_file=str(spiece))
+    for start in range(1180, 1220):  # the word comes to lie on either side of the first cut
+        text = f"{PARAGRAPH[:start]} {word}  {word} {PARAGRAPH}"
+        assert Encoder(spiece).encode([text])[0].tolist() == whole.encode(text)
+
+
+def test_a_piece_of_several_words_is_never_cut(made: Made, tmp_path: Path) -> None:
+    phrase = f"\u2581{WORDS[0]}\u2581{WORDS[1]}"
+    encoder = Encoder(with_pieces(made, tmp_path / "given", {phrase: -0.01}))
+    ids = encoder.encode([" ".join(WORDS[:2] * 1000)])[0]
+    assert len(ids) == 1000
+    assert len(set(ids.tolist())) == 1
