@@ -83,7 +83,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     command = [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     command += ["--no-first-run", "--disable-background-networking", "--window-size=1400,1400"]
     command += ["--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"]
-    environment = os.environ | {"HOME": str(profile)}
+    environment = os.environ | {"HOME": str(profile), "TMPDIR": str(profile)}
     with open(profile / "log", "wb") as log:
         browser = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
     try:

@@ -60,7 +60,7 @@ def watched(
         return post(f"{server}/api/{what}/filter", query)
 
     with up(root, port, **object_store.environment):
-        _deployment_run(f"{server}/api", {"settings": json.dumps(SETTINGS), "publish_to": published})
+        _deployment_run(root / "prefect", f"{server}/api", {"settings": json.dumps(SETTINGS), "publish_to": published})
         (run,) = ask("flow_runs", {})
         _wait(lambda: _says(ask, "progress-train", "steps, loss"), ask)
         page.open(f"{server}/runs/flow-run/{run['id']}")
@@ -72,10 +72,10 @@ def watched(
         yield Watched(server, run["id"], published, seen, command_lines, ask)
 
 
-def _deployment_run(api_url: str, parameters: dict[str, str]) -> None:
+def _deployment_run(home: Path, api_url: str, parameters: dict[str, str]) -> None:
     command = [str(Path(sys.executable).with_name("prefect")), "deployment", "run", "t5-pretrain/smoke"]
     command += [word for name, value in parameters.items() for word in ("--param", f"{name}={value}")]
-    environment = os.environ | {"PREFECT_API_URL": api_url, "DO_NOT_TRACK": "1"}
+    environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_API_URL": api_url, "DO_NOT_TRACK": "1"}
     subprocess.run(command, env=environment, check=True, capture_output=True)
 
 

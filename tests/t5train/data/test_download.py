@@ -39,6 +39,7 @@ class Web:
     tells_size: bool = True
     cuts_off: bool = False
     changes_meanwhile: bool = False
+    shrinks: bool = False
     stalls: bool = False
     half_sent: threading.Event = field(default_factory=threading.Event)
     sent: int = 0
@@ -58,6 +59,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def do_GET(self) -> None:
+        if self.web.shrinks:
+            self.web.content = LINES[: len(LINES) // 3]
         self.do_HEAD()
         if self.path != "/text.txt":
             return
@@ -127,6 +130,12 @@ def test_a_transfer_that_is_cut_off_is_refused_and_the_next_one_is_whole(web: We
 def test_a_file_that_changes_during_its_download_is_refused(web: Web, tmp_path: Path) -> None:
     web.changes_meanwhile = True
     with pytest.raises(InputError, match=r"/text\.txt was changed while it was downloaded: try again"):
+        build(web, tmp_path)
+
+
+def test_a_file_of_another_size_than_was_told_is_refused(web: Web, tmp_path: Path) -> None:
+    web.shrinks = True
+    with pytest.raises(InputError, match=rf"/text\.txt ended after {len(LINES) // 3} of {len(LINES)} bytes: try again"):
         build(web, tmp_path)
 
 
