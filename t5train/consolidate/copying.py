@@ -12,6 +12,7 @@ from t5train.consolidate.plan import TensorPlan
 from t5train.consolidate.reading import Reader
 from t5train.consolidate.record_checksums import PassedBytes
 from t5train.consolidate.rounding import RoundingCheck
+from t5train.consolidate.safetensors_format import BLOCK_BYTES
 from t5train.consolidate.shard_file import Place
 
 _PIECE_BYTES = 1 << 20  # all that is done with a piece is done while it is in the processor's cache
@@ -30,9 +31,10 @@ class Copier:
 
         Raises IncompleteCheckpoint when a master contradicts the engine's own copy of it, or a file is too short.
         """
-        digest = hashlib.sha256()
-        for start in range(0, tensor.source.size, _PIECE_BYTES):
-            data = self._buffer[: min(_PIECE_BYTES, tensor.source.size - start)]
+        digest, start = hashlib.sha256(), 0
+        while start < tensor.source.size:
+            shift = place.position % BLOCK_BYTES  # so that all later pieces begin and end with a block
+            data = self._buffer[shift : min(_PIECE_BYTES, shift + tensor.source.size - start)]
             self._reader.read(tensor.source, start, data)
             self._rounding.require_copies(tensor, start, data)
             if passed is not None:
@@ -41,7 +43,7 @@ class Copier:
             digest.update(written)
             place.write(written)
             self._advance(len(written))
-        place.write_back()
+            start += len(data)
         return digest.digest()
 
 

@@ -31,7 +31,8 @@ class RoundingCheck:
             stored, rounded = self._stored[:size].numpy(), self._rounded[:size]
             self._reader.read(copy, start // masters.element_size() * ITEM_BYTES[copy.dtype], stored.data)
             _round(masters, rounded.view(TORCH_DTYPES[copy.dtype]))
-            if not np.array_equal(stored, rounded.numpy()):
+            bits = f"u{ITEM_BYTES[copy.dtype]}"
+            if not np.array_equal(stored.view(bits), rounded.numpy().view(bits)):
                 raise IncompleteCheckpoint(_contradiction(tensor, start, len(data), copy))
 
 

@@ -1,14 +1,17 @@
 """The safetensors file format and Hugging Face's way of cutting a model into several files.
 
-A file is the length of its header (8 bytes, little-endian), the header (JSON, padded with spaces to 8 bytes) and
-the tensors' bytes in the header's order, without gaps.
+A file is the length of its header (8 bytes, little-endian), the header (JSON, here padded with spaces so that the first
+tensor begins with a block of the disk) and the tensors' bytes in the header's order, without gaps.
 """
 
 import json
 import struct
 from collections.abc import Mapping, Sequence
 
-from t5train.consolidate.plan import TensorPlan
+from t5train.consolidate.plan import ITEM_BYTES, TensorPlan
+
+BLOCK_BYTES = 4096
+_LENGTH = struct.Struct("<Q")
 
 
 def index_name(stem: str) -> str:
@@ -28,14 +31,15 @@ def header(tensors: Sequence[TensorPlan]) -> bytes:
         }
         offset += tensor.size
     text = json.dumps(entries, separators=(",", ":")).encode("utf-8")
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+    text += b" " * (-(_LENGTH.size + len(text)) % BLOCK_BYTES)
+    return _LENGTH.pack(len(text)) + text
 
 
 def shards(tensors: Sequence[TensorPlan], stem: str, shard_bytes: int | None) -> dict[str, list[TensorPlan]]:
     """Tensors by file: one file, or as many as it takes for none to exceed ``shard_bytes`` by more than a tensor.
 
-    A tensor is never cut, so that one larger than ``shard_bytes`` has a file to itself.
+    A tensor is never cut, so that one larger than ``shard_bytes`` has a file to itself. In a file the wider types come
+    first: behind a few single bytes an fp32 tensor would begin where none can be read.
     """
     cut: list[list[TensorPlan]] = [[]]
     filled = 0
@@ -45,6 +49,8 @@ def shards(tensors: Sequence[TensorPlan], stem: str, shard_bytes: int | None) ->
             filled = 0
         cut[-1].append(tensor)
         filled += tensor.size
+    for part in cut:
+        part.sort(key=lambda tensor: -ITEM_BYTES[tensor.dtype])
     if len(cut) == 1:
         return {f"{stem}.safetensors": cut[0]}
     return {f"{stem}-{number:05d}-of-{len(cut):05d}.safetensors": part for number, part in enumerate(cut, start=1)}

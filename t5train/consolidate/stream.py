@@ -1,6 +1,6 @@
 """Writes planned tensors into safetensors files: several at once, in bounded memory, hashed and checked as they pass.
 
-Each core has a thread of its own, which does all there is to do with a piece of a tensor while that is in its cache.
+A thread does all there is to do with a piece of a tensor, while it is in the cache of its core.
 """
 
 from collections import deque
@@ -23,7 +23,8 @@ from t5train.progress import Progress
 from t5train.records import FileDigest, digest_file
 from t5train.safetensors_digest import SafetensorsDigest
 
-_MOST_THREADS = 16  # beyond, the disk is what is waited for
+_THREADS_PER_CORE = 2  # one computes while another waits for the disk
+_MOST_THREADS = 32
 _TELL_SECONDS = 0.5
 
 
@@ -87,8 +88,9 @@ class _Stream:
 
     def run(self) -> None:
         """Copy everything; what a thread raises is raised here, when all others have stopped too."""
-        with ThreadPoolExecutor(min(num_cores(), _MOST_THREADS)) as threads:
-            running = {threads.submit(self._work) for _ in range(min(num_cores(), _MOST_THREADS))}
+        num_threads = min(_THREADS_PER_CORE * num_cores(), _MOST_THREADS)
+        with ThreadPoolExecutor(num_threads) as threads:
+            running = {threads.submit(self._work) for _ in range(num_threads)}
             try:
                 while running:
                     done, running = wait(running, timeout=_TELL_SECONDS, return_when=FIRST_EXCEPTION)

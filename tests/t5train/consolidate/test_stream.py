@@ -1,0 +1,82 @@
+"""Writing: whatever the sizes of tensors and pieces are, the bytes are those of the source, and readable by anyone."""
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from t5train.consolidate import copying
+from t5train.consolidate.plan import Extent, Source, TensorPlan
+from t5train.consolidate.stream import write_tensors
+from t5train.errors import IncompleteCheckpoint
+from t5train.progress import silent
+from t5train.safetensors_digest import digest_safetensors
+
+CONTENT = torch.randint(0, 256, (300_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def planned(folder: Path, tensors: Sequence[tuple[str, int, int]]) -> list[TensorPlan]:
+    """Tensors of a type and size, each from an offset of a file of random bytes on, in two extents."""
+    file = folder / "source"
+    file.write_bytes(CONTENT.numpy().tobytes())
+    item = {"F32": 4, "U8": 1}
+    plans = []
+    for index, (dtype, offset, size) in enumerate(tensors):
+        first, last = size // 2 * item[dtype], (size - size // 2) * item[dtype]
+        source = Source(dtype, (Extent(file, offset + last, first), Extent(file, offset, last)))
+        plans.append(TensorPlan(f"t{index}", (size,), dtype, source))
+    return plans
+
+
+def expected(tensor: TensorPlan) -> bytes:
+    return b"".join(CONTENT.numpy()[run.offset : run.offset + run.size].tobytes() for run in tensor.source.extents)
+
+
+tensors = st.lists(st.tuples(st.sampled_from(["F32", "U8"]), st.integers(0, 99), st.integers(0, 9_000)), max_size=7)
+
+
+@settings(max_examples=40, deadline=None)
+@given(tensors=tensors)
+def test_tensors_of_any_size_are_written_as_they_are(
+    tmp_path_factory: pytest.TempPathFactory, tensors: list[tuple[str, int, int]]
+) -> None:
+    folder = tmp_path_factory.mktemp("stream")
+    plans = planned(folder, tensors)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying, "_PIECE_BYTES", 8192)
+        digests = write_tensors(plans, folder, "model", None, has_digests=True, progress=silent)
+    found = load_file(folder / "model.safetensors")
+    assert {name: tensor.numpy().tobytes() for name, tensor in found.items()} == {
+        plan.name: expected(plan) for plan in plans
+    }
+    assert digests["model.safetensors"] == digest_safetensors(folder / "model.safetensors")
+
+
+def test_a_file_system_that_always_goes_through_its_cache_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def refuse(path: str | Path, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return opened(path, flags)
+
+    monkeypatch.setattr("t5train.consolidate.shard_file.os.open", refuse)
+    plans = planned(tmp_path, [("F32", 0, 9000), ("U8", 3, 70_000)])
+    write_tensors(plans, tmp_path, "model", None, has_digests=True, progress=silent)
+    found = load_file(tmp_path / "model.safetensors")
+    assert all(found[plan.name].numpy().tobytes() == expected(plan) for plan in plans)
+
+
+def test_what_one_thread_finds_stops_all_and_is_told(tmp_path: Path) -> None:
+    plans = planned(tmp_path, [("F32", 0, 9000)] * 50)
+    (tmp_path / "source").write_bytes(b"short")
+    with pytest.raises(IncompleteCheckpoint, match="source ends at byte 18000"):
+        write_tensors(plans, tmp_path, "model", None, has_digests=True, progress=silent)
