@@ -14,7 +14,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo test test-fast lint types bench up clean
+.PHONY: help setup demo test test-fast lint types bench corruptions up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -41,6 +41,9 @@ types: setup ## mypy, strict
 
 bench: setup ## Every benchmark, one after the other
 	@for benchmark in benchmarks/*.py; do $(BIN)/python "$$benchmark"; done
+
+corruptions: setup ## 10,000 faults in small checkpoints: each refused before anything is unpickled
+	@$(BIN)/python tests/t5train/consolidate/corruptions.py
 
 up: setup ## Prefect server, pool and worker for this machine
 	@$(BIN)/t5-pretrain up

@@ -26,7 +26,7 @@ PRECISIONS = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 @st.composite
 def layouts(draw: st.DrawFn, stages: Sequence[int], *, sidecars: bool) -> Layout:
     """Any layout that can be told from its files: at ZeRO 0 that is not every one where there are no sidecars."""
-    stage, ranks = draw(st.sampled_from(stages)), draw(st.integers(1, 7))
+    stage, ranks = draw(st.sampled_from(stages)), draw(st.sampled_from([1, 2, 3, 4, 6]))
     layout = Layout(
         groups=draw(GROUPS),
         stage=stage,

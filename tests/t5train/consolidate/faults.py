@@ -1,0 +1,183 @@
+"""What disks, copies and people do to a checkpoint's files, chosen at random.
+
+A fault returns what it changes, nothing where a checkpoint has no such files. What a reader of JSON does not see (white
+space) is none.
+"""
+
+import json
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from t5train.fingerprint import fingerprint
+
+Files = dict[str, bytes | None]
+"""Contents by name; None for a file that is not there."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The folder of a tag, what is in it undamaged, what it must give, and the files of a later step."""
+
+    tag: Path
+    files: Mapping[str, bytes]
+    expected: Mapping[str, torch.Tensor]
+    later: Mapping[str, bytes]
+
+
+Fault = Callable[[Checkpoint, random.Random], Files]
+
+
+def _any(checkpoint: Checkpoint, chance: random.Random) -> tuple[str, bytearray]:
+    name = chance.choice(sorted(checkpoint.files))
+    return name, bytearray(checkpoint.files[name])
+
+
+def flipped_bit(checkpoint: Checkpoint, chance: random.Random) -> Files:
+    name, content = _any(checkpoint, chance)
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    return {name: bytes(content)}
+
+
+def truncated(checkpoint: Checkpoint, chance: random.Random) -> Files:
+    name, content = _any(checkpoint, chance)
+    return {name: bytes(content[: chance.randrange(len(content) - 1)])}
+
+
+def zeroed_range(checkpoint: Checkpoint, chance: random.Random) -> Files:
+    name, content = _any(checkpoint, chance)
+    start = chance.choice([place for place, byte in enumerate(content) if byte])
+    end = min(len(content), start + chance.randrange(1, 512))
+    content[start:end] = bytes(end - start)
+    return {name: bytes(content)}
+
+
+def appended_bytes(checkpoint: Checkpoint, chance: random.Random) -> Files:
+    name, content = _any(checkpoint, chance)
+    return {name: bytes(content) + b"\0" + chance.randbytes(chance.randrange(100))}
+
+
+def missing(checkpoint: Checkpoint, chance: random.Random) -> Files:
+    return {_any(checkpoint, chance)[0]: None}
+
+
+def swapped(checkpoint: Checkpoint, chance: random.Random) -> Files:
+    """Two files of one kind in each other's place."""
+    endings = ("model_states.pt", "optim_states.pt", ".json")
+    alike = [[name for name in sorted(checkpoint.files) if name.endswith(end)] for end in endings]
+    pairs = [names for names in alike if len(names) > 1]
+    if not pairs:
+        return {}
+    one, other = chance.sample(chance.choice(pairs), 2)
+    return {one: checkpoint.files[other], other: checkpoint.files[one]}
+
+
+def stale(checkpoint: Checkpoint, chance: random.Random) -> Files:
+    """A file of another step of the same run; one that is all there is would be another checkpoint, without a fault."""
+    name = chance.choice(sorted(checkpoint.files))
+    return {name: checkpoint.later[name]} if len(checkpoint.files) > 1 else {}
+
+
+class Hostile:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Callable[[Path], None], tuple[Path]]:
+        return Path.touch, (self.target,)
+
+
+def hostile_pickle(checkpoint: Checkpoint, chance: random.Random) -> Files:
+    name = chance.choice([name for name in sorted(checkpoint.files) if name.endswith(".pt")])
+    return {name: _hostile(checkpoint, name)}
+
+
+def stranger(checkpoint: Checkpoint, chance: random.Random) -> Files:
+    """A pickle more than the ranks wrote, by a name that DeepSpeed would find."""
+    name = f"mp_rank_{chance.randrange(1, 99):02d}_model_states.pt"
+    return {name: _hostile(checkpoint, name)}
+
+
+def _hostile(checkpoint: Checkpoint, name: str) -> bytes:
+    with tempfile.TemporaryDirectory() as scratch:
+        torch.save({"module": Hostile(ran(checkpoint))}, Path(scratch) / name)
+        return (Path(scratch) / name).read_bytes()
+
+
+def edited_sidecar(checkpoint: Checkpoint, chance: random.Random) -> Files:
+    """A sidecar with one other value."""
+    name, document = _sidecar(checkpoint, chance)
+    holder, key = chance.choice(list(_leaves(document)))
+    holder[key] = {"changed": repr(holder[key])} if chance.random() < 0.3 else _other(holder[key])
+    return {name: json.dumps(document).encode()}
+
+
+def forged_sidecar(checkpoint: Checkpoint, chance: random.Random) -> Files:
+    """A sidecar of another run, step or place that has the sha256 of its own content."""
+    name, document = _sidecar(checkpoint, chance)
+    key = chance.choice(["run_fingerprint", "step", "tag", "rank", "world_size"])
+    return {name: _sealed(document | {key: _other(document[key])})}
+
+
+def forged_digest(checkpoint: Checkpoint, chance: random.Random) -> Files:
+    """A sidecar that says something else of a file; which of the two is at fault cannot be told, so both are."""
+    name, document = _sidecar(checkpoint, chance)
+    if not document["files"]:
+        return {}
+    file = chance.choice(sorted(document["files"]))
+    key = chance.choice(["size", "sha256"])
+    document["files"][file][key] = _other(document["files"][file][key])
+    return {name: _sealed(document), file: checkpoint.files[file]}
+
+
+def _sealed(document: dict[str, Any]) -> bytes:
+    content = {key: value for key, value in document.items() if key != "sha256"}
+    return json.dumps(content | {"sha256": fingerprint(content)}).encode()
+
+
+FAULTS: dict[str, Fault] = {
+    "flipped bit": flipped_bit,
+    "truncated": truncated,
+    "zeroed range": zeroed_range,
+    "bytes appended": appended_bytes,
+    "file missing": missing,
+    "files swapped": swapped,
+    "file of another step": stale,
+    "hostile pickle": hostile_pickle,
+    "file too many": stranger,
+    "sidecar edited": edited_sidecar,
+    "sidecar forged": forged_sidecar,
+    "digest forged": forged_digest,
+}
+OF_SIDECARS = {"sidecar edited", "sidecar forged", "digest forged"}
+
+
+def _sidecar(checkpoint: Checkpoint, chance: random.Random) -> tuple[str, dict[str, Any]]:
+    name = chance.choice([name for name in sorted(checkpoint.files) if name.endswith(".json")])
+    return name, json.loads(checkpoint.files[name])
+
+
+def _leaves(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every place of a document that holds a plain value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        if isinstance(item, dict | list) and item:
+            yield from _leaves(item)
+        else:
+            yield value, key
+
+
+def _other(value: Any) -> Any:
+    if isinstance(value, int):
+        return value + 1
+    return value[:-1] + ("0" if value[-1:] != "0" else "1") if isinstance(value, str) else "other"
+
+
+def ran(checkpoint: Checkpoint) -> Path:
+    return checkpoint.tag.parent / "the-pickle-ran"
