@@ -13,10 +13,10 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from infra.ports import free_port
-from t5train.errors import InputError, LaunchError, RunLocked
+from t5train.errors import InputError, LaunchError, RunLocked, StorageError
 from t5train.file_lock import is_locked, try_lock
 from t5train.progress import Progress
 
@@ -167,14 +167,21 @@ def _homes(root: Path) -> Iterator[Path]:
 @contextmanager
 def _held(home: Path, server: RunningServer) -> Iterator[None]:
     """Hold a home for one server; the kernel lets go when this process ends."""
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with open(home / _LOCK, "a+", encoding="utf-8") as file:
+    with _lock_file(home) as file:
         if not try_lock(file.fileno(), _MOMENT_SECONDS):
             raise RunLocked(f"{home} is in use by another Prefect server: end that one, or give another --root")
         file.truncate(0)
         file.write(json.dumps(server._asdict()))
         file.flush()
         yield
+
+
+def _lock_file(home: Path) -> TextIO:
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return open(home / _LOCK, "a+", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{home} cannot be written: {error.strerror}; choose another root (--root)") from error
 
 
 def _running(home: Path) -> RunningServer | None:

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from infra.attempt import living_processes, now
-from t5train.errors import RunLocked
+from t5train.errors import RunLocked, StorageError
 from t5train.file_lock import is_locked, try_lock
 
 _LOCK, _RANKS_LOCK = "lock", "ranks.lock"
@@ -30,12 +30,12 @@ def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[None]:
     """Hold a run for this process; makes the folder if need be. Within the block it may be taken again.
 
     Ranks that a killed head left behind are waited for. Raises RunLocked if another process holds the
-    run, or if such ranks outlive ``wait_seconds``.
+    run, or if such ranks outlive ``wait_seconds``, and StorageError where the folder cannot be written.
     """
     if run_folder in _held.get():
         yield
         return
-    run_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make(run_folder)
     with _opened(run_folder / _LOCK) as descriptor:
         if not try_lock(descriptor, _MOMENT_SECONDS):
             raise RunLocked(
@@ -74,9 +74,19 @@ def _wait_for_ranks(run_folder: Path, wait_seconds: float) -> None:
             raise RunLocked(_survivors(run_folder, wait_seconds))
 
 
+def _make(run_folder: Path) -> None:
+    try:
+        run_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{run_folder} cannot be made: {error.strerror}; choose another root (--root)") from error
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be opened: {error.strerror}; repair its permissions") from error
     try:
         yield descriptor
     finally:

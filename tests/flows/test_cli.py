@@ -16,6 +16,16 @@ from t5train.recipes import recipe
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
+HOLDS_A_RUN = """
+import sys
+from pathlib import Path
+from infra.run_lock import run_lock
+
+with run_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
 WITHOUT_PREFECT = """
 import sys
 
@@ -29,20 +39,6 @@ sys.argv[0] = "t5-pretrain"
 from flows.cli import main
 main()
 """
-
-
-@pytest.fixture
-def t5_pretrain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
-    """Run the script in this process, in an empty folder; returns its exit code."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["t5-pretrain", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0)
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -152,7 +148,10 @@ def test_status_tells_the_stage_by_its_last_act(tmp_path: Path, last_act: str, s
 def test_a_run_that_lives_refuses_a_second_start(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    with run_lock(tmp_path / "work" / "runs" / "mine"):
+    command = [sys.executable, "-c", HOLDS_A_RUN, str(tmp_path / "work" / "runs" / "mine")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
         assert t5_pretrain("run", "smoke", "--name", "mine") == 1
     assert "is being worked on by process" in capsys.readouterr().err
 

@@ -1,0 +1,53 @@
+"""Where nothing may be written: one line that says so, before any work, and nothing left behind."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = "from flows.cli import main; main()"
+# Permissions do not bind root, unless it gives up the right to pass them over.
+BOUND = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"] if os.geteuid() == 0 else []
+
+pytestmark = pytest.mark.skipif(
+    bool(BOUND) and shutil.which("setpriv") is None, reason="root, and no setpriv to be less than root"
+)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "smoke", "--root", "closed"],
+        ["run", "smoke", "--root", "closed/root"],
+        ["corpus", "smoke", "--root", "closed"],
+        ["up", "--root", "closed"],
+    ],
+)
+def test_a_root_that_cannot_be_written_is_told_in_one_line_before_any_work(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    command = [*BOUND, sys.executable, "-c", PROGRAM, *arguments]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(f"error: {closed}")
+    assert "cannot be written" in ended.stderr
+    assert "choose another" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert list(closed.iterdir()) == []
+
+
+@pytest.mark.parametrize("closed", ["prefect", "runs"])
+def test_a_part_of_the_root_that_cannot_be_written_is_named(tmp_path: Path, closed: str) -> None:
+    (tmp_path / closed).mkdir(mode=0o500)
+    command = [*BOUND, sys.executable, "-c", PROGRAM, "run", "smoke", "--root", str(tmp_path)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith(f"error: {tmp_path / closed}")
+    assert "choose another root" in ended.stderr
+    assert "Traceback" not in ended.stderr
