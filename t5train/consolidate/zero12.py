@@ -79,6 +79,12 @@ def stored_slots(
     if not isinstance(shapes, list) or len(shapes) != len(state[_KEYS.masters]):
         raise UnknownLayout(f"{checkpoint.folder}: the model states do not hold the shapes of each parameter group")
     paddings = state.get("param_alignment_paddings") or [None] * len(shapes)
+    counts = [len(padding) for padding in paddings if padding is not None]
+    if counts and counts != [len(group) for group in shapes]:
+        raise IncompleteCheckpoint(
+            f"{checkpoint.folder}: the model states have parameter groups of {[len(group) for group in shapes]} "
+            f"parameters, the optimizer states of {counts}: they are not of one checkpoint"
+        )
     return [
         packed_slots(((name, tuple(shape)) for name, shape in group.items()), padding)
         for group, padding in zip(shapes, paddings, strict=True)

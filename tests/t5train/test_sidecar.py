@@ -9,7 +9,15 @@ from pydantic import ValidationError
 from t5train import sidecar
 from t5train.errors import IncompleteCheckpoint
 from t5train.records import digest_files
-from t5train.sidecar import DataState, ParallelLayout, ParameterSlot, Sidecar, complete_tags, require_complete
+from t5train.sidecar import (
+    DataState,
+    ExpertLayer,
+    ParallelLayout,
+    ParameterSlot,
+    Sidecar,
+    complete_tags,
+    require_complete,
+)
 
 
 def save(checkpoints: Path, at_step: int, ranks: int = 2, **changed: object) -> Path:
@@ -100,6 +108,7 @@ def test_a_flipped_bit_is_named_by_its_file(tmp_path: Path) -> None:
         ("world_size", 4),
         ("tag", "step-00000399"),
         ("aliases", {"lm_head.weight": "shared.weight"}),
+        ("expert_layers", [ExpertLayer(path="a", module="b", num_experts=4, expert_parallel_size=2)]),
         ("data", DataState(samples_consumed=1, shards_fingerprint="s" * 64)),
         ("layout", ParallelLayout(zero_stage=2, precision="bf16", data_parallel_rank=1, data_parallel_size=2)),
     ],
@@ -159,3 +168,45 @@ def test_a_slot_holds_as_many_elements_as_its_shape(tmp_path: Path) -> None:
     assert ParameterSlot.of("a", (5, 7), 3).numel == math.prod((5, 7))
     with pytest.raises(ValidationError, match="does not hold 34 elements"):
         ParameterSlot(name="a", shape=(5, 7), offset=0, numel=34)
+
+
+def test_a_layers_experts_are_shared_evenly_by_ranks_that_divide_the_world(tmp_path: Path) -> None:
+    layer = {"path": "encoder.block.1.layer.1.mlp", "module": "encoder.block.1.layer.1.mlp.moe", "num_experts": 6}
+    with pytest.raises(ValidationError, match="num_experts is 6: it must be a multiple of expert_parallel_size"):
+        ExpertLayer.model_validate(layer | {"expert_parallel_size": 4})
+    three = ExpertLayer.model_validate(layer | {"expert_parallel_size": 3})
+    with pytest.raises(ValidationError, match="expert_parallel_size is 3: it must divide data_parallel_size"):
+        save(tmp_path / "three", 1, expert_layers=[three])
+    two = ExpertLayer.model_validate(layer | {"expert_parallel_size": 2})
+    with pytest.raises(ValidationError, match="each must have its own"):
+        save(tmp_path / "twice", 1, expert_layers=[two, two])
+
+
+LAYERS = {"0": "shared", "tied_modules.embed": "shared", "3": "encoder.block.2", "7": ""}
+
+
+@pytest.mark.parametrize(
+    ("stored", "published"),
+    [
+        ("0.weight", "shared.weight"),
+        ("tied_modules.embed.weight", "shared.weight"),
+        ("3.layer.0.layer_norm.weight", "encoder.block.2.layer.0.layer_norm.weight"),
+        ("7.lm_head.weight", "lm_head.weight"),
+    ],
+)
+def test_a_layer_of_a_pipeline_has_a_path_in_hugging_faces_model(stored: str, published: str) -> None:
+    assert huggingface_name(f"module.{stored}", "module.", LAYERS) == published
+
+
+@pytest.mark.parametrize("stored", ["1.weight", "tied_modules.other.weight", "shared.weight", "3"])
+def test_a_name_outside_the_recorded_layers_is_refused(stored: str) -> None:
+    with pytest.raises(ValueError, match="none of the pipeline's layers"):
+        huggingface_name(stored, "", LAYERS)
+
+
+def test_stages_without_named_layers_and_layers_of_no_pipeline_are_refused(tmp_path: Path) -> None:
+    stages = ParallelLayout(zero_stage=1, precision="bf16", data_parallel_rank=1, data_parallel_size=2, pipeline_size=2)
+    with pytest.raises(ValidationError, match="pipeline_layers is empty: the layers of 2 stages"):
+        save(tmp_path / "a", 400, layout=stages)
+    with pytest.raises(ValidationError, match="'embed' is not a layer of a pipeline"):
+        save(tmp_path / "b", 400, pipeline_layers={"embed": "shared"})
