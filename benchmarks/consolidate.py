@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import resource
 import shutil
 import statistics
@@ -23,6 +22,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from hardware import hardware
 
 RANKS, TAG = 4, "global_step1"
 CONSOLIDATE = """
@@ -173,14 +174,6 @@ def measure(folder: Path, rounds: int) -> dict[str, list[Run]]:
             found[name].append(tool(folder / "out"))
             shutil.rmtree(folder / "out")
     return found
-
-
-def hardware() -> str:
-    """The machine, in words."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    return f"{cpu}, {os.cpu_count()} cores, {memory:.0f} GB, {platform.system()} {platform.release()}"
 
 
 def main() -> None:

@@ -7,13 +7,12 @@ two run in turns, and the median of the rounds counts.
 """
 
 import argparse
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 
 import numpy as np
+from hardware import hardware
 
 from t5train.data import keyed_random
 from t5train.data.span_corruption import corrupt, geometry
@@ -104,17 +103,10 @@ def main() -> None:
 
 def report(batch: int, peer: float, own: float) -> None:
     """One table."""
-    print(f"span corruption, batch {batch}, {processor()}, numpy {np.__version__}")
+    print(f"span corruption, batch {batch}, {hardware()}, numpy {np.__version__}")
     print(f"{'':34}{'samples/CPU-s':>14}{'ratio':>8}")
     print(f"{'collator, a row at a time':34}{peer:>14,.0f}{1:>8.1f}")
     print(f"{'t5train, a batch at a time':34}{own:>14,.0f}{own / peer:>8.1f}")
-
-
-def processor() -> str:
-    """Name of the processor and number of cores."""
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()} ({os.cpu_count()} cores)"
 
 
 if __name__ == "__main__":

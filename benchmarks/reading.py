@@ -1,0 +1,109 @@
+"""Reading windows of tokens in random order: ours, mapped from shards, against a Hugging Face Arrow dataset.
+
+    python benchmarks/reading.py [--windows 20000] [--batch 128] [--rounds 5]
+
+The same windows of 568 tokens lie in both, written once and read before, so they come out of the page cache. Both
+read the same random batches and return them as one array. Samples a second of one process; the two run in turns,
+and the median of the rounds counts.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import datasets
+import numpy as np
+from hardware import hardware
+
+from t5train.data import pydocs
+from t5train.data.corpus import build_corpus
+from t5train.data.loader import Windows
+from t5train.data.shards import build_shards
+from t5train.data.tokenizer import build_tokenizer
+from t5train.records import TokenShards
+from t5train.spec import CorpusSpec, ShardsSpec, TokenizerSpec
+
+WINDOW_TOKENS = 568
+SECONDS_A_ROUND = 1.0
+Read = Callable[[np.ndarray], np.ndarray]
+
+
+def main() -> None:
+    """Make the windows, run all in turns, then print one table."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--windows", type=int, default=20_000)
+    arguments.add_argument("--batch", type=int, default=128)
+    arguments.add_argument("--rounds", type=int, default=5)
+    given = arguments.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        windows = Windows(python_documentation(Path(folder), given.windows), "train", WINDOW_TOKENS)
+        readers: dict[str, Read] = {"t5train, mapped shards": windows.__getitem__}
+        readers |= arrow_readers(windows, Path(folder) / "arrow")
+        order = np.random.default_rng(0).permutation(len(windows))
+        batches = [order[at : at + given.batch] for at in range(0, len(order) - given.batch + 1, given.batch)]
+        for read in readers.values():
+            assert all((read(batch) == windows[batch]).all() for batch in batches)
+        rates: dict[str, list[float]] = {name: [] for name in readers}
+        for _ in range(given.rounds):
+            for name, read in readers.items():
+                rates[name].append(samples_per_second(read, batches))
+        print(f"{len(windows)} windows of {WINDOW_TOKENS} tokens, random batches of {given.batch}, {hardware()}")
+        report({name: statistics.median(each) for name, each in rates.items()})
+
+
+def python_documentation(root: Path, windows: int) -> TokenShards:
+    """The built-in corpus, tokenised, as often as so many windows need."""
+    pydocs.write_passages(root / "once.jsonl")
+    once = (root / "once.jsonl").read_bytes()
+    text = root / "text"
+    text.mkdir()
+    for number in range(-(-windows * WINDOW_TOKENS * 6 // len(once))):
+        (text / f"{number:03d}.jsonl").write_bytes(once)
+    corpus_spec = CorpusSpec(source=str(text), split=(998, 1, 1))
+    corpus = build_corpus(corpus_spec, root)
+    tokenizer = build_tokenizer(TokenizerSpec(vocab_size=8000), corpus_spec, corpus, root)
+    return build_shards(ShardsSpec(shard_tokens=4 << 20), corpus_spec, corpus, tokenizer, root)
+
+
+def arrow_readers(windows: Windows, folder: Path) -> dict[str, Read]:
+    """Two ways to read the same windows from a dataset on disk: as it comes, and with numpy's formatting."""
+
+    def rows() -> object:
+        for at in range(0, len(windows), 1000):
+            for window in windows[np.arange(at, min(at + 1000, len(windows)))]:
+                yield {"input_ids": window.astype(np.int32)}
+
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_generator(rows, features=features, cache_dir=str(folder / "cache")).save_to_disk(folder)
+    plain = datasets.load_from_disk(folder)
+    numpy = plain.with_format("numpy")
+    return {
+        "Arrow dataset": lambda ids: np.array(plain[ids.tolist()]["input_ids"]),
+        "Arrow dataset, numpy format": lambda ids: np.asarray(numpy[ids.tolist()]["input_ids"]),
+    }
+
+
+def samples_per_second(read: Read, batches: list[np.ndarray]) -> float:
+    """Rate over about a second."""
+    done, number, started = 0, 0, time.perf_counter()
+    while (spent := time.perf_counter() - started) < SECONDS_A_ROUND:
+        done += len(read(batches[number % len(batches)]))
+        number += 1
+    return done / spent
+
+
+def report(rates: dict[str, float]) -> None:
+    """One table."""
+    best = max(rate for name, rate in rates.items() if name.startswith("Arrow"))
+    print(f"{'datasets ' + version('datasets'):34}{'samples/s':>14}{'of the faster Arrow':>21}")
+    for name, rate in rates.items():
+        print(f"{name:34}{rate:>14,.0f}{rate / best:>21.1f}")
+
+
+if __name__ == "__main__":
+    main()
