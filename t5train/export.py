@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def _lineage(weights: Weights, tokenizer: TokenizerFiles, witness: Witness, spec
 
 
 def _weight_names(weights: Weights) -> list[str]:
-    names = [name for name in weights.files if name.endswith((".safetensors", ".safetensors.index.json"))]
+    names = [name for name in weights.files if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", name)]
     if not names:
         raise InputError(f"{weights.path} holds no safetensors: consolidate the checkpoint again")
     return names

@@ -65,6 +65,7 @@ class ParallelLayout(_Part):
 class ParameterSlot(_Part):
     """Where one parameter lies in the flat buffer of its parameter group, all ranks' partitions joined.
 
+    At ZeRO 3, which cuts every parameter by itself, it is where each rank's part begins in that rank's buffer.
     ``name`` is Hugging Face's; ``offset`` and ``numel`` count elements.
     """
 
@@ -126,13 +127,12 @@ class Sidecar(_Part):
     """One rank's account of its part of a checkpoint.
 
     ``files`` holds what this rank wrote, by name within the tag's folder. ``groups`` lists the optimizer's
-    parameter groups in order, empty where the module's own weights are the fp32 masters (ZeRO 0 in fp32).
+    parameter groups in order, also where the module's own weights are the fp32 masters (ZeRO 0 in fp32).
     ``aliases`` maps a tied name to the name that owns the storage. Experts in ``groups`` are those of this rank,
-    numbered over all ranks. All names are Hugging Face's; the files hold
-    them behind ``model_prefix``. In a pipeline, ``pipeline_layers`` maps what DeepSpeed calls a layer (``"3"``, or
+    numbered over all ranks. All names are Hugging Face's; the files hold them behind ``model_prefix``. In a pipeline,
+    ``groups`` are those of the rank's stage, and ``pipeline_layers`` maps what DeepSpeed calls a layer (``"3"``, or
     ``"tied_modules.KEY"`` for a tied one, which has its number too if it has a file) to its path in Hugging Face's
-    model, ``""`` for the model itself; ``groups`` are those of the rank's stage. Generator states are base64 text, by
-    generator.
+    model, ``""`` for the model itself. Generator states are base64 text, by generator.
     """
 
     schema_version: Literal[1] = 1

@@ -43,7 +43,7 @@ def _joined(found: Iterable[Mapping[str, Master]], module: ModuleStates) -> dict
 def _moments(groups: Sequence[ParameterGroup], module: ModuleStates, key: str) -> list[TensorPlan]:
     found = _joined((group.moments(key) for group in groups), module)
     if not found:
-        raise UnknownLayout(f"no parameter group of the checkpoint is known to have {key}: leave moments out")
+        raise UnknownLayout(f"which parameter's {key} lies where cannot be told of this checkpoint: leave moments out")
     return [TensorPlan(name, moment.shape, "F32", moment.source, moment.copies) for name, moment in found.items()]
 
 

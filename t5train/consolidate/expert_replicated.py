@@ -14,10 +14,9 @@ from t5train.consolidate.dense import MODEL_STATES
 from t5train.consolidate.expert_ranks import ExpertRanks, expert_parallel_size
 from t5train.consolidate.experts import ExpertName, expert_layers
 from t5train.consolidate.flat_groups import FlatGroup, packed_slots
-from t5train.consolidate.masters import Partition
 from t5train.consolidate.metadata import StoredTensor
 from t5train.consolidate.module_states import ModuleStates, model_states
-from t5train.consolidate.replicated import master_groups, require_full_precision
+from t5train.consolidate.replicated import master_groups, partition_groups, require_full_precision
 from t5train.consolidate.state_files import StateFile, numbered
 from t5train.errors import IncompleteCheckpoint, UnknownLayout
 from t5train.sidecar import ParameterSlot
@@ -37,7 +36,7 @@ def groups(checkpoint: OpenedCheckpoint, module: ModuleStates) -> list[FlatGroup
     sources = _sources(checkpoint, optimizers)
     slots = _recorded(checkpoint, sources) if checkpoint.sidecars else _in_module_order(checkpoint, module, held)
     return [
-        FlatGroup(index, [Partition(master) for master in held[file][index]], slots[file, index], padding=0)
+        FlatGroup(index, partition_groups(optimizers[file])[index], slots[file, index], padding=0)
         for file, index in sources
     ]
 

@@ -5,7 +5,7 @@ module has a master in each of its stages, but a layer's file only where a layer
 own; the file does not say that it is tied.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from t5train.consolidate.checkpoint import OpenedCheckpoint
@@ -40,7 +40,13 @@ def module_states(checkpoint: OpenedCheckpoint) -> ModuleStates:
 def _held(checkpoint: OpenedCheckpoint, shapes: _Shapes, buffers: Iterable[str]) -> dict[str, list[StoredTensor]]:
     """The layers' tensors by the names the result will have; several of a tied module with several files."""
     layers = {layer: _tensors(checkpoint, name) for (layer,), name in numbered(checkpoint.names, StateFile.LAYER)}
-    tied = {} if checkpoint.sidecars else _tied_layers(checkpoint, layers, shapes, buffers)
+    named = {int(name.split(".", 1)[0]) for name in (*shapes, *buffers) if not name.startswith(TIED)}
+    if missing := sorted(named - layers.keys()):
+        raise IncompleteCheckpoint(
+            f"{checkpoint.folder} lacks layer_{missing[0]:02d}-model_states.pt: its stages tell of parameters or "
+            f"buffers of the layers {missing}, and no file of these is there; choose another tag"
+        )
+    tied = {} if checkpoint.sidecars else _tied_layers(checkpoint, named, layers, shapes)
     held: dict[str, list[StoredTensor]] = {}
     for layer, tensors in layers.items():
         for name, tensor in tensors.items():
@@ -54,12 +60,11 @@ def _tensors(checkpoint: OpenedCheckpoint, name: str) -> dict[str, StoredTensor]
 
 def _tied_layers(
     checkpoint: OpenedCheckpoint,
+    named: Set[int],
     layers: Mapping[int, Mapping[str, StoredTensor]],
     shapes: _Shapes,
-    buffers: Iterable[str],
 ) -> dict[int, str]:
     """Which layers are tied modules: those that no stage names, and that hold what it says of one tied module."""
-    named = {int(name.split(".", 1)[0]) for name in (*shapes, *buffers) if not name.startswith(TIED)}
     modules: dict[str, dict[str, tuple[int, ...] | None]] = {}
     for name, shape in shapes.items():
         if name.startswith(TIED):

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from t5train.consolidate import zero12
 from t5train.consolidate.checkpoint import OpenedCheckpoint
 from t5train.consolidate.flat_groups import FlatGroup, packed_slots
-from t5train.consolidate.masters import Partition
+from t5train.consolidate.in_place import in_place_groups
+from t5train.consolidate.masters import ParameterGroup
 from t5train.consolidate.module_states import ModuleStates
 from t5train.consolidate.pipeline_stages import Stage, stages
-from t5train.consolidate.replicated import master_groups, require_full_precision
+from t5train.consolidate.replicated import master_groups, partition_groups, require_full_precision
 from t5train.errors import IncompleteCheckpoint, UnknownLayout
 from t5train.sidecar import ParameterSlot
 
@@ -24,24 +25,22 @@ def partitioned(checkpoint: OpenedCheckpoint, module: ModuleStates) -> list[Flat
     ]
 
 
-def replicated(checkpoint: OpenedCheckpoint, module: ModuleStates) -> list[FlatGroup]:
+def replicated(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[ParameterGroup]:
     """The parameter groups of every stage, whole in its model states: ZeRO 0."""
-    held = {stage.index: master_groups((stage.model or {}).get("optimizer")) for stage in stages(checkpoint)}
-    if not any(held.values()):
+    optimizers = [(stage.model or {}).get("optimizer") for stage in stages(checkpoint)]
+    recorded = [_recorded(checkpoint, stage) or [] for stage in range(len(optimizers))]
+    if not any(map(master_groups, optimizers)):
         require_full_precision(checkpoint, module)
-        return []
-    recorded = {stage: _recorded(checkpoint, stage) or [] for stage in held}
-    for stage, groups in held.items():
-        if len(groups) != len(recorded[stage]) or not groups:
+        return [group for each in zip(optimizers, recorded, strict=True) for group in in_place_groups(*each)]
+    found: list[ParameterGroup] = []
+    for stage, (held, slots) in enumerate(zip(map(partition_groups, optimizers), recorded, strict=True)):
+        if len(held) != len(slots) or not held:
             raise UnknownLayout(
-                f"{checkpoint.folder}: stage {stage} is ZeRO 0 with {len(groups)} groups of masters, of which sidecars "
-                f"record {len(recorded[stage])}: which parameter lies where cannot be told; save it with ZeRO 1"
+                f"{checkpoint.folder}: stage {stage} is ZeRO 0 with {len(held)} groups of masters, of which sidecars "
+                f"record {len(slots)}: which parameter lies where cannot be told; save it with ZeRO 1"
             )
-    return [
-        FlatGroup(index, [Partition(master) for master in masters], slots, padding=0)
-        for stage, groups in held.items()
-        for index, (masters, slots) in enumerate(zip(groups, recorded[stage], strict=True))
-    ]
+        found += [FlatGroup(index, *group, padding=0) for index, group in enumerate(zip(held, slots, strict=True))]
+    return found
 
 
 def _slots(checkpoint: OpenedCheckpoint, module: ModuleStates, stage: Stage) -> _Slots:

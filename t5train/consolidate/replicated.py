@@ -11,27 +11,30 @@ from typing import Any
 from t5train.consolidate.checkpoint import OpenedCheckpoint
 from t5train.consolidate.dense import MODEL_STATES
 from t5train.consolidate.flat_groups import FlatGroup, packed_slots
-from t5train.consolidate.masters import Partition
+from t5train.consolidate.in_place import in_place_groups
+from t5train.consolidate.masters import ParameterGroup, Partition
 from t5train.consolidate.metadata import StoredTensor
 from t5train.consolidate.module_states import ModuleStates, model_states
+from t5train.consolidate.optimizer_files import inner_states
 from t5train.errors import IncompleteCheckpoint, UnknownLayout
 from t5train.sidecar import ParameterSlot
 
 
-def groups(checkpoint: OpenedCheckpoint, module: ModuleStates) -> list[FlatGroup]:
-    """The parameter groups of a ZeRO 0 optimizer; none where it moves the module's own weights."""
-    held = master_groups(model_states(checkpoint, MODEL_STATES).get("optimizer"))
+def groups(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[ParameterGroup]:
+    """The parameter groups of a ZeRO 0 optimizer; without masters where it moves the module's own weights."""
+    optimizer = model_states(checkpoint, MODEL_STATES).get("optimizer")
+    held = master_groups(optimizer)
     if not held:
         require_full_precision(checkpoint, module)
-        return []
+        return in_place_groups(optimizer, checkpoint.sidecars[0].groups if checkpoint.sidecars else [])
     layouts = checkpoint.sidecars[0].groups if checkpoint.sidecars else _in_module_order(checkpoint, module, held)
     if len(layouts) != len(held):
         raise IncompleteCheckpoint(
             f"{checkpoint.folder}: the optimizer holds {len(held)} parameter groups, the sidecar {len(layouts)}"
         )
     return [
-        FlatGroup(index, [Partition(master) for master in masters], slots, padding=0)
-        for index, (masters, slots) in enumerate(zip(held, layouts, strict=True))
+        FlatGroup(index, partitions, slots, padding=0)
+        for index, (partitions, slots) in enumerate(zip(partition_groups(optimizer), layouts, strict=True))
     ]
 
 
@@ -42,6 +45,13 @@ def master_groups(optimizer: Any) -> list[Sequence[StoredTensor]]:
     if isinstance(optimizer, dict) and "fp32_groups" in optimizer:
         return list(optimizer["fp32_groups"])
     return []
+
+
+def partition_groups(optimizer: Any) -> list[list[Partition]]:
+    """The masters of each parameter group with what the optimizer inside DeepSpeed's keeps of them."""
+    held = master_groups(optimizer)
+    states = iter(inner_states(optimizer.get("optimizer_state_dict"), sum(map(len, held))) if held else [])
+    return [[Partition(master, next(states)) for master in masters] for masters in held]
 
 
 def require_full_precision(checkpoint: OpenedCheckpoint, module: ModuleStates) -> None:

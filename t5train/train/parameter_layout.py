@@ -20,8 +20,9 @@ def describe(
     ``pipeline_layers`` the paths that layers of a pipeline have there (see Sidecar).
     The order and offsets are those that DeepSpeed partitions by, which ``round_robin_gradients`` and alignment
     make differ from the order of the optimizer's groups. At ZeRO 3 the groups are DeepSpeed's sub-groups, and an
-    offset is that in each rank's own buffer. Empty for ZeRO 0 in fp32, where the module's weights
-    are the masters. Raises UnknownLayout for an optimizer that keeps its masters in none of these ways.
+    offset is that in each rank's own buffer. At ZeRO 0 in fp32, where the module's weights are the masters, it is the
+    order of the optimizer's parameters that counts. Raises UnknownLayout for an optimizer that keeps its masters in
+    none of these ways.
     """
     names = {
         parameter: _huggingface_name(name, model_prefix, pipeline_layers)
@@ -44,7 +45,7 @@ def describe(
         if hasattr(optimizer, attribute):
             return [_packed(group, names) for group in getattr(optimizer, attribute)]
     if isinstance(optimizer, torch.optim.Optimizer):
-        return []
+        return [_packed(group["params"], names) for group in optimizer.param_groups]
     raise UnknownLayout(
         f"{type(optimizer).__name__} keeps its fp32 masters in a way this project has no rule for: "
         "use ZeRO 0 to 3 in fp32, bf16 or fp16"

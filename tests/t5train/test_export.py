@@ -12,7 +12,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from t5train.errors import DigestMismatch, InputError, StorageError
 from t5train.export import export
-from t5train.records import Export, FileDigest
+from t5train.records import Export, FileDigest, digest_files
 
 MakeTrained = Callable[..., Any]
 
@@ -37,6 +37,18 @@ def test_plain_transformers_loads_every_tensor_and_nothing_else(
     for file in trained.weights.path.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
             assert torch.equal(parameters[name], tensor), name
+
+
+def test_moments_beside_the_weights_are_left_out(make_trained: MakeTrained, tmp_path: Path) -> None:
+    trained = make_trained("v1.1", 3)
+    folder = trained.weights.path
+    for name in ("exp_avg.safetensors", "exp_avg_sq-00001-of-00002.safetensors", "exp_avg_sq.safetensors.index.json"):
+        (folder / name).write_bytes(b"moments")
+    files = trained.weights.files | digest_files(folder, [p.name for p in folder.glob("exp_avg*")])
+    weights = trained.weights.model_copy(update={"files": files}).commit()
+    exported = export(weights, *trained[1:], tmp_path / "out")
+    assert not any("exp_avg" in name for name in exported.files)
+    AutoModelForSeq2SeqLM.from_pretrained(exported.path)
 
 
 @pytest.mark.parametrize(("version", "scaled"), [("v1.0", True), ("v1.1", False)])

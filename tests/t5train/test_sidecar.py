@@ -16,6 +16,7 @@ from t5train.sidecar import (
     ParameterSlot,
     Sidecar,
     complete_tags,
+    huggingface_name,
     require_complete,
 )
 

@@ -12,6 +12,8 @@ import pytest
 from deepspeed_files import Layout, Written
 from sidecar_files import write
 
+from infra import shared_memory
+
 
 @pytest.fixture
 def zero12(tmp_path: Path) -> Callable[..., Written]:
@@ -32,6 +34,18 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def engines_on_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for a few layouts on four ranks."""
+    return _launch("deepspeed_checkpoints.py", tmp_path_factory.mktemp("four"), 4, "zero2-bf16", "zero3-bf16")
+
+
+@pytest.fixture(scope="session")
+def pipeline_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of real DeepSpeed pipelines: two stages of two ranks each."""
+    return _launch("deepspeed_pipeline_checkpoints.py", tmp_path_factory.mktemp("pipelines"), num_ranks=4)
+
+
+@pytest.fixture(scope="session")
 def expert_engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """``expert_engines(4)``: checkpoints of real DeepSpeed runs with experts on as many ranks; run once."""
     return cache(
@@ -39,16 +53,17 @@ def expert_engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], 
     )
 
 
-def _launch(program: str, folder: Path, num_ranks: int) -> Path:
-    """Run a program of this folder on so many ranks; it gets ``folder`` to write to."""
-    ranks = []
+def _launch(program: str, folder: Path, num_ranks: int, *arguments: str) -> Path:
+    """Run a program of this folder on so many ranks; it gets ``folder`` to write to, and the arguments."""
+    ranks, port = [], os.getpid()  # which names the ranks' shared memory and nothing else
     for rank in range(num_ranks):
         environment = os.environ | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_SIZE": str(num_ranks),
             "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONHASHSEED": "0",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
         with open(folder / f"rank{rank}.log", "wb") as log:
-            command = [sys.executable, str(Path(__file__).with_name(program)), str(folder)]
+            command = [sys.executable, str(Path(__file__).with_name(program)), str(folder), *arguments]
             ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:
         codes = [process.wait(timeout=600) for process in ranks]
@@ -56,6 +71,7 @@ def _launch(program: str, folder: Path, num_ranks: int) -> Path:
         for process in ranks:
             process.kill()
             process.wait()
+        shared_memory.remove_all("127.0.0.1", port)
     logs = "".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(num_ranks))
     assert not any(codes), logs
     return folder

@@ -9,14 +9,14 @@ works what zero_to_fp32 makes of it.
 
 import os
 import sys
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from live_moments import live_moments
 from torch import nn
 
 from t5train import sidecar
@@ -127,20 +127,6 @@ def live_masters(engine: Any) -> dict[str, torch.Tensor]:
         for low, high in zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True):
             masters |= {engine.param_names[p]: master.detach().clone() for p, master in zip(low, high, strict=True)}
     return masters
-
-
-def live_moments(engine: Any, key: str) -> dict[str, torch.Tensor]:
-    """One of Adam's moments by name, of every parameter that is trained."""
-    optimizer = engine.optimizer
-    trained = {name: parameter for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
-    if isinstance(optimizer, torch.optim.Optimizer):
-        found = {name: optimizer.state[parameter][key] for name, parameter in trained.items()}
-    elif hasattr(optimizer, "fp32_groups"):
-        pairs = zip(chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups), strict=True)
-        found = {engine.param_names[parameter]: optimizer.optimizer.state[master][key] for parameter, master in pairs}
-    else:
-        found = {name: safe_get_full_optimizer_state(parameter, key) for name, parameter in trained.items()}
-    return {name: moment.detach().float().cpu().clone() for name, moment in found.items()}
 
 
 def live_weights(engine: Any) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import safe_get_full_fp32_param
+from live_moments import live_moments
 from torch import nn
 
 from t5train import sidecar
@@ -125,28 +126,8 @@ def live(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
     return {
         "masters": {n: (parameters[n] if m is None else m).detach().float().clone() for n, m in masters.items()},
         "buffers": dict(engine.module.named_buffers()),
-        **{key: live_moments(engine, key) for key in ("exp_avg", "exp_avg_sq")},
+        **{key: live_moments(engine, key, engine.grid.get_data_parallel_group()) for key in ("exp_avg", "exp_avg_sq")},
     }
-
-
-def live_moments(engine: Any, key: str) -> dict[str, torch.Tensor]:
-    """One of Adam's moments by name, put together from what the ranks of this stage hold."""
-    optimizer = engine.optimizer
-    if isinstance(optimizer, torch.optim.Optimizer):
-        held = {name: optimizer.state.get(p, {}) for name, p in engine.module.named_parameters()}
-        return {name: state[key].clone() for name, state in held.items() if state}
-    in_zero = hasattr(optimizer, "round_robin_bit16_groups")
-    groups = optimizer.round_robin_bit16_groups if in_zero else optimizer.bf16_groups
-    flats = optimizer.single_partition_of_fp32_groups if in_zero else optimizer.fp32_groups_flat_partition
-    moments = {}
-    for group, flat in zip(groups, flats, strict=True):
-        parts = [torch.zeros_like(flat) for _ in range(engine.grid.get_data_parallel_world_size())]
-        torch.distributed.all_gather(parts, optimizer.optimizer.state[flat][key], engine.grid.get_data_parallel_group())
-        pieces = torch.cat(parts)[: sum(p.numel() for p in group)].split([p.numel() for p in group])
-        moments |= {
-            engine.param_names[p]: piece.reshape(p.shape).clone() for p, piece in zip(group, pieces, strict=True)
-        }
-    return moments
 
 
 def save_ours(engine: Any, folder: Path, name: str) -> None:

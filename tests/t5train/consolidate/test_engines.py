@@ -1,5 +1,6 @@
 """What real DeepSpeed engines saved, against what they held."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,42 @@ def test_somebody_elses_checkpoints_give_the_live_masters_bit_for_bit(
 ) -> None:
     consolidate(engines / "theirs" / layout, tmp_path / "out")
     require_equal(load_file(tmp_path / "out" / "model.safetensors"), expected(live(engines, layout)))
+
+
+@pytest.mark.parametrize("owner", ["ours", "theirs"])
+@pytest.mark.parametrize("layout", ["zero2-bf16", "zero3-bf16"])
+def test_four_ranks_give_the_live_masters_and_moments_bit_for_bit(
+    engines_on_four_ranks: Path, tmp_path: Path, layout: str, owner: str
+) -> None:
+    consolidate(engines_on_four_ranks / owner / layout, tmp_path / "out", moments=True)
+    held = live(engines_on_four_ranks, layout)
+    require_equal(load_file(tmp_path / "out" / "model.safetensors"), expected(held))
+    for key in ("exp_avg", "exp_avg_sq"):
+        require_equal(load_file(tmp_path / "out" / f"{key}.safetensors"), held[key])
+
+
+@pytest.mark.parametrize("layout", [*TIED, *UNTIED, "zero2-bf16-round-robin"])
+def test_moments_are_those_of_the_live_optimizer_bit_for_bit(engines: Path, tmp_path: Path, layout: str) -> None:
+    weights = consolidate(engines / "ours" / layout, tmp_path / "out", shard_bytes=700, moments=True)
+    held = live(engines, layout)
+    for key in ("exp_avg", "exp_avg_sq"):
+        names = [name for name in weights.files if re.fullmatch(rf"{key}-.*\.safetensors", name)]
+        assert f"{key}.safetensors.index.json" in weights.files
+        require_equal({k: v for name in names for k, v in load_file(tmp_path / "out" / name).items()}, held[key])
+
+
+@pytest.mark.parametrize("layout", [name for name in TIED if name not in WITHOUT_A_RULE | {"zero0-fp32"}])
+def test_moments_of_somebody_elses_checkpoints_are_found_too(engines: Path, tmp_path: Path, layout: str) -> None:
+    consolidate(engines / "theirs" / layout, tmp_path / "out", moments=True)
+    held = live(engines, layout)
+    for key in ("exp_avg", "exp_avg_sq"):
+        require_equal(load_file(tmp_path / "out" / f"{key}.safetensors"), held[key])
+
+
+def test_moments_that_nothing_names_are_refused_and_nothing_is_written(engines: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnknownLayout, match="exp_avg lies where cannot be told"):
+        consolidate(engines / "theirs" / "zero0-fp32", tmp_path / "out", moments=True)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("owner", ["ours", "theirs"])

@@ -1,0 +1,42 @@
+"""What a live DeepSpeed engine holds of Adam's moments, put together by its own tables of what lies where."""
+
+from itertools import chain
+from typing import Any
+
+import torch
+from deepspeed.utils import safe_get_full_optimizer_state
+
+
+def live_moments(engine: Any, key: str, data_parallel_group: Any = None) -> dict[str, torch.Tensor]:
+    """One moment by name, of every parameter that is trained; all ranks take part."""
+    optimizer = engine.optimizer
+    trained = {name: parameter for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        found = {name: optimizer.state[p][key] for name, p in trained.items() if p in optimizer.state}
+    elif hasattr(optimizer, "fp32_groups"):
+        pairs = zip(chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups), strict=True)
+        found = {engine.param_names[parameter]: optimizer.optimizer.state[master][key] for parameter, master in pairs}
+    elif engine.zero_optimization_partition_weights():
+        found = {name: safe_get_full_optimizer_state(parameter, key) for name, parameter in trained.items()}
+    else:
+        found = _gathered(engine, key, data_parallel_group)
+    return {name: moment.detach().float().cpu().clone() for name, moment in found.items()}
+
+
+def _gathered(engine: Any, key: str, group: Any) -> dict[str, torch.Tensor]:
+    """From the flat buffers of ZeRO 1, 2 and BF16_Optimizer (safe_get_full_optimizer_state finds none in them)."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "round_robin_bit16_groups"):
+        groups, offsets = optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets
+        flats = optimizer.single_partition_of_fp32_groups
+    else:
+        groups, flats = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
+        offsets = [[sum(p.numel() for p in held[:index]) for index in range(len(held))] for held in groups]
+    found = {}
+    for held, places, flat in zip(groups, offsets, flats, strict=True):
+        parts = [torch.zeros_like(flat) for _ in range(torch.distributed.get_world_size(group))]
+        torch.distributed.all_gather(parts, optimizer.optimizer.state[flat][key], group)
+        whole = torch.cat(parts)
+        for parameter, place in zip(held, places, strict=True):
+            found[engine.param_names[parameter]] = whole[place : place + parameter.numel()].reshape(parameter.shape)
+    return found

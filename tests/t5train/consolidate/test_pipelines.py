@@ -1,0 +1,116 @@
+"""What real DeepSpeed pipelines saved, against what their stages held."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed_pipeline_checkpoints import HUGGINGFACE
+from safetensors.torch import load_file
+
+from t5train.consolidate import consolidate
+from t5train.errors import IncompleteCheckpoint
+
+pytestmark = pytest.mark.slow
+LAYOUTS = [
+    "zero1-bf16", "zero1-fp32", "zero1-bf16-fp32-accumulation", "zero0-bf16", "zero0-fp32", "zero1-bf16-node-local",
+]  # fmt: skip
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Tensors = dict[str, torch.Tensor]
+
+
+def live(engines: Path, layout: str, kind: str) -> Tensors:
+    """What all stages held; a tied parameter must have been the same in each."""
+    held: Tensors = {}
+    for path in sorted((engines / "live").glob(f"{layout}.*.pt")):
+        for name, tensor in torch.load(path, weights_only=True)[kind].items():
+            assert torch.equal(held.setdefault(name, tensor), tensor), name
+    return held
+
+
+def published(tensors: Tensors) -> Tensors:
+    """By Hugging Face's names."""
+    return {
+        f"{path}{name.removeprefix(layer)}": tensor
+        for name, tensor in tensors.items()
+        for layer, path in HUGGINGFACE.items()
+        if name.startswith(f"{layer}.")
+    }
+
+
+def require_equal(found: Tensors, wanted: Tensors) -> None:
+    assert sorted(found) == sorted(wanted)
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_our_pipelines_give_the_live_masters_by_hugging_face_names(
+    pipeline_engines: Path, tmp_path: Path, layout: str
+) -> None:
+    consolidate(pipeline_engines / "ours" / layout, tmp_path / "out", moments=True)
+    held = live(pipeline_engines, layout, "masters") | live(pipeline_engines, layout, "buffers")
+    require_equal(load_file(tmp_path / "out" / "model.safetensors"), published(held))
+    for key in MOMENTS:
+        found = load_file(tmp_path / "out" / f"{key}.safetensors")
+        require_equal(found, published(live(pipeline_engines, layout, key)))
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "zero0-fp32"])
+def test_somebody_elses_pipelines_give_the_live_masters_by_layer(
+    pipeline_engines: Path, tmp_path: Path, layout: str
+) -> None:
+    consolidate(pipeline_engines / "theirs" / layout, tmp_path / "out", moments=True)
+    held = live(pipeline_engines, layout, "masters") | live(pipeline_engines, layout, "buffers")
+    require_equal(load_file(tmp_path / "out" / "model.safetensors"), held)
+    for key in MOMENTS:
+        require_equal(load_file(tmp_path / "out" / f"{key}.safetensors"), live(pipeline_engines, layout, key))
+
+
+def test_a_pipeline_without_an_optimizer_of_deepspeeds_calls_a_tied_layer_by_its_file(
+    pipeline_engines: Path, tmp_path: Path
+) -> None:
+    consolidate(pipeline_engines / "theirs" / "zero0-fp32", tmp_path / "out")
+    held = live(pipeline_engines, "zero0-fp32", "masters") | live(pipeline_engines, "zero0-fp32", "buffers")
+    held["0.weight"] = held.pop("tied_modules.embed.weight")
+    require_equal(load_file(tmp_path / "out" / "model.safetensors"), held)
+
+
+@pytest.fixture
+def tag(pipeline_engines: Path, tmp_path: Path) -> Iterator[Path]:
+    """A copy of somebody else's checkpoint, to be spoilt."""
+    folder = tmp_path / "in" / "global_step3"
+    shutil.copytree(pipeline_engines / "theirs" / "zero1-bf16" / "global_step3", folder)
+    yield folder
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("missing", "told"),
+    [
+        ("layer_02-model_states.pt", "lacks layer_02-model_states.pt"),
+        ("bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt", r"lacks ranks \[1\]"),
+    ],
+)
+def test_a_missing_layer_or_rank_of_a_stage_is_refused(tag: Path, tmp_path: Path, missing: str, told: str) -> None:
+    (tag / missing).unlink()
+    with pytest.raises(IncompleteCheckpoint, match=told):
+        consolidate(tag, tmp_path / "out")
+
+
+def test_a_tied_parameter_that_differs_between_stages_is_refused(tag: Path, tmp_path: Path) -> None:
+    path = tag / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    content = torch.load(path, weights_only=False)
+    content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data[3] += 0.25
+    torch.save(content, path)
+    with pytest.raises(IncompleteCheckpoint, match=r"tied_modules\.embed\.weight"):
+        consolidate(tag, tmp_path / "out")
+
+
+def test_a_stage_of_another_step_is_refused(tag: Path, tmp_path: Path) -> None:
+    path = tag / "mp_rank_01_model_states.pt"
+    torch.save(torch.load(path, weights_only=False) | {"global_steps": 4}, path)
+    with pytest.raises(IncompleteCheckpoint, match=r"differ in global_steps \(3 and 4\)"):
+        consolidate(tag, tmp_path / "out")

@@ -1,0 +1,119 @@
+"""What is refused where no second copy of a weight tells a wrong file: at ZeRO 3, and of moments."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from t5train.consolidate import consolidate
+from t5train.errors import IncompleteCheckpoint, T5TrainError, UnknownLayout
+
+pytestmark = pytest.mark.slow
+OPTIMIZER0, OPTIMIZER1 = (f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))
+MODEL1 = "zero_pp_rank_1_mp_rank_00_model_states.pt"
+
+
+@pytest.fixture
+def copy(engines: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of a tag of somebody else's, to be spoilt."""
+
+    def make(layout: str) -> Path:
+        return Path(shutil.copytree(engines / "theirs" / layout / "global_step3", tmp_path / "in"))
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_written(tmp_path: Path) -> Iterator[None]:
+    yield
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def refuse(tag: Path, error: type[T5TrainError], match: str, **how: Any) -> None:
+    with pytest.raises(error, match=match):
+        consolidate(tag, tag.parent / "out", **how)
+
+
+def change(path: Path, spoil: Callable[[dict[str, Any]], None]) -> None:
+    content = torch.load(path, weights_only=False)
+    spoil(content)
+    torch.save(content, path)
+
+
+def test_shards_in_each_others_place_are_refused_by_the_names_inside_them(copy: Callable[[str], Path]) -> None:
+    tag = copy("zero3-bf16")
+    (tag / OPTIMIZER0).rename(tag / "aside")
+    (tag / OPTIMIZER1).rename(tag / OPTIMIZER0)
+    (tag / "aside").rename(tag / OPTIMIZER1)
+    refuse(tag, IncompleteCheckpoint, f"{OPTIMIZER0} was written as {OPTIMIZER1}")
+
+
+@pytest.mark.parametrize("layout", ["zero3-bf16", "zero2-bf16"])
+def test_a_shard_of_another_step_is_refused_by_the_steps_its_optimizer_counts(
+    copy: Callable[[str], Path], layout: str
+) -> None:
+    def spoil(content: dict[str, Any]) -> None:
+        inner = content["optimizer_state_dict"]
+        for state in inner[{"zero3-bf16": "optimizer_state_dict", "zero2-bf16": "base_optimizer_state"}[layout]][
+            "state"
+        ].values():
+            state["step"] += 1
+
+    tag = copy(layout)
+    change(tag / OPTIMIZER1, spoil)
+    refuse(tag, IncompleteCheckpoint, r"differ in optimizer steps \(\[3\.0\] and \[4\.0\]\)")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("global_steps", 4), ("dp_world_size", 3), ("ds_version", "0.1"), ("param_shapes", []), ("buffer_names", [])],
+)
+def test_model_states_of_ranks_that_disagree_are_refused(copy: Callable[[str], Path], key: str, value: object) -> None:
+    tag = copy("zero3-bf16")
+    change(tag / MODEL1, lambda content: content.update({key: value}))
+    refuse(tag, IncompleteCheckpoint, f"differ in {key}")
+
+
+@pytest.mark.parametrize("missing", [OPTIMIZER1, MODEL1])
+def test_a_missing_rank_is_named(copy: Callable[[str], Path], missing: str) -> None:
+    tag = copy("zero3-bf16")
+    (tag / missing).unlink()
+    refuse(tag, IncompleteCheckpoint, r"it lacks ranks \[1\]")
+
+
+def test_a_sub_group_of_another_size_is_refused(copy: Callable[[str], Path]) -> None:
+    def spoil(content: dict[str, Any]) -> None:
+        groups = content["optimizer_state_dict"]["fp32_flat_groups"]
+        groups[1] = groups[1][:-1].clone()
+
+    tag = copy("zero3-bf16")
+    change(tag / OPTIMIZER1, spoil)
+    refuse(tag, T5TrainError, "sub-group 1; its parameters take 118 on each of 2 ranks")
+
+
+def test_a_frozen_parameter_without_a_fragment_is_refused(copy: Callable[[str], Path]) -> None:
+    tag = copy("zero3-bf16")
+    change(tag / MODEL1, lambda content: content["frozen_param_fragments"].clear())
+    refuse(tag, IncompleteCheckpoint, "rank 1 hold no fragment of the frozen parameter scale")
+
+
+@pytest.mark.parametrize("key", ["ds_autoep_layers", "folding"])
+def test_what_no_rule_is_known_for_is_told(copy: Callable[[str], Path], key: str) -> None:
+    tag = copy("zero3-bf16")
+    change(tag / "zero_pp_rank_0_mp_rank_00_model_states.pt", lambda content: content.update({key: [{"path": "moe"}]}))
+    refuse(tag, UnknownLayout, "tells of AutoEP")
+
+
+def test_moments_of_an_optimizer_that_keeps_others_are_refused_by_what_it_keeps(copy: Callable[[str], Path]) -> None:
+    def spoil(content: dict[str, Any]) -> None:
+        for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            state["momentum_buffer"] = state.pop("exp_avg")
+            del state["exp_avg_sq"]
+
+    tag = copy("zero2-bf16")
+    for name in (OPTIMIZER0, OPTIMIZER1):
+        change(tag / name, spoil)
+    refuse(tag, UnknownLayout, r"keeps \['momentum_buffer', 'step'\]: leave moments out", moments=True)
