@@ -1,0 +1,52 @@
+"""What lies in the folder a user happens to be in takes the place of no module of ours or of a library."""
+
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows import deploy, server_commands
+from infra.ports import free_port
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def shadows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with modules of such names; there is no Prefect server to be found."""
+    for module in ("flows", "infra", "json", "prefect"):
+        (tmp_path / f"{module}.py").write_text("raise SystemExit('shadowed')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
+    return tmp_path
+
+
+def test_the_worker_is_prefects_own(shadows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_commands, "STOP_SECONDS", 0.1)
+    log = shadows / "worker.log"
+    with server_commands._worker(log) as worker:
+        deadline = time.monotonic() + 60
+        while worker.poll() is None and not log.stat().st_size and time.monotonic() < deadline:
+            time.sleep(0.1)
+    assert log.read_text()
+    assert "shadowed" not in log.read_text()
+
+
+def test_what_deploys_is_prefects_own(shadows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, folders = subprocess.run, []
+
+    def from_the_users_folder(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        folders.append(options["cwd"])
+        interpreter = command[: command.index("--no-prompt")]
+        return run([*interpreter, "version"], **(options | {"cwd": shadows}))
+
+    async def no_pool() -> None:
+        return None
+
+    monkeypatch.setattr(subprocess, "run", from_the_users_folder)
+    monkeypatch.setattr(deploy, "_make_pool", no_pool)
+    deploy.deploy(shadows)
+    assert folders == ["/"]

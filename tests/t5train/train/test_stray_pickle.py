@@ -1,0 +1,75 @@
+"""Why a checkpoint with a pickle that no rank recorded is refused: what DeepSpeed itself does with one."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra import shared_memory
+from infra.ports import free_port
+from t5train import sidecar
+from t5train.errors import IncompleteCheckpoint
+from t5train.records import digest_files
+from t5train.sidecar import DataState, ParallelLayout, Sidecar
+
+pytestmark = pytest.mark.slow
+
+STRAY = "mp_rank_000_model_states.pt"  # before DeepSpeed's own mp_rank_00_model_states.pt in the order of names
+LOADS_A_TAG_WITH_A_STRAY = """
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+folder, stray, port = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+os.environ |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
+
+import deepspeed
+import torch
+
+class Hostile:
+    def __reduce__(self):
+        return Path.touch, (folder / "the-code-ran",)
+
+model = torch.nn.Linear(4, 4)
+settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
+settings["zero_allow_untested_optimizer"] = True
+engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=settings)
+engine.save_checkpoint(str(folder), tag="tag")
+torch.save({"module": Hostile()}, folder / "tag" / stray)
+with contextlib.suppress(Exception):
+    engine.load_checkpoint(str(folder), tag="tag")
+"""
+
+
+def test_deepspeed_unpickles_a_stray_file_and_a_tag_that_holds_one_is_refused(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    port = free_port()
+    ended = run_python(LOADS_A_TAG_WITH_A_STRAY, str(tmp_path), STRAY, str(port))
+    shared_memory.remove_all("127.0.0.1", port)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "the-code-ran").exists(), "DeepSpeed does not look at such a file any more"
+    tag = tmp_path / "tag"
+    own = [path.name for path in tag.iterdir() if path.name != STRAY]
+    sidecar.write(
+        tag,
+        Sidecar(
+            run_fingerprint="r" * 64,
+            step=0,
+            tag=tag.name,
+            rank=0,
+            world_size=1,
+            layout=ParallelLayout(zero_stage=1, precision="fp32", data_parallel_rank=0, data_parallel_size=1),
+            files=digest_files(tag, own),
+            groups=[],
+            huggingface_config={},
+            data=DataState(samples_consumed=0, shards_fingerprint="s" * 64),
+        ),
+    )
+    with pytest.raises(IncompleteCheckpoint, match=f"holds {STRAY}, which no rank recorded"):
+        sidecar.require_complete(tag)
+    (tag / STRAY).unlink()
+    sidecar.require_complete(tag)
