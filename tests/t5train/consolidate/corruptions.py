@@ -8,6 +8,7 @@ fault, how often the result was right all the same (the fault lay in bytes that 
 """
 
 import argparse
+import itertools
 import logging
 import pickle
 import random
@@ -16,7 +17,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -110,16 +111,14 @@ def with_sidecars(folder: Path, trials: int, seed: int) -> Table:
     for checkpoint in made.values():
         require_sound(checkpoint, folder)
     table: Table = defaultdict(lambda: defaultdict(Counter))
-    for kind, layout, chance in _plan(trials, seed, FAULTS):
-        checkpoint, count = made[layout], table[kind][layout]
-        files = FAULTS[kind](checkpoint, chance)
-        if not files:
-            continue
-        with damaged(checkpoint, files), no_unpickling():
-            message = refusal(checkpoint, folder / "out" / "weights")
-        count["tried"] += 1
-        count["refused"] += message is not None
-        count["named"] += message is not None and any(name in message for name in files)
+    for kind, layout, files in _faults(made, list(FAULTS), trials, seed):
+        with damaged(made[layout], files), no_unpickling():
+            message = refusal(made[layout], folder / "out" / "weights")
+        table[kind][layout] += Counter(
+            tried=1,
+            refused=message is not None,
+            named=message is not None and any(name in message for name in files),
+        )
     return table
 
 
@@ -142,23 +141,27 @@ def without_sidecars(folder: Path, trials: int, seed: int) -> Table:
     }
     (folder / "out").mkdir()
     table: Table = defaultdict(lambda: defaultdict(Counter))
-    for kind, layout, chance in _plan(trials, seed, [kind for kind in FAULTS if kind not in OF_SIDECARS]):
-        checkpoint = made[layout]
-        files = FAULTS[kind](checkpoint, chance)
-        if not files:
-            continue
-        with damaged(checkpoint, files):
-            found = outcome(checkpoint, folder / "out")
+    for kind, layout, files in _faults(made, [kind for kind in FAULTS if kind not in OF_SIDECARS], trials, seed):
+        with damaged(made[layout], files):
+            found = outcome(made[layout], folder / "out")
         table[kind]["tried"]["tried"] += 1
         table[kind][found][layout] += 1
     return table
 
 
-def _plan(trials: int, seed: int, kinds: Iterable[str]) -> Iterator[tuple[str, str, random.Random]]:
-    """Kind of fault, layout and chance of each trial: every kind with every layout equally often."""
-    pairs = [(kind, layout) for kind in kinds for layout in LAYOUTS]
-    for trial in range(trials):
-        yield *pairs[trial % len(pairs)], random.Random(f"{seed} {trial}")
+def _faults(
+    made: Mapping[str, Checkpoint], kinds: Sequence[str], trials: int, seed: int
+) -> Iterator[tuple[str, str, Files]]:
+    """Kind, layout and changed files of each trial: every kind with every layout that has such files, in turn."""
+    pairs = [(kind, layout) for kind in kinds for layout in made]
+    tried = 0
+    for turn, (kind, layout) in enumerate(itertools.cycle(pairs)):
+        if tried == trials:
+            return
+        files = FAULTS[kind](made[layout], random.Random(f"{seed} {turn}"))
+        if files:
+            tried += 1
+            yield kind, layout, files
 
 
 NOTICED = {

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from t5train.consolidate.metadata import StoredTensor, read_metadata
+from t5train.errors import IncompleteCheckpoint
 
 
 class PickledAsPython3112PicklesEnums:
@@ -21,3 +23,13 @@ def test_an_enum_of_an_early_python_3_11_is_read_past_and_no_attribute_is_looked
     assert isinstance(content["weight"], StoredTensor)
     assert content["weight"].shape == (6,)
     assert not callable(content["zero_stage"])
+
+
+def test_a_flipped_bit_in_a_name_is_found_by_the_checksum_that_torch_does_not_compare(tmp_path: Path) -> None:
+    file = tmp_path / "model_states.pt"
+    torch.save({"layer0.weight0": torch.arange(6.0)}, file)
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"layer0.weight0", b"layer0.weight1"))
+    assert "layer0.weight1" in torch.load(file)
+    with pytest.raises(IncompleteCheckpoint, match="Bad CRC-32 for file 'model_states/data.pkl'"):
+        read_metadata(file)
