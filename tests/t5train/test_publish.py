@@ -12,8 +12,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from t5train.atomic_folder import filling
+from t5train.certify import certify
 from t5train.destination import check_destination
 from t5train.errors import DigestMismatch, PublicationError, StorageError
+from t5train.export import export
 from t5train.publish import publish
 from t5train.records import Export, Publication, digest_files
 from t5train.verify import verify
@@ -37,6 +39,12 @@ def store() -> Iterator[MemoryFileSystem]:
 def place(request: pytest.FixtureRequest, tmp_path: Path, store: MemoryFileSystem) -> str:
     """A local folder, and a store."""
     return str(tmp_path / "published/t5") if request.param == "folder" else STORE
+
+
+def certified(exported: Export, witness: Path) -> Export:
+    certify(exported.path, witness)
+    files = exported.files | digest_files(exported.path, ["certificate.json"])
+    return exported.model_copy(update={"files": files}).commit()
 
 
 def names(place: str) -> set[str]:
@@ -101,6 +109,20 @@ def test_a_file_changed_after_certification_is_not_published(make_export: MakeEx
         file.write(b"\x01")
     with pytest.raises(PublicationError, match=r"model\.safetensors has sha256"):
         publish(exported, place)
+    assert not names(place)
+
+
+@pytest.mark.parametrize("name", ["README.md", "certificate.json", "manifest.json"])
+def test_a_file_of_an_older_export_in_the_place_of_the_newer_is_named(
+    make_trained: Callable[..., Any], tmp_path: Path, place: str, name: str
+) -> None:
+    trained = make_trained()
+    weights = trained.weights.model_copy(update={"fingerprint": "f" * 64})
+    older = certified(export(*trained, tmp_path / "older"), trained.witness)
+    newer = certified(export(*trained._replace(weights=weights), tmp_path / "newer"), trained.witness)
+    (newer.path / name).write_bytes((older.path / name).read_bytes())
+    with pytest.raises(PublicationError, match="README.md" if name == "manifest.json" else name):
+        publish(Export.load(newer.path), place)
     assert not names(place)
 
 

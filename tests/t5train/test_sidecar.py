@@ -128,6 +128,21 @@ def test_a_pickle_that_no_rank_wrote_is_refused(tmp_path: Path) -> None:
         require_complete(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("part1.pt", r"part1\.pt has sha256"),
+        ("rank-00001.json", r"rank-00001\.json and rank-00000\.json differ in step, tag, data"),
+    ],
+)
+def test_a_file_of_an_older_step_in_the_place_of_the_newer_is_named(tmp_path: Path, name: str, words: str) -> None:
+    older, newer = save(tmp_path, 400), save(tmp_path, 800)
+    (newer / name).write_bytes((older / name).read_bytes())
+    with pytest.raises(IncompleteCheckpoint, match=words):
+        require_complete(newer)
+    require_complete(older)
+
+
 def test_a_renamed_sidecar_does_not_speak_for_another_rank(tmp_path: Path) -> None:
     folder = save(tmp_path, 400)
     (folder / "rank-00000.json").rename(folder / "rank-00002.json")
