@@ -100,7 +100,7 @@ class Record(BaseModel):
     fingerprint: str
     inputs: dict[str, str] = {}
     files: Mapping[str, FileDigest | SafetensorsDigest]
-    counts: dict[str, int | float] = {}
+    counts: dict[str, int] = {}
     provenance: Provenance = Field(default_factory=current_provenance)
     seal: str = ""
     reused: bool = Field(default=False, exclude=True)

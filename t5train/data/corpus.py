@@ -108,7 +108,7 @@ def _file_segments(source: SourceFile, result: Json) -> FileSegments:
     return FileSegments(source, result["passages"], result["empty"], [Segment(*each) for each in result["segments"]])
 
 
-def _counts(spec: CorpusSpec, files: list[FileSegments]) -> dict[str, int | float]:
+def _counts(spec: CorpusSpec, files: list[FileSegments]) -> dict[str, int]:
     passages, empty = sum(file.passages for file in files), sum(file.empty_passages for file in files)
     if not passages:
         raise InputError(

@@ -57,8 +57,8 @@ def validation_sequences(samples: Samples, spec: RunSpec) -> int:
 
 def is_content(targets: np.ndarray, shards: TokenShards) -> np.ndarray:
     """Which targets are neither a sentinel nor the EOS that ends a sequence; same shape, bool."""
-    highest = int(shards.counts["first_sentinel_id"])
-    content: np.ndarray = (targets <= highest - int(shards.counts["num_sentinels"])) | (targets > highest)
+    highest = shards.counts["first_sentinel_id"]
+    content: np.ndarray = (targets <= highest - shards.counts["num_sentinels"]) | (targets > highest)
     content[:, -1] = False
     return content
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from t5train.errors import DigestMismatch, RecordError
 from t5train.records import MANIFEST, Corpus, FileDigest, TokenShards, digest_file, digest_files, reusable
@@ -23,7 +24,7 @@ def finished(folder: Path) -> Corpus:
     (folder / "parts" / "one.txt").write_text("first passage")
     (folder / "two.txt").write_text("second passage")
     files = digest_files(folder, ["parts/one.txt", "two.txt"])
-    return Corpus(path=folder, fingerprint=FINGERPRINT, files=files, counts={"rows": 2, "mean_words": 2.0}).commit()
+    return Corpus(path=folder, fingerprint=FINGERPRINT, files=files, counts={"rows": 2, "words": 4}).commit()
 
 
 def test_what_was_committed_is_what_is_loaded(tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_a_damaged_manifest_is_named(content: str, tmp_path: Path) -> None:
 
 
 def test_a_number_altered_in_a_manifest_is_noticed(tmp_path: Path) -> None:
-    counts: dict[str, int | float] = {"first_sentinel_id": 32099, "share": 0.25}
+    counts = {"first_sentinel_id": 32099, "rows": 2}
     made = finished(tmp_path / "corpus").model_copy(update={"counts": counts}).commit()
     assert Corpus.load(tmp_path / "corpus") == made
     manifest = tmp_path / "corpus" / MANIFEST
@@ -112,6 +113,11 @@ def test_a_number_altered_in_a_manifest_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=f"{MANIFEST} is damaged"):
         Corpus.load(tmp_path / "corpus")
     assert reusable(Corpus, tmp_path / "corpus", FINGERPRINT) is None
+
+
+def test_a_count_is_a_whole_number(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=r"counts\.share"):
+        Corpus.model_validate({"path": tmp_path, "fingerprint": FINGERPRINT, "files": {}, "counts": {"share": 0.25}})
 
 
 def test_what_cannot_be_read_is_not_reused(tmp_path: Path) -> None:
