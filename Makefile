@@ -45,6 +45,9 @@ bench: setup ## Every benchmark, one after the other
 corruptions: setup ## 10,000 faults in small checkpoints: each refused before anything is unpickled
 	@$(BIN)/python tests/t5train/consolidate/corruptions.py
 
+bench-consolidate: setup ## Consolidation of 1.1 billion parameters beside cp and zero_to_fp32, then 3 billion alone; 50 GB of disk
+	@$(BIN)/python benchmarks/consolidate.py --parameters 1.1e9 --rounds 5 --alone 0.25e9 1.1e9 3e9
+
 up: setup ## Prefect server, pool and worker for this machine
 	@$(BIN)/t5-pretrain up
 

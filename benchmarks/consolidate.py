@@ -1,16 +1,21 @@
 """Consolidation beside DeepSpeed's zero_to_fp32 and ``cp``: time, ratio to ``cp``, peak memory above imports.
 
-    python benchmarks/consolidate.py [--parameters 250e6] [--rounds 3] [--folder DIR]
+    python benchmarks/consolidate.py [--parameters 1.1e9] [--rounds 5] [--alone 0.25e9 1.1e9 3e9] [--folder DIR]
 
-A synthetic dense checkpoint (ZeRO 2, bf16, 4 ranks) is written as files; then each tool turns it into one
-safetensors file, in turns and each time in a process of its own, with the input in the page cache. ``cp`` copies
-that file; as consolidation syncs what it writes, the ``cp`` it is compared with is followed by a sync too.
+Synthetic checkpoints of four ranks (bf16; ZeRO 2, ZeRO 3, and a mixture of experts) are written as files, moments
+included. Each tool turns them into one safetensors file, in turns and each time in a process of its own, with its
+input in the page cache as far as memory goes. What is compared: ``cp`` copies our result and ``sync`` waits until the
+copy is on disk; consolidation reads as many bytes of masters, and half as many of the bf16 weights they are compared
+with, and its result is on disk too. zero_to_fp32 does not wait for the disk, and checks nothing.
+
+Then consolidation alone at other sizes, without moments, which it does not read: does memory grow with the model?
 """
 
 import argparse
+import hashlib
 import json
-import math
 import os
+import platform
 import resource
 import shutil
 import statistics
@@ -18,18 +23,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hardware import hardware
+from synthetic_checkpoints import RANKS, TAG, write_experts, write_zero2, write_zero3
 
-RANKS, TAG = 4, "global_step1"
 CONSOLIDATE = """
 from pathlib import Path
 from t5train.consolidate import consolidate
 run = lambda: consolidate(Path(SOURCE), Path(OUT))
+"""
+VERIFY = """
+from pathlib import Path
+from t5train.sidecar import require_complete
+run = lambda: require_complete(Path(SOURCE) / TAG)
 """
 ZERO_TO_FP32 = """
 from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
@@ -44,54 +52,50 @@ run()
 seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
 print(json.dumps({"seconds": seconds, "cpu_seconds": cpu, "peak": max(status("VmHWM") - imported, 0)}))
 """
+CP, OURS, OURS_VERIFIED, VERIFY_ALONE, THEIRS = (
+    "`cp` and sync",
+    "consolidate; CRC-32 of what is read",
+    "consolidate; sha256 of every input file first",
+    "of which: sha256 of every input file",
+    "zero_to_fp32 --safe_serialization",
+)
 
 
-def shapes(parameters: int) -> OrderedDict[str, tuple[int, ...]]:
-    """An embedding, then feed-forward layers, until there are about this many parameters."""
-    found: OrderedDict[str, tuple[int, ...]] = OrderedDict({"shared.weight": (32128, 1024)})
-    total, block = 32128 * 1024, 0
-    while total < parameters:
-        layer = {"wi_0.weight": (2816, 1024), "wi_1.weight": (2816, 1024), "wo.weight": (1024, 2816), "norm": (1024,)}
-        found |= {f"block.{block}.{name}": shape for name, shape in layer.items()}
-        total += sum(math.prod(shape) for shape in layer.values())
-        block += 1
-    return found
+@dataclass(frozen=True)
+class Run:
+    """One run of a tool: wall seconds, processor seconds of all its threads, peak bytes above imports."""
+
+    seconds: float
+    cpu_seconds: float
+    peak: float
 
 
-def write_checkpoint(folder: Path, parameters: int) -> int:
-    """Files as DeepSpeed writes them, optimizer moments included; the number of parameters."""
-    import torch
+class ToolFailed(Exception):
+    """A tool ended with an error, whose last line this is."""
 
-    tag = folder / TAG
-    tag.mkdir(parents=True)
-    (folder / "latest").write_text(TAG)
-    named = {name: torch.Size(shape) for name, shape in shapes(parameters).items()}
-    total = sum(shape.numel() for shape in named.values())
-    size = -(-total // (2 * RANKS)) * 2
-    flat = torch.randn(size * RANKS, generator=torch.Generator().manual_seed(0))
-    for rank in range(RANKS):
-        master = flat[rank * size : min((rank + 1) * size, total)].clone()
-        moments = {0: {"exp_avg": torch.full_like(master, 0.1), "exp_avg_sq": torch.full_like(master, 0.2)}}
-        state = {
-            "zero_stage": 2,
-            "single_partition_of_fp32_groups": [master],
-            "partition_count": [RANKS],
-            "param_alignment_paddings": [[0] * len(named)],
-            "base_optimizer_state": {"state": moments},
-        }
-        torch.save({"optimizer_state_dict": state}, tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    module, offset = {}, 0
-    for name, shape in named.items():
-        module[name] = flat[offset : offset + shape.numel()].view(shape).bfloat16()
-        offset += shape.numel()
-    model = {"module": module, "buffer_names": [], "param_shapes": [OrderedDict(named)], "shared_params": {}}
-    model |= {"frozen_param_shapes": None, "frozen_param_fragments": None, "dp_world_size": RANKS, "global_steps": 1}
-    torch.save(model | {"ds_version": "0.19.8", "optimizer": None}, tag / "mp_rank_00_model_states.pt")
-    return total
+
+def in_a_process(code: str, source: Path, out: Path) -> Run:
+    """Run a tool in a fresh interpreter; imports are not counted."""
+    program = f"SOURCE, OUT, TAG = {str(source)!r}, {str(out)!r}, {TAG!r}\n{code}{MEASURE}"
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise ToolFailed(done.stderr.strip().splitlines()[-1])
+    return Run(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def copied(file: Path, out: Path) -> Run:
+    """Run ``cp``, then ``sync`` on the copy."""
+    out.mkdir()
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run(["cp", os.fspath(file), os.fspath(out)], check=True)
+    subprocess.run(["sync", os.fspath(out / file.name)], check=True)
+    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return Run(seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 0)
 
 
 def with_sidecars(folder: Path, copy: Path) -> None:
-    """The same files with sidecars, as a run of this project leaves them."""
+    """The files of a ZeRO 2 checkpoint with sidecars, as a run of this project leaves them."""
     from t5train import sidecar
     from t5train.consolidate.flat_groups import packed_slots
     from t5train.consolidate.metadata import read_metadata
@@ -125,86 +129,109 @@ def with_sidecars(folder: Path, copy: Path) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run of a tool: wall seconds, processor seconds of all its threads, peak bytes above imports."""
-
-    seconds: float
-    cpu_seconds: float
-    peak: float
-
-
-def in_a_process(code: str, source: Path, out: Path) -> Run:
-    """Run a tool in a fresh interpreter; imports are not counted."""
-    program = f"SOURCE, OUT = {str(source)!r}, {str(out)!r}\n{code}{MEASURE}"
-    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return Run(**json.loads(done.stdout.splitlines()[-1]))
-
-
-def copied(file: Path, out: Path, *, sync: bool) -> Run:
-    """Run ``cp``, with or without a sync of the copy."""
-    out.mkdir()
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run(["cp", os.fspath(file), os.fspath(out)], check=True)
-    if sync:
-        subprocess.run(["sync", os.fspath(out / file.name)], check=True)
-    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return Run(seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 0)
-
-
-def measure(folder: Path, rounds: int) -> dict[str, list[Run]]:
-    """Every tool once a round, in turns; what it wrote is removed before the next."""
-    plain, verified, reference = folder / "plain", folder / "verified", folder / "reference"
+def measure(folder: Path, rounds: int, *, verified: bool) -> tuple[dict[str, list[Run]], dict[str, str]]:
+    """Every tool once a round, in turns, and why a tool failed; what it wrote is removed before the next."""
+    plain, reference = folder / "plain", folder / "reference"
     in_a_process(CONSOLIDATE, plain, reference)
-    file = reference / "model.safetensors"
     tools: dict[str, Callable[[Path], Run]] = {
-        "cp + sync": lambda out: copied(file, out, sync=True),
-        "consolidate": lambda out: in_a_process(CONSOLIDATE, plain, out),
-        "zero_to_fp32 --safe_serialization": lambda out: in_a_process(ZERO_TO_FP32, plain, out),
-        "cp": lambda out: copied(file, out, sync=False),
-        "consolidate, sha256 of every input verified": lambda out: in_a_process(CONSOLIDATE, verified, out),
+        CP: lambda out: copied(reference / "model.safetensors", out),
+        OURS: lambda out: in_a_process(CONSOLIDATE, plain, out),
+        THEIRS: lambda out: in_a_process(ZERO_TO_FP32, plain, out),
     }
+    if verified:
+        with_sidecars(plain, folder / "verified")
+        tools[OURS_VERIFIED] = lambda out: in_a_process(CONSOLIDATE, folder / "verified", out)
+        tools[VERIFY_ALONE] = lambda out: in_a_process(VERIFY, folder / "verified", out)
     found: dict[str, list[Run]] = {name: [] for name in tools}
+    failures: dict[str, str] = {}
     for _ in range(rounds):
-        for name, tool in tools.items():
+        for name in [name for name in tools if name not in failures]:
             os.sync()
-            found[name].append(tool(folder / "out"))
-            shutil.rmtree(folder / "out")
-    return found
+            try:
+                found[name].append(tools[name](folder / "out"))
+                if name == THEIRS:
+                    require_equal(reference, folder / "out")
+            except ToolFailed as failure:
+                failures[name] = str(failure).replace(f"{plain}/{TAG}/", "")
+            shutil.rmtree(folder / "out", ignore_errors=True)
+    return found, failures
 
 
-def main() -> None:
-    """Measure and print one table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=float, default=250e6)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where to write; a temporary folder when left out")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
-        folder = Path(scratch)
-        total = write_checkpoint(folder / "plain", int(arguments.parameters))
-        with_sidecars(folder / "plain", folder / "verified")
-        found = measure(folder, arguments.rounds)
-    load = os.getloadavg()[0]
-    print(f"{total / 1e6:.0f} M parameters, {4 * total / 1e9:.2f} GB of fp32; {arguments.rounds} rounds; {hardware()}")
-    print(f"load average at the end {load:.1f}\n")
-    print("| tool | seconds, median (least - most) | x (cp + sync) | processor seconds | peak above imports, GB |")
-    print("|---|---|---|---|---|")
-    reference = statistics.median(run.seconds for run in found["cp + sync"])
-    for name, runs in found.items():
-        print(row(name, runs, reference))
+def require_equal(ours: Path, theirs: Path) -> None:
+    """Ends the program unless both hold the same tensors, bit for bit."""
+    from safetensors import safe_open
+
+    wanted = json.loads((ours / "model.tensors.json").read_text())
+    with safe_open(theirs / "model.safetensors", "np") as file:
+        found = {name: hashlib.sha256(file.get_tensor(name).data).hexdigest() for name in file.keys()}  # noqa: SIM118
+    if found != {name: tensor["sha256"] for name, tensor in wanted.items()}:
+        raise SystemExit(f"{ours} and {theirs} differ")
 
 
-def row(name: str, runs: list[Run], reference: float) -> str:
+def hardware() -> str:
+    """The machine, in words."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    return f"{cpu}, {os.cpu_count()} cores, {memory:.0f} GB, {platform.system()} {platform.release()}"
+
+
+def row(layout: str, name: str, runs: Sequence[Run], reference: float | None) -> str:
     """One line of the table."""
     seconds = sorted(run.seconds for run in runs)
     median, cpu = statistics.median(seconds), statistics.median(run.cpu_seconds for run in runs)
     peak = max(run.peak for run in runs) / 1e9
     spread = f"{seconds[0]:.2f} - {seconds[-1]:.2f}"
-    return f"| {name} | {median:.2f} ({spread}) | {median / reference:.2f} | {cpu:.2f} | {peak:.2f} |"
+    ratio = f"{median / reference:.2f}" if reference else ""
+    return f"| {layout} | {name} | {median:.2f} ({spread}) | {ratio} | {cpu:.2f} | {peak:.2f} |"
+
+
+def compare(scratch: Path, layout: str, write: Callable[[Path, int], int], parameters: int, rounds: int) -> None:
+    """Write one checkpoint, measure every tool on it, print its lines of the table."""
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        total = write(Path(folder) / "plain", parameters)
+        found, failures = measure(Path(folder), rounds, verified=write is write_zero2)
+    reference = statistics.median(run.seconds for run in found[CP])
+    for name, runs in found.items():
+        described = f"{layout}, {total / 1e9:.2f} B"
+        print(
+            row(described, name, runs, reference) if runs else f"| {described} | {name} | {failures[name]} | | | |",
+            flush=True,
+        )
+
+
+def alone(scratch: Path, parameters: int, rounds: int) -> None:
+    """Consolidate one checkpoint a few times with nothing beside it."""
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        total = write_zero2(Path(folder) / "plain", parameters, moments=False)
+        runs = []
+        for _ in range(rounds):
+            os.sync()
+            runs.append(in_a_process(CONSOLIDATE, Path(folder) / "plain", Path(folder) / "out"))
+            shutil.rmtree(Path(folder) / "out")
+    print(row(f"ZeRO 2, {total / 1e9:.2f} B, alone", OURS, runs, None), flush=True)
+
+
+def main() -> None:
+    """Measure and print one table."""
+    layouts: Mapping[str, Callable[[Path, int], int]] = {
+        "ZeRO 2": write_zero2, "ZeRO 3": write_zero3, "mixture of experts": write_experts,
+    }  # fmt: skip
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=float, default=250e6)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--alone", type=float, nargs="*", default=[], help="sizes to consolidate without a peer")
+    parser.add_argument("--folder", type=Path, help="where to write; a temporary folder when left out")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
+        print(f"{hardware()}; {arguments.rounds} rounds; load average {os.getloadavg()[0]:.1f}\n")
+        print("| checkpoint | tool | seconds, median (range) | times `cp` and sync | CPU s | peak above imports, GB |")
+        print("|---|---|---|---|---|---|", flush=True)
+        for layout, write in layouts.items():
+            compare(Path(scratch), layout, write, int(arguments.parameters), arguments.rounds)
+        for parameters in arguments.alone:
+            alone(Path(scratch), int(parameters), arguments.rounds)
+    print(f"\nload average at the end {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":
