@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from t5train.atomic import write_json
+from t5train.cores import num_cores
 from t5train.errors import DigestMismatch, IncompleteCheckpoint
 from t5train.fingerprint import fingerprint
 from t5train.progress import Progress, silent
@@ -239,15 +240,21 @@ def require_complete(folder: Path, progress: Progress = silent) -> list[Sidecar]
     files = files_of(sidecars)
     if strangers := sorted({path.name for path in folder.glob("*.pt")} - files.keys()):
         raise IncompleteCheckpoint(f"checkpoint {folder} holds {strangers[0]}, which no rank recorded: move it away")
-    total, done = sum(digest.size for digest in files.values()), 0
-    for name, digest in files.items():
-        try:
-            verify_file(folder / name, digest)
-        except DigestMismatch as error:
-            raise IncompleteCheckpoint(f"checkpoint {folder}: {error}") from error
-        done += digest.size
-        progress("checkpoint bytes verified", done, total)
+    try:
+        _verify(folder, files, progress)
+    except DigestMismatch as error:
+        raise IncompleteCheckpoint(f"checkpoint {folder}: {error}") from error
     return sidecars
+
+
+def _verify(folder: Path, files: Mapping[str, FileDigest], progress: Progress) -> None:
+    """Compare files with their digests, one on each core."""
+    total, done = sum(digest.size for digest in files.values()), 0
+    with ThreadPoolExecutor(num_cores()) as threads:
+        verified = threads.map(verify_file, [folder / name for name in files], files.values())
+        for digest, _ in zip(files.values(), verified, strict=True):
+            done += digest.size
+            progress("checkpoint bytes verified", done, total)
 
 
 def complete_tags(checkpoints: Path) -> list[str]:
