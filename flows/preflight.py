@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from infra import ports
-from infra.storage_space import require_space
 from t5train.data.pydocs import PYDOCS
 from t5train.data.sources import require_source
 from t5train.data.span_corruption import geometry
@@ -12,6 +11,7 @@ from t5train.destination import check_destination
 from t5train.errors import SpecError
 from t5train.model import shape
 from t5train.spec import NUM_SENTINELS, ClusterSpec, RunSpec
+from t5train.storage_space import require_space
 from t5train.train.run import require_same_settings
 
 _CHECKPOINT_BYTES_A_PARAMETER = 16  # fp32 masters, two moments, and the weights the forward pass uses

@@ -141,12 +141,16 @@ class Record(BaseModel):
         """Whether the seal fits; ``load`` asks, as it then names the place anew."""
         return self.sealed().seal == self.seal
 
-    def verify(self, progress: Progress = silent) -> None:
-        """Compare every file with its digest; DigestMismatch names the first that differs."""
+    def verify(self, progress: Progress = silent, known: Mapping[str, FileDigest] | None = None) -> None:
+        """Compare every file with its digest; DigestMismatch names the first that differs.
+
+        ``known`` are digests that were formed just now, by name: such a file is not read again.
+        """
         total = sum(digest.size for digest in self.files.values())
         done = 0
         for name, digest in self.files.items():
-            verify_file(self.path / name, digest)
+            if known is None or known.get(name) != digest:
+                verify_file(self.path / name, digest)
             done += digest.size
             progress("bytes verified", done, total)
 
@@ -208,8 +212,17 @@ class Publication(PlainRecord):
 R = TypeVar("R", bound=Record)
 
 
-def reusable(kind: type[R], folder: Path, fingerprint: str, progress: Progress = silent) -> R | None:
-    """The finished record in ``folder`` if it has this fingerprint and its files verify, else None (and a log line)."""
+def reusable(
+    kind: type[R],
+    folder: Path,
+    fingerprint: str,
+    progress: Progress = silent,
+    known: Mapping[str, FileDigest] | None = None,
+) -> R | None:
+    """The finished record in ``folder`` if it has this fingerprint and its files verify, else None (and a log line).
+
+    ``known`` as of ``Record.verify``.
+    """
     if not os.path.exists(folder / MANIFEST):  # noqa: PTH110 - Path's raises where the folder may not be searched
         return None
     try:
@@ -217,7 +230,7 @@ def reusable(kind: type[R], folder: Path, fingerprint: str, progress: Progress =
         if record.fingerprint != fingerprint:
             _log.warning("%s has another fingerprint: it is made again", folder)
             return None
-        record.verify(progress)
+        record.verify(progress, known)
     except (RecordError, DigestMismatch) as error:
         _log.warning("%s: it is made again", error)
         return None

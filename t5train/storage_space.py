@@ -17,12 +17,14 @@ def require_space(root: Path, needed_bytes: int, what: str) -> None:
         with tempfile.TemporaryFile(dir=root) as file:
             file.write(b"\0")
     except OSError as error:
-        raise StorageError(f"{root} cannot be written: {error.strerror}; choose another root (--root)") from error
+        raise StorageError(
+            f"{root} cannot be written: {error.strerror}; choose another root (--root or --out)"
+        ) from error
     free_bytes = shutil.disk_usage(root).free
     if free_bytes < needed_bytes:
         raise StorageError(
             f"{root} has {_gibibytes(free_bytes)} free, {what} needs {_gibibytes(needed_bytes)}: free "
-            f"{_gibibytes(needed_bytes - free_bytes)}, or choose another root (--root)"
+            f"{_gibibytes(needed_bytes - free_bytes)}, or choose another root (--root or --out)"
         )
 
 

@@ -40,16 +40,16 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
     identity = fingerprint({"kind": "corpus", "stage": _STAGE_VERSION, "files": _content(sources, digests)})
     folder = out or stage_folder(root, "corpus", corpus_name(spec), identity)
     with making(folder, identity):
-        if found := reusable(Corpus, folder, identity, progress):
+        recorded = {str(source.path): digest for source, digest in digests.items()}
+        if found := reusable(Corpus, folder, identity, progress, known=recorded):
             return found
         if spec.source == pydocs.PYDOCS:
             pydocs.write_passages(folder / _PYDOCS_FILE, progress)
             sources = [SourceFile(folder / _PYDOCS_FILE, _PYDOCS_FILE)]
-            digests = {}
+            recorded = {}
         files = _scanned(sources, spec.workers or num_cores(), progress)
         write_segments(folder, files)
-        own = [SEGMENTS] if digests else [_PYDOCS_FILE, SEGMENTS]
-        recorded = {str(source.path): digest for source, digest in digests.items()}
+        own = [SEGMENTS] if recorded else [_PYDOCS_FILE, SEGMENTS]
         return Corpus(
             path=folder, fingerprint=identity, files=recorded | digest_files(folder, own), counts=_counts(spec, files)
         ).commit()

@@ -35,9 +35,10 @@ from t5train.records import (
     verify_file,
 )
 from t5train.spec import NUM_SENTINELS, CorpusSpec, ShardsSpec
+from t5train.storage_space import require_space
 
 _STAGE_VERSION = 2  # raised when the same inputs would give other bytes
-_TEXT_BYTES_PER_TOKEN = 4  # of English in T5's vocabulary; decides only where shards end
+_TEXT_BYTES_PER_TOKEN = 4  # of English in T5's vocabulary; decides where shards end
 _log = logging.getLogger(__name__)
 
 
@@ -80,7 +81,7 @@ def build_shards(
     """The tokens of ``corpus`` in ``out``, or in ``{root}/shards/{name}-{fp12}``.
 
     Raises InputError when a source file cannot be read any more, WorkerLost when a worker
-    process is killed, StorageError for a folder that cannot be written or holds something else.
+    process is killed, StorageError for a folder that is too small, cannot be written or holds something else.
     """
     inputs = {"corpus": corpus.fingerprint, "tokenizer": tokenizer.files[SPIECE].sha256}
     settings = spec.identity() | corpus_spec.split_identity()
@@ -104,6 +105,8 @@ def build_shards(
             if not _is_whole(folder, number, identity)
         ]
         _log.info("%d of %d shards are to be made", len(jobs), len(plan))
+        tokens = sum(_text_bytes(job) for job in jobs) // _TEXT_BYTES_PER_TOKEN
+        require_space(folder, tokens * _bytes_per_token(tokenizer), "the token shards")
         _make(jobs, spec.workers or num_cores(), progress)
         return _committed(folder, identity, len(plan), corpus, tokenizer)
 
@@ -176,7 +179,7 @@ def _is_whole(folder: Path, number: int, identity: str) -> bool:
 
 
 def _make(jobs: list[Json], workers: int, progress: Progress) -> None:
-    total = sum(stretch.segment.text_bytes for job in jobs for stretch in job["stretches"])
+    total = sum(_text_bytes(job) for job in jobs)
     done = 0
 
     def advance(text_bytes: int) -> None:
@@ -186,6 +189,10 @@ def _make(jobs: list[Json], workers: int, progress: Progress) -> None:
 
     for _ in in_processes("t5train.data.tokenise:write_shard", jobs, workers, advance):
         pass
+
+
+def _text_bytes(job: Json) -> int:
+    return sum(stretch.segment.text_bytes for stretch in job["stretches"])
 
 
 def _committed(folder: Path, identity: str, num_shards: int, corpus: Corpus, tokenizer: TokenizerFiles) -> TokenShards:

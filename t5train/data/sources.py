@@ -1,5 +1,6 @@
 """From what a user calls a source to files on this machine: a path, folder, pattern or fsspec URL."""
 
+import glob
 import hashlib
 import json
 import logging
@@ -14,6 +15,7 @@ import fsspec
 from t5train.atomic import replacing, write_json
 from t5train.data.passages import SourceFile
 from t5train.data.readers import FORMATS, format_of
+from t5train.data.stage_folder import lock_or_wait
 from t5train.errors import DigestMismatch, InputError
 from t5train.locations import Counted, explained, redacted
 from t5train.progress import Progress
@@ -80,12 +82,23 @@ def _is_device(entry: Mapping[str, Any]) -> bool:
 
 
 def _downloaded(filesystem: Any, remote: str, local: Path, progress: Progress) -> Path:
-    """``local``, holding what ``remote`` holds now."""
+    """``local``, holding what ``remote`` holds now; downloads to one folder take turns."""
+    local.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(local.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        lock_or_wait(folder, local)
+        for leftover in local.parent.glob(f".{glob.escape(local.name)}.*.tmp"):  # of one that was killed
+            leftover.unlink()
+        return _fetched(filesystem, remote, local, progress)
+    finally:
+        os.close(folder)
+
+
+def _fetched(filesystem: Any, remote: str, local: Path, progress: Progress) -> Path:
     size, state = filesystem.size(remote), _state(filesystem, remote)
     note = local.with_name(f"{local.name}.download.json")
     if _unchanged(local, note, size, state):
         return local
-    local.parent.mkdir(parents=True, exist_ok=True)
     with replacing(local) as target:
         filesystem.get_file(remote, target.name, callback=Counted(f"bytes of {local.name} downloaded", progress))
         fetched = Path(target.name).stat().st_size

@@ -27,11 +27,18 @@ def making(folder: Path, fingerprint: str) -> Iterator[None]:
     Raises StorageError when the folder cannot be written or holds anything else.
     """
     with _open_claim(folder) as claim:
-        _lock(claim.fileno(), folder)
+        lock_or_wait(claim.fileno(), folder)
         for leftover in folder.glob(".*.tmp"):
             leftover.unlink()
         _own(claim, folder, fingerprint)
         yield
+
+
+def lock_or_wait(descriptor: int, result: Path) -> None:
+    """Have the exclusive lock of an open file or folder; the log tells who waits what for."""
+    if not try_lock(descriptor):
+        _log.warning("%s is being made by another process: waiting for it", result)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _open_claim(folder: Path) -> TextIO:
@@ -58,9 +65,3 @@ def _own(claim: TextIO, folder: Path, fingerprint: str) -> None:
 def _refuse_foreign(folder: Path) -> None:
     if folder.exists() and not (folder / _CLAIM).exists() and any(folder.iterdir()):
         raise StorageError(f"{folder} is not empty, and not the work of this stage: choose another folder")
-
-
-def _lock(descriptor: int, folder: Path) -> None:
-    if not try_lock(descriptor):
-        _log.warning("%s is being made by another process: waiting for it", folder)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.storage_space import require_space
 from t5train.errors import StorageError
+from t5train.storage_space import require_space
 
 
 def test_enough_space_makes_the_root_and_leaves_nothing_in_it(tmp_path: Path) -> None:

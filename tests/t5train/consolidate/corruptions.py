@@ -24,8 +24,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from deepspeed_files import Layout
+from deepspeed_files import Layout, Written
 from faults import FAULTS, OF_SIDECARS, Checkpoint, Files, ran
+from pipeline_files import Pipeline, write_pipeline
 from safetensors.torch import load_file
 from sidecar_files import write
 
@@ -40,6 +41,7 @@ LAYOUTS = {
     "ZeRO 1, BF16_Optimizer": Layout(GROUPS, stage=1, keep_padding=True),
     "ZeRO 2": Layout(GROUPS, stage=2, ranks=4, frozen=[(3,)], ties=1, buffers=1),
     "ZeRO 3": Layout(GROUPS, stage=3, ranks=3, group_elements=12, frozen=[(3, 2)], ties=1, buffers=1),
+    "pipeline, ZeRO 1": Pipeline([[[(3, 2)]], [[(2,), (4,)]], [[(7, 2)]]], Layout((), stage=1)),
     "experts, ZeRO 0": Layout(GROUPS[:1], stage=0, experts=[(4, 2)]),
     "experts, ZeRO 2": Layout(GROUPS, stage=2, ranks=4, experts=[(4, 2), (4, 4)], group_elements=20),
 }
@@ -90,13 +92,22 @@ def refusal(checkpoint: Checkpoint, out: Path) -> str | None:
     return None
 
 
-def make(folder: Path, layout: Layout, *, sidecars: bool) -> Checkpoint:
+def make(folder: Path, layout: Layout | Pipeline, *, sidecars: bool) -> Checkpoint:
     """A checkpoint, and one of the same run a step later for files that are stale."""
-    written = write(folder / "checkpoint", layout, sidecars=sidecars)
-    other = replace(layout, step=layout.step + 1, seed=layout.seed + 1)
-    later = write(folder / "later", other, sidecars=sidecars)
+    written = _write(folder / "checkpoint", layout, 0, sidecars=sidecars)
+    later = _write(folder / "later", layout, 1, sidecars=sidecars)
     contents = [{path.name: path.read_bytes() for path in tag.iterdir()} for tag in (written.tag, later.tag)]
     return Checkpoint(written.tag, contents[0], written.expected, contents[1])
+
+
+def _write(folder: Path, layout: Layout | Pipeline, steps: int, *, sidecars: bool) -> Written:
+    if isinstance(layout, Pipeline):
+        return write_pipeline(folder, replace(layout, layout=_later(layout.layout, steps)), sidecars=sidecars)
+    return write(folder, _later(layout, steps), sidecars=sidecars)
+
+
+def _later(layout: Layout, steps: int) -> Layout:
+    return replace(layout, step=layout.step + steps, seed=layout.seed + steps)
 
 
 Table = dict[str, dict[str, Counter[str]]]

@@ -98,7 +98,7 @@ def write_files(folder: Path, layout: Layout) -> Path:
     tag.mkdir(parents=True)
     (folder / "latest").write_text(tag.name)
     model = make_model(layout)
-    files = {0: _zero0, 1: _zero12, 2: _zero12, 3: _zero3}[layout.stage](layout, model)
+    files = {0: _zero0, 1: zero12_files, 2: zero12_files, 3: _zero3}[layout.stage](layout, model)
     for name, content in files.items():
         torch.save(content, tag / name)
     return tag
@@ -295,7 +295,7 @@ def _zero_file(layout: Layout, rank: int, state: dict[str, Any]) -> tuple[str, d
     return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", content
 
 
-def _zero12(layout: Layout, model: Model) -> dict[str, Any]:
+def zero12_files(layout: Layout, model: Model) -> dict[str, Any]:
     states = _model_states(layout, model, _weights(layout, model), _shapes(layout, model))
     files = {"mp_rank_00_model_states.pt": _with_experts(layout, states), **_expert_files(layout, model)}
     for rank in range(layout.ranks):

@@ -23,12 +23,14 @@ def write(folder: Path, layout: Layout, *, sidecars: bool) -> Written:
     if not sidecars:
         return Written(tag, expected(layout, model))
     for rank in range(layout.ranks):
-        sidecar.write(tag, _sidecar(tag, layout, model, rank))
+        files = [path.name for path in tag.glob("*.pt") if _writer(path.name) == rank]
+        sidecar.write(tag, rank_sidecar(tag, layout, model, rank, files))
     tensors = expected(replace(layout, prefix=""), model)
     return Written(tag, {_published(layout, name): tensor for name, tensor in tensors.items()})
 
 
-def _sidecar(tag: Path, layout: Layout, model: Model, rank: int) -> Sidecar:
+def rank_sidecar(tag: Path, layout: Layout, model: Model, rank: int, files: Sequence[str]) -> Sidecar:
+    """What a rank says of the files it wrote."""
     return Sidecar(
         run_fingerprint="a" * 64,
         step=layout.step,
@@ -41,7 +43,7 @@ def _sidecar(tag: Path, layout: Layout, model: Model, rank: int) -> Sidecar:
             data_parallel_rank=rank,
             data_parallel_size=layout.ranks,
         ),
-        files=digest_files(tag, [path.name for path in tag.glob("*.pt") if _writer(path.name) == rank]),
+        files=digest_files(tag, files),
         groups=_slots(layout, model, rank),
         aliases=model.ties,
         expert_layers=_expert_layers(layout),

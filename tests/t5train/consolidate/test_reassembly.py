@@ -11,6 +11,7 @@ import torch
 from deepspeed_files import Layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipeline_files import Pipeline, write_pipeline
 from safetensors import safe_open
 from safetensors.torch import load_file
 from sidecar_files import write
@@ -74,6 +75,32 @@ def test_any_layout_is_put_together_bit_for_bit(data: st.DataObject, stages: Seq
     layout = data.draw(layouts(stages, sidecars=sidecars))
     with tempfile.TemporaryDirectory() as scratch:
         written = write(Path(scratch) / "checkpoint", layout, sidecars=sidecars)
+        consolidate(written.folder, Path(scratch) / "out")
+        require_equal(load_file(Path(scratch) / "out" / "model.safetensors"), written.expected)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> Pipeline:
+    """Two to four stages; layers with weights of every rank, some without any."""
+    layers = st.lists(st.lists(SHAPES, max_size=3), min_size=1, max_size=3)
+    layout = Layout(
+        groups=(),
+        stage=1,
+        ranks=draw(st.integers(1, 3)),
+        precision=draw(PRECISIONS),
+        alignment=draw(st.sampled_from([1, 8])),
+        seed=draw(st.integers(0, 1 << 30)),
+    )
+    padding = {"keep_padding": True, "alignment": 1} if draw(st.booleans()) else {}
+    return Pipeline(draw(st.lists(layers, min_size=2, max_size=4)), replace(layout, **padding), draw(SHAPES))
+
+
+@settings(max_examples=100, deadline=None)
+@pytest.mark.parametrize("sidecars", [False, True], ids=["theirs", "ours"])
+@given(pipeline=pipelines())
+def test_any_pipeline_is_put_together_bit_for_bit(pipeline: Pipeline, sidecars: bool) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        written = write_pipeline(Path(scratch) / "checkpoint", pipeline, sidecars=sidecars)
         consolidate(written.folder, Path(scratch) / "out")
         require_equal(load_file(Path(scratch) / "out" / "model.safetensors"), written.expected)
 

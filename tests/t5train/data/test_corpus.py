@@ -1,9 +1,11 @@
 """The corpus stage: what it finds, how it names it, what it refuses."""
 
+import fcntl
 import gzip
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from t5train.data.corpus import build_corpus, corpus_name
 from t5train.data.segments import read_segments
 from t5train.data.sources import redacted, require_source
 from t5train.errors import InputError, StorageError
-from t5train.records import Corpus
+from t5train.records import Corpus, digest_file
 from t5train.spec import CorpusSpec
 
 
@@ -50,6 +52,28 @@ def test_a_corpus_is_reused_until_its_text_changes(tmp_path: Path) -> None:
     assert build(text, tmp_path).reused
     text.write_text("three\n")
     assert not build(text, tmp_path).reused
+
+
+def test_a_reused_corpus_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("one\n")
+    build(text, tmp_path)
+    read: list[Path] = []
+    for module in ("t5train.data.corpus", "t5train.records"):
+        monkeypatch.setattr(f"{module}.digest_file", lambda path: read.append(path) or digest_file(path))
+    assert build(text, tmp_path).reused
+    assert read.count(text) == 1
+
+
+def test_a_corpus_whose_source_moved_is_not_reused(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("one\n")
+    build(text, tmp_path)
+    (tmp_path / "there").mkdir()
+    moved = text.rename(tmp_path / "there" / "a.txt")
+    again = build(moved, tmp_path)
+    assert not again.reused
+    assert str(moved) in again.files
 
 
 def test_folders_and_patterns_give_their_files_by_name(tmp_path: Path) -> None:
@@ -136,6 +160,30 @@ def test_a_damaged_note_of_a_download_fetches_it_again(
     kept.write_bytes(note)
     assert build("memory://texts/a.txt", tmp_path).fingerprint == first.fingerprint
     assert kept.read_bytes() != note
+
+
+def test_what_a_killed_download_left_goes_with_the_next(tmp_path: Path, remote: fsspec.AbstractFileSystem) -> None:
+    remote.pipe("/texts/a.txt", b"one\n")
+    build("memory://texts/a.txt", tmp_path)
+    (download,) = (tmp_path / "root" / "cache").rglob("a.txt")
+    leftovers = [download.with_name(".a.txt.0badcafe.tmp"), download.with_name(".b.txt.0badcafe.tmp")]
+    for leftover in leftovers:
+        leftover.write_bytes(b"half")
+    build("memory://texts/a.txt", tmp_path)
+    assert [leftover.exists() for leftover in leftovers] == [False, True]
+
+
+def test_two_downloads_of_one_file_take_turns(
+    tmp_path: Path, remote: fsspec.AbstractFileSystem, caplog: pytest.LogCaptureFixture
+) -> None:
+    remote.pipe("/texts/a.txt", b"one\n")
+    build("memory://texts/a.txt", tmp_path)
+    (download,) = (tmp_path / "root" / "cache").rglob("a.txt")
+    other = os.open(download.parent, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    threading.Timer(0.3, os.close, (other,)).start()
+    assert build("memory://texts/a.txt", tmp_path).reused
+    assert "another process: waiting" in caplog.text
 
 
 def test_a_pipe_in_a_folder_of_text_is_not_waited_for(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from t5train.data.segments import passages_of, read_segments
 from t5train.data.shards import build_shards, read_description, shard_name, tokens_name
 from t5train.data.splits import SPLITS, split_of
 from t5train.data.tokenizer import Tokenizer
+from t5train.errors import StorageError
 from t5train.records import MANIFEST, TokenShards
 from t5train.spec import CorpusSpec, ShardsSpec
 
@@ -146,3 +148,12 @@ def test_progress_ends_at_all_the_text(made: Made, tmp_path: Path) -> None:
     tokenised = [(done, total) for what, done, total in said if what == "bytes of text tokenised"]
     assert tokenised[-1] == (made.corpus.counts["text_bytes"],) * 2
     assert tokenised == sorted(tokenised)
+
+
+def test_a_disk_too_small_is_told_before_a_shard_is_begun(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=int(made.corpus.counts["text_bytes"]) // 3))
+    with pytest.raises(StorageError, match="the token shards needs"):
+        build(made, tmp_path / "out")
+    assert contents(tmp_path / "out") == {}
