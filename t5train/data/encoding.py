@@ -33,24 +33,25 @@ class Encoder:
 
     def encode(self, texts: list[str], *, add_eos: bool = False) -> list[np.ndarray]:
         """int32 ids of each text; its EOS comes last if ``add_eos``."""
-        stretches = [self._stretches(text) for text in texts]
-        # One thread: processes share the work, threads would fight over it.
-        encoded = iter(
-            self._processor.encode(
-                [each for some in stretches for each in some], return_type="numpy", add_eos=add_eos, num_threads=1
-            )
-        )
+        if not self._falls_apart_at_spaces or all(len(text) <= _STRETCH_CHARACTERS for text in texts):
+            return self._segmented(texts, add_eos)
+        stretches = [_stretches(text) for text in texts]
+        encoded = iter(self._segmented([each for some in stretches for each in some], add_eos))
         return [_joined(encoded, len(some), add_eos) for some in stretches]
 
-    def _stretches(self, text: str) -> list[str]:
-        """The text, cut at spaces; whole where a cut could change its ids."""
-        if len(text) <= _STRETCH_CHARACTERS or not self._falls_apart_at_spaces:
-            return [text]
-        cut, first = [], 0
-        while (end := text.find(" ", first + _STRETCH_CHARACTERS)) >= 0:
-            cut.append(text[first:end])
-            first = end + 1
-        return [*cut, text[first:]]
+    def _segmented(self, texts: list[str], add_eos: bool) -> list[np.ndarray]:
+        # One thread: processes share the work, threads would fight over it.
+        ids: list[np.ndarray] = self._processor.encode(texts, return_type="numpy", add_eos=add_eos, num_threads=1)
+        return ids
+
+
+def _stretches(text: str) -> list[str]:
+    """The text, cut at spaces."""
+    cut, first = [], 0
+    while (end := text.find(" ", first + _STRETCH_CHARACTERS)) >= 0:
+        cut.append(text[first:end])
+        first = end + 1
+    return [*cut, text[first:]]
 
 
 def _falls_apart_at_spaces(model: sentencepiece_model_pb2.ModelProto) -> bool:
