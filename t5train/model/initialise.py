@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from t5train.model.shape import T5Shape
 
 
-def initialise(model: nn.Module, shape: T5Shape, seed: int) -> None:
-    """Fill every parameter in place, on the CPU, by (seed, Hugging Face name)."""
+def initialise(name: str, parameter: nn.Parameter, shape: T5Shape, seed: int) -> None:
+    """Fill a parameter in place by seed and its Hugging Face name."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(first_value(name, parameter.shape, shape, seed))
+        parameter.copy_(first_value(name, parameter.shape, shape, seed))
 
 
 def first_value(name: str, size: torch.Size, shape: T5Shape, seed: int) -> Tensor:

@@ -179,10 +179,29 @@ class OptimizerSpec(SpecPart):
 class LayoutSpec(SpecPart):
     """How the state of training is spread over ranks."""
 
-    execution = frozenset({"zero_stage", "micro_batch_sequences"})
+    execution = frozenset({"zero_stage", "offload", "pin_memory", "micro_batch_sequences"})
 
-    zero_stage: Literal[0, 1, 2] = Field(1, title="ZeRO stage", description="0: replicated, 1: optimizer, 2: gradients")
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        1, title="ZeRO stage", description="0: replicated, 1: optimizer, 2: and gradients, 3: and parameters are cut up"
+    )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none",
+        title="Offload",
+        description="To host memory: masters and moments (ZeRO 1 to 3), or these and the parameters (ZeRO 3)",
+    )
+    pin_memory: bool = Field(
+        False, title="Pin memory", description="Offload to page-locked memory: quicker to copy, and never swapped"
+    )
     micro_batch_sequences: int = Field(8, ge=1, title="Micro-batch", description="Sequences a rank, a pass")
+
+    @model_validator(mode="after")
+    def _only_what_is_cut_up_is_offloaded(self) -> Self:
+        if self.zero_stage < {"none": 0, "optimizer": 1, "all": 3}[self.offload]:
+            raise ValueError(
+                f"layout.offload is {self.offload!r} and layout.zero_stage {self.zero_stage}: 'optimizer' needs ZeRO 1 "
+                "or more, 'all' needs ZeRO 3"
+            )
+        return self
 
 
 class StorageSpec(SpecPart):

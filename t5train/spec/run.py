@@ -63,7 +63,16 @@ class RunSpec(SpecPart):
     @model_validator(mode="after")
     def _layout_has_masters(self) -> Self:
         if self.optimizer.precision == "fp16" and self.layout.zero_stage == 0:
-            raise ValueError("layout.zero_stage is 0: fp16 needs 1 or 2, where DeepSpeed keeps proper fp32 masters")
+            raise ValueError("layout.zero_stage is 0: fp16 needs 1 to 3, where DeepSpeed keeps proper fp32 masters")
+        return self
+
+    @model_validator(mode="after")
+    def _compiled_graphs_see_parameters(self) -> Self:
+        if self.model.compile and self.layout.zero_stage == 3:
+            raise ValueError(
+                "model.compile is true and layout.zero_stage 3: hooks that a compiled graph does not see gather ZeRO "
+                "3's parameters; set model.compile=false"
+            )
         return self
 
     def identity(self) -> dict[str, Any]:

@@ -15,14 +15,15 @@ from t5train.spec import RunSpec
 from t5train.train.deepspeed_config import deepspeed_config
 from t5train.train.optimizer import AdamWRms
 from t5train.train.partitions import inner_optimizer, partitions_of
+from t5train.train.ranks import rank
 
 
 def build_engine(spec: RunSpec, shape: T5Shape, pad_id: int) -> Any:
     """Initialise model, optimizer and DeepSpeed; every rank starts from the same numbers."""
-    model = T5(shape, decoder_start_id=pad_id)
-    initialise(model, shape, spec.optimizer.seed)
+    build = _partitioned_model if spec.layout.zero_stage == 3 else _model
+    model = build(spec, shape, pad_id)
     engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(spec, model), config=deepspeed_config(spec))
-    inner_optimizer(engine).attach(partitions_of(engine), comm.all_reduce if engine.zero_optimization() else None)
+    inner_optimizer(engine).attach(partitions_of(engine), _sum_over_ranks if engine.zero_optimization() else None)
     if spec.model.compile:
         engine.compile()
     return engine
@@ -37,11 +38,6 @@ def set_learning_rate(engine: Any, rate: float) -> None:
 def model_of(engine: Any) -> T5:
     """The module inside the engine."""
     return cast(T5, engine.module)
-
-
-def masters_of(engine: Any) -> list[Tensor]:
-    """The tensors this rank's optimizer moves."""
-    return [flat for group in inner_optimizer(engine).param_groups for flat in group["params"]]
 
 
 def update(engine: Any) -> float | None:
@@ -71,6 +67,33 @@ def accelerator_memory_bytes() -> int:
     peak = int(accelerator.max_memory_allocated())
     accelerator.reset_peak_memory_stats()
     return peak
+
+
+def _model(spec: RunSpec, shape: T5Shape, pad_id: int) -> T5:
+    model = T5(shape, decoder_start_id=pad_id)
+    for name, parameter in model.named_parameters():
+        initialise(name, parameter, shape, spec.optimizer.seed)
+    return model
+
+
+def _partitioned_model(spec: RunSpec, shape: T5Shape, pad_id: int) -> T5:
+    """A model that no rank ever holds whole: each parameter is cut up where it is made, and filled by itself."""
+    with deepspeed.zero.Init(config_dict_or_path=deepspeed_config(spec)):
+        model = T5(shape, decoder_start_id=pad_id)
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if rank() == 0:
+                initialise(name, parameter, shape, spec.optimizer.seed)
+    if shape.tied:
+        deepspeed.zero.register_external_parameter(model, model.shared.weight)
+    return model
+
+
+def _sum_over_ranks(values: Tensor) -> None:
+    """In place; values in host memory travel by way of the accelerator, whose collectives do not reach there."""
+    on_device = values.to(get_accelerator().current_device_name())
+    comm.all_reduce(on_device)
+    values.copy_(on_device)
 
 
 def _optimizer(spec: RunSpec, model: T5) -> AdamWRms:

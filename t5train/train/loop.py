@@ -18,12 +18,12 @@ from t5train.train import checkpointing, honesty, validation, witness
 from t5train.train.engine import (
     accelerator_memory_bytes,
     build_engine,
-    masters_of,
     set_learning_rate,
     update,
 )
 from t5train.train.job import TrainJob, tag_of
 from t5train.train.metrics import Metrics, Values
+from t5train.train.partitions import masters_of
 from t5train.train.ranks import bits_of, digest64, float_of, gather, on_accelerator, rank, world_size
 from t5train.train.schedule import learning_rate
 

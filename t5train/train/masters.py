@@ -20,7 +20,7 @@ def full_masters(engine: Any) -> Iterator[tuple[str, Tensor]]:
             master = parameter
         if master is None:
             raise UnknownLayout(f"DeepSpeed gives no fp32 master of {name} ({type(engine.optimizer).__name__})")
-        yield name, master.detach().to("cpu", torch.float32).reshape(parameter.shape)
+        yield name, master.detach().to("cpu", torch.float32).reshape(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _whole_copies(engine: Any) -> dict[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """Which elements of which tensor this rank's optimizer moves.
 
-At ZeRO 1 and 2 that is a piece of the group's flat buffer; at ZeRO 0 the optimizer steps whole tensors, which are the
-parameters themselves in fp32, and their fp32 copies in bf16.
+At ZeRO 1 and 2 that is a piece of the group's flat buffer; at ZeRO 3 a piece of each parameter, one behind the other in
+the flat buffer of a sub-group; at ZeRO 0 the optimizer steps whole tensors, which are the parameters themselves in
+fp32, and their fp32 copies in bf16.
 """
 
 from typing import Any
@@ -15,17 +16,20 @@ from t5train.train.parameter_layout import describe
 
 def partitions_of(engine: Any) -> dict[Tensor, Partition]:
     """For every tensor the engine's inner optimizer steps: the parts of parameters it is made of."""
-    param_groups = inner_optimizer(engine).param_groups
+    masters = masters_of(engine)
     if not engine.zero_optimization():
-        return {
-            whole: Partition([Segment(0, whole.numel(), 0, whole.numel())], 1)
-            for group in param_groups
-            for whole in group["params"]
-        }
+        return {whole: Partition([Segment(0, whole.numel(), 0, whole.numel())], 1) for whole in masters}
     return {
-        flat: Partition(_segments(slots, flat.numel() * engine.global_rank, flat.numel()), len(slots))
-        for flat, slots in zip((group["params"][0] for group in param_groups), describe(engine), strict=True)
+        flat: Partition(_segments(engine, slots, flat), len(slots))
+        for flat, slots in zip(masters, describe(engine), strict=True)
     }
+
+
+def masters_of(engine: Any) -> list[Tensor]:
+    """The fp32 tensors this rank's optimizer moves; ZeRO 3 hands them to it one at a time, and keeps them itself."""
+    if engine.zero_optimization_partition_weights():
+        return list(engine.optimizer.fp32_partitioned_groups_flat)
+    return [flat for group in inner_optimizer(engine).param_groups for flat in group["params"]]
 
 
 def inner_optimizer(engine: Any) -> Any:
@@ -33,10 +37,28 @@ def inner_optimizer(engine: Any) -> Any:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def _segments(slots: list[ParameterSlot], first: int, numel: int) -> list[Segment]:
-    found = []
+def _segments(engine: Any, slots: list[ParameterSlot], flat: Tensor) -> list[Segment]:
+    if engine.zero_optimization_partition_weights():
+        return _cut_one_by_one(slots, engine.global_rank, engine.world_size)
+    return _cut_joined(slots, engine.global_rank, flat.numel())
+
+
+def _cut_joined(slots: list[ParameterSlot], rank: int, numel: int) -> list[Segment]:
+    """Of a flat buffer that is cut into pieces of ``numel`` elements: what lies in this rank's."""
+    first, found = numel * rank, []
     for owner, slot in enumerate(slots):
         start, stop = max(slot.offset, first), min(slot.offset + slot.numel, first + numel)
         if start < stop:
             found.append(Segment(start - first, stop - first, owner, slot.numel))
+    return found
+
+
+def _cut_one_by_one(slots: list[ParameterSlot], rank: int, num_ranks: int) -> list[Segment]:
+    """Of a flat buffer with a piece of each parameter, which is cut into ``num_ranks``: all but the padding."""
+    found = []
+    for owner, slot in enumerate(slots):
+        piece = -(-slot.numel // num_ranks)
+        held = min(piece, slot.numel - rank * piece)
+        if held > 0:
+            found.append(Segment(slot.offset, slot.offset + held, owner, slot.numel))
     return found

@@ -58,6 +58,8 @@ OTHER: dict[str, Any] = {
     "optimizer.precision": "bf16",
     "optimizer.initial_scale_power": 8,
     "layout.zero_stage": 2,
+    "layout.offload": "optimizer",
+    "layout.pin_memory": True,
     "layout.micro_batch_sequences": 16,
     "storage.root": "elsewhere",
     "storage.publish_to": "memory://bucket",
@@ -183,6 +185,7 @@ def test_an_unknown_name_in_a_spec_file_gets_the_nearest_one(tmp_path: Path) -> 
         ("optimizer.final_learning_rate", 0.5, r"must not exceed optimizer\.peak_learning_rate \(0\.02\)"),
         ("optimizer.precision", "fp8", r"optimizer\.precision is 'fp8'"),
         ("layout.zero_stage", 4, r"layout\.zero_stage is 4"),
+        ("layout.offload", "all", r"layout\.offload is 'all' and layout\.zero_stage 1: .* 'all' needs ZeRO 3"),
         ("corpus.split", [900, 30, 20], "that sum to 1000"),
         ("corpus.split", [1000, 0, 0], "the first two above zero"),
         ("model.vocab_size", 2100, r"multiple of 128 \(the next is 2176\)"),
@@ -193,6 +196,11 @@ def test_an_unknown_name_in_a_spec_file_gets_the_nearest_one(tmp_path: Path) -> 
 def test_a_wrong_value_is_named_with_its_constraint(setting: str, value: Any, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         smoke().with_settings({setting: value})
+
+
+def test_a_compiled_model_is_refused_where_hooks_gather_its_parameters() -> None:
+    with pytest.raises(SpecError, match=r"model\.compile is true and layout\.zero_stage 3: .*set model\.compile=false"):
+        smoke().with_settings({"model.compile": True, "layout.zero_stage": 3})
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*tie:UserWarning")
 def _model(version: str, **settings: object) -> tuple[T5, T5Shape]:
     shape = resolve(ModelSpec.model_validate({"preset": "smoke", "version": version, **settings}), VOCABULARY)
     model = T5(shape, decoder_start_id=0)
-    initialise(model, shape, seed=3)
+    for name, parameter in model.named_parameters():
+        initialise(name, parameter, shape, seed=3)
     return model.eval(), shape
 
 

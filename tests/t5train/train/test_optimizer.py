@@ -11,7 +11,7 @@ from torch import Tensor
 
 from t5train.sidecar import ParameterSlot
 from t5train.train.optimizer import MINIMAL_RMS, AdamWRms, Partition, Segment
-from t5train.train.partitions import _segments
+from t5train.train.partitions import _cut_joined, _cut_one_by_one
 
 STEPS = 3
 
@@ -113,7 +113,7 @@ def _step_whole(tensors: list[Tensor], gradients: list[list[Tensor]]) -> None:
 def _step_parts(parts: list[Tensor], slots: list[ParameterSlot], gradients: list[Tensor]) -> None:
     """Every rank's optimizer in turn; the sums they exchange are formed first, from all parts."""
     numel = parts[0].numel()
-    layouts = [Partition(_segments(slots, rank * numel, numel), len(slots)) for rank in range(len(parts))]
+    layouts = [Partition(_cut_joined(slots, rank, numel), len(slots)) for rank in range(len(parts))]
     optimizers = [_optimizer([part]) for part in parts]
     for gradient in gradients:
         sums = torch.zeros(len(slots), dtype=torch.float64)
@@ -136,9 +136,19 @@ def test_segments_cover_a_partition_without_its_padding() -> None:
         ParameterSlot(name="a", shape=(5,), offset=0, numel=5),
         ParameterSlot(name="b", shape=(4,), offset=6, numel=4),
     ]
-    assert _segments(slots, 0, 6) == [Segment(0, 5, 0, 5)]
-    assert _segments(slots, 6, 6) == [Segment(0, 4, 1, 4)]
-    assert _segments(slots, 3, 5) == [Segment(0, 2, 0, 5), Segment(3, 5, 1, 4)]
+    assert _cut_joined(slots, 0, 6) == [Segment(0, 5, 0, 5)]
+    assert _cut_joined(slots, 1, 6) == [Segment(0, 4, 1, 4)]
+    assert _cut_joined(slots, 1, 4) == [Segment(0, 1, 0, 5), Segment(2, 4, 1, 4)]
+
+
+def test_pieces_of_parameters_cut_one_by_one_are_covered_without_their_padding() -> None:
+    slots = [
+        ParameterSlot(name="a", shape=(5,), offset=0, numel=5),
+        ParameterSlot(name="b", shape=(1,), offset=2, numel=1),
+        ParameterSlot(name="c", shape=(6,), offset=3, numel=6),
+    ]
+    assert _cut_one_by_one(slots, 0, 3) == [Segment(0, 2, 0, 5), Segment(2, 3, 1, 1), Segment(3, 5, 2, 6)]
+    assert _cut_one_by_one(slots, 2, 3) == [Segment(0, 1, 0, 5), Segment(3, 5, 2, 6)]
 
 
 def test_its_state_survives_saving_and_loading() -> None:

@@ -23,16 +23,10 @@ from t5train.train.ranks import digest64
 
 pytestmark = pytest.mark.slow
 
-LAYOUTS = {
-    "zero0-fp32": (0, "fp32"),
-    "zero1-fp32": (1, "fp32"),
-    "zero2-fp32": (2, "fp32"),
-    "zero0-bf16": (0, "bf16"),
-    "zero1-bf16": (1, "bf16"),
-    "zero2-bf16": (2, "bf16"),
-}
+LAYOUTS = ["zero0-fp32", "zero1-fp32", "zero2-fp32", "zero3-fp32", "zero0-bf16", "zero1-bf16", "zero2-bf16"]
+LAYOUTS += ["zero3-bf16", "zero1-bf16-offload", "zero2-fp32-offload", "zero3-bf16-offload"]
 if torch.ops.mkldnn._is_mkldnn_fp16_supported():
-    LAYOUTS["zero2-fp16"] = (2, "fp16")
+    LAYOUTS.append("zero2-fp16")
 FAULTS = {
     "nan": ("NonFiniteLoss", "the loss is nan at step"),
     "nan-at-the-end": ("NonFiniteLoss", "the loss is nan at step 6"),
@@ -43,7 +37,8 @@ FAULTS = {
 }
 
 
-def _spec(zero_stage: int, precision: str, num_steps: int = 6) -> RunSpec:
+def _spec(layout: str, num_steps: int = 6) -> RunSpec:
+    stage, precision, *offload = layout.removeprefix("zero").split("-")
     return recipe("smoke").with_settings(
         {
             "model.d_model": 32,
@@ -55,7 +50,8 @@ def _spec(zero_stage: int, precision: str, num_steps: int = 6) -> RunSpec:
             "optimizer.global_batch_sequences": 16,
             "optimizer.precision": precision,
             "layout.micro_batch_sequences": 4,
-            "layout.zero_stage": zero_stage,
+            "layout.zero_stage": int(stage),
+            "layout.offload": ("all" if stage == "3" else "optimizer") if offload else "none",
             "storage.checkpoint_every_steps": 3,
             "storage.validate_every_steps": 3,
             "storage.validate_sequences": 16,
@@ -68,8 +64,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
     """All trainings of this file, in one launch of two ranks."""
     root = tmp_path_factory.mktemp("trained")
     jobs: list[dict[str, Any]] = []
-    for name, layout in LAYOUTS.items():
-        spec = _spec(*layout).model_dump(mode="json")
+    for name in LAYOUTS:
+        spec = _spec(name).model_dump(mode="json")
         jobs += [
             {"name": f"{name}.whole", "spec": spec, "run_folder": f"{root}/{name}.whole"},
             {"name": f"{name}.killed", "spec": spec, "run_folder": f"{root}/{name}.killed", "stop_at": 5},
@@ -80,12 +76,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
                 "resume_tag": "step-00000003",
             },
         ]
-    to_zero = _spec(1, "fp32", num_steps=4).with_settings({"optimizer.final_learning_rate": 0})
+    to_zero = _spec("zero1-fp32", num_steps=4).with_settings({"optimizer.final_learning_rate": 0})
     jobs.append({"name": "to-zero", "spec": to_zero.model_dump(mode="json"), "run_folder": f"{root}/to-zero"})
     jobs.append({"name": "short-epochs", **_epoch_ends_within_a_step(), "run_folder": f"{root}/short-epochs"})
     for fault in FAULTS:
         long = 40 if fault == "skipped" else 6
-        spec = _spec(1, "fp32", num_steps=long).model_dump(mode="json")
+        spec = _spec("zero1-fp32", num_steps=long).model_dump(mode="json")
         tag = "step-00000003" if fault == "disagree" else None
         jobs.append({"name": fault, "spec": spec, "run_folder": f"{root}/{fault}", "fault": fault, "resume_tag": tag})
     for job in jobs:
@@ -100,7 +96,7 @@ def _epoch_ends_within_a_step() -> dict[str, Any]:
     """With this seed the last of an epoch's three samples is the first of the next, and step 2 holds both."""
     seed = next(seed for seed in range(20) if permutation(3, seed, 1, 0)[-1] == permutation(3, seed, 1, 1)[0])
     settings = {"optimizer.global_batch_sequences": 2, "layout.micro_batch_sequences": 1, "optimizer.seed": seed}
-    spec = _spec(1, "fp32", num_steps=3).with_settings(settings)
+    spec = _spec("zero1-fp32", num_steps=3).with_settings(settings)
     return {"spec": spec.model_dump(mode="json"), "fault": "short-epochs"}
 
 
