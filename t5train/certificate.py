@@ -51,7 +51,9 @@ class Certificate(BaseModel):
         try:
             return cls.model_validate_json(content)
         except ValidationError as error:
-            raise CertificationError(f"{where} is not a certificate: {error}; certify the export again") from error
+            raise CertificationError(
+                f"{where} is not a certificate: {error.errors()[0]['msg']}; certify the export again"
+            ) from error
 
     def require_vouching(self, export_fingerprint: str, files: Mapping[str, FileDigest], where: str) -> None:
         """CertificationError unless it passed, for this export, and for exactly these files (itself apart)."""

@@ -94,7 +94,7 @@ def parse_manifest(content: bytes, where: str) -> Record:
             raise RecordError(f"{where} is of the kind {kind!r}: there are {', '.join(_KINDS)}")
         record = _KINDS[kind].model_validate_json(content)
     except ValidationError as error:
-        raise RecordError(f"{where} is damaged, or not a manifest: {error}") from error
+        raise RecordError(f"{where} is damaged, or not a manifest: {error.errors()[0]['msg']}") from error
     if record.sealed().manifest_text().encode() != content:
         raise DigestMismatch(f"{where} is not as it was written: its seal does not fit what it says")
     return record

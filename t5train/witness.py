@@ -56,7 +56,7 @@ class Witness(BaseModel):
         except OSError as error:
             raise InputError(f"{path} cannot be read ({error.strerror}): repair the disk or the permissions") from error
         except ValidationError as error:
-            raise InputError(f"{path} is not a witness of a training run: {error}") from error
+            raise InputError(f"{path} is not a witness of a training run: {error.errors()[0]['msg']}") from error
 
 
 def digest_tensor(tensor: "torch.Tensor") -> str:

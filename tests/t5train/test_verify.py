@@ -119,8 +119,9 @@ def test_where_nothing_was_finished_there_is_nothing_to_verify(tmp_path: Path) -
 )
 def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "manifest.json").write_bytes(content)
-    with pytest.raises(RecordError, match=r"manifest\.json"):
+    with pytest.raises(RecordError, match=r"manifest\.json") as caught:
         verify(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("place", ["folder", "store"])
