@@ -73,10 +73,20 @@ def require_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor
 @given(data=st.data())
 def test_any_layout_is_put_together_bit_for_bit(data: st.DataObject, stages: Sequence[int], sidecars: bool) -> None:
     layout = data.draw(layouts(stages, sidecars=sidecars))
+    moments = layout.stage > 0 and data.draw(st.booleans())
     with tempfile.TemporaryDirectory() as scratch:
         written = write(Path(scratch) / "checkpoint", layout, sidecars=sidecars)
-        consolidate(written.folder, Path(scratch) / "out")
+        consolidate(written.folder, Path(scratch) / "out", moments=moments)
         require_equal(load_file(Path(scratch) / "out" / "model.safetensors"), written.expected)
+        if moments:
+            require_moments(Path(scratch) / "out", written.expected)
+
+
+def require_moments(out: Path, expected: dict[str, torch.Tensor]) -> None:
+    """Half and a quarter of each trained parameter's master, as the files were written."""
+    trained = {name: tensor for name, tensor in expected.items() if "frozen" not in name and "buffer" not in name}
+    for key, part in (("exp_avg", 0.5), ("exp_avg_sq", 0.25)):
+        require_equal(load_file(out / f"{key}.safetensors"), {name: part * tensor for name, tensor in trained.items()})
 
 
 @st.composite
