@@ -173,4 +173,9 @@ def _frozen_weight(name: str, shape: tuple[int, ...], fragments: Sequence[Any]) 
         sources.append(fragment.source())
     if len(dtypes := {source.dtype for source in sources}) > 1:
         raise IncompleteCheckpoint(f"the ranks hold the frozen parameter {name} in several types: {sorted(dtypes)}")
+    if dtypes & {"I8", "U8"}:
+        raise UnknownLayout(
+            f"the frozen parameter {name} is {dtypes.pop()}, as quantized ones are whose scales are not in the files: "
+            "save it without zero_quantized_nontrainable_weights"
+        )
     return Weight(shape, _joined(sources, shape, 0))

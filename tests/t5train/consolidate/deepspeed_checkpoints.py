@@ -71,7 +71,7 @@ def configuration(stage: int, precision: str, **more: Any) -> dict[str, Any]:
 
 
 def partitioned(precision: str, **zero: Any) -> dict[str, Any]:
-    """ZeRO 3; none of the parameters is small enough to stay whole on every rank."""
+    """ZeRO 3 where none of the parameters stays whole on every rank."""
     return configuration(3, precision, zero_optimization={"stage3_param_persistence_threshold": 0, **zero})
 
 
@@ -86,7 +86,7 @@ LAYOUTS: dict[str, tuple[type[Toy], dict[str, Any]]] = {
     "zero1-bf16-fp32-accumulation": (Toy, configuration(1, "bf16", data_types={"grad_accum_dtype": "fp32"})),
     "zero2-bf16-offload": (Toy, configuration(2, "bf16", zero_optimization={"offload_optimizer": {"device": "cpu"}})),
     "zero2-bf16-round-robin": (Toy, configuration(2, "bf16", zero_optimization={"round_robin_gradients": True})),
-    "zero3-fp32": (Toy, partitioned("fp32")),
+    "zero3-fp32": (Toy, configuration(3, "fp32")),  # every parameter is small enough to stay whole on every rank
     "zero3-bf16": (Toy, partitioned("bf16", sub_group_size=60)),
     "zero3-bf16-offload": (Toy, partitioned("bf16", offload_optimizer=CPU, offload_param=CPU)),
     "zero3-bf16-untied": (Untied, partitioned("bf16", sub_group_size=60)),

@@ -1,4 +1,4 @@
-"""Run by four ranks: trains a toy pipeline in two stages of two ranks, saves checkpoints, and what was live.
+"""Run by four ranks: trains a toy pipeline in two stages (but for one layout), saves checkpoints, and what was live.
 
     RANK=... WORLD_SIZE=4 python deepspeed_pipeline_checkpoints.py FOLDER
 
@@ -57,7 +57,7 @@ def loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(scores.float().flatten(0, 1), labels.flatten())
 
 
-def pipeline() -> PipelineModule:
+def pipeline(num_stages: int) -> PipelineModule:
     torch.manual_seed(7)
     return PipelineModule(
         [
@@ -68,7 +68,7 @@ def pipeline() -> PipelineModule:
             LayerSpec(nn.LayerNorm, 9),
             TiedLayerSpec("embed", Embedding, 17, 9, forward_fn=classify),
         ],
-        num_stages=2,
+        num_stages=num_stages,
         loss_fn=loss,
         partition_method="uniform",
     )
@@ -95,6 +95,7 @@ LAYOUTS = {
     "zero0-bf16": configuration(0, "bf16", "bf16"),
     "zero0-fp32": configuration(0, "fp32"),
     "zero1-fp32": configuration(1, "fp32"),
+    "zero1-bf16-one-stage": configuration(1, "bf16", "bf16"),
     "zero1-bf16-node-local": configuration(1, "bf16", "bf16") | {"checkpoint": {"use_node_local_storage": True}},
 }
 
@@ -105,8 +106,8 @@ def batches(rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield ids, (ids + 1) % 17
 
 
-def train(settings: dict[str, Any]) -> Any:
-    module = pipeline()
+def train(settings: dict[str, Any], num_stages: int) -> Any:
+    module = pipeline(num_stages)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": 0.1},
@@ -141,7 +142,8 @@ def save_ours(engine: Any, folder: Path, name: str) -> None:
     layout = ParallelLayout(
         zero_stage=int(name[4]),  # type: ignore[arg-type]  # pydantic checks it
         precision=name.split("-")[1],  # type: ignore[arg-type]  # pydantic checks it
-        data_parallel_rank=data_rank, data_parallel_size=2, pipeline_rank=stage, pipeline_size=2,
+        data_parallel_rank=data_rank, data_parallel_size=grid.get_data_parallel_world_size(),
+        pipeline_rank=stage, pipeline_size=grid.get_pipe_parallel_world_size(),
     )  # fmt: skip
     sidecar.write(
         folder / tag,
@@ -166,7 +168,7 @@ def main(folder: Path, *layouts: str) -> None:
     torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
     deepspeed.init_distributed("gloo")
     for name in layouts or LAYOUTS:
-        engine = train(LAYOUTS[name])
+        engine = train(LAYOUTS[name], 1 if name == "zero1-bf16-one-stage" else 2)
         engine.save_checkpoint(str(folder / "theirs" / name))
         torch.distributed.barrier()
         save_ours(engine, folder / "ours" / name, name)

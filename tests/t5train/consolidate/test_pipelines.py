@@ -1,7 +1,6 @@
 """What real DeepSpeed pipelines saved, against what their stages held."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from t5train.errors import IncompleteCheckpoint
 pytestmark = pytest.mark.slow
 LAYOUTS = [
     "zero1-bf16", "zero1-fp32", "zero1-bf16-fp32-accumulation", "zero0-bf16", "zero0-fp32", "zero1-bf16-node-local",
+    "zero1-bf16-one-stage",
 ]  # fmt: skip
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Tensors = dict[str, torch.Tensor]
@@ -79,12 +79,27 @@ def test_a_pipeline_without_an_optimizer_of_deepspeeds_calls_a_tied_layer_by_its
 
 
 @pytest.fixture
-def tag(pipeline_engines: Path, tmp_path: Path) -> Iterator[Path]:
-    """A copy of somebody else's checkpoint, to be spoilt."""
-    folder = tmp_path / "in" / "global_step3"
-    shutil.copytree(pipeline_engines / "theirs" / "zero1-bf16" / "global_step3", folder)
-    yield folder
-    assert not (tmp_path / "out").exists()
+def tag(pipeline_engines: Path, tmp_path: Path) -> Path:
+    """A copy of somebody else's checkpoint, to be changed."""
+    source = pipeline_engines / "theirs" / "zero1-bf16" / "global_step3"
+    return Path(shutil.copytree(source, tmp_path / "in" / "global_step3"))
+
+
+def refuse(tag: Path, out: Path, match: str) -> None:
+    with pytest.raises(IncompleteCheckpoint, match=match):
+        consolidate(tag, out)
+    assert not out.exists()
+
+
+def test_a_tie_in_a_stage_that_records_none_is_told_by_its_weight(tag: Path, tmp_path: Path) -> None:
+    path = tag / "layer_04-model_states.pt"
+    content = torch.load(path, weights_only=True)
+    same_value = torch.full_like(content["weight"], 0.5)
+    torch.save(content | {"tie": content["weight"].clone(), "frozen": same_value}, path)
+    consolidate(tag, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert "4.tie" not in found
+    assert torch.equal(found["4.frozen"], same_value.float())
 
 
 @pytest.mark.parametrize(
@@ -96,8 +111,7 @@ def tag(pipeline_engines: Path, tmp_path: Path) -> Iterator[Path]:
 )
 def test_a_missing_layer_or_rank_of_a_stage_is_refused(tag: Path, tmp_path: Path, missing: str, told: str) -> None:
     (tag / missing).unlink()
-    with pytest.raises(IncompleteCheckpoint, match=told):
-        consolidate(tag, tmp_path / "out")
+    refuse(tag, tmp_path / "out", told)
 
 
 def test_a_tied_parameter_that_differs_between_stages_is_refused(tag: Path, tmp_path: Path) -> None:
@@ -105,12 +119,10 @@ def test_a_tied_parameter_that_differs_between_stages_is_refused(tag: Path, tmp_
     content = torch.load(path, weights_only=False)
     content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data[3] += 0.25
     torch.save(content, path)
-    with pytest.raises(IncompleteCheckpoint, match=r"tied_modules\.embed\.weight"):
-        consolidate(tag, tmp_path / "out")
+    refuse(tag, tmp_path / "out", r"tied_modules\.embed\.weight")
 
 
 def test_a_stage_of_another_step_is_refused(tag: Path, tmp_path: Path) -> None:
     path = tag / "mp_rank_01_model_states.pt"
     torch.save(torch.load(path, weights_only=False) | {"global_steps": 4}, path)
-    with pytest.raises(IncompleteCheckpoint, match=r"differ in global_steps \(3 and 4\)"):
-        consolidate(tag, tmp_path / "out")
+    refuse(tag, tmp_path / "out", r"differ in global_steps \(3 and 4\)")
