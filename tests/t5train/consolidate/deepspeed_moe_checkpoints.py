@@ -20,6 +20,7 @@ import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups, safe_get_full_fp32_param
+from live_moments import live_moments
 from torch import nn
 
 from t5train import sidecar
@@ -27,7 +28,7 @@ from t5train.records import digest_files
 from t5train.sidecar import DataState, ExpertLayer, ParallelLayout, ParameterSlot, Sidecar
 from t5train.train.parameter_layout import describe
 
-STEPS = 3
+STEPS, MOMENTS = 3, ("exp_avg", "exp_avg_sq")
 _EXPERT = re.compile(r"(.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.*)")
 
 
@@ -176,7 +177,7 @@ def global_name(engine: Any, name: str) -> str:
 
 
 def held(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """Masters by name (DeepSpeed's answer, else what its wrappers hold), and the weights and buffers."""
+    """Masters by name (DeepSpeed's answer, else what its wrappers hold), and the weights, buffers and moments."""
     masters, weights = {}, {}
     for name, parameter in engine.module.named_parameters():
         master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
@@ -187,7 +188,11 @@ def held(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
         for parameter, master in zip(low, high, strict=True):
             masters[global_name(engine, engine.param_names[parameter])] = master.detach().clone()
     buffers = {global_name(engine, name): buffer.clone() for name, buffer in engine.module.named_buffers()}
-    return {"masters": masters, "weights": weights, "buffers": buffers}
+    moments = {
+        key: {global_name(engine, name): moment for name, moment in live_moments(engine, key).items()}
+        for key in MOMENTS
+    }
+    return {"masters": masters, "weights": weights, "buffers": buffers, **moments}
 
 
 def save_ours(engine: Any, layout: Layout, folder: Path) -> None:

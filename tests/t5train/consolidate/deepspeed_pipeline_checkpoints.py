@@ -127,7 +127,7 @@ def live(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
     return {
         "masters": {n: (parameters[n] if m is None else m).detach().float().clone() for n, m in masters.items()},
         "buffers": dict(engine.module.named_buffers()),
-        **{key: live_moments(engine, key, engine.grid.get_data_parallel_group()) for key in ("exp_avg", "exp_avg_sq")},
+        **{key: live_moments(engine, key) for key in ("exp_avg", "exp_avg_sq")},
     }
 
 

@@ -7,7 +7,7 @@ import torch
 from deepspeed.utils import safe_get_full_optimizer_state
 
 
-def live_moments(engine: Any, key: str, data_parallel_group: Any = None) -> dict[str, torch.Tensor]:
+def live_moments(engine: Any, key: str) -> dict[str, torch.Tensor]:
     """One moment by name, of every parameter that is trained; all ranks take part."""
     optimizer = engine.optimizer
     trained = {name: parameter for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
@@ -19,11 +19,11 @@ def live_moments(engine: Any, key: str, data_parallel_group: Any = None) -> dict
     elif engine.zero_optimization_partition_weights():
         found = {name: safe_get_full_optimizer_state(parameter, key) for name, parameter in trained.items()}
     else:
-        found = _gathered(engine, key, data_parallel_group)
+        found = _gathered(engine, key)
     return {name: moment.detach().float().cpu().clone() for name, moment in found.items()}
 
 
-def _gathered(engine: Any, key: str, group: Any) -> dict[str, torch.Tensor]:
+def _gathered(engine: Any, key: str) -> dict[str, torch.Tensor]:
     """From the flat buffers of ZeRO 1, 2 and BF16_Optimizer (safe_get_full_optimizer_state finds none in them)."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "round_robin_bit16_groups"):
@@ -33,9 +33,9 @@ def _gathered(engine: Any, key: str, group: Any) -> dict[str, torch.Tensor]:
         groups, flats = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
         offsets = [[sum(p.numel() for p in held[:index]) for index in range(len(held))] for held in groups]
     found = {}
-    for held, places, flat in zip(groups, offsets, flats, strict=True):
-        parts = [torch.zeros_like(flat) for _ in range(torch.distributed.get_world_size(group))]
-        torch.distributed.all_gather(parts, optimizer.optimizer.state[flat][key], group)
+    for held, places, flat, ranks in zip(groups, offsets, flats, optimizer.real_dp_process_group, strict=True):
+        parts = [torch.zeros_like(flat) for _ in range(torch.distributed.get_world_size(ranks))]
+        torch.distributed.all_gather(parts, optimizer.optimizer.state[flat][key], ranks)
         whole = torch.cat(parts)
         for parameter, place in zip(held, places, strict=True):
             found[engine.param_names[parameter]] = whole[place : place + parameter.numel()].reshape(parameter.shape)
