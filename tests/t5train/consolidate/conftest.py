@@ -53,14 +53,20 @@ def expert_engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], 
     )
 
 
-def _launch(program: str, folder: Path, num_ranks: int, *arguments: str) -> Path:
+@pytest.fixture(scope="session")
+def accelerated(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``accelerated("deepspeed_checkpoints.py", 4, "zero2-fp16")``: checkpoints of ranks on accelerators; run once."""
+    return cache(lambda program, *rest: _launch(program, tmp_path_factory.mktemp("gpu"), *rest, accelerator=None))
+
+
+def _launch(program: str, folder: Path, num_ranks: int, *arguments: str, accelerator: str | None = "cpu") -> Path:
     """Run a program of this folder on so many ranks; it gets ``folder`` to write to, and the arguments."""
     ranks, port = [], os.getpid()  # which names the ranks' shared memory and nothing else
     for rank in range(num_ranks):
         environment = os.environ | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_SIZE": str(num_ranks),
-            "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONHASHSEED": "0",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            **({"DS_ACCELERATOR": accelerator} if accelerator else {}),
         }  # fmt: skip
         with open(folder / f"rank{rank}.log", "wb") as log:
             command = [sys.executable, str(Path(__file__).with_name(program)), str(folder), *arguments]

@@ -2,12 +2,11 @@
 
     RANK=... WORLD_SIZE=... python deepspeed_checkpoints.py FOLDER [LAYOUT ...]
 
-Each layout (all, when none is named) gets ``FOLDER/theirs/{layout}/``, a DeepSpeed save folder,
-``FOLDER/ours/{layout}/``, the same with sidecars, and ``FOLDER/live/{layout}.pt``: what the engine held, and where it
-works what zero_to_fp32 makes of it.
+A name with ``fp16`` in place of ``bf16`` is understood too. Each layout (all, when none is named) gets
+``FOLDER/theirs/{layout}/``, a DeepSpeed save folder, ``FOLDER/ours/{layout}/``, the same with sidecars, and
+``FOLDER/live/{layout}.pt``: what the engine held, and where it works what zero_to_fp32 makes of it.
 """
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from live_moments import live_moments
 from torch import nn
+from toy_ranks import in_fp16, meet, on_cpu
 
 from t5train import sidecar
 from t5train.records import digest_files
@@ -111,7 +111,7 @@ def train(kind: type[Toy], settings: dict[str, Any]) -> Any:
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     for step in range(STEPS):
         ids = torch.arange(8).reshape(2, 4) + 3 * step + engine.global_rank
-        engine.backward(engine(ids % 17))
+        engine.backward(engine((ids % 17).to(engine.device)))
         engine.step()
     return engine
 
@@ -126,7 +126,7 @@ def live_masters(engine: Any) -> dict[str, torch.Tensor]:
     if hasattr(engine.optimizer, "fp32_groups"):
         for low, high in zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True):
             masters |= {engine.param_names[p]: master.detach().clone() for p, master in zip(low, high, strict=True)}
-    return masters
+    return on_cpu(masters)
 
 
 def live_weights(engine: Any) -> dict[str, torch.Tensor]:
@@ -165,22 +165,19 @@ def save_ours(engine: Any, folder: Path, name: str, tied: bool) -> None:
 
 
 def main(folder: Path, *layouts: str) -> None:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
-    deepspeed.init_distributed("gloo")
+    meet(folder)
     for name in layouts or LAYOUTS:
-        kind, settings = LAYOUTS[name]
-        engine = train(kind, settings)
+        kind, settings = LAYOUTS[name.replace("fp16", "bf16")]
+        engine = train(kind, in_fp16(settings) if "fp16" in name else settings)
         engine.save_checkpoint(str(folder / "theirs" / name))
         save_ours(engine, folder / "ours" / name, name, tied=kind is Toy)
         live = {
             "masters": live_masters(engine),
-            "weights": live_weights(engine),
-            "buffers": dict(engine.module.named_buffers()),
+            "weights": on_cpu(live_weights(engine)),
+            "buffers": on_cpu(dict(engine.module.named_buffers())),
             **{key: live_moments(engine, key) for key in ("exp_avg", "exp_avg_sq")},
         }
-        if rank == 0:
+        if engine.global_rank == 0:
             save_live(live, folder, name, kind)
         torch.distributed.barrier()
 

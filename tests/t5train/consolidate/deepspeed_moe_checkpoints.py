@@ -1,17 +1,17 @@
 """Run by 2 or 4 ranks: trains a toy with experts in every layout, saves checkpoints, and what the live engines held.
 
-    RANK=... WORLD_SIZE=4 PYTHONHASHSEED=0 python deepspeed_moe_checkpoints.py FOLDER
+    RANK=... WORLD_SIZE=4 PYTHONHASHSEED=0 python deepspeed_moe_checkpoints.py FOLDER [LAYOUT ...]
 
-Each layout gets ``FOLDER/theirs/{layout}/``, a DeepSpeed save folder, ``FOLDER/ours/{layout}/``, the same with
-sidecars, and from every rank ``FOLDER/live/{layout}/{rank}.pt``: the masters and weights it held, experts numbered
-globally. The hash seed makes all ranks order expert
-groups of different sizes alike, which DeepSpeed takes from a Python set; else they would wait for each other for ever.
+A name with ``fp16`` in place of ``bf16`` is understood too. Each layout (all, when none is named) gets
+``FOLDER/theirs/{layout}/``, a DeepSpeed save folder, ``FOLDER/ours/{layout}/``, the same with sidecars, and from
+every rank ``FOLDER/live/{layout}/{rank}.pt``: the masters and weights it held, experts numbered globally. The hash
+seed makes all ranks order expert groups of different sizes alike, which DeepSpeed takes from a Python set; else they
+would wait for each other for ever.
 """
 
-import os
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from deepspeed.utils import groups, safe_get_full_fp32_param
 from live_moments import live_moments
 from torch import nn
+from toy_ranks import in_fp16, meet, on_cpu
 
 from t5train import sidecar
 from t5train.records import digest_files
@@ -137,7 +138,8 @@ def configuration(layout: Layout) -> dict[str, Any]:
     }  # fmt: skip
     if layout.precision == "bf16":
         settings["bf16"] = {"enabled": True}
-    return settings | layout.settings
+    settings |= layout.settings
+    return in_fp16(settings) if layout.precision == "fp16" else settings
 
 
 def parameter_groups(model: Toy, layout: Layout) -> list[dict[str, Any]]:
@@ -161,7 +163,7 @@ def train(layout: Layout) -> Any:
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(layout))
     for step in range(STEPS):
         ids = torch.arange(8).reshape(2, 4) + 3 * step + 5 * engine.global_rank
-        engine.backward(engine(ids % 11))
+        engine.backward(engine((ids % 11).to(engine.device)))
         engine.step()
     return engine
 
@@ -192,7 +194,7 @@ def held(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
         key: {global_name(engine, name): moment for name, moment in live_moments(engine, key).items()}
         for key in MOMENTS
     }
-    return {"masters": masters, "weights": weights, "buffers": buffers, **moments}
+    return {"masters": on_cpu(masters), "weights": on_cpu(weights), "buffers": on_cpu(buffers), **moments}
 
 
 def save_ours(engine: Any, layout: Layout, folder: Path) -> None:
@@ -240,18 +242,18 @@ def published(engine: Any, slot: ParameterSlot, layers: list[ExpertLayer]) -> Pa
     return slot.model_copy(update={"name": name})
 
 
-def main(folder: Path) -> None:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
-    deepspeed.init_distributed("gloo")
-    for name, layout in layouts(world_size).items():
+def main(folder: Path, *names: str) -> None:
+    meet(folder)
+    known = layouts(torch.distributed.get_world_size())
+    for name in names or known:
+        layout = replace(known[name.replace("fp16", "bf16")], precision=name.split("-")[1])
         engine = train(layout)
         engine.save_checkpoint(str(folder / "theirs" / name))
         save_ours(engine, layout, folder / "ours" / name)
         (folder / "live" / name).mkdir(parents=True, exist_ok=True)
-        torch.save(held(engine), folder / "live" / name / f"{rank}.pt")
+        torch.save(held(engine), folder / "live" / name / f"{engine.global_rank}.pt")
         torch.distributed.barrier()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

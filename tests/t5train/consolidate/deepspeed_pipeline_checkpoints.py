@@ -2,11 +2,11 @@
 
     RANK=... WORLD_SIZE=4 python deepspeed_pipeline_checkpoints.py FOLDER
 
-Each layout gets ``FOLDER/theirs/{layout}/``, a DeepSpeed save folder, ``FOLDER/ours/{layout}/``, the same with
-sidecars, and for each stage ``FOLDER/live/{layout}.{stage}.pt``: masters and moments by DeepSpeed's own names.
+A name with ``fp16`` in place of ``bf16`` is understood too. Each layout gets ``FOLDER/theirs/{layout}/``, a DeepSpeed
+save folder, ``FOLDER/ours/{layout}/``, the same with sidecars, and for each stage
+``FOLDER/live/{layout}.{stage}.pt``: masters and moments by DeepSpeed's own names.
 """
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +18,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import safe_get_full_fp32_param
 from live_moments import live_moments
 from torch import nn
+from toy_ranks import in_fp16, meet, on_cpu
 
 from t5train import sidecar
 from t5train.records import digest_files
@@ -125,8 +126,8 @@ def live(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
     parameters = dict(engine.module.named_parameters())
     masters = {name: safe_get_full_fp32_param(parameter) for name, parameter in parameters.items()}
     return {
-        "masters": {n: (parameters[n] if m is None else m).detach().float().clone() for n, m in masters.items()},
-        "buffers": dict(engine.module.named_buffers()),
+        "masters": on_cpu({n: (parameters[n] if m is None else m).float() for n, m in masters.items()}),
+        "buffers": on_cpu(dict(engine.module.named_buffers())),
         **{key: live_moments(engine, key) for key in ("exp_avg", "exp_avg_sq")},
     }
 
@@ -164,11 +165,10 @@ def save_ours(engine: Any, folder: Path, name: str) -> None:
 
 
 def main(folder: Path, *layouts: str) -> None:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
-    deepspeed.init_distributed("gloo")
+    meet(folder)
     for name in layouts or LAYOUTS:
-        engine = train(LAYOUTS[name], 1 if name == "zero1-bf16-one-stage" else 2)
+        settings = LAYOUTS[name.replace("fp16", "bf16")]
+        engine = train(in_fp16(settings) if "fp16" in name else settings, 1 if name == "zero1-bf16-one-stage" else 2)
         engine.save_checkpoint(str(folder / "theirs" / name))
         torch.distributed.barrier()
         save_ours(engine, folder / "ours" / name, name)

@@ -1,0 +1,80 @@
+"""Checkpoints of engines on accelerators, in the precisions trained there, against what the engines held."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from t5train.consolidate import consolidate
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+DENSE = [
+    "zero0-fp16", "zero1-fp16", "zero2-fp16", "zero2-fp16-offload", "zero3-fp16", "zero3-fp16-offload",
+    "zero2-fp16-untied", "zero3-fp16-untied", "zero1-bf16", "zero2-bf16", "zero3-bf16", "zero3-bf16-offload",
+    "zero1-bf16-fp32-accumulation",
+]  # fmt: skip
+EXPERTS = ["zero0-fp16", "zero1-fp16", "zero2-fp16-every-expert-everywhere", "zero1-bf16"]
+EXPERTS_ON_FOUR = ["zero2-fp16-split", "zero2-fp16-offload", "zero1-fp16-mixed-sizes", "zero2-bf16-split"]
+PIPELINES = ["zero1-fp16", "zero1-bf16", "zero1-bf16-fp32-accumulation", "zero0-bf16"]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Accelerated = Callable[..., Path]
+
+
+def ranks_of_four() -> int:
+    return 4 if torch.accelerator.device_count() >= 4 else 2
+
+
+def require_live(found: Path, held: dict[str, dict[str, torch.Tensor]]) -> None:
+    buffers = {name: b.float() if b.is_floating_point() else b for name, b in held["buffers"].items()}
+    wanted = {"model": held["masters"] | buffers} | {key: held[key] for key in MOMENTS}
+    for stem, tensors in wanted.items():
+        result = load_file(found / f"{stem}.safetensors")
+        assert sorted(result) == sorted(tensors)
+        for name, tensor in tensors.items():
+            assert torch.equal(result[name], tensor), (stem, name)
+
+
+def joined(files: list[Path], rename: Callable[[str], str]) -> dict[str, dict[str, torch.Tensor]]:
+    """What all ranks or stages held."""
+    held: dict[str, dict[str, Any]] = {}
+    for path in files:
+        for kind, tensors in torch.load(path, weights_only=True).items():
+            held.setdefault(kind, {}).update({rename(name): tensor for name, tensor in tensors.items()})
+    return held
+
+
+@pytest.mark.parametrize("layout", DENSE)
+def test_dense_checkpoints_give_the_live_masters_and_moments(
+    accelerated: Accelerated, tmp_path: Path, layout: str
+) -> None:
+    folder = accelerated("deepspeed_checkpoints.py", 2, *DENSE)
+    consolidate(folder / "ours" / layout, tmp_path / "out", moments=True)
+    require_live(tmp_path / "out", torch.load(folder / "live" / f"{layout}.pt", weights_only=True))
+
+
+@pytest.mark.parametrize("layout", [*EXPERTS, *EXPERTS_ON_FOUR])
+def test_experts_give_the_live_masters_and_moments(accelerated: Accelerated, tmp_path: Path, layout: str) -> None:
+    ranks = ranks_of_four()
+    if ranks < 4 and layout in EXPERTS_ON_FOUR:
+        pytest.skip("needs four accelerators")
+    folder = accelerated("deepspeed_moe_checkpoints.py", ranks, *EXPERTS, *(EXPERTS_ON_FOUR if ranks == 4 else ()))
+    consolidate(folder / "ours" / layout, tmp_path / "out", moments=True)
+    require_live(tmp_path / "out", joined([*(folder / "live" / layout).iterdir()], _switch_name))
+
+
+@pytest.mark.parametrize("layout", PIPELINES)
+def test_pipelines_give_the_live_masters_and_moments(accelerated: Accelerated, tmp_path: Path, layout: str) -> None:
+    if ranks_of_four() < 4:
+        pytest.skip("needs four accelerators")
+    folder = accelerated("deepspeed_pipeline_checkpoints.py", 4, *PIPELINES)
+    consolidate(folder / "theirs" / layout, tmp_path / "out", moments=True)
+    require_live(tmp_path / "out", joined([*(folder / "live").glob(f"{layout}.[0-9].pt")], str))
+
+
+def _switch_name(name: str) -> str:
+    name = re.sub(r"moe\.(\d)\.deepspeed_moe\.experts\.deepspeed_experts\.", r"block.\1.mlp.experts.expert_", name)
+    return re.sub(r"moe\.(\d)\.deepspeed_moe\.gate\.wg\.", r"block.\1.mlp.router.classifier.", name)

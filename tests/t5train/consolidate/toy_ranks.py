@@ -1,0 +1,30 @@
+"""What the programs of this folder share that train toys on real ranks, on CPUs or on accelerators."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+
+
+def meet(folder: Path) -> None:
+    """Join the other ranks of RANK and WORLD_SIZE, by way of a file in ``folder``."""
+    accelerator, rank, world_size = get_accelerator(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if accelerator.device_name() != "cpu":
+        accelerator.set_device(rank)
+    backend = accelerator.communication_backend_name()
+    torch.distributed.init_process_group(backend, f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    deepspeed.init_distributed(backend)
+
+
+def in_fp16(settings: dict[str, Any]) -> dict[str, Any]:
+    """A configuration for bf16, for fp16 instead."""
+    kept = {key: value for key, value in settings.items() if key not in ("bf16", "data_types")}
+    return kept | {"fp16": {"enabled": True, "initial_scale_power": 4}}
+
+
+def on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors where a test without an accelerator can read them."""
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
