@@ -55,8 +55,8 @@ def expert_engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], 
 
 @pytest.fixture(scope="session")
 def accelerated(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``accelerated("deepspeed_checkpoints.py", 4, "zero2-fp16")``: checkpoints of ranks on accelerators; run once."""
-    return cache(lambda program, *rest: _launch(program, tmp_path_factory.mktemp("gpu"), *rest, accelerator=None))
+    """``accelerated("deepspeed_checkpoints.py", 4, "zero2-fp16")``: checkpoints of ranks on accelerators."""
+    return lambda program, *rest: _launch(program, tmp_path_factory.mktemp("gpu"), *rest, accelerator=None)
 
 
 def _launch(program: str, folder: Path, num_ranks: int, *arguments: str, accelerator: str | None = "cpu") -> Path:

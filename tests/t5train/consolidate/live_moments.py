@@ -4,6 +4,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_optimizer_state
 
 
@@ -34,8 +35,9 @@ def _gathered(engine: Any, key: str) -> dict[str, torch.Tensor]:
         offsets = [[sum(p.numel() for p in held[:index]) for index in range(len(held))] for held in groups]
     found = {}
     for held, places, flat, ranks in zip(groups, offsets, flats, optimizer.real_dp_process_group, strict=True):
-        parts = [torch.zeros_like(flat) for _ in range(torch.distributed.get_world_size(ranks))]
-        torch.distributed.all_gather(parts, optimizer.optimizer.state[flat][key], ranks)
+        moment = optimizer.optimizer.state[flat][key].to(get_accelerator().current_device_name())
+        parts = [torch.zeros_like(moment) for _ in range(torch.distributed.get_world_size(ranks))]
+        torch.distributed.all_gather(parts, moment, ranks)
         whole = torch.cat(parts)
         for parameter, place in zip(held, places, strict=True):
             found[engine.param_names[parameter]] = whole[place : place + parameter.numel()].reshape(parameter.shape)

@@ -24,8 +24,26 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 Accelerated = Callable[..., Path]
 
 
-def ranks_of_four() -> int:
-    return 4 if torch.accelerator.device_count() >= 4 else 2
+@pytest.fixture(scope="module")
+def dense(accelerated: Accelerated) -> Path:
+    return accelerated("deepspeed_checkpoints.py", 2, *DENSE)
+
+
+@pytest.fixture(scope="module")
+def experts(accelerated: Accelerated) -> Path:
+    ranks = 4 if torch.accelerator.device_count() >= 4 else 2
+    return accelerated("deepspeed_moe_checkpoints.py", ranks, *EXPERTS, *(EXPERTS_ON_FOUR if ranks == 4 else ()))
+
+
+@pytest.fixture(scope="module")
+def pipelines(accelerated: Accelerated) -> Path:
+    _require_four()
+    return accelerated("deepspeed_pipeline_checkpoints.py", 4, *PIPELINES)
+
+
+def _require_four() -> None:
+    if torch.accelerator.device_count() < 4:
+        pytest.skip("needs four accelerators")
 
 
 def require_live(found: Path, held: dict[str, dict[str, torch.Tensor]]) -> None:
@@ -48,31 +66,23 @@ def joined(files: list[Path], rename: Callable[[str], str]) -> dict[str, dict[st
 
 
 @pytest.mark.parametrize("layout", DENSE)
-def test_dense_checkpoints_give_the_live_masters_and_moments(
-    accelerated: Accelerated, tmp_path: Path, layout: str
-) -> None:
-    folder = accelerated("deepspeed_checkpoints.py", 2, *DENSE)
-    consolidate(folder / "ours" / layout, tmp_path / "out", moments=True)
-    require_live(tmp_path / "out", torch.load(folder / "live" / f"{layout}.pt", weights_only=True))
+def test_dense_checkpoints_give_the_live_masters_and_moments(dense: Path, tmp_path: Path, layout: str) -> None:
+    consolidate(dense / "ours" / layout, tmp_path / "out", moments=True)
+    require_live(tmp_path / "out", torch.load(dense / "live" / f"{layout}.pt", weights_only=True))
 
 
 @pytest.mark.parametrize("layout", [*EXPERTS, *EXPERTS_ON_FOUR])
-def test_experts_give_the_live_masters_and_moments(accelerated: Accelerated, tmp_path: Path, layout: str) -> None:
-    ranks = ranks_of_four()
-    if ranks < 4 and layout in EXPERTS_ON_FOUR:
-        pytest.skip("needs four accelerators")
-    folder = accelerated("deepspeed_moe_checkpoints.py", ranks, *EXPERTS, *(EXPERTS_ON_FOUR if ranks == 4 else ()))
-    consolidate(folder / "ours" / layout, tmp_path / "out", moments=True)
-    require_live(tmp_path / "out", joined([*(folder / "live" / layout).iterdir()], _switch_name))
+def test_experts_give_the_live_masters_and_moments(experts: Path, tmp_path: Path, layout: str) -> None:
+    if layout in EXPERTS_ON_FOUR:
+        _require_four()
+    consolidate(experts / "ours" / layout, tmp_path / "out", moments=True)
+    require_live(tmp_path / "out", joined([*(experts / "live" / layout).iterdir()], _switch_name))
 
 
 @pytest.mark.parametrize("layout", PIPELINES)
-def test_pipelines_give_the_live_masters_and_moments(accelerated: Accelerated, tmp_path: Path, layout: str) -> None:
-    if ranks_of_four() < 4:
-        pytest.skip("needs four accelerators")
-    folder = accelerated("deepspeed_pipeline_checkpoints.py", 4, *PIPELINES)
-    consolidate(folder / "theirs" / layout, tmp_path / "out", moments=True)
-    require_live(tmp_path / "out", joined([*(folder / "live").glob(f"{layout}.[0-9].pt")], str))
+def test_pipelines_give_the_live_masters_and_moments(pipelines: Path, tmp_path: Path, layout: str) -> None:
+    consolidate(pipelines / "theirs" / layout, tmp_path / "out", moments=True)
+    require_live(tmp_path / "out", joined([*(pipelines / "live").glob(f"{layout}.[0-9].pt")], str))
 
 
 def _switch_name(name: str) -> str:
