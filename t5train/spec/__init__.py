@@ -1,5 +1,7 @@
 """The specification of a run: its parts, the whole, and changes by name."""
 
+from t5train.spec.experts import ExpertsSpec
+from t5train.spec.part import SpecPart
 from t5train.spec.parts import (
     NUM_SENTINELS,
     Accelerator,
@@ -10,7 +12,6 @@ from t5train.spec.parts import (
     ObjectiveSpec,
     OptimizerSpec,
     ShardsSpec,
-    SpecPart,
     StorageSpec,
     TokenizerSpec,
     pad_vocabulary,
@@ -24,6 +25,7 @@ __all__ = [
     "Accelerator",
     "ClusterSpec",
     "CorpusSpec",
+    "ExpertsSpec",
     "LayoutSpec",
     "ModelSpec",
     "ObjectiveSpec",

@@ -1,29 +1,16 @@
-"""The parts of a RunSpec.
-
-A setting is either *identity* (it decides what comes out, and is in the fingerprint) or *execution* (where and
-how; it is not). Execution settings are named in ``execution`` of the part they belong to.
-"""
+"""The parts of a RunSpec."""
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from t5train.locations import without_secret
+from t5train.spec.experts import ExpertsSpec
+from t5train.spec.part import SpecPart
 
 VOCABULARY_MULTIPLE = 128
 NUM_SENTINELS = 100
-
-
-class SpecPart(BaseModel):
-    """One part of a RunSpec: immutable, and closed to names it does not know."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-    execution: ClassVar[frozenset[str]] = frozenset()
-
-    def identity(self) -> dict[str, Any]:
-        """The settings that are in the fingerprint, as plain JSON values."""
-        return {name: value for name, value in self.model_dump(mode="json").items() if name not in self.execution}
 
 
 class CorpusSpec(SpecPart):
@@ -124,6 +111,33 @@ class ModelSpec(SpecPart):
     )
     dropout_rate: float = Field(0.0, ge=0, lt=1, title="Dropout", description="0 for pre-training, as T5 v1.1")
     compile: bool = Field(False, title="Compile", description="torch.compile; worth it on GPUs")
+    moe: ExpertsSpec = ExpertsSpec()
+
+    def identity(self) -> dict[str, Any]:
+        """A dense model is the same whatever is said of experts."""
+        values = super().identity()
+        if not self.moe.num_experts:
+            del values["moe"]
+        return values
+
+    @model_validator(mode="after")
+    def _experts_are_those_of_switch_transformers(self) -> Self:
+        if self.moe.num_experts and (self.version, self.feed_forward or "relu") != ("v1.0", "relu"):
+            raise ValueError(
+                f"model.moe.num_experts is {self.moe.num_experts}, model.version {self.version!r} and "
+                f"model.feed_forward {self.feed_forward!r}: Switch Transformers have ReLU experts and a tied output; "
+                "set model.version=v1.0 and leave model.feed_forward out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_are_not_compiled(self) -> Self:
+        if self.moe.num_experts and self.compile:
+            raise ValueError(
+                f"model.compile is true and model.moe.num_experts {self.moe.num_experts}: how many tokens an expert "
+                "gets is known only as it runs; set model.compile=false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _vocabulary_is_padded(self) -> Self:
@@ -179,7 +193,7 @@ class OptimizerSpec(SpecPart):
 class LayoutSpec(SpecPart):
     """How the state of training is spread over ranks."""
 
-    execution = frozenset({"zero_stage", "offload", "pin_memory", "micro_batch_sequences"})
+    execution = frozenset({"zero_stage", "offload", "pin_memory", "expert_parallel_size", "micro_batch_sequences"})
 
     zero_stage: Literal[0, 1, 2, 3] = Field(
         1, title="ZeRO stage", description="0: replicated, 1: optimizer, 2: and gradients, 3: and parameters are cut up"
@@ -191,6 +205,9 @@ class LayoutSpec(SpecPart):
     )
     pin_memory: bool = Field(
         False, title="Pin memory", description="Offload to page-locked memory: quicker to copy, and never swapped"
+    )
+    expert_parallel_size: int = Field(
+        1, ge=1, title="Expert parallelism", description="Ranks over which the experts of a layer are spread"
     )
     micro_batch_sequences: int = Field(8, ge=1, title="Micro-batch", description="Sequences a rank, a pass")
 

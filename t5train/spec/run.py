@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 from t5train.errors import SpecError
 from t5train.fingerprint import fingerprint
 from t5train.run_files import RUNS
+from t5train.spec.part import SpecPart
 from t5train.spec.parts import (
     ClusterSpec,
     CorpusSpec,
@@ -18,7 +19,6 @@ from t5train.spec.parts import (
     ObjectiveSpec,
     OptimizerSpec,
     ShardsSpec,
-    SpecPart,
     StorageSpec,
     TokenizerSpec,
 )
@@ -64,6 +64,26 @@ class RunSpec(SpecPart):
     def _layout_has_masters(self) -> Self:
         if self.optimizer.precision == "fp16" and self.layout.zero_stage == 0:
             raise ValueError("layout.zero_stage is 0: fp16 needs 1 to 3, where DeepSpeed keeps proper fp32 masters")
+        return self
+
+    @model_validator(mode="after")
+    def _experts_spread_evenly(self) -> Self:
+        size, experts = self.layout.expert_parallel_size, self.model.moe.num_experts
+        if size > 1 and not experts:
+            raise ValueError(f"layout.expert_parallel_size is {size}: a dense model has no experts to spread; set 1")
+        for what, count in (("model.moe.num_experts", experts), ("cluster.ranks", self.cluster.ranks)):
+            if count % size:
+                raise ValueError(f"layout.expert_parallel_size is {size}: it must divide {what} ({count})")
+        return self
+
+    @model_validator(mode="after")
+    def _experts_have_a_zero_stage(self) -> Self:
+        if self.model.moe.num_experts and self.layout.zero_stage not in (1, 2):
+            raise ValueError(
+                f"layout.zero_stage is {self.layout.zero_stage} and model.moe.num_experts "
+                f"{self.model.moe.num_experts}: experts need ZeRO 1 or 2 (at 0 DeepSpeed clips by another norm on "
+                "every rank, at 3 it has no such layers)"
+            )
         return self
 
     @model_validator(mode="after")

@@ -15,7 +15,7 @@ def names_in(spec: type[BaseModel]) -> list[str]:
     names: list[str] = []
     for name, field in spec.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            names.extend(f"{name}.{key}" for key in field.annotation.model_fields)
+            names.extend(f"{name}.{key}" for key in names_in(field.annotation))
         else:
             names.append(name)
     return names

@@ -72,6 +72,18 @@ OTHER: dict[str, Any] = {
     "cluster.master_port": 29501,
     "cluster.retries": 0,
 }
+# The same for the settings of experts, which smoke has not.
+OTHER_EXPERTS: dict[str, Any] = {
+    "model.moe.num_experts": 8,
+    "model.moe.top_k": 2,
+    "model.moe.every_n_layers": 1,
+    "model.moe.capacity_factor": 1.5,
+    "model.moe.eval_capacity_factor": 3.0,
+    "model.moe.aux_loss": 0.02,
+    "model.moe.z_loss": 0.0,
+    "layout.expert_parallel_size": 2,
+}
+EVERY = OTHER | OTHER_EXPERTS
 # Where and how a run is done; everything else decides what comes out of it.
 EXECUTION = {
     "recipe",
@@ -79,29 +91,38 @@ EXECUTION = {
     "corpus.workers",
     "shards.workers",
     "model.compile",
-    *(name for name in OTHER if name.startswith(("layout.", "storage.", "cluster."))),
+    *(name for name in EVERY if name.startswith(("layout.", "storage.", "cluster."))),
 }
 
 
+def base(setting: str) -> RunSpec:
+    """A spec in which a setting has a say: smoke, or smoke with experts."""
+    return smoke() if setting in OTHER else experts()
+
+
+def experts() -> RunSpec:
+    return smoke().with_settings({"model.version": "v1.0", "model.moe.num_experts": 4})
+
+
 def test_every_setting_has_another_value_to_test_with() -> None:
-    assert set(OTHER) == set(setting_names())
+    assert set(EVERY) == set(setting_names())
 
 
-@pytest.mark.parametrize("setting", sorted(set(OTHER) - EXECUTION))
+@pytest.mark.parametrize("setting", sorted(set(EVERY) - EXECUTION))
 def test_an_identity_setting_changes_the_fingerprint(setting: str) -> None:
-    changed = smoke().with_settings({setting: OTHER[setting]})
-    assert changed != smoke()
-    assert changed.fingerprint() != smoke().fingerprint()
-    assert changed.run_name != smoke().run_name
-    assert differences(smoke().identity(), changed.identity())
+    changed = base(setting).with_settings({setting: EVERY[setting]})
+    assert changed != base(setting)
+    assert changed.fingerprint() != base(setting).fingerprint()
+    assert changed.run_name != base(setting).run_name
+    assert differences(base(setting).identity(), changed.identity())
 
 
 @pytest.mark.parametrize("setting", sorted(EXECUTION))
 def test_an_execution_setting_does_not_change_the_fingerprint(setting: str) -> None:
-    changed = smoke().with_settings({setting: OTHER[setting]})
-    assert changed != smoke()
-    assert changed.fingerprint() == smoke().fingerprint()
-    assert not differences(smoke().identity(), changed.identity())
+    changed = base(setting).with_settings({setting: EVERY[setting]})
+    assert changed != base(setting)
+    assert changed.fingerprint() == base(setting).fingerprint()
+    assert not differences(base(setting).identity(), changed.identity())
 
 
 def test_execution_names_are_settings_of_their_part() -> None:
@@ -113,6 +134,10 @@ def test_execution_names_are_settings_of_their_part() -> None:
 def test_what_trains_a_vocabulary_has_no_say_where_one_is_given() -> None:
     given = smoke().with_settings({"tokenizer.path": "spiece.model"})
     assert given.with_settings({"tokenizer.vocab_size": 5000}).fingerprint() == given.fingerprint()
+
+
+def test_what_is_said_of_experts_has_no_say_in_a_dense_model() -> None:
+    assert smoke().with_settings({"model.moe.capacity_factor": 3}).fingerprint() == smoke().fingerprint()
 
 
 def test_the_fingerprint_of_a_spec_is_the_same_on_every_machine_and_in_every_version(
@@ -196,6 +221,28 @@ def test_an_unknown_name_in_a_spec_file_gets_the_nearest_one(tmp_path: Path) -> 
 def test_a_wrong_value_is_named_with_its_constraint(setting: str, value: Any, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         smoke().with_settings({setting: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model.moe.num_experts": 1}, r"num_experts is 1: it must be 0 \(a dense model\) or at least 2"),
+        ({"model.version": "v1.1"}, r"ReLU experts and a tied output; set model\.version=v1\.0"),
+        ({"model.feed_forward": "gated-gelu"}, r"model\.feed_forward 'gated-gelu': .* leave model\.feed_forward out"),
+        ({"model.compile": True}, r"model\.compile is true and model\.moe\.num_experts 4: .*compile=false"),
+        ({"layout.zero_stage": 0}, r"layout\.zero_stage is 0 .*: experts need ZeRO 1 or 2"),
+        ({"layout.zero_stage": 3}, r"layout\.zero_stage is 3 .*: experts need ZeRO 1 or 2"),
+        (
+            {"layout.expert_parallel_size": 3},
+            r"expert_parallel_size is 3: it must divide model\.moe\.num_experts \(4\)",
+        ),
+        ({"layout.expert_parallel_size": 4}, r"expert_parallel_size is 4: it must divide cluster\.ranks \(2\)"),
+        ({"model.moe.num_experts": 0, "layout.expert_parallel_size": 2}, "a dense model has no experts to spread"),
+    ],
+)
+def test_experts_are_refused_where_they_cannot_be(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        experts().with_settings(settings)
 
 
 def test_a_compiled_model_is_refused_where_hooks_gather_its_parameters() -> None:
