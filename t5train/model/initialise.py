@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from t5train.model.shape import T5Shape
 
+# Of the variance of experts and routers: Fedus et al. 2022, section 2.4, where the usual one made training unstable.
+EXPERT_SCALE = 0.1
+
 
 def initialise(name: str, parameter: nn.Parameter, shape: T5Shape, seed: int) -> None:
     """Fill a parameter in place by seed and its Hugging Face name."""
@@ -26,6 +29,11 @@ def first_value(name: str, size: torch.Size, shape: T5Shape, seed: int) -> Tenso
 
 def deviation(name: str, shape: T5Shape) -> float:
     """Standard deviation of T5's initialisation (Mesh TensorFlow's, which folds the attention scale into q)."""
+    scale = math.sqrt(EXPERT_SCALE) if ".experts." in name or ".router." in name else 1.0
+    return scale * _dense_deviation(name, shape)
+
+
+def _dense_deviation(name: str, shape: T5Shape) -> float:
     match name.split(".")[-2]:
         case "shared":
             return 1.0
@@ -35,6 +43,6 @@ def deviation(name: str, shape: T5Shape) -> float:
             return 1 / math.sqrt(shape.inner)
         case "wo":
             return 1 / math.sqrt(shape.d_ff)
-        case "k" | "v" | "wi" | "wi_0" | "wi_1" | "relative_attention_bias" | "lm_head":
+        case "k" | "v" | "wi" | "wi_0" | "wi_1" | "relative_attention_bias" | "lm_head" | "classifier":
             return 1 / math.sqrt(shape.d_model)
     raise KeyError(f"no initialisation is known for {name}")

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from t5train.errors import SpecError
-from t5train.spec import NUM_SENTINELS, ModelSpec, pad_vocabulary
+from t5train.spec import NUM_SENTINELS, ExpertsSpec, ModelSpec, pad_vocabulary
 
 RELATIVE_BUCKETS = 32
 RELATIVE_MAX_DISTANCE = 128
 LAYER_NORM_EPSILON = 1e-6
+# Hugging Face's experts take so many tokens of a sequence: more than any has, so that none is dropped.
+UNLIMITED_CAPACITY = 1 << 30
 
 
 class _Size(NamedTuple):
@@ -59,11 +61,20 @@ class T5Shape(BaseModel):
     gated: bool
     tied: bool
     dropout_rate: float
+    moe: ExpertsSpec = ExpertsSpec()
 
     @property
     def inner(self) -> int:
         """Width of all heads together."""
         return self.num_heads * self.d_kv
+
+    def is_sparse(self, index: int) -> bool:
+        """Whether layer number ``index`` of a stack has experts, as Switch Transformers counts."""
+        return self.moe.num_experts > 0 and index % self.moe.every_n_layers == 1 % self.moe.every_n_layers
+
+    def count_sparse(self, num_layers: int) -> int:
+        """How many layers of a stack of so many have experts."""
+        return sum(map(self.is_sparse, range(num_layers)))
 
 
 def resolve(spec: ModelSpec, tokenizer_vocab_size: int) -> T5Shape:
@@ -79,7 +90,7 @@ def resolve(spec: ModelSpec, tokenizer_vocab_size: int) -> T5Shape:
             f"({NUM_SENTINELS} sentinels among them); leave it out or set {pad_vocabulary(tokenizer_vocab_size)}"
         )
     num_layers = spec.num_layers or size.num_layers
-    return T5Shape(
+    shape = T5Shape(
         vocab_size=vocab_size,
         d_model=spec.d_model or size.d_model,
         d_kv=spec.d_kv or size.d_kv,
@@ -90,24 +101,40 @@ def resolve(spec: ModelSpec, tokenizer_vocab_size: int) -> T5Shape:
         gated=(spec.feed_forward or ("gated-gelu" if spec.version == "v1.1" else "relu")) == "gated-gelu",
         tied=spec.version == "v1.0",
         dropout_rate=spec.dropout_rate,
+        moe=spec.moe,
     )
+    for setting in ("num_layers", "num_decoder_layers"):
+        _require_switch_can_count(shape, setting)
+    return shape
+
+
+def _require_switch_can_count(shape: T5Shape, setting: str) -> None:
+    """Hugging Face's configuration has the number of sparse layers, and takes every n-th from it by division."""
+    layers, step = int(getattr(shape, setting)), shape.moe.every_n_layers
+    sparse = shape.count_sparse(layers)
+    if shape.moe.num_experts and (not sparse or layers // sparse != step):
+        raise SpecError(
+            f"model.moe.every_n_layers is {step} and model.{setting} {layers}: Switch Transformers cannot have "
+            f"{sparse} sparse layers there; make model.{setting} a multiple of model.moe.every_n_layers"
+        )
 
 
 def count_parameters(shape: T5Shape) -> int:
     """Elements of all parameters, tied ones once."""
     attention = 4 * shape.d_model * shape.inner
     feed_forward = (3 if shape.gated else 2) * shape.d_model * shape.d_ff
+    sparse = shape.count_sparse(shape.num_layers) + shape.count_sparse(shape.num_decoder_layers)
+    experts = sparse * ((shape.moe.num_experts - 1) * feed_forward + shape.moe.num_experts * shape.d_model)
     encoder = shape.num_layers * (attention + feed_forward + 2 * shape.d_model)
     decoder = shape.num_decoder_layers * (2 * attention + feed_forward + 3 * shape.d_model)
     embeddings = (1 if shape.tied else 2) * shape.vocab_size * shape.d_model
-    return encoder + decoder + embeddings + 2 * (shape.d_model + RELATIVE_BUCKETS * shape.num_heads)
+    return encoder + decoder + experts + embeddings + 2 * (shape.d_model + RELATIVE_BUCKETS * shape.num_heads)
 
 
 def huggingface_config(shape: T5Shape, pad_id: int, eos_id: int) -> dict[str, Any]:
-    """``config.json`` of the same model for ``T5ForConditionalGeneration``."""
+    """``config.json`` of the same model for the class of transformers that it names."""
     return {
-        "architectures": ["T5ForConditionalGeneration"],
-        "model_type": "t5",
+        **(_switch_config(shape) if shape.moe.num_experts else _t5_config(shape)),
         "is_encoder_decoder": True,
         "vocab_size": shape.vocab_size,
         "d_model": shape.d_model,
@@ -116,7 +143,6 @@ def huggingface_config(shape: T5Shape, pad_id: int, eos_id: int) -> dict[str, An
         "num_heads": shape.num_heads,
         "num_layers": shape.num_layers,
         "num_decoder_layers": shape.num_decoder_layers,
-        "feed_forward_proj": "gated-gelu" if shape.gated else "relu",
         "tie_word_embeddings": shape.tied,
         "relative_attention_num_buckets": RELATIVE_BUCKETS,
         "relative_attention_max_distance": RELATIVE_MAX_DISTANCE,
@@ -127,4 +153,29 @@ def huggingface_config(shape: T5Shape, pad_id: int, eos_id: int) -> dict[str, An
         "eos_token_id": eos_id,
         "decoder_start_token_id": pad_id,
         "use_cache": True,
+    }
+
+
+def _t5_config(shape: T5Shape) -> dict[str, Any]:
+    return {
+        "architectures": ["T5ForConditionalGeneration"],
+        "model_type": "t5",
+        "feed_forward_proj": "gated-gelu" if shape.gated else "relu",
+    }
+
+
+def _switch_config(shape: T5Shape) -> dict[str, Any]:
+    return {
+        "architectures": ["SwitchTransformersForConditionalGeneration"],
+        "model_type": "switch_transformers",
+        "dense_act_fn": "relu",
+        "num_experts": shape.moe.num_experts,
+        "num_sparse_encoder_layers": shape.count_sparse(shape.num_layers),
+        "num_sparse_decoder_layers": shape.count_sparse(shape.num_decoder_layers),
+        "expert_capacity": UNLIMITED_CAPACITY,
+        "router_bias": False,
+        "router_dtype": "float32",
+        "router_jitter_noise": 0.0,
+        "router_aux_loss_coef": shape.moe.aux_loss,
+        "router_z_loss_coef": shape.moe.z_loss,
     }

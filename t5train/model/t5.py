@@ -1,31 +1,53 @@
-"""T5 v1.0 and v1.1. Parameter names and arithmetic are those of Hugging Face's T5ForConditionalGeneration."""
+"""T5 v1.0 and v1.1, and with experts. Parameter names and arithmetic are those of Hugging Face's models.
 
-import math
-from typing import cast
+These are T5ForConditionalGeneration, and SwitchTransformersForConditionalGeneration for a model with experts, whose
+experts and routers alone DeepSpeed names otherwise (see t5train.model.moe).
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from t5train.model.attention import Attention
+from t5train.model.feed_forward import feed_forward
 from t5train.model.shape import LAYER_NORM_EPSILON, T5Shape
+
+if TYPE_CHECKING:
+    from t5train.model.moe import SparseFeedForward
 
 
 class T5(nn.Module):
     """Encoder and decoder with a shared embedding; ``forward`` gives the training loss, ``logits`` the logits."""
 
-    def __init__(self, shape: T5Shape, decoder_start_id: int) -> None:
+    def __init__(self, shape: T5Shape, decoder_start_id: int, expert_parallel_size: int = 1) -> None:
         super().__init__()
         self.shape, self.decoder_start_id = shape, decoder_start_id
         self.shared = nn.Embedding(shape.vocab_size, shape.d_model)
-        self.encoder = Stack(shape, shape.num_layers, is_decoder=False)
-        self.decoder = Stack(shape, shape.num_decoder_layers, is_decoder=True)
+        self.encoder = Stack(shape, shape.num_layers, False, expert_parallel_size)
+        self.decoder = Stack(shape, shape.num_decoder_layers, True, expert_parallel_size)
         if not shape.tied:
             self.lm_head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats of ``targets`` [b, t] given ``inputs`` [b, s]; every position counts."""
-        return functional.cross_entropy(self._flat_logits(inputs, targets), targets.reshape(-1))
+        """Mean cross-entropy in nats of ``targets`` [b, t] given ``inputs`` [b, s]; every position counts.
+
+        The losses of the routers are added, where there are any.
+        """
+        loss = functional.cross_entropy(self._flat_logits(inputs, targets), targets.reshape(-1))
+        for _, layer in self.sparse_layers():
+            loss = loss + layer.router_loss
+        return loss
+
+    def sparse_layers(self) -> "Iterator[tuple[str, SparseFeedForward]]":
+        """Path and module of every layer with experts; none in a dense model."""
+        for name, stack in (("encoder", self.encoder), ("decoder", self.decoder)):
+            for index in range(len(stack.block)):
+                if self.shape.is_sparse(index):
+                    path = f"{name}.block.{index}.layer.{2 if stack.is_decoder else 1}.mlp"
+                    yield path, cast("SparseFeedForward", self.get_submodule(path))
 
     def token_losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy in nats of each target token, [b, t], fp32."""
@@ -52,10 +74,10 @@ class T5(nn.Module):
 class Stack(nn.Module):
     """Encoder or decoder: blocks that share the position bias of the first."""
 
-    def __init__(self, shape: T5Shape, num_layers: int, is_decoder: bool) -> None:
+    def __init__(self, shape: T5Shape, num_layers: int, is_decoder: bool, expert_parallel_size: int) -> None:
         super().__init__()
         self.is_decoder = is_decoder
-        self.block = nn.ModuleList(Block(shape, is_decoder, first=index == 0) for index in range(num_layers))
+        self.block = nn.ModuleList(Block(shape, is_decoder, index, expert_parallel_size) for index in range(num_layers))
         self.final_layer_norm = RMSNorm(shape.d_model)
         self.dropout = nn.Dropout(shape.dropout_rate)
 
@@ -72,12 +94,12 @@ class Stack(nn.Module):
 class Block(nn.Module):
     """Self-attention, in a decoder cross-attention, and feed-forward, each a residual step."""
 
-    def __init__(self, shape: T5Shape, is_decoder: bool, first: bool) -> None:
+    def __init__(self, shape: T5Shape, is_decoder: bool, index: int, expert_parallel_size: int) -> None:
         super().__init__()
-        steps: list[nn.Module] = [SelfAttentionStep(shape, first)]
+        steps: list[nn.Module] = [SelfAttentionStep(shape, first=index == 0)]
         if is_decoder:
             steps.append(CrossAttentionStep(shape))
-        steps.append(FeedForwardStep(shape))
+        steps.append(FeedForwardStep(shape, index, expert_parallel_size))
         self.layer = nn.ModuleList(steps)
 
     @property
@@ -132,53 +154,18 @@ class CrossAttentionStep(nn.Module):
 
 
 class FeedForwardStep(nn.Module):
-    """x + feed_forward(norm(x))."""
+    """x + feed_forward(norm(x)); Hugging Face names the feed-forward otherwise where a model has experts."""
 
-    def __init__(self, shape: T5Shape) -> None:
+    def __init__(self, shape: T5Shape, index: int, expert_parallel_size: int) -> None:
         super().__init__()
-        self.DenseReluDense = GatedFeedForward(shape) if shape.gated else FeedForward(shape)
+        self.name = "mlp" if shape.moe.num_experts else "DenseReluDense"
+        self.add_module(self.name, feed_forward(shape, index, expert_parallel_size))
         self.layer_norm = RMSNorm(shape.d_model)
         self.dropout = nn.Dropout(shape.dropout_rate)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[b, n, d_model] to the same."""
-        return cast(Tensor, hidden + self.dropout(self.DenseReluDense(self.layer_norm(hidden))))
-
-
-class FeedForward(nn.Module):
-    """v1.0: ReLU."""
-
-    def __init__(self, shape: T5Shape) -> None:
-        super().__init__()
-        self.wi = nn.Linear(shape.d_model, shape.d_ff, bias=False)
-        self.wo = nn.Linear(shape.d_ff, shape.d_model, bias=False)
-        self.dropout = nn.Dropout(shape.dropout_rate)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[b, n, d_model] to the same."""
-        return cast(Tensor, self.wo(self.dropout(functional.relu(self.wi(hidden)))))
-
-
-class GatedFeedForward(nn.Module):
-    """v1.1: a gate of GELU in its tanh form (Shazeer 2020, GEGLU)."""
-
-    def __init__(self, shape: T5Shape) -> None:
-        super().__init__()
-        self.wi_0 = nn.Linear(shape.d_model, shape.d_ff, bias=False)
-        self.wi_1 = nn.Linear(shape.d_model, shape.d_ff, bias=False)
-        self.wo = nn.Linear(shape.d_ff, shape.d_model, bias=False)
-        self.dropout = nn.Dropout(shape.dropout_rate)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[b, n, d_model] to the same."""
-        gate = self._gelu(self.wi_0(hidden))
-        return cast(Tensor, self.wo(self.dropout(gate * self.wi_1(hidden))))
-
-    def _gelu(self, hidden: Tensor) -> Tensor:
-        """GELU's tanh form: one kernel while training; written out otherwise, to round as Hugging Face does."""
-        if self.training:
-            return functional.gelu(hidden, approximate="tanh")
-        return 0.5 * hidden * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (hidden + 0.044715 * hidden.pow(3.0))))
+        return cast(Tensor, hidden + self.dropout(self.get_submodule(self.name)(self.layer_norm(hidden))))
 
 
 class RMSNorm(nn.Module):

@@ -1,0 +1,55 @@
+"""T5's feed-forward layers: dense ones, and the choice between these and experts."""
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from t5train.model.shape import T5Shape
+
+
+def feed_forward(shape: T5Shape, index: int, expert_parallel_size: int) -> nn.Module:
+    """The feed-forward of layer number ``index`` of a stack."""
+    if shape.is_sparse(index):
+        from t5train.model.moe import SparseFeedForward  # it needs DeepSpeed, slow to import; dense models do without
+
+        return SparseFeedForward(shape, expert_parallel_size)
+    return GatedFeedForward(shape) if shape.gated else FeedForward(shape)
+
+
+class FeedForward(nn.Module):
+    """v1.0: ReLU."""
+
+    def __init__(self, shape: T5Shape) -> None:
+        super().__init__()
+        self.wi = nn.Linear(shape.d_model, shape.d_ff, bias=False)
+        self.wo = nn.Linear(shape.d_ff, shape.d_model, bias=False)
+        self.dropout = nn.Dropout(shape.dropout_rate)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[b, n, d_model] to the same."""
+        return cast(Tensor, self.wo(self.dropout(functional.relu(self.wi(hidden)))))
+
+
+class GatedFeedForward(nn.Module):
+    """v1.1: a gate of GELU in its tanh form (Shazeer 2020, GEGLU)."""
+
+    def __init__(self, shape: T5Shape) -> None:
+        super().__init__()
+        self.wi_0 = nn.Linear(shape.d_model, shape.d_ff, bias=False)
+        self.wi_1 = nn.Linear(shape.d_model, shape.d_ff, bias=False)
+        self.wo = nn.Linear(shape.d_ff, shape.d_model, bias=False)
+        self.dropout = nn.Dropout(shape.dropout_rate)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[b, n, d_model] to the same."""
+        gate = self._gelu(self.wi_0(hidden))
+        return cast(Tensor, self.wo(self.dropout(gate * self.wi_1(hidden))))
+
+    def _gelu(self, hidden: Tensor) -> Tensor:
+        """GELU's tanh form: one kernel while training; written out otherwise, to round as Hugging Face does."""
+        if self.training:
+            return functional.gelu(hidden, approximate="tanh")
+        return 0.5 * hidden * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (hidden + 0.044715 * hidden.pow(3.0))))
