@@ -37,8 +37,12 @@ def validate(engine: Any, samples: Samples, shards: TokenShards, spec: RunSpec, 
     model = model_of(engine)
     model.eval()
     with torch.no_grad():
-        for start in range(rank() * size, count, world_size() * size):
-            sums += _sums(model, samples, shards, start, min(size, count - start), shuffled)
+        for first in range(0, count, world_size() * size):
+            start = first + rank() * size
+            if start < count:
+                sums += _sums(model, samples, shards, start, min(size, count - start), shuffled)
+            else:  # at ZeRO 3 a forward pass is a collective: a rank that has nothing to add takes part in it
+                _sums(model, samples, shards, 0, 1, shuffled)
     model.train()
     total, tokens, content, content_tokens = np.sum(gather_floats(sums.tolist()), axis=0)
     return Losses(float(total / tokens), float(content / content_tokens), count, int(content_tokens))
