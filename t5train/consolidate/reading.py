@@ -1,21 +1,21 @@
 """Reads spans of planned sources from the files of a checkpoint."""
 
 import os
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 from t5train.consolidate.plan import Extent, Source
 from t5train.errors import IncompleteCheckpoint
 
+_MOST_OPEN = 16  # files: each of many threads has a reader, and a checkpoint may be of thousands of ranks
+
 
 class Reader:
-    """Open files, read by position. A context manager."""
+    """Open files, read by position, by one thread. A context manager."""
 
     def __init__(self) -> None:
-        self._open: dict[Path, int] = {}
-        self._stack = ExitStack()
+        self._open: dict[Path, IO[bytes]] = {}
 
     def read(self, source: Source, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the source's bytes from ``start`` on."""
@@ -33,12 +33,13 @@ class Reader:
                 raise IncompleteCheckpoint(f"{extent.file} ends at byte {extent.offset + done}: it was truncated")
             done += count
 
-    def _descriptor(self, file: Path) -> int:
-        if file not in self._open:
-            opened = self._stack.enter_context(file.open("rb", buffering=0))
-            self._open[file] = opened.fileno()
-            os.posix_fadvise(self._open[file], 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        return self._open[file]
+    def _descriptor(self, path: Path) -> int:
+        if path not in self._open:
+            if len(self._open) == _MOST_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            file = self._open[path] = path.open("rb", buffering=0)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        return self._open[path].fileno()
 
     def __enter__(self) -> Self:
         return self
@@ -46,4 +47,5 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        for file in self._open.values():
+            file.close()

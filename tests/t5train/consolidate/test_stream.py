@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from t5train.consolidate import copying
 from t5train.consolidate.plan import Extent, Source, TensorPlan
+from t5train.consolidate.reading import Reader
 from t5train.consolidate.stream import write_tensors
 from t5train.errors import IncompleteCheckpoint
 from t5train.progress import silent
@@ -80,3 +81,16 @@ def test_what_one_thread_finds_stops_all_and_is_told(tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"short")
     with pytest.raises(IncompleteCheckpoint, match="source ends at byte 18000"):
         write_tensors(plans, tmp_path, "model", None, has_digests=True, progress=silent)
+
+
+def test_a_tensor_cut_over_very_many_files_is_read_with_few_of_them_open(tmp_path: Path) -> None:
+    files = [tmp_path / f"rank{rank}" for rank in range(300)]
+    for rank, file in enumerate(files):
+        file.write_bytes(rank.to_bytes(4, "little"))
+    source = Source("F32", tuple(Extent(file, 0, 4) for file in files))
+    buffer, before = memoryview(bytearray(source.size)), len(os.listdir("/proc/self/fd"))
+    with Reader() as reader:
+        reader.read(source, 0, buffer)
+        assert len(os.listdir("/proc/self/fd")) - before <= 16
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert buffer.cast("I").tolist() == list(range(300))
