@@ -70,13 +70,22 @@ def tied_names(
 ) -> dict[str, str]:
     """Alias to owner: as recorded, and where two names of the module share their storage."""
     recorded = checkpoint.sidecars[0].aliases if checkpoint.sidecars else model.get("shared_params") or {}
-    aliases = dict(recorded)
+    left_out = ties_left_out(checkpoint, model)
+    aliases = {alias: owner for alias, owner in recorded.items() if alias not in left_out}
     owners: dict[tuple[Any, ...], str] = {}
     for name, weight in weights.items():
         place = (weight.file, weight.offset, weight.dtype, weight.shape, weight.strides)
         if name not in aliases and weight.num_elements and owners.setdefault(place, name) != name:
             aliases[name] = owners[place]
     return {alias: _owner(alias, aliases) for alias in aliases}
+
+
+def ties_left_out(checkpoint: OpenedCheckpoint, model: Mapping[str, Any]) -> frozenset[str]:
+    """Recorded aliases without their owner: ``exclude_frozen_parameters`` takes a frozen tie's first name out alone."""
+    if checkpoint.sidecars:
+        return frozenset()
+    ties = model.get("shared_params") or {}
+    return frozenset(alias for alias, owner in ties.items() if owner not in model["module"])
 
 
 def step_of(checkpoint: OpenedCheckpoint, model: Mapping[str, Any]) -> int:

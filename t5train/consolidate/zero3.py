@@ -25,6 +25,7 @@ from t5train.consolidate.module_states import (
     step_of,
     stored_weights,
     tied_names,
+    ties_left_out,
 )
 from t5train.consolidate.optimizer_files import OptimizerKeys, partition_of, read_optimizers
 from t5train.consolidate.plan import Extent, Source
@@ -54,7 +55,7 @@ def module_states(checkpoint: OpenedCheckpoint) -> ModuleStates:
         buffers=buffers,
         aliases=tied_names(checkpoint, first, kept),
         step=step_of(checkpoint, first),
-        without_values=frozenset(empty - frozen.keys()),
+        without_values=frozenset(empty - frozen.keys() - ties_left_out(checkpoint, first)),
     )
 
 
