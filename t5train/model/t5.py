@@ -25,6 +25,7 @@ class T5(nn.Module):
     def __init__(self, shape: T5Shape, decoder_start_id: int, expert_parallel_size: int = 1) -> None:
         super().__init__()
         self.shape, self.decoder_start_id = shape, decoder_start_id
+        self.expert_parallel_size = expert_parallel_size
         self.shared = nn.Embedding(shape.vocab_size, shape.d_model)
         self.encoder = Stack(shape, shape.num_layers, False, expert_parallel_size)
         self.decoder = Stack(shape, shape.num_decoder_layers, True, expert_parallel_size)

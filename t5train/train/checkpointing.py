@@ -15,14 +15,17 @@ from deepspeed.accelerator import get_accelerator
 from t5train import sidecar
 from t5train.atomic import sync_folder
 from t5train.errors import RanksDisagree
+from t5train.model.moe import expert_layers, huggingface_names
 from t5train.records import FileDigest, current_provenance, digest_file
-from t5train.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.sidecar import DataState, ParallelLayout, ParameterSlot, Sidecar
+from t5train.train.engine import model_of
 from t5train.train.job import TrainJob, step_of, tag_of
 from t5train.train.parameter_layout import describe
-from t5train.train.ranks import barrier, digest64, gather, rank, world_size
+from t5train.train.ranks import barrier, digest64, expert_rank, gather, rank, world_size
 
 _log = logging.getLogger(__name__)
 _OURS_TO_REMOVE = re.compile("step-[0-9]{8}|removed-[0-9a-f]{8}")
+_EXPERT = re.compile(r"layer_\d+_expert_(\d+)_mp_rank_\d+_")
 _PARTITION = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_")
 
 
@@ -45,8 +48,9 @@ def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, An
             rank=rank(),
             world_size=world_size(),
             layout=_layout(job),
-            files=_digest_own_files(folder),
-            groups=describe(engine),
+            files=_digest_own_files(folder, _experts_a_rank(job)),
+            groups=_groups(engine),
+            expert_layers=expert_layers(model_of(engine)),
             huggingface_config=huggingface_config,
             data=DataState(
                 samples_consumed=step * job.spec.optimizer.global_batch_sequences,
@@ -105,9 +109,24 @@ def _discard(folder: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def _digest_own_files(folder: Path) -> dict[str, FileDigest]:
+def _groups(engine: Any) -> list[list[ParameterSlot]]:
+    """The engine's parameter groups, by Hugging Face's names."""
+    model = model_of(engine)
+    names = huggingface_names(model, expert_rank(model.expert_parallel_size))
+    return [[slot.model_copy(update={"name": names[slot.name]}) for slot in group] for group in describe(engine)]
+
+
+def _experts_a_rank(job: TrainJob) -> int:
+    return job.spec.model.moe.num_experts // job.spec.layout.expert_parallel_size
+
+
+def _digest_own_files(folder: Path, experts_a_rank: int) -> dict[str, FileDigest]:
     """Digests of the files this rank wrote, once they are on disk; rank 0 speaks for those without a rank."""
-    return {path.name: _durable_digest(path) for path in sorted(folder.glob("*.pt")) if _writer(path.name) == rank()}
+    return {
+        path.name: _durable_digest(path)
+        for path in sorted(folder.glob("*.pt"))
+        if _writer(path.name, experts_a_rank) == rank()
+    }
 
 
 def _durable_digest(path: Path) -> FileDigest:
@@ -116,18 +135,27 @@ def _durable_digest(path: Path) -> FileDigest:
     return digest_file(path)
 
 
-def _writer(name: str) -> int:
+def _writer(name: str, experts_a_rank: int) -> int:
+    """The rank that wrote a file; the first that holds it, of an expert that several do."""
+    if match := _EXPERT.search(name):
+        return int(match[1]) // experts_a_rank
     match = _PARTITION.search(name)
     return int(match[1]) if match else 0
 
 
 def _layout(job: TrainJob) -> ParallelLayout:
-    return ParallelLayout(
+    dense = ParallelLayout(
         zero_stage=job.spec.layout.zero_stage,
         precision=job.spec.optimizer.precision,
         data_parallel_rank=rank(),
         data_parallel_size=world_size(),
     )
+    if not job.spec.model.moe.num_experts:
+        return dense
+    size = job.spec.layout.expert_parallel_size
+    experts = {"expert_rank": expert_rank(size), "expert_size": size}
+    experts |= {"expert_data_rank": rank() // size, "expert_data_size": world_size() // size}
+    return dense.model_copy(update=experts)
 
 
 def _require_one_voice(what: str, said: str) -> None:

@@ -6,16 +6,18 @@ import deepspeed
 import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import Tensor
 
 from t5train.model.initialise import initialise
+from t5train.model.moe import huggingface_names
 from t5train.model.shape import T5Shape
 from t5train.model.t5 import T5
 from t5train.spec import RunSpec
 from t5train.train.deepspeed_config import deepspeed_config
 from t5train.train.optimizer import AdamWRms
 from t5train.train.partitions import inner_optimizer, partitions_of
-from t5train.train.ranks import rank
+from t5train.train.ranks import expert_rank, rank
 
 
 def build_engine(spec: RunSpec, shape: T5Shape, pad_id: int) -> Any:
@@ -70,9 +72,11 @@ def accelerator_memory_bytes() -> int:
 
 
 def _model(spec: RunSpec, shape: T5Shape, pad_id: int) -> T5:
-    model = T5(shape, decoder_start_id=pad_id)
+    size = spec.layout.expert_parallel_size
+    model = T5(shape, decoder_start_id=pad_id, expert_parallel_size=size)
+    names = huggingface_names(model, expert_rank(size))
     for name, parameter in model.named_parameters():
-        initialise(name, parameter, shape, spec.optimizer.seed)
+        initialise(names[name], parameter, shape, spec.optimizer.seed)
     return model
 
 
@@ -89,19 +93,29 @@ def _partitioned_model(spec: RunSpec, shape: T5Shape, pad_id: int) -> T5:
     return model
 
 
-def _sum_over_ranks(values: Tensor) -> None:
-    """In place; values in host memory travel by way of the accelerator, whose collectives do not reach there."""
+def _sum_over_ranks(values: Tensor, sharers: Any) -> None:
+    """In place, over a process group or all ranks.
+
+    Values in host memory travel by way of the accelerator, whose collectives do not reach there.
+    """
     on_device = values.to(get_accelerator().current_device_name())
-    comm.all_reduce(on_device)
+    comm.all_reduce(on_device, group=sharers)
     values.copy_(on_device)
 
 
 def _optimizer(spec: RunSpec, model: T5) -> AdamWRms:
     settings = spec.optimizer
     return AdamWRms(
-        model.parameters(),
+        _parameter_groups(model),
         betas=settings.betas,
         epsilon=settings.epsilon,
         weight_decay=settings.weight_decay,
         relative=settings.kind == "adamw-rms",
     )
+
+
+def _parameter_groups(model: T5) -> list[dict[str, Any]]:
+    """One group of all parameters that every rank has, and groups of experts, which the ranks of each kind share."""
+    everything = {"params": list(model.parameters()), "name": "dense"}
+    groups: list[dict[str, Any]] = split_params_into_different_moe_groups_for_optimizer(everything)
+    return groups

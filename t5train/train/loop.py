@@ -18,6 +18,7 @@ from t5train.train import checkpointing, honesty, validation, witness
 from t5train.train.engine import (
     accelerator_memory_bytes,
     build_engine,
+    model_of,
     set_learning_rate,
     update,
 )
@@ -25,6 +26,7 @@ from t5train.train.job import TrainJob, tag_of
 from t5train.train.metrics import Metrics, Values
 from t5train.train.partitions import masters_of
 from t5train.train.ranks import bits_of, digest64, float_of, gather, on_accelerator, rank, world_size
+from t5train.train.routing import Routing
 from t5train.train.schedule import learning_rate
 
 PREFETCHED_BATCHES = 4
@@ -47,6 +49,7 @@ class Trainer:
         torch.manual_seed((self.spec.optimizer.seed << 20) + rank())
         self.engine: Any = build_engine(self.spec, self.shape, pad_id)
         self.step = checkpointing.resume(self.engine, job)
+        self.routing = Routing(model_of(self.engine))
         self.movement = honesty.Movement(masters_of(self.engine), self._applied_steps())
 
     def run(self) -> None:
@@ -70,7 +73,7 @@ class Trainer:
         started, waited, self.step = time.perf_counter(), batches.waited_seconds, self.step + 1
         rate = learning_rate(self.spec.optimizer, self.step)
         set_learning_rate(self.engine, rate)
-        loss, seen, norm = self._passes(batches)
+        loss, paid, seen, norm = self._passes(batches)
         everybody = gather([bits_of(loss), digest64(seen)])
         loss = sum(float_of(row[0]) for row in everybody) / len(everybody)
         honesty.require_finite(self.step, loss, norm)
@@ -86,20 +89,26 @@ class Trainer:
             "memory_bytes": accelerator_memory_bytes(),
             "seconds": seconds,
             "data_wait_seconds": batches.waited_seconds - waited,
+            **self.routing.of_step(paid),
         }
 
-    def _passes(self, batches: Prefetched) -> tuple[float, bytes, float | None]:
-        """All passes of a step and its update: this rank's mean loss, which samples it saw, and the gradient norm."""
-        total, seen, norm = 0.0, b"", None
+    def _passes(self, batches: Prefetched) -> tuple[float, float, bytes, float | None]:
+        """All passes of a step and its update.
+
+        This rank's mean cross-entropy and what routers paid, which samples it saw, and the gradient norm.
+        """
+        total, paid, seen, norm = 0.0, 0.0, b"", None
         for micro in range(self.spec.gradient_accumulation):
             batch = next(batches)
             loss = self.engine(on_accelerator(batch.inputs), on_accelerator(batch.targets))
             self.engine.backward(loss)
             norm = self._update()
-            total += float(loss.detach())
+            paid += (routers := self.routing.paid())
+            total += float(loss.detach()) - routers
             first = first_sample(self.spec, self.step - 1, micro)
             seen += honesty.identity_of(batch.sample_ids, first, self.train_samples.num_samples)
-        return total / self.spec.gradient_accumulation, seen, norm
+        passes = self.spec.gradient_accumulation
+        return total / passes, paid / passes, seen, norm
 
     def _update(self) -> float | None:
         try:
@@ -116,7 +125,9 @@ class Trainer:
         if self.step % self.spec.storage.validate_every_steps or self.step == self.spec.optimizer.num_steps:
             return
         losses = self._validate()
-        self._report(metrics, {"validation_loss": losses.all_targets, "validation_content_loss": losses.content})
+        values: Values = {"validation_loss": losses.all_targets, "validation_content_loss": losses.content}
+        self._report(metrics, values | self.routing.of_validation())
+        self._report_experts(metrics)
 
     def _validate(self) -> validation.Losses:
         """The first to see what the last update made of the weights."""
@@ -132,7 +143,7 @@ class Trainer:
             checkpointing.prune(self.job, self.step)
 
     def _conclude(self, metrics: Metrics | None) -> None:
-        losses = self._validate()
+        losses, overflow = self._validate(), self.routing.of_validation()
         shuffled = validation.validate(self.engine, self.held_out, self.shards, self.spec, shuffled=True)
         summary: Values = {
             "validation_loss": losses.all_targets,
@@ -141,8 +152,10 @@ class Trainer:
             "unigram_content_loss": self._unigram_loss(),
             "validation_sequences": losses.sequences,
             "validation_content_tokens": losses.content_tokens,
+            **overflow,
         }
         self._report(metrics, summary)
+        self._report_experts(metrics)
         facts = {
             "run_fingerprint": self.job.run_fingerprint,
             "step": self.step,
@@ -163,6 +176,11 @@ class Trainer:
         if metrics:
             metrics.write(self.step, values)
             _log.info("step %d: %s", self.step, ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+
+    def _report_experts(self, metrics: Metrics | None) -> None:
+        """Too many numbers to print: they are in the log of steps alone."""
+        if metrics and (values := self.routing.of_experts()):
+            metrics.write(self.step, values)
 
     def _samples(self, split: str, shuffle: bool) -> Samples:
         return Samples(self.shards, split, self.spec.objective, self.spec.optimizer.seed, shuffle)

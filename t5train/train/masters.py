@@ -4,23 +4,41 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.utils import groups, safe_get_full_fp32_param
 from torch import Tensor
 
 from t5train.errors import UnknownLayout
+from t5train.model.moe import huggingface_names
 from t5train.train.engine import model_of
 
 
 def full_masters(engine: Any) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, fp32 master on the CPU) of every parameter; a collective, to be run by all ranks."""
-    copies = _whole_copies(engine)
-    for name, parameter in model_of(engine).named_parameters():
+    copies, model = _whole_copies(engine), model_of(engine)
+    names = [huggingface_names(model, expert_rank) for expert_rank in range(model.expert_parallel_size)]
+    for name, parameter in model.named_parameters():
         master = copies[parameter] if parameter in copies else safe_get_full_fp32_param(parameter)
         if master is None and parameter.dtype == torch.float32:
             master = parameter
         if master is None:
             raise UnknownLayout(f"DeepSpeed gives no fp32 master of {name} ({type(engine.optimizer).__name__})")
-        yield name, master.detach().to("cpu", torch.float32).reshape(getattr(parameter, "ds_shape", parameter.shape))
+        whole = master.detach().reshape(getattr(parameter, "ds_shape", parameter.shape))
+        for expert_rank, held in enumerate(_of_expert_ranks(parameter, whole)):
+            yield names[expert_rank][name], held.to("cpu", torch.float32)
+
+
+def _of_expert_ranks(parameter: Any, master: Tensor) -> list[Tensor]:
+    """A dense parameter's master alone; an expert's, and those that other ranks call by the same name."""
+    if not is_moe_param(parameter):
+        return [master]
+    ranks = groups._get_expert_parallel_group(parameter.group_name)
+    mine = master.to(get_accelerator().current_device_name()).contiguous()
+    masters = [torch.empty_like(mine) for _ in range(comm.get_world_size(ranks))]
+    comm.all_gather(masters, mine, group=ranks)
+    return masters
 
 
 def _whole_copies(engine: Any) -> dict[Tensor, Tensor]:

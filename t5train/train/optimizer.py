@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 MINIMAL_RMS = 1e-3
+SumOverRanks = Callable[[Tensor, Any], None]
 
 
 class Segment(NamedTuple):
@@ -25,10 +26,14 @@ class Segment(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """What one flat tensor holds: parts of some of ``num_owners`` tensors."""
+    """What one flat tensor holds: parts of some of ``num_owners`` tensors.
+
+    ``sharers`` are the ranks that hold the other parts, as a process group; None for all ranks.
+    """
 
     segments: list[Segment]
     num_owners: int
+    sharers: Any = None
 
     def parts_of(self, flat: Tensor) -> list[Tensor]:
         """A view of each segment of ``flat``."""
@@ -58,7 +63,7 @@ class AdamWRms(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[torch.nn.Parameter],
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
         betas: tuple[float, float],
         epsilon: float,
         weight_decay: float,
@@ -68,12 +73,12 @@ class AdamWRms(torch.optim.Optimizer):
         self.relative = relative
         self._partitions: Mapping[Tensor, Partition] = {}
         self._owners: dict[Tensor, _Owners] = {}
-        self._sum_over_ranks: Callable[[Tensor], None] | None = None
+        self._sum_over_ranks: SumOverRanks | None = None
 
-    def attach(self, partitions: Mapping[Tensor, Partition], sum_over_ranks: Callable[[Tensor], None] | None) -> None:
+    def attach(self, partitions: Mapping[Tensor, Partition], sum_over_ranks: SumOverRanks | None) -> None:
         """Tell what the tensors this optimizer steps are made of.
 
-        ``sum_over_ranks`` adds a tensor in place over the ranks that share partitions; None where each has all.
+        ``sum_over_ranks`` adds a tensor in place over a partition's ``sharers``; None where each rank has all.
         """
         self._partitions, self._sum_over_ranks = partitions, sum_over_ranks
         self._owners = {flat: _Owners.of(partition, flat.device) for flat, partition in partitions.items()}
@@ -114,12 +119,12 @@ class AdamWRms(torch.optim.Optimizer):
     def _divide_by_rms(self, denominator: Tensor, flat: Tensor) -> None:
         partition, owners = self._partitions[flat], self._owners[flat]
         parts = partition.parts_of(denominator)
-        scales = self._rms(partition.parts_of(flat.view(-1)), owners)
+        scales = self._rms(partition.parts_of(flat.view(-1)), owners, partition.sharers)
         if parts:  # a small group's last partition can be padding alone; its rank still joined in the sum
             torch._foreach_div_(parts, [*scales[owners.of_segment].unbind()])
 
-    def _rms(self, parts: list[Tensor], owners: _Owners) -> Tensor:
-        """RMS of every tensor of a partition, over all ranks, by owner; fp32.
+    def _rms(self, parts: list[Tensor], owners: _Owners, sharers: Any) -> Tensor:
+        """RMS of every tensor of a partition, over the ranks that share it, by owner; fp32.
 
         Summed in fp64, so that how tensors are cut into partitions hardly shows in the result. All parts at once, as
         hundreds of small kernels in a row would cost an accelerator more than the rest of the update.
@@ -129,5 +134,5 @@ class AdamWRms(torch.optim.Optimizer):
             norms = torch._foreach_norm(parts, 2, dtype=torch.float64)
             sums.index_add_(0, owners.of_segment, torch.stack(norms).square())
         if self._sum_over_ranks is not None:
-            self._sum_over_ranks(sums)
+            self._sum_over_ranks(sums, sharers)
         return (sums / owners.numels).sqrt().clamp(min=MINIMAL_RMS).float()

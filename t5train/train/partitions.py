@@ -1,12 +1,13 @@
 """Which elements of which tensor this rank's optimizer moves.
 
-At ZeRO 1 and 2 that is a piece of the group's flat buffer; at ZeRO 3 a piece of each parameter, one behind the other in
-the flat buffer of a sub-group; at ZeRO 0 the optimizer steps whole tensors, which are the parameters themselves in
-fp32, and their fp32 copies in bf16.
+At ZeRO 1 and 2 that is a piece of the group's flat buffer, which is cut over the ranks that share it; at ZeRO 3 a piece
+of each parameter, one behind the other in the flat buffer of a sub-group; at ZeRO 0 the optimizer steps whole tensors,
+which are the parameters themselves in fp32, and their fp32 copies in bf16.
 """
 
 from typing import Any
 
+from deepspeed import comm
 from torch import Tensor
 
 from t5train.sidecar import ParameterSlot
@@ -19,9 +20,9 @@ def partitions_of(engine: Any) -> dict[Tensor, Partition]:
     masters = masters_of(engine)
     if not engine.zero_optimization():
         return {whole: Partition([Segment(0, whole.numel(), 0, whole.numel())], 1) for whole in masters}
+    groups = zip(masters, describe(engine), _sharers(engine), strict=True)
     return {
-        flat: Partition(_segments(engine, slots, flat), len(slots))
-        for flat, slots in zip(masters, describe(engine), strict=True)
+        flat: Partition(_segments(engine, slots, flat, sharers), len(slots), sharers) for flat, slots, sharers in groups
     }
 
 
@@ -37,10 +38,17 @@ def inner_optimizer(engine: Any) -> Any:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def _segments(engine: Any, slots: list[ParameterSlot], flat: Tensor) -> list[Segment]:
+def _sharers(engine: Any) -> list[Any]:
+    """Of each parameter group the process group it is cut over: experts are the same on some of the ranks only."""
+    if engine.zero_optimization_partition_weights():
+        return [None] * len(engine.optimizer.fp16_groups)
+    return list(engine.optimizer.real_dp_process_group)
+
+
+def _segments(engine: Any, slots: list[ParameterSlot], flat: Tensor, sharers: Any) -> list[Segment]:
     if engine.zero_optimization_partition_weights():
         return _cut_one_by_one(slots, engine.global_rank, engine.world_size)
-    return _cut_joined(slots, engine.global_rank, flat.numel())
+    return _cut_joined(slots, comm.get_rank(group=sharers), flat.numel())
 
 
 def _cut_joined(slots: list[ParameterSlot], rank: int, numel: int) -> list[Segment]:

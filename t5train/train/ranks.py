@@ -53,6 +53,11 @@ def world_size() -> int:
     return int(comm.get_world_size())
 
 
+def expert_rank(expert_parallel_size: int) -> int:
+    """Which share of the experts this rank holds; consecutive ranks hold different ones, as DeepSpeed has it."""
+    return rank() % expert_parallel_size
+
+
 def barrier() -> None:
     """Wait for every rank."""
     comm.barrier()

@@ -177,8 +177,16 @@ def _require_own_checkpoints(spec: RunSpec, shards: TokenShards) -> None:
 
 def _require_layout(spec: RunSpec, tag: str) -> None:
     written = sidecar.read_all(spec.run_folder / run_files.CHECKPOINTS / tag)[0]
-    asked = {"cluster.ranks": spec.cluster.ranks, "layout.zero_stage": spec.layout.zero_stage}
-    found = {"cluster.ranks": written.world_size, "layout.zero_stage": written.layout.zero_stage}
+    asked = {
+        "cluster.ranks": spec.cluster.ranks,
+        "layout.zero_stage": spec.layout.zero_stage,
+        "layout.expert_parallel_size": spec.layout.expert_parallel_size,
+    }
+    found = {
+        "cluster.ranks": written.world_size,
+        "layout.zero_stage": written.layout.zero_stage,
+        "layout.expert_parallel_size": written.layout.expert_size,
+    }
     changed = differences(found, asked)
     if changed:
         raise SpecError(

@@ -28,6 +28,8 @@ class Losses(NamedTuple):
 def validate(engine: Any, samples: Samples, shards: TokenShards, spec: RunSpec, shuffled: bool = False) -> Losses:
     """Loss of the engine's model on the first validation samples, shared out over ranks.
 
+    Every rank takes as many passes of as many samples, also where none of them counts: at ZeRO 3 and between experts
+    of several ranks a forward pass is a collective.
     With ``shuffled`` every target is paired with the encoder input of its neighbour in the batch: a model that
     reads its input does worse.
     """
@@ -39,10 +41,7 @@ def validate(engine: Any, samples: Samples, shards: TokenShards, spec: RunSpec, 
     with torch.no_grad():
         for first in range(0, count, world_size() * size):
             start = first + rank() * size
-            if start < count:
-                sums += _sums(model, samples, shards, start, min(size, count - start), shuffled)
-            else:  # at ZeRO 3 a forward pass is a collective: a rank that has nothing to add takes part in it
-                _sums(model, samples, shards, 0, 1, shuffled)
+            sums += _sums(model, samples, shards, range(start, start + size), count, shuffled)
     model.train()
     total, tokens, content, content_tokens = np.sum(gather_floats(sums.tolist()), axis=0)
     return Losses(float(total / tokens), float(content / content_tokens), count, int(content_tokens))
@@ -67,9 +66,11 @@ def is_content(targets: np.ndarray, shards: TokenShards) -> np.ndarray:
     return content
 
 
-def _sums(model: Any, samples: Samples, shards: TokenShards, start: int, count: int, shuffled: bool) -> np.ndarray:
-    batch = samples.batch(start, count)
-    inputs = np.roll(batch.inputs, 1, axis=0) if shuffled else batch.inputs
-    losses = model.token_losses(on_accelerator(inputs), on_accelerator(batch.targets)).double().cpu().numpy()
-    content = is_content(batch.targets, shards)
+def _sums(model: Any, samples: Samples, shards: TokenShards, places: range, count: int, shuffled: bool) -> np.ndarray:
+    """What the samples at these places add, as far as they are among the first ``count``."""
+    batch, held = samples.batch(places.start, len(places)), len(range(places.start, min(places.stop, count)))
+    if shuffled:
+        batch.inputs[:held] = np.roll(batch.inputs[:held], 1, axis=0)
+    losses = model.token_losses(on_accelerator(batch.inputs), on_accelerator(batch.targets)).double().cpu().numpy()
+    losses, content = losses[:held], is_content(batch.targets[:held], shards)
     return np.array([losses.sum(), losses.size, losses[content].sum(), content.sum()])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from t5train.atomic import replacing, write_json
 from t5train.data.loader import Samples
+from t5train.model.moe import huggingface_names
 from t5train.model.shape import T5Shape, count_parameters
 from t5train.model.t5 import T5
 from t5train.train.job import TrainJob
@@ -38,10 +39,11 @@ def record(
     ``facts`` are the fields of a Witness that the caller knows: run, step, tag, inputs and losses.
     """
     model = T5(shape, decoder_start_id=huggingface_config["decoder_start_token_id"]) if rank() == 0 else None
+    places = _places(model) if model is not None else {}
     digests = {}
     for name, master in full_masters(engine):
         if model is not None:
-            model.get_parameter(name).data.copy_(master)
+            places[name].data.copy_(master)
             digests[name] = TensorDigest(shape=tuple(master.shape), sha256=digest_tensor(master))
     if model is None:
         return
@@ -59,6 +61,12 @@ def record(
         **facts,
     )
     write_json(job.witness_folder / WITNESS, witness.model_dump(mode="json"))
+
+
+def _places(model: T5) -> dict[str, Tensor]:
+    """Parameters by their Hugging Face names."""
+    names = huggingface_names(model, expert_rank=0)
+    return {names[name]: parameter for name, parameter in model.named_parameters()}
 
 
 def _probes(held_out: Samples, shape: T5Shape, seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:

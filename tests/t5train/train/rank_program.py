@@ -17,6 +17,7 @@ import deepspeed
 import numpy as np
 import torch
 from deepspeed import comm
+from deepspeed.utils import groups
 
 from t5train.data.loader import Samples
 from t5train.errors import T5TrainError
@@ -30,6 +31,8 @@ from t5train.train.optimizer import AdamWRms
 def main(jobs: Path) -> None:
     deepspeed.init_distributed()
     for entry in json.loads(jobs.read_text()):
+        groups._EXPERT_PARALLEL_GROUP.clear()  # DeepSpeed keeps them by name, and takes the largest for the run's
+        groups._EXPERT_DATA_PARALLEL_GROUP.clear()
         found = _run(entry)
         path = jobs.with_name(f"{entry['name']}.rank-{comm.get_rank()}.json")
         path.write_text(json.dumps(found))

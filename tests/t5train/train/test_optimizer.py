@@ -127,7 +127,7 @@ def _step_parts(parts: list[Tensor], slots: list[ParameterSlot], gradients: list
             optimizer.step()
 
 
-def _replace(mine: Tensor, by: Tensor) -> None:
+def _replace(mine: Tensor, sharers: None, by: Tensor) -> None:
     mine.copy_(by)
 
 

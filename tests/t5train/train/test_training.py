@@ -25,8 +25,10 @@ pytestmark = pytest.mark.slow
 
 LAYOUTS = ["zero0-fp32", "zero1-fp32", "zero2-fp32", "zero3-fp32", "zero0-bf16", "zero1-bf16", "zero2-bf16"]
 LAYOUTS += ["zero3-bf16", "zero1-bf16-offload", "zero2-fp32-offload", "zero3-bf16-offload"]
+EXPERTS = ["zero2-fp32-ep1", "zero2-fp32-ep2", "zero1-bf16-ep2", "zero2-bf16-ep2-offload"]
+LAYOUTS += EXPERTS
 if torch.ops.mkldnn._is_mkldnn_fp16_supported():
-    LAYOUTS.append("zero2-fp16")
+    LAYOUTS += ["zero2-fp16", "zero2-fp16-ep2"]
 FAULTS = {
     "nan": ("NonFiniteLoss", "the loss is nan at step"),
     "nan-at-the-end": ("NonFiniteLoss", "the loss is nan at step 6"),
@@ -38,7 +40,7 @@ FAULTS = {
 
 
 def _spec(layout: str, num_steps: int = 6) -> RunSpec:
-    stage, precision, *offload = layout.removeprefix("zero").split("-")
+    stage, precision, *others = layout.removeprefix("zero").split("-")
     return recipe("smoke").with_settings(
         {
             "model.d_model": 32,
@@ -51,12 +53,27 @@ def _spec(layout: str, num_steps: int = 6) -> RunSpec:
             "optimizer.precision": precision,
             "layout.micro_batch_sequences": 4,
             "layout.zero_stage": int(stage),
-            "layout.offload": ("all" if stage == "3" else "optimizer") if offload else "none",
+            "layout.offload": ("all" if stage == "3" else "optimizer") if "offload" in others else "none",
             "storage.checkpoint_every_steps": 3,
             "storage.validate_every_steps": 3,
-            "storage.validate_sequences": 12,  # three micro-batches for two ranks: one has a pass less to do
+            "storage.validate_sequences": 11,  # three micro-batches for two ranks: one is short, one rank has none
+            **_experts(others),
         }
     )
+
+
+def _experts(options: list[str]) -> dict[str, Any]:
+    """Settings of a model with four experts over one or two ranks, where ``ep1`` or ``ep2`` is among the options."""
+    size = next((int(option.removeprefix("ep")) for option in options if option.startswith("ep")), None)
+    if size is None:
+        return {}
+    # Without dropout, which experts draw otherwise where they have tokens of several ranks.
+    return {
+        "model.version": "v1.0",
+        "model.moe.num_experts": 4,
+        "model.dropout_rate": 0.0,
+        "layout.expert_parallel_size": size,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +194,22 @@ def test_zero_stages_train_the_same_model(trained: Trained) -> None:
     losses = [[line["loss"] for line in run if "loss" in line] for run in runs]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert losses[2] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_experts_over_one_rank_and_over_two_train_the_same_model(trained: Trained) -> None:
+    runs = [read(trained.root / f"zero2-fp32-ep{size}.whole/metrics.jsonl") for size in (1, 2)]
+    for key in ("loss", "gradient_norm", "router_loss", "dropped_tokens"):
+        first, second = ([line[key] for line in run if key in line] for run in runs)
+        assert len(first) == 6
+        assert second == pytest.approx(first, rel=1e-4), key
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_every_experts_tokens_are_counted_over_all_ranks(trained: Trained, layout: str) -> None:
+    lines = [line for line in read(trained.root / f"{layout}.whole/metrics.jsonl") if "starving_experts" in line]
+    assert [line["step"] for line in lines] == [3, 6]
+    encoder = [f"tokens/encoder.block.1.layer.1.mlp/expert_{expert}" for expert in range(4)]
+    assert [sum(line[name] for name in encoder) for line in lines] == [3 * 16 * 32] * 2
 
 
 def test_a_last_step_at_a_rate_of_zero_is_honest(trained: Trained) -> None:
