@@ -121,6 +121,15 @@ def record_checksums(file: Path) -> dict[int, tuple[int, int]]:
         }
 
 
+def content_of(tensor: StoredTensor) -> tuple[Any, ...]:
+    """What equal tensors have in common, without reading them: type, shape, and the CRC-32 of the record.
+
+    One that lies in the midst of a record has no checksum of its own, and is taken to be like no other.
+    """
+    record = record_checksums(tensor.file).get(tensor.offset)
+    return tensor.dtype, tensor.shape, record or (tensor.file, tensor.offset)
+
+
 def _records(file: Path) -> dict[int, int]:
     """Sizes of the archive's records by offset; refuses what is not an uncompressed little-endian archive."""
     try:

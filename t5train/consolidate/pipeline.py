@@ -6,16 +6,16 @@ own; the file does not say that it is tied.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any
 
 from t5train.consolidate.checkpoint import OpenedCheckpoint
-from t5train.consolidate.metadata import StoredTensor, record_checksums
+from t5train.consolidate.metadata import StoredTensor, content_of
 from t5train.consolidate.module_states import ModuleStates, Weight, step_of
 from t5train.consolidate.pipeline_stages import TIED, Stage, stages
-from t5train.consolidate.plan import ITEM_BYTES
+from t5train.consolidate.reading import Reader
 from t5train.consolidate.state_files import StateFile, numbered
 from t5train.errors import IncompleteCheckpoint, UnknownLayout
 
+_PIECE_BYTES = 1 << 20
 _Shapes = Mapping[str, tuple[int, ...] | None]
 
 
@@ -106,24 +106,25 @@ def _aliases(
     if checkpoint.sidecars:
         return dict(checkpoint.sidecars[0].aliases)
     aliases: dict[str, str] = dict((first.model or {}).get("shared_params") or {})
-    owners = {_content(held[name][0]): name for name in held if name in trained}
+    owners = {content_of(held[name][0]): name for name in held if name in trained}
     for name in held.keys() - trained - aliases.keys():
         weight = held[name][0]
-        owner = owners.get(_content(weight))
+        owner = owners.get(content_of(weight))
         if owner and not _is_constant(weight):
             aliases[name] = owner
     return aliases
 
 
-def _content(tensor: StoredTensor) -> tuple[Any, ...]:
-    """What tells two tensors apart without reading them: type, shape, and the CRC-32 of the record."""
-    return tensor.dtype, tensor.shape, record_checksums(tensor.file).get(tensor.offset)
-
-
 def _is_constant(tensor: StoredTensor) -> bool:
     """Whether all elements are equal, as a frozen and a trained layer norm's may be without being tied."""
-    item = ITEM_BYTES[tensor.dtype]
-    with tensor.file.open("rb") as file:
-        file.seek(tensor.offset)
-        data = file.read(item * tensor.num_elements)
-    return data == data[:item] * tensor.num_elements
+    source = tensor.source()
+    buffer = memoryview(bytearray(min(_PIECE_BYTES, source.size)))
+    with Reader() as reader:
+        reader.read(source, 0, buffer[: source.item_bytes])
+        constant = bytes(buffer[: source.item_bytes]) * (len(buffer) // source.item_bytes)
+        for start in range(0, source.size, _PIECE_BYTES):
+            piece = buffer[: source.size - start]
+            reader.read(source, start, piece)
+            if piece != constant[: len(piece)]:
+                return False
+    return True

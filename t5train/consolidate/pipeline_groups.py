@@ -1,12 +1,15 @@
 """The masters of a pipeline: each stage has an optimizer of its own, over its own data-parallel ranks."""
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from t5train.consolidate import zero12
 from t5train.consolidate.checkpoint import OpenedCheckpoint
 from t5train.consolidate.flat_groups import FlatGroup, packed_slots
 from t5train.consolidate.in_place import in_place_groups
 from t5train.consolidate.masters import ParameterGroup
+from t5train.consolidate.metadata import StoredTensor, content_of
 from t5train.consolidate.module_states import ModuleStates
 from t5train.consolidate.pipeline_stages import Stage, stages
 from t5train.consolidate.replicated import master_groups, partition_groups, require_full_precision
@@ -31,6 +34,7 @@ def replicated(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[P
     recorded = [_recorded(checkpoint, stage) or [] for stage in range(len(optimizers))]
     if not any(map(master_groups, optimizers)):
         require_full_precision(checkpoint, module)
+        _require_weights(checkpoint, module, optimizers)
         return [group for each in zip(optimizers, recorded, strict=True) for group in in_place_groups(*each)]
     found: list[ParameterGroup] = []
     for stage, (held, slots) in enumerate(zip(map(partition_groups, optimizers), recorded, strict=True)):
@@ -41,6 +45,23 @@ def replicated(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[P
             )
         found += [FlatGroup(index, *group, padding=0) for index, group in enumerate(zip(held, slots, strict=True))]
     return found
+
+
+def _require_weights(checkpoint: OpenedCheckpoint, module: ModuleStates, optimizers: Sequence[Any]) -> None:
+    """IncompleteCheckpoint when there are fewer weights of some shape than parameters the optimizers move.
+
+    Nothing names the parameters here, so that nothing else tells that the file of a layer is missing. Moments of a
+    tied parameter are equal in all of its stages, and are counted once.
+    """
+    states = [state for optimizer in optimizers if optimizer for state in optimizer.get("state", {}).values()]
+    moments = [held for state in states if isinstance(held := state.get("exp_avg"), StoredTensor)]
+    moved = Counter(shape for _, shape, _ in set(map(content_of, moments)))
+    held = Counter(weight.shape for name, weight in module.weights.items() if name not in module.buffers)
+    for shape, count in (moved - held).items():
+        raise IncompleteCheckpoint(
+            f"{checkpoint.folder}: the optimizer moves {held[shape] + count} parameters of shape {shape}, and the "
+            f"layers' files hold {held[shape]}: a file layer_LL-model_states.pt is missing; choose another tag"
+        )
 
 
 def _slots(checkpoint: OpenedCheckpoint, module: ModuleStates, stage: Stage) -> _Slots:

@@ -78,6 +78,13 @@ def test_a_pipeline_without_an_optimizer_of_deepspeeds_calls_a_tied_layer_by_its
     require_equal(load_file(tmp_path / "out" / "model.safetensors"), held)
 
 
+def test_a_missing_layer_is_noticed_where_nothing_names_the_layers(pipeline_engines: Path, tmp_path: Path) -> None:
+    source = pipeline_engines / "theirs" / "zero0-fp32" / "global_step3"
+    tag = Path(shutil.copytree(source, tmp_path / "in" / "global_step3"))
+    (tag / "layer_00-model_states.pt").unlink()
+    refuse(tag, tmp_path / "out", r"1 parameters of shape \(17, 9\), and the layers' files hold 0")
+
+
 @pytest.fixture
 def tag(pipeline_engines: Path, tmp_path: Path) -> Path:
     """A copy of somebody else's checkpoint, to be changed."""
