@@ -1,4 +1,4 @@
-"""T5's feed-forward layers: dense ones, and the choice between these and experts."""
+"""T5's dense feed-forward layers."""
 
 import math
 from typing import cast
@@ -8,15 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from t5train.model.shape import T5Shape
-
-
-def feed_forward(shape: T5Shape, index: int, expert_parallel_size: int) -> nn.Module:
-    """The feed-forward of layer number ``index`` of a stack."""
-    if shape.is_sparse(index):
-        from t5train.model.moe import SparseFeedForward  # it needs DeepSpeed, slow to import; dense models do without
-
-        return SparseFeedForward(shape, expert_parallel_size)
-    return GatedFeedForward(shape) if shape.gated else FeedForward(shape)
 
 
 class FeedForward(nn.Module):

@@ -1,7 +1,5 @@
 """Experts in place of a feed-forward: DeepSpeed's MoE layer, as Switch Transformers have it (Fedus et al. 2022)."""
 
-import re
-
 import torch
 from deepspeed.moe.layer import MoE
 from torch import Tensor
@@ -9,10 +7,6 @@ from torch.nn import functional
 
 from t5train.model.feed_forward import FeedForward
 from t5train.model.shape import T5Shape
-from t5train.model.t5 import T5
-from t5train.sidecar import ExpertLayer
-
-_LOCAL_EXPERT = re.compile(r"(\.deepspeed_experts\.)(\d+)")
 
 
 class SparseFeedForward(MoE):  # type: ignore[misc]  # DeepSpeed has no types
@@ -69,26 +63,3 @@ class SparseFeedForward(MoE):  # type: ignore[misc]  # DeepSpeed has no types
         capacity = (counts.sum() / self.num_experts * factor).ceil().long()
         self.tokens = self.tokens.to(counts.device) + counts
         self.overflow = self.overflow.to(counts.device) + (counts - capacity).clamp(min=0).sum()
-
-
-def expert_layers(model: T5) -> list[ExpertLayer]:
-    """Where the model has experts, and how their names become Hugging Face's."""
-    return [
-        ExpertLayer(path=path, module=path, num_experts=layer.num_experts, expert_parallel_size=layer.ep_size)
-        for path, layer in model.sparse_layers()
-    ]
-
-
-def huggingface_names(model: T5, expert_rank: int) -> dict[str, str]:
-    """Hugging Face's name of every parameter by its own, experts numbered over all expert-parallel ranks."""
-    names = {name: name for name, _ in model.named_parameters()}
-    for layer in expert_layers(model):
-        first = expert_rank * (layer.num_experts // layer.expert_parallel_size)
-        own = [name for name in names if name.startswith(f"{layer.module}.")]
-        names |= {name: layer.huggingface_name(_renumbered(name, first)) for name in own}
-    return names
-
-
-def _renumbered(name: str, first: int) -> str:
-    """The name as it is where this rank's expert 0 is number ``first``."""
-    return _LOCAL_EXPERT.sub(lambda match: f"{match[1]}{first + int(match[2])}", name)

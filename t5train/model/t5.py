@@ -1,7 +1,7 @@
 """T5 v1.0 and v1.1, and with experts. Parameter names and arithmetic are those of Hugging Face's models.
 
 These are T5ForConditionalGeneration, and SwitchTransformersForConditionalGeneration for a model with experts, whose
-experts and routers alone DeepSpeed names otherwise (see t5train.model.moe).
+experts and routers alone DeepSpeed names otherwise (see t5train.model.expert_names).
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from t5train.model.attention import Attention
-from t5train.model.feed_forward import feed_forward
+from t5train.model.feed_forward import FeedForward, GatedFeedForward
 from t5train.model.shape import LAYER_NORM_EPSILON, T5Shape
 
 if TYPE_CHECKING:
@@ -160,13 +160,21 @@ class FeedForwardStep(nn.Module):
     def __init__(self, shape: T5Shape, index: int, expert_parallel_size: int) -> None:
         super().__init__()
         self.name = "mlp" if shape.moe.num_experts else "DenseReluDense"
-        self.add_module(self.name, feed_forward(shape, index, expert_parallel_size))
+        self.add_module(self.name, _feed_forward(shape, index, expert_parallel_size))
         self.layer_norm = RMSNorm(shape.d_model)
         self.dropout = nn.Dropout(shape.dropout_rate)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[b, n, d_model] to the same."""
         return cast(Tensor, hidden + self.dropout(self.get_submodule(self.name)(self.layer_norm(hidden))))
+
+
+def _feed_forward(shape: T5Shape, index: int, expert_parallel_size: int) -> nn.Module:
+    if shape.is_sparse(index):
+        from t5train.model.moe import SparseFeedForward  # it needs DeepSpeed, slow to import; dense models do without
+
+        return SparseFeedForward(shape, expert_parallel_size)
+    return GatedFeedForward(shape) if shape.gated else FeedForward(shape)
 
 
 class RMSNorm(nn.Module):

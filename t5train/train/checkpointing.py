@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from t5train import sidecar
 from t5train.atomic import sync_folder
 from t5train.errors import RanksDisagree
-from t5train.model.moe import expert_layers, huggingface_names
+from t5train.model.expert_names import expert_layers, huggingface_names
 from t5train.records import FileDigest, current_provenance, digest_file
 from t5train.sidecar import DataState, ParallelLayout, ParameterSlot, Sidecar
 from t5train.train.engine import model_of

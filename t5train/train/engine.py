@@ -9,8 +9,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import Tensor
 
+from t5train.model.expert_names import huggingface_names
 from t5train.model.initialise import initialise
-from t5train.model.moe import huggingface_names
 from t5train.model.shape import T5Shape
 from t5train.model.t5 import T5
 from t5train.spec import RunSpec

@@ -11,7 +11,7 @@ from deepspeed.utils import groups, safe_get_full_fp32_param
 from torch import Tensor
 
 from t5train.errors import UnknownLayout
-from t5train.model.moe import huggingface_names
+from t5train.model.expert_names import huggingface_names
 from t5train.train.engine import model_of
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from t5train.atomic import replacing, write_json
 from t5train.data.loader import Samples
-from t5train.model.moe import huggingface_names
+from t5train.model.expert_names import huggingface_names
 from t5train.model.shape import T5Shape, count_parameters
 from t5train.model.t5 import T5
 from t5train.train.job import TrainJob
