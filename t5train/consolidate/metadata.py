@@ -1,8 +1,9 @@
 """What a torch checkpoint file holds and where, without reading any tensor and without running any of its code.
 
 ``torch.load`` onto the meta device unpickles the structure alone and leaves the byte offset of every storage.
-``weights_only`` refuses whatever a hostile pickle could call; the few classes DeepSpeed puts into its files are
-let in under stubs, so that DeepSpeed itself is not needed. The offsets are checked against the zip's directory.
+``weights_only`` refuses whatever a hostile pickle could call; the few classes that DeepSpeed puts into its files, and
+users commonly into ``client_state``, are let in under stubs: nothing of theirs is needed, and none of their code runs.
+The offsets are checked against the zip's directory.
 """
 
 import itertools
@@ -35,18 +36,27 @@ _MOST_RUNS = 1 << 16
 _UNNAMED = "archive"  # torch's name for the folder inside an archive that was saved to a stream, not to a path
 
 
-class _Opaque:
-    """Stands in for an object whose content has no say in the weights."""
+class _Opaque(tuple[object, ...]):
+    """Stands in for an object whose content has no say in the weights; equal to those of the same arguments."""
 
-    def __init__(self, *_arguments: object) -> None: ...
+    def __new__(cls, *arguments: object) -> "_Opaque":
+        return super().__new__(cls, arguments)
+
+    def __setstate__(self, _state: object) -> None: ...
 
 
+_IN_CLIENT_STATES = (
+    "argparse.Namespace", "datetime.date", "datetime.datetime", "datetime.timedelta", "pathlib.PosixPath",
+    "numpy.ndarray", "numpy.dtype", "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct",
+    "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar",
+)  # fmt: skip
 _SAFE_GLOBALS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (_Opaque, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (_Opaque, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (_Opaque, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (_Opaque, "deepspeed.utils.tensor_fragment.fragment_address"),
     (_Opaque, "builtins.getattr"),  # how Python 3.11.0 to 3.11.3 pickle an enum; the stub looks nothing up
+    *((_Opaque, name) for name in _IN_CLIENT_STATES),
 ]
 
 
@@ -101,7 +111,8 @@ def read_metadata(file: Path) -> dict[str, Any]:
             content = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ConsolidationError(
-            f"{file} is refused: its pickle asks for more than tensors and plain values ({_cause(error)})"
+            f"{file} is refused: its pickle asks for more than tensors and plain values ({_cause(error)}); if its "
+            "origin is trusted, load it there, remove what it names from client_state, and save it under the same name"
         ) from error
     except Exception as error:  # a damaged pickle can make torch raise nearly anything
         raise IncompleteCheckpoint(f"{file} cannot be read as a torch checkpoint: {_cause(error)}") from error
@@ -190,4 +201,4 @@ def _cause(error: Exception) -> str:
     """The first sentence of an error, which torch follows with advice to load the file unsafely."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
-    return (telling or lines or [type(error).__name__])[0]
+    return (telling or lines or [type(error).__name__])[0].split(". Please use ")[0]

@@ -52,6 +52,12 @@ def model_states(checkpoint: OpenedCheckpoint, name: str) -> dict[str, Any]:
         found.append(f"tensor parallelism over {dimensions['tp_degree']} ranks")
     if found:
         raise UnknownLayout(f"{checkpoint.folder / name} tells of {' and '.join(found)}: no rule is known for that")
+    for key in ("global_steps", "dp_world_size"):
+        if not isinstance(model.get(key, 0), int):
+            raise UnknownLayout(
+                f"{checkpoint.folder / name} has for {key} {model[key]!r}, not a whole number: "
+                "what is passed as client_state replaces DeepSpeed's own; choose a tag that was saved without"
+            )
     return model
 
 
