@@ -15,7 +15,7 @@ from t5train.consolidate import consolidate
 from t5train.errors import IncompleteCheckpoint, UnknownLayout
 
 
-def save_client_state(written: Written, **state: Any) -> None:
+def save_client_state(written: Written, **state: object) -> None:
     path = written.tag / "mp_rank_00_model_states.pt"
     torch.save(torch.load(path, weights_only=False) | state, path)
 
