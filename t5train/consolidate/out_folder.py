@@ -1,16 +1,15 @@
 """The folder a result appears in: whole or not at all, and never over something else."""
 
 import errno
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from t5train.atomic import sync_folder
-from t5train.atomic_folder import partial_folder
+from t5train.atomic_folder import discard, partial_folder
 from t5train.errors import RecordError, StorageError
-from t5train.records import Weights
+from t5train.records import MANIFEST, Weights
 
 _SPARE_BYTES = 16 << 20
 _OURS_TO_REPORT = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EFBIG}
@@ -38,26 +37,31 @@ def new_folder(out: Path, size: int) -> Iterator[Path]:
 
 
 def require_vacant(out: Path, fingerprint: str | None) -> None:
-    """StorageError when ``out`` holds anything but damaged weights of this fingerprint (or of one yet unknown)."""
+    """StorageError when ``out`` holds anything but damaged weights of this fingerprint (any where it is yet unknown).
+
+    A file that somebody put beside damaged weights would be lost with them.
+    """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     try:
-        there = Weights.load(out).fingerprint
+        there = Weights.load(out)
     except (RecordError, OSError) as error:
         raise StorageError(
             f"{out} holds no finished result of consolidation ({error}): remove it or choose another folder"
         ) from None
-    if fingerprint not in (None, there):
-        raise StorageError(f"{out} holds other weights ({there[:12]}): remove it or choose another folder")
+    if fingerprint is None:
+        return
+    if fingerprint != there.fingerprint:
+        raise StorageError(f"{out} holds other weights ({there.fingerprint[:12]}): remove it or choose another folder")
+    if strangers := sorted({path.name for path in out.iterdir()} - {*there.files, MANIFEST}):
+        raise StorageError(
+            f"{out} holds damaged weights, and {strangers[0]} beside them: move that away, and try again"
+        )
 
 
 def put_in_place(folder: Path, out: Path) -> None:
     """Make ``folder`` the folder ``out``, durably; damaged weights that are there give way."""
     if out.is_dir() and any(out.iterdir()):
-        damaged = out.with_name(f".{out.name}.{secrets.token_hex(4)}.damaged")
-        out.rename(damaged)
-        folder.rename(out)
-        shutil.rmtree(damaged)
-    else:
-        folder.rename(out)
+        discard(out)
+    folder.rename(out)
     sync_folder(out.parent)

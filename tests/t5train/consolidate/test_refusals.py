@@ -209,6 +209,18 @@ def test_damaged_weights_of_the_same_checkpoint_are_made_again(zero12: Callable[
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint0", "out"]
 
 
+def test_a_file_that_somebody_put_beside_damaged_weights_is_not_lost(
+    zero12: Callable[..., Any], tmp_path: Path
+) -> None:
+    written, out = zero12(sidecars=True), tmp_path / "out"
+    consolidate(written.folder, out)
+    (out / "thesis.txt").write_text("mine")
+    assert consolidate(written.folder, out).reused
+    (out / "model.safetensors").write_bytes(b"damaged")
+    refuse(StorageError, "damaged weights, and thesis.txt beside them", written.folder, out)
+    assert (out / "thesis.txt").read_text() == "mine"
+
+
 def test_a_folder_that_holds_something_else_is_left_alone(zero12: Callable[..., Any], tmp_path: Path) -> None:
     written, other = zero12(sidecars=True, seed=1), zero12(sidecars=True, seed=2)
     out = tmp_path / "out"
