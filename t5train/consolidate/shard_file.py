@@ -2,12 +2,10 @@
 
 import errno
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from t5train.consolidate.plan import TensorPlan
 from t5train.consolidate.safetensors_format import BLOCK_BYTES, header
@@ -15,33 +13,26 @@ from t5train.safetensors_digest import SafetensorsDigest, digest_piece
 
 
 class ShardFile:
-    """A new file of its full size, on disk when the context is left. A context manager."""
+    """A new file of its full size. It is open only where a tensor is being written: a model may have thousands."""
 
     def __init__(self, path: Path, tensors: Sequence[TensorPlan]) -> None:
         self._path, self._tensors, self._header = path, tensors, header(tensors)
         ends = list(accumulate((tensor.size for tensor in tensors), initial=len(self._header)))
         self._size, self._starts = ends[-1], dict(zip((tensor.name for tensor in tensors), ends, strict=False))
-        self._open = ExitStack()
+        with open(self._path, "xb") as file:
+            os.posix_fallocate(file.fileno(), 0, self._size)
+            file.write(self._header)
 
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            self._cached = stack.enter_context(open(self._path, "xb", buffering=0)).fileno()
-            os.posix_fallocate(self._cached, 0, self._size)
-            os.pwrite(self._cached, self._header, 0)
-            self._direct = _opened_directly(self._path, stack)
-            self._open = stack.pop_all()
-        return self
+    @contextmanager
+    def place(self, tensor: TensorPlan) -> Iterator["Place"]:
+        """Where the bytes of a tensor go."""
+        with open(self._path, "r+b", buffering=0) as cached, ExitStack() as stack:
+            yield Place(cached.fileno(), _opened_directly(self._path, stack), self._starts[tensor.name])
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._open:
-            if error is None:
-                os.fsync(self._cached)
-
-    def place(self, tensor: TensorPlan) -> "Place":
-        """Where the bytes of a tensor go, while the context lasts."""
-        return Place(self._cached, self._direct, self._starts[tensor.name])
+    def sync(self) -> None:
+        """Wait until everything written is on disk."""
+        with open(self._path, "r+b", buffering=0) as file:
+            os.fsync(file.fileno())
 
     def digest(self, tensors: Mapping[str, bytes]) -> SafetensorsDigest:
         """The digest of the finished file, from the sha256s of its tensors by name."""

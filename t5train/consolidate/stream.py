@@ -6,7 +6,6 @@ A thread does all there is to do with a piece of a tensor, while it is in the ca
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -44,11 +43,12 @@ def write_tensors(
     Raises IncompleteCheckpoint when a master contradicts the engine's own copy of it, or a file is damaged.
     """
     parts = shards(tensors, stem, shard_bytes)
-    with ExitStack() as stack:
-        files = {name: stack.enter_context(ShardFile(folder / name, part)) for name, part in parts.items()}
-        jobs = [_Job(tensor, files[name]) for name, part in parts.items() for tensor in part]
-        stream = _Stream(jobs, None if has_digests else [], progress)
-        stream.run()
+    files = {name: ShardFile(folder / name, part) for name, part in parts.items()}
+    jobs = [_Job(tensor, files[name]) for name, part in parts.items() for tensor in part]
+    stream = _Stream(jobs, None if has_digests else [], progress)
+    stream.run()
+    for file in files.values():
+        file.sync()
     digests: dict[str, FileDigest | SafetensorsDigest] = {
         name: file.digest(stream.digests) for name, file in files.items()
     }
@@ -98,7 +98,8 @@ class _Stream:
                         thread.result()
                     self._progress("weight bytes written", self._done, self._total)
             finally:
-                self._jobs.clear()
+                with self._lock:  # else a thread may find a job, and then none
+                    self._jobs.clear()
         if self._passed is not None:
             require_intact(self._passed)
 
@@ -107,7 +108,8 @@ class _Stream:
             copier = Copier(reader, self._advance)
             while job := self._next():
                 passed = None if self._passed is None else PassedBytes()
-                self.digests[job.tensor.name] = copier.copy(job.tensor, job.file.place(job.tensor), passed)
+                with job.file.place(job.tensor) as place:
+                    self.digests[job.tensor.name] = copier.copy(job.tensor, place, passed)
                 if self._passed is not None and passed is not None:
                     self._passed.append(passed)
 

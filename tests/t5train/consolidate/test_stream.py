@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -98,3 +99,14 @@ def test_a_tensor_cut_over_very_many_files_is_read_with_few_of_them_open(tmp_pat
         assert num_open() - before <= 16
     assert num_open() <= before
     assert buffer.cast("I").tolist() == list(range(300))
+
+
+def test_very_many_shards_are_written_with_few_of_them_open(tmp_path: Path) -> None:
+    plans = planned(tmp_path, [("F32", 0, 9)] * 400)
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open() + 200, allowed[1]))
+    try:
+        files = write_tensors(plans, tmp_path, "model", 36, has_digests=True, progress=silent)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
+    assert len(files) == 402
