@@ -23,10 +23,14 @@ def new_folder(out: Path, size: int) -> Iterator[Path]:
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{out.parent} cannot be made: {error}; choose another folder") from error
+    try:
         free = shutil.disk_usage(out.parent).free
         if free < size + _SPARE_BYTES:
             raise StorageError(
-                f"{out} will take {size} bytes; {free} are free there: make room or choose another folder"
+                f"{out} will take {size} bytes, and {_SPARE_BYTES} to spare; {free} are free there: make room or "
+                "choose another folder"
             )
         with partial_folder(out) as folder:
             yield folder

@@ -69,9 +69,11 @@ def _in_module_order(
     untrained = module.buffers | module.aliases.keys()
     slots = packed_slots((name, weight.shape) for name, weight in module.weights.items() if name not in untrained)
     held = sum(master.num_elements for group in groups for master in group)
-    if len(groups) != 1 or held != sum(slot.numel for slot in slots):
+    needed = sum(slot.numel for slot in slots)
+    if len(groups) != 1 or held != needed:
         raise UnknownLayout(
-            f"{checkpoint.folder} is ZeRO 0 with {len(groups)} parameter groups of {held} elements and no sidecars: "
-            "which parameter lies where cannot be told; save it with ZeRO 1"
+            f"{checkpoint.folder} is ZeRO 0 without sidecars. Parameter groups: {len(groups)}; elements of their "
+            f"masters: {held}, of the module's parameters: {needed}. With several groups or frozen parameters it "
+            "cannot be told which lies where: load it with its program and save it with ZeRO 1"
         )
     return [slots]

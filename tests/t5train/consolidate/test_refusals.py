@@ -278,3 +278,16 @@ def test_a_tag_that_a_run_removes_meanwhile_is_told(
 
     monkeypatch.setattr(consolidation, "plan_of", plan_and_lose)
     refuse(IncompleteCheckpoint, "removed while .* was read: a run in training", written.folder, tmp_path / "out")
+
+
+def test_an_output_folder_that_cannot_be_made_is_named(zero12: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"file cannot be made: .*choose another"):
+        consolidate(zero12().folder, tmp_path / "file" / "out")
+
+
+def test_frozen_parameters_at_zero_0_without_sidecars_are_refused_with_the_numbers_seen(
+    zero12: Callable[..., Any], tmp_path: Path
+) -> None:
+    written = zero12(stage=0, groups=[[(5, 3)]], frozen=[(2, 2)])
+    refuse(UnknownLayout, "masters: 15, of the module's parameters: 19", written.folder, tmp_path / "out")
