@@ -15,7 +15,6 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import resource
 import shutil
 import statistics
@@ -27,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hardware import hardware
 from synthetic_checkpoints import RANKS, TAG, write_experts, write_zero2, write_zero3
 
 CONSOLIDATE = """
@@ -166,14 +166,6 @@ def require_equal(ours: Path, theirs: Path) -> None:
         found = {name: hashlib.sha256(file.get_tensor(name).data).hexdigest() for name in file.keys()}  # noqa: SIM118
     if found != {name: tensor["sha256"] for name, tensor in wanted.items()}:
         raise SystemExit(f"{ours} and {theirs} differ")
-
-
-def hardware() -> str:
-    """The machine, in words."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    return f"{cpu}, {os.cpu_count()} cores, {memory:.0f} GB, {platform.system()} {platform.release()}"
 
 
 def row(layout: str, name: str, runs: Sequence[Run], reference: float | None) -> str:
