@@ -19,7 +19,7 @@ from tasks.stage_table import StageTable
 from tasks.summary import summarise
 from tasks.train import train
 
-RecipeName = Literal["smoke", "small", "base"]
+RecipeName = Literal["smoke", "small", "base", "moe"]
 """The recipes of t5train.recipes, spelled out so that the form of a run offers them."""
 
 

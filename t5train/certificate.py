@@ -40,6 +40,7 @@ class Certificate(BaseModel):
     tokenizer_ids: int
     probes: dict[str, ProbeComparison]
     relative_tolerance: float
+    tolerance_reason: str = ""
     witness_device: str
     device: str
     num_threads: int

@@ -10,7 +10,7 @@ from typing import Any
 from t5train.atomic import write_json, write_text
 from t5train.atomic_folder import copy_durably, discard, filling
 from t5train.data.tokenizer import SPIECE
-from t5train.errors import InputError, RecordError, StorageError
+from t5train.errors import InputError, RecordError, SpecError, StorageError
 from t5train.fingerprint import fingerprint
 from t5train.model_card import model_card
 from t5train.progress import Progress, silent
@@ -24,7 +24,7 @@ from t5train.records import (
     reusable,
     verify_file,
 )
-from t5train.spec import RunSpec
+from t5train.spec import ModelSpec, RunSpec
 from t5train.witness import Witness
 
 _log = logging.getLogger(__name__)
@@ -37,9 +37,10 @@ def export(
 
     ``witness`` is the folder with the training engine's witness, which decides the configuration. The result is
     not certified yet: see ``t5train.certify``. An earlier export of the same run in ``out`` is replaced; anything else
-    there raises StorageError. Damaged inputs raise DigestMismatch, and weights or a vocabulary that are not those of
-    the witness InputError.
+    there raises StorageError. Damaged inputs raise DigestMismatch, weights or a vocabulary that are not those of the
+    witness InputError, and a model that transformers has no class for SpecError.
     """
+    require_exportable(spec.model)
     seen = Witness.load(witness)
     _require_its_weights(weights, seen)
     _require_its_vocabulary(tokenizer, seen)
@@ -62,6 +63,15 @@ def export(
         ).commit(folder)
         _give_way(out)
     return record
+
+
+def require_exportable(model: ModelSpec) -> None:
+    """SpecError for a model that no class of transformers computes: one whose tokens choose two experts."""
+    if model.moe.num_experts and model.moe.top_k != 1:
+        raise SpecError(
+            f"model.moe.top_k is {model.moe.top_k}: SwitchTransformers in transformers has 1, so that such a model can "
+            "be trained and consolidated (stages `train` and `consolidate`), and not exported; set model.moe.top_k=1"
+        )
 
 
 def _require_its_weights(weights: Weights, witness: Witness) -> None:
@@ -129,9 +139,9 @@ def _write_model_config(settings: dict[str, Any], folder: Path) -> None:
     ``tie_word_embeddings`` is written as the witness has it: transformers 5 sets it to true on every T5 and keeps
     whether the output is scaled (v1.0) apart, while older ones decide both tying and scaling by it.
     """
-    from transformers import GenerationConfig, T5Config  # slow to import, needed here only
+    from transformers import AutoConfig, GenerationConfig  # slow to import, needed here only
 
-    config = T5Config(**settings)
+    config = AutoConfig.for_model(**settings)
     write_json(folder / "config.json", {**config.to_diff_dict(), **settings, "dtype": "float32"})
     ids = {name: settings[name] for name in ("decoder_start_token_id", "eos_token_id", "pad_token_id")}
     write_json(folder / "generation_config.json", GenerationConfig(**ids).to_diff_dict())

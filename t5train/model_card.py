@@ -20,7 +20,7 @@ tags:
 
 # {name}
 
-A T5 {version} of {num_parameters:,} parameters in fp32, pre-trained from scratch by span corruption
+A {family} of {num_parameters:,} parameters in fp32, pre-trained from scratch by span corruption
 (Raffel et al. 2020) for {step:,} optimizer steps. It fills in spans of text marked by `<extra_id_0>`,
 `<extra_id_1>`, ...; it has not been fine-tuned for anything else.
 
@@ -72,7 +72,7 @@ def model_card(spec: RunSpec, witness: Witness, lineage: Mapping[str, str], prov
     versions = dict(provenance.versions) | ({"commit": provenance.git_commit} if provenance.git_commit else {})
     return _CARD.format(
         name=spec.run_name,
-        version=spec.model.version,
+        family=_family(spec),
         num_parameters=witness.num_parameters,
         step=witness.step,
         source=f"`{settings['corpus']['source']}`",
@@ -89,6 +89,11 @@ def shareable_source(source: str) -> str:
     """A corpus source without credentials, and without the folders of the machine it lay on."""
     local = local_folder(source)
     return redacted(source) if local is None else local.name
+
+
+def _family(spec: RunSpec) -> str:
+    experts = spec.model.moe.num_experts
+    return f"Switch Transformer (T5 with {experts} experts a sparse layer)" if experts else f"T5 {spec.model.version}"
 
 
 def _table(heading: str, values: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from t5train.errors import SpecError
 from t5train.spec import (
     ClusterSpec,
+    ExpertsSpec,
     LayoutSpec,
     ModelSpec,
     ObjectiveSpec,
@@ -58,7 +59,17 @@ def base() -> RunSpec:
     )
 
 
-RECIPES: dict[str, Callable[[], RunSpec]] = {recipe.__name__: recipe for recipe in (smoke, small, base)}
+def moe() -> RunSpec:
+    """Switch Transformer of base shape with 8 experts on one GPU: bf16, ZeRO-2. More GPUs share the experts out."""
+    return RunSpec(
+        recipe="moe",
+        model=ModelSpec(preset="base", version="v1.0", moe=ExpertsSpec(num_experts=8)),
+        optimizer=OptimizerSpec(warmup_steps=10_000, peak_learning_rate=0.02),
+        layout=LayoutSpec(zero_stage=2, micro_batch_sequences=64),
+    )
+
+
+RECIPES: dict[str, Callable[[], RunSpec]] = {recipe.__name__: recipe for recipe in (smoke, small, base, moe)}
 
 
 def recipe(name: str) -> RunSpec:

@@ -85,16 +85,21 @@ def test_control_c_ends_with_130(t5_pretrain: Callable[..., int], monkeypatch: p
     assert t5_pretrain("recipes") == 130
 
 
+@pytest.mark.parametrize(("recipe", "num_steps"), [("smoke", 50), ("moe", 20_000)])
 def test_a_dry_run_tells_everything_and_makes_nothing(
     t5_pretrain: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
     golden: Callable[[str, str], None],
     tmp_path: Path,
+    recipe: str,
+    num_steps: int,
 ) -> None:
     root = tmp_path / "root"
-    assert t5_pretrain("run", "smoke", "--dry-run", "--root", str(root), "--set", "optimizer.num_steps=50") == 0
+    assert (
+        t5_pretrain("run", recipe, "--dry-run", "--root", str(root), "--set", f"optimizer.num_steps={num_steps}") == 0
+    )
     said = capsys.readouterr().out.replace(str(root), "{root}").replace(sys.executable, "{python}")
-    golden("smoke.dry-run", said)
+    golden(f"{recipe}.dry-run", said)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import T5Config, T5ForConditionalGeneration, T5Tokenizer
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel, T5Tokenizer
 
 from t5train.certify import certify
 from t5train.export import export
@@ -19,6 +19,11 @@ from t5train.records import Export, TokenizerFiles, Weights, digest_file, digest
 from t5train.spec import RunSpec
 
 SHAPE = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_heads": 2, "num_layers": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "v1.0": {"model.version": "v1.0"},
+    "v1.1": {"model.version": "v1.1"},
+    "switch": {"model.version": "v1.0", "model.moe.num_experts": 3},
+}
 PIECES = ["<pad>", "</s>", "<unk>", "▁", "▁the", "▁a", "▁of", "s", "e", "t"]
 
 
@@ -36,15 +41,15 @@ MakeTrained = Callable[..., Trained]
 
 @pytest.fixture
 def make_trained(tmp_path: Path) -> MakeTrained:
-    """A random T5 of a version, as training and consolidation would leave it."""
+    """A random T5 of a version, or with experts ("switch"), as training and consolidation would leave it."""
 
     def make(version: str = "v1.1", num_files: int = 1) -> Trained:
-        settings = {"name": "made", "model.version": version, **{f"model.{key}": SHAPE[key] for key in SHAPE}}
+        settings = {"name": "made", **FAMILIES[version], **{f"model.{key}": SHAPE[key] for key in SHAPE}}
         spec = recipe("smoke").with_settings(settings)
         tokenizer = _tokenizer(tmp_path / "tokenizer")
         config = huggingface_config(resolve(spec.model, int(tokenizer.counts["vocab_size"])), pad_id=0, eos_id=1)
         torch.manual_seed(0)
-        model = T5ForConditionalGeneration(T5Config(**config)).eval()
+        model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(**config)).eval()
         if version == "v1.1":  # transformers begins with a tied one
             model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight))
         weights = _weights(tmp_path / "run/weights", dict(model.named_parameters()), num_files)
@@ -102,7 +107,7 @@ def _weights(folder: Path, parameters: dict[str, torch.Tensor], num_files: int) 
     return Weights(path=folder, fingerprint="2" * 64, inputs={"run": "3" * 64}, files=digests).commit()
 
 
-def _witness(folder: Path, model: T5ForConditionalGeneration, config: dict[str, Any]) -> None:
+def _witness(folder: Path, model: PreTrainedModel, config: dict[str, Any]) -> None:
     folder.mkdir(parents=True)
     tensors = {}
     for probe in ("random", "heldout"):

@@ -39,6 +39,33 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
     exported.model_copy(update={"files": files}).commit()
 
 
+def change_witness(folder: Path, relative: float) -> None:
+    """Move one recorded logit of the first probe by so much of the largest."""
+    path = folder / "witness.safetensors"
+    tensors = load_file(path)
+    logits = tensors["random.logits"]
+    logits[0, 0, 0] += relative * logits.abs().max()
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("version", "moved", "passes"), [("switch", 5e-6, True), ("switch", 5e-5, False), ("v1.0", 5e-6, False)]
+)
+def test_logits_of_experts_may_differ_by_rounding_and_those_of_dense_models_may_not(
+    make_export: MakeExport, tmp_path: Path, version: str, moved: float, passes: bool
+) -> None:
+    exported = make_export(version, certified=False)
+    change_witness(tmp_path / "run/witness", moved)
+    if not passes:
+        with pytest.raises(CertificationError, match="logits of probe 'random' differ"):
+            certify(exported.path, tmp_path / "run/witness")
+        return
+    certificate = certify(exported.path, tmp_path / "run/witness")
+    assert certificate.relative_tolerance == 1e-5
+    assert "summed in another order" in certificate.tolerance_reason
+    assert not certificate.probes["random"].bit_equal
+
+
 def test_a_folder_that_is_no_witness_is_refused(make_export: MakeExport, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"witness\.json does not exist: name the folder"):
         certify_in_fresh_process(make_export(), tmp_path)

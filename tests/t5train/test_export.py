@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from t5train.errors import DigestMismatch, InputError, StorageError
+from t5train.errors import DigestMismatch, InputError, SpecError, StorageError
 from t5train.export import export
 from t5train.records import Export, FileDigest, digest_files
 
@@ -22,7 +22,7 @@ def _change_witness(trained: Any, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize("version", ["v1.0", "v1.1"])
+@pytest.mark.parametrize("version", ["v1.0", "v1.1", "switch"])
 @pytest.mark.parametrize("num_files", [1, 3])
 def test_plain_transformers_loads_every_tensor_and_nothing_else(
     make_trained: MakeTrained, tmp_path: Path, version: str, num_files: int
@@ -68,6 +68,21 @@ def test_the_folder_generates_and_tokenises_as_it_is(make_trained: MakeTrained, 
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     generated = model.generate(**tokenizer("the <extra_id_0>", return_tensors="pt"), max_new_tokens=3)
     assert generated[0, 0] == tokenizer.pad_token_id
+
+
+def test_experts_are_exported_as_switch_transformers_that_drop_no_token(
+    make_trained: MakeTrained, tmp_path: Path
+) -> None:
+    config = json.loads((export(*make_trained("switch"), tmp_path / "out").path / "config.json").read_text())
+    assert config["architectures"] == ["SwitchTransformersForConditionalGeneration"]
+    assert config["num_experts"] == 3
+    assert config["expert_capacity"] == 1 << 30
+
+
+def test_a_model_whose_tokens_choose_two_experts_is_not_exported(make_trained: MakeTrained, tmp_path: Path) -> None:
+    *trained, spec = make_trained("switch")
+    with pytest.raises(SpecError, match=r"model\.moe\.top_k is 2: .*set model\.moe\.top_k=1"):
+        export(*trained, spec.with_settings({"model.moe.top_k": 2}), tmp_path / "out")
 
 
 def test_a_vocabulary_that_the_model_was_not_trained_with_is_refused(make_trained: MakeTrained, tmp_path: Path) -> None:

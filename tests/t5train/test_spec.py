@@ -140,11 +140,12 @@ def test_what_is_said_of_experts_has_no_say_in_a_dense_model() -> None:
     assert smoke().with_settings({"model.moe.capacity_factor": 3}).fingerprint() == smoke().fingerprint()
 
 
+@pytest.mark.parametrize("name", ["smoke", "moe"])
 def test_the_fingerprint_of_a_spec_is_the_same_on_every_machine_and_in_every_version(
-    golden: Callable[[str, str], None],
+    golden: Callable[[str, str], None], name: str
 ) -> None:
-    golden("smoke.json", smoke().model_dump_json(indent=1) + "\n")
-    golden("smoke.fingerprint", smoke().fingerprint() + "\n")
+    golden(f"{name}.json", recipe(name).model_dump_json(indent=1) + "\n")
+    golden(f"{name}.fingerprint", recipe(name).fingerprint() + "\n")
 
 
 def test_with_settings_changes_what_it_is_told_and_nothing_else() -> None:
