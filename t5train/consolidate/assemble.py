@@ -25,7 +25,7 @@ def assemble(module: ModuleStates, groups: Sequence[ParameterGroup], moments: Se
         for name, weight in module.weights.items()
         if name not in masters and name not in module.aliases
     ]
-    return Plan(tensors, module.aliases, module.step, {key: _moments(groups, module, key) for key in moments})
+    return Plan(tensors, module.step, {key: _moments(groups, module, key) for key in moments})
 
 
 def _joined(found: Iterable[Mapping[str, Master]], module: ModuleStates) -> dict[str, Master]:

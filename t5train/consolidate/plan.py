@@ -77,13 +77,12 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that will be written, in order; aliases name a tensor that stands under its owner's name.
+    """Everything that will be written, in order.
 
     ``moments`` holds, by the optimizer's name for it, a tensor for each parameter that is trained.
     """
 
     tensors: Sequence[TensorPlan]
-    aliases: Mapping[str, str]
     step: int
     moments: Mapping[str, Sequence[TensorPlan]] = field(default_factory=dict)
 
