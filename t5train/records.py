@@ -26,7 +26,7 @@ from t5train.safetensors_digest import SafetensorsDigest, digest_safetensors
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION: Literal[1] = 1
-_CHUNK_BYTES = 8 << 20
+_CHUNK_BYTES = 1 << 20  # for each of as many threads as there are cores
 _log = logging.getLogger(__name__)
 
 
