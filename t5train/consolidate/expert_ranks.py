@@ -23,9 +23,13 @@ class ExpertRanks:
 
     @classmethod
     def of(cls, model: Mapping[str, Any]) -> "ExpertRanks":
-        """As the model states tell, which hold DeepSpeed's configuration."""
-        configuration = model.get("ds_config") or {}
-        return cls(int(model.get("dp_world_size", 0)), bool(configuration.get(_CONSECUTIVE, False)))
+        """As the model states tell, which hold DeepSpeed's configuration.
+
+        Older versions kept only the path of its file. Then the default is supposed, which weights bear out or refuse.
+        """
+        configuration = model.get("ds_config")
+        consecutive = isinstance(configuration, Mapping) and bool(configuration.get(_CONSECUTIVE, False))
+        return cls(int(model.get("dp_world_size", 0)), consecutive)
 
     def holding(self, expert_parallel_size: int) -> list[list[int]]:
         """For each expert-parallel rank, the ranks that hold its experts, in the order they are numbered."""

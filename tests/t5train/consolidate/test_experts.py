@@ -157,3 +157,16 @@ def test_sidecars_give_experts_and_their_gates_hugging_faces_names(tmp_path: Pat
     layer = sidecar.read_all(written.tag)[0].expert_layers[0]
     assert layer.huggingface_name("moe.0.deepspeed_moe.gate.wg.weight") == "block.0.mlp.router.classifier.weight"
     assert layer.huggingface_name("moe.01.deepspeed_moe.gate.wg.weight").startswith("moe.01")
+
+
+def test_where_only_the_path_of_the_configuration_is_kept_the_default_order_is_supposed_and_borne_out(
+    tmp_path: Path,
+) -> None:
+    written = checkpoint(tmp_path / "default")
+    other = checkpoint(tmp_path / "consecutive", experts=[(4, 2)], consecutive=True)
+    for tag in (written.tag, other.tag):
+        edit(tag, MODEL, lambda model: model.update(ds_config="ds_config.json"))
+    consolidate(written.tag, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in written.expected.items())
+    refuse(T5TrainError, "another checkpoint|is not the weight", other, tmp_path / "other")
