@@ -9,7 +9,6 @@ from t5train.data.span_corruption import geometry
 from t5train.data.tokenizer import open_given
 from t5train.destination import check_destination
 from t5train.errors import SpecError
-from t5train.export import require_exportable
 from t5train.model import shape
 from t5train.spec import NUM_SENTINELS, ClusterSpec, RunSpec
 from t5train.storage_space import require_space
@@ -25,7 +24,6 @@ def require_ready(spec: RunSpec) -> None:
     """Raise the error that a stage of this run would raise hours later, as far as that can be known now."""
     _require_absolute(spec.storage.root)
     geometry(spec.objective)  # raises where it needs more spans than there are sentinels
-    require_exportable(spec.model)
     require_same_settings(spec)
     _require_accelerators(spec.cluster)
     _require_arithmetic(spec)

@@ -103,6 +103,15 @@ def test_a_dry_run_tells_everything_and_makes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_two_experts_a_token_are_refused_by_the_whole_chain_before_it_starts(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    assert t5_pretrain("run", "moe", "--root", str(root), "--set", "model.moe.top_k=2") == 1
+    assert "model.moe.top_k is 2: SwitchTransformers in transformers has 1" in capsys.readouterr().err
+    assert not root.exists()
+
+
 def test_stage_commands_work_where_prefect_is_not_installed(run_python: RunPython, tmp_path: Path) -> None:
     text = "\n".join(json.dumps({"id": str(number), "text": f"line {number} of a text"}) for number in range(200))
     (tmp_path / "text.jsonl").write_text(text + "\n")

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 LAYOUTS = ["zero0-fp32", "zero1-fp32", "zero2-fp32", "zero3-fp32", "zero0-bf16", "zero1-bf16", "zero2-bf16"]
 LAYOUTS += ["zero3-bf16", "zero1-bf16-offload", "zero2-fp32-offload", "zero3-bf16-offload"]
-EXPERTS = ["zero2-fp32-ep1", "zero2-fp32-ep2", "zero1-bf16-ep2", "zero2-bf16-ep2-offload"]
+EXPERTS = ["zero2-fp32-ep1", "zero2-fp32-ep2", "zero1-bf16-ep2", "zero2-bf16-ep2-offload", "zero2-fp32-ep2-top2"]
 LAYOUTS += EXPERTS
 if torch.ops.mkldnn._is_mkldnn_fp16_supported():
     LAYOUTS += ["zero2-fp16", "zero2-fp16-ep2"]
@@ -71,6 +71,7 @@ def _experts(options: list[str]) -> dict[str, Any]:
     return {
         "model.version": "v1.0",
         "model.moe.num_experts": 4,
+        "model.moe.top_k": 2 if "top2" in options else 1,
         "model.dropout_rate": 0.0,
         "layout.expert_parallel_size": size,
     }
@@ -129,9 +130,9 @@ class Trained:
         return found
 
 
-def _launch(jobs: Path) -> None:
+def _launch(jobs: Path, ranks: int = 2) -> None:
     program = Path(__file__).with_name("rank_program.py")
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "/dev/null", "--num_gpus", "2"]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "/dev/null", "--num_gpus", str(ranks)]
     port = free_port()
     command += ["--master_addr", "127.0.0.1", "--master_port", str(port), "--no_local_rank", str(program)]
     environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -209,7 +210,7 @@ def test_every_experts_tokens_are_counted_over_all_ranks(trained: Trained, layou
     lines = [line for line in read(trained.root / f"{layout}.whole/metrics.jsonl") if "starving_experts" in line]
     assert [line["step"] for line in lines] == [3, 6]
     encoder = [f"tokens/encoder.block.1.layer.1.mlp/expert_{expert}" for expert in range(4)]
-    assert [sum(line[name] for name in encoder) for line in lines] == [3 * 16 * 32] * 2
+    assert [sum(line[name] for name in encoder) for line in lines] == [3 * 16 * 32 * (2 if "top2" in layout else 1)] * 2
 
 
 def test_a_last_step_at_a_rate_of_zero_is_honest(trained: Trained) -> None:

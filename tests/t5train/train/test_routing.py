@@ -1,0 +1,60 @@
+"""What is told of routers, by a model on one process."""
+
+import logging
+
+import pytest
+import torch
+
+from t5train.model.shape import resolve
+from t5train.model.t5 import T5
+from t5train.spec import ExpertsSpec, ModelSpec
+from t5train.train import routing
+from t5train.train.routing import Routing
+
+pytestmark = pytest.mark.slow
+ENCODER, DECODER = "encoder.block.1.layer.1.mlp", "decoder.block.1.layer.2.mlp"
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> T5:
+    """Of two stacks with one sparse layer of four experts each, on the only rank there is."""
+    monkeypatch.setattr(routing, "gather", lambda values: [values])
+    monkeypatch.setattr(routing, "gather_floats", lambda values: [values])
+    moe = ExpertsSpec(num_experts=4)
+    return T5(resolve(ModelSpec(preset="smoke", version="v1.0", moe=moe), 300), decoder_start_id=0)
+
+
+def choose(model: T5, encoder: list[int], decoder: list[int], overflow: int = 0) -> None:
+    """As if so many tokens had chosen the experts of each layer."""
+    for (_, layer), counts in zip(model.sparse_layers(), (encoder, decoder), strict=True):
+        layer.tokens, layer.overflow = torch.tensor(counts), torch.tensor(overflow)
+
+
+def test_a_starving_expert_is_named_and_counted(model: T5, caplog: pytest.LogCaptureFixture) -> None:
+    watched = Routing(model)
+    for _ in range(2):
+        choose(model, [100, 100, 100, 100], [196, 100, 95, 9])
+        watched.of_step(0.0)
+    with caplog.at_level(logging.WARNING, "t5train.train.routing"):
+        values = watched.of_experts()
+    assert values["starving_experts"] == 1
+    assert values[f"tokens/{ENCODER}/expert_2"] == 200
+    assert values[f"tokens/{DECODER}/expert_3"] == 18
+    assert caplog.messages[0].endswith(f"even share: {DECODER}.experts.expert_3")
+    choose(model, [1, 1, 1, 1], [1, 1, 1, 1])
+    watched.of_step(0.0)
+    assert watched.of_experts()["starving_experts"] == 0
+
+
+def test_the_share_of_dropped_tokens_is_that_of_one_step(model: T5) -> None:
+    watched = Routing(model)
+    choose(model, [80, 0, 0, 0], [20, 0, 0, 0], overflow=10)
+    assert watched.of_step(0.5) == {"router_loss": 0.5, "dropped_tokens": 0.2}
+    choose(model, [25, 25, 25, 25], [25, 25, 25, 25])
+    assert watched.of_step(0.5)["dropped_tokens"] == 0
+
+
+def test_nothing_is_told_of_a_dense_model() -> None:
+    dense = Routing(T5(resolve(ModelSpec(preset="smoke"), 300), decoder_start_id=0))
+    assert dense.paid() == 0
+    assert dense.of_step(0.0) == dense.of_validation() == dense.of_experts() == {}
