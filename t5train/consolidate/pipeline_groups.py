@@ -11,6 +11,7 @@ from t5train.consolidate.in_place import in_place_groups
 from t5train.consolidate.masters import ParameterGroup
 from t5train.consolidate.metadata import StoredTensor, content_of
 from t5train.consolidate.module_states import ModuleStates
+from t5train.consolidate.partly_tied import without_unmoved
 from t5train.consolidate.pipeline_stages import Stage, stages
 from t5train.consolidate.replicated import master_groups, partition_groups, require_full_precision
 from t5train.errors import IncompleteCheckpoint, UnknownLayout
@@ -19,13 +20,14 @@ from t5train.sidecar import ParameterSlot
 _Slots = Sequence[Sequence[ParameterSlot]]
 
 
-def partitioned(checkpoint: OpenedCheckpoint, module: ModuleStates) -> list[FlatGroup]:
+def partitioned(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[ParameterGroup]:
     """The parameter groups of every stage, cut over its data-parallel ranks: ZeRO 1 and BF16_Optimizer."""
-    return [
+    groups = [
         group
         for stage in stages(checkpoint)
         for group in zero12.flat_groups(checkpoint, stage.optimizers, _slots(checkpoint, module, stage))
     ]
+    return without_unmoved(groups, module.in_several_stages)
 
 
 def replicated(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[ParameterGroup]:

@@ -36,6 +36,18 @@ class Embedding(nn.Embedding):
     """Read forwards in the first layer, and as the classifier in the last."""
 
 
+class PlacedEmbedding(nn.Module):
+    """With positions, which the first layer alone uses: as the classifier they never move."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.word = nn.Embedding(rows, width)
+        self.places = nn.Embedding(4, width)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.word(ids) + self.places.weight
+
+
 class Block(nn.Module):
     """A layer with an odd number of elements, a frozen parameter and a buffer."""
 
@@ -50,24 +62,26 @@ class Block(nn.Module):
         return hidden + self.outer(torch.relu(self.inner(hidden))) * self.scale
 
 
-def classify(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
-    return hidden @ embedding.weight.T
+def classify(embedding: Embedding | PlacedEmbedding, hidden: torch.Tensor) -> torch.Tensor:
+    words = embedding.word if isinstance(embedding, PlacedEmbedding) else embedding
+    return hidden @ words.weight.T
 
 
 def loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(scores.float().flatten(0, 1), labels.flatten())
 
 
-def pipeline(num_stages: int) -> PipelineModule:
+def pipeline(num_stages: int, *, partly_tied: bool) -> PipelineModule:
     torch.manual_seed(7)
+    embedding, tied = (PlacedEmbedding, ["word.weight"]) if partly_tied else (Embedding, ["weight"])
     return PipelineModule(
         [
-            TiedLayerSpec("embed", Embedding, 17, 9),
+            TiedLayerSpec("embed", embedding, 17, 9, tied_weight_attr=tied),
             LayerSpec(Block, 13),
             LayerSpec(Block, 7),
             lambda hidden: hidden * 2.0,
             LayerSpec(nn.LayerNorm, 9),
-            TiedLayerSpec("embed", Embedding, 17, 9, forward_fn=classify),
+            TiedLayerSpec("embed", embedding, 17, 9, forward_fn=classify, tied_weight_attr=tied),
         ],
         num_stages=num_stages,
         loss_fn=loss,
@@ -97,6 +111,7 @@ LAYOUTS = {
     "zero0-fp32": configuration(0, "fp32"),
     "zero1-fp32": configuration(1, "fp32"),
     "zero1-bf16-one-stage": configuration(1, "bf16", "bf16"),
+    "zero1-bf16-partly-tied": configuration(1, "bf16", "bf16"),
     "zero1-bf16-node-local": configuration(1, "bf16", "bf16") | {"checkpoint": {"use_node_local_storage": True}},
 }
 
@@ -107,8 +122,8 @@ def batches(rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield ids, (ids + 1) % 17
 
 
-def train(settings: dict[str, Any], num_stages: int) -> Any:
-    module = pipeline(num_stages)
+def train(settings: dict[str, Any], name: str) -> Any:
+    module = pipeline(1 if name.endswith("one-stage") else 2, partly_tied=name.endswith("partly-tied"))
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": 0.1},
@@ -168,7 +183,7 @@ def main(folder: Path, *layouts: str) -> None:
     meet(folder)
     for name in layouts or LAYOUTS:
         settings = LAYOUTS[name.replace("fp16", "bf16")]
-        engine = train(in_fp16(settings) if "fp16" in name else settings, 1 if name == "zero1-bf16-one-stage" else 2)
+        engine = train(in_fp16(settings) if "fp16" in name else settings, name)
         engine.save_checkpoint(str(folder / "theirs" / name))
         torch.distributed.barrier()
         save_ours(engine, folder / "ours" / name, name)

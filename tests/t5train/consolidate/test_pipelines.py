@@ -69,6 +69,24 @@ def test_somebody_elses_pipelines_give_the_live_masters_by_layer(
         require_equal(load_file(tmp_path / "out" / f"{key}.safetensors"), live(pipeline_engines, layout, key))
 
 
+@pytest.mark.parametrize("owner", ["ours", "theirs"])
+def test_a_parameter_that_one_stage_of_a_tied_module_never_moves_is_taken_from_the_other(
+    pipeline_engines: Path, tmp_path: Path, owner: str
+) -> None:
+    consolidate(pipeline_engines / owner / "zero1-bf16-partly-tied", tmp_path / "out", moments=True)
+    first, last = (
+        torch.load(pipeline_engines / "live" / f"zero1-bf16-partly-tied.{stage}.pt", weights_only=True)
+        for stage in (0, 1)
+    )
+    places = "tied_modules.embed.places.weight"
+    assert not torch.equal(first["masters"][places], last["masters"][places])
+    held = last["masters"] | last["buffers"] | first["masters"] | first["buffers"]
+    require_equal(load_file(tmp_path / "out" / "model.safetensors"), published(held) if owner == "ours" else held)
+    for key in MOMENTS:
+        held = last[key] | first[key]
+        require_equal(load_file(tmp_path / "out" / f"{key}.safetensors"), published(held) if owner == "ours" else held)
+
+
 def test_a_pipeline_without_an_optimizer_of_deepspeeds_calls_a_tied_layer_by_its_file(
     pipeline_engines: Path, tmp_path: Path
 ) -> None:
