@@ -8,6 +8,7 @@ import torch
 
 from t5train.consolidate.metadata import TORCH_DTYPES, StoredTensor
 from t5train.consolidate.plan import ITEM_BYTES
+from t5train.consolidate.reading import Reader
 from t5train.errors import IncompleteCheckpoint
 
 
@@ -41,11 +42,9 @@ def _number(value: Any) -> Any:
     """The number in a tensor of one element, which is read for it; any other value as it is."""
     if not isinstance(value, StoredTensor) or value.num_elements != 1:
         return value
-    with value.file.open("rb") as file:
-        file.seek(value.offset)
-        data = bytearray(file.read(ITEM_BYTES[value.dtype]))
-    if len(data) != ITEM_BYTES[value.dtype]:
-        raise IncompleteCheckpoint(f"{value.file} ends at byte {value.offset + len(data)}: it was truncated")
+    data = bytearray(ITEM_BYTES[value.dtype])
+    with Reader() as reader:
+        reader.read(value.source(), 0, memoryview(data))
     return torch.frombuffer(data, dtype=TORCH_DTYPES[value.dtype]).item()
 
 

@@ -1,5 +1,6 @@
 """What the engine holds of the module, whichever files it is spread over."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from t5train.consolidate.metadata import StoredTensor
 from t5train.consolidate.plan import Source
 from t5train.errors import ConsolidationError, IncompleteCheckpoint, UnknownLayout
 
+_log = logging.getLogger(__name__)
 _FOREIGN_KEYS = {"ds_autoep_layers": "AutoEP", "autoep_layers": "AutoEP", "folding": "AutoEP folded with AutoTP"}
 
 
@@ -63,7 +65,15 @@ def model_states(checkpoint: OpenedCheckpoint, name: str) -> dict[str, Any]:
 
 def stored_weights(checkpoint: OpenedCheckpoint, module: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """The tensors of a state dictionary, by the names the result will have."""
-    return {checkpoint.result_name(name): item for name, item in module.items() if isinstance(item, StoredTensor)}
+    return {checkpoint.result_name(name): tensor for name, tensor in tensors_of(checkpoint, module).items()}
+
+
+def tensors_of(checkpoint: OpenedCheckpoint, states: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """The tensors of a state dictionary; the log names what else it holds (modules' extra state) and is left out."""
+    tensors = {name: item for name, item in states.items() if isinstance(item, StoredTensor)}
+    if left_out := sorted(map(str, states.keys() - tensors.keys())):
+        _log.warning("%s: %s are no tensors, and left out", checkpoint.folder, ", ".join(left_out))
+    return tensors
 
 
 def buffer_names(checkpoint: OpenedCheckpoint, model: Mapping[str, Any]) -> frozenset[str]:

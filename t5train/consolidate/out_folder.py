@@ -12,7 +12,9 @@ from t5train.errors import RecordError, StorageError
 from t5train.records import MANIFEST, Weights
 
 _SPARE_BYTES = 16 << 20
-_OURS_TO_REPORT = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EFBIG}
+_OURS_TO_REPORT = {
+    errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EFBIG, errno.EIO,
+}  # fmt: skip
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 from t5train.consolidate.checkpoint import OpenedCheckpoint
 from t5train.consolidate.metadata import StoredTensor, content_of
-from t5train.consolidate.module_states import ModuleStates, Weight, step_of
+from t5train.consolidate.module_states import ModuleStates, Weight, step_of, tensors_of
 from t5train.consolidate.pipeline_stages import TIED, Stage, stages
 from t5train.consolidate.reading import Reader
 from t5train.consolidate.state_files import StateFile, numbered
@@ -39,7 +39,10 @@ def module_states(checkpoint: OpenedCheckpoint) -> ModuleStates:
 
 def _held(checkpoint: OpenedCheckpoint, shapes: _Shapes, buffers: Iterable[str]) -> dict[str, list[StoredTensor]]:
     """The layers' tensors by the names the result will have; several of a tied module with several files."""
-    layers = {layer: _tensors(checkpoint, name) for (layer,), name in numbered(checkpoint.names, StateFile.LAYER)}
+    layers = {
+        layer: tensors_of(checkpoint, checkpoint.read(name))
+        for (layer,), name in numbered(checkpoint.names, StateFile.LAYER)
+    }
     named = {int(name.split(".", 1)[0]) for name in (*shapes, *buffers) if not name.startswith(TIED)}
     if missing := sorted(named - layers.keys()):
         raise IncompleteCheckpoint(
@@ -52,10 +55,6 @@ def _held(checkpoint: OpenedCheckpoint, shapes: _Shapes, buffers: Iterable[str])
         for name, tensor in tensors.items():
             held.setdefault(checkpoint.result_name(f"{tied.get(layer, layer)}.{name}"), []).append(tensor)
     return held
-
-
-def _tensors(checkpoint: OpenedCheckpoint, name: str) -> dict[str, StoredTensor]:
-    return {key: tensor for key, tensor in checkpoint.read(name).items() if isinstance(tensor, StoredTensor)}
 
 
 def _tied_layers(

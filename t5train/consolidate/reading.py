@@ -25,10 +25,15 @@ class Reader:
             filled += extent.size
 
     def read_extent(self, extent: Extent, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of an extent; IncompleteCheckpoint when the file ends before it."""
+        """Fill ``buffer`` with the bytes of an extent; IncompleteCheckpoint when the file or the disk has them not."""
         descriptor, done = self._descriptor(extent.file), 0
         while done < extent.size:
-            count = os.preadv(descriptor, [buffer[done:]], extent.offset + done)
+            try:
+                count = os.preadv(descriptor, [buffer[done:]], extent.offset + done)
+            except OSError as error:
+                raise IncompleteCheckpoint(
+                    f"{extent.file} cannot be read ({error.strerror}): repair the disk, or choose another tag"
+                ) from error
             if not count:
                 raise IncompleteCheckpoint(f"{extent.file} ends at byte {extent.offset + done}: it was truncated")
             done += count

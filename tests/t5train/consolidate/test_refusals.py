@@ -291,3 +291,37 @@ def test_frozen_parameters_at_zero_0_without_sidecars_are_refused_with_the_numbe
 ) -> None:
     written = zero12(stage=0, groups=[[(5, 3)]], frozen=[(2, 2)])
     refuse(UnknownLayout, "masters: 15, of the module's parameters: 19", written.folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        ("preadv", IncompleteCheckpoint, r"_states\.pt cannot be read \(Input/output error\): repair the disk"),
+        ("pwrite", StorageError, "out cannot be written: .*Input/output error"),
+    ],
+)
+def test_a_bad_disk_is_told_and_nothing_stays_behind(
+    zero12: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    error: type[T5TrainError],
+    match: str,
+) -> None:
+    def fail(*_arguments: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    written = zero12()
+    with monkeypatch.context() as bad:
+        bad.setattr(f"os.{call}", fail)
+        refuse(error, match, written.folder, tmp_path / "out")
+
+
+def test_what_is_no_tensor_in_a_module_is_named_when_it_is_left_out(
+    zero12: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written = zero12()
+    module = torch.load(written.tag / MODEL, weights_only=False)["module"]
+    save_model(written.tag, module=module | {"layer0._extra_state": {"scale": 1.0}})
+    consolidate(written.folder, tmp_path / "out")
+    assert "layer0._extra_state are no tensors, and left out" in caplog.text
