@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from t5train.consolidate import consolidate
 from t5train.records import TokenShards
+from t5train.sidecar import read_all
 from t5train.train.ranks import digest64
 from tests.t5train.train.test_training import Trained, _launch, _spec
 
@@ -45,3 +46,14 @@ def test_consolidation_gives_the_live_masters_bit_for_bit(trained: Trained, tmp_
     tensors = load_file(tmp_path / "weights/model.safetensors")
     digests = {name: digest64(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
     assert digests == trained.found("whole")["masters"]
+
+
+def test_a_rank_vouches_for_the_experts_that_it_wrote(trained: Trained) -> None:
+    sidecars = read_all(trained.root / "whole/checkpoints/step-00000006")
+    experts = [{int(name.split("_")[3]) for name in one.files if name.startswith("layer_")} for one in sidecars]
+    assert experts == [{0, 1}, {2, 3}, set(), set()]
+    held = [(one.layout.expert_rank, one.layout.expert_data_rank) for one in sidecars]
+    assert held == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    slots = {slot.name for group in sidecars[3].groups for slot in group}
+    assert "encoder.block.1.layer.1.mlp.experts.expert_2.wi.weight" in slots
+    assert "encoder.block.1.layer.1.mlp.experts.expert_1.wi.weight" not in slots
