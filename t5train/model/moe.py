@@ -48,10 +48,8 @@ class SparseFeedForward(MoE):  # type: ignore[misc]  # DeepSpeed has no types
 
     def reset(self) -> None:
         """Count from zero."""
-        self.tokens, self.overflow = (
-            torch.zeros(self.num_experts, dtype=torch.int64),
-            torch.zeros((), dtype=torch.int64),
-        )
+        self.tokens = torch.zeros(self.num_experts, dtype=torch.int64)
+        self.overflow = torch.zeros((), dtype=torch.int64)
 
     def _z_loss(self, hidden: Tensor) -> Tensor:
         """Mean square of the log-sum-exp of the router's logits, which keeps them small (Zoph et al. 2022)."""

@@ -23,7 +23,8 @@ class Routing:
 
     def paid(self) -> float:
         """What this rank's last training pass added to its loss for all routers."""
-        return sum(float(layer.router_loss.detach()) for layer in self._layers.values())
+        losses = [layer.router_loss.detach() for layer in self._layers.values()]
+        return float(torch.stack(losses).sum()) if losses else 0.0
 
     def of_step(self, paid: float) -> Values:
         """Of all ranks: the mean of what they paid, and the share of a step's choices that found no place."""
@@ -58,8 +59,8 @@ class Routing:
 
     def _collect(self) -> tuple[dict[str, Tensor], int]:
         """Tokens by layer and expert and those in excess, over all ranks, since the last call."""
-        mine = [n for layer in self._layers.values() for n in [*layer.tokens.tolist(), int(layer.overflow)]]
-        total = torch.tensor(gather(mine)).sum(0)
+        mine = [part for layer in self._layers.values() for part in (layer.tokens, layer.overflow.view(1))]
+        total = torch.tensor(gather(torch.cat(mine).tolist())).sum(0)
         counts, overflow = {}, 0
         for path, layer in self._layers.items():
             counts[path], total = total[: layer.num_experts], total[layer.num_experts :]
