@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from t5train.consolidate.masters import Master, ParameterGroup
 from t5train.consolidate.plan import Source
-from t5train.consolidate.reading import Reader
+from t5train.consolidate.reading import repeated_element
 from t5train.errors import UnknownLayout
 
-_PIECE_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -58,11 +57,5 @@ def _squares(group: ParameterGroup, tied: frozenset[str]) -> dict[str, Source]:
 
 
 def _is_zero(source: Source) -> bool:
-    buffer = memoryview(bytearray(min(_PIECE_BYTES, source.size)))
-    with Reader() as reader:
-        for start in range(0, source.size, _PIECE_BYTES):
-            piece = buffer[: source.size - start]
-            reader.read(source, start, piece)
-            if any(piece):
-                return False
-    return True
+    element = repeated_element(source)
+    return element is not None and not any(element)

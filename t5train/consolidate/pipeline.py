@@ -11,11 +11,10 @@ from t5train.consolidate.checkpoint import OpenedCheckpoint
 from t5train.consolidate.metadata import StoredTensor, content_of
 from t5train.consolidate.module_states import ModuleStates, Weight, step_of, tensors_of
 from t5train.consolidate.pipeline_stages import TIED, Stage, stages
-from t5train.consolidate.reading import Reader
+from t5train.consolidate.reading import repeated_element
 from t5train.consolidate.state_files import StateFile, numbered
 from t5train.errors import IncompleteCheckpoint, UnknownLayout
 
-_PIECE_BYTES = 1 << 20
 _Shapes = Mapping[str, tuple[int, ...] | None]
 
 
@@ -109,21 +108,6 @@ def _aliases(
     for name in held.keys() - trained - aliases.keys():
         weight = held[name][0]
         owner = owners.get(content_of(weight))
-        if owner and not _is_constant(weight):
+        if owner and repeated_element(weight.source()) is None:  # two norms of ones are no tie
             aliases[name] = owner
     return aliases
-
-
-def _is_constant(tensor: StoredTensor) -> bool:
-    """Whether all elements are equal, as a frozen and a trained layer norm's may be without being tied."""
-    source = tensor.source()
-    buffer = memoryview(bytearray(min(_PIECE_BYTES, source.size)))
-    with Reader() as reader:
-        reader.read(source, 0, buffer[: source.item_bytes])
-        constant = bytes(buffer[: source.item_bytes]) * (len(buffer) // source.item_bytes)
-        for start in range(0, source.size, _PIECE_BYTES):
-            piece = buffer[: source.size - start]
-            reader.read(source, start, piece)
-            if piece != constant[: len(piece)]:
-                return False
-    return True

@@ -13,6 +13,7 @@ from t5train.consolidate.metadata import StoredTensor, content_of
 from t5train.consolidate.module_states import ModuleStates
 from t5train.consolidate.partly_tied import without_unmoved
 from t5train.consolidate.pipeline_stages import Stage, stages
+from t5train.consolidate.reading import repeated_element
 from t5train.consolidate.replicated import master_groups, partition_groups, require_full_precision
 from t5train.errors import IncompleteCheckpoint, UnknownLayout
 from t5train.sidecar import ParameterSlot
@@ -53,11 +54,12 @@ def _require_weights(checkpoint: OpenedCheckpoint, module: ModuleStates, optimiz
     """IncompleteCheckpoint when there are fewer weights of some shape than parameters the optimizers move.
 
     Nothing names the parameters here, so that nothing else tells that the file of a layer is missing. Moments of a
-    tied parameter are equal in all of its stages, and are counted once.
+    tied parameter are equal in all of its stages, and are counted once; those of one that never moved are all zero.
     """
     states = [state for optimizer in optimizers if optimizer for state in optimizer.get("state", {}).values()]
     moments = [held for state in states if isinstance(held := state.get("exp_avg"), StoredTensor)]
-    moved = Counter(shape for _, shape, _ in set(map(content_of, moments)))
+    changing = {content_of(moment) for moment in moments if repeated_element(moment.source()) is None}
+    moved = Counter(shape for _, shape, _ in changing)
     held = Counter(weight.shape for name, weight in module.weights.items() if name not in module.buffers)
     for shape, count in (moved - held).items():
         raise IncompleteCheckpoint(

@@ -8,6 +8,7 @@ from typing import IO, Self
 from t5train.consolidate.plan import Extent, Source
 from t5train.errors import IncompleteCheckpoint
 
+_PIECE_BYTES = 1 << 20
 _MOST_OPEN = 16  # files: each of many threads has a reader, and a checkpoint may be of thousands of ranks
 
 
@@ -54,3 +55,18 @@ class Reader:
     ) -> None:
         for file in self._open.values():
             file.close()
+
+
+def repeated_element(source: Source) -> bytes | None:
+    """The element that all elements of a source are equal to; None when they differ, or there are none."""
+    buffer = memoryview(bytearray(min(_PIECE_BYTES, source.size)))
+    with Reader() as reader:
+        reader.read(source, 0, buffer[: source.item_bytes])
+        element = bytes(buffer[: source.item_bytes])
+        repeated = element * (len(buffer) // source.item_bytes)
+        for start in range(0, source.size, _PIECE_BYTES):
+            piece = buffer[: source.size - start]
+            reader.read(source, start, piece)
+            if piece != repeated[: len(piece)]:
+                return None
+    return element or None

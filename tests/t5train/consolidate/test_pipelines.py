@@ -103,6 +103,23 @@ def test_a_missing_layer_is_noticed_where_nothing_names_the_layers(pipeline_engi
     refuse(tag, tmp_path / "out", r"1 parameters of shape \(17, 9\), and the layers' files hold 0")
 
 
+def test_what_a_stage_holds_and_never_moves_is_not_missed_where_nothing_names_the_layers(
+    pipeline_engines: Path, tmp_path: Path
+) -> None:
+    source = pipeline_engines / "theirs" / "zero0-fp32" / "global_step3"
+    tag = Path(shutil.copytree(source, tmp_path / "in" / "global_step3"))
+    positions = torch.rand(6, 9)
+    for stage, moment in enumerate((torch.rand(6, 9), torch.zeros(6, 9))):
+        path = tag / f"mp_rank_{stage:02d}_model_states.pt"
+        model = torch.load(path, weights_only=False)
+        model["optimizer"]["state"][99] = {"step": torch.tensor(3.0), "exp_avg": moment, "exp_avg_sq": moment}
+        torch.save(model, path)
+    path = tag / "layer_00-model_states.pt"
+    torch.save(torch.load(path) | {"positions": positions}, path)
+    consolidate(tag, tmp_path / "out")
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["0.positions"], positions)
+
+
 @pytest.fixture
 def tag(pipeline_engines: Path, tmp_path: Path) -> Path:
     """A copy of somebody else's checkpoint, to be changed."""
