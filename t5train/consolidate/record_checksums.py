@@ -1,12 +1,13 @@
 """The CRC-32 that torch's archives carry of every record, checked for files without recorded digests."""
 
-import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+
+from isal.isal_zlib import crc32 as crc32_of  # zlib's, twenty times as fast
 
 from t5train.consolidate import crc32
 from t5train.consolidate.metadata import record_checksums
@@ -44,7 +45,7 @@ class PassedBytes:
         if not self.runs or (self.runs[-1].file, self.runs[-1].end) != (extent.file, extent.offset):
             self.runs.append(_Run(extent.file, extent.offset, extent.offset, 0))
         run = self.runs[-1]
-        run.checksum = zlib.crc32(data, run.checksum)
+        run.checksum = crc32_of(data, run.checksum)
         run.end += extent.size
 
 
@@ -89,5 +90,5 @@ def _with_gap(checksum: int, gap: Extent, reader: Reader) -> int:
     for start in range(0, gap.size, _GAP_BYTES):
         data = memoryview(bytearray(min(_GAP_BYTES, gap.size - start)))
         reader.read_extent(Extent(gap.file, gap.offset + start, len(data)), data)
-        checksum = zlib.crc32(data, checksum)
+        checksum = crc32_of(data, checksum)
     return checksum
