@@ -120,13 +120,15 @@ def _state(filesystem: Any, remote: str) -> str:
 def _unchanged(local: Path, note: Path, size: int | None, state: str) -> bool:
     try:
         recorded = json.loads(note.read_bytes())
+        if recorded["state"] != state or size not in (None, recorded["size"]):
+            return False
         verify_file(local, FileDigest(size=recorded["size"], sha256=recorded["sha256"]))
     except FileNotFoundError:
         return False
     except (DigestMismatch, ValueError, KeyError, TypeError) as error:  # the file or the note of it is damaged
         _log.warning("%s is downloaded again: %s", local, error)
         return False
-    return bool(recorded["state"] == state and size in (None, recorded["size"]))
+    return True
 
 
 def _protocols(filesystem: Any) -> tuple[str, ...]:

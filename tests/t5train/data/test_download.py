@@ -106,6 +106,15 @@ def test_a_file_is_downloaded_with_progress_and_once(web: Web, tmp_path: Path) -
     assert download.stat().st_mtime_ns == written_at
 
 
+def test_a_note_that_lacks_something_costs_a_download_and_no_more(web: Web, tmp_path: Path) -> None:
+    build(web, tmp_path)
+    (note,) = (tmp_path / "cache").rglob("text.txt.download.json")
+    told = note.read_text()
+    note.write_text('{"size": 1}')
+    assert build(web, tmp_path).reused
+    assert note.read_text() == told
+
+
 def test_a_file_of_untold_size_is_downloaded(web: Web, tmp_path: Path) -> None:
     web.tells_size = False
     assert build(web, tmp_path).counts["text_bytes"] == len(LINES) - 200_000
