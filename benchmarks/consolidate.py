@@ -163,7 +163,8 @@ def require_equal(ours: Path, theirs: Path) -> None:
 
     wanted = json.loads((ours / "model.tensors.json").read_text())
     with safe_open(theirs / "model.safetensors", "np") as file:
-        found = {name: hashlib.sha256(file.get_tensor(name).data).hexdigest() for name in file.keys()}  # noqa: SIM118
+        names = file.keys()  # an open file is no mapping, and cannot be iterated over
+        found = {name: hashlib.sha256(file.get_tensor(name).data).hexdigest() for name in names}
     if found != {name: tensor["sha256"] for name, tensor in wanted.items()}:
         raise SystemExit(f"{ours} and {theirs} differ")
 

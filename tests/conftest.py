@@ -104,7 +104,7 @@ def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectSto
         server.send_signal(signal.SIGKILL)
         server.wait()
         for port in ports.values():  # which it puts there whatever TMPDIR says
-            for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):  # noqa: S108 - as above
+            for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):  # noqa: S108 - the server chooses that folder
                 left.unlink()
 
 

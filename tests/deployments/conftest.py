@@ -76,7 +76,7 @@ class Page:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     """An empty page of a browser without a window."""
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if program is None:
+    if program is None:  # .ci/browser, which `make test` calls before, could not install one either
         pytest.skip("no Chromium on PATH to look at Prefect's pages with: apt-get install chromium")
     profile = tmp_path_factory.mktemp("browser")
     # Chromium's sandbox wants a user other than root; the only pages it sees here are those of our own server.
@@ -132,7 +132,7 @@ def post() -> Post:
 
     def post(url: str, body: dict[str, object]) -> Any:
         request = Request(url, json.dumps(body).encode(), {"content-type": "application/json"})  # noqa: S310 - the server of this test
-        with urlopen(request, timeout=30) as response:  # noqa: S310 - as above
+        with urlopen(request, timeout=30) as response:  # noqa: S310 - the server of this test
             return json.load(response)
 
     return post

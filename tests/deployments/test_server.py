@@ -51,7 +51,7 @@ def client_environment(home: Path, api_url: str) -> dict[str, str]:
 
 def ask(url: str, query: dict[str, object]) -> list[dict[str, object]]:
     request = Request(url, json.dumps(query).encode(), {"content-type": "application/json"})  # noqa: S310 - the server of this test
-    with urlopen(request, timeout=30) as response:  # noqa: S310 - as above
+    with urlopen(request, timeout=30) as response:  # noqa: S310 - the server of this test
         found: list[dict[str, object]] = json.load(response)
         return found
 

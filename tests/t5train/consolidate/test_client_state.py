@@ -17,7 +17,7 @@ from t5train.errors import IncompleteCheckpoint, UnknownLayout
 
 def save_client_state(written: Written, **state: object) -> None:
     path = written.tag / "mp_rank_00_model_states.pt"
-    torch.save(torch.load(path, weights_only=False) | state, path)
+    torch.save(torch.load(path, weights_only=False) | state, path)  # a file that this test wrote
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_learning_rates_of_numpy_are_still_compared_between_ranks(
 ) -> None:
     written = zero12()
     for rank, path in enumerate(sorted(written.tag.glob("*optim_states.pt"))):
-        content = torch.load(path, weights_only=False)
+        content = torch.load(path, weights_only=False)  # a file that this test wrote
         content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["lr"] = np.float64(
             0.5 + rank * differ
         )

@@ -32,7 +32,7 @@ def expert_file(layer: int, expert: int) -> str:
 
 def edit(tag: Path, name: str, change: Edit) -> None:
     """Save a file again, changed."""
-    content = torch.load(tag / name, weights_only=False)
+    content = torch.load(tag / name, weights_only=False)  # a file that this test wrote
     change(content)
     torch.save(content, tag / name)
 

@@ -21,7 +21,7 @@ def test_a_frozen_tie_whose_first_name_was_left_out_stands_under_another_if_its_
     weight = written.expected.pop(owner).bfloat16()
     kept = torch.empty(0, dtype=torch.bfloat16) if stage == 3 else weight
     for path in written.tag.glob("*model_states.pt"):
-        model = torch.load(path, weights_only=False)
+        model = torch.load(path, weights_only=False)  # a file that this test wrote
         del model["module"][owner]
         model["module"] |= {"alias": kept, "other": kept}
         model |= {"frozen_param_shapes": None, "frozen_param_fragments": None}

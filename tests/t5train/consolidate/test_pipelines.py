@@ -111,7 +111,7 @@ def test_what_a_stage_holds_and_never_moves_is_not_missed_where_nothing_names_th
     positions = torch.rand(6, 9)
     for stage, moment in enumerate((torch.rand(6, 9), torch.zeros(6, 9))):
         path = tag / f"mp_rank_{stage:02d}_model_states.pt"
-        model = torch.load(path, weights_only=False)
+        model = torch.load(path, weights_only=False)  # a copy of what our own engines wrote
         model["optimizer"]["state"][99] = {"step": torch.tensor(3.0), "exp_avg": moment, "exp_avg_sq": moment}
         torch.save(model, path)
     path = tag / "layer_00-model_states.pt"
@@ -158,7 +158,7 @@ def test_a_missing_layer_or_rank_of_a_stage_is_refused(tag: Path, tmp_path: Path
 
 def test_a_tied_parameter_that_differs_between_stages_is_refused(tag: Path, tmp_path: Path) -> None:
     path = tag / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
-    content = torch.load(path, weights_only=False)
+    content = torch.load(path, weights_only=False)  # a copy of what our own engines wrote
     content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data[3] += 0.25
     torch.save(content, path)
     refuse(tag, tmp_path / "out", r"tied_modules\.embed\.weight")
@@ -166,5 +166,5 @@ def test_a_tied_parameter_that_differs_between_stages_is_refused(tag: Path, tmp_
 
 def test_a_stage_of_another_step_is_refused(tag: Path, tmp_path: Path) -> None:
     path = tag / "mp_rank_01_model_states.pt"
-    torch.save(torch.load(path, weights_only=False) | {"global_steps": 4}, path)
+    torch.save(torch.load(path, weights_only=False) | {"global_steps": 4}, path)  # a copy of what our own engines wrote
     refuse(tag, tmp_path / "out", r"differ in global_steps \(3 and 4\)")

@@ -38,7 +38,7 @@ def refuse(tag: Path, error: type[T5TrainError], match: str, **how: Any) -> None
 
 
 def change(path: Path, spoil: Callable[[dict[str, Any]], None]) -> None:
-    content = torch.load(path, weights_only=False)
+    content = torch.load(path, weights_only=False)  # a copy of what our own engines wrote
     spoil(content)
     torch.save(content, path)
 

@@ -149,7 +149,7 @@ def test_tensors_larger_than_a_buffer_are_whole(zero12: Callable[..., Any], tmp_
 def test_transposed_weights_are_written_in_row_major_order(zero12: Callable[..., Any], tmp_path: Path) -> None:
     written = zero12(frozen=[(4, 3, 2)])
     path = written.tag / "mp_rank_00_model_states.pt"
-    model = torch.load(path, weights_only=False)
+    model = torch.load(path, weights_only=False)  # a file that this test wrote
     frozen = model["module"]["frozen0"].permute(2, 0, 1)
     model["module"]["frozen0"] = frozen
     model["module"]["buffer"] = torch.arange(5).expand(3, 5)

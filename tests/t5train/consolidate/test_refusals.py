@@ -101,14 +101,14 @@ class Hostile:
 
 def test_a_hostile_pickle_is_refused_and_does_not_run(zero12: Callable[..., Any], tmp_path: Path) -> None:
     written, target = zero12(), tmp_path / "ran"
-    model = torch.load(written.tag / MODEL, weights_only=False)
+    model = torch.load(written.tag / MODEL, weights_only=False)  # a file that this test wrote
     torch.save(model | {"client": Hostile(target)}, written.tag / MODEL)
     refuse(ConsolidationError, f"{MODEL} is refused", written.folder, tmp_path / "out")
     assert not target.exists()
 
 
 def save_model(tag: Path, **changed: Any) -> None:
-    model = torch.load(tag / MODEL, weights_only=False)
+    model = torch.load(tag / MODEL, weights_only=False)  # a file that this test wrote
     torch.save(model | changed, tag / MODEL)
 
 
@@ -126,7 +126,7 @@ def test_a_parameter_without_a_weight_in_the_module_is_refused(zero12: Callable[
 
 def test_a_tie_that_is_none_is_refused(zero12: Callable[..., Any], tmp_path: Path) -> None:
     written = zero12(groups=[[(5, 3)]])
-    module = torch.load(written.tag / MODEL, weights_only=False)["module"]
+    module = torch.load(written.tag / MODEL, weights_only=False)["module"]  # a file that this test wrote
     module["alias"] = module["layer0.weight0"] + 1
     save_model(written.tag, module=module, shared_params={"alias": "layer0.weight0"})
     refuse(IncompleteCheckpoint, r"layer0\.weight0: the master", written.folder, tmp_path / "out")
@@ -321,7 +321,7 @@ def test_what_is_no_tensor_in_a_module_is_named_when_it_is_left_out(
     zero12: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     written = zero12()
-    module = torch.load(written.tag / MODEL, weights_only=False)["module"]
+    module = torch.load(written.tag / MODEL, weights_only=False)["module"]  # a file that this test wrote
     save_model(written.tag, module=module | {"layer0._extra_state": {"scale": 1.0}})
     consolidate(written.folder, tmp_path / "out")
     assert "layer0._extra_state are no tensors, and left out" in caplog.text
