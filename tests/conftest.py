@@ -8,12 +8,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 from hypothesis import settings
 
 from infra.ports import free_port
+from t5train import sidecar
+from t5train.records import digest_files
+from t5train.sidecar import DataState, ParallelLayout, ParameterSlot, Sidecar
 
 GOLDEN = Path(__file__).parent / "golden"
 WEED = Path(sys.executable).with_name("weed")
@@ -70,6 +73,28 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text("utf-8"), f"{path} differs; if that is meant, run pytest --update-golden"
 
     return compare
+
+
+@pytest.fixture
+def record_alone() -> Callable[..., None]:
+    """``record_alone(tag, names, slots, zero_stage=0)``: the sidecar of a run's only rank."""
+
+    def record(tag: Path, names: list[str], slots: list[ParameterSlot], zero_stage: Literal[0, 1] = 0) -> None:
+        alone = Sidecar(
+            run_fingerprint="a" * 64,
+            step=3,
+            tag=tag.name,
+            rank=0,
+            world_size=1,
+            layout=ParallelLayout(zero_stage=zero_stage, precision="fp32", data_parallel_rank=0, data_parallel_size=1),
+            files=digest_files(tag, names),
+            groups=[slots] if slots else [],
+            huggingface_config={"model_type": "t5"},
+            data=DataState(samples_consumed=3, shards_fingerprint="b" * 64),
+        )
+        sidecar.write(tag, alone)
+
+    return record
 
 
 @pytest.fixture

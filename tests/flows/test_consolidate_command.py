@@ -6,14 +6,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from t5train import sidecar
-from t5train.records import digest_files
-from t5train.sidecar import DataState, ParallelLayout, ParameterSlot, Sidecar
+from t5train.sidecar import ParameterSlot
 
 MODEL = "mp_rank_00_model_states.pt"
+Record = Callable[..., None]
 
 
-def write_tag(tag: Path) -> dict[str, dict[str, torch.Tensor]]:
+def write_tag(tag: Path, record: Record) -> dict[str, dict[str, torch.Tensor]]:
     """A checkpoint of one rank in fp32, whose optimizer moves the weights in place; what it must give, by file."""
     tag.mkdir(parents=True)
     held = {
@@ -25,26 +24,14 @@ def write_tag(tag: Path) -> dict[str, dict[str, torch.Tensor]]:
     }
     optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
     torch.save({"module": held["model"], "optimizer": optimizer, "global_steps": 3, "dp_world_size": 1}, tag / MODEL)
-    sidecar.write(
-        tag,
-        Sidecar(
-            run_fingerprint="a" * 64,
-            step=3,
-            tag=tag.name,
-            rank=0,
-            world_size=1,
-            layout=ParallelLayout(zero_stage=0, precision="fp32", data_parallel_rank=0, data_parallel_size=1),
-            files=digest_files(tag, [MODEL]),
-            groups=[[ParameterSlot.of("b.weight", (3, 2), 0), ParameterSlot.of("a.bias", (4,), 6)]],
-            huggingface_config={"model_type": "t5"},
-            data=DataState(samples_consumed=3, shards_fingerprint="b" * 64),
-        ),
-    )
+    record(tag, [MODEL], [ParameterSlot.of("b.weight", (3, 2), 0), ParameterSlot.of("a.bias", (4,), 6)])
     return held
 
 
-def test_moments_are_written_when_they_are_asked_for(t5_pretrain: Callable[..., int], tmp_path: Path) -> None:
-    held = write_tag(tmp_path / "checkpoints/step-00000003")
+def test_moments_are_written_when_they_are_asked_for(
+    t5_pretrain: Callable[..., int], record_alone: Record, tmp_path: Path
+) -> None:
+    held = write_tag(tmp_path / "checkpoints/step-00000003", record_alone)
     assert t5_pretrain("consolidate", "checkpoints", "plain") == 0
     assert t5_pretrain("consolidate", "checkpoints", "out", "--moments") == 0
     assert sorted(path.stem for path in (tmp_path / "plain").glob("*.safetensors")) == ["model"]

@@ -10,8 +10,6 @@ from infra import shared_memory
 from infra.ports import free_port
 from t5train import sidecar
 from t5train.errors import IncompleteCheckpoint
-from t5train.records import digest_files
-from t5train.sidecar import DataState, ParallelLayout, Sidecar
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +43,7 @@ with contextlib.suppress(Exception):
 
 
 def test_deepspeed_unpickles_a_stray_file_and_a_tag_that_holds_one_is_refused(
-    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+    run_python: Callable[..., subprocess.CompletedProcess[str]], record_alone: Callable[..., None], tmp_path: Path
 ) -> None:
     port = free_port()
     ended = run_python(LOADS_A_TAG_WITH_A_STRAY, str(tmp_path), STRAY, str(port))
@@ -54,21 +52,7 @@ def test_deepspeed_unpickles_a_stray_file_and_a_tag_that_holds_one_is_refused(
     assert (tmp_path / "the-code-ran").exists(), "DeepSpeed does not look at such a file any more"
     tag = tmp_path / "tag"
     own = [path.name for path in tag.iterdir() if path.name != STRAY]
-    sidecar.write(
-        tag,
-        Sidecar(
-            run_fingerprint="r" * 64,
-            step=0,
-            tag=tag.name,
-            rank=0,
-            world_size=1,
-            layout=ParallelLayout(zero_stage=1, precision="fp32", data_parallel_rank=0, data_parallel_size=1),
-            files=digest_files(tag, own),
-            groups=[],
-            huggingface_config={},
-            data=DataState(samples_consumed=0, shards_fingerprint="s" * 64),
-        ),
-    )
+    record_alone(tag, own, [], zero_stage=1)
     with pytest.raises(IncompleteCheckpoint, match=f"holds {STRAY}, which no rank recorded"):
         sidecar.require_complete(tag)
     (tag / STRAY).unlink()
