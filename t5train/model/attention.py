@@ -12,15 +12,15 @@ from t5train.model.shape import RELATIVE_BUCKETS, RELATIVE_MAX_DISTANCE, T5Shape
 class Attention(nn.Module):
     """Multi-head attention; the first layer of a stack also owns the position bias all its layers share."""
 
-    def __init__(self, shape: T5Shape, has_position_bias: bool = False) -> None:
+    def __init__(self, shape: T5Shape, position_bias: "PositionBias | None" = None) -> None:
         super().__init__()
         self.num_heads, self.d_kv, self.dropout_rate = shape.num_heads, shape.d_kv, shape.dropout_rate
         self.q = nn.Linear(shape.d_model, shape.inner, bias=False)
         self.k = nn.Linear(shape.d_model, shape.inner, bias=False)
         self.v = nn.Linear(shape.d_model, shape.inner, bias=False)
         self.o = nn.Linear(shape.inner, shape.d_model, bias=False)
-        if has_position_bias:
-            self.relative_attention_bias = nn.Embedding(RELATIVE_BUCKETS, shape.num_heads)
+        if position_bias is not None:
+            self.relative_attention_bias = position_bias
 
     def forward(self, hidden: Tensor, memory: Tensor, bias: Tensor | None) -> Tensor:
         """``hidden`` [b, q, d_model] attends to ``memory`` [b, k, d_model]; a ``bias`` [1, heads, q, k] is added."""
@@ -31,19 +31,26 @@ class Attention(nn.Module):
         output: Tensor = self.o(mixed.transpose(1, 2).reshape(*hidden.shape[:-1], -1))
         return output
 
-    def position_bias(self, length: int, causal: bool) -> Tensor:
-        """Bias [1, heads, length, length] of a position for another; the future gets the lowest finite number."""
-        weight = self.relative_attention_bias.weight
-        positions = torch.arange(length, device=weight.device)
-        distance = positions[None, :] - positions[:, None]
-        bias: Tensor = self.relative_attention_bias(_bucket(distance, bidirectional=not causal))
-        bias = bias.permute(2, 0, 1).unsqueeze(0)
-        if causal:
-            bias = torch.where(distance <= 0, bias, torch.finfo(bias.dtype).min)
-        return bias.contiguous()
-
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.view(*projected.shape[:-1], self.num_heads, self.d_kv).transpose(1, 2)
+
+
+class PositionBias(nn.Embedding):
+    """What a head adds for the distance between two positions; in a ``causal`` one the future has no weight."""
+
+    def __init__(self, shape: T5Shape, causal: bool) -> None:
+        super().__init__(RELATIVE_BUCKETS, shape.num_heads)
+        self.causal = causal
+
+    def between(self, length: int) -> Tensor:
+        """Bias [1, heads, length, length] of a position for another; the future gets the lowest finite number."""
+        positions = torch.arange(length, device=self.weight.device)
+        distance = positions[None, :] - positions[:, None]
+        bias: Tensor = self(_bucket(distance, bidirectional=not self.causal))
+        bias = bias.permute(2, 0, 1).unsqueeze(0)
+        if self.causal:
+            bias = torch.where(distance <= 0, bias, torch.finfo(bias.dtype).min)
+        return bias.contiguous()
 
 
 def _bucket(distance: Tensor, bidirectional: bool) -> Tensor:

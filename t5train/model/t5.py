@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from t5train.model.attention import Attention
+from t5train.model.attention import Attention, PositionBias
 from t5train.model.feed_forward import FeedForward, GatedFeedForward
 from t5train.model.shape import LAYER_NORM_EPSILON, T5Shape
 
@@ -78,14 +78,16 @@ class Stack(nn.Module):
     def __init__(self, shape: T5Shape, num_layers: int, is_decoder: bool, expert_parallel_size: int) -> None:
         super().__init__()
         self.is_decoder = is_decoder
-        self.block = nn.ModuleList(Block(shape, is_decoder, index, expert_parallel_size) for index in range(num_layers))
+        self.block = nn.ModuleList(
+            Block(shape, is_decoder, index, expert_parallel_size, None if index else PositionBias(shape, is_decoder))
+            for index in range(num_layers)
+        )
         self.final_layer_norm = RMSNorm(shape.d_model)
         self.dropout = nn.Dropout(shape.dropout_rate)
 
     def forward(self, embedded: Tensor, memory: Tensor | None = None) -> Tensor:
         """``embedded`` [b, n, d_model], attending to ``memory`` [b, m, d_model] in a decoder."""
-        first = cast(Block, self.block[0])
-        bias = first.self_attention.position_bias(embedded.shape[1], causal=self.is_decoder)
+        bias = cast(Block, self.block[0]).position_bias.between(embedded.shape[1])
         hidden = self.dropout(embedded)
         for block in self.block:
             hidden = block(hidden, bias, memory)
@@ -93,20 +95,30 @@ class Stack(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention, in a decoder cross-attention, and feed-forward, each a residual step."""
+    """Self-attention, in a decoder cross-attention, and feed-forward, each a residual step.
 
-    def __init__(self, shape: T5Shape, is_decoder: bool, index: int, expert_parallel_size: int) -> None:
+    The first of a stack owns the position bias that all use.
+    """
+
+    def __init__(
+        self,
+        shape: T5Shape,
+        is_decoder: bool,
+        index: int,
+        expert_parallel_size: int = 1,
+        position_bias: PositionBias | None = None,
+    ) -> None:
         super().__init__()
-        steps: list[nn.Module] = [SelfAttentionStep(shape, first=index == 0)]
+        steps: list[nn.Module] = [SelfAttentionStep(shape, position_bias)]
         if is_decoder:
             steps.append(CrossAttentionStep(shape))
         steps.append(FeedForwardStep(shape, index, expert_parallel_size))
         self.layer = nn.ModuleList(steps)
 
     @property
-    def self_attention(self) -> Attention:
-        """The attention that owns the position bias in the first block."""
-        return cast(SelfAttentionStep, self.layer[0]).SelfAttention
+    def position_bias(self) -> PositionBias:
+        """That of the stack, in its first block."""
+        return cast(SelfAttentionStep, self.layer[0]).SelfAttention.relative_attention_bias
 
     def forward(self, hidden: Tensor, bias: Tensor, memory: Tensor | None) -> Tensor:
         """One block; shapes as in the stack."""
@@ -119,9 +131,9 @@ class Block(nn.Module):
 class SelfAttentionStep(nn.Module):
     """x + attention(norm(x))."""
 
-    def __init__(self, shape: T5Shape, first: bool) -> None:
+    def __init__(self, shape: T5Shape, position_bias: PositionBias | None) -> None:
         super().__init__()
-        self.SelfAttention = Attention(shape, has_position_bias=first)
+        self.SelfAttention = Attention(shape, position_bias)
         self.layer_norm = RMSNorm(shape.d_model)
         self.dropout = nn.Dropout(shape.dropout_rate)
 
