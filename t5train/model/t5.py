@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from t5train.model.attention import Attention, PositionBias
 from t5train.model.feed_forward import FeedForward, GatedFeedForward
+from t5train.model.recompute import Recomputable, recomputed
 from t5train.model.shape import LAYER_NORM_EPSILON, T5Shape
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Stack(nn.Module):
         return cast(Tensor, self.dropout(self.final_layer_norm(hidden)))
 
 
-class Block(nn.Module):
+class Block(Recomputable):
     """Self-attention, in a decoder cross-attention, and feed-forward, each a residual step.
 
     The first of a stack owns the position bias that all use.
@@ -114,6 +115,7 @@ class Block(nn.Module):
             steps.append(CrossAttentionStep(shape))
         steps.append(FeedForwardStep(shape, index, expert_parallel_size))
         self.layer = nn.ModuleList(steps)
+        self.is_sparse = shape.is_sparse(index)
 
     @property
     def position_bias(self) -> PositionBias:
@@ -121,10 +123,25 @@ class Block(nn.Module):
         return cast(SelfAttentionStep, self.layer[0]).SelfAttention.relative_attention_bias
 
     def forward(self, hidden: Tensor, bias: Tensor, memory: Tensor | None) -> Tensor:
-        """One block; shapes as in the stack."""
+        """One block; shapes as in the stack.
+
+        Where activations are recomputed, those of experts are kept: they count their tokens, and what they exchange
+        between ranks must come in the same order everywhere.
+        """
+        if not self.recompute:
+            return self._feed_forward(self._attend(hidden, bias, memory))
+        if self.is_sparse:
+            return self._feed_forward(recomputed(self._attend, hidden, bias, memory))
+        return recomputed(self._whole, hidden, bias, memory)
+
+    def _whole(self, hidden: Tensor, bias: Tensor, memory: Tensor | None) -> Tensor:
+        return self._feed_forward(self._attend(hidden, bias, memory))
+
+    def _attend(self, hidden: Tensor, bias: Tensor, memory: Tensor | None) -> Tensor:
         hidden = self.layer[0](hidden, bias)
-        if memory is not None:
-            hidden = self.layer[1](hidden, memory)
+        return hidden if memory is None else cast(Tensor, self.layer[1](hidden, memory))
+
+    def _feed_forward(self, hidden: Tensor) -> Tensor:
         return cast(Tensor, self.layer[-1](hidden))
 
 

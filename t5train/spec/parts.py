@@ -91,7 +91,7 @@ PresetName = Literal["smoke", "tiny", "small", "base", "large", "3b", "11b"]
 class ModelSpec(SpecPart):
     """A T5 of the v1.0 or v1.1 family; fields left out come from the preset."""
 
-    execution = frozenset({"compile"})
+    execution = frozenset({"activation_checkpointing", "compile"})
 
     preset: PresetName = Field("base", title="Preset", description="Shape of the published T5 of that size")
     version: Literal["v1.1", "v1.0"] = Field(
@@ -110,6 +110,11 @@ class ModelSpec(SpecPart):
         None, ge=128, title="Vocabulary", description="Embedding rows; else the tokenizer's, padded to 128"
     )
     dropout_rate: float = Field(0.0, ge=0, lt=1, title="Dropout", description="0 for pre-training, as T5 v1.1")
+    activation_checkpointing: bool = Field(
+        False,
+        title="Activation checkpointing",
+        description="Compute what lies within a block again in the backward pass: less memory, a third more work",
+    )
     compile: bool = Field(False, title="Compile", description="torch.compile; worth it on GPUs")
     moe: ExpertsSpec = ExpertsSpec()
 

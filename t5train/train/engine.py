@@ -11,6 +11,7 @@ from torch import Tensor
 
 from t5train.model.expert_names import huggingface_names
 from t5train.model.initialise import initialise
+from t5train.model.recompute import checkpoint_activations
 from t5train.model.shape import T5Shape
 from t5train.model.t5 import T5
 from t5train.spec import RunSpec
@@ -24,6 +25,8 @@ def build_engine(spec: RunSpec, shape: T5Shape, pad_id: int) -> Any:
     """Initialise model, optimizer and DeepSpeed; every rank starts from the same numbers."""
     build = _partitioned_model if spec.layout.zero_stage == 3 else _model
     model = build(spec, shape, pad_id)
+    if spec.model.activation_checkpointing:
+        checkpoint_activations(model)
     engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(spec, model), config=deepspeed_config(spec))
     inner_optimizer(engine).attach(partitions_of(engine), _sum_over_ranks if engine.zero_optimization() else None)
     if spec.model.compile:

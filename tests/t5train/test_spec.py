@@ -42,6 +42,7 @@ OTHER: dict[str, Any] = {
     "model.num_decoder_layers": 3,
     "model.vocab_size": 2560,
     "model.dropout_rate": 0.1,
+    "model.activation_checkpointing": True,
     "model.compile": True,
     "optimizer.kind": "adamw",
     "optimizer.peak_learning_rate": 0.03,
@@ -90,6 +91,7 @@ EXECUTION = {
     "name",
     "corpus.workers",
     "shards.workers",
+    "model.activation_checkpointing",
     "model.compile",
     *(name for name in EVERY if name.startswith(("layout.", "storage.", "cluster."))),
 }

@@ -29,6 +29,8 @@ EXPERTS = ["zero2-fp32-ep1", "zero2-fp32-ep2", "zero1-bf16-ep2", "zero2-bf16-ep2
 LAYOUTS += EXPERTS
 if torch.ops.mkldnn._is_mkldnn_fp16_supported():
     LAYOUTS += ["zero2-fp16", "zero2-fp16-ep2"]
+RECOMPUTED = ["zero0-fp32", "zero2-fp32-offload", "zero3-bf16-offload", "zero2-fp32-ep2"]
+KEYS = ("step", "loss", "gradient_norm", "validation_loss", "router_loss", "dropped_tokens")
 FAULTS = {
     "nan": ("NonFiniteLoss", "the loss is nan at step"),
     "nan-at-the-end": ("NonFiniteLoss", "the loss is nan at step 6"),
@@ -94,6 +96,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
                 "resume_tag": "step-00000003",
             },
         ]
+    for name in RECOMPUTED:
+        spec = _spec(name).with_settings({"model.activation_checkpointing": True}).model_dump(mode="json")
+        jobs.append({"name": f"{name}.recomputed", "spec": spec, "run_folder": f"{root}/{name}.recomputed"})
     to_zero = _spec("zero1-fp32", num_steps=4).with_settings({"optimizer.final_learning_rate": 0})
     jobs.append({"name": "to-zero", "spec": to_zero.model_dump(mode="json"), "run_folder": f"{root}/to-zero"})
     jobs.append({"name": "short-epochs", **_epoch_ends_within_a_step(), "run_folder": f"{root}/short-epochs"})
@@ -188,6 +193,14 @@ def test_every_step_is_logged_once_also_across_a_resume(trained: Trained, layout
     again = read(trained.root / f"{layout}.whole/metrics.jsonl")
     assert [line["loss"] for line in lines if "loss" in line] == [line["loss"] for line in again if "loss" in line]
     assert all(line["gradient_norm"] for line in lines if "loss" in line)
+
+
+@pytest.mark.parametrize("layout", RECOMPUTED)
+def test_recomputed_activations_change_no_number(trained: Trained, layout: str) -> None:
+    assert trained.found(f"{layout}.recomputed") == trained.found(f"{layout}.whole")
+    runs = [read(trained.root / f"{layout}.{run}/metrics.jsonl") for run in ("whole", "recomputed")]
+    kept, recomputed = ([{key: line.get(key) for key in KEYS} for line in run] for run in runs)
+    assert kept == recomputed
 
 
 def test_zero_stages_train_the_same_model(trained: Trained) -> None:

@@ -1,0 +1,92 @@
+"""Activation checkpointing changes what is kept for the backward pass, and no number."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from t5train.model.initialise import initialise
+from t5train.model.recompute import checkpoint_activations
+from t5train.model.shape import resolve
+from t5train.model.t5 import T5
+from t5train.spec import ExpertsSpec, ModelSpec
+
+VOCABULARY = 300
+
+
+def _model(recomputed: bool, **settings: Any) -> T5:
+    shape = resolve(ModelSpec.model_validate({"preset": "smoke", "dropout_rate": 0.1, **settings}), VOCABULARY)
+    torch.manual_seed(0)  # of experts, which have names of their own
+    model = T5(shape, decoder_start_id=0)
+    for name, parameter in model.named_parameters():
+        if "deepspeed" not in name:
+            initialise(name, parameter, shape, seed=3)
+    if recomputed:
+        checkpoint_activations(model)
+    return model
+
+
+def _gradients(model: T5) -> list[Tensor]:
+    """Of one pass, with what the generator gives after it."""
+    generator = torch.Generator().manual_seed(5)
+    inputs, targets = (torch.randint(0, VOCABULARY, (2, length), generator=generator) for length in (30, 9))
+    torch.manual_seed(1)
+    model(inputs, targets).backward()
+    return [torch.rand(1), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def _runs(model: T5) -> Counter[str]:
+    """How often each module runs in a pass forward and backward."""
+    counts: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda *_, name=name: counts.update([name]))
+    _gradients(model)
+    return counts
+
+
+@pytest.mark.parametrize("version", ["v1.0", "v1.1"])
+def test_gradients_are_bit_equal_also_with_dropout(version: str) -> None:
+    kept, recomputed = (_gradients(_model(recompute, version=version)) for recompute in (False, True))
+    assert len(kept) == len(recomputed) > 40
+    assert all(map(torch.equal, kept, recomputed))
+
+
+def test_every_block_is_run_again_and_nothing_else() -> None:
+    again = _runs(_model(recomputed=True)) - _runs(_model(recomputed=False))
+    within = {name for name, _ in _model(recomputed=False).named_modules() if _is_within_a_block(name)}
+    assert again == dict.fromkeys(within, 1)
+
+
+def _is_within_a_block(name: str) -> bool:
+    """All that a block runs itself; the position bias, which all blocks share, is its stack's affair."""
+    return ".layer." in name and not name.endswith("relative_attention_bias")
+
+
+def test_a_pass_without_gradients_keeps_nothing_to_run_again() -> None:
+    model = _model(recomputed=True)
+    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(_refuse, _refuse):
+        model.eval().logits(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))
+
+
+def _refuse(tensor: Tensor) -> Tensor:
+    raise AssertionError("a pass that has no backward saves a tensor for it")
+
+
+def test_a_compiler_takes_it_in_one_graph() -> None:
+    kept, recomputed = (_model(recompute, dropout_rate=0.0) for recompute in (False, True))
+    recomputed.compile(backend="aot_eager", fullgraph=True)
+    for ours, theirs in zip(_gradients(recomputed), _gradients(kept), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_experts_are_run_once_and_pay_for_their_router() -> None:
+    settings: dict[str, Any] = {"version": "v1.0", "moe": ExpertsSpec(num_experts=4), "dropout_rate": 0.1}
+    kept, recomputed = (_model(recompute, **settings) for recompute in (False, True))
+    assert all(map(torch.equal, _gradients(kept), _gradients(recomputed)))
+    for (path, mine), (_, other) in zip(recomputed.sparse_layers(), kept.sparse_layers(), strict=True):
+        assert mine.router_loss.requires_grad, path
+        assert torch.equal(mine.tokens, other.tokens)
