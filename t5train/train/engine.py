@@ -1,5 +1,6 @@
 """The DeepSpeed engine of a run."""
 
+import resource
 from typing import Any, cast
 
 import deepspeed
@@ -72,6 +73,11 @@ def accelerator_memory_bytes() -> int:
     peak = int(accelerator.max_memory_allocated())
     accelerator.reset_peak_memory_stats()
     return peak
+
+
+def host_memory_bytes() -> int:
+    """Most host memory this rank has held so far; what a driver has pinned for it is not always in it."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def _model(spec: RunSpec, shape: T5Shape, pad_id: int) -> T5:

@@ -18,6 +18,7 @@ from t5train.train import checkpointing, honesty, validation, witness
 from t5train.train.engine import (
     accelerator_memory_bytes,
     build_engine,
+    host_memory_bytes,
     model_of,
     set_learning_rate,
     update,
@@ -87,6 +88,7 @@ class Trainer:
             "tokens_per_second": self._tokens_a_step() / seconds,
             "skipped_steps": int(self.engine.skipped_steps),
             "memory_bytes": accelerator_memory_bytes(),
+            "host_memory_bytes": host_memory_bytes(),
             "seconds": seconds,
             "data_wait_seconds": batches.waited_seconds - waited,
             **self.routing.of_step(paid),

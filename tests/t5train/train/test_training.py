@@ -192,7 +192,7 @@ def test_every_step_is_logged_once_also_across_a_resume(trained: Trained, layout
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
     again = read(trained.root / f"{layout}.whole/metrics.jsonl")
     assert [line["loss"] for line in lines if "loss" in line] == [line["loss"] for line in again if "loss" in line]
-    assert all(line["gradient_norm"] for line in lines if "loss" in line)
+    assert all(line["gradient_norm"] and line["host_memory_bytes"] for line in lines if "loss" in line)
 
 
 @pytest.mark.parametrize("layout", RECOMPUTED)
