@@ -1,0 +1,39 @@
+"""What a training step computes: the matrix products of a T5, forward and backward."""
+
+from t5train.data.span_corruption import geometry
+from t5train.model.shape import T5Shape
+from t5train.spec import ObjectiveSpec
+
+
+def training_flops(shape: T5Shape, input_tokens: int, target_tokens: int) -> int:
+    """FLOPs of the matrix products of one sequence, forward and backward.
+
+    Kaplan et al. 2020 (section 2.1) count 6 for each parameter and token, and 12 for each pair of positions that attend
+    and each dimension of the heads; a causal mask saves nothing. A T5 has two kinds of tokens, so each weight counts
+    for those that meet it: keys and values of cross-attention are made of the encoder's, the logits of the decoder's.
+    With experts only those that a token chooses count. Norms, softmax and the update are left out, and so is what
+    activation checkpointing computes again.
+    """
+    projection = shape.d_model * shape.inner
+    feed_forward = (3 if shape.gated else 2) * shape.d_model * shape.d_ff
+    encoder = shape.num_layers * (4 * projection + feed_forward) + _sparse(shape, shape.num_layers, feed_forward)
+    decoder = shape.num_decoder_layers * (6 * projection + feed_forward)
+    decoder += _sparse(shape, shape.num_decoder_layers, feed_forward) + shape.vocab_size * shape.d_model
+    keys_and_values = shape.num_decoder_layers * 2 * projection
+    weights = (encoder + keys_and_values) * input_tokens + decoder * target_tokens
+    pairs = shape.num_layers * input_tokens**2
+    pairs += shape.num_decoder_layers * target_tokens * (target_tokens + input_tokens)
+    return 6 * weights + 12 * shape.inner * pairs
+
+
+def flops_a_token(shape: T5Shape, objective: ObjectiveSpec) -> float:
+    """Training FLOPs by tokens, those of encoder and decoder counted alike, as tokens/s are."""
+    target_tokens = geometry(objective).target_tokens
+    tokens = objective.input_tokens + target_tokens
+    return training_flops(shape, objective.input_tokens, target_tokens) / tokens
+
+
+def _sparse(shape: T5Shape, num_layers: int, feed_forward: int) -> int:
+    """What experts add to a stack: the router, and a second feed-forward where a token goes to two."""
+    router = shape.d_model * shape.moe.num_experts
+    return shape.count_sparse(num_layers) * ((shape.moe.top_k - 1) * feed_forward + router)

@@ -1,0 +1,45 @@
+"""How much memory of this machine a piece of work takes, whoever holds it: processes, drivers, pinned pages."""
+
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+SECONDS_BETWEEN_LOOKS = 0.5
+
+
+def memory_bytes(key: str) -> int:
+    """A line of the kernel's account, such as MemAvailable."""
+    lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
+
+
+class PeakMemory:
+    """A context manager; ``rise`` is by how much available memory fell at most while the block lasted.
+
+    Other programs' memory is in it, so the machine should have nothing else to do.
+    """
+
+    def __init__(self) -> None:
+        self._before = self._least = memory_bytes("MemAvailable")
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    @property
+    def rise(self) -> int:
+        """Bytes."""
+        return self._before - self._least
+
+    def _watch(self) -> None:
+        while not self._over.wait(SECONDS_BETWEEN_LOOKS):
+            self._least = min(self._least, memory_bytes("MemAvailable"))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()

@@ -1,0 +1,106 @@
+"""Which variants are measured, at which size, on how many accelerators: a table, and nothing else."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+RATE = {"optimizer.peak_learning_rate": 0.01}
+# All that a measurement needs of storage: one checkpoint, at the end, and a short validation.
+BRIEF = {"storage.checkpoint_every_steps": 1_000_000, "storage.validate_sequences": 64}
+# Gradients that overflow whatever the loss is scaled by.
+PROVOKED = {
+    "optimizer.peak_learning_rate": 1.0,
+    "optimizer.gradient_clip": 0,
+    "optimizer.initial_scale_power": 32,
+    "optimizer.warmup_steps": 10,
+}
+# So small that the program itself can be tried on two cores.
+TINY: Mapping[str, Any] = {
+    "model.preset": "smoke",
+    "model.compile": False,
+    "objective.input_tokens": 64,
+    "optimizer.num_steps": 10,
+    "optimizer.warmup_steps": 2,
+    "optimizer.global_batch_sequences": 16,
+    "layout.micro_batch_sequences": 2,
+    "cluster.accelerator": "cpu",
+}
+TINY_PROVOKED_STEPS = 60
+CLEAR_ERRORS = ("TooManySkippedSteps", "NonFiniteLoss")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: a recipe, and what is changed in it."""
+
+    name: str
+    recipe: str
+    ranks: int
+    precision: str
+    steps: int
+    batch: tuple[int, int]
+    """Sequences a step over all ranks, and of one pass of one rank."""
+    seconds: int
+    """About how long it takes on H200s, from the start of training to the certificate."""
+    peer: tuple[str, float] | None = None
+    """What else was measured on as many H200s at this size, and its tokens/s."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    must_fail: bool = False
+    """Whether it has to end with one of CLEAR_ERRORS."""
+    host_gigabytes: int = 0
+    """Host memory that it needs."""
+    disk_gigabytes: int = 5
+    """Room for its checkpoint and weights."""
+
+    def all_settings(self, *, tiny: bool) -> dict[str, Any]:
+        """Every ``part.key`` to be set; at ``tiny`` the case keeps its recipe, ranks, layout and precision."""
+        total, micro = self.batch
+        return {
+            **RATE,
+            **BRIEF,
+            "optimizer.num_steps": self.steps,
+            "optimizer.warmup_steps": self.steps // 4,
+            "optimizer.global_batch_sequences": total,
+            "optimizer.precision": self.precision,
+            "layout.micro_batch_sequences": micro,
+            "cluster.ranks": self.ranks,
+            **self.settings,
+            **(TINY if tiny else {}),
+            **({"optimizer.num_steps": TINY_PROVOKED_STEPS} if tiny and self.must_fail else {}),
+        }
+
+
+SPREAD = {"model.compile": False, "layout.expert_parallel_size": 4}
+SPREAD_OVER_2 = {**SPREAD, "layout.expert_parallel_size": 2}
+EAGER = {"model.compile": False}
+
+CASES = (
+    Case(
+        "moe-4", "moe", 4, "bf16", 200, (512, 128), 160, ("DeepSpeed MoE layer, not compiled", 565e3), SPREAD,
+        disk_gigabytes=25,
+    ),
+    Case("pipeline-4", "pipeline", 4, "bf16", 200, (512, 32), 150, settings=EAGER),
+    Case("zero3-4", "zero3", 4, "bf16", 200, (256, 64), 120, settings=EAGER),
+    Case("zero2_offload-4", "zero2_offload", 4, "bf16", 200, (256, 64), 180, settings=EAGER),
+    Case("zero1_offload-4", "zero1_offload", 4, "bf16", 200, (256, 64), 180, settings=EAGER),
+    Case("zero2-4", "base", 4, "bf16", 200, (512, 128), 150, ("DeepSpeed, Hugging Face T5, compiled", 1502e3)),
+    Case("zero2-1", "base", 1, "bf16", 200, (128, 128), 150, ("Hugging Face Trainer and DeepSpeed", 181e3)),
+    Case(
+        "t5_3b-1", "t5_3b_one_gpu", 1, "bf16", 20, (16, 16), 400, ("DeepSpeed ZeRO 3, CPU optimizer", 4.3e3),
+        host_gigabytes=80, disk_gigabytes=55,
+    ),
+    Case("t5_11b-1", "t5_11b_one_gpu", 1, "bf16", 5, (16, 16), 2400, host_gigabytes=240, disk_gigabytes=210),
+    Case("zero2-fp16-2", "base", 2, "fp16", 50, (64, 32), 70, settings=EAGER),
+    Case("moe-fp16-2", "moe", 2, "fp16", 50, (64, 32), 80, settings=SPREAD_OVER_2, disk_gigabytes=25),
+    Case("pipeline-fp16-2", "pipeline", 2, "fp16", 50, (64, 16), 70, settings=EAGER),
+    Case("zero3-fp16-2", "zero3", 2, "fp16", 50, (64, 32), 70, settings=EAGER),
+    Case("zero2_offload-fp16-2", "zero2_offload", 2, "fp16", 50, (64, 32), 100, settings=EAGER),
+    Case("zero1_offload-fp16-2", "zero1_offload", 2, "fp16", 50, (64, 32), 100, settings=EAGER),
+    Case(
+        "fp16-provoked", "small", 2, "fp16", 200, (64, 32), 40, settings={**EAGER, **PROVOKED}, must_fail=True
+    ),
+    Case(
+        "moe-fp16-provoked", "moe", 2, "fp16", 200, (64, 32), 50,
+        settings={**SPREAD_OVER_2, **PROVOKED, "model.preset": "small"}, must_fail=True,
+    ),
+)  # fmt: skip

@@ -1,0 +1,144 @@
+"""One case of a table of variants, run as a user would run it: the stages of the program, each a process."""
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flops import flops_a_token
+from machine_memory import PeakMemory
+from variant_cases import CLEAR_ERRORS, Case
+
+from t5train.model.shape import resolve
+from t5train.recipes import recipe
+from t5train.records import TokenShards
+from t5train.spec import RunSpec
+from t5train.train import metrics
+
+PROGRAM = (sys.executable, "-c", "from flows.cli import main; main()")
+Row = dict[str, Any]
+
+
+class StageFailed(Exception):
+    """A stage ended with an error, whose last line this is."""
+
+
+def stage(seconds: dict[str, float], name: str, *arguments: object, timeout: float | None = None) -> None:
+    """Run a subcommand of ``t5-pretrain``; how long it took is noted under its name."""
+    started, command = time.perf_counter(), [*PROGRAM, name, *map(str, arguments)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise StageFailed(f"{name} took more than {error.timeout:.0f} s and was killed") from None
+    finally:
+        seconds[name] = round(time.perf_counter() - started, 1)
+    if done.returncode:
+        raise StageFailed((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
+
+
+class Runner:
+    """Runs cases on one text, below one root."""
+
+    def __init__(self, root: Path, *, tiny: bool, keep: bool) -> None:
+        self.root, self.tiny, self.keep = root, tiny, keep
+
+    def tokenize(self, corpus: str, vocabulary: str) -> None:
+        """Text to token shards; quick when they are there."""
+        where = ("--corpus", corpus, "--tokenizer", vocabulary, "--out", self._data)
+        stage({}, "tokenize", *where, *(("--shard-tokens", 1 << 18) if self.tiny else ()))
+
+    def spec(self, case: Case) -> RunSpec:
+        """What the case asks for; SpecError where there is no such recipe or setting."""
+        return recipe(case.recipe).with_settings(case.all_settings(tiny=self.tiny))
+
+    def train(self, case: Case, deadline: float | None) -> Row:
+        """Train to the last step, or to the error that the case is about; what is known then."""
+        asked = self.spec(case).optimizer
+        row: Row = {"name": case.name, "recipe": case.recipe, "ranks": case.ranks, "precision": case.precision}
+        row |= {"steps": asked.num_steps, "batch": asked.global_batch_sequences, "tiny": self.tiny, "seconds": {}}
+        left = None if deadline is None else max(1.0, deadline - time.monotonic())
+        try:
+            with PeakMemory() as memory:
+                stage(row["seconds"], "train", *self._words(case), timeout=left)
+        except StageFailed as error:
+            return row | {"error": str(error), "passed": case.must_fail and self._reported(case) in CLEAR_ERRORS}
+        if case.must_fail:
+            return row | {"error": f"it was to end with one of {', '.join(CLEAR_ERRORS)}, and trained", "passed": False}
+        return row | {"machine_memory_bytes": memory.rise, **self._measured(case)}
+
+    def prove(self, case: Case, row: Row) -> Row:
+        """Consolidate, export and certify what was trained; the row, whole. Its files are removed when it passed."""
+        if "passed" not in row:
+            try:
+                row["certificate"] = self._certificate(case, row["seconds"])
+                row["passed"] = row["certificate"]["passed"]
+            except StageFailed as error:
+                row |= {"error": str(error), "passed": False}
+        if row["passed"] and not self.keep:
+            shutil.rmtree(self._run(case))
+        return row
+
+    def _words(self, case: Case) -> list[object]:
+        settings = [f"{key}={json.dumps(value)}" for key, value in case.all_settings(tiny=self.tiny).items()]
+        where = ["--root", self.root, "--name", case.name, "--shards", self._data / "shards"]
+        return [case.recipe, *(word for setting in settings for word in ("--set", setting)), *where]
+
+    def _certificate(self, case: Case, seconds: dict[str, float]) -> Row:
+        run = self._run(case)
+        stage(seconds, "consolidate", run / "checkpoints", run / "weights")
+        if not self.keep:
+            shutil.rmtree(run / "checkpoints")  # disks are small beside moments
+        where = ("--run", run, "--tokenizer", self._data / "tokenizer")
+        stage(seconds, "export", run / "weights", run / "export", *where)
+        stage(seconds, "certify", run / "export", run / "witness")
+        found = json.loads((run / "export/certificate.json").read_text("utf-8"))
+        probes = found["probes"].values()
+        return {
+            "passed": found["passed"],
+            "device": found["device"],
+            "bit_equal": all(probe["bit_equal"] for probe in probes),
+            "largest_difference": max(probe["max_relative_difference"] for probe in probes),
+            "tolerance": found["relative_tolerance"],
+        }
+
+    def _measured(self, case: Case) -> Row:
+        """Of the run's own log: rates are medians of its second half, memory the most there was, of rank 0."""
+        spec = self.spec(case)
+        vocabulary = int(TokenShards.load(self._data / "shards").counts["vocab_size"])
+        steps = [line for line in metrics.read(self._run(case) / "metrics.jsonl") if "loss" in line]
+        rate = statistics.median(_floats(steps[len(steps) // 2 :], "tokens_per_second"))
+        return {
+            "tokens_per_second": rate,
+            "flops_per_second": rate * flops_a_token(resolve(spec.model, vocabulary), spec.objective),
+            "accelerator_memory_bytes": max(_floats(steps, "memory_bytes")),
+            "host_memory_bytes": max(_floats(steps, "host_memory_bytes")),
+            "loss": [steps[0]["loss"], steps[-1]["loss"]],
+            "skipped_steps": steps[-1]["skipped_steps"],
+        }
+
+    def _reported(self, case: Case) -> str:
+        """The class of the error that the ranks of the last attempt reported; nothing where they did not."""
+        reports = sorted((self._run(case) / "attempts").glob("*/rank-*.error.json"))
+        return str(json.loads(reports[-1].read_text("utf-8"))["type"]) if reports else ""
+
+    @property
+    def _data(self) -> Path:
+        return self.root / "data"
+
+    def _run(self, case: Case) -> Path:
+        return self.root / "runs" / case.name
+
+
+def _floats(steps: list[metrics.Values], name: str) -> list[float]:
+    return [float(step[name] or 0) for step in steps]
+
+
+def with_mfu(row: Mapping[str, Any], peak_flops: float) -> Row:
+    """The row, and the share of all accelerators' peak that its matrix products make; none for a trial on the CPU."""
+    rate = row.get("flops_per_second")
+    return {**row, "mfu": rate / (peak_flops * row["ranks"]) if rate and not row["tiny"] else None}

@@ -1,0 +1,155 @@
+"""Every variant from tokens to a certified export on this machine's accelerators: speed, memory, and the proof.
+
+    python benchmarks/variants.py --corpus TEXT --tokenizer SPIECE [--out FOLDER] [--only NAME ...] [--beside]
+    python benchmarks/variants.py --list
+
+Each case is a run of the program's own stages. After each a line is appended to FOLDER/results.jsonl, for one that
+failed too, and a case that has a line is not run again: type the command again to go on, and remove a line to repeat
+its case. At the end come a table of all lines, and what was not run and why. Without --keep the files of a run that
+passed are removed, checkpoints as soon as they are consolidated.
+
+MFU is the matrix products of the model (see flops.py) of --peak-teraflops, by default what an H200 was measured to
+multiply in bf16. The ranks of CUDA_VISIBLE_DEVICES alone are used, so that two of these programs, each with results of
+its own, can share a machine.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from hardware import hardware
+from machine_memory import memory_bytes
+from variant_cases import CASES, Case
+from variant_runs import Row, Runner, with_mfu
+from variant_table import listing, table
+
+from t5train.errors import SpecError
+
+H200_TERAFLOPS = 790.0
+
+
+def main() -> None:
+    """Run what can be run here and has not been, then print everything."""
+    options = _options()
+    if options.list:
+        print(listing(CASES))
+        return
+    out: Path = options.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    runner = Runner((options.root or out / "work").absolute(), tiny=options.tiny, keep=options.keep)
+    results = Results(out / "results.jsonl")
+    deadline = None if options.until_seconds is None else time.monotonic() + options.until_seconds
+    chosen = [case for case in CASES if not options.only or case.name in options.only]
+    skipped = _run(chosen, runner, results, options, deadline)
+    peak = options.peak_teraflops * 1e12
+    print(f"\n{_machine()}\n\n{table([with_mfu(row, peak) for row in results.rows()])}")
+    for name, reason in skipped.items():
+        print(f"not run: {name}: {reason}")
+
+
+class Results:
+    """Lines of a file, one a case that has been run; on disk before ``append`` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def rows(self) -> list[Row]:
+        """All there are; a last one that was cut off by a kill is left out."""
+        return [json.loads(line) for line in self._whole_lines().splitlines()]
+
+    def append(self, row: Row) -> None:
+        """Add a line, and say so."""
+        with open(self._path, "ab") as file:
+            file.truncate(len(self._whole_lines()))
+            file.write(json.dumps(row).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        print(f"{row['name']}: {'passed' if row['passed'] else 'FAILED'} {row.get('error', '')}", flush=True)
+
+    def _whole_lines(self) -> bytes:
+        content = self._path.read_bytes() if self._path.exists() else b""
+        return content[: content.rfind(b"\n") + 1]
+
+
+def _run(
+    cases: Sequence[Case], runner: Runner, results: Results, options: argparse.Namespace, deadline: float | None
+) -> dict[str, str]:
+    """Run cases one after the other; why the others were not."""
+    skipped, done = {}, {row["name"] for row in results.rows()}
+    runner.tokenize(options.corpus, options.tokenizer)
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        proofs: list[Future[None]] = []
+        for case in cases:
+            if case.name in done:
+                continue
+            if reason := _obstacle(case, runner, deadline):
+                skipped[case.name] = reason
+                continue
+            row = runner.train(case, deadline)
+            proofs.append(beside.submit(_prove, runner, case, row, results.append))
+            if not options.beside:
+                proofs[-1].result()
+        for proof in proofs:
+            proof.result()
+    return skipped
+
+
+def _prove(runner: Runner, case: Case, row: Row, append: Callable[[Row], None]) -> None:
+    append(runner.prove(case, row))
+
+
+def _obstacle(case: Case, runner: Runner, deadline: float | None) -> str:
+    """Why a case cannot be run here and now; nothing if it can."""
+    try:
+        runner.spec(case)
+    except SpecError as error:
+        return str(error)
+    if deadline is not None and case.seconds > (left := deadline - time.monotonic()):
+        return f"out of time: it takes about {case.seconds} s, and {left:.0f} are left"
+    return "" if runner.tiny else _lack(case, runner.root)
+
+
+def _lack(case: Case, root: Path) -> str:
+    """What this machine has too little of for a case."""
+    has = {
+        "accelerators": (case.ranks, torch.accelerator.device_count()),
+        "GB of host memory": (case.host_gigabytes, memory_bytes("MemAvailable") // 10**9),
+        "GB of disk": (case.disk_gigabytes, shutil.disk_usage(root).free // 10**9),
+    }
+    lacks = [f"it takes {needed} {what}, and {here} are free" for what, (needed, here) in has.items() if needed > here]
+    return "; ".join(lacks)
+
+
+def _machine() -> str:
+    here = torch.accelerator.device_count()
+    kind = f"{here} {torch.get_device_module().get_device_name(0)}, " if here else ""
+    return f"{kind}{hardware()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", help="text: path, pattern or URL")
+    parser.add_argument("--tokenizer", help="a spiece.model or a Hugging Face folder")
+    parser.add_argument("--out", type=Path, default=Path("work/variants"), help="where results.jsonl is, or will be")
+    parser.add_argument("--root", type=Path, help="where runs lie while they last; OUT/work when left out")
+    parser.add_argument("--only", nargs="+", default=[], choices=[case.name for case in CASES], metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="show the cases and about how long they take")
+    parser.add_argument("--beside", action="store_true", help="prove each model while the next is trained")
+    parser.add_argument("--tiny", action="store_true", help="models of the demo's size on the CPU: a trial of this")
+    parser.add_argument("--keep", action="store_true", help="remove nothing")
+    parser.add_argument("--until-seconds", type=float, help="start nothing that ends later")
+    parser.add_argument("--peak-teraflops", type=float, default=H200_TERAFLOPS, help="of one accelerator in bf16")
+    options = parser.parse_args()
+    if not options.list and not (options.corpus and options.tokenizer):
+        parser.error("--corpus and --tokenizer say which text and vocabulary to train on")
+    return options
+
+
+if __name__ == "__main__":
+    main()
