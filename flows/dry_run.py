@@ -4,7 +4,9 @@ import json
 import shlex
 
 from infra.launch import command
+from t5train.data.tokenizer import expected_vocab_size
 from t5train.fingerprint import fingerprint
+from t5train.model import shape
 from t5train.run_files import ATTEMPT_SPEC, ATTEMPTS
 from t5train.spec import RunSpec
 from t5train.train.deepspeed_config import deepspeed_config
@@ -13,10 +15,11 @@ from tasks.training_run import launch_spec, rank_program
 
 def describe(spec: RunSpec) -> str:
     """The resolved spec, the fingerprints, the DeepSpeed configuration and the launch command, as text."""
+    of_model = shape.resolve(spec.model, expected_vocab_size(spec.tokenizer))
     sections = {
         "spec": _json(spec.model_dump(mode="json")),
         "fingerprints": _json(_fingerprints(spec)),
-        "deepspeed config": _json(deepspeed_config(spec)),
+        "deepspeed config": _json(deepspeed_config(spec, of_model)),
         "launch command": shlex.join(_launch_command(spec)),
         "run folder": str(spec.run_folder),
     }

@@ -6,11 +6,11 @@ from infra import ports
 from t5train.data.pydocs import PYDOCS
 from t5train.data.sources import require_source
 from t5train.data.span_corruption import geometry
-from t5train.data.tokenizer import open_given
+from t5train.data.tokenizer import expected_vocab_size
 from t5train.destination import check_destination
 from t5train.errors import SpecError
 from t5train.model import shape
-from t5train.spec import NUM_SENTINELS, ClusterSpec, RunSpec
+from t5train.spec import ClusterSpec, RunSpec
 from t5train.storage_space import require_space
 from t5train.train.run import require_same_settings
 
@@ -27,7 +27,7 @@ def require_ready(spec: RunSpec) -> None:
     require_same_settings(spec)
     _require_accelerators(spec.cluster)
     _require_arithmetic(spec)
-    parameters = shape.count_parameters(shape.resolve(spec.model, _vocabulary(spec)))
+    parameters = shape.count_parameters(shape.resolve(spec.model, expected_vocab_size(spec.tokenizer)))
     text_bytes = 0 if spec.corpus.source == PYDOCS else require_source(spec.corpus.source)
     require_space(spec.storage.root, _needed_bytes(spec, parameters, text_bytes), f"run {spec.run_name!r}")
     check_destination(publish_url(spec), _WEIGHT_BYTES * parameters, spec.fingerprint())
@@ -70,13 +70,6 @@ def _require_arithmetic(spec: RunSpec) -> None:
             "optimizer.precision is 'fp16': this machine's CPU has no instructions for it (AVX512-FP16); use bf16 or "
             "fp32, or a GPU"
         )
-
-
-def _vocabulary(spec: RunSpec) -> int:
-    """Ids of the tokenizer to come, sentinels included."""
-    if spec.tokenizer.path is None:
-        return spec.tokenizer.vocab_size + NUM_SENTINELS
-    return open_given(Path(spec.tokenizer.path)).vocab_size
 
 
 def _needed_bytes(spec: RunSpec, parameters: int, text_bytes: int) -> int:

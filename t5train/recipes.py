@@ -69,7 +69,61 @@ def moe() -> RunSpec:
     )
 
 
-RECIPES: dict[str, Callable[[], RunSpec]] = {recipe.__name__: recipe for recipe in (smoke, small, base, moe)}
+def zero1_offload() -> RunSpec:
+    """T5 v1.1 base, masters and moments cut over GPUs (ZeRO-1) and kept in page-locked host memory."""
+    return RunSpec(
+        recipe="zero1_offload",
+        model=ModelSpec(preset="base", compile=True),
+        optimizer=OptimizerSpec(warmup_steps=10_000, peak_learning_rate=0.02),
+        layout=LayoutSpec(zero_stage=1, offload="optimizer", pin_memory=True, micro_batch_sequences=128),
+    )
+
+
+def zero2_offload() -> RunSpec:
+    """T5 v1.1 base, gradients cut over GPUs too (ZeRO-2), masters and moments in page-locked host memory."""
+    return RunSpec(
+        recipe="zero2_offload",
+        model=ModelSpec(preset="base", compile=True),
+        optimizer=OptimizerSpec(warmup_steps=10_000, peak_learning_rate=0.02),
+        layout=LayoutSpec(zero_stage=2, offload="optimizer", pin_memory=True, micro_batch_sequences=128),
+    )
+
+
+def zero3() -> RunSpec:
+    """T5 v1.1 base, everything cut over GPUs (ZeRO-3); parameters, masters and moments in page-locked host memory."""
+    return RunSpec(
+        recipe="zero3",
+        model=ModelSpec(preset="base"),
+        optimizer=OptimizerSpec(warmup_steps=10_000, peak_learning_rate=0.02),
+        layout=LayoutSpec(zero_stage=3, offload="all", pin_memory=True, micro_batch_sequences=64),
+    )
+
+
+def t5_3b_one_gpu() -> RunSpec:
+    """T5 v1.1 3B on one GPU with 80 GB, in a host with 128 GB: ZeRO-3, all state in host memory."""
+    return RunSpec(
+        recipe="t5_3b_one_gpu",
+        model=ModelSpec(preset="3b", activation_checkpointing=True),
+        optimizer=OptimizerSpec(warmup_steps=10_000),
+        # One pass a step, as each fetches every parameter; not page-locked, which rounds buffers up to powers of two.
+        layout=LayoutSpec(zero_stage=3, offload="all", micro_batch_sequences=128),
+    )
+
+
+def t5_11b_one_gpu() -> RunSpec:
+    """T5 v1.1 11B on one GPU with 80 GB, in a host with 320 GB: ZeRO-3, all state in host memory."""
+    return RunSpec(
+        recipe="t5_11b_one_gpu",
+        model=ModelSpec(preset="11b", activation_checkpointing=True),
+        optimizer=OptimizerSpec(warmup_steps=10_000),
+        layout=LayoutSpec(zero_stage=3, offload="all", micro_batch_sequences=64),
+    )
+
+
+RECIPES: dict[str, Callable[[], RunSpec]] = {
+    recipe.__name__: recipe
+    for recipe in (smoke, small, base, moe, zero1_offload, zero2_offload, zero3, t5_3b_one_gpu, t5_11b_one_gpu)
+}
 
 
 def recipe(name: str) -> RunSpec:

@@ -72,6 +72,11 @@ def build_tokenizer(
         return _finished(folder, proto, identity, inputs)
 
 
+def expected_vocab_size(spec: TokenizerSpec) -> int:
+    """Ids of the tokenizer to come, sentinels included; errors as of ``build_tokenizer`` for a given one."""
+    return spec.vocab_size + NUM_SENTINELS if spec.path is None else open_given(Path(spec.path)).vocab_size
+
+
 def given_tokenizer(path: Path, root: Path, progress: Progress = silent, *, out: Path | None = None) -> TokenizerFiles:
     """The vocabulary of a ``spiece.model`` or a Hugging Face folder; errors as of ``build_tokenizer``."""
     spiece = _spiece_in(path)

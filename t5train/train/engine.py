@@ -28,7 +28,9 @@ def build_engine(spec: RunSpec, shape: T5Shape, pad_id: int) -> Any:
     model = build(spec, shape, pad_id)
     if spec.model.activation_checkpointing:
         checkpoint_activations(model)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(spec, model), config=deepspeed_config(spec))
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=_optimizer(spec, model), config=deepspeed_config(spec, shape)
+    )
     inner_optimizer(engine).attach(partitions_of(engine), _sum_over_ranks if engine.zero_optimization() else None)
     if spec.model.compile:
         engine.compile()
@@ -91,7 +93,7 @@ def _model(spec: RunSpec, shape: T5Shape, pad_id: int) -> T5:
 
 def _partitioned_model(spec: RunSpec, shape: T5Shape, pad_id: int) -> T5:
     """A model that no rank ever holds whole: each parameter is cut up where it is made, and filled by itself."""
-    with deepspeed.zero.Init(config_dict_or_path=deepspeed_config(spec)):
+    with deepspeed.zero.Init(config_dict_or_path=deepspeed_config(spec, shape)):
         model = T5(shape, decoder_start_id=pad_id)
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
