@@ -15,6 +15,9 @@ TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
 """DeepSpeed's save folder: a folder a tag."""
 
+RELAYOUT = "relayout"
+"""Folder with the consolidated checkpoint that ranks of another layout begin from, until they have saved their own."""
+
 ATTEMPTS = "attempts"
 """Folder with one folder for each start of the ranks."""
 

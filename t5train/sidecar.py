@@ -37,6 +37,8 @@ _SAME_ON_EVERY_RANK = (
     "model_prefix",
     "pipeline_layers",
     "huggingface_config",
+    "skipped_steps",
+    "loss_scaler",
     "data",
 )
 
@@ -134,7 +136,8 @@ class Sidecar(_Part):
     numbered over all ranks. All names are Hugging Face's; the files hold them behind ``model_prefix``. In a pipeline,
     ``groups`` are those of the rank's stage, and ``pipeline_layers`` maps what DeepSpeed calls a layer (``"3"``, or
     ``"tied_modules.KEY"`` for a tied one, which has its number too if it has a file) to its path in Hugging Face's
-    model, ``""`` for the model itself. Generator states are base64 text, by generator.
+    model, ``""`` for the model itself. ``skipped_steps`` are those that fp16's loss scaler dropped, and ``loss_scaler``
+    its state, by attribute. Generator states are base64 text, by generator.
     """
 
     schema_version: Literal[1] = 1
@@ -151,6 +154,8 @@ class Sidecar(_Part):
     huggingface_config: dict[str, Any]
     model_prefix: str = ""
     pipeline_layers: dict[str, str] = {}
+    skipped_steps: int = Field(0, ge=0)
+    loss_scaler: dict[str, int | float] = {}
     data: DataState
     generator_states: dict[str, str] = {}
     versions: dict[str, str] = {}

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,9 @@ from t5train.model.shape import T5Shape
 
 # Of the variance of experts and routers: Fedus et al. 2022, section 2.4, where the usual one made training unstable.
 EXPERT_SCALE = 0.1
+
+Fill = Callable[[str, nn.Parameter], None]
+"""Gives a parameter, in place, the first value of its Hugging Face name."""
 
 
 def initialise(name: str, parameter: nn.Parameter, shape: T5Shape, seed: int) -> None:

@@ -15,17 +15,20 @@ from deepspeed.accelerator import get_accelerator
 from t5train import sidecar
 from t5train.atomic import sync_folder
 from t5train.errors import RanksDisagree
-from t5train.model.expert_names import expert_layers, huggingface_names
+from t5train.model.expert_names import expert_layers
 from t5train.records import FileDigest, current_provenance, digest_file
-from t5train.sidecar import DataState, ParallelLayout, ParameterSlot, Sidecar
+from t5train.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.train.engine import model_of
 from t5train.train.job import TrainJob, step_of, tag_of
-from t5train.train.parameter_layout import describe
+from t5train.train.named_groups import named_groups
 from t5train.train.ranks import barrier, digest64, expert_rank, gather, rank, world_size
+from t5train.train.relayout import discard_consolidated
+from t5train.train.stored_state import StoredState
 
 _log = logging.getLogger(__name__)
 _OURS_TO_REMOVE = re.compile("step-[0-9]{8}|removed-[0-9a-f]{8}")
 _EXPERT = re.compile(r"layer_\d+_expert_(\d+)_mp_rank_\d+_")
+_LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _PARTITION = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_")
 
 
@@ -49,9 +52,11 @@ def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, An
             world_size=world_size(),
             layout=_layout(job),
             files=_digest_own_files(folder, _experts_a_rank(job)),
-            groups=_groups(engine),
+            groups=named_groups(engine),
             expert_layers=expert_layers(model_of(engine)),
             huggingface_config=huggingface_config,
+            skipped_steps=int(engine.skipped_steps),
+            loss_scaler=_loss_scaler(engine),
             data=DataState(
                 samples_consumed=step * job.spec.optimizer.global_batch_sequences,
                 shards_fingerprint=shards_fingerprint,
@@ -64,14 +69,15 @@ def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, An
     return tag
 
 
-def resume(engine: Any, job: TrainJob) -> int:
-    """Load the tag of the job on every rank and return its step, 0 without one.
+def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
+    """Load the tag of the job on every rank, or the ``stored`` state, and return its step; 0 without either.
 
-    Raises RanksDisagree unless all ranks were told the same tag and loaded the same step and run.
+    Raises RanksDisagree unless all ranks were told the same and loaded the same step and run.
     """
-    _require_one_voice("resume tag", job.resume_tag or "none")
+    consolidated = job.consolidated.fingerprint if job.consolidated else None
+    _require_one_voice("resume tag", str(job.resume_tag or consolidated or job.start_fingerprint))
     if job.resume_tag is None:
-        return 0
+        return _begin(engine, job, stored) if stored else 0
     step = step_of(job.resume_tag)
     path, _ = engine.load_checkpoint(str(job.checkpoints_folder), tag=job.resume_tag)
     _require_one_voice("loaded checkpoint", f"{job.run_fingerprint} {Path(path or 'nothing').parent.name}")
@@ -85,8 +91,17 @@ def resume(engine: Any, job: TrainJob) -> int:
     return step
 
 
+def _begin(engine: Any, job: TrainJob, stored: StoredState) -> int:
+    """Dropout's noise goes on as another than that of the first step: states of generators are of one layout alone."""
+    stored.restore(engine)
+    torch.manual_seed(digest64(f"{job.spec.optimizer.seed}|{stored.clock.step}|{rank()}"))
+    return stored.clock.step
+
+
 def prune(job: TrainJob, newest_step: int) -> None:
     """On rank 0, remove all but the newest ``keep_last`` checkpoints, and what no sidecar completes.
+
+    What was consolidated for this layout has had its use with the first of these.
 
     A folder of any other name is somebody's copy or note, and stays.
     """
@@ -98,6 +113,7 @@ def prune(job: TrainJob, newest_step: int) -> None:
         if folder.is_dir() and folder.name not in keep and _OURS_TO_REMOVE.fullmatch(folder.name):
             _log.info("removing checkpoint %s", folder.name)
             _discard(folder)
+    discard_consolidated(job.run_folder)
 
 
 def _discard(folder: Path) -> None:
@@ -109,11 +125,11 @@ def _discard(folder: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def _groups(engine: Any) -> list[list[ParameterSlot]]:
-    """The engine's parameter groups, by Hugging Face's names."""
-    model = model_of(engine)
-    names = huggingface_names(model, expert_rank(model.expert_parallel_size))
-    return [[slot.model_copy(update={"name": names[slot.name]}) for slot in group] for group in describe(engine)]
+def _loss_scaler(engine: Any) -> dict[str, int | float]:
+    """What fp16's scaler has learned, by attribute; of none in another precision."""
+    if not engine.fp16_enabled():
+        return {}
+    return {name: getattr(engine.optimizer.loss_scaler, name) for name in _LOSS_SCALER}
 
 
 def _experts_a_rank(job: TrainJob) -> int:

@@ -11,7 +11,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from torch import Tensor
 
 from t5train.model.expert_names import huggingface_names
-from t5train.model.initialise import initialise
+from t5train.model.initialise import Fill
 from t5train.model.recompute import checkpoint_activations
 from t5train.model.shape import T5Shape
 from t5train.model.t5 import T5
@@ -22,10 +22,10 @@ from t5train.train.partitions import inner_optimizer, partitions_of
 from t5train.train.ranks import expert_rank, rank
 
 
-def build_engine(spec: RunSpec, shape: T5Shape, pad_id: int) -> Any:
-    """Initialise model, optimizer and DeepSpeed; every rank starts from the same numbers."""
+def build_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -> Any:
+    """Initialise model, optimizer and DeepSpeed; ``fill`` gives every rank the same numbers to start from."""
     build = _partitioned_model if spec.layout.zero_stage == 3 else _model
-    model = build(spec, shape, pad_id)
+    model = build(spec, shape, pad_id, fill)
     if spec.model.activation_checkpointing:
         checkpoint_activations(model)
     engine, *_ = deepspeed.initialize(
@@ -82,23 +82,23 @@ def host_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-def _model(spec: RunSpec, shape: T5Shape, pad_id: int) -> T5:
+def _model(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -> T5:
     size = spec.layout.expert_parallel_size
     model = T5(shape, decoder_start_id=pad_id, expert_parallel_size=size)
     names = huggingface_names(model, expert_rank(size))
     for name, parameter in model.named_parameters():
-        initialise(names[name], parameter, shape, spec.optimizer.seed)
+        fill(names[name], parameter)
     return model
 
 
-def _partitioned_model(spec: RunSpec, shape: T5Shape, pad_id: int) -> T5:
+def _partitioned_model(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -> T5:
     """A model that no rank ever holds whole: each parameter is cut up where it is made, and filled by itself."""
     with deepspeed.zero.Init(config_dict_or_path=deepspeed_config(spec, shape)):
         model = T5(shape, decoder_start_id=pad_id)
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if rank() == 0:
-                initialise(name, parameter, shape, spec.optimizer.seed)
+                fill(name, parameter)
     if shape.tied:
         deepspeed.zero.register_external_parameter(model, model.shared.weight)
     return model

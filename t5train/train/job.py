@@ -10,8 +10,35 @@ from t5train.records import TokenShards
 from t5train.spec import RunSpec
 
 
+class Clock(BaseModel):
+    """How far training is, beside weights and moments; ``loss_scaler`` holds the state of fp16's, by attribute."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    step: int = 0
+    skipped_steps: int = 0
+    loss_scaler: dict[str, int | float] = {}
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Those that moved the weights: a loss scaler drops the others."""
+        return self.step - self.skipped_steps
+
+
+class Consolidated(BaseModel):
+    """A checkpoint of the run in a form that any layout can begin from: ``folder`` holds weights and moments."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    folder: Path
+    fingerprint: str
+    clock: Clock
+
+
 class TrainJob(BaseModel):
-    """One attempt at a run: what to train, on what, where, and from which checkpoint."""
+    """One attempt at a run: what to train, on what, where, and from what.
+
+    That is the checkpoint ``resume_tag``, or one of another layout, ``consolidated``, or neither: then the run begins,
+    where ``start_fingerprint`` says so with the weights of that content in ``spec.model.start_from``.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     spec: RunSpec
@@ -20,6 +47,8 @@ class TrainJob(BaseModel):
     attempt_folder: Path
     shards_folder: Path
     resume_tag: str | None
+    consolidated: Consolidated | None = None
+    start_fingerprint: str | None = None
 
     @classmethod
     def read(cls, path: Path) -> "TrainJob":

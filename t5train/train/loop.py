@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from t5train.data.loader import Batch, Prefetched, Samples
 from t5train.data.span_corruption import geometry
 from t5train.errors import InputError, TooManySkippedSteps
+from t5train.model.initialise import initialise
 from t5train.model.shape import T5Shape, huggingface_config, resolve
 from t5train.records import TokenShards
 from t5train.spec import RunSpec
@@ -29,6 +31,7 @@ from t5train.train.partitions import masters_of
 from t5train.train.ranks import bits_of, digest64, float_of, gather, on_accelerator, rank, world_size
 from t5train.train.routing import Routing
 from t5train.train.schedule import learning_rate
+from t5train.train.stored_state import StoredState
 
 PREFETCHED_BATCHES = 4
 _log = logging.getLogger(__name__)
@@ -48,8 +51,10 @@ class Trainer:
         self._require_a_batch()
         # Dropout: other noise on every rank, the same in every run; weights and samples have their own keys.
         torch.manual_seed((self.spec.optimizer.seed << 20) + rank())
-        self.engine: Any = build_engine(self.spec, self.shape, pad_id)
-        self.step = checkpointing.resume(self.engine, job)
+        stored = StoredState.of(job)
+        fill = stored.fill if stored else partial(initialise, shape=self.shape, seed=self.spec.optimizer.seed)
+        self.engine: Any = build_engine(self.spec, self.shape, pad_id, fill)
+        self.step = checkpointing.resume(self.engine, job, stored)
         self.routing = Routing(model_of(self.engine))
         self.movement = honesty.Movement(masters_of(self.engine), self._applied_steps())
 

@@ -17,12 +17,16 @@ SumOverRanks = Callable[[Tensor, Any], None]
 
 
 class Segment(NamedTuple):
-    """Elements ``start`` to ``stop`` of a flat tensor are a part of tensor number ``owner``, of ``numel`` elements."""
+    """Elements ``start`` to ``stop`` of a flat tensor are a part of tensor number ``owner``, of ``numel`` elements.
+
+    That part begins with the tensor's element number ``first``, in row-major order.
+    """
 
     start: int
     stop: int
     owner: int
     numel: int
+    first: int
 
 
 class Partition(NamedTuple):

@@ -19,7 +19,7 @@ def partitions_of(engine: Any) -> dict[Tensor, Partition]:
     """For every tensor the engine's inner optimizer steps: the parts of parameters it is made of."""
     masters = masters_of(engine)
     if not engine.zero_optimization():
-        return {whole: Partition([Segment(0, whole.numel(), 0, whole.numel())], 1) for whole in masters}
+        return {whole: Partition([Segment(0, whole.numel(), 0, whole.numel(), 0)], 1) for whole in masters}
     groups = zip(masters, describe(engine), _sharers(engine), strict=True)
     return {
         flat: Partition(_segments(engine, slots, flat, sharers), len(slots), sharers) for flat, slots, sharers in groups
@@ -57,7 +57,7 @@ def _cut_joined(slots: list[ParameterSlot], rank: int, numel: int) -> list[Segme
     for owner, slot in enumerate(slots):
         start, stop = max(slot.offset, first), min(slot.offset + slot.numel, first + numel)
         if start < stop:
-            found.append(Segment(start - first, stop - first, owner, slot.numel))
+            found.append(Segment(start - first, stop - first, owner, slot.numel, start - slot.offset))
     return found
 
 
@@ -68,5 +68,5 @@ def _cut_one_by_one(slots: list[ParameterSlot], rank: int, num_ranks: int) -> li
         piece = -(-slot.numel // num_ranks)
         held = min(piece, slot.numel - rank * piece)
         if held > 0:
-            found.append(Segment(slot.offset, slot.offset + held, owner, slot.numel))
+            found.append(Segment(slot.offset, slot.offset + held, owner, slot.numel, rank * piece))
     return found

@@ -17,6 +17,7 @@ from t5train.progress import Progress, silent
 from t5train.records import Checkpoint, FileDigest, TokenShards, digest_files, reusable
 from t5train.spec import RunSpec, build
 from t5train.train.job import TrainJob, tag_of
+from t5train.train.relayout import consolidated_for, discard_consolidated
 from t5train.witness import WITNESS, WITNESS_TENSORS
 
 _WITNESS_FILES = tuple(f"{run_files.WITNESS_FOLDER}/{name}" for name in (WITNESS, WITNESS_TENSORS))
@@ -104,21 +105,23 @@ def finished(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
 def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress: Progress = silent) -> Path:
     """Choose the newest complete checkpoint, verify it, and write the file that tells the ranks their job.
 
-    Raises SpecError when that checkpoint was written in another layout than the spec asks for, RunChanged when a
+    One that was written in another layout than the spec asks for is consolidated for them. Raises RunChanged when a
     checkpoint of another run lies among them.
     """
     _require_own_checkpoints(spec, shards)
     tag = newest_verified_tag(spec, progress)
+    consolidated = None
     if tag is not None:
-        _require_layout(spec, tag)
         _log.info("resuming %s from %s", spec.run_name, tag)
+        consolidated = consolidated_for(spec, tag, progress)
     job = TrainJob(
         spec=spec,
         run_fingerprint=run_fingerprint(spec, shards),
         run_folder=spec.run_folder.resolve(),
         attempt_folder=attempt_folder.resolve(),
         shards_folder=shards.path.resolve(),
-        resume_tag=tag,
+        resume_tag=None if consolidated else tag,
+        consolidated=consolidated,
     )
     path = attempt_folder / run_files.ATTEMPT_SPEC
     write_text(path, job.model_dump_json(indent=1) + "\n")
@@ -149,6 +152,7 @@ def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
         if not (folder / name).exists():
             raise LaunchError(f"every rank ended well, but {folder / name} is missing: run it again")
     sidecars = sidecar.require_complete(folder / run_files.CHECKPOINTS / tag, progress)
+    discard_consolidated(folder)
     files: dict[str, FileDigest] = {
         f"{run_files.CHECKPOINTS}/{tag}/{name}": digest for name, digest in sidecar.files_of(sidecars).items()
     }
@@ -173,23 +177,3 @@ def _require_own_checkpoints(spec: RunSpec, shards: TokenShards) -> None:
                 f"{folder / tag} is a checkpoint of another run than {spec.run_name!r}: move it away, or choose "
                 "another --name"
             )
-
-
-def _require_layout(spec: RunSpec, tag: str) -> None:
-    written = sidecar.read_all(spec.run_folder / run_files.CHECKPOINTS / tag)[0]
-    asked = {
-        "cluster.ranks": spec.cluster.ranks,
-        "layout.zero_stage": spec.layout.zero_stage,
-        "layout.expert_parallel_size": spec.layout.expert_parallel_size,
-    }
-    found = {
-        "cluster.ranks": written.world_size,
-        "layout.zero_stage": written.layout.zero_stage,
-        "layout.expert_parallel_size": written.layout.expert_size,
-    }
-    changed = differences(found, asked)
-    if changed:
-        raise SpecError(
-            f"checkpoint {tag} of run {spec.run_name!r} was written in another layout ({'; '.join(changed)}): a "
-            "checkpoint resumes in the layout it was written in; set it back, or choose another --name"
-        )

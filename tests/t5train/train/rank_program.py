@@ -1,7 +1,8 @@
 """What the ranks of test_training.py run: many small trainings in one launch, since every launch costs ten seconds.
 
 ``python rank_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder", "stop_at",
-"resume_tag", "fault"}]``, and writes ``{name}.rank-{rank}.json`` beside it for each.
+"resume_tag", "fault", "other_layout"}]``, and writes ``{name}.rank-{rank}.json`` beside it for each. With
+``other_layout``, the folder of a run, its checkpoint of step 3 is consolidated, begun from, and saved at once.
 """
 
 import contextlib
@@ -21,11 +22,14 @@ from deepspeed.utils import groups
 
 from t5train.data.loader import Samples
 from t5train.errors import T5TrainError
+from t5train.progress import silent
 from t5train.spec import build
 from t5train.train import checkpointing, loop, ranks
-from t5train.train.job import TrainJob
+from t5train.train.job import Consolidated, TrainJob
 from t5train.train.masters import full_masters
 from t5train.train.optimizer import AdamWRms
+from t5train.train.relayout import consolidated_for
+from t5train.train.stored_state import StoredState
 
 
 def main(jobs: Path) -> None:
@@ -48,17 +52,40 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
         attempt_folder=entry["run_folder"],
         shards_folder=entry["shards"],
         resume_tag=entry.get("resume_tag"),
+        consolidated=_consolidated(entry),
     )
+    found: dict[str, Any] = {}
     try:
         with FAULTS[entry.get("fault")]():
             trainer = loop.Trainer(job)
+            if job.consolidated:
+                found = {"begun": _digests(trainer)}
+                checkpointing.save(trainer.engine, job, trainer.step, {}, trainer.shards.fingerprint)
             if "stop_at" in entry:
                 _stop_after(trainer, entry["stop_at"])
             trainer.run()
     except T5TrainError as error:
         return {"error": type(error).__name__, "message": str(error)}
-    digests = {name: ranks.digest64(master.numpy().tobytes()) for name, master in full_masters(trainer.engine)}
-    return {"step": trainer.step, "masters": digests}
+    return found | {"step": trainer.step, "masters": _digests(trainer)}
+
+
+def _digests(trainer: loop.Trainer) -> dict[str, int]:
+    return {name: ranks.digest64(master.numpy().tobytes()) for name, master in full_masters(trainer.engine)}
+
+
+def _consolidated(entry: dict[str, Any]) -> Consolidated | None:
+    """What the head of a run would tell its ranks, by the first of them."""
+    if "other_layout" not in entry:
+        return None
+    folder = Path(entry["other_layout"])
+    spec = build(entry["spec"]).with_settings({"storage.root": str(folder.parent.parent), "name": folder.name})
+    told = folder / "told.json"
+    if comm.get_rank() == 0:
+        found = consolidated_for(spec, "step-00000003", silent)
+        assert found is not None
+        told.write_text(found.model_dump_json())
+    comm.barrier()
+    return Consolidated.model_validate_json(told.read_text())
 
 
 def _stop_after(trainer: loop.Trainer, step: int) -> None:
@@ -151,9 +178,9 @@ def _every_step_is_skipped() -> Iterator[None]:
 def _rank_one_is_told_nothing() -> Iterator[None]:
     original = checkpointing.resume
 
-    def resume(engine: Any, job: TrainJob) -> int:
+    def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
         told = job if comm.get_rank() == 0 else job.model_copy(update={"resume_tag": None})
-        return original(engine, told)
+        return original(engine, told, stored)
 
     with mock.patch.object(checkpointing, "resume", resume):
         yield

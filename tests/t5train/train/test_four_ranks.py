@@ -21,7 +21,7 @@ LAYOUT = "zero2-fp32-ep2"
 def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards) -> Trained:
     """The same run whole, and killed and resumed, in one launch."""
     root = tmp_path_factory.mktemp("four")
-    spec = _spec(LAYOUT).with_settings({"cluster.ranks": 4}).model_dump(mode="json")
+    spec = _spec(LAYOUT, ranks=4).model_dump(mode="json")
     jobs: list[dict[str, Any]] = [
         {"name": "whole", "run_folder": f"{root}/whole"},
         {"name": "killed", "run_folder": f"{root}/killed", "stop_at": 5},

@@ -23,7 +23,7 @@ def _optimizer(tensors: list[Tensor], relative: bool = True, weight_decay: float
 
 
 def _whole(tensors: list[Tensor]) -> dict[Tensor, Partition]:
-    return {tensor: Partition([Segment(0, tensor.numel(), 0, tensor.numel())], 1) for tensor in tensors}
+    return {tensor: Partition([Segment(0, tensor.numel(), 0, tensor.numel(), 0)], 1) for tensor in tensors}
 
 
 def _gradients(sizes: list[int]) -> list[list[Tensor]]:
@@ -118,7 +118,7 @@ def _step_parts(parts: list[Tensor], slots: list[ParameterSlot], gradients: list
     for gradient in gradients:
         sums = torch.zeros(len(slots), dtype=torch.float64)
         for part, layout in zip(parts, layouts, strict=True):
-            for start, stop, owner, _ in layout.segments:
+            for start, stop, owner, *_ in layout.segments:
                 sums[owner] += part[start:stop].double().square().sum()
         for rank, optimizer in enumerate(optimizers):
             optimizer.attach({parts[rank]: layouts[rank]}, partial(_replace, by=sums))
@@ -136,9 +136,9 @@ def test_segments_cover_a_partition_without_its_padding() -> None:
         ParameterSlot(name="a", shape=(5,), offset=0, numel=5),
         ParameterSlot(name="b", shape=(4,), offset=6, numel=4),
     ]
-    assert _cut_joined(slots, 0, 6) == [Segment(0, 5, 0, 5)]
-    assert _cut_joined(slots, 1, 6) == [Segment(0, 4, 1, 4)]
-    assert _cut_joined(slots, 1, 4) == [Segment(0, 1, 0, 5), Segment(2, 4, 1, 4)]
+    assert _cut_joined(slots, 0, 6) == [Segment(0, 5, 0, 5, 0)]
+    assert _cut_joined(slots, 1, 6) == [Segment(0, 4, 1, 4, 0)]
+    assert _cut_joined(slots, 1, 4) == [Segment(0, 1, 0, 5, 4), Segment(2, 4, 1, 4, 0)]
 
 
 def test_pieces_of_parameters_cut_one_by_one_are_covered_without_their_padding() -> None:
@@ -147,8 +147,8 @@ def test_pieces_of_parameters_cut_one_by_one_are_covered_without_their_padding()
         ParameterSlot(name="b", shape=(1,), offset=2, numel=1),
         ParameterSlot(name="c", shape=(6,), offset=3, numel=6),
     ]
-    assert _cut_one_by_one(slots, 0, 3) == [Segment(0, 2, 0, 5), Segment(2, 3, 1, 1), Segment(3, 5, 2, 6)]
-    assert _cut_one_by_one(slots, 2, 3) == [Segment(0, 1, 0, 5), Segment(3, 5, 2, 6)]
+    assert _cut_one_by_one(slots, 0, 3) == [Segment(0, 2, 0, 5, 0), Segment(2, 3, 1, 1, 0), Segment(3, 5, 2, 6, 0)]
+    assert _cut_one_by_one(slots, 2, 3) == [Segment(0, 1, 0, 5, 4), Segment(3, 5, 2, 6, 4)]
 
 
 def test_its_state_survives_saving_and_loading() -> None:

@@ -101,13 +101,3 @@ def test_pruning_removes_old_and_unfinished_checkpoints_and_nobodys_copies(
         checkpointing.prune(job, 4)
     left = sorted(path.name for path in (spec.run_folder / "checkpoints").iterdir())
     assert left == ["notes", "step-00000001-good", tag_of(2), tag_of(4)]
-
-
-def test_a_checkpoint_is_not_resumed_where_experts_are_spread_otherwise(
-    spec: RunSpec, shards: TokenShards, tmp_path: Path
-) -> None:
-    experts = spec.with_settings({"model.version": "v1.0", "model.moe.num_experts": 4})
-    _checkpoint(experts, 100, run_fingerprint(experts, shards))
-    assert TrainJob.read(write_job(experts, shards, tmp_path)).resume_tag == tag_of(100)
-    with pytest.raises(SpecError, match=r"another layout \(layout\.expert_parallel_size: 1 -> 2\)"):
-        write_job(experts.with_settings({"layout.expert_parallel_size": 2}), shards, tmp_path)

@@ -41,7 +41,7 @@ FAULTS = {
 }
 
 
-def _spec(layout: str, num_steps: int = 6) -> RunSpec:
+def _spec(layout: str, num_steps: int = 6, ranks: int = 2) -> RunSpec:
     stage, precision, *others = layout.removeprefix("zero").split("-")
     return recipe("smoke").with_settings(
         {
@@ -53,6 +53,7 @@ def _spec(layout: str, num_steps: int = 6) -> RunSpec:
             "optimizer.warmup_steps": 2,
             "optimizer.global_batch_sequences": 16,
             "optimizer.precision": precision,
+            "cluster.ranks": ranks,
             "layout.micro_batch_sequences": 4,
             "layout.zero_stage": int(stage),
             "layout.offload": ("all" if stage == "3" else "optimizer") if "offload" in others else "none",
@@ -65,7 +66,7 @@ def _spec(layout: str, num_steps: int = 6) -> RunSpec:
 
 
 def _experts(options: list[str]) -> dict[str, Any]:
-    """Settings of a model with four experts over one or two ranks, where ``ep1`` or ``ep2`` is among the options."""
+    """Settings of a model with four experts over so many ranks, where ``ep1`` or ``ep2`` is among the options."""
     size = next((int(option.removeprefix("ep")) for option in options if option.startswith("ep")), None)
     if size is None:
         return {}

@@ -1,0 +1,75 @@
+"""Tensors in safetensors files, found by name and read as fp32, whole or in part."""
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from t5train.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FLOATING = frozenset({"F32", "F16", "BF16"})
+
+
+class StoredTensor(NamedTuple):
+    """A tensor at rest: ``name`` is the one it has in ``file``, ``dtype`` the one safetensors gives its type."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def list_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """Every tensor of the files by name, none of them read; InputError for a damaged file or a name that two have."""
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        for tensor in _tensors_in(file):
+            if tensor.name in found:
+                raise InputError(f"{file} and {found[tensor.name].file} both hold {tensor.name}: remove one of them")
+            found[tensor.name] = tensor
+    return found
+
+
+class StoredTensors:
+    """fp32 values of tensors on the CPU, by the names they go by here. No more of a file is read than is asked for."""
+
+    def __init__(self, places: Mapping[str, StoredTensor]) -> None:
+        self._places = places
+        files = {place.file for place in places.values()}
+        self._open: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in files}
+
+    def whole(self, name: str) -> "Tensor":
+        """The tensor of that name."""
+        place = self._place(name)
+        tensor: Tensor = self._open[place.file].get_tensor(place.name)
+        return tensor.float()
+
+    def stretch(self, name: str, start: int, stop: int) -> "Tensor":
+        """Elements ``start`` to ``stop`` of the tensor's in row-major order; flat. Rows are read that hold any."""
+        place = self._place(name)
+        row = prod(place.shape[1:])
+        first = start // row
+        rows: Tensor = self._open[place.file].get_slice(place.name)[first : -(-stop // row)]
+        return rows.reshape(-1)[start - first * row : stop - first * row].float()
+
+    def _place(self, name: str) -> StoredTensor:
+        if name not in self._places:
+            files = ", ".join(sorted({str(place.file) for place in self._places.values()}))
+            raise InputError(f"{name} is in none of {files}: they are not of this model")
+        return self._places[name]
+
+
+def _tensors_in(file: Path) -> list[StoredTensor]:
+    try:
+        with safe_open(file, framework="np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+            return [
+                StoredTensor(file, name, tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()
+            ]
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{file} cannot be read as safetensors ({error}): restore it from where it came") from error

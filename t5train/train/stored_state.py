@@ -1,0 +1,97 @@
+"""A state of training by Hugging Face's names, read from files into an engine of any layout.
+
+Every rank reads the stretches of tensors that its optimizer moves, and no others.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from t5train.errors import InputError
+from t5train.records import Weights
+from t5train.tensor_files import StoredTensors, list_tensors
+from t5train.train.job import Clock, Consolidated, TrainJob
+from t5train.train.named_groups import named_groups
+from t5train.train.optimizer import Segment
+from t5train.train.partitions import inner_optimizer, partitions_of
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """fp32 weights, and where training has begun already its optimizer's moments and how far it is."""
+
+    weights: StoredTensors
+    moments: Mapping[str, StoredTensors] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
+
+    @classmethod
+    def of(cls, job: TrainJob) -> Self | None:
+        """What the job says its attempt begins with; None where that is a checkpoint of DeepSpeed's, or the seed."""
+        return cls._consolidated(job.consolidated) if job.consolidated else None
+
+    @classmethod
+    def _consolidated(cls, told: Consolidated) -> Self:
+        """The state in a folder made by ``consolidate`` with moments; InputError when it is another than was told."""
+        found = Weights.load(told.folder).fingerprint
+        if found != told.fingerprint:
+            raise InputError(f"{told.folder} holds the weights {found[:12]}, not {told.fingerprint[:12]}: start again")
+        model, *moments = (
+            StoredTensors(list_tensors([told.folder / f"{stem}.safetensors"])) for stem in ("model", *MOMENTS)
+        )
+        return cls(model, dict(zip(MOMENTS, moments, strict=True)), told.clock)
+
+    def fill(self, name: str, parameter: nn.Parameter) -> None:
+        """Give a module's parameter its value, rounded to its type."""
+        with torch.no_grad():
+            parameter.copy_(self.weights.whole(name))
+
+    def restore(self, engine: Any) -> None:
+        """Give an engine whose module was filled the masters, bit for bit, and all else that is stored."""
+        optimizer = inner_optimizer(engine)
+        with torch.no_grad():
+            for flat, parts in _held(engine):
+                _copy(self.weights, parts, flat)
+                for key, stored in self.moments.items():
+                    _copy(stored, parts, _moment(optimizer.state[flat], key, flat))
+                if self.moments:
+                    _count(optimizer.state[flat], self.clock.optimizer_steps)
+        engine.global_steps, engine.skipped_steps = self.clock.step, self.clock.skipped_steps
+        engine.global_samples = self.clock.step * engine.train_batch_size()
+        for name, value in self.clock.loss_scaler.items():
+            setattr(engine.optimizer.loss_scaler, name, value)
+
+
+_Parts = list[tuple[str, Segment]]
+
+
+def _held(engine: Any) -> Iterator[tuple[Tensor, _Parts]]:
+    """Every tensor this rank's optimizer moves, and whose parts it is made of."""
+    groups = named_groups(engine)
+    if not engine.zero_optimization():  # where the optimizer steps parameter by parameter
+        groups = [[slot] for group in groups for slot in group]
+    for (flat, partition), slots in zip(partitions_of(engine).items(), groups, strict=True):
+        yield flat, [(slots[segment.owner].name, segment) for segment in partition.segments]
+
+
+def _copy(stored: StoredTensors, parts: _Parts, flat: Tensor) -> None:
+    for name, (start, stop, _owner, _numel, first) in parts:
+        flat.view(-1)[start:stop].copy_(stored.stretch(name, first, first + stop - start))
+
+
+def _moment(state: dict[str, Any], key: str, flat: Tensor) -> Tensor:
+    """The optimizer's own tensor, as DeepSpeed had it made; at ZeRO 0 in fp32 the first step would make it."""
+    if key not in state:
+        state[key] = torch.zeros_like(flat)
+    moment: Tensor = state[key]
+    return moment
+
+
+def _count(state: dict[str, Any], steps: int) -> None:
+    """Set the steps an optimizer counts, as a number or in a tensor of one element."""
+    counted = state.setdefault("step", torch.zeros((), dtype=torch.float32))
+    state["step"] = counted.fill_(steps) if isinstance(counted, Tensor) else steps

@@ -1,0 +1,88 @@
+"""A run that goes on in another layout: over four ranks what two began, and back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from t5train.consolidate import consolidate
+from t5train.records import TokenShards
+from t5train.train.metrics import read
+from t5train.train.ranks import digest64
+from tests.t5train.train.test_training import Trained, _launch, _spec
+
+pytestmark = pytest.mark.slow
+
+PAIRS = {  # the layout of two ranks: that of four
+    "zero0-fp32": "zero3-fp32",
+    "zero2-fp32-offload": "zero1-fp32",
+    "zero3-fp32": "zero0-fp32",
+    "zero0-bf16": "zero2-bf16",
+    "zero1-bf16": "zero3-bf16-offload",
+    "zero3-bf16-offload": "zero0-bf16",
+    "zero2-fp32-ep2": "zero1-fp32-ep4",
+    "zero2-bf16-ep1": "zero2-bf16-ep2-offload",
+}
+if torch.ops.mkldnn._is_mkldnn_fp16_supported():
+    PAIRS["zero2-fp16"] = "zero3-fp16"
+FILES = ("model", "exp_avg", "exp_avg_sq")
+
+
+def _job(root: Path, name: str, layout: str, ranks: int, **more: Any) -> dict[str, Any]:
+    # Nothing is drawn by lot: neither dropout nor which tokens an expert has no place for.
+    settings = {"model.dropout_rate": 0.0, "model.moe.capacity_factor": 4.0}
+    spec = _spec(layout, ranks=ranks).with_settings(settings)
+    folder = root / "runs" / name
+    folder.mkdir(parents=True)
+    return {"name": name, "spec": spec.model_dump(mode="json"), "run_folder": str(folder), **more}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards) -> Trained:
+    """Every pair: two ranks, from there four, from there two again; and two ranks from the beginning to the end."""
+    root = tmp_path_factory.mktemp("relayout")
+    launches: list[tuple[int, list[dict[str, Any]]]] = [(2, []), (4, []), (2, [])]
+    for layout, other in PAIRS.items():
+        runs = root / "runs"
+        launches[0][1].append(_job(root, f"{layout}.whole", layout, 2))
+        launches[0][1].append(_job(root, f"{layout}.killed", layout, 2, stop_at=3))
+        launches[1][1].append(_job(root, f"{layout}.other", other, 4, other_layout=f"{runs}/{layout}.killed"))
+        launches[2][1].append(_job(root, f"{layout}.back", layout, 2, other_layout=f"{runs}/{layout}.other"))
+    for number, (ranks, jobs) in enumerate(launches):
+        path = root / f"jobs-{number}.json"
+        path.write_text(json.dumps([{**job, "shards": str(pydocs_shards.path)} for job in jobs]))
+        _launch(path, ranks)
+    return Trained(root)
+
+
+@pytest.mark.parametrize("layout", PAIRS)
+def test_another_layout_begins_with_the_same_masters_and_moments_bit_for_bit(
+    trained: Trained, layout: str, tmp_path: Path
+) -> None:
+    runs = trained.root / "runs"
+    again = tmp_path / "again"
+    told = Path(json.loads((runs / f"{layout}.killed/told.json").read_text())["folder"])
+    consolidate(runs / f"{layout}.other/checkpoints", again, tag="step-00000003", moments=True)
+    before, after = ([load_file(place / f"{name}.safetensors") for name in FILES] for place in (told, again))
+    for first, second in zip(before, after, strict=True):
+        assert first.keys() == second.keys()
+        assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    live = {name: digest64(tensor.numpy().tobytes()) for name, tensor in before[0].items()}
+    assert all(trained.found(f"{layout}.other", rank)["begun"] == live for rank in range(4))
+
+
+@pytest.mark.parametrize("layout", PAIRS)
+def test_there_and_back_again_a_run_ends_bit_equal_to_one_that_stayed(trained: Trained, layout: str) -> None:
+    whole, back = trained.found(f"{layout}.whole"), trained.found(f"{layout}.back")
+    assert whole["step"] == back["step"] == 6
+    assert whole["masters"] == back["masters"]
+
+
+@pytest.mark.parametrize("layout", [layout for layout in PAIRS if "fp32" in layout])
+def test_what_another_layout_goes_on_to_train_is_the_same_up_to_rounding(trained: Trained, layout: str) -> None:
+    whole, other = (read(trained.root / f"runs/{layout}.{name}/metrics.jsonl") for name in ("whole", "other"))
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in (whole, other)]
+    assert losses[1] == pytest.approx(losses[0][3:], rel=1e-4)
