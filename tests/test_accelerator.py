@@ -11,7 +11,7 @@ import pytest
 from infra.attempt import attempt_folder, rank_name, read
 from infra.processes import find, in_run
 from infra.run_lock import run_lock
-from t5train.certify import certify_in_fresh_process
+from t5train.certify import certify
 from t5train.consolidate import consolidate
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
@@ -35,6 +35,35 @@ SETTINGS = {
     "layout.micro_batch_sequences": 8,
     "storage.checkpoint_every_steps": 10,
     "storage.validate_sequences": 64,
+    "model.num_layers": 2,
+    "model.num_decoder_layers": 2,
+}
+
+
+EXPERTS = {"model__version": "v1.0", "model__moe__num_experts": 4}
+EVERY_RANK = "every rank"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "bf16-zero0": {"optimizer__precision": "bf16", "layout__zero_stage": 0},
+    "bf16-zero1-v1.0": {"optimizer__precision": "bf16", "layout__zero_stage": 1, "model__version": "v1.0"},
+    "bf16-zero2": {"optimizer__precision": "bf16", "layout__zero_stage": 2},
+    "bf16-zero2-compiled": {"optimizer__precision": "bf16", "layout__zero_stage": 2, "model__compile": True},
+    "fp32-zero1": {"optimizer__precision": "fp32", "layout__zero_stage": 1},
+    "fp16-zero1": {"optimizer__precision": "fp16", "layout__zero_stage": 1},
+    "fp16-zero2": {"optimizer__precision": "fp16", "layout__zero_stage": 2},
+}
+IN_EITHER: dict[str, dict[str, Any]] = {
+    "zero1-offload": {"layout__zero_stage": 1, "layout__offload": "optimizer"},
+    "zero2-offload": {"layout__zero_stage": 2, "layout__offload": "optimizer", "layout__pin_memory": True},
+    "zero3": {"layout__zero_stage": 3},
+    "zero3-offload-all": {"layout__zero_stage": 3, "layout__offload": "all", "layout__pin_memory": True},
+    "experts": {"layout__zero_stage": 2, **EXPERTS},
+    "experts-spread": {"layout__zero_stage": 2, **EXPERTS, "layout__expert_parallel_size": EVERY_RANK},
+    "recomputed": {"layout__zero_stage": 2, "model__activation_checkpointing": True},
+}
+LAYOUTS |= {
+    f"{precision}-{name}": {"optimizer__precision": precision, **settings}
+    for precision in ("bf16", "fp16")
+    for name, settings in IN_EITHER.items()
 }
 
 
@@ -51,7 +80,7 @@ def _spec(root: Path, **settings: Any) -> RunSpec:
     import torch
 
     ranks = min(4, torch.accelerator.device_count())
-    changes = {key.replace("__", "."): value for key, value in settings.items()}
+    changes = {key.replace("__", "."): ranks if value is EVERY_RANK else value for key, value in settings.items()}
     return recipe("small").with_settings(
         {**SETTINGS, "storage.root": str(root), "cluster.ranks": ranks, "model.compile": False, **changes}
     )
@@ -62,46 +91,35 @@ def _train(spec: RunSpec, shards: TokenShards) -> Checkpoint:
         return train_run(spec, shards)
 
 
-@pytest.mark.parametrize(
-    ("precision", "zero_stage", "version", "compile_model"),
-    [
-        ("bf16", 0, "v1.1", False),
-        ("bf16", 1, "v1.0", False),
-        ("bf16", 2, "v1.1", True),
-        ("fp32", 1, "v1.1", False),
-        ("fp16", 1, "v1.1", False),
-        ("fp16", 2, "v1.1", False),
-    ],
-)
-def test_what_was_trained_on_an_accelerator_is_certified_bit_equal_there(
-    tmp_path: Path,
-    data: tuple[TokenizerFiles, TokenShards],
-    precision: str,
-    zero_stage: int,
-    version: str,
-    compile_model: bool,
+def _losses(spec: RunSpec) -> dict[int, float]:
+    lines = metrics.read(spec.run_folder / "metrics.jsonl")
+    return {int(line["step"] or 0): float(line["loss"] or 0) for line in lines if "loss" in line}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_was_trained_on_an_accelerator_is_certified_there(
+    tmp_path: Path, data: tuple[TokenizerFiles, TokenShards], layout: str
 ) -> None:
     tokenizer, shards = data
-    settings = {"optimizer__precision": precision, "layout__zero_stage": zero_stage, "model__version": version}
-    spec = _spec(tmp_path, model__compile=compile_model, **settings)
+    spec = _spec(tmp_path, **LAYOUTS[layout])
     checkpoint = _train(spec, shards)
     weights = consolidate(spec.run_folder / "checkpoints", tmp_path / "weights", tag=checkpoint.tag)
     exported = export(weights, tokenizer, spec.run_folder / "witness", spec, tmp_path / "export")
-    certified = certify_in_fresh_process(exported, spec.run_folder / "witness")
-    certificate = json.loads((certified.path / "certificate.json").read_text())
-    assert certificate["passed"]
-    assert all(probe["bit_equal"] for probe in certificate["probes"].values())
-    losses = [line["loss"] or 0.0 for line in metrics.read(spec.run_folder / "metrics.jsonl") if "loss" in line]
-    assert losses[-1] < losses[0] - 1
+    certificate = certify(exported.path, spec.run_folder / "witness")
+    assert certificate.passed
+    assert certificate.device == certificate.witness_device != "cpu"
+    assert certificate.relative_tolerance == (1e-5 if spec.model.moe.num_experts else 0)
+    losses = _losses(spec)
+    assert losses[20] < losses[1] - 1
 
 
+@pytest.mark.parametrize("layout", ["fp16-zero1", "fp16-zero3", "fp16-experts-spread"])
 def test_fp16_that_cannot_train_ends_with_a_clear_error(
-    tmp_path: Path, data: tuple[TokenizerFiles, TokenShards]
+    tmp_path: Path, data: tuple[TokenizerFiles, TokenShards], layout: str
 ) -> None:
     spec = _spec(
         tmp_path,
-        optimizer__precision="fp16",
-        layout__zero_stage=1,
+        **LAYOUTS[layout],
         optimizer__num_steps=200,
         optimizer__peak_learning_rate=1.0,
         optimizer__gradient_clip=0,
@@ -111,10 +129,11 @@ def test_fp16_that_cannot_train_ends_with_a_clear_error(
         _train(spec, data[1])
 
 
-def test_a_rank_that_is_killed_ends_the_others_and_the_run_resumes(
-    tmp_path: Path, data: tuple[TokenizerFiles, TokenShards]
+@pytest.mark.parametrize("layout", ["bf16-zero2", "bf16-zero3-offload-all", "bf16-experts-spread"])
+def test_a_rank_that_is_killed_ends_the_others_and_the_run_goes_on_where_it_stood(
+    tmp_path: Path, data: tuple[TokenizerFiles, TokenShards], layout: str
 ) -> None:
-    spec = _spec(tmp_path, optimizer__num_steps=30)
+    spec = _spec(tmp_path, **LAYOUTS[layout], optimizer__num_steps=80)
     attempt = attempt_folder(spec.run_folder, 1)
     victim = attempt / f"{rank_name(spec.cluster.ranks - 1)}.pid"
 
@@ -126,6 +145,10 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_run_resumes(
     with run_lock(spec.run_folder), pytest.raises(LaunchError, match="SIGKILL"):
         train_run(spec, data[1], kill_after_a_checkpoint)
     assert not find(in_run(read(attempt).run_id))
-    assert _train(spec, data[1]).step == 30
+    lost = _losses(spec)
+    assert _train(spec, data[1]).step == 80
     again = json.loads((attempt_folder(spec.run_folder, 2) / "spec.json").read_text())
-    assert again["resume_tag"] in {"step-00000010", "step-00000020"}
+    resumed = int(again["resume_tag"].removeprefix("step-"))
+    repeated = {step: loss for step, loss in lost.items() if step > resumed}
+    # Kernels of accelerators add up in no fixed order, so that bits are not promised.
+    assert {step: _losses(spec)[step] for step in repeated} == pytest.approx(repeated, rel=0.01)
