@@ -11,11 +11,11 @@ GIB = 1 << 30
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown, a row a case."""
-    heads = [*COLUMNS]
+    """Markdown, a row a case, below the machines that they were run on."""
+    heads, machines = [*COLUMNS], dict.fromkeys(f"{row.get('date')}, {row.get('machine')}" for row in rows)
     lines = [heads, ["---"] * len(heads)]
     lines += [[cell(row) for cell in COLUMNS.values()] for row in rows]
-    return _rows(lines)
+    return "\n".join([*machines, "", _rows(lines)])
 
 
 def listing(cases: Sequence[Case]) -> str:

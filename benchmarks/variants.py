@@ -1,7 +1,7 @@
 """Every variant from tokens to a certified export on this machine's accelerators: speed, memory, and the proof.
 
     python benchmarks/variants.py --corpus TEXT --tokenizer SPIECE [--out FOLDER] [--only NAME ...] [--beside]
-    python benchmarks/variants.py --list
+    python benchmarks/variants.py --list | --table [--out FOLDER]
 
 Each case is a run of the program's own stages. After each a line is appended to FOLDER/results.jsonl, for one that
 failed too, and a case that has a line is not run again: type the command again to go on, and remove a line to repeat
@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,13 +42,10 @@ def main() -> None:
         return
     out: Path = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    runner = Runner((options.root or out / "work").absolute(), tiny=options.tiny, keep=options.keep)
     results = Results(out / "results.jsonl")
-    deadline = None if options.until_seconds is None else time.monotonic() + options.until_seconds
-    chosen = [case for case in CASES if not options.only or case.name in options.only]
-    skipped = _run(chosen, runner, results, options, deadline)
+    skipped = {} if options.table else _run(results, out, options)
     peak = options.peak_teraflops * 1e12
-    print(f"\n{_machine()}\n\n{table([with_mfu(row, peak) for row in results.rows()])}")
+    print(f"\n{table([with_mfu(row, peak) for row in results.rows()])}")
     for name, reason in skipped.items():
         print(f"not run: {name}: {reason}")
 
@@ -77,21 +74,21 @@ class Results:
         return content[: content.rfind(b"\n") + 1]
 
 
-def _run(
-    cases: Sequence[Case], runner: Runner, results: Results, options: argparse.Namespace, deadline: float | None
-) -> dict[str, str]:
+def _run(results: Results, out: Path, options: argparse.Namespace) -> dict[str, str]:
     """Run cases one after the other; why the others were not."""
-    skipped, done = {}, {row["name"] for row in results.rows()}
+    runner = Runner((options.root or out / "work").absolute(), tiny=options.tiny, keep=options.keep)
+    deadline = None if options.until_seconds is None else time.monotonic() + options.until_seconds
     runner.tokenize(options.corpus, options.tokenizer)
+    skipped, done = {}, {row["name"] for row in results.rows()}
     with ThreadPoolExecutor(max_workers=1) as beside:
         proofs: list[Future[None]] = []
-        for case in cases:
-            if case.name in done:
+        for case in CASES:
+            if case.name in done or (options.only and case.name not in options.only):
                 continue
             if reason := _obstacle(case, runner, deadline):
                 skipped[case.name] = reason
                 continue
-            row = runner.train(case, deadline)
+            row = {**runner.train(case, deadline), "machine": _machine(), "date": time.strftime("%Y-%m-%d")}
             proofs.append(beside.submit(_prove, runner, case, row, results.append))
             if not options.beside:
                 proofs[-1].result()
@@ -129,7 +126,7 @@ def _lack(case: Case, root: Path) -> str:
 def _machine() -> str:
     here = torch.accelerator.device_count()
     kind = f"{here} {torch.get_device_module().get_device_name(0)}, " if here else ""
-    return f"{kind}{hardware()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    return f"{kind}{hardware()}, torch {torch.__version__}"
 
 
 def _options() -> argparse.Namespace:
@@ -140,13 +137,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--root", type=Path, help="where runs lie while they last; OUT/work when left out")
     parser.add_argument("--only", nargs="+", default=[], choices=[case.name for case in CASES], metavar="NAME")
     parser.add_argument("--list", action="store_true", help="show the cases and about how long they take")
+    parser.add_argument("--table", action="store_true", help="show the lines of OUT/results.jsonl, and run nothing")
     parser.add_argument("--beside", action="store_true", help="prove each model while the next is trained")
     parser.add_argument("--tiny", action="store_true", help="models of the demo's size on the CPU: a trial of this")
     parser.add_argument("--keep", action="store_true", help="remove nothing")
     parser.add_argument("--until-seconds", type=float, help="start nothing that ends later")
     parser.add_argument("--peak-teraflops", type=float, default=H200_TERAFLOPS, help="of one accelerator in bf16")
     options = parser.parse_args()
-    if not options.list and not (options.corpus and options.tokenizer):
+    if not (options.list or options.table or (options.corpus and options.tokenizer)):
         parser.error("--corpus and --tokenizer say which text and vocabulary to train on")
     return options
 
