@@ -10,6 +10,7 @@ from t5train.model import shape
 from t5train.run_files import ATTEMPT_SPEC, ATTEMPTS
 from t5train.spec import RunSpec
 from t5train.train.deepspeed_config import deepspeed_config
+from t5train.train.memory import Held, held_by_a_rank
 from tasks.training_run import launch_spec, rank_program
 
 
@@ -20,6 +21,7 @@ def describe(spec: RunSpec) -> str:
         "spec": _json(spec.model_dump(mode="json")),
         "fingerprints": _json(_fingerprints(spec)),
         "deepspeed config": _json(deepspeed_config(spec, of_model)),
+        "memory of a rank without activations, in GB": _table(held_by_a_rank(spec, of_model)),
         "launch command": shlex.join(_launch_command(spec)),
         "run folder": str(spec.run_folder),
     }
@@ -34,6 +36,18 @@ def _fingerprints(spec: RunSpec) -> dict[str, str]:
 def _launch_command(spec: RunSpec) -> list[str]:
     launch = launch_spec(spec, lambda folder: rank_program(folder / ATTEMPT_SPEC))
     return command(launch, spec.run_folder / ATTEMPTS / "NNNN")
+
+
+def _table(held: list[Held]) -> str:
+    rows = [
+        ("", "accelerator", "host"),
+        *((one.what, _gigabytes(one.accelerator), _gigabytes(one.host)) for one in held),
+    ]
+    return "\n".join(f"{what:28}{accelerator:>12}{host:>8}" for what, accelerator, host in rows)
+
+
+def _gigabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.2f}" if size_bytes else "."
 
 
 def _json(value: object) -> str:

@@ -9,9 +9,11 @@ from t5train.data.span_corruption import geometry
 from t5train.data.tokenizer import expected_vocab_size
 from t5train.destination import check_destination
 from t5train.errors import SpecError
+from t5train.host_memory import require_host_memory
 from t5train.model import shape
 from t5train.spec import ClusterSpec, RunSpec
 from t5train.storage_space import require_space
+from t5train.train import memory
 from t5train.train.run import require_same_settings
 
 _CHECKPOINT_BYTES_A_PARAMETER = 16  # fp32 masters, two moments, and the weights the forward pass uses
@@ -27,7 +29,9 @@ def require_ready(spec: RunSpec) -> None:
     require_same_settings(spec)
     _require_accelerators(spec.cluster)
     _require_arithmetic(spec)
-    parameters = shape.count_parameters(shape.resolve(spec.model, expected_vocab_size(spec.tokenizer)))
+    of_model = shape.resolve(spec.model, expected_vocab_size(spec.tokenizer))
+    require_host_memory(memory.host_bytes(spec, of_model), "layout.offload, cluster.ranks and the model's shape")
+    parameters = shape.count_parameters(of_model)
     text_bytes = 0 if spec.corpus.source == PYDOCS else require_source(spec.corpus.source)
     require_space(spec.storage.root, _needed_bytes(spec, parameters, text_bytes), f"run {spec.run_name!r}")
     check_destination(publish_url(spec), _WEIGHT_BYTES * parameters, spec.fingerprint())

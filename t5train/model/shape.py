@@ -131,6 +131,12 @@ def count_parameters(shape: T5Shape) -> int:
     return encoder + decoder + experts + embeddings + 2 * (shape.d_model + RELATIVE_BUCKETS * shape.num_heads)
 
 
+def count_expert_parameters(shape: T5Shape) -> int:
+    """Of these the experts', which expert-parallel ranks share out; routers are not among them."""
+    sparse = shape.count_sparse(shape.num_layers) + shape.count_sparse(shape.num_decoder_layers)
+    return sparse * shape.moe.num_experts * (3 if shape.gated else 2) * shape.d_model * shape.d_ff
+
+
 def huggingface_config(shape: T5Shape, pad_id: int, eos_id: int) -> dict[str, Any]:
     """``config.json`` of the same model for the class of transformers that it names."""
     return {

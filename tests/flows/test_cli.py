@@ -12,6 +12,7 @@ import torch
 from flows import cli
 from flows.status_command import run_status
 from infra.run_lock import run_lock
+from t5train import host_memory
 from t5train.recipes import recipe
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
@@ -109,6 +110,19 @@ def test_two_experts_a_token_are_refused_by_the_whole_chain_before_it_starts(
     root = tmp_path / "root"
     assert t5_pretrain("run", "moe", "--root", str(root), "--set", "model.moe.top_k=2") == 1
     assert "model.moe.top_k is 2: SwitchTransformers in transformers has 1" in capsys.readouterr().err
+    assert not root.exists()
+
+
+def test_what_does_not_fit_in_memory_is_refused_before_it_starts(
+    t5_pretrain: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "root"
+    monkeypatch.setattr(host_memory, "host_memory_bytes", lambda: 128 * 10**9)
+    assert t5_pretrain("run", "t5_11b_one_gpu", "--root", str(root)) == 1
+    assert "ask for 268.7 GB of host memory, and this machine has 128.0 GB" in capsys.readouterr().err
     assert not root.exists()
 
 

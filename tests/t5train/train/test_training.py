@@ -136,11 +136,11 @@ class Trained:
         return found
 
 
-def _launch(jobs: Path, ranks: int = 2) -> None:
-    program = Path(__file__).with_name("rank_program.py")
+def _launch(jobs: Path, ranks: int = 2, program: str = "rank_program.py") -> None:
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "/dev/null", "--num_gpus", str(ranks)]
     port = free_port()
-    command += ["--master_addr", "127.0.0.1", "--master_port", str(port), "--no_local_rank", str(program)]
+    command += ["--master_addr", "127.0.0.1", "--master_port", str(port), "--no_local_rank"]
+    command += [str(Path(__file__).with_name(program))]
     environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     log = jobs.with_suffix(".log")
     with open(log, "wb") as output:

@@ -1,0 +1,122 @@
+"""How much memory the state of a run takes: by formula, before anything of it exists.
+
+Bytes a rank, with R ranks, N parameters, n of them those a rank computes with (fewer than N where experts are spread),
+and b bytes a weight (4 in fp32, else 2). Read off DeepSpeed 0.19 and held against its engines' live tensors by a test.
+
+============== ===================================== =========================
+ZeRO, offload  accelerator                           host
+============== ===================================== =========================
+0              (2 b + 8) n, in 16 bits 8 n more
+1              2 b n + (b + 12) N/R
+2              b n + 16 N/R
+3              (2 b + 12) N/R
+1, optimizer   2 b n                                 (16 + b) N/R
+2, optimizer   b n                                   (16 + b) N/R
+3, optimizer   b N/R                                 (16 + b) N/R
+3, all                                               (16 + 2 b) N/R
+============== ===================================== =========================
+
+To this come what is fetched, reduced and updated at a time, and activations. These last are not counted here: they grow
+with the micro-batch, and depend on what a compiler makes of the model.
+"""
+
+from typing import NamedTuple
+
+from t5train.model.shape import T5Shape, count_expert_parameters, count_parameters
+from t5train.spec import RunSpec
+from t5train.train.deepspeed_config import BUCKET_ELEMENTS, LIVE_ELEMENTS, SUB_GROUP_ELEMENTS
+
+PROCESS_BYTES = 1 << 30
+"""Host memory of a rank that trains nothing yet, at least: Python, torch, an accelerator's driver."""
+UNCUT_BUCKET_ELEMENTS = 500_000_000
+"""What DeepSpeed reduces at a time at ZeRO 0."""
+FETCHED, PROCESS, WITNESS = "parameters fetched", "process", "witness at the end, rank 0"
+_MASTER, _MOMENTS = 4, 8
+
+
+class Held(NamedTuple):
+    """What one rank holds, in bytes on its accelerator and in host memory."""
+
+    what: str
+    accelerator: int
+    host: int
+
+
+class _Sizes(NamedTuple):
+    """Parameters: ``whole`` those a rank computes with, ``part`` its share of what is cut up; ``weight`` in bytes."""
+
+    whole: int
+    part: int
+    weight: int
+
+
+def held_by_a_rank(spec: RunSpec, shape: T5Shape) -> list[Held]:
+    """What a rank holds of each kind at the moment of a step when it holds most of that."""
+    layout, sizes = spec.layout, _sizes(spec, shape)
+    state = _replicated(sizes) if layout.zero_stage == 0 else _cut_up(sizes, layout.zero_stage, layout.offload)
+    model = _MASTER * count_parameters(shape)
+    return [
+        *(held for held in state if held[1:] != (0, 0)),
+        Held(PROCESS, 0, PROCESS_BYTES),
+        Held(WITNESS, model, model),
+    ]
+
+
+def host_bytes(spec: RunSpec, shape: T5Shape) -> int:
+    """Host memory that all ranks of a machine take; with what is on the accelerator, where that is the CPU."""
+    on_cpu = spec.cluster.accelerator == "cpu"
+    held = {one.what: one.host + on_cpu * one.accelerator for one in held_by_a_rank(spec, shape)}
+    witness = held.pop(WITNESS) // (1 + on_cpu)  # it moves from one to the other
+    return spec.cluster.ranks * sum(held.values()) + witness
+
+
+def _sizes(spec: RunSpec, shape: T5Shape) -> _Sizes:
+    parameters, experts = count_parameters(shape), count_expert_parameters(shape)
+    return _Sizes(
+        whole=parameters - experts + experts // spec.layout.expert_parallel_size,
+        part=-(-parameters // spec.cluster.ranks),
+        weight=4 if spec.optimizer.precision == "fp32" else 2,
+    )
+
+
+def _replicated(sizes: _Sizes) -> list[Held]:
+    """Everything whole on every rank; in 16 bits the optimizer has copies of weights and gradients in fp32."""
+    whole, weight = sizes.whole, sizes.weight
+    copies = 0 if weight == _MASTER else _MASTER * whole
+    return [
+        Held("weights", weight * whole, 0),
+        Held("gradients", weight * whole + copies, 0),
+        Held("masters", copies, 0),
+        Held("moments", _MOMENTS * whole, 0),
+        Held("reduced at a time", weight * min(whole, UNCUT_BUCKET_ELEMENTS), 0),
+    ]
+
+
+def _cut_up(sizes: _Sizes, stage: int, offload: str) -> list[Held]:
+    whole, part, weight = sizes
+    on_host = offload != "none"
+    here = 0 if on_host else 1
+    weights = weight * (part if stage == 3 else whole)
+    return [
+        Held("weights", *((0, weights) if offload == "all" else (weights, 0))),
+        Held(FETCHED, weight * min(whole, LIVE_ELEMENTS) if stage == 3 else 0, 0),
+        _gradients(sizes, stage, on_host),
+        Held("masters", here * _MASTER * part, (1 - here) * _MASTER * part),
+        Held("moments", here * _MOMENTS * part, (1 - here) * _MOMENTS * part),
+        Held("weights on their way back", 0, weight * part if on_host and stage < 3 else 0),
+        Held("reduced at a time", weight * BUCKET_ELEMENTS, 0),
+        Held("updated at a time", *_scratch(part, stage, on_host)),
+    ]
+
+
+def _gradients(sizes: _Sizes, stage: int, on_host: bool) -> Held:
+    """ZeRO 1 reduces them when the backward pass is over, ZeRO 2 and 3 as they come; the optimizer takes fp32."""
+    whole, part, weight = sizes
+    at_once = weight * whole if stage == 1 else 0
+    kept = (weight * part if stage == 3 else 0) + _MASTER * part
+    return Held("gradients", at_once if on_host else at_once + kept, kept if on_host else 0)
+
+
+def _scratch(part: int, stage: int, on_host: bool) -> tuple[int, int]:
+    scratch = _MASTER * (min(part, SUB_GROUP_ELEMENTS) if stage == 3 else part)
+    return (0, scratch) if on_host else (scratch, 0)

@@ -1,0 +1,81 @@
+"""What the ranks of test_memory.py run: a step of each layout, and at most how many bytes of tensors live in it.
+
+``python memory_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder"}]``, and writes
+``{name}.bytes`` beside it for each.
+"""
+
+import gc
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+from deepspeed import comm
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups
+
+from t5train.data.loader import Prefetched
+from t5train.spec import build
+from t5train.train import loop
+from t5train.train.job import TrainJob
+from t5train.train.optimizer import AdamWRms
+
+
+def main(jobs: Path) -> None:
+    deepspeed.init_distributed()
+    for entry in json.loads(jobs.read_text()):
+        groups._EXPERT_PARALLEL_GROUP.clear()
+        groups._EXPERT_DATA_PARALLEL_GROUP.clear()
+        found = _most(entry)
+        if comm.get_rank() == 0:
+            jobs.with_name(f"{entry['name']}.bytes").write_text(str(found))
+        comm.barrier()
+    comm.destroy_process_group()
+
+
+def _most(entry: dict[str, Any]) -> int:
+    """Over a step: before gradients are reduced, and while the optimizer holds its scratch."""
+    folder, before, seen = Path(entry["run_folder"]), _live_bytes(), [0]
+    job = TrainJob(
+        spec=build(entry["spec"]),
+        run_fingerprint="0" * 64,
+        run_folder=folder,
+        attempt_folder=folder,
+        shards_folder=entry["shards"],
+        resume_tag=None,
+    )
+    trainer = loop.Trainer(job)
+    with (
+        _watched(DeepSpeedEngine, "allreduce_gradients", seen),
+        _watched(AdamWRms, "_divide_by_rms", seen),
+        Prefetched(loop.micro_batches(trainer.train_samples, trainer.spec, 0), 1) as batches,
+    ):
+        trainer._take_step(batches)
+    return max(seen) - before
+
+
+def _watched(owner: type, name: str, seen: list[int]) -> Any:
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def look_first(*arguments: Any, **options: Any) -> Any:
+        seen.append(_live_bytes())
+        return original(*arguments, **options)
+
+    return mock.patch.object(owner, name, look_first)
+
+
+def _live_bytes() -> int:
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
+    hidden = [getattr(tensor, name, None) for tensor in tensors for name in ("ds_tensor", "grad_accum")]
+    hidden += [tensor.grad for tensor in tensors if tensor.is_leaf]
+    storages = [tensor.untyped_storage() for tensor in [*tensors, *hidden] if isinstance(tensor, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
