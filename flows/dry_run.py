@@ -4,6 +4,7 @@ import json
 import shlex
 
 from infra.launch import command
+from t5train import start_from
 from t5train.data.tokenizer import expected_vocab_size
 from t5train.fingerprint import fingerprint
 from t5train.model import shape
@@ -15,8 +16,13 @@ from tasks.training_run import launch_spec, rank_program
 
 
 def describe(spec: RunSpec) -> str:
-    """The resolved spec, the fingerprints, the DeepSpeed configuration and the launch command, as text."""
-    of_model = shape.resolve(spec.model, expected_vocab_size(spec.tokenizer))
+    """The resolved spec, the fingerprints, the DeepSpeed configuration and the launch command, as text.
+
+    Raises what a model to continue from that does not fit raises before a run.
+    """
+    vocab_size = expected_vocab_size(spec.tokenizer)
+    start_from.require_fit(spec.model, vocab_size)
+    of_model = shape.resolve(spec.model, vocab_size)
     sections = {
         "spec": _json(spec.model_dump(mode="json")),
         "fingerprints": _json(_fingerprints(spec)),

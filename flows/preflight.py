@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from infra import ports
+from t5train import start_from
 from t5train.data.pydocs import PYDOCS
 from t5train.data.sources import require_source
 from t5train.data.span_corruption import geometry
@@ -29,7 +30,9 @@ def require_ready(spec: RunSpec) -> None:
     require_same_settings(spec)
     _require_accelerators(spec.cluster)
     _require_arithmetic(spec)
-    of_model = shape.resolve(spec.model, expected_vocab_size(spec.tokenizer))
+    vocab_size = expected_vocab_size(spec.tokenizer)
+    start_from.require_fit(spec.model, vocab_size)
+    of_model = shape.resolve(spec.model, vocab_size)
     require_host_memory(memory.host_bytes(spec, of_model), "layout.offload, cluster.ranks and the model's shape")
     parameters = shape.count_parameters(of_model)
     text_bytes = 0 if spec.corpus.source == PYDOCS else require_source(spec.corpus.source)

@@ -28,4 +28,6 @@ def resolve(
     places = {"storage.root": json.dumps(str(spec.storage.root.absolute()))}
     if spec.storage.publish_to and (folder := local_folder(spec.storage.publish_to)):
         places["storage.publish_to"] = json.dumps(str(folder))
+    if spec.model.start_from and (folder := local_folder(spec.model.start_from)):
+        places["model.start_from"] = json.dumps(str(folder))
     return spec.with_settings(places)

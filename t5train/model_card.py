@@ -20,7 +20,7 @@ tags:
 
 # {name}
 
-A {family} of {num_parameters:,} parameters in fp32, pre-trained from scratch by span corruption
+A {family} of {num_parameters:,} parameters in fp32, pre-trained {origin} by span corruption
 (Raffel et al. 2020) for {step:,} optimizer steps. It fills in spans of text marked by `<extra_id_0>`,
 `<extra_id_1>`, ...; it has not been fine-tuned for anything else.
 
@@ -74,6 +74,7 @@ def model_card(spec: RunSpec, witness: Witness, lineage: Mapping[str, str], prov
         name=spec.run_name,
         family=_family(spec),
         num_parameters=witness.num_parameters,
+        origin=_origin(spec),
         step=witness.step,
         source=f"`{settings['corpus']['source']}`",
         revision=f", revision `{spec.corpus.revision}`" if spec.corpus.revision else "",
@@ -94,6 +95,12 @@ def shareable_source(source: str) -> str:
 def _family(spec: RunSpec) -> str:
     experts = spec.model.moe.num_experts
     return f"Switch Transformer (T5 with {experts} experts a sparse layer)" if experts else f"T5 {spec.model.version}"
+
+
+def _origin(spec: RunSpec) -> str:
+    """Lineage has the fingerprint of what the folder held."""
+    start = local_folder(spec.model.start_from) if spec.model.start_from else None
+    return f"from the weights of `{start.name}` on (`start_from` under Lineage)" if start else "from scratch"
 
 
 def _table(heading: str, values: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ def train_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -
     Hold ``run_lock`` around it. Raises RunChanged when the run was begun with other settings, a TrainingError when
     training was not honest, and LaunchError, after which trying again can help.
     """
-    run.open_run(spec, shards)
+    run.open_run(spec, shards, progress)
     if (checkpoint := run.finished(spec, shards, progress)) is not None:
         return checkpoint
 

@@ -3,6 +3,7 @@
 v1.0: Raffel et al. 2020, table of the model sizes. v1.1: the t5.1.1 family released with the same code.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
@@ -106,6 +107,12 @@ def resolve(spec: ModelSpec, tokenizer_vocab_size: int) -> T5Shape:
     for setting in ("num_layers", "num_decoder_layers"):
         _require_switch_can_count(shape, setting)
     return shape
+
+
+def preset_of(version: str, sizes: Sequence[Any]) -> str | None:
+    """The preset with these values of ``d_model``, ``d_kv``, ``d_ff``, ``num_heads`` and both numbers of layers."""
+    wanted = {preset: (*size, size.num_layers) for preset, size in _SIZES[version].items()}
+    return next((preset for preset, size in wanted.items() if size == tuple(sizes)), None)
 
 
 def _require_switch_can_count(shape: T5Shape, setting: str) -> None:

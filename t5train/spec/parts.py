@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from t5train.locations import without_secret
+from t5train.locations import local_folder, redacted, without_secret
 from t5train.spec.experts import ExpertsSpec
 from t5train.spec.part import SpecPart
 
@@ -116,14 +116,33 @@ class ModelSpec(SpecPart):
         description="Compute what lies within a block again in the backward pass: less memory, a third more work",
     )
     compile: bool = Field(False, title="Compile", description="torch.compile; worth it on GPUs")
+    start_from: str | None = Field(
+        None,
+        title="Start from",
+        description="Folder of a T5 or Switch Transformer in safetensors, or an export of ours, whose weights to "
+        "continue from; drawn by seed when left out",
+    )
     moe: ExpertsSpec = ExpertsSpec()
 
     def identity(self) -> dict[str, Any]:
-        """A dense model is the same whatever is said of experts."""
+        """A dense model is the same whatever is said of experts.
+
+        The content of a model to continue from is fingerprinted by the stage that trains.
+        """
         values = super().identity()
         if not self.moe.num_experts:
             del values["moe"]
-        return values
+        given = {"start_from": "given"} if values.pop("start_from") is not None else {}
+        return values | given
+
+    @field_validator("start_from")
+    @classmethod
+    def _start_is_a_local_folder(cls, folder: str | None) -> str | None:
+        if folder is not None and local_folder(folder) is None:
+            raise ValueError(
+                f"model.start_from is {redacted(folder)}: it must be a folder on this machine; download it there first"
+            )
+        return folder
 
     @model_validator(mode="after")
     def _experts_are_those_of_switch_transformers(self) -> Self:

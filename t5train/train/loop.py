@@ -51,7 +51,7 @@ class Trainer:
         self._require_a_batch()
         # Dropout: other noise on every rank, the same in every run; weights and samples have their own keys.
         torch.manual_seed((self.spec.optimizer.seed << 20) + rank())
-        stored = StoredState.of(job)
+        stored = StoredState.of(job, self.shape)
         fill = stored.fill if stored else partial(initialise, shape=self.shape, seed=self.spec.optimizer.seed)
         self.engine: Any = build_engine(self.spec, self.shape, pad_id, fill)
         self.step = checkpointing.resume(self.engine, job, stored)
@@ -163,11 +163,14 @@ class Trainer:
         }
         self._report(metrics, summary)
         self._report_experts(metrics)
+        inputs = {"shards": self.shards.fingerprint, "vocabulary": self.shards.inputs["vocabulary"]}
+        if self.job.start_fingerprint is not None:
+            inputs["start_from"] = self.job.start_fingerprint
         facts = {
             "run_fingerprint": self.job.run_fingerprint,
             "step": self.step,
             "tag": tag_of(self.step),
-            "inputs": {"shards": self.shards.fingerprint, "vocabulary": self.shards.inputs["vocabulary"]},
+            "inputs": inputs,
             "validation": summary,
         }
         witness.record(self.engine, self.job, self.shape, self.held_out, self.huggingface_config, facts)

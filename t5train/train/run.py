@@ -16,6 +16,7 @@ from t5train.fingerprint import differences, fingerprint
 from t5train.progress import Progress, silent
 from t5train.records import Checkpoint, FileDigest, TokenShards, digest_files, reusable
 from t5train.spec import RunSpec, build
+from t5train.start_from import require_fit, require_vocabulary, start_fingerprint
 from t5train.train.job import TrainJob, tag_of
 from t5train.train.relayout import consolidated_for, discard_consolidated
 from t5train.witness import WITNESS, WITNESS_TENSORS
@@ -30,8 +31,9 @@ def run_fingerprint(spec: RunSpec, shards: TokenShards) -> str:
 
 
 def run_identity(spec: RunSpec, shards: TokenShards) -> dict[str, Any]:
-    """The settings training depends on, and the fingerprint of the token shards."""
-    return training_settings(spec) | {"shards": shards.fingerprint}
+    """The settings training depends on, and the fingerprints of the token shards and of what training starts from."""
+    start = start_fingerprint(spec.model)
+    return training_settings(spec) | {"shards": shards.fingerprint} | ({"start_from": start} if start else {})
 
 
 def training_settings(spec: RunSpec) -> dict[str, Any]:
@@ -40,12 +42,16 @@ def training_settings(spec: RunSpec) -> dict[str, Any]:
     return {part: identity[part] for part in ("objective", "model", "optimizer")}
 
 
-def open_run(spec: RunSpec, shards: TokenShards) -> None:
+def open_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -> None:
     """Make the run's folder, or make sure that the one there was begun with the same identity.
 
-    Raises RunChanged that names every field that differs, with both values; the folder is left as it is.
+    Raises RunChanged that names every field that differs, with both values; the folder is left as it is. Errors of
+    ``require_fit`` for a model to continue from that is not the one asked for.
     """
     path = spec.run_folder / run_files.RUN
+    if start_fingerprint(spec.model, progress):
+        require_fit(spec.model, int(shards.counts["vocab_size"]))
+        require_vocabulary(spec.model, shards.inputs["vocabulary"])
     identity = run_identity(spec, shards)
     if not path.exists():
         spec.run_folder.mkdir(parents=True, exist_ok=True)
@@ -122,6 +128,7 @@ def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress
         shards_folder=shards.path.resolve(),
         resume_tag=None if consolidated else tag,
         consolidated=consolidated,
+        start_fingerprint=start_fingerprint(spec.model),
     )
     path = attempt_folder / run_files.ATTEMPT_SPEC
     write_text(path, job.model_dump_json(indent=1) + "\n")

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from t5train.errors import InputError
+from t5train.model.shape import T5Shape
 from t5train.records import Weights
+from t5train.start_from import tensors_of
 from t5train.tensor_files import StoredTensors, list_tensors
 from t5train.train.job import Clock, Consolidated, TrainJob
 from t5train.train.named_groups import named_groups
@@ -30,9 +32,13 @@ class StoredState:
     clock: Clock = field(default_factory=Clock)
 
     @classmethod
-    def of(cls, job: TrainJob) -> Self | None:
+    def of(cls, job: TrainJob, shape: T5Shape) -> Self | None:
         """What the job says its attempt begins with; None where that is a checkpoint of DeepSpeed's, or the seed."""
-        return cls._consolidated(job.consolidated) if job.consolidated else None
+        if job.consolidated:
+            return cls._consolidated(job.consolidated)
+        if job.resume_tag is None and (places := tensors_of(job.spec.model, shape)):
+            return cls(StoredTensors(places))
+        return None
 
     @classmethod
     def _consolidated(cls, told: Consolidated) -> Self:

@@ -44,6 +44,7 @@ OTHER: dict[str, Any] = {
     "model.dropout_rate": 0.1,
     "model.activation_checkpointing": True,
     "model.compile": True,
+    "model.start_from": "/models/t5",
     "optimizer.kind": "adamw",
     "optimizer.peak_learning_rate": 0.03,
     "optimizer.warmup_steps": 41,

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, SwitchTransformersFo
 from t5train.errors import SpecError
 from t5train.model.expert_names import huggingface_names
 from t5train.model.initialise import first_value, initialise
+from t5train.model.parameters import parameter_shapes
 from t5train.model.shape import T5Shape, count_parameters, huggingface_config, resolve
 from t5train.model.t5 import T5
 from t5train.spec import ExpertsSpec, ModelSpec
@@ -59,6 +60,7 @@ def test_logits_are_those_of_switch_transformers(every_n_layers: int, num_layers
         theirs = loaded(input_ids=inputs, decoder_input_ids=decoder_inputs).logits
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * ours.abs().max().item())
     assert count_parameters(model.shape) == sum(parameter.numel() for parameter in loaded.parameters())
+    assert parameter_shapes(model.shape) == {name: parameter.shape for name, parameter in loaded.named_parameters()}
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
