@@ -28,7 +28,7 @@ class HuggingFaceFolder(NamedTuple):
         which can run whatever code it likes.
         """
         if not path.is_dir():
-            raise InputError(f"{path} is no folder: name one on this machine with {CONFIG} and {WEIGHTS}")
+            raise InputError(f"model.start_from is {path}: there is no such folder on this machine")
         files = _weight_files(path)
         return cls(path, _read_json(path / CONFIG), files, list_tensors(files))
 

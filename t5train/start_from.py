@@ -39,7 +39,7 @@ def require_fit(model: ModelSpec, tokenizer_vocab_size: int) -> None:
     if told["vocab_size"] < tokenizer_vocab_size:
         raise SpecError(
             f"model.start_from is {path}, with a vocabulary of {told['vocab_size']}, and the tokenizer has "
-            f"{tokenizer_vocab_size} ids: set tokenizer.path to the vocabulary that model was trained with"
+            f"{tokenizer_vocab_size} ids: set tokenizer.path to the vocabulary that it was trained with"
         )
     shape = resolve(model, tokenizer_vocab_size)
     require_agreement(told, shape, path / CONFIG)
