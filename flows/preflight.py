@@ -12,6 +12,7 @@ from t5train.destination import check_destination
 from t5train.errors import SpecError
 from t5train.host_memory import require_host_memory
 from t5train.model import shape
+from t5train.model.stages import stage_bounds
 from t5train.spec import ClusterSpec, RunSpec
 from t5train.storage_space import require_space
 from t5train.train import memory
@@ -26,13 +27,14 @@ _REST_BYTES = 512 << 20  # Python's documentation, logs, and the server's databa
 def require_ready(spec: RunSpec) -> None:
     """Raise the error that a stage of this run would raise hours later, as far as that can be known now."""
     _require_absolute(spec.storage.root)
-    geometry(spec.objective)  # raises where it needs more spans than there are sentinels
+    sample = geometry(spec.objective)  # raises where it needs more spans than there are sentinels
     require_same_settings(spec)
     _require_accelerators(spec.cluster)
     _require_arithmetic(spec)
     vocab_size = expected_vocab_size(spec.tokenizer)
     start_from.require_fit(spec.model, vocab_size)
     of_model = shape.resolve(spec.model, vocab_size)
+    stage_bounds(of_model, spec.layout.pipeline_stages, sample)
     require_host_memory(memory.host_bytes(spec, of_model), "layout.offload, cluster.ranks and the model's shape")
     parameters = shape.count_parameters(of_model)
     text_bytes = 0 if spec.corpus.source == PYDOCS else require_source(spec.corpus.source)

@@ -35,18 +35,19 @@ class Attention(nn.Module):
         return projected.view(*projected.shape[:-1], self.num_heads, self.d_kv).transpose(1, 2)
 
 
-class PositionBias(nn.Embedding):
+class PositionBias(nn.Module):
     """What a head adds for the distance between two positions; in a ``causal`` one the future has no weight."""
 
     def __init__(self, shape: T5Shape, causal: bool) -> None:
-        super().__init__(RELATIVE_BUCKETS, shape.num_heads)
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(RELATIVE_BUCKETS, shape.num_heads))
         self.causal = causal
 
-    def between(self, length: int) -> Tensor:
+    def forward(self, length: int) -> Tensor:
         """Bias [1, heads, length, length] of a position for another; the future gets the lowest finite number."""
         positions = torch.arange(length, device=self.weight.device)
         distance = positions[None, :] - positions[:, None]
-        bias: Tensor = self(_bucket(distance, bidirectional=not self.causal))
+        bias = functional.embedding(_bucket(distance, bidirectional=not self.causal), self.weight)
         bias = bias.permute(2, 0, 1).unsqueeze(0)
         if self.causal:
             bias = torch.where(distance <= 0, bias, torch.finfo(bias.dtype).min)

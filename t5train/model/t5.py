@@ -1,10 +1,11 @@
 """T5 v1.0 and v1.1, and with experts. Parameter names and arithmetic are those of Hugging Face's models.
 
 These are T5ForConditionalGeneration, and SwitchTransformersForConditionalGeneration for a model with experts, whose
-experts and routers alone DeepSpeed names otherwise (see t5train.model.expert_names).
+experts and routers alone DeepSpeed names otherwise (see t5train.model.names).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 class T5(nn.Module):
     """Encoder and decoder with a shared embedding; ``forward`` gives the training loss, ``logits`` the logits."""
+
+    pipeline_layers: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, shape: T5Shape, decoder_start_id: int, expert_parallel_size: int = 1) -> None:
         super().__init__()
@@ -64,13 +67,14 @@ class T5(nn.Module):
             return functional.linear(hidden * self.shape.d_model**-0.5, self.shared.weight)
         return cast(Tensor, self.lm_head(hidden))
 
-    def shift_right(self, targets: Tensor) -> Tensor:
-        """Decoder inputs: the targets, one later, after the start id."""
-        start = targets.new_full((targets.shape[0], 1), self.decoder_start_id)
-        return torch.cat([start, targets[:, :-1]], dim=1)
-
     def _flat_logits(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self.logits(inputs, self.shift_right(targets)).float().view(-1, self.shape.vocab_size)
+        return self.logits(inputs, shift_right(targets, self.decoder_start_id)).float().view(-1, self.shape.vocab_size)
+
+
+def shift_right(targets: Tensor, start_id: int) -> Tensor:
+    """Decoder inputs [b, t]: the targets, one later, after the start id."""
+    start = targets.new_full((targets.shape[0], 1), start_id)
+    return torch.cat([start, targets[:, :-1]], dim=1)
 
 
 class Stack(nn.Module):
@@ -88,7 +92,7 @@ class Stack(nn.Module):
 
     def forward(self, embedded: Tensor, memory: Tensor | None = None) -> Tensor:
         """``embedded`` [b, n, d_model], attending to ``memory`` [b, m, d_model] in a decoder."""
-        bias = cast(Block, self.block[0]).position_bias.between(embedded.shape[1])
+        bias = cast(Block, self.block[0]).position_bias(embedded.shape[1])
         hidden = self.dropout(embedded)
         for block in self.block:
             hidden = block(hidden, bias, memory)

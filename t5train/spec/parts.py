@@ -217,7 +217,9 @@ class OptimizerSpec(SpecPart):
 class LayoutSpec(SpecPart):
     """How the state of training is spread over ranks."""
 
-    execution = frozenset({"zero_stage", "offload", "pin_memory", "expert_parallel_size", "micro_batch_sequences"})
+    execution = frozenset(
+        {"zero_stage", "offload", "pin_memory", "pipeline_stages", "expert_parallel_size", "micro_batch_sequences"}
+    )
 
     zero_stage: Literal[0, 1, 2, 3] = Field(
         1, title="ZeRO stage", description="0: replicated, 1: optimizer, 2: and gradients, 3: and parameters are cut up"
@@ -229,6 +231,9 @@ class LayoutSpec(SpecPart):
     )
     pin_memory: bool = Field(
         False, title="Pin memory", description="Offload to page-locked memory: quicker to copy, and never swapped"
+    )
+    pipeline_stages: int = Field(
+        1, ge=1, title="Pipeline stages", description="Ranks over which the layers of each model are spread (ZeRO 1)"
     )
     expert_parallel_size: int = Field(
         1, ge=1, title="Expert parallelism", description="Ranks over which the experts of a layer are spread"

@@ -51,13 +51,30 @@ class RunSpec(SpecPart):
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
-        per_pass = self.layout.micro_batch_sequences * self.cluster.ranks
+        stages, ranks = self.layout.pipeline_stages, self.cluster.ranks
+        if ranks % stages:
+            raise ValueError(f"layout.pipeline_stages is {stages}: it must divide cluster.ranks ({ranks})")
+        per_pass = self.layout.micro_batch_sequences * self.data_parallel_size
         if self.optimizer.global_batch_sequences % per_pass:
+            a_model = " / layout.pipeline_stages" if stages > 1 else ""
             raise ValueError(
                 f"optimizer.global_batch_sequences is {self.optimizer.global_batch_sequences}: it must be a multiple "
-                f"of layout.micro_batch_sequences x cluster.ranks ({self.layout.micro_batch_sequences} x "
-                f"{self.cluster.ranks} = {per_pass})"
+                f"of layout.micro_batch_sequences x cluster.ranks{a_model} ({self.layout.micro_batch_sequences} x "
+                f"{self.data_parallel_size} = {per_pass})"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _pipelines_have_their_own_ways(self) -> Self:
+        stages = self.layout.pipeline_stages
+        refused = {
+            f"layout.zero_stage {self.layout.zero_stage}: set 1": self.layout.zero_stage != 1,
+            f"layout.offload {self.layout.offload!r}: set none": self.layout.offload != "none",
+            "experts: set model.moe.num_experts=0": self.model.moe.num_experts > 0,
+        }
+        if stages > 1 and any(refused.values()):
+            what = "; ".join(what for what, refuse in refused.items() if refuse)
+            raise ValueError(f"layout.pipeline_stages is {stages}, which does not go with {what}")
         return self
 
     @model_validator(mode="after")
@@ -114,9 +131,14 @@ class RunSpec(SpecPart):
         return self.storage.root / RUNS / self.run_name
 
     @property
+    def data_parallel_size(self) -> int:
+        """How many copies of the model there are: as many as ranks, where no pipeline spreads one over several."""
+        return self.cluster.ranks // self.layout.pipeline_stages
+
+    @property
     def gradient_accumulation(self) -> int:
         """Forward passes of each rank for one optimizer step."""
-        return self.optimizer.global_batch_sequences // (self.layout.micro_batch_sequences * self.cluster.ranks)
+        return self.optimizer.global_batch_sequences // (self.layout.micro_batch_sequences * self.data_parallel_size)
 
     def with_settings(self, settings: Mapping[str, Any]) -> "RunSpec":
         """This spec with ``{"part.key": value}`` changed, validated anew as a whole; values as ``change`` reads them.

@@ -6,6 +6,8 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,13 @@ from deepspeed.accelerator import get_accelerator
 from t5train import sidecar
 from t5train.atomic import sync_folder
 from t5train.errors import RanksDisagree
-from t5train.model.expert_names import expert_layers
+from t5train.model.names import expert_layers
 from t5train.records import FileDigest, current_provenance, digest_file
 from t5train.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.train.engine import model_of
 from t5train.train.job import TrainJob, step_of, tag_of
 from t5train.train.named_groups import named_groups
-from t5train.train.ranks import barrier, digest64, expert_rank, gather, rank, world_size
+from t5train.train.ranks import barrier, data_rank, digest64, expert_rank, gather, rank, world_size
 from t5train.train.relayout import discard_consolidated
 from t5train.train.stored_state import StoredState
 
@@ -30,6 +32,8 @@ _OURS_TO_REMOVE = re.compile("step-[0-9]{8}|removed-[0-9a-f]{8}")
 _EXPERT = re.compile(r"layer_\d+_expert_(\d+)_mp_rank_\d+_")
 _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _PARTITION = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_")
+_STAGE = re.compile(r"mp_rank_(\d+)_")
+_LAYER = re.compile(r"layer_(\d+)-model_states\.pt")
 
 
 def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, Any], shards_fingerprint: str) -> str:
@@ -51,10 +55,11 @@ def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, An
             rank=rank(),
             world_size=world_size(),
             layout=_layout(job),
-            files=_digest_own_files(folder, _experts_a_rank(job)),
+            files=_digest_own_files(folder, engine, _experts_a_rank(job)),
             groups=named_groups(engine),
             expert_layers=expert_layers(model_of(engine)),
             huggingface_config=huggingface_config,
+            pipeline_layers=dict(model_of(engine).pipeline_layers),
             skipped_steps=int(engine.skipped_steps),
             loss_scaler=_loss_scaler(engine),
             data=DataState(
@@ -136,13 +141,10 @@ def _experts_a_rank(job: TrainJob) -> int:
     return job.spec.model.moe.num_experts // job.spec.layout.expert_parallel_size
 
 
-def _digest_own_files(folder: Path, experts_a_rank: int) -> dict[str, FileDigest]:
+def _digest_own_files(folder: Path, engine: Any, experts_a_rank: int) -> dict[str, FileDigest]:
     """Digests of the files this rank wrote, once they are on disk; rank 0 speaks for those without a rank."""
-    return {
-        path.name: _durable_digest(path)
-        for path in sorted(folder.glob("*.pt"))
-        if _writer(path.name, experts_a_rank) == rank()
-    }
+    writer = _stage_writer(engine) if engine.pipeline_parallelism else partial(_writer, experts_a_rank)
+    return {path.name: _durable_digest(path) for path in sorted(folder.glob("*.pt")) if writer(path.name) == rank()}
 
 
 def _durable_digest(path: Path) -> FileDigest:
@@ -151,7 +153,7 @@ def _durable_digest(path: Path) -> FileDigest:
     return digest_file(path)
 
 
-def _writer(name: str, experts_a_rank: int) -> int:
+def _writer(experts_a_rank: int, name: str) -> int:
     """The rank that wrote a file; the first that holds it, of an expert that several do."""
     if match := _EXPERT.search(name):
         return int(match[1]) // experts_a_rank
@@ -159,19 +161,34 @@ def _writer(name: str, experts_a_rank: int) -> int:
     return int(match[1]) if match else 0
 
 
+def _stage_writer(engine: Any) -> Callable[[str], int]:
+    """The rank that wrote a file of a pipeline: the first of a stage, but for partitions of the optimizer."""
+
+    def writer(name: str) -> int:
+        if match := _LAYER.match(name):
+            return int(engine.module.stage_owner(int(match[1])) * engine.dp_world_size)
+        match, stage = _PARTITION.search(name), _STAGE.search(name)
+        return int(stage[1] if stage else 0) * int(engine.dp_world_size) + (int(match[1]) if match else 0)
+
+    return writer
+
+
 def _layout(job: TrainJob) -> ParallelLayout:
-    dense = ParallelLayout(
-        zero_stage=job.spec.layout.zero_stage,
+    layout, models = job.spec.layout, job.spec.data_parallel_size
+    places: dict[str, int] = {}
+    if layout.pipeline_stages > 1:
+        places = {"pipeline_rank": rank() // models, "pipeline_size": layout.pipeline_stages}
+    if job.spec.model.moe.num_experts:
+        size = layout.expert_parallel_size
+        places = {"expert_rank": expert_rank(size), "expert_size": size}
+        places |= {"expert_data_rank": rank() // size, "expert_data_size": world_size() // size}
+    return ParallelLayout(
+        zero_stage=layout.zero_stage,
         precision=job.spec.optimizer.precision,
-        data_parallel_rank=rank(),
-        data_parallel_size=world_size(),
+        data_parallel_rank=data_rank(job.spec),
+        data_parallel_size=models,
+        **places,
     )
-    if not job.spec.model.moe.num_experts:
-        return dense
-    size = job.spec.layout.expert_parallel_size
-    experts = {"expert_rank": expert_rank(size), "expert_size": size}
-    experts |= {"expert_data_rank": rank() // size, "expert_data_size": world_size() // size}
-    return dense.model_copy(update=experts)
 
 
 def _require_one_voice(what: str, said: str) -> None:

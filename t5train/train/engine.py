@@ -1,37 +1,37 @@
 """The DeepSpeed engine of a run."""
 
 import resource
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import deepspeed
 import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from torch import Tensor
+from torch import Tensor, nn
 
-from t5train.model.expert_names import huggingface_names
+from t5train.data.span_corruption import geometry
 from t5train.model.initialise import Fill
+from t5train.model.names import huggingface_names
 from t5train.model.recompute import checkpoint_activations
 from t5train.model.shape import T5Shape
 from t5train.model.t5 import T5
 from t5train.spec import RunSpec
 from t5train.train.deepspeed_config import deepspeed_config
 from t5train.train.optimizer import AdamWRms
-from t5train.train.partitions import inner_optimizer, partitions_of
+from t5train.train.partitions import inner_optimizer, partitions_of, shared_by_stages
 from t5train.train.ranks import expert_rank, rank
+
+if TYPE_CHECKING:
+    from t5train.model.pipeline import T5Pipeline
 
 
 def build_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -> Any:
     """Initialise model, optimizer and DeepSpeed; ``fill`` gives every rank the same numbers to start from."""
-    build = _partitioned_model if spec.layout.zero_stage == 3 else _model
-    model = build(spec, shape, pad_id, fill)
-    if spec.model.activation_checkpointing:
-        checkpoint_activations(model)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=_optimizer(spec, model), config=deepspeed_config(spec, shape)
-    )
-    inner_optimizer(engine).attach(partitions_of(engine), _sum_over_ranks if engine.zero_optimization() else None)
+    build = _pipeline_engine if spec.layout.pipeline_stages > 1 else _engine
+    engine = build(spec, shape, pad_id, fill)
+    partitions = shared_by_stages(engine) if spec.layout.pipeline_stages > 1 else partitions_of(engine)
+    inner_optimizer(engine).attach(partitions, _sum_over_ranks if engine.zero_optimization() else None)
     if spec.model.compile:
         engine.compile()
     return engine
@@ -43,9 +43,9 @@ def set_learning_rate(engine: Any, rate: float) -> None:
         group["lr"] = rate
 
 
-def model_of(engine: Any) -> T5:
+def model_of(engine: Any) -> "T5 | T5Pipeline":
     """The module inside the engine."""
-    return cast(T5, engine.module)
+    return cast("T5 | T5Pipeline", engine.module)
 
 
 def update(engine: Any) -> float | None:
@@ -57,8 +57,11 @@ def update(engine: Any) -> float | None:
     # The plain fp32 engine clips by a norm that it keeps to itself.
     plain = _gradient_norm(engine) if is_last and engine.optimizer is inner_optimizer(engine) else None
     engine.step()
-    if not is_last or plain is not None:
-        return plain
+    return norm_of_step(engine) if is_last and plain is None else plain
+
+
+def norm_of_step(engine: Any) -> float | None:
+    """Gradient norm before clipping of the step just taken; None where the loss scaler skipped it."""
     if engine.fp16_enabled() and not engine.was_step_applied():
         return None
     return float(engine.get_global_grad_norm())
@@ -80,6 +83,32 @@ def accelerator_memory_bytes() -> int:
 def host_memory_bytes() -> int:
     """Most host memory this rank has held so far; what a driver has pinned for it is not always in it."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def _engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -> Any:
+    """An engine that holds the whole model."""
+    build = _partitioned_model if spec.layout.zero_stage == 3 else _model
+    model = build(spec, shape, pad_id, fill)
+    if spec.model.activation_checkpointing:
+        checkpoint_activations(model)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=_optimizer(spec, model), config=deepspeed_config(spec, shape)
+    )
+    return engine
+
+
+def _pipeline_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -> Any:
+    """An engine that holds one stage of the model."""
+    from t5train.model.pipeline import T5Pipeline
+    from t5train.train.pipeline_engine import PipelineEngine
+
+    model = T5Pipeline(shape, pad_id, spec.layout.pipeline_stages, geometry(spec.objective))
+    names = huggingface_names(model, expert_rank=0)
+    for name, parameter in model.named_parameters():
+        fill(names[name], parameter)
+    if spec.model.activation_checkpointing:
+        checkpoint_activations(model)
+    return PipelineEngine(model, _optimizer(spec, model), deepspeed_config(spec, shape))
 
 
 def _model(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -> T5:
@@ -114,7 +143,7 @@ def _sum_over_ranks(values: Tensor, sharers: Any) -> None:
     values.copy_(on_device)
 
 
-def _optimizer(spec: RunSpec, model: T5) -> AdamWRms:
+def _optimizer(spec: RunSpec, model: nn.Module) -> AdamWRms:
     settings = spec.optimizer
     return AdamWRms(
         _parameter_groups(model),
@@ -125,7 +154,7 @@ def _optimizer(spec: RunSpec, model: T5) -> AdamWRms:
     )
 
 
-def _parameter_groups(model: T5) -> list[dict[str, Any]]:
+def _parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     """One group of all parameters that every rank has, and groups of experts, which the ranks of each kind share."""
     everything = {"params": list(model.parameters()), "name": "dense"}
     groups: list[dict[str, Any]] = split_params_into_different_moe_groups_for_optimizer(everything)

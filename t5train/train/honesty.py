@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from t5train.errors import DuplicateBatch, NonFiniteLoss, TooManySkippedSteps, WeightsDidNotMove
+from t5train.errors import DuplicateBatch, NonFiniteLoss, RanksDisagree, TooManySkippedSteps, WeightsDidNotMove
 
 # 32 halvings take the largest first loss scale allowed to 1, so that many skipped steps can be honest.
 SKIPS_WHILE_SCALING = 32
@@ -36,16 +36,26 @@ def require_few_skips(step: int, skipped: int) -> None:
         )
 
 
-def require_distinct_batches(step: int, digests: list[int]) -> None:
-    """DuplicateBatch when two ranks' samples of a step have one digest; ``digests`` are by rank."""
+def require_distinct_batches(step: int, digests: list[int], data_parallel_size: int) -> None:
+    """Compare digests of a step's samples, by rank; of ranks that differ by ``data_parallel_size`` they are the same.
+
+    DuplicateBatch when two models were given the same samples, RanksDisagree when stages of one were given others.
+    """
     seen: dict[int, int] = {}
-    for rank, digest in enumerate(digests):
+    for rank, digest in enumerate(digests[:data_parallel_size]):
         if digest in seen:
             raise DuplicateBatch(
                 f"ranks {seen[digest]} and {rank} were given the same samples at step {step}: the global batch is "
                 "smaller than it claims to be; this is a fault of the data loader, please report it"
             )
         seen[digest] = rank
+    for rank, digest in enumerate(digests):
+        first = rank % data_parallel_size
+        if digest != digests[first]:
+            raise RanksDisagree(
+                f"ranks {first} and {rank}, stages of one pipeline, had different samples at step {step}: inputs "
+                "and targets do not belong together; this is a fault of the data loader, please report it"
+            )
 
 
 def identity_of(sample_ids: np.ndarray, first: int, num_samples: int) -> bytes:

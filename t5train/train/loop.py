@@ -11,7 +11,7 @@ import torch
 
 from t5train.data.loader import Batch, Prefetched, Samples
 from t5train.data.span_corruption import geometry
-from t5train.errors import InputError, TooManySkippedSteps
+from t5train.errors import InputError
 from t5train.model.initialise import initialise
 from t5train.model.shape import T5Shape, huggingface_config, resolve
 from t5train.records import TokenShards
@@ -23,12 +23,13 @@ from t5train.train.engine import (
     host_memory_bytes,
     model_of,
     set_learning_rate,
-    update,
 )
 from t5train.train.job import TrainJob, tag_of
 from t5train.train.metrics import Metrics, Values
 from t5train.train.partitions import masters_of
-from t5train.train.ranks import bits_of, digest64, float_of, gather, on_accelerator, rank, world_size
+from t5train.train.passes import Passes, WholePasses
+from t5train.train.pipeline_passes import PipelinePasses
+from t5train.train.ranks import bits_of, data_rank, digest64, float_of, gather, rank
 from t5train.train.routing import Routing
 from t5train.train.schedule import learning_rate
 from t5train.train.stored_state import StoredState
@@ -56,6 +57,11 @@ class Trainer:
         self.engine: Any = build_engine(self.spec, self.shape, pad_id, fill)
         self.step = checkpointing.resume(self.engine, job, stored)
         self.routing = Routing(model_of(self.engine))
+        self.passes: Passes = (
+            PipelinePasses(self.engine)
+            if self.spec.layout.pipeline_stages > 1
+            else WholePasses(self.engine, self.routing)
+        )
         self.movement = honesty.Movement(masters_of(self.engine), self._applied_steps())
 
     def run(self) -> None:
@@ -79,54 +85,34 @@ class Trainer:
         started, waited, self.step = time.perf_counter(), batches.waited_seconds, self.step + 1
         rate = learning_rate(self.spec.optimizer, self.step)
         set_learning_rate(self.engine, rate)
-        loss, paid, seen, norm = self._passes(batches)
-        everybody = gather([bits_of(loss), digest64(seen)])
+        seen: list[bytes] = []
+        result = self.passes.step(self._taken(batches, seen))
+        everybody = gather([bits_of(result.loss), digest64(b"".join(seen))])
         loss = sum(float_of(row[0]) for row in everybody) / len(everybody)
-        honesty.require_finite(self.step, loss, norm)
-        honesty.require_distinct_batches(self.step, [row[1] for row in everybody])
+        honesty.require_finite(self.step, loss, result.gradient_norm)
+        honesty.require_distinct_batches(self.step, [row[1] for row in everybody], self.spec.data_parallel_size)
         honesty.require_few_skips(self.step, self.engine.skipped_steps)
         seconds = time.perf_counter() - started
         return {
             "loss": loss,
             "learning_rate": rate,
-            "gradient_norm": norm,
+            "gradient_norm": result.gradient_norm,
             "tokens_per_second": self._tokens_a_step() / seconds,
             "skipped_steps": int(self.engine.skipped_steps),
             "memory_bytes": accelerator_memory_bytes(),
             "host_memory_bytes": host_memory_bytes(),
             "seconds": seconds,
             "data_wait_seconds": batches.waited_seconds - waited,
-            **self.routing.of_step(paid),
+            **self.routing.of_step(result.router_loss),
         }
 
-    def _passes(self, batches: Prefetched) -> tuple[float, float, bytes, float | None]:
-        """All passes of a step and its update.
-
-        This rank's mean cross-entropy and what routers paid, which samples it saw, and the gradient norm.
-        """
-        total, paid, seen, norm = 0.0, 0.0, b"", None
+    def _taken(self, batches: Prefetched, seen: list[bytes]) -> Iterator[Batch]:
+        """The micro-batches of this step; ``seen`` gets what was in them."""
         for micro in range(self.spec.gradient_accumulation):
             batch = next(batches)
-            loss = self.engine(on_accelerator(batch.inputs), on_accelerator(batch.targets))
-            self.engine.backward(loss)
-            norm = self._update()
-            paid += (routers := self.routing.paid())
-            total += float(loss.detach()) - routers
             first = first_sample(self.spec, self.step - 1, micro)
-            seen += honesty.identity_of(batch.sample_ids, first, self.train_samples.num_samples)
-        passes = self.spec.gradient_accumulation
-        return total / passes, paid / passes, seen, norm
-
-    def _update(self) -> float | None:
-        try:
-            return update(self.engine)
-        except Exception as error:  # DeepSpeed raises no class of its own for it
-            if "loss scale" not in str(error):
-                raise
-            raise TooManySkippedSteps(
-                f"fp16 gradients overflow at step {self.step} although the loss scale is down to its minimum: use "
-                "optimizer.precision=bf16, or lower optimizer.peak_learning_rate"
-            ) from error
+            seen.append(honesty.identity_of(batch.sample_ids, first, self.train_samples.num_samples))
+            yield batch
 
     def _validate_when_due(self, metrics: Metrics | None) -> None:
         if self.step % self.spec.storage.validate_every_steps or self.step == self.spec.optimizer.num_steps:
@@ -138,7 +124,7 @@ class Trainer:
 
     def _validate(self) -> validation.Losses:
         """The first to see what the last update made of the weights."""
-        losses = validation.validate(self.engine, self.held_out, self.shards, self.spec)
+        losses = validation.validate(self.passes, self.held_out, self.shards, self.spec)
         honesty.require_finite(self.step, losses.all_targets, None)
         return losses
 
@@ -151,7 +137,7 @@ class Trainer:
 
     def _conclude(self, metrics: Metrics | None) -> None:
         losses, overflow = self._validate(), self.routing.of_validation()
-        shuffled = validation.validate(self.engine, self.held_out, self.shards, self.spec, shuffled=True)
+        shuffled = validation.validate(self.passes, self.held_out, self.shards, self.spec, shuffled=True)
         summary: Values = {
             "validation_loss": losses.all_targets,
             "validation_content_loss": losses.content,
@@ -222,5 +208,5 @@ def micro_batches(samples: Samples, spec: RunSpec, step: int) -> Iterator[Batch]
 
 def first_sample(spec: RunSpec, done: int, micro: int) -> int:
     """Where in the endless order this rank's micro-batch number ``micro`` of the step after ``done`` begins."""
-    within = (micro * world_size() + rank()) * spec.layout.micro_batch_sequences
+    within = (micro * spec.data_parallel_size + data_rank(spec)) * spec.layout.micro_batch_sequences
     return done * spec.optimizer.global_batch_sequences + within

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from t5train.model.expert_names import huggingface_names
+from t5train.model.names import huggingface_names
 from t5train.sidecar import ParameterSlot
 from t5train.train.engine import model_of
 from t5train.train.parameter_layout import describe

@@ -5,14 +5,18 @@ of each parameter, one behind the other in the flat buffer of a sub-group; at Ze
 which are the parameters themselves in fp32, and their fp32 copies in bf16.
 """
 
+from collections import Counter
+from itertools import chain
 from typing import Any
 
 from deepspeed import comm
 from torch import Tensor
 
+from t5train.model.names import huggingface_names
 from t5train.sidecar import ParameterSlot
 from t5train.train.optimizer import Partition, Segment
 from t5train.train.parameter_layout import describe
+from t5train.train.ranks import gather_objects
 
 
 def partitions_of(engine: Any) -> dict[Tensor, Partition]:
@@ -23,6 +27,27 @@ def partitions_of(engine: Any) -> dict[Tensor, Partition]:
     groups = zip(masters, describe(engine), _sharers(engine), strict=True)
     return {
         flat: Partition(_segments(engine, slots, flat, sharers), len(slots), sharers) for flat, slots, sharers in groups
+    }
+
+
+def shared_by_stages(engine: Any) -> dict[Tensor, Partition]:
+    """``partitions_of`` a stage of a pipeline, with owners numbered over the whole model; all ranks share them.
+
+    Copies of a tied weight are cut in other places: summed each by itself, their squares could differ in a last bit.
+    The sum over all copies is one number, and each of them counts.
+    """
+    names = huggingface_names(engine.module, expert_rank=0)
+    (group,) = describe(engine)
+    mine = [names[slot.name] for slot in group]
+    copies = Counter(chain.from_iterable(gather_objects(mine)[:: engine.dp_world_size]))
+    numbers = {name: number for number, name in enumerate(sorted(copies))}
+
+    def over_all(segment: Segment) -> Segment:
+        name = mine[segment.owner]
+        return segment._replace(owner=numbers[name], numel=segment.numel * copies[name])
+
+    return {
+        flat: Partition([*map(over_all, held.segments)], len(numbers)) for flat, held in partitions_of(engine).items()
     }
 
 

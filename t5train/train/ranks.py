@@ -3,11 +3,15 @@
 import hashlib
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+
+from t5train.spec import RunSpec
+
+T = TypeVar("T")
 
 
 def gather(values: Sequence[int]) -> list[list[int]]:
@@ -18,6 +22,13 @@ def gather(values: Sequence[int]) -> list[list[int]]:
     comm.all_gather_into_tensor(everybody, mine)
     rows: list[list[int]] = everybody.view(comm.get_world_size(), len(values)).tolist()
     return rows
+
+
+def gather_objects(mine: T) -> list[T]:
+    """Everybody's plain values, by rank; they are pickled, which only ranks of one run do for each other."""
+    everybody: list[T] = [mine] * world_size()
+    comm.all_gather_object(everybody, mine)
+    return everybody
 
 
 def gather_floats(values: Sequence[float]) -> list[list[float]]:
@@ -51,6 +62,11 @@ def rank() -> int:
 def world_size() -> int:
     """How many ranks there are."""
     return int(comm.get_world_size())
+
+
+def data_rank(spec: RunSpec) -> int:
+    """Which share of the samples this rank's model trains on; the ranks of one stage of a pipeline are consecutive."""
+    return rank() % spec.data_parallel_size
 
 
 def expert_rank(expert_parallel_size: int) -> int:

@@ -59,11 +59,13 @@ def _changed(written: Sidecar, spec: RunSpec) -> list[str]:
         "cluster.ranks": written.world_size,
         "layout.zero_stage": written.layout.zero_stage,
         "layout.expert_parallel_size": written.layout.expert_size,
+        "layout.pipeline_stages": written.layout.pipeline_size,
     }
     asked = {
         "cluster.ranks": spec.cluster.ranks,
         "layout.zero_stage": spec.layout.zero_stage,
         "layout.expert_parallel_size": spec.layout.expert_parallel_size,
+        "layout.pipeline_stages": spec.layout.pipeline_stages,
     }
     return differences(found, asked)
 

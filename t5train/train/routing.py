@@ -1,6 +1,7 @@
 """What the routers of a model do: what they pay, which experts tokens choose, and how many tokens find no place."""
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -8,6 +9,9 @@ from torch import Tensor
 from t5train.model.t5 import T5
 from t5train.train.metrics import Values
 from t5train.train.ranks import gather, gather_floats
+
+if TYPE_CHECKING:
+    from t5train.model.pipeline import T5Pipeline
 
 # An expert with less than this part of an even share learns next to nothing, and the others do its work.
 STARVING_SHARE = 0.1
@@ -17,7 +21,7 @@ _log = logging.getLogger(__name__)
 class Routing:
     """Watches a model's routers; in a dense model, which has none, everything here is empty."""
 
-    def __init__(self, model: T5) -> None:
+    def __init__(self, model: "T5 | T5Pipeline") -> None:
         self._layers = dict(model.sparse_layers())
         self._seen = {path: torch.zeros(layer.num_experts, dtype=torch.int64) for path, layer in self._layers.items()}
 

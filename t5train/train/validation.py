@@ -1,16 +1,16 @@
 """Loss on held-out text, and the two comparisons that show it means something."""
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from t5train.data.loader import Samples
+from t5train.data.loader import Batch, Samples
 from t5train.data.unigram import cross_entropy, train_unigram
 from t5train.records import TokenShards
 from t5train.spec import RunSpec
-from t5train.train.engine import model_of
-from t5train.train.ranks import gather_floats, on_accelerator, rank, world_size
+from t5train.train.passes import Passes
+from t5train.train.ranks import data_rank, gather_floats
 
 
 class Losses(NamedTuple):
@@ -25,24 +25,20 @@ class Losses(NamedTuple):
     content_tokens: int
 
 
-def validate(engine: Any, samples: Samples, shards: TokenShards, spec: RunSpec, shuffled: bool = False) -> Losses:
+def validate(passes: Passes, samples: Samples, shards: TokenShards, spec: RunSpec, shuffled: bool = False) -> Losses:
     """Loss of the engine's model on the first validation samples, shared out over ranks.
 
-    Every rank takes as many passes of as many samples, also where none of them counts: at ZeRO 3 and between experts
-    of several ranks a forward pass is a collective.
+    Every rank takes as many passes of as many samples, also where none of them counts: at ZeRO 3, between experts of
+    several ranks and in a pipeline a forward pass is a collective.
     With ``shuffled`` every target is paired with the encoder input of its neighbour in the batch: a model that
     reads its input does worse.
     """
-    size = max(2, spec.layout.micro_batch_sequences)
     count = validation_sequences(samples, spec)
+    shares = [_share(samples, places, count, shuffled) for places in _places(spec, count)]
     sums = np.zeros(4)
-    model = model_of(engine)
-    model.eval()
-    with torch.no_grad():
-        for first in range(0, count, world_size() * size):
-            start = first + rank() * size
-            sums += _sums(model, samples, shards, range(start, start + size), count, shuffled)
-    model.train()
+    # A rank that computes no losses has none to add.
+    for share, losses in zip(shares, passes.token_losses([share.batch for share in shares]), strict=False):
+        sums += _sums(losses[: share.held].astype(np.float64), share.batch.targets[: share.held], shards)
     total, tokens, content, content_tokens = np.sum(gather_floats(sums.tolist()), axis=0)
     return Losses(float(total / tokens), float(content / content_tokens), count, int(content_tokens))
 
@@ -66,11 +62,29 @@ def is_content(targets: np.ndarray, shards: TokenShards) -> np.ndarray:
     return content
 
 
-def _sums(model: Any, samples: Samples, shards: TokenShards, places: range, count: int, shuffled: bool) -> np.ndarray:
-    """What the samples at these places add, as far as they are among the first ``count``."""
+class _Share(NamedTuple):
+    """A batch of which the first ``held`` samples count."""
+
+    batch: Batch
+    held: int
+
+
+def _places(spec: RunSpec, count: int) -> Iterator[range]:
+    """Which validation samples this rank's passes take."""
+    size = max(2, spec.layout.micro_batch_sequences)
+    for first in range(0, count, spec.data_parallel_size * size):
+        start = first + data_rank(spec) * size
+        yield range(start, start + size)
+
+
+def _share(samples: Samples, places: range, count: int, shuffled: bool) -> _Share:
     batch, held = samples.batch(places.start, len(places)), len(range(places.start, min(places.stop, count)))
     if shuffled:
         batch.inputs[:held] = np.roll(batch.inputs[:held], 1, axis=0)
-    losses = model.token_losses(on_accelerator(batch.inputs), on_accelerator(batch.targets)).double().cpu().numpy()
-    losses, content = losses[:held], is_content(batch.targets[:held], shards)
+    return _Share(batch, held)
+
+
+def _sums(losses: np.ndarray, targets: np.ndarray, shards: TokenShards) -> np.ndarray:
+    """Losses and tokens, of all targets and of content; both arrays [b, t]."""
+    content = is_content(targets, shards)
     return np.array([losses.sum(), losses.size, losses[content].sum(), content.sum()])

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from t5train.atomic import replacing, write_json
 from t5train.data.loader import Samples
-from t5train.model.expert_names import huggingface_names
+from t5train.model.names import huggingface_names
 from t5train.model.shape import T5Shape, count_parameters
-from t5train.model.t5 import T5
+from t5train.model.t5 import T5, shift_right
 from t5train.train.job import TrainJob
 from t5train.train.masters import full_masters
 from t5train.train.ranks import on_accelerator, rank
@@ -82,7 +82,7 @@ def _forward(model: T5, probes: dict[str, tuple[np.ndarray, np.ndarray]]) -> dic
     model.to(get_accelerator().current_device_name()).eval()
     tensors = {}
     for name, (inputs, targets) in probes.items():
-        input_ids, decoder_ids = on_accelerator(inputs), model.shift_right(on_accelerator(targets))
+        input_ids, decoder_ids = on_accelerator(inputs), shift_right(on_accelerator(targets), model.decoder_start_id)
         with torch.no_grad():
             logits = model.logits(input_ids, decoder_ids)
         found = {"input_ids": input_ids, "decoder_input_ids": decoder_ids, "logits": logits}

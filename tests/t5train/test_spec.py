@@ -85,7 +85,9 @@ OTHER_EXPERTS: dict[str, Any] = {
     "model.moe.z_loss": 0.0,
     "layout.expert_parallel_size": 2,
 }
-EVERY = OTHER | OTHER_EXPERTS
+# The same for what does not go with other values above.
+OTHER_ALONE: dict[str, Any] = {"layout.pipeline_stages": 2}
+EVERY = OTHER | OTHER_EXPERTS | OTHER_ALONE
 # Where and how a run is done; everything else decides what comes out of it.
 EXECUTION = {
     "recipe",
@@ -100,7 +102,7 @@ EXECUTION = {
 
 def base(setting: str) -> RunSpec:
     """A spec in which a setting has a say: smoke, or smoke with experts."""
-    return smoke() if setting in OTHER else experts()
+    return experts() if setting in OTHER_EXPERTS else smoke()
 
 
 def experts() -> RunSpec:
@@ -247,6 +249,27 @@ def test_a_wrong_value_is_named_with_its_constraint(setting: str, value: Any, wo
 def test_experts_are_refused_where_they_cannot_be(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         experts().with_settings(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"layout.zero_stage": 2}, r"pipeline_stages is 2, which does not go with layout\.zero_stage 2: set 1"),
+        ({"layout.zero_stage": 0}, r"layout\.zero_stage 0: set 1"),
+        ({"layout.offload": "optimizer"}, r"layout\.offload 'optimizer': set none"),
+        ({"model.version": "v1.0", "model.moe.num_experts": 4}, r"experts: set model\.moe\.num_experts=0"),
+        ({"layout.pipeline_stages": 4}, r"layout\.pipeline_stages is 4: it must divide cluster\.ranks \(2\)"),
+        ({"cluster.ranks": 6}, r"pipeline_stages \(32 x 3 = 96\)"),
+    ],
+)
+def test_pipelines_are_refused_where_they_cannot_be(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        smoke().with_settings({"layout.pipeline_stages": 2, **settings})
+
+
+def test_stages_of_a_pipeline_share_one_share_of_the_batch() -> None:
+    spec = smoke().with_settings({"layout.pipeline_stages": 2, "layout.micro_batch_sequences": 16})
+    assert (spec.data_parallel_size, spec.gradient_accumulation) == (1, 4)
 
 
 def test_a_compiled_model_is_refused_where_hooks_gather_its_parameters() -> None:

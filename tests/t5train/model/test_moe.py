@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, SwitchTransformersForConditionalGeneration
 
 from t5train.errors import SpecError
-from t5train.model.expert_names import huggingface_names
 from t5train.model.initialise import first_value, initialise
+from t5train.model.names import huggingface_names
 from t5train.model.parameters import parameter_shapes
 from t5train.model.shape import T5Shape, count_parameters, huggingface_config, resolve
 from t5train.model.t5 import T5

@@ -24,7 +24,7 @@ from t5train.data.loader import Samples
 from t5train.errors import T5TrainError
 from t5train.progress import silent
 from t5train.spec import build
-from t5train.train import checkpointing, loop, ranks
+from t5train.train import checkpointing, loop, passes, ranks
 from t5train.train.job import Consolidated, TrainJob
 from t5train.train.masters import full_masters
 from t5train.train.optimizer import AdamWRms
@@ -37,6 +37,7 @@ def main(jobs: Path) -> None:
     for entry in json.loads(jobs.read_text()):
         groups._EXPERT_PARALLEL_GROUP.clear()  # DeepSpeed keeps them by name, and takes the largest for the run's
         groups._EXPERT_DATA_PARALLEL_GROUP.clear()
+        groups.mpu = None  # nor does it forget that the run before was a pipeline
         found = _run(entry)
         path = jobs.with_name(f"{entry['name']}.rank-{comm.get_rank()}.json")
         path.write_text(json.dumps(found))
@@ -164,13 +165,13 @@ def _optimizer_does_nothing() -> Iterator[None]:
 @contextlib.contextmanager
 def _every_step_is_skipped() -> Iterator[None]:
     """DeepSpeed counts a skip at every step, as its fp16 engine does when gradients overflow for ever."""
-    original = loop.update
+    original = passes.update
 
     def update(engine: Any) -> float | None:
         engine.skipped_steps += engine.is_gradient_accumulation_boundary()
         return original(engine)
 
-    with mock.patch.object(loop, "update", update):
+    with mock.patch.object(passes, "update", update):
         yield
 
 

@@ -1,4 +1,7 @@
-"""Experts on four ranks: two share-outs of them, each held twice, so that every kind of rank group has several."""
+"""Experts and pipelines on four ranks, so that every kind of rank group has several.
+
+Two share-outs of experts, each held twice; a pipeline of two stages for each of two models, and one of four stages.
+"""
 
 import json
 from pathlib import Path
@@ -14,42 +17,61 @@ from t5train.train.ranks import digest64
 from tests.t5train.train.test_training import Trained, _launch, _spec
 
 pytestmark = pytest.mark.slow
-LAYOUT = "zero2-fp32-ep2"
+EXPERTS = "zero2-fp32-ep2"
+LAYOUTS = [EXPERTS, "zero1-fp32-pp2-tied", "zero1-bf16-pp4"]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards) -> Trained:
-    """The same run whole, and killed and resumed, in one launch."""
+    """Each run whole, and killed and resumed, in one launch."""
     root = tmp_path_factory.mktemp("four")
-    spec = _spec(LAYOUT, ranks=4).model_dump(mode="json")
-    jobs: list[dict[str, Any]] = [
-        {"name": "whole", "run_folder": f"{root}/whole"},
-        {"name": "killed", "run_folder": f"{root}/killed", "stop_at": 5},
-        {"name": "resumed", "run_folder": f"{root}/killed", "resume_tag": "step-00000003"},
-    ]
-    for job in jobs:
-        Path(job["run_folder"]).mkdir(exist_ok=True)
-        job |= {"spec": spec, "shards": str(pydocs_shards.path)}
+    jobs: list[dict[str, Any]] = []
+    for layout in LAYOUTS:
+        runs: list[dict[str, Any]] = [
+            {"name": f"{layout}.whole", "run_folder": f"{root}/{layout}.whole"},
+            {"name": f"{layout}.killed", "run_folder": f"{root}/{layout}.killed", "stop_at": 5},
+            {"name": f"{layout}.resumed", "run_folder": f"{root}/{layout}.killed", "resume_tag": "step-00000003"},
+        ]
+        for run in runs:
+            run |= {"spec": _spec(layout, ranks=4).model_dump(mode="json"), "shards": str(pydocs_shards.path)}
+            Path(run["run_folder"]).mkdir(exist_ok=True)
+        jobs += runs
     (root / "jobs.json").write_text(json.dumps(jobs))
     _launch(root / "jobs.json", ranks=4)
     return Trained(root)
 
 
-def test_a_run_cut_off_between_checkpoints_resumes_bit_equal(trained: Trained) -> None:
-    assert trained.found("killed")["error"] == "StopTraining"
-    assert trained.found("whole") == trained.found("resumed")
-    assert all(trained.found("whole", rank) == trained.found("whole") for rank in range(4))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_cut_off_between_checkpoints_resumes_bit_equal(trained: Trained, layout: str) -> None:
+    assert trained.found(f"{layout}.killed")["error"] == "StopTraining"
+    whole = trained.found(f"{layout}.whole")
+    assert whole == trained.found(f"{layout}.resumed")
+    assert all(trained.found(f"{layout}.whole", rank) == whole for rank in range(4))
 
 
-def test_consolidation_gives_the_live_masters_bit_for_bit(trained: Trained, tmp_path: Path) -> None:
-    consolidate(trained.root / "whole/checkpoints", tmp_path / "weights")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_consolidation_gives_the_live_masters_bit_for_bit(trained: Trained, layout: str, tmp_path: Path) -> None:
+    consolidate(trained.root / f"{layout}.whole/checkpoints", tmp_path / "weights")
     tensors = load_file(tmp_path / "weights/model.safetensors")
     digests = {name: digest64(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
-    assert digests == trained.found("whole")["masters"]
+    assert digests == trained.found(f"{layout}.whole")["masters"]
+
+
+def test_a_stage_vouches_for_the_layers_that_it_wrote(trained: Trained) -> None:
+    sidecars = read_all(trained.root / "zero1-fp32-pp2-tied.whole/checkpoints/step-00000006")
+    places = [(one.layout.pipeline_rank, one.layout.data_parallel_rank) for one in sidecars]
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    layers = [{name for name in one.files if name.startswith("layer_")} for one in sidecars]
+    assert "layer_00-model_states.pt" in layers[0]
+    assert layers[2]
+    assert layers[1] == layers[3] == set()
+    held = [{slot.name for group in one.groups for slot in group} for one in sidecars]
+    assert held[0] == held[1]
+    assert {"shared.weight"} <= held[0] & held[2]
 
 
 def test_a_rank_vouches_for_the_experts_that_it_wrote(trained: Trained) -> None:
-    sidecars = read_all(trained.root / "whole/checkpoints/step-00000006")
+    sidecars = read_all(trained.root / f"{EXPERTS}.whole/checkpoints/step-00000006")
     experts = [{int(name.split("_")[3]) for name in one.files if name.startswith("layer_")} for one in sidecars]
     assert experts == [{0, 1}, {2, 3}, set(), set()]
     held = [(one.layout.expert_rank, one.layout.expert_data_rank) for one in sidecars]

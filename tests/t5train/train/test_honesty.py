@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from t5train.errors import DuplicateBatch, NonFiniteLoss, TooManySkippedSteps, WeightsDidNotMove
+from t5train.errors import DuplicateBatch, NonFiniteLoss, RanksDisagree, TooManySkippedSteps, WeightsDidNotMove
 from t5train.train import honesty
 
 
@@ -36,7 +36,13 @@ def test_too_many_skipped_steps_are_an_error_with_both_numbers(step: int, skippe
 
 def test_two_ranks_with_one_batch_are_named() -> None:
     with pytest.raises(DuplicateBatch, match="ranks 1 and 3"):
-        honesty.require_distinct_batches(5, [10, 11, 12, 11])
+        honesty.require_distinct_batches(5, [10, 11, 12, 11], data_parallel_size=4)
+
+
+def test_stages_of_a_pipeline_must_have_the_same_batch() -> None:
+    honesty.require_distinct_batches(5, [10, 11, 10, 11], data_parallel_size=2)
+    with pytest.raises(RanksDisagree, match="ranks 1 and 3, stages of one pipeline"):
+        honesty.require_distinct_batches(5, [10, 11, 10, 12], data_parallel_size=2)
 
 
 def test_weights_that_stay_are_an_error_only_if_steps_were_applied() -> None:

@@ -31,6 +31,9 @@ PAIRS = {  # the layout of two ranks: that of four
     "zero3-bf16-offload": "zero0-bf16",
     "zero2-fp32-ep2": "zero1-fp32-ep4",
     "zero2-bf16-ep1": "zero2-bf16-ep2-offload",
+    "zero2-fp32": "zero1-fp32-pp2",
+    "zero1-fp32-pp2": "zero3-fp32",
+    "zero1-bf16-pp2-tied": "zero1-bf16-pp4-tied",
 }
 if torch.ops.mkldnn._is_mkldnn_fp16_supported():
     PAIRS["zero2-fp16"] = "zero3-fp16"

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.slow
 LAYOUTS = ["zero0-fp32", "zero1-fp32", "zero2-fp32", "zero3-fp32", "zero0-bf16", "zero1-bf16", "zero2-bf16"]
 LAYOUTS += ["zero3-bf16", "zero1-bf16-offload", "zero2-fp32-offload", "zero3-bf16-offload"]
 EXPERTS = ["zero2-fp32-ep1", "zero2-fp32-ep2", "zero1-bf16-ep2", "zero2-bf16-ep2-offload", "zero2-fp32-ep2-top2"]
-LAYOUTS += EXPERTS
+PIPELINES = ["zero1-fp32-pp2", "zero1-bf16-pp2-tied"]
+LAYOUTS += EXPERTS + PIPELINES
 if torch.ops.mkldnn._is_mkldnn_fp16_supported():
     LAYOUTS += ["zero2-fp16", "zero2-fp16-ep2"]
 RECOMPUTED = ["zero0-fp32", "zero2-fp32-offload", "zero3-bf16-offload", "zero2-fp32-ep2"]
@@ -61,6 +62,7 @@ def _spec(layout: str, num_steps: int = 6, ranks: int = 2) -> RunSpec:
             "storage.validate_every_steps": 3,
             "storage.validate_sequences": 11,  # three micro-batches for two ranks: one is short, one rank has none
             **_experts(others),
+            **_pipeline(others),
         }
     )
 
@@ -78,6 +80,13 @@ def _experts(options: list[str]) -> dict[str, Any]:
         "model.dropout_rate": 0.0,
         "layout.expert_parallel_size": size,
     }
+
+
+def _pipeline(options: list[str]) -> dict[str, Any]:
+    """Settings of a pipeline of as many stages as ``pp2`` or ``pp4`` says, where it is among the options."""
+    stages = next((int(option.removeprefix("pp")) for option in options if option.startswith("pp")), 1)
+    version = {"model.version": "v1.0"} if "tied" in options else {}
+    return {"layout.pipeline_stages": stages, **version}
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +109,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
     for name in RECOMPUTED:
         spec = _spec(name).with_settings({"model.activation_checkpointing": True}).model_dump(mode="json")
         jobs.append({"name": f"{name}.recomputed", "spec": spec, "run_folder": f"{root}/{name}.recomputed"})
+    for name, options in (("no-dropout", ""), ("no-dropout-pp2", "-pp2")):
+        spec = _spec(f"zero1-fp32{options}").with_settings({"model.dropout_rate": 0})
+        jobs.append(
+            {"name": f"{name}.whole", "spec": spec.model_dump(mode="json"), "run_folder": f"{root}/{name}.whole"}
+        )
     to_zero = _spec("zero1-fp32", num_steps=4).with_settings({"optimizer.final_learning_rate": 0})
     jobs.append({"name": "to-zero", "spec": to_zero.model_dump(mode="json"), "run_folder": f"{root}/to-zero"})
     jobs.append({"name": "short-epochs", **_epoch_ends_within_a_step(), "run_folder": f"{root}/short-epochs"})
@@ -209,6 +223,14 @@ def test_zero_stages_train_the_same_model(trained: Trained) -> None:
     losses = [[line["loss"] for line in run if "loss" in line] for run in runs]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert losses[2] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_a_pipeline_trains_the_same_model_as_one_rank_that_holds_it_whole(trained: Trained) -> None:
+    for key in ("loss", "gradient_norm"):
+        runs = [read(trained.root / f"{name}.whole/metrics.jsonl") for name in ("no-dropout", "no-dropout-pp2")]
+        first, second = ([line[key] for line in run if key in line] for run in runs)
+        assert len(first) == 6
+        assert second == pytest.approx(first, rel=1e-6), key
 
 
 def test_experts_over_one_rank_and_over_two_train_the_same_model(trained: Trained) -> None:

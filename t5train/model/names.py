@@ -1,14 +1,22 @@
-"""What experts and routers are called: DeepSpeed numbers them on each rank, Switch Transformers over all."""
+"""What parameters are called in Hugging Face's models.
+
+Experts and routers: DeepSpeed numbers them on each rank, Switch Transformers over all. Layers of a pipeline: DeepSpeed
+numbers them from the first stage to the last.
+"""
 
 import re
+from typing import TYPE_CHECKING
 
 from t5train.model.t5 import T5
-from t5train.sidecar import ExpertLayer
+from t5train.sidecar import ExpertLayer, huggingface_name
+
+if TYPE_CHECKING:
+    from t5train.model.pipeline import T5Pipeline
 
 _LOCAL_EXPERT = re.compile(r"(\.deepspeed_experts\.)(\d+)")
 
 
-def expert_layers(model: T5) -> list[ExpertLayer]:
+def expert_layers(model: "T5 | T5Pipeline") -> list[ExpertLayer]:
     """Where the model has experts, and how their names become Hugging Face's."""
     return [
         ExpertLayer(path=path, module=path, num_experts=layer.num_experts, expert_parallel_size=layer.ep_size)
@@ -16,9 +24,9 @@ def expert_layers(model: T5) -> list[ExpertLayer]:
     ]
 
 
-def huggingface_names(model: T5, expert_rank: int) -> dict[str, str]:
+def huggingface_names(model: "T5 | T5Pipeline", expert_rank: int) -> dict[str, str]:
     """Hugging Face's name of every parameter by its own, experts numbered over all expert-parallel ranks."""
-    names = {name: name for name, _ in model.named_parameters()}
+    names = {name: huggingface_name(name, "", model.pipeline_layers) for name, _ in model.named_parameters()}
     for layer in expert_layers(model):
         first = expert_rank * (layer.num_experts // layer.expert_parallel_size)
         own = [name for name in names if name.startswith(f"{layer.module}.")]

@@ -1,0 +1,86 @@
+"""Forward and backward passes of an engine that holds the whole model, and what every kind of engine does in them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from t5train.data.loader import Batch
+from t5train.errors import TooManySkippedSteps
+from t5train.model.t5 import T5
+from t5train.train.engine import update
+from t5train.train.ranks import on_accelerator
+from t5train.train.routing import Routing
+
+
+class StepResult(NamedTuple):
+    """Of a step: the mean cross-entropy of the rank's samples, what routers paid, and the norm before clipping.
+
+    The norm is None where the loss scaler skipped the step.
+    """
+
+    loss: float
+    router_loss: float
+    gradient_norm: float | None
+
+
+class Passes(Protocol):
+    """How an engine takes a step, and what its model makes of samples that are not trained on."""
+
+    def step(self, batches: Iterator[Batch]) -> StepResult:
+        """All passes of an optimizer step and its update; takes every micro-batch. A collective of all ranks."""
+
+    def token_losses(self, batches: Sequence[Batch]) -> list[np.ndarray]:
+        """Cross-entropy in nats, fp32 [b, t], of each batch, by a model in evaluation mode; a collective.
+
+        Every rank must come with as many batches of one size. Nothing on a rank that computes no losses.
+        """
+
+
+class WholePasses:
+    """Passes of an engine that holds the model from the embedding to the loss."""
+
+    def __init__(self, engine: Any, routing: Routing) -> None:
+        self._engine, self._routing = engine, routing
+        self._model: T5 = engine.module
+
+    def step(self, batches: Iterator[Batch]) -> StepResult:
+        """See Passes."""
+        losses, paid, norm = [], [], None
+        for batch in batches:
+            loss = self._engine(on_accelerator(batch.inputs), on_accelerator(batch.targets))
+            self._engine.backward(loss)
+            norm = take_update(self._engine)
+            paid.append(self._routing.paid())
+            losses.append(float(loss.detach()) - paid[-1])
+        return StepResult(sum(losses) / len(losses), sum(paid) / len(paid), norm)
+
+    def token_losses(self, batches: Sequence[Batch]) -> list[np.ndarray]:
+        """See Passes."""
+        self._model.eval()
+        with torch.no_grad():
+            losses = [
+                self._model.token_losses(on_accelerator(batch.inputs), on_accelerator(batch.targets)).cpu().numpy()
+                for batch in batches
+            ]
+        self._model.train()
+        return losses
+
+
+def take_update(engine: Any) -> float | None:
+    """``update``; TooManySkippedSteps when fp16 gradients overflow at the smallest loss scale."""
+    try:
+        return update(engine)
+    except Exception as error:  # DeepSpeed raises no class of its own for it
+        raise_if_scaled_out(engine, error)
+        raise
+
+
+def raise_if_scaled_out(engine: Any, error: Exception) -> None:
+    """TooManySkippedSteps in place of DeepSpeed's word that its loss scale is down to the minimum."""
+    if "loss scale" in str(error):
+        raise TooManySkippedSteps(
+            f"fp16 gradients overflow at step {engine.global_steps + 1} although the loss scale is at its minimum: "
+            "use optimizer.precision=bf16, or lower optimizer.peak_learning_rate"
+        ) from error
