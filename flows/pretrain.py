@@ -21,7 +21,16 @@ from tasks.summary import summarise
 from tasks.train import train
 
 RecipeName = Literal[
-    "smoke", "small", "base", "moe", "zero1_offload", "zero2_offload", "zero3", "t5_3b_one_gpu", "t5_11b_one_gpu"
+    "smoke",
+    "small",
+    "base",
+    "moe",
+    "pipeline",
+    "zero1_offload",
+    "zero2_offload",
+    "zero3",
+    "t5_3b_one_gpu",
+    "t5_11b_one_gpu",
 ]
 """The recipes of t5train.recipes, spelled out so that the form of a run offers them."""
 

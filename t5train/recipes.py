@@ -69,6 +69,18 @@ def moe() -> RunSpec:
     )
 
 
+def pipeline() -> RunSpec:
+    """T5 v1.1 base in a pipeline of two stages, one a GPU: bf16, ZeRO-1. More GPUs are more pipelines."""
+    return RunSpec(
+        recipe="pipeline",
+        model=ModelSpec(preset="base"),
+        optimizer=OptimizerSpec(warmup_steps=10_000, peak_learning_rate=0.02),
+        # Eight passes a step, which leaves each stage idle for a ninth of the time.
+        layout=LayoutSpec(zero_stage=1, pipeline_stages=2, micro_batch_sequences=16),
+        cluster=ClusterSpec(ranks=2),
+    )
+
+
 def zero1_offload() -> RunSpec:
     """T5 v1.1 base, masters and moments cut over GPUs (ZeRO-1) and kept in page-locked host memory."""
     return RunSpec(
@@ -122,7 +134,18 @@ def t5_11b_one_gpu() -> RunSpec:
 
 RECIPES: dict[str, Callable[[], RunSpec]] = {
     recipe.__name__: recipe
-    for recipe in (smoke, small, base, moe, zero1_offload, zero2_offload, zero3, t5_3b_one_gpu, t5_11b_one_gpu)
+    for recipe in (
+        smoke,
+        small,
+        base,
+        moe,
+        pipeline,
+        zero1_offload,
+        zero2_offload,
+        zero3,
+        t5_3b_one_gpu,
+        t5_11b_one_gpu,
+    )
 }
 
 
