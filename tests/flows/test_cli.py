@@ -86,7 +86,9 @@ def test_control_c_ends_with_130(t5_pretrain: Callable[..., int], monkeypatch: p
     assert t5_pretrain("recipes") == 130
 
 
-@pytest.mark.parametrize(("recipe", "num_steps"), [("smoke", 50), ("moe", 20_000), ("pipeline", 20_000), ("zero3", 20_000)])
+@pytest.mark.parametrize(
+    ("recipe", "num_steps"), [("smoke", 50), ("moe", 20_000), ("pipeline", 20_000), ("zero3", 20_000)]
+)
 def test_a_dry_run_tells_everything_and_makes_nothing(
     t5_pretrain: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
