@@ -2,7 +2,8 @@
 
 ``python rank_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder", "stop_at",
 "resume_tag", "fault", "other_layout"}]``, and writes ``{name}.rank-{rank}.json`` beside it for each. With
-``other_layout``, the folder of a run, its checkpoint of step 3 is consolidated, begun from, and saved at once.
+``other_layout``, the folder of a run, its checkpoint of step 3 is consolidated and begun from. What another layout or
+``model.start_from`` gave is saved at once.
 """
 
 import contextlib
@@ -54,19 +55,20 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
         shards_folder=entry["shards"],
         resume_tag=entry.get("resume_tag"),
         consolidated=_consolidated(entry),
+        start_fingerprint="5" * 64 if entry["spec"]["model"]["start_from"] else None,
     )
     found: dict[str, Any] = {}
     try:
         with FAULTS[entry.get("fault")]():
             trainer = loop.Trainer(job)
-            if job.consolidated:
+            if job.consolidated or (job.start_fingerprint and job.resume_tag is None):
                 found = {"begun": _digests(trainer)}
                 checkpointing.save(trainer.engine, job, trainer.step, {}, trainer.shards.fingerprint)
             if "stop_at" in entry:
                 _stop_after(trainer, entry["stop_at"])
             trainer.run()
     except T5TrainError as error:
-        return {"error": type(error).__name__, "message": str(error)}
+        return found | {"error": type(error).__name__, "message": str(error)}
     return found | {"step": trainer.step, "masters": _digests(trainer)}
 
 
