@@ -106,9 +106,8 @@ def _begin(engine: Any, job: TrainJob, stored: StoredState) -> int:
 def prune(job: TrainJob, newest_step: int) -> None:
     """On rank 0, remove all but the newest ``keep_last`` checkpoints, and what no sidecar completes.
 
-    What was consolidated for this layout has had its use with the first of these.
-
-    A folder of any other name is somebody's copy or note, and stays.
+    A folder of any other name is somebody's copy or note, and stays. What was consolidated for this layout has had its
+    use, and goes.
     """
     if rank() != 0:
         return

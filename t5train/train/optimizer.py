@@ -87,6 +87,14 @@ class AdamWRms(torch.optim.Optimizer):
         self._partitions, self._sum_over_ranks = partitions, sum_over_ranks
         self._owners = {flat: _Owners.of(partition, flat.device) for flat, partition in partitions.items()}
 
+    def state_of(self, flat: Tensor) -> dict[str, Tensor]:
+        """The steps that a tensor has taken and its two moments: zeros before the first."""
+        state: dict[str, Tensor] = self.state[flat]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(flat), torch.zeros_like(flat)
+        return state
+
     @overload
     def step(self, closure: None = None) -> None: ...
     @overload
@@ -102,10 +110,7 @@ class AdamWRms(torch.optim.Optimizer):
         return loss
 
     def _update(self, flat: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[flat]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(flat), torch.zeros_like(flat)
+        state = self.state_of(flat)
         if not self._partitions:
             return  # DeepSpeed steps once with zero gradients while it is set up, to have the state allocated
         state["step"] += 1

@@ -62,10 +62,10 @@ class StoredState:
         with torch.no_grad():
             for flat, parts in _held(engine):
                 _copy(self.weights, parts, flat)
+                state = optimizer.state_of(flat)
+                state["step"].fill_(self.clock.optimizer_steps)
                 for key, stored in self.moments.items():
-                    _copy(stored, parts, _moment(optimizer.state[flat], key, flat))
-                if self.moments:
-                    _count(optimizer.state[flat], self.clock.optimizer_steps)
+                    _copy(stored, parts, state[key])
         engine.global_steps, engine.skipped_steps = self.clock.step, self.clock.skipped_steps
         engine.global_samples = self.clock.step * engine.train_batch_size()
         for name, value in self.clock.loss_scaler.items():
@@ -87,17 +87,3 @@ def _held(engine: Any) -> Iterator[tuple[Tensor, _Parts]]:
 def _copy(stored: StoredTensors, parts: _Parts, flat: Tensor) -> None:
     for name, (start, stop, _owner, _numel, first) in parts:
         flat.view(-1)[start:stop].copy_(stored.stretch(name, first, first + stop - start))
-
-
-def _moment(state: dict[str, Any], key: str, flat: Tensor) -> Tensor:
-    """The optimizer's own tensor, as DeepSpeed had it made; at ZeRO 0 in fp32 the first step would make it."""
-    if key not in state:
-        state[key] = torch.zeros_like(flat)
-    moment: Tensor = state[key]
-    return moment
-
-
-def _count(state: dict[str, Any], steps: int) -> None:
-    """Set the steps an optimizer counts, as a number or in a tensor of one element."""
-    counted = state.setdefault("step", torch.zeros((), dtype=torch.float32))
-    state["step"] = counted.fill_(steps) if isinstance(counted, Tensor) else steps

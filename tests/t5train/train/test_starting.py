@@ -35,6 +35,8 @@ LAYOUTS = {
     "zero3-bf16-offload": "v1.1",
     "zero2-fp32-ep2": "switch",
     "zero1-bf16-ep1": "switch",
+    "zero1-fp32-pp2": "v1.0",
+    "zero1-bf16-pp2": "v1.1",
 }
 
 
