@@ -14,7 +14,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo test test-fast lint types bench corruptions bench-consolidate up clean
+.PHONY: help setup demo test test-fast lint types bench corruptions bench-consolidate variants-table up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -47,6 +47,9 @@ corruptions: setup ## 10,000 faults in small checkpoints: each refused before an
 
 bench-consolidate: setup ## Consolidation of 1.1 billion parameters beside cp and zero_to_fp32, then 3 billion alone; 50 GB of disk
 	@$(BIN)/python benchmarks/consolidate.py --parameters 1.1e9 --rounds 5 --alone 0.25e9 1.1e9 3e9
+
+variants-table: setup ## Every layout trained beside plain data parallelism: the table in docs/variants.md
+	@$(BIN)/python benchmarks/layouts.py --into docs/variants.md
 
 up: setup ## Prefect server, pool and worker for this machine
 	@$(BIN)/t5-pretrain up

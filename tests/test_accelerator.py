@@ -58,6 +58,7 @@ IN_EITHER: dict[str, dict[str, Any]] = {
     "zero3-offload-all": {"layout__zero_stage": 3, "layout__offload": "all", "layout__pin_memory": True},
     "experts": {"layout__zero_stage": 2, **EXPERTS},
     "experts-spread": {"layout__zero_stage": 2, **EXPERTS, "layout__expert_parallel_size": EVERY_RANK},
+    "pipeline": {"layout__zero_stage": 1, "layout__pipeline_stages": 2},
     "recomputed": {"layout__zero_stage": 2, "model__activation_checkpointing": True},
 }
 LAYOUTS |= {
@@ -80,6 +81,8 @@ def _spec(root: Path, **settings: Any) -> RunSpec:
     import torch
 
     ranks = min(4, torch.accelerator.device_count())
+    if ranks % settings.get("layout__pipeline_stages", 1):
+        pytest.skip("a pipeline of two stages needs an even number of accelerators")
     changes = {key.replace("__", "."): ranks if value is EVERY_RANK else value for key, value in settings.items()}
     return recipe("small").with_settings(
         {**SETTINGS, "storage.root": str(root), "cluster.ranks": ranks, "model.compile": False, **changes}
@@ -129,7 +132,7 @@ def test_fp16_that_cannot_train_ends_with_a_clear_error(
         _train(spec, data[1])
 
 
-@pytest.mark.parametrize("layout", ["bf16-zero2", "bf16-zero3-offload-all", "bf16-experts-spread"])
+@pytest.mark.parametrize("layout", ["bf16-zero2", "bf16-zero3-offload-all", "bf16-experts-spread", "bf16-pipeline"])
 def test_a_rank_that_is_killed_ends_the_others_and_the_run_goes_on_where_it_stood(
     tmp_path: Path, data: tuple[TokenizerFiles, TokenShards], layout: str
 ) -> None:

@@ -24,6 +24,9 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, memory: Tensor, bias: Tensor | None) -> Tensor:
         """``hidden`` [b, q, d_model] attends to ``memory`` [b, k, d_model]; a ``bias`` [1, heads, q, k] is added."""
+        # One node for all uses within, so that their gradients are added up first whether or not a hook lies before it,
+        # as at ZeRO 3: every layout then computes the same bits.
+        hidden, memory = hidden.view_as(hidden), memory.view_as(memory)
         query, key, value = self._heads(self.q(hidden)), self._heads(self.k(memory)), self._heads(self.v(memory))
         mixed = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=bias, dropout_p=self.dropout_rate if self.training else 0.0, scale=1.0

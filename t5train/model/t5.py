@@ -219,5 +219,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., width] to the same."""
+        hidden = hidden.view_as(hidden)  # see Attention
         variance = hidden.float().pow(2).mean(-1, keepdim=True)
         return self.weight * (hidden * torch.rsqrt(variance + LAYER_NORM_EPSILON)).to(self.weight.dtype)

@@ -31,6 +31,8 @@ LAYOUTS += EXPERTS + PIPELINES
 if torch.ops.mkldnn._is_mkldnn_fp16_supported():
     LAYOUTS += ["zero2-fp16", "zero2-fp16-ep2"]
 RECOMPUTED = ["zero0-fp32", "zero2-fp32-offload", "zero3-bf16-offload", "zero2-fp32-ep2"]
+EQUAL = ["zero0-fp32", "zero1-fp32", "zero2-fp32", "zero3-fp32", "zero1-fp32-pp2"]
+OFFLOADED = ["zero1-fp32-offload", "zero2-fp32-offload", "zero3-fp32-offload"]
 KEYS = ("step", "loss", "gradient_norm", "validation_loss", "router_loss", "dropped_tokens")
 FAULTS = {
     "nan": ("NonFiniteLoss", "the loss is nan at step"),
@@ -114,6 +116,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
         jobs.append(
             {"name": f"{name}.whole", "spec": spec.model_dump(mode="json"), "run_folder": f"{root}/{name}.whole"}
         )
+    for name in EQUAL + OFFLOADED:
+        settings = {"model.dropout_rate": 0, "optimizer.gradient_clip": 0, "layout.micro_batch_sequences": 8}
+        spec = _spec(name).with_settings(settings).model_dump(mode="json")
+        jobs.append({"name": f"{name}.one-pass", "spec": spec, "run_folder": f"{root}/{name}.one-pass"})
     to_zero = _spec("zero1-fp32", num_steps=4).with_settings({"optimizer.final_learning_rate": 0})
     jobs.append({"name": "to-zero", "spec": to_zero.model_dump(mode="json"), "run_folder": f"{root}/to-zero"})
     jobs.append({"name": "short-epochs", **_epoch_ends_within_a_step(), "run_folder": f"{root}/short-epochs"})
@@ -223,6 +229,19 @@ def test_zero_stages_train_the_same_model(trained: Trained) -> None:
     losses = [[line["loss"] for line in run if "loss" in line] for run in runs]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert losses[2] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", EQUAL[1:])
+def test_layouts_train_equal_weights_where_sums_have_one_order_only(trained: Trained, layout: str) -> None:
+    """Two ranks, one pass of each for a step, no clipping: then no layout adds up in another order than ZeRO 0."""
+    assert trained.found(f"{layout}.one-pass")["masters"] == trained.found("zero0-fp32.one-pass")["masters"]
+
+
+@pytest.mark.parametrize("layout", OFFLOADED)
+def test_an_optimizer_in_host_memory_trains_the_same_model(trained: Trained, layout: str) -> None:
+    runs = [read(trained.root / f"{name}.one-pass/metrics.jsonl") for name in ("zero0-fp32", layout)]
+    losses = [[line["loss"] for line in run if "loss" in line] for run in runs]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_a_pipeline_trains_the_same_model_as_one_rank_that_holds_it_whole(trained: Trained) -> None:

@@ -1,0 +1,189 @@
+"""Every layout beside plain data parallelism (ZeRO 0): one seed, no dropout, fp32, CPU ranks.
+
+    python benchmarks/layouts.py [--steps 50] [--ranks 2 4] [--into docs/variants.md]
+
+A model of the demo's size is trained in each layout under three conditions, with as many ranks; its consolidated
+weights, losses and gradient norms are compared with those of ZeRO 0 under the same condition. Differences are given as
+the largest of any element, relative to the root mean square of its tensor, and of any step, relative to itself.
+``--into`` puts the tables into a file, between the two lines that say so.
+"""
+
+import argparse
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hardware import hardware
+from safetensors.numpy import load_file
+
+from infra.launch import LaunchSpec, launch
+from t5train.consolidate import consolidate
+from t5train.data.corpus import build_corpus
+from t5train.data.shards import build_shards
+from t5train.data.tokenizer import build_tokenizer
+from t5train.recipes import recipe
+from t5train.records import TokenShards
+from t5train.spec import RunSpec
+from t5train.train import metrics
+
+BEGIN, END = "<!-- made by benchmarks/layouts.py -->", "<!-- end of what benchmarks/layouts.py made -->"
+BATCH = 16
+PLAIN = "ZeRO 0"
+LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    PLAIN: {"layout.zero_stage": 0},
+    "ZeRO 1": {"layout.zero_stage": 1},
+    "ZeRO 1, optimizer offloaded": {"layout.zero_stage": 1, "layout.offload": "optimizer"},
+    "ZeRO 2": {"layout.zero_stage": 2},
+    "ZeRO 2, optimizer offloaded": {"layout.zero_stage": 2, "layout.offload": "optimizer"},
+    "ZeRO 3": {"layout.zero_stage": 3},
+    "ZeRO 3, all offloaded": {"layout.zero_stage": 3, "layout.offload": "all"},
+    "pipeline of 2 stages": {"layout.zero_stage": 1, "layout.pipeline_stages": 2},
+}
+# Of each its gradient clip, and passes a step.
+CONDITIONS: Mapping[str, tuple[float, int]] = {
+    "one pass a step": (0.0, 1),
+    "one pass, gradients clipped": (0.1, 1),
+    "four passes": (0.0, 4),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run ended with, and what it logged at every step."""
+
+    weights: dict[str, np.ndarray]
+    losses: np.ndarray
+    norms: np.ndarray
+
+    @classmethod
+    def of(cls, folder: Path) -> "Trained":
+        """The run in a folder."""
+        consolidate(folder / "checkpoints", folder / "weights")
+        lines = [line for line in metrics.read(folder / "metrics.jsonl") if "loss" in line]
+        logged = [np.array([line[name] for line in lines], dtype=np.float64) for name in ("loss", "gradient_norm")]
+        return cls(load_file(folder / "weights/model.safetensors"), *logged)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two runs, the largest; weights relative to the RMS of their tensor, losses and norms to themselves."""
+
+    weights: float
+    losses: float
+    norms: float
+
+    @classmethod
+    def between(cls, one: Trained, other: Trained) -> "Difference":
+        """How far ``one`` is from ``other``."""
+        weights = max(_distance(one.weights[name], whole) for name, whole in other.weights.items())
+        return cls(weights, *(float(np.abs(a / b - 1).max()) for a, b in _pairs(one, other)))
+
+
+def _pairs(one: Trained, other: Trained) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [(one.losses, other.losses), (one.norms, other.norms)]
+
+
+def _distance(tensor: np.ndarray, other: np.ndarray) -> float:
+    return float(np.abs(tensor - other).max() / np.sqrt(np.square(other, dtype=np.float64).mean()))
+
+
+def spec_of(layout: str, condition: str, ranks: int, steps: int) -> RunSpec:
+    """A small run; a pipeline's ranks share their passes, so that the sequences of one are as many in every layout."""
+    clip, passes = CONDITIONS[condition]
+    return recipe("smoke").with_settings(
+        {
+            "tokenizer.vocab_size": 500,
+            "objective.input_tokens": 32,
+            "optimizer.num_steps": steps,
+            "optimizer.warmup_steps": steps // 5,
+            "optimizer.global_batch_sequences": BATCH,
+            "optimizer.gradient_clip": clip,
+            "cluster.ranks": ranks,
+            "layout.micro_batch_sequences": BATCH // ranks // passes,
+            "storage.checkpoint_every_steps": steps,
+            "storage.validate_sequences": BATCH,
+            **LAYOUTS[layout],
+        }
+    )
+
+
+def train_all(root: Path, shards: TokenShards, ranks: int, steps: int) -> dict[tuple[str, str], Trained]:
+    """Every layout under every condition, in one launch."""
+    folders = {key: root / f"{ranks}-{number}" for number, key in enumerate(itertools.product(LAYOUTS, CONDITIONS))}
+    jobs = []
+    for (layout, condition), folder in folders.items():
+        folder.mkdir()
+        spec = spec_of(layout, condition, ranks, steps).model_dump(mode="json")
+        jobs.append({"spec": spec, "shards": str(shards.path), "run_folder": str(folder)})
+    (root / "jobs.json").write_text(json.dumps(jobs), "utf-8")
+    program = str(Path(__file__).with_name("layout_ranks.py")), str(root / "jobs.json")
+    launch(LaunchSpec(lambda _: program, root / f"launch-{ranks}", ranks, "cpu", environment={"OMP_NUM_THREADS": "1"}))
+    return {key: Trained.of(folder) for key, folder in folders.items()}
+
+
+def compare(trained: Mapping[tuple[str, str], Trained]) -> dict[tuple[str, str], Difference]:
+    """Every layout with plain data parallelism under the same condition."""
+    return {
+        (layout, condition): Difference.between(run, trained[PLAIN, condition])
+        for (layout, condition), run in trained.items()
+        if layout != PLAIN
+    }
+
+
+def table(found: Mapping[tuple[str, str], Difference], ranks: int) -> str:
+    """Markdown, a row a layout."""
+    lines = [[f"{ranks} ranks: weights (losses)", *CONDITIONS], ["---"] * (1 + len(CONDITIONS))]
+    lines += [[layout, *(_cell(found[layout, condition]) for condition in CONDITIONS)] for layout in [*LAYOUTS][1:]]
+    norms = max(difference.norms for difference in found.values())
+    return "\n".join(
+        [*(f"| {' | '.join(line)} |" for line in lines), "", f"Gradient norms differ by {norms:.0e} at most."]
+    )
+
+
+def _cell(found: Difference) -> str:
+    return f"{found.weights:.0e} ({found.losses:.0e})" if found.weights or found.losses else "bit-equal"
+
+
+def put_into(path: Path, text: str) -> None:
+    """Replace what is between the two lines."""
+    before, begin, rest = path.read_text("utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SystemExit(f"{path} lacks a line {BEGIN!r} and, below it, {END!r}: put them where the tables belong")
+    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", "utf-8")
+
+
+def measure(steps: int, ranks: Sequence[int]) -> str:
+    """Train and compare; a line about where and when, then the tables."""
+    about = f"{time.strftime('%Y-%m-%d')}, {hardware()}, torch {torch.__version__}, {steps} steps."
+    with tempfile.TemporaryDirectory() as scratch:
+        root, spec = Path(scratch), spec_of(PLAIN, "one pass a step", 2, steps)
+        corpus = build_corpus(spec.corpus, root)
+        tokenizer = build_tokenizer(spec.tokenizer, spec.corpus, corpus, root)
+        shards = build_shards(spec.shards, spec.corpus, corpus, tokenizer, root)
+        tables = [table(compare(train_all(root, shards, count, steps)), count) for count in ranks]
+    return "\n\n".join([about, *tables])
+
+
+def main() -> None:
+    """Measure, and print or write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=[2, 4])
+    parser.add_argument("--into", type=Path, help="a file that has the lines between which the tables belong")
+    options = parser.parse_args()
+    text = measure(options.steps, options.ranks)
+    print(text)
+    if options.into:
+        put_into(options.into, text)
+
+
+if __name__ == "__main__":
+    main()
