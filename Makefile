@@ -69,7 +69,7 @@ clean: ## Remove .venv and what tools have cached; what runs have made stays
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[flows,s3,dev]'
 	touch $@
 
-# DeepSpeed compiles its CPU communication at first use; here it is compiled before anything waits for it.
+# DeepSpeed compiles its CPU communication and its Adam at first use; here they are compiled before anything waits.
 .venv/.ops-built: .venv/.installed
 	@$(BIN)/python -m infra.op_cache
 	touch $@

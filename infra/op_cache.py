@@ -1,8 +1,8 @@
-"""The C++ operator that DeepSpeed compiles for CPU ranks, and the lock files of compiles that were killed.
+"""The C++ operators that DeepSpeed compiles for CPU ranks and for host memory, and locks that killed compiles left.
 
 ::
 
-    python -m infra.op_cache        compile it now (about a minute), so that the first run need not
+    python -m infra.op_cache        compile them now (about two minutes), so that the first run need not
 
 torch takes a file named ``lock`` as a sign that another process compiles, and waits for it to vanish, for ever.
 The process that compiles keeps that file open, which tells a live compile from a killed one. The cache must
@@ -27,13 +27,14 @@ def clear_stale_locks(environment: Mapping[str, str] = os.environ) -> list[Path]
 
 
 def warm() -> None:
-    """Compile DeepSpeed's shared-memory collectives for CPU ranks into torch's cache of extensions."""
+    """Compile DeepSpeed's shared-memory collectives for CPU ranks, and Adam, into torch's cache of extensions."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     clear_stale_locks()
     from deepspeed.accelerator import get_accelerator
 
-    get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+    for builder in ("ShareMemCommBuilder", "CPUAdamBuilder"):
+        get_accelerator().create_op_builder(builder).load()
 
 
 def _locks(environment: Mapping[str, str]) -> Iterator[Path]:

@@ -18,6 +18,7 @@ from t5train.model.shape import T5Shape
 from t5train.model.t5 import T5
 from t5train.spec import RunSpec
 from t5train.train.deepspeed_config import deepspeed_config
+from t5train.train.host_adam import HostAdam
 from t5train.train.optimizer import AdamWRms
 from t5train.train.partitions import inner_optimizer, partitions_of, shared_by_stages
 from t5train.train.ranks import expert_rank, rank
@@ -151,6 +152,7 @@ def _optimizer(spec: RunSpec, model: nn.Module) -> AdamWRms:
         epsilon=settings.epsilon,
         weight_decay=settings.weight_decay,
         relative=settings.kind == "adamw-rms",
+        host_adam=HostAdam() if spec.layout.offload != "none" else None,
     )
 
 

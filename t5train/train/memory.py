@@ -118,5 +118,5 @@ def _gradients(sizes: _Sizes, stage: int, on_host: bool) -> Held:
 
 
 def _scratch(part: int, stage: int, on_host: bool) -> tuple[int, int]:
-    scratch = _MASTER * (min(part, SUB_GROUP_ELEMENTS) if stage == 3 else part)
-    return (0, scratch) if on_host else (scratch, 0)
+    """What torch's operators need beside the state; the operator for host memory needs nothing."""
+    return (0 if on_host else _MASTER * (min(part, SUB_GROUP_ELEMENTS) if stage == 3 else part), 0)

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from t5train.train.host_adam import HostAdam, sum_of_squares
+
 MINIMAL_RMS = 1e-3
 SumOverRanks = Callable[[Tensor, Any], None]
 
@@ -62,7 +64,8 @@ class _Owners(NamedTuple):
 class AdamWRms(torch.optim.Optimizer):
     """Decoupled AdamW; with ``relative`` each tensor's rate is multiplied by its RMS (at least 1e-3).
 
-    ``attach`` must have been called before the first step.
+    ``host_adam`` moves tensors in host memory; without it torch's operators move them where they are. ``attach`` must
+    have been called before the first step.
     """
 
     def __init__(
@@ -72,9 +75,10 @@ class AdamWRms(torch.optim.Optimizer):
         epsilon: float,
         weight_decay: float,
         relative: bool,
+        host_adam: HostAdam | None = None,
     ) -> None:
         super().__init__(params, {"lr": 0.0, "betas": betas, "eps": epsilon, "weight_decay": weight_decay})
-        self.relative = relative
+        self.relative, self._host_adam = relative, host_adam
         self._partitions: Mapping[Tensor, Partition] = {}
         self._owners: dict[Tensor, _Owners] = {}
         self._sum_over_ranks: SumOverRanks | None = None
@@ -114,23 +118,50 @@ class AdamWRms(torch.optim.Optimizer):
         if not self._partitions:
             return  # DeepSpeed steps once with zero gradients while it is set up, to have the state allocated
         state["step"] += 1
+        if group["weight_decay"]:
+            flat.mul_(1 - group["lr"] * group["weight_decay"])
+        scales = self._scales(flat) if self.relative else None
+        if self._host_adam is None:
+            self._move(flat, gradient, state, group, scales)
+        else:
+            self._move_in_host_memory(self._host_adam, flat, gradient, state, group, scales)
+
+    def _move(
+        self, flat: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any], scales: Tensor | None
+    ) -> None:
         step, (beta1, beta2) = float(state["step"]), group["betas"]
         first, second = state["exp_avg"], state["exp_avg_sq"]
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         denominator = second.sqrt().mul_((1 - beta2**step) ** -0.5).add_(group["eps"])
-        if group["weight_decay"]:
-            flat.mul_(1 - group["lr"] * group["weight_decay"])
-        if self.relative:
-            self._divide_by_rms(denominator.view(-1), flat)
+        if scales is not None and len(scales):
+            torch._foreach_div_(self._partitions[flat].parts_of(denominator.view(-1)), [*scales.unbind()])
         flat.addcdiv_(first, denominator, value=-group["lr"] / (1 - beta1**step))
 
-    def _divide_by_rms(self, denominator: Tensor, flat: Tensor) -> None:
+    def _move_in_host_memory(
+        self,
+        adam: HostAdam,
+        flat: Tensor,
+        gradient: Tensor,
+        state: dict[str, Tensor],
+        group: dict[str, Any],
+        scales: Tensor | None,
+    ) -> None:
+        """Part by part, as each has a rate of its own; all at once where none has."""
+        step, moved = int(state["step"]), (flat, gradient, state["exp_avg"], state["exp_avg_sq"])
+        parts = [moved]
+        if scales is not None:
+            parts = [*zip(*map(self._partitions[flat].parts_of, moved), strict=True)]
+        rates = [1.0] if scales is None else scales.tolist()
+        for part, rate in zip(parts, rates, strict=True):
+            adam.update(part, group["lr"] * rate, step, group["betas"], group["eps"])
+
+    def _scales(self, flat: Tensor) -> Tensor:
+        """RMS of the tensor that each part of ``flat`` belongs to; a padded group's last partition may have no part,
+        and its rank still joins in the sum.
+        """
         partition, owners = self._partitions[flat], self._owners[flat]
-        parts = partition.parts_of(denominator)
-        scales = self._rms(partition.parts_of(flat.view(-1)), owners, partition.sharers)
-        if parts:  # a small group's last partition can be padding alone; its rank still joined in the sum
-            torch._foreach_div_(parts, [*scales[owners.of_segment].unbind()])
+        return self._rms(partition.parts_of(flat.view(-1)), owners, partition.sharers)[owners.of_segment]
 
     def _rms(self, parts: list[Tensor], owners: _Owners, sharers: Any) -> Tensor:
         """RMS of every tensor of a partition, over the ranks that share it, by owner; fp32.
@@ -140,8 +171,13 @@ class AdamWRms(torch.optim.Optimizer):
         """
         sums = torch.zeros_like(owners.numels)
         if parts:
-            norms = torch._foreach_norm(parts, 2, dtype=torch.float64)
-            sums.index_add_(0, owners.of_segment, torch.stack(norms).square())
+            sums.index_add_(0, owners.of_segment, self._squares(parts))
         if self._sum_over_ranks is not None:
             self._sum_over_ranks(sums, sharers)
         return (sums / owners.numels).sqrt().clamp(min=MINIMAL_RMS).float()
+
+    def _squares(self, parts: list[Tensor]) -> Tensor:
+        """Sum of squares of each part, fp64."""
+        if self._host_adam is None:
+            return torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float64)).square()
+        return torch.stack([sum_of_squares(part) for part in parts])

@@ -38,7 +38,7 @@ def main(jobs: Path) -> None:
 
 
 def _most(entry: dict[str, Any]) -> int:
-    """Over a step: before gradients are reduced, and while the optimizer holds its scratch."""
+    """Over a step: before gradients are reduced, and when the optimizer begins."""
     folder, before, seen = Path(entry["run_folder"]), _live_bytes(), [0]
     job = TrainJob(
         spec=build(entry["spec"]),
@@ -51,7 +51,7 @@ def _most(entry: dict[str, Any]) -> int:
     trainer = loop.Trainer(job)
     with (
         _watched(DeepSpeedEngine, "allreduce_gradients", seen),
-        _watched(AdamWRms, "_divide_by_rms", seen),
+        _watched(AdamWRms, "_rms", seen),
         Prefetched(loop.micro_batches(trainer.train_samples, trainer.spec, 0), 1) as batches,
     ):
         trainer._take_step(batches)

@@ -1,0 +1,85 @@
+"""An optimizer step in host memory beside DeepSpeedCPUAdam's, on the flat partition that ZeRO makes of T5 v1.1 base.
+
+::
+
+    python benchmarks/host_optimizer.py [--preset base] [--rounds 5]
+
+AdamWRms moves each tensor in proportion to its RMS; DeepSpeedCPUAdam moves all alike. Both with the operator that
+DeepSpeed compiles, and AdamWRms with torch's operators too. 16 bytes of memory a parameter.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from hardware import hardware
+
+from t5train.model.shape import resolve
+from t5train.model.t5 import T5
+from t5train.spec import ModelSpec
+from t5train.train.host_adam import HostAdam
+from t5train.train.optimizer import AdamWRms, Partition, Segment
+
+BETAS, EPSILON, RATE = (0.9, 0.999), 1e-8, 1e-3
+
+
+def main() -> None:
+    """Print one table: seconds a step, bytes a second, and the ratio to DeepSpeedCPUAdam in the same run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="base")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    sizes = _sizes(arguments.preset)
+    flat = torch.randn(sum(sizes)).mul_(0.02)
+    flat.grad = torch.randn_like(flat).mul_(1e-3)
+    seconds = _measure(_optimizers(flat, sizes), arguments.rounds)
+    peer = statistics.median(seconds["DeepSpeedCPUAdam"])
+    print(f"{hardware()}, {torch.get_num_threads()} threads, {len(sizes)} tensors of {sum(sizes):,} parameters in all")
+    print("| optimizer | seconds a step | times DeepSpeedCPUAdam |\n|---|---|---|")
+    for name, found in seconds.items():
+        print(f"| {name} | {statistics.median(found):.3f} | {statistics.median(found) / peer:.2f} |")
+
+
+def _sizes(preset: str) -> list[int]:
+    with torch.device("meta"):
+        shape = resolve(ModelSpec.model_validate({"preset": preset}), 32_100)
+        return [parameter.numel() for parameter in T5(shape, decoder_start_id=0).parameters()]
+
+
+def _optimizers(flat: torch.Tensor, sizes: list[int]) -> dict[str, Callable[[], Any]]:
+    """Steps of each, on the same weights and gradients; each with moments of its own."""
+    ends = list(accumulate(sizes))
+    segments = [
+        Segment(end - size, end, owner, size, 0) for owner, (end, size) in enumerate(zip(ends, sizes, strict=True))
+    ]
+    ours = {}
+    for name, host_adam in (("AdamWRms", HostAdam()), ("AdamWRms, torch's operators", None)):
+        optimizer = AdamWRms([flat], BETAS, EPSILON, 0.0, relative=True, host_adam=host_adam)
+        optimizer.param_groups[0]["lr"] = RATE
+        optimizer.attach({flat: Partition(segments, len(sizes))}, None)
+        ours[name] = optimizer.step
+    return {"DeepSpeedCPUAdam": DeepSpeedCPUAdam([flat], RATE, betas=BETAS, eps=EPSILON).step, **ours}
+
+
+def _measure(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each, in turn, after one step that allocates."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds + 1):
+        for name, step in steps.items():
+            began = time.perf_counter()
+            step()
+            if turn:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Adam in host memory by DeepSpeed's operator: the same update, and exact again after a resume."""
+
+import copy
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from t5train.errors import SpecError
+from t5train.train.host_adam import HostAdam, sum_of_squares
+from t5train.train.optimizer import AdamWRms, Partition, Segment
+
+pytestmark = pytest.mark.slow
+SIZES, PADDING = [30_011, 7, 1_000], 6
+NUMEL = sum(SIZES) + PADDING
+
+
+def _optimizer(flat: Tensor, host_adam: HostAdam | None, relative: bool = True) -> AdamWRms:
+    optimizer = AdamWRms([flat], (0.9, 0.999), 1e-8, weight_decay=0.1, relative=relative, host_adam=host_adam)
+    optimizer.param_groups[0]["lr"] = 0.01
+    starts = [sum(SIZES[:owner]) for owner in range(len(SIZES))]
+    segments = [Segment(start, start + SIZES[owner], owner, SIZES[owner], 0) for owner, start in enumerate(starts)]
+    optimizer.attach({flat: Partition(segments, len(SIZES))}, None)
+    return optimizer
+
+
+def _weights() -> Tensor:
+    scale = torch.cat([torch.full((size,), 10.0**-owner) for owner, size in enumerate([*SIZES, PADDING])])
+    weights = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1)) * scale
+    weights[-PADDING:] = 0
+    return weights
+
+
+def _steps(optimizer: AdamWRms, flat: Tensor, numbers: range) -> None:
+    for number in numbers:
+        flat.grad = torch.randn(NUMEL, generator=torch.Generator().manual_seed(number))
+        flat.grad[-PADDING:] = 0
+        optimizer.step()
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_it_moves_weights_as_torchs_operators_do(relative: bool) -> None:
+    """To a rounding of the largest weight in fp32 a step."""
+    ours, theirs = _weights(), _weights()
+    _steps(_optimizer(ours, HostAdam(), relative), ours, range(10))
+    _steps(_optimizer(theirs, None, relative), theirs, range(10))
+    rounding = theirs.abs().max().item() * torch.finfo(torch.float32).eps
+    assert (theirs - _weights()).abs().max() > 1000 * 10 * rounding
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=10 * rounding)
+    assert not ours[-PADDING:].any()
+
+
+def test_a_resumed_run_rounds_as_one_that_never_stopped() -> None:
+    """Also beside another optimizer, with which it shares the operator."""
+    whole, resumed, other = _weights(), _weights(), _weights()
+    _steps(_optimizer(whole, HostAdam()), whole, range(8))
+    first = _optimizer(resumed, HostAdam())
+    _steps(first, resumed, range(5))
+    _steps(_optimizer(other, HostAdam()), other, range(3))
+    second = _optimizer(resumed, HostAdam())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    _steps(second, resumed, range(5, 8))
+    assert torch.equal(whole, resumed)
+
+
+@pytest.mark.parametrize("numel", [1, 8191, 8192, 100_000])
+def test_sums_of_squares_are_exact_to_a_ten_millionth(numel: int) -> None:
+    part = torch.randn(numel, generator=torch.Generator().manual_seed(2))
+    assert sum_of_squares(part).item() == pytest.approx(part.double().square().sum().item(), rel=1e-7)
+
+
+def test_an_operator_that_cannot_be_compiled_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoCompiler:
+        def load(self, **_: bool) -> None:
+            raise RuntimeError("c++: not found")
+
+    monkeypatch.setattr(get_accelerator(), "create_op_builder", lambda _: NoCompiler())
+    with pytest.raises(SpecError, match=r"cpu_adam, which cannot be compiled here \(c\+\+: not found\): install"):
+        HostAdam()
