@@ -1,0 +1,32 @@
+"""The table for users of other scripts names settings that there are."""
+
+import re
+from pathlib import Path
+
+from t5train.recipes import RECIPES
+from t5train.spec import setting_names
+
+TEXT = (Path(__file__).parent.parent / "docs/options.md").read_text("utf-8")
+THERE = {
+    *("include", "checkpoint_dir", "tokenizer_name_or_dir", "dataset_dir", "num_iterations", "fp16"),
+    *("initial_scale_power", "batch_size", "dropout", "num_stage", "zero_stage", "cpu_adam", "print_memory"),
+    *("moe", "moe_num_experts", "moe_ep_size"),
+}
+
+
+def test_every_name_of_such_scripts_has_a_line() -> None:
+    assert set(re.findall(r"^\| `(\w+)` \| ", TEXT, re.MULTILINE)) == THERE
+
+
+def test_every_setting_that_is_named_exists() -> None:
+    parts = {name.split(".")[0] for name in setting_names()}
+    named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*)?`", TEXT)
+    settings = {name for name in named if name.split(".")[0] in parts}
+    assert len(settings) >= 14
+    assert settings <= set(setting_names())
+
+
+def test_every_recipe_that_is_named_exists() -> None:
+    sentences = re.findall(r"recipes? ((?:`\w+`(?:, )?)+)", TEXT)
+    named = {name for sentence in sentences for name in re.findall(r"`(\w+)`", sentence)}
+    assert {"moe", "pipeline", "zero1_offload"} <= named <= set(RECIPES)
