@@ -47,6 +47,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "bf16-zero1-v1.0": {"optimizer__precision": "bf16", "layout__zero_stage": 1, "model__version": "v1.0"},
     "bf16-zero2": {"optimizer__precision": "bf16", "layout__zero_stage": 2},
     "bf16-zero2-compiled": {"optimizer__precision": "bf16", "layout__zero_stage": 2, "model__compile": True},
+    "bf16-experts-compiled": {"optimizer__precision": "bf16", **EXPERTS, "model__compile": True},
+    "bf16-pipeline-compiled": {
+        "optimizer__precision": "bf16",
+        "layout__zero_stage": 1,
+        "layout__pipeline_stages": 2,
+        "model__compile": True,
+    },
     "fp32-zero1": {"optimizer__precision": "fp32", "layout__zero_stage": 1},
     "fp16-zero1": {"optimizer__precision": "fp16", "layout__zero_stage": 1},
     "fp16-zero2": {"optimizer__precision": "fp16", "layout__zero_stage": 2},

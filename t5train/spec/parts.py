@@ -155,15 +155,6 @@ class ModelSpec(SpecPart):
         return self
 
     @model_validator(mode="after")
-    def _experts_are_not_compiled(self) -> Self:
-        if self.moe.num_experts and self.compile:
-            raise ValueError(
-                f"model.compile is true and model.moe.num_experts {self.moe.num_experts}: how many tokens an expert "
-                "gets is known only as it runs; set model.compile=false"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _vocabulary_is_padded(self) -> Self:
         if self.vocab_size is not None and self.vocab_size % VOCABULARY_MULTIPLE:
             raise ValueError(

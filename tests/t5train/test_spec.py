@@ -235,7 +235,6 @@ def test_a_wrong_value_is_named_with_its_constraint(setting: str, value: Any, wo
         ({"model.moe.num_experts": 1}, r"num_experts is 1: it must be 0 \(a dense model\) or at least 2"),
         ({"model.version": "v1.1"}, r"ReLU experts and a tied output; set model\.version=v1\.0"),
         ({"model.feed_forward": "gated-gelu"}, r"model\.feed_forward 'gated-gelu': .* leave model\.feed_forward out"),
-        ({"model.compile": True}, r"model\.compile is true and model\.moe\.num_experts 4: .*compile=false"),
         ({"layout.zero_stage": 0}, r"layout\.zero_stage is 0 .*: experts need ZeRO 1 or 2"),
         ({"layout.zero_stage": 3}, r"layout\.zero_stage is 3 .*: experts need ZeRO 1 or 2"),
         (
