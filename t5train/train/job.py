@@ -23,6 +23,11 @@ class Clock(BaseModel):
         """Those that moved the weights: a loss scaler drops the others."""
         return self.step - self.skipped_steps
 
+    @property
+    def has_moments(self) -> bool:
+        """Whether an optimizer has any to be kept: before its first step there are none."""
+        return self.optimizer_steps > 0
+
 
 class Consolidated(BaseModel):
     """A checkpoint of the run in a form that any layout can begin from: ``folder`` holds weights and moments."""

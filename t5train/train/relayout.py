@@ -41,9 +41,9 @@ def consolidated_for(spec: RunSpec, tag: str, progress: Progress) -> Consolidate
         require_space(spec.run_folder, 2 * size, f"{tag} of run {spec.run_name!r}, and the next checkpoint after it,")
     from t5train.consolidate import consolidate  # brings torch
 
-    weights = consolidate(folder, out, moments=True, progress=progress)
     first = sidecars[0]
     clock = Clock(step=first.step, skipped_steps=first.skipped_steps, loss_scaler=first.loss_scaler)
+    weights = consolidate(folder, out, moments=clock.has_moments, progress=progress)
     return Consolidated(folder=out.resolve(), fingerprint=weights.fingerprint, clock=clock)
 
 

@@ -46,10 +46,9 @@ class StoredState:
         found = Weights.load(told.folder).fingerprint
         if found != told.fingerprint:
             raise InputError(f"{told.folder} holds the weights {found[:12]}, not {told.fingerprint[:12]}: start again")
-        model, *moments = (
-            StoredTensors(list_tensors([told.folder / f"{stem}.safetensors"])) for stem in ("model", *MOMENTS)
-        )
-        return cls(model, dict(zip(MOMENTS, moments, strict=True)), told.clock)
+        stems = ("model", *(MOMENTS if told.clock.has_moments else ()))
+        model, *moments = (StoredTensors(list_tensors([told.folder / f"{stem}.safetensors"])) for stem in stems)
+        return cls(model, dict(zip(stems[1:], moments, strict=True)), told.clock)
 
     def fill(self, name: str, parameter: nn.Parameter) -> None:
         """Give a module's parameter its value, rounded to its type."""

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from t5train.consolidate import consolidate
 from t5train.errors import StorageError
 from t5train.records import TokenShards
+from t5train.sidecar import read_all
 from t5train.spec import RunSpec
 from t5train.train import run as run_module
 from t5train.train.job import TrainJob
@@ -25,9 +26,7 @@ pytestmark = pytest.mark.slow
 PAIRS = {  # the layout of two ranks: that of four
     "zero0-fp32": "zero3-fp32",
     "zero2-fp32-offload": "zero1-fp32",
-    "zero3-fp32": "zero0-fp32",
-    "zero0-bf16": "zero2-bf16",
-    "zero1-bf16": "zero3-bf16-offload",
+    "zero1-bf16": "zero2-bf16",
     "zero3-bf16-offload": "zero0-bf16",
     "zero2-fp32-ep2": "zero1-fp32-ep4",
     "zero2-bf16-ep1": "zero2-bf16-ep2-offload",
@@ -36,13 +35,18 @@ PAIRS = {  # the layout of two ranks: that of four
     "zero1-bf16-pp2-tied": "zero1-bf16-pp4-tied",
 }
 if torch.ops.mkldnn._is_mkldnn_fp16_supported():
-    PAIRS["zero2-fp16"] = "zero3-fp16"
+    PAIRS |= {"zero2-fp16": "zero3-fp16", "zero3-fp16": "zero1-fp16"}
+# First loss scales, as powers of two, with which fp16 drops some of three steps, and all of them.
+SCALES = {"zero2-fp16": 18, "zero3-fp16": 21}
+SKIPPED = {"zero2-fp16": 2, "zero3-fp16": 3}
 FILES = ("model", "exp_avg", "exp_avg_sq")
 
 
 def _job(root: Path, name: str, layout: str, ranks: int, **more: Any) -> dict[str, Any]:
+    pair, _ = name.split(".")
     # Nothing is drawn by lot: neither dropout nor which tokens an expert has no place for.
-    settings = {"model.dropout_rate": 0.0, "model.moe.capacity_factor": 4.0}
+    settings: dict[str, Any] = {"model.dropout_rate": 0.0, "model.moe.capacity_factor": 4.0}
+    settings["optimizer.initial_scale_power"] = SCALES.get(pair, 16)
     spec = _spec(layout, ranks=ranks).with_settings(settings)
     folder = root / "runs" / name
     folder.mkdir(parents=True)
@@ -74,13 +78,24 @@ def test_another_layout_begins_with_the_same_masters_and_moments_bit_for_bit(
     runs = trained.root / "runs"
     again = tmp_path / "again"
     told = Path(json.loads((runs / f"{layout}.killed/told.json").read_text())["folder"])
-    consolidate(runs / f"{layout}.other/checkpoints", again, tag="step-00000003", moments=True)
-    before, after = ([load_file(place / f"{name}.safetensors") for name in FILES] for place in (told, again))
+    moments = SKIPPED.get(layout) != 3
+    consolidate(runs / f"{layout}.other/checkpoints", again, tag="step-00000003", moments=moments)
+    names = FILES if moments else FILES[:1]
+    before, after = ([load_file(place / f"{name}.safetensors") for name in names] for place in (told, again))
     for first, second in zip(before, after, strict=True):
         assert first.keys() == second.keys()
         assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     live = {name: digest64(tensor.numpy().tobytes()) for name, tensor in before[0].items()}
     assert all(trained.found(f"{layout}.other", rank)["begun"] == live for rank in range(4))
+
+
+@pytest.mark.parametrize("layout", PAIRS)
+def test_another_layout_begins_as_far_as_training_was(trained: Trained, layout: str) -> None:
+    runs = trained.root / "runs"
+    before, after = (read_all(runs / f"{layout}.{run}/checkpoints/step-00000003")[0] for run in ("killed", "other"))
+    for what in ("step", "skipped_steps", "loss_scaler", "data"):
+        assert getattr(before, what) == getattr(after, what)
+    assert before.skipped_steps == SKIPPED.get(layout, 0)
 
 
 @pytest.mark.parametrize("layout", PAIRS)
@@ -131,7 +146,7 @@ def test_a_head_has_a_checkpoint_of_another_layout_consolidated_once(
 def test_what_was_consolidated_goes_when_the_newest_checkpoint_has_the_layout_asked_for(
     run: RunSpec, pydocs_shards: TokenShards, tmp_path: Path, trained: Trained
 ) -> None:
-    other = run.with_settings({"layout.zero_stage": 3, "layout.offload": "all", "cluster.ranks": 4})
+    other = run.with_settings({"layout.zero_stage": 2, "cluster.ranks": 4})
     assert _told(other, pydocs_shards, tmp_path).consolidated is not None
     newest = run.run_folder / "checkpoints/step-00000006"
     shutil.copytree(trained.root / "runs/zero1-bf16.other/checkpoints/step-00000006", newest)
