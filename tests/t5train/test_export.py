@@ -193,3 +193,17 @@ def test_the_card_tells_the_lineage_and_no_users_or_local_folders(make_trained: 
         assert not any(word in card for word in ("somebody", "someone"))
         assert "| validation_loss | 4.5678 |" in card
         assert all(f"| `{digit * 64}` |" in card for digit in "01234")
+
+
+def test_the_card_names_what_was_continued_from(make_trained: MakeTrained, tmp_path: Path) -> None:
+    trained = make_trained()
+    witness = trained.witness / "witness.json"
+    told = json.loads(witness.read_text())
+    witness.write_text(json.dumps(told | {"inputs": told["inputs"] | {"start_from": "7" * 64}}))
+    spec = trained.spec.with_settings({"model.start_from": "/home/somebody/models/t5-base"})
+    exported = export(trained.weights, trained.tokenizer, trained.witness, spec, tmp_path / "out")
+    card = (exported.path / "README.md").read_text()
+    assert "pre-trained from the weights of `t5-base` on" in card
+    assert f"| start_from | `{'7' * 64}` |" in card
+    assert "somebody" not in card
+    assert exported.inputs["start_from"] == "7" * 64

@@ -4,6 +4,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
 
 from t5train import sidecar
 from t5train.errors import RunChanged, SpecError
@@ -11,6 +13,7 @@ from t5train.recipes import recipe
 from t5train.records import TokenShards, digest_file
 from t5train.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.spec import RunSpec
+from t5train.start_from import start_fingerprint
 from t5train.train import checkpointing
 from t5train.train.job import TrainJob, tag_of
 from t5train.train.run import open_run, require_same_settings, run_fingerprint, write_job
@@ -77,7 +80,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
     assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
 
 
-def test_pruning_removes_old_and_unfinished_checkpoints_and_nobodys_copies(
+def test_pruning_removes_old_and_unfinished_checkpoints_and_what_was_consolidated_and_nobodys_copies(
     spec: RunSpec, shards: TokenShards, tmp_path: Path
 ) -> None:
     own = run_fingerprint(spec, shards)
@@ -89,6 +92,7 @@ def test_pruning_removes_old_and_unfinished_checkpoints_and_nobodys_copies(
         copy.mkdir()
         (copy / "mp_rank_00_model_states.pt").write_bytes(b"mine")
     _checkpoint(spec, 4, own)
+    (spec.run_folder / "relayout/step-00000003-0123456789ab").mkdir(parents=True)
     job = TrainJob(
         spec=spec,
         run_fingerprint=own,
@@ -101,3 +105,40 @@ def test_pruning_removes_old_and_unfinished_checkpoints_and_nobodys_copies(
         checkpointing.prune(job, 4)
     left = sorted(path.name for path in (spec.run_folder / "checkpoints").iterdir())
     assert left == ["notes", "step-00000001-good", tag_of(2), tag_of(4)]
+    assert not (spec.run_folder / "relayout").exists()
+
+
+def _model(folder: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    sizes = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_heads": 4, "num_layers": 2}
+    T5ForConditionalGeneration(T5Config(vocab_size=256, **sizes)).save_pretrained(folder)
+
+
+def test_a_run_is_of_the_weights_it_began_with_and_not_of_their_folder(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path
+) -> None:
+    _model(tmp_path / "here", seed=1)
+    (tmp_path / "here").rename(tmp_path / "there")
+    _model(tmp_path / "here", seed=2)
+    _model(tmp_path / "again", seed=1)
+    shards = shards.model_copy(update={"counts": {"vocab_size": 200}, "inputs": {"vocabulary": "6" * 64}})
+    here, there, again = (
+        spec.with_settings({"model.version": "v1.0", "model.start_from": str(tmp_path / name)})
+        for name in ("here", "there", "again")
+    )
+    open_run(there, shards)
+    open_run(again, shards)
+    assert TrainJob.read(write_job(again, shards, tmp_path)).start_fingerprint == start_fingerprint(there.model)
+    with pytest.raises(RunChanged, match=r"start_from: \"[0-9a-f]{64}\" -> \"[0-9a-f]{64}\""):
+        open_run(here, shards)
+    with pytest.raises(RunChanged, match=r"start_from: \"given\" -> null"):
+        open_run(spec.with_settings({"model.version": "v1.0"}), shards)
+
+
+def test_a_model_that_does_not_fit_its_tokens_begins_no_run(spec: RunSpec, shards: TokenShards, tmp_path: Path) -> None:
+    _model(tmp_path / "model", seed=1)
+    shards = shards.model_copy(update={"counts": {"vocab_size": 300}, "inputs": {"vocabulary": "6" * 64}})
+    starting = spec.with_settings({"model.version": "v1.0", "model.start_from": str(tmp_path / "model")})
+    with pytest.raises(SpecError, match="with a vocabulary of 256, and the tokenizer has 300 ids"):
+        open_run(starting, shards)
+    assert not starting.run_folder.exists()
