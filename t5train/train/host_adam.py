@@ -45,9 +45,11 @@ class HostAdam:
         """Move ``parts`` in place: weights, gradients and both moments, contiguous fp32 in host memory.
 
         The bias of the moments is corrected by way of rate and epsilon: the operator's own correction remembers the
-        steps it has seen, and a run that resumes would round otherwise.
+        steps it has seen, and a run that resumes would round otherwise. It is that of betas in fp32, as the operator
+        has them: 1 - 0.999 is another number there, by one part in 80,000, and so are the moments.
         """
-        first, second = 1 - betas[0] ** step, math.sqrt(1 - betas[1] ** step)
+        beta1, beta2 = torch.tensor(betas, dtype=torch.float32).tolist()
+        first, second = 1 - beta1**step, math.sqrt(1 - beta2**step)
         rate, epsilon = rate * second / first, epsilon * second
         self._operator.adam_update(_OPTIMIZER, step, rate, *betas, epsilon, 0.0, False, *parts)
 

@@ -51,6 +51,15 @@ def test_it_moves_weights_as_torchs_operators_do(relative: bool) -> None:
     assert not ours[-PADDING:].any()
 
 
+def test_a_step_is_exact_to_a_millionth_of_itself() -> None:
+    """From zero the first step is as long as the rate, so that a wrong idea of the operator's betas shows."""
+    weights = torch.zeros(1000)
+    gradient = torch.randn(1000, generator=torch.Generator().manual_seed(3))
+    moments = torch.zeros(1000), torch.zeros(1000)
+    HostAdam().update((weights, gradient, *moments), rate=1.0, step=1, betas=(0.9, 0.999), epsilon=0.0)
+    torch.testing.assert_close(weights, -gradient.sign(), rtol=1e-6, atol=0)
+
+
 def test_a_resumed_run_rounds_as_one_that_never_stopped() -> None:
     """Also beside another optimizer, with which it shares the operator."""
     whole, resumed, other = _weights(), _weights(), _weights()
