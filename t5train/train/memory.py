@@ -1,7 +1,8 @@
 """How much memory the state of a run takes: by formula, before anything of it exists.
 
-Bytes a rank, with R ranks, N parameters, n of them those a rank computes with (fewer than N where experts are spread),
-and b bytes a weight (4 in fp32, else 2). Read off DeepSpeed 0.19 and held against its engines' live tensors by a test.
+Bytes a rank, with R ranks, N parameters, n of them those a rank computes with (fewer where experts or a pipeline's
+layers are spread), and b bytes a weight (4 in fp32, else 2). Read off DeepSpeed 0.19 and held against its engines' live
+tensors by a test.
 
 ============== ===================================== =========================
 ZeRO, offload  accelerator                           host
@@ -71,12 +72,16 @@ def host_bytes(spec: RunSpec, shape: T5Shape) -> int:
 
 
 def _sizes(spec: RunSpec, shape: T5Shape) -> _Sizes:
+    """Of a pipeline's stage an even share of the layers, and the embedding, of which several stages have a copy."""
     parameters, experts = count_parameters(shape), count_expert_parameters(shape)
-    return _Sizes(
-        whole=parameters - experts + experts // spec.layout.expert_parallel_size,
-        part=-(-parameters // spec.cluster.ranks),
-        weight=4 if spec.optimizer.precision == "fp32" else 2,
+    whole, part = (
+        parameters - experts + experts // spec.layout.expert_parallel_size,
+        -(-parameters // spec.cluster.ranks),
     )
+    if (stages := spec.layout.pipeline_stages) > 1:
+        whole = min(parameters, parameters // stages + shape.vocab_size * shape.d_model)
+        part = -(-whole // spec.data_parallel_size)
+    return _Sizes(whole, part, weight=4 if spec.optimizer.precision == "fp32" else 2)
 
 
 def _replicated(sizes: _Sizes) -> list[Held]:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from t5train.model.shape import resolve
+from t5train.model.shape import count_parameters, resolve
 from t5train.recipes import RECIPES, recipe
 from t5train.records import TokenShards
 from t5train.train.memory import FETCHED, PROCESS, WITNESS, held_by_a_rank, host_bytes
@@ -60,3 +60,12 @@ def test_recipes_take_the_host_memory_that_their_description_says(name: str, gig
     spec = recipe(name)
     assert gigabytes - 1 < host_bytes(spec, resolve(spec.model, 32_100)) / 1e9 < gigabytes + 1
     assert RECIPES[name].__doc__
+
+
+def test_a_stage_of_a_pipeline_holds_its_layers_and_an_embedding() -> None:
+    spec = recipe("pipeline")
+    stages, shape = spec.layout.pipeline_stages, resolve(spec.model, 32_100)
+    weights = next(one.accelerator for one in held_by_a_rank(spec, shape) if one.what == "weights")
+    embedding = shape.vocab_size * shape.d_model
+    assert stages > 1
+    assert weights == 2 * (count_parameters(shape) // stages + embedding)
