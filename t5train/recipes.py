@@ -63,7 +63,7 @@ def moe() -> RunSpec:
     """Switch Transformer of base shape with 8 experts on one GPU: bf16, ZeRO-2. More GPUs share the experts out."""
     return RunSpec(
         recipe="moe",
-        model=ModelSpec(preset="base", version="v1.0", moe=ExpertsSpec(num_experts=8)),
+        model=ModelSpec(preset="base", version="v1.0", compile=True, moe=ExpertsSpec(num_experts=8)),
         optimizer=OptimizerSpec(warmup_steps=10_000, peak_learning_rate=0.02),
         layout=LayoutSpec(zero_stage=2, micro_batch_sequences=64),
     )

@@ -11,7 +11,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from torch import Tensor, nn
 
 from t5train.data.span_corruption import geometry
-from t5train.model.compiled import compile_blocks
+from t5train.model.compiled import compile_steps
 from t5train.model.initialise import Fill
 from t5train.model.names import huggingface_names
 from t5train.model.recompute import checkpoint_activations
@@ -35,7 +35,7 @@ def build_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -> Any:
     partitions = shared_by_stages(engine) if spec.layout.pipeline_stages > 1 else partitions_of(engine)
     inner_optimizer(engine).attach(partitions, _sum_over_ranks if engine.zero_optimization() else None)
     if spec.model.compile and (spec.model.moe.num_experts or spec.layout.pipeline_stages > 1):
-        compile_blocks(engine.module)
+        compile_steps(engine.module)
     elif spec.model.compile:
         engine.compile()
     return engine
