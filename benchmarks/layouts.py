@@ -148,7 +148,8 @@ def table(found: Mapping[tuple[str, str], Difference], ranks: int) -> str:
 
 
 def _cell(found: Difference) -> str:
-    return f"{found.weights:.0e} ({found.losses:.0e})" if found.weights or found.losses else "bit-equal"
+    weights = f"{found.weights:.0e}" if found.weights else "bit-equal"
+    return f"{weights} ({found.losses:.0e})" if found.losses else weights
 
 
 def put_into(path: Path, text: str) -> None:

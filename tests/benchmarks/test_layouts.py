@@ -20,9 +20,11 @@ def test_a_difference_is_the_largest_of_any_element() -> None:
 def test_bit_equal_is_said_of_equal_weights_and_losses_alone() -> None:
     cells = {(layout, condition): Difference(0.0, 0.0, 1e-6) for layout in LAYOUTS for condition in CONDITIONS}
     cells["ZeRO 2", "four passes"] = Difference(1e-5, 2e-8, 1e-6)
+    cells["ZeRO 3", "four passes"] = Difference(0.0, 2e-8, 1e-6)
     lines = table(cells, ranks=2).splitlines()
     assert "| ZeRO 1 | bit-equal | bit-equal | bit-equal |" in lines
     assert "| ZeRO 2 | bit-equal | bit-equal | 1e-05 (2e-08) |" in lines
+    assert "| ZeRO 3 | bit-equal | bit-equal | bit-equal (2e-08) |" in lines
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)
