@@ -25,7 +25,7 @@ from t5train.data.loader import Samples
 from t5train.errors import T5TrainError
 from t5train.progress import silent
 from t5train.spec import build
-from t5train.train import checkpointing, loop, passes, ranks
+from t5train.train import checkpointing, deepspeed_config, loop, passes, ranks
 from t5train.train.job import Consolidated, TrainJob
 from t5train.train.masters import full_masters
 from t5train.train.optimizer import AdamWRms
@@ -35,6 +35,7 @@ from t5train.train.stored_state import StoredState
 
 def main(jobs: Path) -> None:
     deepspeed.init_distributed()
+    deepspeed_config.SUB_GROUP_ELEMENTS = 20_000  # so that ZeRO 3 has several sub-groups, as in a large model
     for entry in json.loads(jobs.read_text()):
         groups._EXPERT_PARALLEL_GROUP.clear()  # DeepSpeed keeps them by name, and takes the largest for the run's
         groups._EXPERT_DATA_PARALLEL_GROUP.clear()
