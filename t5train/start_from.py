@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 def require_fit(model: ModelSpec, tokenizer_vocab_size: int) -> None:
     """Nothing without ``start_from``; else refuse a folder whose model is not the one the settings describe.
 
-    Raises SpecError that names every field of its ``config.json`` that differs, and what to set, or tensors that are
-    missing, too many or of another shape; InputError for a folder that cannot be read.
+    Raises SpecError that names every field of its ``config.json`` that differs, and what to set; InputError for a
+    folder that cannot be read, or whose tensors are too few, too many or of another shape.
     """
     if (path := _folder(model)) is None:
         return

@@ -166,7 +166,7 @@ def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
     names = [f"{run_files.CHECKPOINTS}/{tag}/{sidecar.sidecar_name(one.rank)}" for one in sidecars]
     return Checkpoint(
         path=folder,
-        fingerprint=run_fingerprint(spec, shards),
+        fingerprint=sidecars[0].run_fingerprint,  # that of the job: what it started from may be gone by now
         inputs={"shards": shards.fingerprint},
         files=files | digest_files(folder, [*names, *_WITNESS_FILES]),
         counts={"step": step, "ranks": len(sidecars), "samples": sidecars[0].data.samples_consumed},
