@@ -1,7 +1,7 @@
 """kill -9 of the flow, the launcher and a rank, for real, at random steps: nothing is left, nothing is lost.
 
 ``pytest tests/flows/test_kill.py --kill-rounds 3`` does it at three random steps each, and writes the table of
-docs/measurements.md.
+docs/measurements.md; ``--kill-variant moe`` does it to another variant.
 """
 
 import json
@@ -37,21 +37,34 @@ SETTINGS = {
     "storage.validate_every_steps": 20,
     "storage.validate_sequences": 32,
 }
+VARIANTS: dict[str, dict[str, Any]] = {
+    "zero1": {},
+    "pipeline": {"layout.pipeline_stages": 2, "layout.micro_batch_sequences": 16},
+    "moe": {
+        "model.version": "v1.0",
+        "model.moe.num_experts": 4,
+        "layout.zero_stage": 2,
+        "layout.expert_parallel_size": 2,
+    },
+    "zero2_offload": {"layout.zero_stage": 2, "layout.offload": "optimizer"},
+    "zero3": {"layout.zero_stage": 3, "layout.offload": "all"},
+}
 ALLOWED_SECONDS = 20
 RUN = "killed"
 
 
-def _command(root: Path) -> list[str]:
-    changes = [argument for name, value in SETTINGS.items() for argument in ("--set", f"{name}={value}")]
+def _command(root: Path, variant: str = "zero1") -> list[str]:
+    settings = SETTINGS | VARIANTS[variant]
+    changes = [argument for name, value in settings.items() for argument in ("--set", f"{name}={value}")]
     program = [sys.executable, "-c", "from flows.cli import main; main()"]
     return [*program, "run", "smoke", "--root", str(root), "--name", RUN, *changes]
 
 
 @contextmanager
-def _started(root: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _started(root: Path, variant: str = "zero1") -> Iterator[subprocess.Popen[bytes]]:
     with open(root / "output.log", "ab") as log:
         process = subprocess.Popen(
-            _command(root), cwd=root, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            _command(root, variant), cwd=root, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     try:
         yield process
@@ -69,10 +82,16 @@ def _final_weights(root: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def variant(pytestconfig: pytest.Config) -> str:
+    """Which variant is killed."""
+    return str(pytestconfig.getoption("--kill-variant"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, variant: str) -> Any:
     """Digests of the final weights of a run that nobody disturbs."""
     root = tmp_path_factory.mktemp("undisturbed")
-    with _started(root) as process:
+    with _started(root, variant) as process:
         _finish(process, root)
     return _final_weights(root)
 
@@ -83,15 +102,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_a_run_killed_three_times_leaves_nothing_and_ends_with_the_same_weights(
-    tmp_path: Path, undisturbed: Any, seed: int, kill_table: list[str]
+    tmp_path: Path, undisturbed: Any, variant: str, seed: int, kill_table: list[str]
 ) -> None:
     steps = sorted(random.Random(seed).sample(range(2, NUM_STEPS - 2), 3))
     run = tmp_path / "runs" / RUN
-    with _started(tmp_path) as flow:
+    with _started(tmp_path, variant) as flow:
         rank_gone = _kill("rank", _wait_for(run, steps[0], 1), flow)
         launcher_gone = _kill("launcher", _wait_for(run, steps[1], 2), flow)
         flow_gone = _kill("flow", _wait_for(run, steps[2], 3), flow)
-    with _started(tmp_path) as flow:
+    with _started(tmp_path, variant) as flow:
         _finish(flow, tmp_path)
     resumed = [json.loads((attempt_folder(run, n) / "spec.json").read_text())["resume_tag"] for n in (2, 3, 4)]
     # The last lines before a kill may tell of a step that was not saved any more, never of one more than that.

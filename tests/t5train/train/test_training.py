@@ -13,10 +13,12 @@ from safetensors.torch import load_file
 
 from infra import shared_memory
 from infra.ports import free_port
+from t5train.certify import certify
 from t5train.consolidate import consolidate
 from t5train.data.keyed_random import permutation
+from t5train.export import export
 from t5train.recipes import recipe
-from t5train.records import TokenShards
+from t5train.records import TokenizerFiles, TokenShards
 from t5train.spec import RunSpec
 from t5train.train.metrics import read
 from t5train.train.ranks import digest64
@@ -34,6 +36,7 @@ RECOMPUTED = ["zero0-fp32", "zero2-fp32-offload", "zero3-bf16-offload", "zero2-f
 EQUAL = ["zero0-fp32", "zero1-fp32", "zero2-fp32", "zero3-fp32", "zero1-fp32-pp2"]
 OFFLOADED = ["zero1-fp32-offload", "zero2-fp32-offload", "zero3-fp32-offload"]
 KEYS = ("step", "loss", "gradient_norm", "validation_loss", "router_loss", "dropped_tokens")
+VARIANTS = [*PIPELINES, "zero2-fp32-ep2", "zero1-bf16-offload", "zero2-fp32-offload", "zero3-bf16-offload"]
 FAULTS = {
     "nan": ("NonFiniteLoss", "the loss is nan at step"),
     "nan-at-the-end": ("NonFiniteLoss", "the loss is nan at step 6"),
@@ -205,6 +208,19 @@ def test_the_witness_tells_the_same_weights(trained: Trained, layout: str) -> No
     assert set(witness["tensors"]) == set(trained.found(f"{layout}.whole")["masters"])
     logits = load_file(folder / "witness/witness.safetensors")["heldout.logits"]
     assert torch.isfinite(logits).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*tie:UserWarning")  # transformers says so of every T5 v1.1
+@pytest.mark.parametrize("layout", VARIANTS)
+def test_every_variant_is_certified_to_be_the_model_that_was_trained(
+    trained: Trained, layout: str, pydocs_tokenizer: TokenizerFiles, tmp_path: Path, own_threads: None
+) -> None:
+    folder = trained.root / f"{layout}.whole"
+    weights = consolidate(folder / "checkpoints", tmp_path / "weights")
+    exported = export(weights, pydocs_tokenizer, folder / "witness", _spec(layout), tmp_path / "export")
+    certificate = certify(exported.path, folder / "witness")
+    assert certificate.passed
+    assert all(probe.bit_equal for probe in certificate.probes.values()) or "ep" in layout
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
