@@ -46,13 +46,14 @@ def partial_folder(path: Path) -> Iterator[Path]:
 
 
 def discard(path: Path) -> None:
-    """Remove a folder so that its name is free at once, also for one who finds it after a removal that was killed."""
+    """Remove a folder, if it is there, so that its name is free at once; also what a removal that was killed left."""
     aside = path.with_name(f".{path.name}.discarded")
     try:
         if aside.exists():
             shutil.rmtree(aside)
-        path.rename(aside)
-        shutil.rmtree(aside)
+        if path.exists():
+            path.rename(aside)
+            shutil.rmtree(aside)
     except OSError as error:
         raise StorageError(f"{path} cannot be removed: {error}; remove it yourself, then try again") from error
 

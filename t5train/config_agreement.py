@@ -59,10 +59,7 @@ def _settings(asked: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, An
     version, feed_forward = ("v1.0", _FEED_FORWARDS[0]) if told[_SCALED] else ("v1.1", _FEED_FORWARDS[1])
     if any(asked[name] != told[name] for name in _LEFT_OUT if name != "feed_forward_proj"):
         return {}
-    if (
-        told["feed_forward_proj"] not in ("relu", "gated-gelu")
-        or pad_vocabulary(told["vocab_size"]) > told["vocab_size"]
-    ):
+    if told["feed_forward_proj"] not in _FEED_FORWARDS or pad_vocabulary(told["vocab_size"]) > told["vocab_size"]:
         return {}
     found: dict[str, Any] = {} if asked[_SCALED] == told[_SCALED] else {"model.version": version}
     if told["feed_forward_proj"] not in (feed_forward, asked["feed_forward_proj"]):

@@ -49,8 +49,7 @@ def consolidated_for(spec: RunSpec, tag: str, progress: Progress) -> Consolidate
 
 def discard_consolidated(run_folder: Path) -> None:
     """Remove what was consolidated, once the newest checkpoint is one of the layout that trains."""
-    if (folder := run_folder / run_files.RELAYOUT).exists():
-        discard(folder)
+    discard(run_folder / run_files.RELAYOUT)
 
 
 def _changed(written: Sidecar, spec: RunSpec) -> list[str]:

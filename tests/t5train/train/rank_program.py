@@ -23,6 +23,7 @@ from deepspeed.utils import groups
 
 from t5train.data.loader import Samples
 from t5train.errors import T5TrainError
+from t5train.model.t5 import RMSNorm
 from t5train.progress import silent
 from t5train.spec import build
 from t5train.train import checkpointing, deepspeed_config, loop, passes, ranks
@@ -129,6 +130,35 @@ def _loss_becomes_nan() -> Iterator[None]:
         yield
 
 
+class _Spoil(torch.autograd.Function):
+    """The identity, and in the backward pass no number."""
+
+    @staticmethod
+    def forward(_context: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(_context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(gradients[0], torch.nan)
+
+
+@contextlib.contextmanager
+def _gradients_of_step_3_become_nan() -> Iterator[None]:
+    """While the loss stays a number, in the layer norms of rank 0."""
+    take_step, norm, steps = loop.Trainer._take_step, RMSNorm.forward, []
+
+    def counted(self: loop.Trainer, batches: Any) -> Any:
+        steps.append(self.step + 1)
+        return take_step(self, batches)
+
+    def spoiled(self: RMSNorm, hidden: torch.Tensor) -> torch.Tensor:
+        normed = norm(self, hidden)
+        return _Spoil.apply(normed) if steps[-1] == 3 and comm.get_rank() == 0 else normed
+
+    with mock.patch.object(loop.Trainer, "_take_step", counted), mock.patch.object(RMSNorm, "forward", spoiled):
+        yield
+
+
 @contextlib.contextmanager
 def _last_update_spoils_the_weights() -> Iterator[None]:
     original = loop.Trainer._conclude
@@ -193,6 +223,7 @@ def _rank_one_is_told_nothing() -> Iterator[None]:
 FAULTS: dict[str | None, Callable[[], contextlib.AbstractContextManager[None]]] = {
     None: _no_fault,
     "nan": _loss_becomes_nan,
+    "nan-gradients": _gradients_of_step_3_become_nan,
     "nan-at-the-end": _last_update_spoils_the_weights,
     "duplicate": _ranks_read_the_same_samples,
     "short-epochs": _epochs_of_three_samples,

@@ -16,6 +16,7 @@ from t5train.spec import RunSpec
 from t5train.start_from import start_fingerprint
 from t5train.train import checkpointing
 from t5train.train.job import TrainJob, tag_of
+from t5train.train.relayout import discard_consolidated
 from t5train.train.run import open_run, require_same_settings, run_fingerprint, write_job
 
 
@@ -142,3 +143,11 @@ def test_a_model_that_does_not_fit_its_tokens_begins_no_run(spec: RunSpec, shard
     with pytest.raises(SpecError, match="with a vocabulary of 256, and the tokenizer has 300 ids"):
         open_run(starting, shards)
     assert not starting.run_folder.exists()
+
+
+def test_what_a_killed_removal_left_of_a_consolidated_checkpoint_goes_with_the_next(spec: RunSpec) -> None:
+    left = spec.run_folder / ".relayout.discarded"
+    left.mkdir(parents=True)
+    (left / "exp_avg.safetensors").write_bytes(b"half of it")
+    discard_consolidated(spec.run_folder)
+    assert [*spec.run_folder.iterdir()] == []

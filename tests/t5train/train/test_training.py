@@ -39,6 +39,7 @@ KEYS = ("step", "loss", "gradient_norm", "validation_loss", "router_loss", "drop
 VARIANTS = [*PIPELINES, "zero2-fp32-ep2", "zero1-bf16-offload", "zero2-fp32-offload", "zero3-bf16-offload"]
 FAULTS = {
     "nan": ("NonFiniteLoss", "the loss is nan at step"),
+    "nan-gradients": ("NonFiniteLoss", "the gradient norm is inf at step 3"),
     "nan-at-the-end": ("NonFiniteLoss", "the loss is nan at step 6"),
     "duplicate": ("DuplicateBatch", "ranks 0 and 1 were given the same samples at step 1"),
     "frozen": ("WeightsDidNotMove", "3 optimizer steps up to step 3"),
