@@ -30,7 +30,7 @@ class T5(nn.Module):
         super().__init__()
         self.shape, self.decoder_start_id = shape, decoder_start_id
         self.expert_parallel_size = expert_parallel_size
-        self.shared = nn.Embedding(shape.vocab_size, shape.d_model)
+        self.shared = SharedEmbedding(shape.vocab_size, shape.d_model)
         self.encoder = Stack(shape, shape.num_layers, False, expert_parallel_size)
         self.decoder = Stack(shape, shape.num_decoder_layers, True, expert_parallel_size)
         if not shape.tied:
@@ -64,11 +64,22 @@ class T5(nn.Module):
         memory = self.encoder(self.shared(inputs))
         hidden = self.decoder(self.shared(decoder_inputs), memory)
         if self.shape.tied:
-            return functional.linear(hidden * self.shape.d_model**-0.5, self.shared.weight)
+            return cast(Tensor, self.shared(hidden * self.shape.d_model**-0.5, is_output=True))
         return cast(Tensor, self.lm_head(hidden))
 
     def _flat_logits(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return self.logits(inputs, shift_right(targets, self.decoder_start_id)).float().view(-1, self.shape.vocab_size)
+
+
+class SharedEmbedding(nn.Embedding):
+    """Embeds ids; in a tied model it also gives the logits.
+
+    Both are calls of this module, as its hooks are what gathers the weight at ZeRO 3, in evaluation too.
+    """
+
+    def forward(self, tokens: Tensor, is_output: bool = False) -> Tensor:
+        """Ids [b, n] to [b, n, d_model]; as the output, states [b, n, d_model] to logits [b, n, vocab_size]."""
+        return functional.linear(tokens, self.weight) if is_output else super().forward(tokens)
 
 
 def shift_right(targets: Tensor, start_id: int) -> Tensor:

@@ -132,8 +132,6 @@ def _partitioned_model(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if rank() == 0:
                 fill(name, parameter)
-    if shape.tied:
-        deepspeed.zero.register_external_parameter(model, model.shared.weight)
     return model
 
 

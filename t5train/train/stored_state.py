@@ -1,6 +1,6 @@
 """A state of training by Hugging Face's names, read from files into an engine of any layout.
 
-Every rank reads the stretches of tensors that its optimizer moves, and no others.
+The optimizer gets the stretches of tensors that it moves on a rank, and no others; modules get whole parameters.
 """
 
 from collections.abc import Iterator, Mapping

@@ -26,13 +26,13 @@ from t5train.train.ranks import digest64
 pytestmark = pytest.mark.slow
 
 LAYOUTS = ["zero0-fp32", "zero1-fp32", "zero2-fp32", "zero3-fp32", "zero0-bf16", "zero1-bf16", "zero2-bf16"]
-LAYOUTS += ["zero3-bf16", "zero1-bf16-offload", "zero2-fp32-offload", "zero3-bf16-offload"]
+LAYOUTS += ["zero3-bf16", "zero3-fp32-tied", "zero1-bf16-offload", "zero2-fp32-offload", "zero3-bf16-offload"]
 EXPERTS = ["zero2-fp32-ep1", "zero2-fp32-ep2", "zero1-bf16-ep2", "zero2-bf16-ep2-offload", "zero2-fp32-ep2-top2"]
 PIPELINES = ["zero1-fp32-pp2", "zero1-bf16-pp2-tied"]
 LAYOUTS += EXPERTS + PIPELINES
 if torch.ops.mkldnn._is_mkldnn_fp16_supported():
     LAYOUTS += ["zero2-fp16", "zero2-fp16-ep2"]
-RECOMPUTED = ["zero0-fp32", "zero2-fp32-offload", "zero3-bf16-offload", "zero2-fp32-ep2"]
+RECOMPUTED = ["zero0-fp32", "zero2-fp32-offload", "zero3-bf16-offload", "zero2-fp32-ep2", "zero1-fp32-pp2"]
 EQUAL = ["zero0-fp32", "zero1-fp32", "zero2-fp32", "zero3-fp32", "zero1-fp32-pp2"]
 OFFLOADED = ["zero1-fp32-offload", "zero2-fp32-offload", "zero3-fp32-offload"]
 KEYS = ("step", "loss", "gradient_norm", "validation_loss", "router_loss", "dropped_tokens")
