@@ -3,11 +3,9 @@
 import json
 import shlex
 
+from flows.preflight import require_possible
 from infra.launch import command
-from t5train import start_from
-from t5train.data.tokenizer import expected_vocab_size
 from t5train.fingerprint import fingerprint
-from t5train.model import shape
 from t5train.run_files import ATTEMPT_SPEC, ATTEMPTS
 from t5train.spec import RunSpec
 from t5train.train.deepspeed_config import deepspeed_config
@@ -18,11 +16,9 @@ from tasks.training_run import launch_spec, rank_program
 def describe(spec: RunSpec) -> str:
     """The resolved spec, the fingerprints, the DeepSpeed configuration and the launch command, as text.
 
-    Raises what a model to continue from that does not fit raises before a run.
+    Raises what ``require_possible`` raises; what this machine lacks is not asked.
     """
-    vocab_size = expected_vocab_size(spec.tokenizer)
-    start_from.require_fit(spec.model, vocab_size)
-    of_model = shape.resolve(spec.model, vocab_size)
+    of_model = require_possible(spec)
     sections = {
         "spec": _json(spec.model_dump(mode="json")),
         "fingerprints": _json(_fingerprints(spec)),

@@ -7,12 +7,15 @@ from t5train import start_from
 from t5train.data.pydocs import PYDOCS
 from t5train.data.sources import require_source
 from t5train.data.span_corruption import geometry
-from t5train.data.tokenizer import expected_vocab_size
+from t5train.data.tokenizer import expected_vocab_size, spiece_in
 from t5train.destination import check_destination
 from t5train.errors import SpecError
+from t5train.export import require_exportable
 from t5train.host_memory import require_host_memory
 from t5train.model import shape
+from t5train.model.shape import T5Shape
 from t5train.model.stages import stage_bounds
+from t5train.records import digest_file
 from t5train.spec import ClusterSpec, RunSpec
 from t5train.storage_space import require_space
 from t5train.train import memory
@@ -24,17 +27,21 @@ _RELEASES = 3  # weights, export and publication, where the disk has no hard lin
 _REST_BYTES = 512 << 20  # Python's documentation, logs, and the server's database
 
 
+def require_possible(spec: RunSpec) -> T5Shape:
+    """The model of a whole chain that settings and given files allow on some machine; raises why they do not."""
+    require_exportable(spec.model)
+    of_model = _require_model(spec)
+    _require_vocabulary_of_start(spec)
+    return of_model
+
+
 def require_ready(spec: RunSpec) -> None:
-    """Raise the error that a stage of this run would raise hours later, as far as that can be known now."""
+    """Raise the error that training would raise hours later on this machine, as far as that can be known now."""
     _require_absolute(spec.storage.root)
-    sample = geometry(spec.objective)  # raises where it needs more spans than there are sentinels
     require_same_settings(spec)
     _require_accelerators(spec.cluster)
     _require_arithmetic(spec)
-    vocab_size = expected_vocab_size(spec.tokenizer)
-    start_from.require_fit(spec.model, vocab_size)
-    of_model = shape.resolve(spec.model, vocab_size)
-    stage_bounds(of_model, spec.layout.pipeline_stages, sample)
+    of_model = _require_model(spec)
     require_host_memory(memory.host_bytes(spec, of_model), "layout.offload, cluster.ranks and the model's shape")
     parameters = shape.count_parameters(of_model)
     text_bytes = 0 if spec.corpus.source == PYDOCS else require_source(spec.corpus.source)
@@ -47,6 +54,27 @@ def require_ready(spec: RunSpec) -> None:
 def publish_url(spec: RunSpec) -> str:
     """Where the run is published: the place asked for, else a folder under the root."""
     return spec.storage.publish_to or str(spec.storage.root / "published" / spec.run_name)
+
+
+def _require_model(spec: RunSpec) -> T5Shape:
+    sample = geometry(spec.objective)  # raises where it needs more spans than there are sentinels
+    vocab_size = expected_vocab_size(spec.tokenizer)
+    start_from.require_fit(spec.model, vocab_size)
+    of_model = shape.resolve(spec.model, vocab_size)
+    stage_bounds(of_model, spec.layout.pipeline_stages, sample)
+    return of_model
+
+
+def _require_vocabulary_of_start(spec: RunSpec) -> None:
+    """SpecError where ids would mean other text than they did to the model to continue from."""
+    if spec.model.start_from is None:
+        return
+    if spec.tokenizer.path is None:
+        raise SpecError(
+            f"model.start_from is {spec.model.start_from} and tokenizer.path is left out, so that a vocabulary would "
+            "be trained which that model does not know: set tokenizer.path to the vocabulary it was trained with"
+        )
+    start_from.require_vocabulary(spec.model, digest_file(spiece_in(Path(spec.tokenizer.path))).sha256)
 
 
 def _require_absolute(root: Path) -> None:

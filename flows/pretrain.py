@@ -7,10 +7,9 @@ from prefect import flow
 from prefect.runtime import flow_run
 from pydantic import Field
 
-from flows.preflight import publish_url, require_ready
+from flows.preflight import publish_url, require_possible, require_ready
 from flows.resolve import resolve
 from infra.run_lock import run_lock
-from t5train.export import require_exportable
 from t5train.records import Publication
 from t5train.spec import RUN_NAME_PATTERN
 from tasks.data import make_corpus, make_shards, make_tokenizer
@@ -61,7 +60,7 @@ def pretrain(
     """
     drop_needless_tracebacks()
     spec = resolve(recipe, settings or {}, root=root, run_name=run_name, publish_to=publish_to)
-    require_exportable(spec.model)
+    require_possible(spec)
     require_ready(spec)
     with run_lock(spec.run_folder), library_log():
         stages = StageTable()

@@ -8,11 +8,10 @@ import typer
 from flows import prefect_server
 from flows.dry_run import describe
 from flows.options import NameOption, RecipeArgument, RootOption, SetOption, settings
-from flows.preflight import require_ready
+from flows.preflight import require_possible, require_ready
 from flows.resolve import resolve
 from flows.terminal import BarProgress, complain, progress_display, say
 from infra.run_lock import run_lock
-from t5train.export import require_exportable
 from t5train.progress import Progress, silent
 from t5train.recipes import RECIPES
 from t5train.records import Publication
@@ -50,7 +49,7 @@ def run(
     if dry_run:
         say(describe(spec))
         return
-    require_exportable(spec.model)
+    require_possible(spec)
     require_ready(spec)
     with (
         run_lock(spec.run_folder),  # from now on, so that a second start is refused while the server still starts

@@ -79,7 +79,7 @@ def expected_vocab_size(spec: TokenizerSpec) -> int:
 
 def given_tokenizer(path: Path, root: Path, progress: Progress = silent, *, out: Path | None = None) -> TokenizerFiles:
     """The vocabulary of a ``spiece.model`` or a Hugging Face folder; errors as of ``build_tokenizer``."""
-    spiece = _spiece_in(path)
+    spiece = spiece_in(path)
     proto = spiece.read_bytes()
     require_t5_form(proto, str(spiece))
     content = sha256(proto).hexdigest()
@@ -91,12 +91,13 @@ def given_tokenizer(path: Path, root: Path, progress: Progress = silent, *, out:
 
 def open_given(path: Path) -> Tokenizer:
     """The tokenizer in a ``spiece.model`` or a Hugging Face folder; errors as of ``build_tokenizer``."""
-    spiece = _spiece_in(path)
+    spiece = spiece_in(path)
     require_t5_form(spiece.read_bytes(), str(spiece))
     return Tokenizer(spiece)
 
 
-def _spiece_in(path: Path) -> Path:
+def spiece_in(path: Path) -> Path:
+    """The file of a given vocabulary: ``path``, or the one in that folder; errors as of ``build_tokenizer``."""
     if path.is_file():
         return path
     if not path.is_dir():

@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import T5Config, T5ForConditionalGeneration
 
 from flows import cli
 from flows.status_command import run_status
 from infra.run_lock import run_lock
 from t5train import host_memory
+from t5train.data.spiece import train
+from t5train.model.shape import huggingface_config, resolve
+from t5train.progress import silent
 from t5train.recipes import recipe
+from t5train.spec import TokenizerSpec
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -42,6 +47,10 @@ main()
 """
 
 
+SWITCH = ("--set", "model.moe.num_experts=4", "--set", "model.version=v1.0")
+STAGES = ("--set", "layout.pipeline_stages=8", "--set", "cluster.ranks=8")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -59,6 +68,8 @@ main()
         (["run", "smoke", "--set", "model.start_from=nowhere"], "there is no such folder on this machine"),
         (["run", "smoke", "--dry-run", "--set", "model.start_from=nowhere"], "there is no such folder on this machine"),
         (["run", "smoke", "--set", "model.start_from=s3://key:x@models/t5"], "is s3://models/t5: it must be a folder"),
+        (["run", "smoke", "--dry-run", "--set", "model.moe.top_k=2", *SWITCH], "model.moe.top_k is 2"),
+        (["run", "smoke", "--dry-run", *STAGES], "layout.pipeline_stages is 8: the model has 2 encoder blocks"),
         (["train", "smoke"], "no token shards"),
         (["verify", "nowhere"], "manifest.json cannot be read"),
     ],
@@ -116,6 +127,27 @@ def test_two_experts_a_token_are_refused_by_the_whole_chain_before_it_starts(
     assert t5_pretrain("run", "moe", "--root", str(root), "--set", "model.moe.top_k=2") == 1
     assert "model.moe.top_k is 2: SwitchTransformers in transformers has 1" in capsys.readouterr().err
     assert not root.exists()
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_a_vocabulary_that_a_model_to_continue_from_does_not_know_is_refused_before_text_is_read(
+    t5_pretrain: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    dry: tuple[str, ...],
+) -> None:
+    words = [f"word {number} of {number * 7919}" for number in range(2000)]
+    (tmp_path / "spiece.model").write_bytes(train(TokenizerSpec(vocab_size=300), words, silent))
+    model = tmp_path / "model"
+    shape = resolve(recipe("smoke").model, tokenizer_vocab_size=400)
+    T5ForConditionalGeneration(T5Config(**huggingface_config(shape, pad_id=0, eos_id=1))).save_pretrained(model)
+    start = ("run", "smoke", "--root", str(tmp_path / "root"), "--set", f"model.start_from={model}", *dry)
+    assert t5_pretrain(*start, "--set", "tokenizer.vocab_size=300") == 1
+    assert "tokenizer.path is left out" in capsys.readouterr().err
+    (model / "spiece.model").write_bytes(b"another")
+    assert t5_pretrain(*start, "--set", f"tokenizer.path={tmp_path / 'spiece.model'}") == 1
+    assert f"set tokenizer.path={model}" in capsys.readouterr().err
+    assert not (tmp_path / "root").exists()
 
 
 def test_what_does_not_fit_in_memory_is_refused_before_it_starts(
