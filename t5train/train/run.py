@@ -136,15 +136,23 @@ def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress
 
 
 def newest_verified_tag(spec: RunSpec, progress: Progress = silent) -> str | None:
-    """The newest tag whose every file has its digest; a damaged one is passed over with a warning."""
+    """The newest tag whose every file has its digest; one that is unfinished or damaged is passed over with a warning.
+
+    A further warning says so when checkpoints are there and none is whole: training begins anew.
+    """
     folder = spec.run_folder / run_files.CHECKPOINTS
-    for tag in sidecar.complete_tags(folder):
+    found = sorted((path.name for path in folder.glob("step-" + "[0-9]" * 8)), reverse=True)
+    whole = sidecar.complete_tags(folder)  # none that was renamed
+    for tag in found:
         try:
             sidecar.require_complete(folder / tag, progress)
         except IncompleteCheckpoint as error:
             _log.warning("%s is passed over: %s", tag, error)
             continue
-        return tag
+        if tag in whole:
+            return tag
+    if found:
+        _log.warning("no checkpoint in %s is whole: %s begins anew", folder, spec.run_name)
     return None
 
 

@@ -81,6 +81,23 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
     assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
 
 
+@pytest.mark.parametrize(("name", "content"), [("mp_rank_00_model_states.pt", b"st"), ("rank-00001.json", b"{")])
+def test_a_checkpoint_that_was_cut_off_is_passed_over_with_a_warning(
+    spec: RunSpec,
+    shards: TokenShards,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    content: bytes,
+) -> None:
+    (_checkpoint(spec, 100, run_fingerprint(spec, shards)) / name).write_bytes(content)
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag is None
+    passed_over, anew = (record.getMessage() for record in caplog.records)
+    assert passed_over.startswith("step-00000100 is passed over")
+    assert name in passed_over
+    assert anew.endswith("checkpoints is whole: run begins anew")
+
+
 def test_pruning_removes_old_and_unfinished_checkpoints_and_what_was_consolidated_and_nobodys_copies(
     spec: RunSpec, shards: TokenShards, tmp_path: Path
 ) -> None:
