@@ -9,6 +9,21 @@ from pydantic import BaseModel, ValidationError
 
 from t5train.errors import SpecError
 
+NAMES_ELSEWHERE = {
+    "include": "cluster.ranks",
+    "checkpoint_dir": "storage.root",
+    "tokenizer_name_or_dir": "tokenizer.path",
+    "dataset_dir": "corpus.source",
+    "num_iterations": "optimizer.num_steps",
+    "fp16": "optimizer.precision",
+    "batch_size": "layout.micro_batch_sequences",
+    "num_stage": "layout.pipeline_stages",
+    "cpu_adam": "layout.offload",
+    "moe": "model.moe.num_experts",
+    "moe_ep_size": "layout.expert_parallel_size",
+}
+"""What other scripts of the field call settings that have, or are like, none of these names."""
+
 
 def names_in(spec: type[BaseModel]) -> list[str]:
     """``part.key`` of every setting of a spec's class."""
@@ -32,8 +47,10 @@ def change(spec: type[BaseModel], values: dict[str, Any], settings: Mapping[str,
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """``" (did you mean 'x'?)"`` for the known word that ends in this one or is most like it, or nothing."""
-    match = [each for each in known if each.endswith(f".{word}")] or difflib.get_close_matches(word, known, 1, 0.5)
+    """``" (did you mean 'x'?)"`` for the known word that this one ends, means elsewhere or is most like."""
+    elsewhere = NAMES_ELSEWHERE.get(word.rpartition(".")[2])
+    meant = [each for each in known if each.endswith(f".{word}") or each == elsewhere]
+    match = meant or difflib.get_close_matches(word, known, 1, 0.5)
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
