@@ -28,7 +28,9 @@ class HuggingFaceFolder(NamedTuple):
         which can run whatever code it likes.
         """
         if not path.is_dir():
-            raise InputError(f"model.start_from is {path}: there is no such folder on this machine")
+            raise InputError(
+                f"model.start_from is {path}: there is no such folder on this machine; name where it lies now"
+            )
         files = _weight_files(path)
         return cls(path, _read_json(path / CONFIG), files, list_tensors(files))
 

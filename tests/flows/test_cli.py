@@ -65,8 +65,11 @@ STAGES = ("--set", "layout.pipeline_stages=8", "--set", "cluster.ranks=8")
         (["run", "smoke", "--root", "runs[1]"], "DeepSpeed reads [ in it as a pattern"),
         (["run", "smoke", "--set", "corpus.source=nowhere.txt"], "corpus.source 'nowhere.txt'"),
         (["run", "smoke", "--set", "tokenizer.path=nowhere.model"], "tokenizer.path is nowhere.model"),
-        (["run", "smoke", "--set", "model.start_from=nowhere"], "there is no such folder on this machine"),
-        (["run", "smoke", "--dry-run", "--set", "model.start_from=nowhere"], "there is no such folder on this machine"),
+        (["run", "smoke", "--set", "model.start_from=nowhere"], "there is no such folder on this machine; name"),
+        (
+            ["run", "smoke", "--dry-run", "--set", "model.start_from=nowhere"],
+            "there is no such folder on this machine; name",
+        ),
         (["run", "smoke", "--set", "model.start_from=s3://key:x@models/t5"], "is s3://models/t5: it must be a folder"),
         (["run", "smoke", "--dry-run", "--set", "model.moe.top_k=2", *SWITCH], "model.moe.top_k is 2"),
         (["run", "smoke", "--dry-run", *STAGES], "layout.pipeline_stages is 8: the model has 2 encoder blocks"),
