@@ -23,11 +23,12 @@ class PipelineEngine(engine.PipelineEngine):  # type: ignore[misc]  # DeepSpeed 
 
         DeepSpeed sums over the stages of each model, and every stage then averages over models in buckets of its own:
         with other buckets it may add in another order, and the copies would drift apart. The average that follows
-        here too is one of equal numbers, in whatever order.
+        here too is one of equal numbers, in whatever order. Stages take the modules that they share in one order, that
+        of their keys; in the order of layers two stages could wait for each other.
         """
-        for key, module in self.module.tied_modules.items():
-            if len(self.module.tied_comms[key]["ranks"]) > 1:
-                for weight in module.parameters():
+        for key, tied in sorted(self.module.tied_comms.items()):
+            if len(tied["ranks"]) > 1:
+                for weight in tied["module"].parameters():
                     weight.grad.div_(self.dp_world_size)
                     comm.all_reduce(weight.grad, group=self._holders[key])
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 LAYOUTS = ["zero0-fp32", "zero1-fp32", "zero2-fp32", "zero3-fp32", "zero0-bf16", "zero1-bf16", "zero2-bf16"]
 LAYOUTS += ["zero3-bf16", "zero3-fp32-tied", "zero1-bf16-offload", "zero2-fp32-offload", "zero3-bf16-offload"]
 EXPERTS = ["zero2-fp32-ep1", "zero2-fp32-ep2", "zero1-bf16-ep2", "zero2-bf16-ep2-offload", "zero2-fp32-ep2-top2"]
-PIPELINES = ["zero1-fp32-pp2", "zero1-bf16-pp2-tied"]
+PIPELINES = ["zero1-fp32-pp2", "zero1-bf16-pp2-tied", "zero1-fp32-pp2-tied-deep"]
 LAYOUTS += EXPERTS + PIPELINES
 if torch.ops.mkldnn._is_mkldnn_fp16_supported():
     LAYOUTS += ["zero2-fp16", "zero2-fp16-ep2"]
@@ -92,7 +92,9 @@ def _pipeline(options: list[str]) -> dict[str, Any]:
     """Settings of a pipeline of as many stages as ``pp2`` or ``pp4`` says, where it is among the options."""
     stages = next((int(option.removeprefix("pp")) for option in options if option.startswith("pp")), 1)
     version = {"model.version": "v1.0"} if "tied" in options else {}
-    return {"layout.pipeline_stages": stages, **version}
+    # An encoder so deep that the last stage has a part of it, and shares with the first both embedding and bias.
+    encoder = {"model.num_layers": 4, "model.num_decoder_layers": 1} if "deep" in options else {}
+    return {"layout.pipeline_stages": stages, **version, **encoder}
 
 
 @pytest.fixture(scope="module")
