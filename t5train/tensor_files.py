@@ -44,9 +44,11 @@ class StoredTensors:
         self._open: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in files}
 
     def whole(self, name: str) -> "Tensor":
-        """The tensor of that name."""
+        """The tensor of that name; InputError when a number in it is not finite."""
         place = self._place(name)
         tensor: Tensor = self._open[place.file].get_tensor(place.name)
+        if not tensor.isfinite().all():
+            raise InputError(f"{place.file}: {place.name} holds a number that is not finite: choose another model")
         return tensor.float()
 
     def stretch(self, name: str, start: int, stop: int) -> "Tensor":

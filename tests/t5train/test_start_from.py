@@ -98,6 +98,15 @@ def test_stretches_are_those_of_the_whole(tmp_path: Path) -> None:
             assert torch.equal(stored.stretch("x", start, stop), whole[start:stop])
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_is_named_with_its_tensor_when_it_is_read(tmp_path: Path, number: float) -> None:
+    save_file({"sound": torch.ones(3), "spoilt": torch.tensor([1.0, number])}, tmp_path / "model.safetensors")
+    stored = StoredTensors(list_tensors([tmp_path / "model.safetensors"]))
+    assert torch.equal(stored.whole("sound"), torch.ones(3))
+    with pytest.raises(InputError, match=r"model\.safetensors: spoilt holds a number that is not finite"):
+        stored.whole("spoilt")
+
+
 def test_what_old_checkpoints_hold_beside_is_passed_over(tmp_path: Path) -> None:
     _t5(tmp_path)
 
