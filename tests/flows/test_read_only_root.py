@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from infra.ports import free_port
+
 PROGRAM = "from flows.cli import main; main()"
 # Permissions do not bind root, unless it gives up the right to pass them over.
 BOUND = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"] if os.geteuid() == 0 else []
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.skipif(
         ["run", "smoke", "--root", "closed"],
         ["run", "smoke", "--root", "closed/root"],
         ["corpus", "smoke", "--root", "closed"],
-        ["up", "--root", "closed"],
+        ["up", "--root", "closed", "--port", str(free_port())],
     ],
 )
 def test_a_root_that_cannot_be_written_is_told_in_one_line_before_any_work(
