@@ -62,7 +62,7 @@ def test_a_case_is_run_to_its_certificate_once_and_what_is_not_run_has_a_reason(
     assert rows[0]["certificate"]["bit_equal"]
     assert rows[0]["loss"][1] < rows[0]["loss"][0]
     assert min(rows[0][f"{of}_memory_bytes"] for of in ("accelerator", "host", "machine")) > 0
-    assert not list((tmp_path / "out/work/runs").iterdir())
+    assert not list((tmp_path / "out" / "work" / "runs").iterdir())
     assert outputs[0].startswith("zero2-1: passed")
     assert "zero2-1: passed" not in outputs[1]
     assert all("not run: t5_11b-1: " in output for output in outputs)

@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
-from t5train.consolidate import consolidate
 from t5train.records import TokenShards
 from t5train.sidecar import read_all
-from t5train.train.ranks import digest64
 from tests.t5train.train.test_training import Trained, _launch, _spec
 
 pytestmark = pytest.mark.slow
@@ -51,10 +48,7 @@ def test_a_run_cut_off_between_checkpoints_resumes_bit_equal(trained: Trained, l
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_consolidation_gives_the_live_masters_bit_for_bit(trained: Trained, layout: str, tmp_path: Path) -> None:
-    consolidate(trained.root / f"{layout}.whole/checkpoints", tmp_path / "weights")
-    tensors = load_file(tmp_path / "weights/model.safetensors")
-    digests = {name: digest64(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
-    assert digests == trained.found(f"{layout}.whole")["masters"]
+    assert trained.consolidated(f"{layout}.whole", tmp_path) == trained.found(f"{layout}.whole")["masters"]
 
 
 def test_a_stage_vouches_for_the_layers_that_it_wrote(trained: Trained) -> None:
