@@ -1,31 +1,62 @@
-"""One start of a run's ranks: the folder ``{run}/attempts/NNNN`` and the files in it.
+"""One start of a run's ranks: a folder, and the files in it.
 
 ::
 
-    attempt.json            who started it (the head process), and its run id
+    attempt.json            its run id, who answers for it, how long what may take
     launcher.log            output of DeepSpeed's launcher
     rank-00000.log          output of a rank
     rank-00000.pid          its process (also the number of its process group) and its guard's
+    rank-00000.beat         its signs of life (t5train.train.heartbeat)
     rank-00000.exit.json    how it ended; written by its guard
     rank-00000.error.json   the error it raised, if it was one of this project's (t5train.train.error_report)
 
-The launcher has .pid and .exit.json too. Standard library only, as the guards import it.
+The launcher has .log, .pid and .exit.json too. On one machine that folder is ``{run}/attempts/NNNN``. Over hosts each
+has one of its own (infra.node_folder), with ``lease`` (infra.lease) and ``environment.json`` (infra.environment)
+besides; at the end all that lies there is gathered in ``{run}/attempts/NNNN``, whose attempt.json names the hosts.
+Standard library only, as the guards import it.
 """
 
 import json
 import secrets
 import signal
 import socket
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from infra.processes import ProcessIdentity
 from t5train.atomic import write_json
 from t5train.run_files import ATTEMPTS
 
+ATTEMPT = "attempt.json"
 LAUNCHER = "launcher"
+
+
+def now() -> str:
+    """UTC, ISO 8601, to the microsecond: sorts as text."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+class Cause(StrEnum):
+    """What ended a guarded process."""
+
+    EXITED = "exited"
+    """It ended of its own accord, or by a signal that was not its guard's."""
+    TOLD = "told"
+    """Its guard was told to end it."""
+    HEAD = "head"
+    """The head died, or was not heard of for too long."""
+    PARENT = "parent"
+    """What had started its guard died."""
+    BEAT = "beat"
+    """It gave no sign of life."""
+    PHASE = "phase"
+    """A phase of its work took longer than its deadline."""
+    REFUSED = "refused"
+    """It was never started."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +66,22 @@ class ExitRecord:
     name: str
     returncode: int | None
     """As subprocess has it: minus the signal's number when a signal ended it; None if it never started."""
+    cause: Cause
     reason: str
-    """``exited`` of its own accord (a stray signal counts), else what made its guard end it."""
+    """The cause in words."""
     started_at: str
     ended_at: str
+    host: str = ""
+    oom_kills: int = 0
+    """Processes that the kernel of its machine killed meanwhile for want of memory, whosever they were."""
 
     @property
     def succeeded(self) -> bool:
         """It did all it had to do."""
-        return self.returncode == 0 and self.reason == "exited"
+        return self.returncode == 0 and self.cause == Cause.EXITED
 
     def __str__(self) -> str:
-        if self.reason != "exited":
+        if self.cause != Cause.EXITED:
             return f"was ended by its guard ({self.reason})"
         if self.returncode is not None and self.returncode < 0:
             return f"was killed by {signal.Signals(-self.returncode).name}"
@@ -55,11 +90,34 @@ class ExitRecord:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start: its folder, the id that its processes carry, and the process that answers for it."""
+    """One start, as a machine knows it: its folder there, the id its processes carry, and who answers for it."""
 
     folder: Path
     run_id: str
-    head: ProcessIdentity
+    run_name: str
+    number: int
+    head: ProcessIdentity | None
+    """The process that answers for it, where all is on one machine."""
+    lease_seconds: float | None
+    """How long ranks go on without word from the head, where it is elsewhere. Just one of the two is set."""
+    grace_seconds: float = 30.0
+    """How long ranks that are told to end may take to save."""
+    beat_seconds: float = 10.0
+    """How long a rank may be without a sign of life."""
+    accelerator: str | None = None
+    slots: tuple[int, ...] = ()
+    """Accelerators of this machine that it uses, by LOCAL_RANK."""
+    host: str = field(default_factory=socket.gethostname)
+    """This machine's name in the hostfile, or its own."""
+    started_at: str = field(default_factory=now)
+    hosts: Mapping[str, tuple[int, ...]] | None = None
+    """Slots by the name of the host, in the order of ranks; only in the run's own folder, and None for one machine."""
+
+    def write(self) -> None:
+        """Record it in its folder, which must be there."""
+        facts = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "folder"}
+        facts |= {"head": self.head and asdict(self.head), "hosts": self.hosts and dict(self.hosts)}
+        write_json(self.folder / ATTEMPT, facts)
 
     def log(self, name: str) -> Path:
         """Output of the rank or launcher of that name."""
@@ -76,9 +134,16 @@ class Attempt:
     def exit_record(self, name: str) -> ExitRecord | None:
         """How the process of that name ended; None while it has not, or if its guard was killed."""
         try:
-            return ExitRecord(**json.loads((self.folder / f"{name}.exit.json").read_text("utf-8")))
+            facts = json.loads((self.folder / f"{name}.exit.json").read_text("utf-8"))
         except FileNotFoundError:
             return None
+        return ExitRecord(**facts | {"cause": Cause(facts["cause"])})
+
+    def guards(self) -> list[ProcessIdentity]:
+        """Guards of this machine's ranks that still run."""
+        recorded = [json.loads(path.read_text("utf-8")) for path in sorted(self.folder.glob("rank-*.pid"))]
+        guards = [ProcessIdentity(**facts["guard"]) for facts in recorded]
+        return [guard for guard in guards if guard.is_alive()]
 
 
 def rank_name(rank: int) -> str:
@@ -86,22 +151,41 @@ def rank_name(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def begin(run_folder: Path, head: ProcessIdentity) -> Attempt:
-    """Make the next attempt folder of a run (0001, 0002, ...), readable by its owner only."""
+def begin(
+    run_folder: Path,
+    head: ProcessIdentity | None,
+    lease_seconds: float | None = None,
+    hosts: Mapping[str, tuple[int, ...]] | None = None,
+    **facts: Any,
+) -> Attempt:
+    """Make the next attempt folder of a run (0001, 0002, ...), readable by its owner only.
+
+    Of ``head`` and ``lease_seconds`` one is None; ``facts`` are further fields of Attempt.
+    """
     number = max(_numbers(run_folder), default=0) + 1
     folder = attempt_folder(run_folder, number)
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.mkdir(mode=0o700)
-    attempt = Attempt(folder, f"{run_folder.name}-{number:04d}-{secrets.token_hex(4)}", head)
-    facts = {"run_id": attempt.run_id, "head": asdict(head), "host": socket.gethostname(), "started_at": now()}
-    write_json(folder / "attempt.json", facts)
+    run_id = f"{run_folder.name}-{number:04d}-{secrets.token_hex(4)}"
+    attempt = Attempt(folder, run_id, run_folder.name, number, head, lease_seconds, hosts=hosts, **facts)
+    attempt.write()
     return attempt
 
 
 def read(folder: Path) -> Attempt:
     """The attempt that lives in a folder."""
-    facts = json.loads((folder / "attempt.json").read_text("utf-8"))
-    return Attempt(folder, facts["run_id"], ProcessIdentity(**facts["head"]))
+    return of_facts(folder, json.loads((folder / ATTEMPT).read_text("utf-8")))
+
+
+def of_facts(folder: Path, facts: Mapping[str, Any]) -> Attempt:
+    """The attempt that attempt.json tells of."""
+    head, hosts = facts["head"], facts["hosts"]
+    parsed = {
+        "head": head and ProcessIdentity(**head),
+        "slots": tuple(facts["slots"]),
+        "hosts": hosts and {name: tuple(slots) for name, slots in hosts.items()},
+    }
+    return Attempt(folder=folder, **{**facts, **parsed})
 
 
 def attempt_folder(run_folder: Path, number: int) -> Path:
@@ -114,11 +198,6 @@ def living_processes(run_folder: Path) -> list[int]:
     recorded = [json.loads(path.read_text("utf-8")) for path in (run_folder / ATTEMPTS).glob("*/*.pid")]
     processes = [ProcessIdentity(**facts[role]) for facts in recorded for role in ("process", "guard")]
     return sorted(process.pid for process in processes if process.is_alive())
-
-
-def now() -> str:
-    """UTC, ISO 8601, to the microsecond: sorts as text."""
-    return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def _numbers(run_folder: Path) -> Iterator[int]:

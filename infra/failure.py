@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from infra import attempt
-from infra.attempt import Attempt, ExitRecord
+from infra.attempt import Attempt, Cause, ExitRecord
 from t5train.errors import LaunchError, T5TrainError
 from t5train.train import error_report
 
@@ -53,7 +53,7 @@ def _launcher_failure(this: Attempt) -> tuple[str, str]:
 
 
 def _is_cause(record: ExitRecord) -> bool:
-    return record.reason == "exited" and not record.succeeded
+    return record.cause == Cause.EXITED and not record.succeeded
 
 
 def tail(log: Path) -> str:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from infra import attempt, processes, shared_memory
-from infra.attempt import Attempt, ExitRecord
+from infra.attempt import Attempt, Cause, ExitRecord
 from infra.environment import DEVICES_VARIABLE
 from infra.processes import ProcessIdentity
 from infra.run_lock import ranks_lock
@@ -40,17 +40,17 @@ def guard(folder: Path, argv: list[str]) -> ExitRecord:
     # First the lock, then the look at the head: a new head that found the lock free is thereby sure that
     # whoever gets it later finds the old head dead, and starts nothing.
     with ranks_lock(folder.parent.parent) as lock:
-        head = this.head.open()
+        head = this.head.open() if this.head else None
         if head is None or os.getppid() != parent:
-            returncode, reason = None, "the head or the parent died before the start"
+            returncode, cause, reason = None, Cause.REFUSED, "the head or the parent died before the start"
         else:
-            returncode, reason = _run(this, name, argv, lock, (head, told))
-        record = ExitRecord(name, returncode, reason, started_at, attempt.now())
+            returncode, cause, reason = _run(this, name, argv, lock, (head, told))
+        record = ExitRecord(name, returncode, cause, reason, started_at, attempt.now(), this.host)
         this.write_exit(record)
     return record
 
 
-def _run(this: Attempt, name: str, argv: list[str], lock: int, alarms: tuple[int, int]) -> tuple[int, str]:
+def _run(this: Attempt, name: str, argv: list[str], lock: int, alarms: tuple[int, int]) -> tuple[int, Cause, str]:
     """Start the program, wait, end its group; its return code and the reason of its end."""
     with open(this.log(name), "ab", buffering=0) as log:
         child = subprocess.Popen(
@@ -64,21 +64,21 @@ def _run(this: Attempt, name: str, argv: list[str], lock: int, alarms: tuple[int
             preexec_fn=partial(_die_with_guard, os.getpid()),  # noqa: PLW1509 - unsafe with threads only, and a guard has none
         )
     this.write_process(name, ProcessIdentity.of(child.pid), ProcessIdentity.of(os.getpid()))
-    reason = _wait(os.pidfd_open(child.pid), *alarms)
+    cause, reason = _wait(os.pidfd_open(child.pid), *alarms)
     grace = LAUNCHER_GRACE_SECONDS if name == attempt.LAUNCHER else _RANK_GRACE_SECONDS
     processes.end(processes.in_group(child.pid), grace)
     shared_memory.remove_of_rank()
-    return child.wait(), reason
+    return child.wait(), cause, reason
 
 
-def _wait(child: int, head: int, told: int) -> str:
+def _wait(child: int, head: int, told: int) -> tuple[Cause, str]:
     """Sleep until the child ends, the head dies or a signal comes, whichever is first."""
     ready, _, _ = select.select([child, head, told], [], [])
     if child in ready:
-        return "exited"
+        return Cause.EXITED, "exited"
     if told in ready:
-        return signal.Signals(os.read(told, 1)[0]).name
-    return "the head died"
+        return Cause.TOLD, signal.Signals(os.read(told, 1)[0]).name
+    return Cause.HEAD, "the head died"
 
 
 def _watch_signals() -> int:

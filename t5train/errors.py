@@ -11,7 +11,19 @@
     ├── StorageError             a folder cannot be written, or is too small for what is to come
     ├── RunLocked                another process is working on this run
     ├── WorkerLost               a process that shared a stage's work was killed or failed
+    ├── HostError                a host does not answer as it should
+    │   ├── HostUnreachable
+    │   ├── HostKeyMismatch
+    │   └── RemoteFailed         a command failed there
+    ├── PreflightError           hosts that cannot train together
     ├── LaunchError              ranks could not be started, or ended before their work was done
+    │   ├── OutOfMemory          of the accelerator or the host
+    │   ├── CollectiveTimeout    ranks waited for each other in vain
+    │   ├── RankKilled           by a signal
+    │   ├── RankStopped          no sign of life, or a phase took longer than its deadline
+    │   ├── HostLost             a host, or the way to it
+    │   ├── Preempted            told to end, with time to save
+    │   └── DiskFull
     ├── TrainingError            training went on, but not honestly
     │   ├── NonFiniteLoss
     │   ├── TooManySkippedSteps
@@ -71,10 +83,64 @@ class WorkerLost(T5TrainError):
     retryable = True
 
 
+class HostError(T5TrainError):
+    """A host does not answer as it should."""
+
+
+class HostUnreachable(HostError):
+    """No connection to a host came about, or it broke off."""
+
+    retryable = True
+
+
+class HostKeyMismatch(HostError):
+    """A host shows another key than the one that is known of it, or one that nobody knows."""
+
+
+class RemoteFailed(HostError):
+    """A command ran on a host, and failed there."""
+
+
+class PreflightError(T5TrainError):
+    """The hosts of a run cannot train together as they are."""
+
+
 class LaunchError(T5TrainError):
     """Ranks could not be started, or ended before their work was done."""
 
     retryable = True
+
+
+class OutOfMemory(LaunchError):
+    """A rank asked for more memory than its accelerator or its host has."""
+
+    retryable = False
+
+
+class CollectiveTimeout(LaunchError):
+    """Ranks waited for each other in vain."""
+
+
+class RankKilled(LaunchError):
+    """A signal ended a rank."""
+
+
+class RankStopped(LaunchError):
+    """A rank gave no sign of life, or a phase of its work took longer than its deadline."""
+
+
+class HostLost(LaunchError):
+    """A host, or the way to it, was lost while its ranks were at work."""
+
+
+class Preempted(LaunchError):
+    """The ranks were told to end, and saved a checkpoint where there was time; the run goes on from it."""
+
+
+class DiskFull(LaunchError):
+    """A rank could not write: its disk is full."""
+
+    retryable = False
 
 
 class TrainingError(T5TrainError):

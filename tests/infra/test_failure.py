@@ -1,13 +1,13 @@
 import pytest
 
-from infra.attempt import Attempt, ExitRecord, now, rank_name
+from infra.attempt import Attempt, Cause, ExitRecord, now, rank_name
 from infra.failure import failure_of, tail
 from t5train.errors import LaunchError, NonFiniteLoss
 from t5train.train import error_report
 
 
-def ended(this: Attempt, rank: int, returncode: int, reason: str = "exited") -> None:
-    this.write_exit(ExitRecord(rank_name(rank), returncode, reason, now(), now()))
+def ended(this: Attempt, rank: int, returncode: int, cause: Cause = Cause.EXITED) -> None:
+    this.write_exit(ExitRecord(rank_name(rank), returncode, cause, str(cause), now(), now()))
     this.log(rank_name(rank)).write_text(f"last words of {rank}\n")
 
 
@@ -23,7 +23,7 @@ def test_the_first_rank_that_failed_is_named_with_its_last_words(this: Attempt) 
 
 
 def test_a_rank_ended_by_its_guard_is_no_cause(this: Attempt) -> None:
-    ended(this, 0, -15, "SIGTERM")
+    ended(this, 0, -15, Cause.TOLD)
     ended(this, 1, 3)
     assert "rank 1 of 2 ended with exit code 3" in str(failure_of(this, 2))
 
@@ -34,7 +34,7 @@ def test_a_rank_without_a_record_is_the_cause(this: Attempt) -> None:
 
 
 def test_with_no_failed_rank_the_launcher_is_to_blame(this: Attempt) -> None:
-    this.write_exit(ExitRecord("launcher", 0, "exited", now(), now()))
+    this.write_exit(ExitRecord("launcher", 0, Cause.EXITED, "exited", now(), now()))
     this.log("launcher").write_text("No module named deepspeed\n")
     message = str(failure_of(this, 2))
     assert "the launcher ended with exit code 0 before its ranks" in message

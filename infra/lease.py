@@ -1,0 +1,30 @@
+"""How long ago the head was heard of: what a machine that the head is not on goes by.
+
+The file ``lease`` of an attempt holds the monotonic clock of this machine at the last renewal, and is written in
+place: a full disk must not end a run. Standard library only, as the guards import it.
+"""
+
+import os
+import time
+from pathlib import Path
+
+LEASE = "lease"
+_WIDTH = 24
+
+
+def renew(folder: Path) -> None:
+    """Note that the head was heard of just now."""
+    descriptor = os.open(folder / LEASE, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        os.pwrite(descriptor, f"{time.monotonic():<{_WIDTH}.3f}".encode(), 0)
+    finally:
+        os.close(descriptor)
+
+
+def age_seconds(folder: Path) -> float:
+    """Seconds since the last renewal; without end if there was none since the machine started."""
+    try:
+        age = time.monotonic() - float((folder / LEASE).read_text("utf-8"))
+    except (FileNotFoundError, ValueError):
+        return float("inf")
+    return age if age >= 0 else float("inf")

@@ -1,0 +1,62 @@
+"""The folder that each machine keeps for the attempts of a user: at a fixed path, on a disk of its own.
+
+::
+
+    /var/tmp/t5-pretrain-{uid}/
+        attempts/{run_id}/              files of an attempt, named as infra.attempt says
+        locks/{accelerator}-{slot}.lock held by the guard and the rank that use the accelerator
+
+Everybody may write to ``/var/tmp``, so what lies at that path is used only if it is surely this user's own.
+Standard library only, as the guards import it.
+"""
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from t5train.errors import StorageError
+
+PARENT = Path("/var/tmp")  # noqa: S108 - outlives a reboot, is on a disk, and is there on every machine
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}")
+
+
+def node_folder() -> Path:
+    """This user's folder on this machine; made, for its owner alone, if it is not there.
+
+    Raises StorageError if it is a link, another user's, or open to others.
+    """
+    return _private(PARENT / f"t5-pretrain-{os.getuid()}")
+
+
+def attempts_folder() -> Path:
+    """Where attempts of this machine lie, one folder a run id."""
+    return _private(node_folder() / "attempts")
+
+
+def locks_folder() -> Path:
+    """Where the locks of this machine's accelerators lie."""
+    return _private(node_folder() / "locks")
+
+
+def attempt_folder(run_id: str) -> Path:
+    """Where the attempt of that run id lies, or would; StorageError if the id is not fit for a name."""
+    if not _RUN_ID.fullmatch(run_id):
+        raise StorageError(f"{run_id!r} is not the id of an attempt: letters, digits, '.', '_' and '-' make one")
+    return attempts_folder() / run_id
+
+
+def _private(folder: Path) -> Path:
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise StorageError(
+            f"{folder} cannot be made: {error.strerror}; make room, or repair its permissions"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise StorageError(
+            f"{folder} is not a folder of user {os.getuid()} alone (its owner is {found.st_uid}, its mode "
+            f"{stat.filemode(found.st_mode)}): move it away"
+        )
+    return folder
