@@ -85,6 +85,19 @@ def in_run(run_id: str) -> Belongs:
     return belongs
 
 
+def given(argument: str) -> Belongs:
+    """Processes that have ``argument``, exactly, on their command line."""
+    entry = argument.encode()
+
+    def belongs(pid: int) -> bool:
+        try:
+            return entry in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            return False  # ended meanwhile
+
+    return belongs
+
+
 def find(belongs: Belongs) -> set[int]:
     """Pids of the processes that are meant."""
     pids = (int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit())

@@ -1,0 +1,14 @@
+"""Lines of a log as they can be shown: without escape sequences, control characters and what progress bars overwrote."""
+
+import re
+
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_LINE_CHARACTERS = 400
+
+
+def shown_lines(output: bytes) -> list[str]:
+    """The lines of ``output`` that have text, each cut after 400 characters."""
+    text = _ESCAPES.sub("", output.decode("utf-8", errors="replace"))
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    return [_CONTROLS.sub("", line).rstrip()[:_LINE_CHARACTERS] for line in lines if line.strip()]

@@ -1,0 +1,58 @@
+"""What the head has done on a machine of the run: ``python -m infra.node ACTION``, run there over ssh.
+
+::
+
+    meet      where the ranks meet: an address and a port of this machine
+    prepare   make the folder of an attempt
+    watch     tell of its ranks, and take the head's word for them, until stdin ends
+    end       end earlier attempts, or this one
+    logs      its files, packed
+    remove    remove its folder
+
+What an action is told is one line of JSON on stdin, what it answers are lines of JSON on stdout; so nothing of a user's
+is ever part of a command line. An error of ours is told on stderr, exit code 1. Standard library only, and quick to
+start.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from infra.meeting import meet
+from infra.node_attempt import logs, prepare, remove
+from infra.node_end import end
+from infra.node_watch import watch
+from t5train.errors import T5TrainError
+
+Request = dict[str, Any]
+Action = Callable[[Request], Request | None]
+"""Given what the head asks for, the answer; None from those that write to stdout themselves."""
+
+ACTIONS: dict[str, Action] = {
+    "meet": meet,
+    "prepare": prepare,
+    "watch": watch,
+    "end": end,
+    "logs": logs,
+    "remove": remove,
+}
+
+
+def main() -> int:
+    """Do one action."""
+    # Unbuffered: what follows the first line is read by `watch`, from the descriptor itself.
+    with open(0, "rb", buffering=0, closefd=False) as stdin:
+        request = json.loads(stdin.readline())
+    try:
+        answer = ACTIONS[sys.argv[1]](request)
+    except T5TrainError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 1
+    if answer is not None:
+        sys.stdout.write(json.dumps(answer) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Ends attempts on this machine: every process of theirs, whether it has begun its work or not."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from infra import attempt, lease, processes, shared_memory
+from infra.node_folder import attempts_folder
+from infra.processes import Belongs
+
+GUARDS_SECONDS = 6.0
+"""Longer than guards take that end their rank and write down how it ended."""
+MEETING = "meeting.json"
+"""In the folder of an attempt: address and port at which its ranks meet."""
+
+
+def end(request: dict[str, Any]) -> dict[str, Any]:
+    """End the attempts ``run_ids``, or all of the run ``run_name``; ``left`` are pids that outlived SIGKILL."""
+    folders = [folder for folder in attempts_folder().iterdir() if _is_meant(folder, request)]
+    return {"left": sorted(pid for folder in folders for pid in end_attempt(folder))}
+
+
+def end_attempt(folder: Path) -> set[int]:
+    """End one attempt; returns the pids that outlived even SIGKILL.
+
+    A guard that is told to end and finds no lease knows that there is no time to save, ends its rank and writes down
+    how; one that starts now starts nothing.
+    """
+    (folder / lease.LEASE).unlink(missing_ok=True)
+    processes.end(processes.given(str(folder)), GUARDS_SECONDS)
+    left = processes.end(of_attempt(folder), grace_seconds=0)
+    if not left:
+        remove_segments(folder)
+    return left
+
+
+def of_attempt(folder: Path) -> Belongs:
+    """Ranks carry the run id; guards, and DeepSpeed's launcher of this machine, were given the folder."""
+    in_run, given = processes.in_run(folder.name), processes.given(str(folder))
+    return lambda pid: in_run(pid) or given(pid)
+
+
+def remove_segments(folder: Path) -> None:
+    """Remove the shared memory of the attempt's ranks. All of them must have ended, or none have started."""
+    for path in _existing(folder / MEETING):
+        meeting = json.loads(path.read_text("utf-8"))
+        shared_memory.remove_all(meeting["address"], meeting["port"])
+
+
+def _is_meant(folder: Path, request: dict[str, Any]) -> bool:
+    if "run_ids" in request:
+        return folder.name in request["run_ids"]
+    return any(attempt.read(folder).run_name == request["run_name"] for _ in _existing(folder / "attempt.json"))
+
+
+def _existing(path: Path) -> Iterator[Path]:
+    if path.exists():
+        yield path
