@@ -1,18 +1,15 @@
 """Why an attempt failed: the one error to raise, from what its ranks and guards left behind."""
 
-import re
 from pathlib import Path
 
 from infra import attempt
 from infra.attempt import Attempt, Cause, ExitRecord
+from infra.log_lines import shown_lines
 from t5train.errors import LaunchError, T5TrainError
 from t5train.train import error_report
 
 _TAIL_BYTES = 16 << 10
 _TAIL_LINES = 20
-_LINE_CHARACTERS = 400
-_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def failure_of(this: Attempt, num_ranks: int) -> T5TrainError:
@@ -57,13 +54,11 @@ def _is_cause(record: ExitRecord) -> bool:
 
 
 def tail(log: Path) -> str:
-    """The last lines of a log, without escape sequences, control characters and what progress bars overwrote."""
+    """The last lines of a log that have text."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            text = file.read().decode("utf-8", errors="replace")
+            lines = shown_lines(file.read())
     except FileNotFoundError:
         return "(there is no such file: the process never started)"
-    lines = [line.rstrip("\r").rpartition("\r")[2] for line in _ESCAPES.sub("", text).split("\n")]
-    kept = [_CONTROLS.sub("", line).rstrip()[:_LINE_CHARACTERS] for line in lines if line.strip()]
-    return "\n".join(f"  {line}" for line in kept[-_TAIL_LINES:]) or "  (nothing)"
+    return "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:]) or "  (nothing)"

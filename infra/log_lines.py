@@ -1,4 +1,4 @@
-"""Lines of a log as they can be shown: without escape sequences, control characters and what progress bars overwrote."""
+"""Lines of a log, fit to be shown: without escape sequences, control characters and what progress bars overwrote."""
 
 import re
 

@@ -15,6 +15,7 @@ start.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,7 @@ ACTIONS: dict[str, Action] = {
 
 def main() -> int:
     """Do one action."""
+    os.umask(0o077)
     # Unbuffered: what follows the first line is read by `watch`, from the descriptor itself.
     with open(0, "rb", buffering=0, closefd=False) as stdin:
         request = json.loads(stdin.readline())

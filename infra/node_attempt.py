@@ -1,5 +1,6 @@
-"""An attempt's folder on a machine of the run: made before the ranks start, packed and removed after they have ended."""
+"""An attempt's folder on a machine of the run: made before ranks start, packed and removed after they have ended."""
 
+import gzip
 import io
 import shutil
 import sys
@@ -7,13 +8,13 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from infra import lease, meeting
+from infra import attempt, lease, meeting
 from infra.node_end import MEETING, remove_segments
 from infra.node_folder import attempt_folder
 from t5train.atomic import write_json, write_text
 from t5train.errors import StorageError
 
-ATTEMPT, ENVIRONMENT = "attempt.json", "environment.json"
+ENVIRONMENT = "environment.json"
 _KEPT_BYTES = 32 << 20
 """Of a log that is longer, the end is gathered."""
 
@@ -33,7 +34,7 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     write_json(folder / MEETING, request["meeting"])
     for name, text in request["files"].items():
         write_text(folder / Path(name).name, text)
-    write_json(folder / ATTEMPT, request["attempt"])
+    attempt.of_facts(folder, request["attempt"]).write()
     remove_segments(folder)  # nothing listens there, so what lies there is a dead run's
     lease.renew(folder)
     return {"folder": str(folder), "boot_id": meeting.boot_id()}
@@ -42,7 +43,10 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
 def logs(request: dict[str, Any]) -> None:
     """Write the files of attempt ``run_id`` to stdout, as a gzipped tar; its environment stays here."""
     folder = attempt_folder(request["run_id"])
-    with tarfile.open(fileobj=sys.stdout.buffer, mode="w|gz", compresslevel=1) as packed:
+    with (
+        gzip.GzipFile(fileobj=sys.stdout.buffer, mode="wb", compresslevel=1) as stdout,
+        tarfile.open(fileobj=stdout, mode="w|") as packed,
+    ):
         for path in sorted(folder.glob("*")):
             if path.name != ENVIRONMENT:
                 _pack(packed, path)

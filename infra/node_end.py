@@ -51,7 +51,7 @@ def remove_segments(folder: Path) -> None:
 def _is_meant(folder: Path, request: dict[str, Any]) -> bool:
     if "run_ids" in request:
         return folder.name in request["run_ids"]
-    return any(attempt.read(folder).run_name == request["run_name"] for _ in _existing(folder / "attempt.json"))
+    return any(attempt.read(folder).run_name == request["run_name"] for _ in _existing(folder / attempt.ATTEMPT))
 
 
 def _existing(path: Path) -> Iterator[Path]:

@@ -4,6 +4,7 @@
 
     /var/tmp/t5-pretrain-{uid}/
         attempts/{run_id}/              files of an attempt, named as infra.attempt says
+        heads/{run_id}/                 on the head's machine, which may be one of the hosts: its launcher's files
         locks/{accelerator}-{slot}.lock held by the guard and the rank that use the accelerator
 
 Everybody may write to ``/var/tmp``, so what lies at that path is used only if it is surely this user's own.
@@ -41,9 +42,18 @@ def locks_folder() -> Path:
 
 def attempt_folder(run_id: str) -> Path:
     """Where the attempt of that run id lies, or would; StorageError if the id is not fit for a name."""
+    return attempts_folder() / _fit(run_id)
+
+
+def head_folder(run_id: str) -> Path:
+    """Where the head keeps what is its own of that attempt; StorageError if the id is not fit for a name."""
+    return _private(node_folder() / "heads") / _fit(run_id)
+
+
+def _fit(run_id: str) -> str:
     if not _RUN_ID.fullmatch(run_id):
         raise StorageError(f"{run_id!r} is not the id of an attempt: letters, digits, '.', '_' and '-' make one")
-    return attempts_folder() / run_id
+    return run_id
 
 
 def _private(folder: Path) -> Path:

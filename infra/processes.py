@@ -54,6 +54,17 @@ class ProcessIdentity:
             return False
         return stat.start_time == self.start_time and stat.state not in "ZX"
 
+    def send(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+        if (descriptor := self.open()) is None:
+            return
+        try:
+            signal.pidfd_send_signal(descriptor, number)
+        except ProcessLookupError:
+            return
+        finally:
+            os.close(descriptor)
+
 
 Belongs = Callable[[int], bool]
 """Tells by its pid whether a process is one of those that are meant."""

@@ -2,7 +2,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -68,3 +68,34 @@ def until() -> Callable[..., None]:
 def survivors() -> Callable[[str], set[int]]:
     """Pids of the living processes of a run id."""
     return lambda run_id: processes.find(processes.in_run(run_id))
+
+
+NODE = """
+import sys
+from pathlib import Path
+from infra import node_folder
+node_folder.PARENT = Path(sys.argv.pop(1))
+from infra.node import main
+sys.exit(main())
+"""
+
+
+class LocalHosts:
+    """Hosts that are folders of this machine: commands for them run here, each with its own place for attempts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        """An action of infra.node, as if on that host."""
+        (self.folder / host).mkdir(exist_ok=True)
+        return [sys.executable, "-c", NODE, str(self.folder / host), argv[-1]]
+
+    def attempt_folder(self, host: str, run_id: str) -> Path:
+        return self.folder / host / f"t5-pretrain-{os.getuid()}" / "attempts" / run_id
+
+
+@pytest.fixture
+def local_hosts(tmp_path: Path) -> LocalHosts:
+    (tmp_path / "hosts").mkdir()
+    return LocalHosts(tmp_path / "hosts")
