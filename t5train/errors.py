@@ -14,6 +14,7 @@
     ├── HostError                a host does not answer as it should
     │   ├── HostUnreachable
     │   ├── HostKeyMismatch
+    │   ├── HostTimeout          not done in time
     │   └── RemoteFailed         a command failed there
     ├── PreflightError           hosts that cannot train together
     ├── LaunchError              ranks could not be started, or ended before their work was done
@@ -95,6 +96,12 @@ class HostUnreachable(HostError):
 
 class HostKeyMismatch(HostError):
     """A host shows another key than the one that is known of it, or one that nobody knows."""
+
+
+class HostTimeout(HostError):
+    """A host did not do in time what it was asked to do."""
+
+    retryable = True
 
 
 class RemoteFailed(HostError):

@@ -10,6 +10,7 @@ from t5train.spec import nearest, setting_names
 
 TEXT = (Path(__file__).parent.parent / "docs/options.md").read_text("utf-8")
 THERE = {
+    *("exclude", "hostfile", "num_nodes", "launcher", "master_addr", "master_port"),
     *("include", "checkpoint_dir", "tokenizer_name_or_dir", "dataset_dir", "num_iterations", "fp16"),
     *("initial_scale_power", "batch_size", "dropout", "num_stage", "zero_stage", "cpu_adam", "print_memory"),
     *("moe", "moe_num_experts", "moe_ep_size"),

@@ -1,11 +1,10 @@
 """The specification of a run: its parts, the whole, and changes by name."""
 
+from t5train.spec.cluster import Accelerator, ClusterSpec, DeadlinesSpec
 from t5train.spec.experts import ExpertsSpec
 from t5train.spec.part import SpecPart
 from t5train.spec.parts import (
     NUM_SENTINELS,
-    Accelerator,
-    ClusterSpec,
     CorpusSpec,
     LayoutSpec,
     ModelSpec,
@@ -25,6 +24,7 @@ __all__ = [
     "Accelerator",
     "ClusterSpec",
     "CorpusSpec",
+    "DeadlinesSpec",
     "ExpertsSpec",
     "LayoutSpec",
     "ModelSpec",

@@ -273,22 +273,6 @@ class StorageSpec(SpecPart):
         return url if url is None else without_secret("storage.publish_to", url)
 
 
-Accelerator = Literal["cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu"]
-
-
-class ClusterSpec(SpecPart):
-    """The processes that train."""
-
-    execution = frozenset({"ranks", "accelerator", "master_port", "retries"})
-
-    ranks: int = Field(1, ge=1, le=64, title="Ranks", description="Processes on this machine, one an accelerator")
-    accelerator: Accelerator | None = Field(None, title="Accelerator", description="As DeepSpeed names it, or found")
-    master_port: int | None = Field(
-        None, ge=1024, le=65535, title="Port", description="Of the rendezvous; a free one when left out"
-    )
-    retries: int = Field(2, ge=0, le=100, title="Retries", description="Of training, when what failed can pass")
-
-
 def pad_vocabulary(pieces: int) -> int:
     """The smallest multiple of 128 that holds ``pieces`` ids."""
     return -(-pieces // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE

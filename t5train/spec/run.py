@@ -10,9 +10,9 @@ from pydantic import Field, ValidationError, model_validator
 from t5train.errors import SpecError
 from t5train.fingerprint import fingerprint
 from t5train.run_files import RUNS
+from t5train.spec.cluster import ClusterSpec
 from t5train.spec.part import SpecPart
 from t5train.spec.parts import (
-    ClusterSpec,
     CorpusSpec,
     LayoutSpec,
     ModelSpec,

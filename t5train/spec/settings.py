@@ -3,14 +3,14 @@
 import difflib
 import json
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from t5train.errors import SpecError
 
 NAMES_ELSEWHERE = {
-    "include": "cluster.ranks",
+    "master_addr": "cluster.master_address",
     "checkpoint_dir": "storage.root",
     "tokenizer_name_or_dir": "tokenizer.path",
     "dataset_dir": "corpus.source",
@@ -94,5 +94,5 @@ def _parsed(value: Any, annotation: Any) -> Any:
         parsed = json.loads(value)
     except json.JSONDecodeError:
         return value
-    is_text = str in (annotation, *get_args(annotation))
+    is_text = annotation is str or (get_origin(annotation) is not tuple and str in get_args(annotation))
     return value if is_text and not isinstance(parsed, str | None) else parsed

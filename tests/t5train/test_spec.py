@@ -73,6 +73,20 @@ OTHER: dict[str, Any] = {
     "cluster.accelerator": "cuda",
     "cluster.master_port": 29501,
     "cluster.retries": 0,
+    "cluster.hostfile": "hosts",
+    "cluster.launcher": "slurm",
+    "cluster.ssh_user": "trainer",
+    "cluster.ssh_port": 2222,
+    "cluster.known_hosts": "known_hosts",
+    "cluster.master_address": "10.0.0.1",
+    "cluster.environment": ["HF_TOKEN"],
+    "cluster.lease_seconds": 20.0,
+    "cluster.grace_seconds": 5.0,
+    "cluster.deadlines.start_seconds": 7.0,
+    "cluster.deadlines.compile_seconds": 7.0,
+    "cluster.deadlines.step_seconds": 7.0,
+    "cluster.deadlines.save_seconds": 7.0,
+    "cluster.deadlines.validate_seconds": 7.0,
 }
 # The same for the settings of experts, which smoke has not.
 OTHER_EXPERTS: dict[str, Any] = {
@@ -85,9 +99,15 @@ OTHER_EXPERTS: dict[str, Any] = {
     "model.moe.z_loss": 0.0,
     "layout.expert_parallel_size": 2,
 }
+# The same for the choice among several hosts.
+OTHER_HOSTS: dict[str, Any] = {
+    "cluster.include": "node1@node2:0,2",
+    "cluster.exclude": "node1:1",
+    "cluster.num_nodes": 2,
+}
 # The same for what does not go with other values above.
 OTHER_ALONE: dict[str, Any] = {"layout.pipeline_stages": 2}
-EVERY = OTHER | OTHER_EXPERTS | OTHER_ALONE
+EVERY = OTHER | OTHER_EXPERTS | OTHER_HOSTS | OTHER_ALONE
 # Where and how a run is done; everything else decides what comes out of it.
 EXECUTION = {
     "recipe",
@@ -101,7 +121,9 @@ EXECUTION = {
 
 
 def base(setting: str) -> RunSpec:
-    """A spec in which a setting has a say: smoke, or smoke with experts."""
+    """A spec in which a setting has a say: smoke, or smoke with experts or hosts."""
+    if setting in OTHER_HOSTS:
+        return smoke().with_settings({"cluster.hostfile": "hosts"})
     return experts() if setting in OTHER_EXPERTS else smoke()
 
 
@@ -220,6 +242,11 @@ def test_an_unknown_name_in_a_spec_file_gets_the_nearest_one(tmp_path: Path) -> 
         ("corpus.split", [900, 30, 20], "that sum to 1000"),
         ("corpus.split", [1000, 0, 0], "the first two above zero"),
         ("model.vocab_size", 2100, r"multiple of 128 \(the next is 2176\)"),
+        ("cluster.include", "node1", r"cluster\.include chooses among the hosts of a hostfile, .* give --hostfile"),
+        ("cluster.ssh_user", "-oProxyCommand=x", r"cluster\.ssh_user is '-oProxyCommand=x'"),
+        ("cluster.ssh_user", "root\n", r"cluster\.ssh_user is 'root\\n'"),
+        ("cluster.master_address", "$(reboot)", r"cluster\.master_address is '\$\(reboot\)'"),
+        ("cluster.environment", ["A=b"], r"cluster\.environment holds 'A=b': give names of variables alone"),
         ("name", "../elsewhere", r"name is '\.\./elsewhere'"),
         ("name", "", "name is ''"),
     ],
@@ -264,6 +291,11 @@ def test_experts_are_refused_where_they_cannot_be(settings: dict[str, Any], word
 def test_pipelines_are_refused_where_they_cannot_be(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         smoke().with_settings({"layout.pipeline_stages": 2, **settings})
+
+
+def test_hosts_are_chosen_in_one_way_alone() -> None:
+    with pytest.raises(SpecError, match=r"cluster\.exclude and cluster\.num_nodes do not go together"):
+        base("cluster.exclude").with_settings({"cluster.exclude": "node1", "cluster.num_nodes": 1})
 
 
 def test_stages_of_a_pipeline_share_one_share_of_the_batch() -> None:

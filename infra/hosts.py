@@ -1,0 +1,185 @@
+"""The hosts of a run: DeepSpeed's hostfile and its ways to choose among them, read strictly.
+
+DeepSpeed drops a host with ``slots=0`` without a word, lets pdsh expand ``node[0-1]`` behind its back, and hands a
+name such as ``-oProxyCommand=x`` to ssh as an option. So a name here is a plain host name or IPv4 address; an IPv6
+address, whose colons mean something else to DeepSpeed and to pdsh, needs a name in /etc/hosts or ssh's configuration.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from t5train.errors import SpecError
+from t5train.spec import ClusterSpec
+
+MAX_SLOTS = 1024
+_NAME = re.compile("[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
+_LINE = re.compile(r"(\S+)[ \t]+slots=([0-9]{1,9})")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine, by the name that ssh knows it by, and its accelerators that are used."""
+
+    name: str
+    slots: tuple[int, ...]
+    """Ids of accelerators, ascending; the rank with LOCAL_RANK i has the i-th."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """All hosts of a run in the order of their ranks: those of the first host come first."""
+
+    all: tuple[Host, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """One for each slot of each host."""
+        return sum(len(host.slots) for host in self.all)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The hosts' names."""
+        return tuple(host.name for host in self.all)
+
+    def host_of(self, rank: int) -> Host:
+        """The host that global rank ``rank`` runs on."""
+        for host in self.all:
+            if rank < len(host.slots):
+                return host
+            rank -= len(host.slots)
+        raise IndexError(f"rank {rank} beyond the last of {self.num_ranks}")
+
+
+def read_hosts(cluster: ClusterSpec) -> Hosts:
+    """The hosts that settings with a hostfile choose; SpecError names the line or setting, and the remedy."""
+    if cluster.hostfile is None:
+        raise SpecError("cluster.hostfile is left out: name a file of hosts with --hostfile")
+    try:
+        text = cluster.hostfile.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"cluster.hostfile is {cluster.hostfile}, which cannot be read: {error}") from error
+    return select(
+        parse(text, str(cluster.hostfile)),
+        include=cluster.include,
+        exclude=cluster.exclude,
+        num_nodes=cluster.num_nodes,
+    )
+
+
+def parse(text: str, source: str) -> Hosts:
+    """The hosts of a hostfile's text: lines ``name slots=N``; empty ones, and what follows ``#``, are passed over."""
+    found: dict[str, Host] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if content := line.partition("#")[0].strip():
+            host = _host(content, f"{source}, line {number}")
+            if (first := found.setdefault(host.name.lower(), host)) is not host:
+                raise SpecError(
+                    f"{source}, line {number}: host {host.name!r} is there twice; {_remedy_of_twice(first)}"
+                )
+    if not found:
+        raise SpecError(f"{source} names no host: write a line 'name slots=N' for each")
+    return Hosts(tuple(found.values()))
+
+
+def select(hosts: Hosts, *, include: str | None, exclude: str | None, num_nodes: int | None) -> Hosts:
+    """The hosts and slots that at most one of these leaves, in the order of the hostfile, as DeepSpeed means them.
+
+    Include and exclude are ``NAME[:SLOT[,SLOT...]][@NAME...]``; a name alone stands for all its slots.
+    """
+    if include is not None:
+        chosen = _named(hosts, "include", include)
+        kept = [Host(host.name, chosen.get(host.name, ())) for host in hosts.all]
+    elif exclude is not None:
+        gone = _named(hosts, "exclude", exclude)
+        kept = [Host(host.name, _without(host.slots, gone.get(host.name, ()))) for host in hosts.all]
+    else:
+        kept = list(hosts.all[: num_nodes or len(hosts.all)])
+        if num_nodes is not None and num_nodes > len(hosts.all):
+            raise SpecError(f"cluster.num_nodes is {num_nodes}: the hostfile has {len(hosts.all)} hosts; ask for fewer")
+    selected = tuple(host for host in kept if host.slots)
+    if not selected:
+        raise SpecError(f"cluster.exclude is {exclude!r}: it leaves no slot of any host; leave some")
+    return Hosts(selected)
+
+
+def hostfile_text(hosts: Hosts) -> str:
+    """A hostfile for DeepSpeed with these hosts alone, each with slots enough for those that are chosen."""
+    return "".join(f"{host.name} slots={max(host.slots) + 1}\n" for host in hosts.all)
+
+
+def include_argument(hosts: Hosts) -> str:
+    """What chooses exactly these slots from ``hostfile_text``, as DeepSpeed's ``--include``."""
+    return "@".join(f"{host.name}:{','.join(map(str, host.slots))}" for host in hosts.all)
+
+
+def _host(content: str, where: str) -> Host:
+    match = _LINE.fullmatch(content)
+    if match is None:
+        raise SpecError(f"{where}: {content!r} is not of the form 'name slots=N'; write the host so")
+    name, slots = match[1], int(match[2])
+    _require_name(name, where)
+    if not 1 <= slots <= MAX_SLOTS:
+        raise SpecError(
+            f"{where}: {name} has slots={slots}: it must be 1 to {MAX_SLOTS}; remove the line to leave the host out"
+        )
+    return Host(name, tuple(range(slots)))
+
+
+def _require_name(name: str, where: str) -> None:
+    if ":" in name:
+        raise SpecError(
+            f"{where}: {name!r} has colons, which DeepSpeed and pdsh read as other things: give an IPv6 address a name "
+            "in /etc/hosts or in ssh's configuration"
+        )
+    if not _NAME.fullmatch(name):
+        raise SpecError(
+            f"{where}: {name!r} is no plain host name (letters and digits, '.-_' between): "
+            "write one host a line; users and ports go into cluster.ssh_user and cluster.ssh_port"
+        )
+    if re.fullmatch("[0-9.]+", name):
+        try:
+            ipaddress.IPv4Address(name)
+        except ValueError as error:
+            raise SpecError(f"{where}: {name!r} is no IPv4 address: {error}") from None
+
+
+def _remedy_of_twice(first: Host) -> str:
+    return f"write one line for it, with all its slots (the first has slots={len(first.slots)})"
+
+
+def _named(hosts: Hosts, setting: str, text: str) -> dict[str, tuple[int, ...]]:
+    """The slots that an include or exclude names, by host; ascending."""
+    known = {host.name: host for host in hosts.all}
+    found: dict[str, list[int]] = {}
+    for part in text.split("@"):
+        name, colon, listed = part.partition(":")
+        if name not in known:
+            raise SpecError(
+                f"cluster.{setting} is {text!r}: {name!r} is not among the hosts of the hostfile ({_some(known)}); the "
+                "form is NAME[:SLOT,SLOT][@NAME]"
+            )
+        slots = _slots(listed, known[name], f"cluster.{setting} is {text!r}") if colon else known[name].slots
+        found.setdefault(name, []).extend(slots)
+        if len(set(found[name])) < len(found[name]):
+            raise SpecError(f"cluster.{setting} is {text!r}: it names a slot of {name} twice; name each once")
+    return {name: tuple(sorted(slots)) for name, slots in found.items()}
+
+
+def _slots(listed: str, host: Host, what: str) -> list[int]:
+    slots = [int(each) if re.fullmatch("[0-9]{1,9}", each) else -1 for each in listed.split(",")]
+    for slot, each in zip(slots, listed.split(","), strict=True):
+        if slot not in host.slots:
+            raise SpecError(f"{what}: {host.name} has no slot {each!r}; the hostfile gives it 0 to {host.slots[-1]}")
+    return slots
+
+
+def _without(slots: Iterable[int], gone: Iterable[int]) -> tuple[int, ...]:
+    removed = set(gone)
+    return tuple(slot for slot in slots if slot not in removed)
+
+
+def _some(names: Iterable[str], most: int = 8) -> str:
+    listed = list(names)
+    return ", ".join(listed[:most]) + (", ..." if len(listed) > most else "")

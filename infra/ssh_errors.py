@@ -1,0 +1,66 @@
+"""What ssh says when it fails, as an error with a remedy."""
+
+import re
+
+from t5train.errors import HostError, HostKeyMismatch, HostUnreachable
+
+SSH_FAILED = 255
+"""Exit code by which ssh itself fails; any other is the command's."""
+_NOISE = re.compile(r"^[@*]*\s*$|^Warning: Permanently added ")
+
+_Kind = type[HostKeyMismatch] | type[HostUnreachable]
+_FAILURES: tuple[tuple[str, _Kind, str], ...] = (
+    (
+        "REMOTE HOST IDENTIFICATION HAS CHANGED|Host key for .* has changed",
+        HostKeyMismatch,
+        "its key is not the known one: if it was installed anew, remove the old key with `ssh-keygen -R {host}` and "
+        "add the new one; else somebody may be in between",
+    ),
+    (
+        "Host key verification failed|No .* host key is known",
+        HostKeyMismatch,
+        "its key is not known: add it with `ssh-keyscan {host} >> ~/.ssh/known_hosts` (or to cluster.known_hosts) "
+        "after comparing the fingerprint",
+    ),
+    (
+        "Permission denied|Too many authentication failures",
+        HostUnreachable,
+        "it accepts no key of this user: `ssh-copy-id {host}`, or set cluster.ssh_user",
+    ),
+    (
+        "Could not resolve hostname",
+        HostUnreachable,
+        "its name is unknown here: correct the hostfile, or add it to /etc/hosts or ssh's configuration",
+    ),
+    (
+        "Connection refused",
+        HostUnreachable,
+        "nothing listens there: start its sshd, or set cluster.ssh_port",
+    ),
+    (
+        "timed out|No route to host|Network is unreachable|not responding|Host is down",
+        HostUnreachable,
+        "nothing answers: see whether it runs and the network reaches it",
+    ),
+    (
+        "Bad configuration option|terminating, .* bad configuration",
+        HostUnreachable,
+        "ssh does not understand its configuration: repair ~/.ssh/config or /etc/ssh/ssh_config",
+    ),
+)
+_BROKEN = "the connection broke: see whether it still runs, and what its sshd logged"
+
+
+def failure_of_ssh(host: str, said: bytes) -> HostError:
+    """The error for an ssh that ended with 255 after it had said that on stderr."""
+    text = last_lines(said)
+    for pattern, kind, remedy in _FAILURES:
+        if re.search(pattern, said.decode("utf-8", "replace")):
+            return kind(f"{host}: {remedy.format(host=host)}. ssh said: {text}")
+    return HostUnreachable(f"{host}: {_BROKEN}. ssh said: {text}")
+
+
+def last_lines(said: bytes, most: int = 3) -> str:
+    """The last lines that say something, in one."""
+    lines = [line.strip() for line in said.decode("utf-8", "replace").splitlines()]
+    return " / ".join([line for line in lines if not _NOISE.match(line)][-most:]) or "nothing"

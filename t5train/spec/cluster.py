@@ -1,0 +1,103 @@
+"""The processes that train, and the hosts they run on."""
+
+import re
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from t5train.spec.part import SpecPart
+
+Accelerator = Literal["cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu"]
+
+
+class DeadlinesSpec(SpecPart):
+    """How long a rank may be in one phase before it counts as hung."""
+
+    execution = frozenset({"start_seconds", "compile_seconds", "step_seconds", "save_seconds", "validate_seconds"})
+
+    start_seconds: float = Field(600, gt=0, title="Start", description="Until all ranks have met, in seconds")
+    compile_seconds: float = Field(1800, gt=0, title="Compile", description="Of operators and the first step")
+    step_seconds: float = Field(60, gt=0, title="Step", description="Of a step; 10 median steps where that is more")
+    save_seconds: float = Field(1800, gt=0, title="Save", description="Of a checkpoint")
+    validate_seconds: float = Field(1800, gt=0, title="Validate", description="Of a validation")
+
+
+class ClusterSpec(SpecPart):
+    """The processes that train, and the hosts they run on."""
+
+    execution = frozenset(
+        {
+            *("ranks", "accelerator", "master_port", "retries", "hostfile", "include", "exclude", "num_nodes"),
+            *("launcher", "ssh_user", "ssh_port", "known_hosts", "master_address", "environment"),
+            *("lease_seconds", "grace_seconds", "deadlines"),
+        }
+    )
+
+    ranks: int = Field(
+        1, ge=1, le=16384, title="Ranks", description="Processes, one an accelerator; with a hostfile its slots"
+    )
+    accelerator: Accelerator | None = Field(None, title="Accelerator", description="As DeepSpeed names it, or found")
+    master_port: int | None = Field(
+        None, ge=1024, le=65535, title="Port", description="Of the rendezvous; a free one when left out"
+    )
+    retries: int = Field(2, ge=0, le=100, title="Retries", description="Of training, when what failed can pass")
+    hostfile: Path | None = Field(
+        None, title="Hostfile", description="Lines 'name slots=N' as DeepSpeed's; this machine alone when left out"
+    )
+    include: str | None = Field(
+        None, min_length=1, title="Include", description="Hosts and slots to use, such as 'node1@node2:0,2'"
+    )
+    exclude: str | None = Field(None, min_length=1, title="Exclude", description="Hosts and slots not to use")
+    num_nodes: int | None = Field(None, ge=1, title="Nodes", description="So many hosts, from the hostfile's first")
+    launcher: Literal["pdsh", "slurm", "openmpi"] = Field(
+        "pdsh", title="Launcher", description="What DeepSpeed starts the hosts' processes with"
+    )
+    ssh_user: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$", title="ssh user", description="Else as ssh is configured"
+    )
+    ssh_port: int | None = Field(
+        None, ge=1, le=65535, title="ssh port", description="Of every host; else as ssh is configured"
+    )
+    known_hosts: Path | None = Field(
+        None, title="Known hosts", description="File with the hosts' keys, alone believed; else those that ssh knows"
+    )
+    master_address: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,252}$",
+        title="Master address",
+        description="Where the ranks meet: of the first host; found when left out",
+    )
+    environment: tuple[str, ...] = Field(
+        (), title="Environment", description='Names, ["A", "B"], of further variables that ranks get'
+    )
+    lease_seconds: float = Field(
+        60, ge=5, title="Lease", description="How long ranks train on without a word from the machine that started them"
+    )
+    grace_seconds: float = Field(
+        30, ge=0, le=3600, title="Grace", description="That ranks have to write a checkpoint when they are told to end"
+    )
+    deadlines: DeadlinesSpec = DeadlinesSpec()
+
+    @field_validator("environment")
+    @classmethod
+    def _variables_have_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if wrong := [name for name in names if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)]:
+            raise ValueError(
+                f"cluster.environment holds {wrong[0]!r}: give names of variables alone; values stay in the environment"
+            )
+        return names
+
+    @model_validator(mode="after")
+    def _hosts_are_chosen_in_one_way(self) -> Self:
+        chosen = [name for name in ("include", "exclude", "num_nodes") if getattr(self, name) is not None]
+        if chosen and self.hostfile is None:
+            raise ValueError(
+                f"cluster.{chosen[0]} chooses among the hosts of a hostfile, and cluster.hostfile is left out: give "
+                f"--hostfile, or leave cluster.{chosen[0]} out"
+            )
+        if len(chosen) > 1:
+            raise ValueError(
+                f"cluster.{chosen[0]} and cluster.{chosen[1]} do not go together: choose hosts in one of these ways"
+            )
+        return self
