@@ -1,5 +1,6 @@
 """Options that several commands share, and what their values mean."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,17 @@ RootOption = Annotated[
 NameOption = Annotated[
     str | None, typer.Option("--name", help="Name of the run", show_default="made of recipe and settings")
 ]
+HostfileOption = Annotated[
+    Path | None, typer.Option("--hostfile", help="Hosts to train on: lines 'name slots=N'", show_default="this machine")
+]
+IncludeOption = Annotated[
+    str | None, typer.Option("--include", metavar="NAME[:SLOT,...][@...]", help="Hosts and slots of it to use")
+]
+ExcludeOption = Annotated[
+    str | None, typer.Option("--exclude", metavar="NAME[:SLOT,...][@...]", help="Hosts and slots of it not to use")
+]
+NumNodesOption = Annotated[int | None, typer.Option("--num-nodes", help="So many hosts of it, from the first")]
+LauncherOption = Annotated[str | None, typer.Option("--launcher", help="pdsh, slurm or openmpi", show_default="pdsh")]
 
 
 def root_of(root: Path | None) -> Path:
@@ -35,6 +47,21 @@ def settings(assignments: list[str] | None) -> dict[str, str]:
             raise typer.BadParameter(f"{assignment!r} is not of the form part.key=value", param_hint="--set")
         found[name] = value
     return found
+
+
+def host_settings(
+    hostfile: Path | None, include: str | None, exclude: str | None, num_nodes: int | None, launcher: str | None
+) -> dict[str, str]:
+    """The settings that the options for hosts stand for."""
+    given = {
+        "cluster.hostfile": hostfile and str(hostfile.absolute()),
+        "cluster.include": include,
+        "cluster.exclude": exclude,
+        "cluster.num_nodes": num_nodes,
+        "cluster.launcher": launcher,
+    }
+    # Quoted, so that a name such as "2024" stays text when the setting is read as JSON.
+    return {setting: json.dumps(value) for setting, value in given.items() if value is not None}
 
 
 def spec_of(recipe: str, changes: list[str] | None, root: Path | None, name: str | None = None) -> RunSpec:

@@ -7,7 +7,19 @@ import typer
 
 from flows import prefect_server
 from flows.dry_run import describe
-from flows.options import NameOption, RecipeArgument, RootOption, SetOption, settings
+from flows.options import (
+    ExcludeOption,
+    HostfileOption,
+    IncludeOption,
+    LauncherOption,
+    NameOption,
+    NumNodesOption,
+    RecipeArgument,
+    RootOption,
+    SetOption,
+    host_settings,
+    settings,
+)
 from flows.preflight import require_possible, require_ready
 from flows.resolve import resolve
 from flows.terminal import BarProgress, complain, progress_display, say
@@ -33,7 +45,7 @@ def recipes() -> None:
         say(f"{name}\t{(recipe.__doc__ or '').splitlines()[0]}")
 
 
-def run(
+def run(  # noqa: PLR0913, PLR0917 - one for each option
     recipe: RecipeArgument,
     changes: SetOption = None,
     root: RootOption = None,
@@ -42,10 +54,16 @@ def run(
         str | None,
         typer.Option(help="Folder or fsspec URL", metavar="URL", show_default="a folder under the root"),
     ] = None,
+    hostfile: HostfileOption = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
+    num_nodes: NumNodesOption = None,
+    launcher: LauncherOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run; make nothing")] = False,
 ) -> None:
     """Run the whole chain: text to a published, certified checkpoint. What is done already is reused."""
-    spec = resolve(recipe, settings(changes), root=root, run_name=name, publish_to=publish_to)
+    changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher)
+    spec = resolve(recipe, changed, root=root, run_name=name, publish_to=publish_to)
     if dry_run:
         say(describe(spec))
         return
@@ -57,7 +75,7 @@ def run(
         prefect_server.any_server(spec.storage.root, progress) as api_url,
     ):
         complain(f"watch it at {api_url.removesuffix('/api')}")
-        publication = _run_flow(spec, settings(changes), progress)
+        publication = _run_flow(spec, changed, progress)
     for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):
         say(line)
     say(f"published: {publication.url}")

@@ -6,8 +6,22 @@ from typing import Annotated
 
 import typer
 
-from flows.options import NameOption, RecipeArgument, RootOption, SetOption, spec_of
+from flows.options import (
+    ExcludeOption,
+    HostfileOption,
+    IncludeOption,
+    LauncherOption,
+    NameOption,
+    NumNodesOption,
+    RecipeArgument,
+    RootOption,
+    SetOption,
+    host_settings,
+    settings,
+    spec_of,
+)
 from flows.preflight import require_ready
+from flows.resolve import resolve
 from flows.terminal import progress_display, say
 from infra.run_lock import run_lock
 from t5train.certify import certify_in_fresh_process
@@ -76,7 +90,7 @@ def tokenize(
     _say(made)
 
 
-def train(
+def train(  # noqa: PLR0913, PLR0917 - one for each option
     recipe: RecipeArgument,
     changes: SetOption = None,
     root: RootOption = None,
@@ -84,9 +98,15 @@ def train(
     shards: Annotated[
         Path | None, typer.Option(help="Folder of token shards", show_default="the only one under the root")
     ] = None,
+    hostfile: HostfileOption = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
+    num_nodes: NumNodesOption = None,
+    launcher: LauncherOption = None,
 ) -> None:
     """Train on token shards that are there, from the newest complete checkpoint on."""
-    spec = spec_of(recipe, changes, root, name)
+    changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher)
+    spec = resolve(recipe, changed, root=root, run_name=name)
     tokens = TokenShards.load(shards or _only_shards(spec.storage.root))
     require_ready(spec)
     with run_lock(spec.run_folder), progress_display() as progress:
