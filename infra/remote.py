@@ -124,7 +124,7 @@ def run_everywhere(
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
         for process in running:
-            _kill(process)
+            kill(process)
         threads.shutdown()
     return {name: replies[name] for name in names}
 
@@ -166,20 +166,21 @@ def _answer(
                 f"overloaded or a disk of it hangs. It said: {last_lines(error.stderr or b'')}"
             ) from None
         finally:
-            _kill(process)
+            kill(process)
     if process.returncode:
-        raise _failure(host, argv, process.returncode, stderr)
+        raise failure_of(host, argv, process.returncode, stderr)
     return Answer(host, stdout, stderr, time.monotonic() - started)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: subprocess.Popen[bytes]) -> None:
     """End a local process that still runs, with its children: ssh's ProxyCommand holds its pipes open."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _failure(host: str, argv: Sequence[str], returncode: int, said: bytes) -> HostError:
+def failure_of(host: str, argv: Sequence[str], returncode: int, said: bytes) -> HostError:
+    """The error for a command that ended with that exit code, after it had said that on stderr."""
     if returncode == SSH_FAILED:
         return failure_of_ssh(host, said)
     remedy = ": install the package there, at the same path as here" if returncode == _NOT_FOUND else ""
