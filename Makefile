@@ -14,7 +14,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo test test-fast lint types bench corruptions bench-consolidate variants-table up clean
+.PHONY: help setup demo test test-fast test-cluster lint types bench corruptions bench-consolidate variants-table up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -25,12 +25,15 @@ demo: setup ## The whole chain on two CPU ranks, from Python's documentation to 
 	@$(BIN)/t5-pretrain run smoke --root $(ROOT)
 
 test: setup lint types ## Everything that must pass: lint, types, quick tests, then slow ones
-	@$(BIN)/pytest -m "not slow"
+	@$(BIN)/pytest -m "not slow and not cluster"
 	.ci/browser
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m "slow and not cluster"
 
 test-fast: setup ## The tests that start neither DeepSpeed nor a server
-	@$(BIN)/pytest -m "not slow"
+	@$(BIN)/pytest -m "not slow and not cluster"
+
+test-cluster: setup ## The tests that need several hosts, made of namespaces on this machine (root)
+	@$(BIN)/pytest -m cluster
 
 lint: setup ## ruff: rules and format
 	@$(BIN)/ruff check .
@@ -65,6 +68,7 @@ clean: ## Remove .venv and what tools have cached; what runs have made stays
 		exit 1
 	fi
 	.ci/system-packages "$$python"
+	.ci/cluster-packages
 	"$$python" -m venv .venv
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[flows,s3,dev]'
 	touch $@

@@ -37,12 +37,18 @@ def warm() -> None:
         get_accelerator().create_op_builder(builder).load()
 
 
-def _locks(environment: Mapping[str, str]) -> Iterator[Path]:
-    """Where torch looks: TORCH_EXTENSIONS_DIR, else a folder for each Python and CUDA in the user's cache."""
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Where torch keeps operators: TORCH_EXTENSIONS_DIR, else a folder in the user's cache."""
     if given := environment.get("TORCH_EXTENSIONS_DIR"):
-        return Path(given).glob("*/lock")
+        return Path(given)
     cache = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~")).expanduser() / ".cache"
-    return (Path(cache) / "torch_extensions").glob("*/*/lock")
+    return Path(cache) / "torch_extensions"
+
+
+def _locks(environment: Mapping[str, str]) -> Iterator[Path]:
+    """In the user's cache, unlike TORCH_EXTENSIONS_DIR, there is a folder for each Python and CUDA."""
+    depth = "*/lock" if environment.get("TORCH_EXTENSIONS_DIR") else "*/*/lock"
+    return cache_folder(environment).glob(depth)
 
 
 def _clear(lock: Path) -> bool:

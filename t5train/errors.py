@@ -17,6 +17,7 @@
     │   ├── HostTimeout          not done in time
     │   └── RemoteFailed         a command failed there
     ├── PreflightError           hosts that cannot train together
+    ├── TestClusterError         hosts of the test cluster cannot be made here, or are not there
     ├── LaunchError              ranks could not be started, or ended before their work was done
     │   ├── OutOfMemory          of the accelerator or the host
     │   ├── CollectiveTimeout    ranks waited for each other in vain
@@ -110,6 +111,12 @@ class RemoteFailed(HostError):
 
 class PreflightError(T5TrainError):
     """The hosts of a run cannot train together as they are."""
+
+
+class TestClusterError(T5TrainError):
+    """Hosts of the test cluster cannot be made on this machine, or are not there."""
+
+    __test__ = False  # pytest takes every class named Test* for one of tests
 
 
 class LaunchError(T5TrainError):

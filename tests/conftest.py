@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from infra.ports import free_port
+from infra.testcluster import requirements
 from t5train import sidecar
 from t5train.records import digest_files
 from t5train.sidecar import DataState, ParallelLayout, ParameterSlot, Sidecar
@@ -50,17 +51,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped, with the reason, where there is no accelerator."""
-    wanting = [item for item in items if item.get_closest_marker("gpu")]
-    if wanting and not _accelerator_is_there():
-        for item in wanting:
-            item.add_marker(pytest.mark.skip(reason="no accelerator on this machine"))
+    """Tests marked gpu or cluster are skipped, with the reason, where there is none."""
+    for marker, missing in (("gpu", _why_no_accelerator), ("cluster", requirements.what_is_missing)):
+        wanting = [item for item in items if item.get_closest_marker(marker)]
+        if wanting and (reason := missing()):
+            for item in wanting:
+                item.add_marker(pytest.mark.skip(reason=f"{marker}: {reason}"))
 
 
-def _accelerator_is_there() -> bool:
+def _why_no_accelerator() -> str | None:
     import torch
 
-    return torch.accelerator.is_available()
+    return None if torch.accelerator.is_available() else "no accelerator on this machine"
 
 
 @pytest.fixture

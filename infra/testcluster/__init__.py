@@ -1,0 +1,14 @@
+"""Several hosts on one machine, made of Linux namespaces: to try and to test training on a cluster.
+
+::
+
+    with Cluster.temporary("try", hosts=2, share=folder) as cluster:
+        cluster.exec("head", ["ssh", "node0", "hostname"])
+        cluster.power_cut("node1")
+
+``python -m infra.testcluster`` does the same from a terminal; docs/test-cluster.md describes it.
+"""
+
+from infra.testcluster.cluster import Cluster
+
+__all__ = ["Cluster"]

@@ -1,0 +1,135 @@
+"""One host: namespaces held by its first process, a disk, and files below its ``etc``."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from infra import processes
+from infra.processes import ProcessIdentity
+from infra.testcluster import namespaces, registry, sshd, view
+from t5train.errors import TestClusterError
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a host, by the pid that it has on the machine."""
+
+    pid: int
+    argv: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host by its name, and that of its cluster."""
+
+    name: str
+    cluster: str
+
+    @property
+    def folder(self) -> Path:
+        """Where the machine keeps what is the host's own."""
+        return registry.folder(self.cluster) / self.name
+
+    @property
+    def disk(self) -> Path:
+        """The machine's path of its root folder, as far as that is its own: ``disk / "tmp"`` is its /tmp."""
+        return self.folder / "disk"
+
+    @property
+    def etc(self) -> Path:
+        """Its names, keys and settings: they survive a new disk."""
+        return self.folder / "etc"
+
+    @property
+    def _record(self) -> Path:
+        return self.folder / "init.json"
+
+    @property
+    def _console(self) -> Path:
+        return self.folder / "console"
+
+    @property
+    def init(self) -> ProcessIdentity | None:
+        """Its first process; None while it is switched off."""
+        try:
+            found = ProcessIdentity(**json.loads(self._record.read_text("utf-8")))
+        except FileNotFoundError:
+            return None
+        return found if found.is_alive() else None
+
+    def make(self, user_key: Path, hosts: list[str]) -> None:
+        """Make what is missing: folders, keys, a disk; names and the boot's id anew."""
+        self.etc.mkdir(parents=True, exist_ok=True)
+        if not self.disk.exists():
+            view.make_disk(self.disk)
+        view.write_etc(self.etc, self.name, hosts)
+        sshd.write_server(self.etc, user_key)
+
+    def remove_disk(self) -> None:
+        """The next boot finds a new, empty one."""
+        shutil.rmtree(self.disk)
+
+    def switch_on(self, share: str | None) -> subprocess.Popen[bytes]:
+        """Start the first process; ``await_ready`` is to follow."""
+        mounts = [asdict(mount) for mount in view.prepare(self.disk, self.etc, share)]
+        wanted = {"host": self.name, "record": str(self._record), "mounts": mounts}
+        argv = [sys.executable, "-m", "infra.testcluster.init"]
+        return namespaces.start(self.cluster, namespaces.HOST, argv, json.dumps(wanted).encode(), self._console)
+
+    def await_ready(self, process: subprocess.Popen[bytes]) -> ProcessIdentity:
+        """Wait until the host has its view of the files, and return its first process. Raises TestClusterError."""
+        namespaces.await_ready(process, self._console)
+        return self.running()
+
+    def running(self) -> ProcessIdentity:
+        """Its first process. Raises TestClusterError while it is switched off."""
+        if (init := self.init) is None:
+            raise TestClusterError(f"{self.name} is switched off: boot it first")
+        return init
+
+    def command(self, argv: list[str]) -> list[str]:
+        """``argv`` such that it runs on the host, in /root. Raises TestClusterError while the host is off."""
+        return [
+            "nsenter",
+            f"--target={self.running().pid}",
+            "--mount",
+            "--uts",
+            "--net",
+            "--pid",
+            "--ipc",
+            "--wd",
+            "--",
+            *argv,
+        ]
+
+    def processes(self) -> list[Process]:
+        """What runs on the host, but for its first process; nothing while it is off."""
+        init = self.init
+        if init is None:
+            return []
+        namespace = Path(f"/proc/{init.pid}/ns/pid").readlink()
+        found = (Process(pid, _argv(pid)) for pid in sorted(processes.find(_in_namespace(namespace)) - {init.pid}))
+        return [process for process in found if process.argv]
+
+
+def _in_namespace(namespace: Path) -> processes.Belongs:
+    def belongs(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/ns/pid").readlink() == namespace
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            return False  # it has just ended, or belongs to what this machine is a container of
+
+    return belongs
+
+
+def _argv(pid: int) -> tuple[str, ...]:
+    """Empty for a process that has ended."""
+    try:
+        text = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return ()
+    return tuple(os.fsdecode(argument) for argument in text.split(b"\0")[:-1])

@@ -1,0 +1,99 @@
+"""What a host finds on its disk, and the files of the machine that it may read."""
+
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from infra.op_cache import cache_folder
+from infra.testcluster import network, sshd
+from infra.testcluster.mounts import Mount
+
+_MODES = {"/tmp": 0o1777, "/var/tmp": 0o1777, "/root": 0o700, "/home": 0o755, "/run": 0o755}  # noqa: S108 - the host's own
+"""Folders of a host's own, besides /dev/shm."""
+_FILES = {
+    "hosts": "/etc/hosts",
+    "hostname": "/etc/hostname",
+    "machine-id": "/etc/machine-id",
+    "boot_id": "/proc/sys/kernel/random/boot_id",
+    "shadow": "/etc/shadow",
+}
+"""Files below a host's ``etc``, and where the host has them."""
+
+
+def environment() -> dict[str, str]:
+    """Of commands on a host: this Python first on PATH, and the code and operators that this process uses."""
+    path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    kept = {name: os.environ[name] for name in ("PYTHONPATH", "TORCH_EXTENSIONS_DIR") if os.environ.get(name)}
+    return {"PATH": path, "HOME": "/root", "USER": "root", "LANG": "C.UTF-8", **kept}
+
+
+def make_disk(disk: Path) -> None:
+    """An empty disk, but for a copy of DeepSpeed's compiled operators, so that no host compiles them."""
+    for folder, mode in _MODES.items():
+        (disk / folder[1:]).mkdir(parents=True, exist_ok=True)
+        (disk / folder[1:]).chmod(mode)
+    compiled = cache_folder(os.environ)
+    if compiled.is_dir():  # a lock would be one that nobody holds; files' times tell ninja that they are new
+        copy = disk / _operators()[1:]
+        shutil.copytree(compiled, copy, ignore=shutil.ignore_patterns("lock"), dirs_exist_ok=True)
+
+
+def write_etc(etc: Path, host: str, hosts: list[str]) -> None:
+    """The host's name, those of others, and ids: the machine's stays, the boot's is another each time."""
+    lines = ["127.0.0.1 localhost\n", *(f"{network.address(name)} {name}\n" for name in hosts)]
+    (etc / "hosts").write_text("".join(lines), "utf-8")
+    (etc / "hostname").write_text(f"{host}\n", "utf-8")
+    (etc / "boot_id").write_text(f"{uuid.uuid4()}\n", "utf-8")
+    if not (etc / "machine-id").exists():
+        (etc / "machine-id").write_text(f"{uuid.uuid4().hex}\n", "utf-8")
+
+
+def prepare(disk: Path, etc: Path, share: str | None) -> list[Mount]:
+    """What is to be mounted in a host; makes the places that lie on its disk. /run is new at every boot."""
+    shutil.rmtree(disk / "run")
+    (disk / "run" / "sshd").mkdir(parents=True)
+    wanted = list(_mounts(disk, etc, share))
+    for mount in wanted:
+        if any(Path(mount.target).is_relative_to(folder) for folder in _MODES):
+            _make_place(disk / mount.target[1:], Path(mount.source).is_dir())
+    return wanted
+
+
+def _mounts(disk: Path, etc: Path, share: str | None) -> Iterator[Mount]:
+    for folder in _MODES:
+        if Path(folder).is_dir():
+            yield Mount(str(disk / folder[1:]), folder, writable=True)
+    yield Mount(str(etc), sshd.NODE_FOLDER, writable=False)
+    for name, target in _FILES.items():
+        if Path(target).exists():
+            yield Mount(str(etc / name), target, writable=False)
+    for source in _code():
+        yield Mount(source, source, writable=False)
+    if (operators := disk / _operators()[1:]).is_dir():
+        yield Mount(str(operators), _operators(), writable=True)
+    if share:
+        yield Mount(share, share, writable=True)
+
+
+def _code() -> list[str]:
+    """Folders with Python, its packages and this project, none of them below another."""
+    paths = [sys.base_prefix, sys.prefix, str(Path(__file__).parents[2])]
+    paths += [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    found = sorted({Path(path).resolve() for path in paths if Path(path).is_dir()})
+    return [str(path) for path in found if not any(path.is_relative_to(other) for other in found if other != path)]
+
+
+def _operators() -> str:
+    """Where a host looks for compiled operators."""
+    return os.environ.get("TORCH_EXTENSIONS_DIR") or "/root/.cache/torch_extensions"
+
+
+def _make_place(place: Path, is_folder: bool) -> None:
+    if is_folder:
+        place.mkdir(parents=True, exist_ok=True)
+    else:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch()
