@@ -23,7 +23,17 @@ _RELEASE_SECONDS = 0.5
 
 def clear_stale_locks(environment: Mapping[str, str] = os.environ) -> list[Path]:
     """Remove locks that no process holds from the cache that ranks with this environment use; returns them."""
-    return [lock for lock in _locks(environment) if _clear(lock)]
+    return [lock for lock in _files(environment, "lock") if _clear(lock)]
+
+
+def foreign_locks(environment: Mapping[str, str] = os.environ) -> list[Path]:
+    """Locks in that cache that another user made, and only that user can remove."""
+    return [lock for lock in _files(environment, "lock") if _owner(lock) not in {os.getuid(), None}]
+
+
+def compiled(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Names of the operators that lie compiled in that cache."""
+    return sorted(path.stem for path in _files(environment, "*.so"))
 
 
 def warm() -> None:
@@ -45,10 +55,10 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
     return Path(cache) / "torch_extensions"
 
 
-def _locks(environment: Mapping[str, str]) -> Iterator[Path]:
+def _files(environment: Mapping[str, str], pattern: str) -> Iterator[Path]:
     """In the user's cache, unlike TORCH_EXTENSIONS_DIR, there is a folder for each Python and CUDA."""
-    depth = "*/lock" if environment.get("TORCH_EXTENSIONS_DIR") else "*/*/lock"
-    return cache_folder(environment).glob(depth)
+    depth = "*" if environment.get("TORCH_EXTENSIONS_DIR") else "*/*"
+    return cache_folder(environment).glob(f"{depth}/{pattern}")
 
 
 def _clear(lock: Path) -> bool:
@@ -69,6 +79,13 @@ def _clear(lock: Path) -> bool:
         os.close(folder)
     _log.warning("removed %s, left behind by a compile that was killed", lock)
     return True
+
+
+def _owner(path: Path) -> int | None:
+    try:
+        return path.stat().st_uid
+    except FileNotFoundError:
+        return None
 
 
 def _is_stale(lock: Path) -> bool:

@@ -1,0 +1,27 @@
+"""Whether DeepSpeed finds ninja and its compiled operators on a node, as ranks will look for them."""
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from infra import op_cache
+from infra.preflight.facts import Build
+
+
+def build(given: Mapping[str, str]) -> Build:
+    """With the variables that ranks get from the head, and otherwise this node's, as sshd gives them.
+
+    Stale locks of the cache of operators are removed.
+    """
+    environment = {**os.environ, **given}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    cleared, foreign = op_cache.clear_stale_locks(environment), op_cache.foreign_locks(environment)
+    return Build(
+        ninja=shutil.which("ninja", path=path),
+        compiler=shutil.which(environment.get("CXX", "c++"), path=path),
+        compiled=op_cache.compiled(environment),
+        cleared_locks=[str(lock) for lock in cleared],
+        foreign_locks=[str(lock) for lock in foreign],
+    )

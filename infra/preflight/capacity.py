@@ -1,0 +1,125 @@
+"""Whether each host has what its ranks take: accelerators, memory, disks, descriptors; and the right time."""
+
+from collections.abc import Iterator
+
+from infra.preflight.compiling import STATIC_TLS
+from infra.preflight.devices import CPU
+from infra.preflight.facts import Facts
+from infra.preflight.findings import Heards, of_each
+from infra.preflight.needs import Needs
+
+_CLOCK_SECONDS = 5.0
+_IN_USE_BYTES = 2 << 30  # what drivers, displays and our own look at it take is less
+_NODE_FOLDER_BYTES = 1 << 30
+_FILES, _FILES_A_RANK = 512, 8
+
+
+def accelerators(heards: Heards, needs: Needs) -> Iterator[str]:
+    """As many as slots, and free."""
+
+    def complaint(host: str, facts: Facts) -> str | None:
+        found, slots = facts.devices, needs.slots[host]
+        if found.error:
+            return None if STATIC_TLS in found.error else f"{found.error}: repair the installation there"
+        wants_none = needs.accelerator == CPU or (needs.accelerator is None and found.kind == CPU)
+        if not wants_none and max(slots) >= found.count:
+            return (
+                f"{found.count} accelerators that torch can use, slot {max(slots)} is asked for: repair the driver "
+                "there, or ask for fewer slots"
+            )
+        return _in_use(facts)
+
+    yield from of_each(heards, complaint)
+
+
+def _in_use(facts: Facts) -> str | None:
+    found = facts.devices
+    if found.held_by:
+        held = ", ".join(f"{slot} by {holder}" for slot, holder in found.held_by.items())
+        return f"accelerators are in use, {held}: wait for that run, end it, or take others by cluster.include"
+    used = {slot: size for slot, size in found.used_bytes.items() if size > _IN_USE_BYTES}
+    if used:
+        taken = ", ".join(f"{slot} ({_gigabytes(size)})" for slot, size in used.items())
+        return f"another program has memory of accelerator {taken}: end it, or take others by cluster.include"
+    return None
+
+
+def shared_root(heards: Heards, needs: Needs, nonce: str) -> Iterator[str]:
+    """Whether every node reads under the root what the head has just written there, and can write."""
+
+    def complaint(_: str, facts: Facts) -> str | None:
+        if facts.room.nonce != nonce:
+            return (
+                f"{needs.root} is not the head's: mount the storage that holds it at the same path on every host, or "
+                "choose a shared folder by --root"
+            )
+        if facts.room.root_error:
+            return f"{needs.root} cannot be written ({facts.room.root_error}): give this user the right to write there"
+        return None
+
+    yield from of_each(heards, complaint)
+
+
+def disks(heards: Heards, needs: Needs) -> Iterator[str]:
+    """Room under the root, and for logs in the node's own folder."""
+
+    def complaint(_: str, facts: Facts) -> str | None:
+        room = facts.room
+        if room.node_folder_error:
+            return room.node_folder_error
+        if room.node_folder_free_bytes < _NODE_FOLDER_BYTES:
+            return (
+                f"{room.node_folder} has {_gigabytes(room.node_folder_free_bytes)} free, logs want "
+                f"{_gigabytes(_NODE_FOLDER_BYTES)}: make room there"
+            )
+        if not room.root_error and room.root_free_bytes < needs.root_bytes:
+            return (
+                f"{needs.root} has {_gigabytes(room.root_free_bytes)} free, the run needs "
+                f"{_gigabytes(needs.root_bytes)}: make room, or choose another root"
+            )
+        return None
+
+    yield from of_each(heards, complaint)
+
+
+def memory(heards: Heards, needs: Needs) -> Iterator[str]:
+    """Of the host, for the ranks there."""
+
+    def complaint(host: str, facts: Facts) -> str | None:
+        needed, found = needs.memory_bytes.get(host, 0), facts.room.memory_bytes
+        if found >= needed:
+            return None
+        short = f"{_gigabytes(found)} of memory, its ranks need {_gigabytes(needed)}"
+        return f"{short}: give it fewer slots, or offload less"
+
+    yield from of_each(heards, complaint)
+
+
+def open_files(heards: Heards, needs: Needs) -> Iterator[str]:
+    """A rank has connections to all others, for each group of ranks."""
+    needed = _FILES + _FILES_A_RANK * needs.num_ranks
+
+    def complaint(_: str, facts: Facts) -> str | None:
+        found = facts.room.open_files
+        if found >= needed or found < 0:  # RLIM_INFINITY is -1
+            return None
+        return (
+            f"{found} open files are allowed, {needs.num_ranks} ranks need {needed}: raise nofile in "
+            "/etc/security/limits.conf there, or LimitNOFILE of sshd"
+        )
+
+    yield from of_each(heards, complaint)
+
+
+def clocks(heards: Heards) -> Iterator[str]:
+    """Against the head's: the node looked at its clock between question and answer, whatever the way took."""
+    for host, heard in heards.items():
+        behind = heard.asked_at - heard.facts.started_at
+        ahead = heard.facts.ended_at - heard.answered_at
+        if max(behind, ahead) > _CLOCK_SECONDS:
+            by = f"{behind:.0f} s behind" if behind > ahead else f"{ahead:.0f} s ahead of"
+            yield f"{host}: its clock is at least {by} the head's: let NTP or chrony set it there"
+
+
+def _gigabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.1f} GB"

@@ -1,0 +1,132 @@
+"""All checks, in the order in which they are shown."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from infra.preflight import agreement, capacity, compiling
+from infra.preflight.addresses import Meeting, hostnames, meeting
+from infra.preflight.facts import Software
+from infra.preflight.findings import Finding, Heards
+from infra.preflight.needs import Needs
+from t5train.errors import HostError, HostKeyMismatch, HostUnreachable, PreflightError, RemoteFailed
+
+REACHABLE, HOST_KEY, PROGRAM, LAUNCHER, ALL_REDUCE = "reachable", "host key", "program", "launcher", "all-reduce"
+HOSTNAME, ADDRESS, PORT = "hostname", "address", "port"
+CHECKS = {
+    LAUNCHER: "the head has what starts ranks",
+    REACHABLE: "every host answers by ssh",
+    HOST_KEY: "every host shows the key that is known of it",
+    PROGRAM: "this package runs on every host",
+    "machines": "every name is a machine of its own",
+    HOSTNAME: "no host takes its own name for loopback",
+    ADDRESS: "every host has a way to the first, where ranks meet",
+    PORT: "nothing listens there",
+    "python": "the same Python and kind of processor",
+    "packages": "the same torch, deepspeed and what else ranks import",
+    "runtime": "torch is built for the same accelerators",
+    "code": "the head's code",
+    "spec": "every host reads the run's settings alike",
+    "accelerators": "as many as slots, of one kind, and free",
+    "ninja": "on the PATH that ranks have",
+    "operators": "compiled, or a compiler is there",
+    "compile locks": "none is left behind",
+    "architectures": "DeepSpeed can read TORCH_CUDA_ARCH_LIST",
+    "openmp": "torch's OpenMP library can be loaded",
+    "root": "every host sees the head's, and can write there",
+    "disks": "room under the root and in the node folder",
+    "memory": "enough for the ranks of each host",
+    "open files": "enough for connections to all ranks",
+    "clock": "within 5 s of the head's",
+    ALL_REDUCE: "all ranks meet and get the right sum",
+}
+"""Name of each check, and what holds when nothing is found."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What was found, and where ranks can meet, if anywhere."""
+
+    findings: list[Finding]
+    meeting: Meeting | None
+    port: int | None
+
+
+def judge(heards: Heards, needs: Needs, head: Software, nonce: str) -> Judgement:
+    """Everything that can be known from the facts of hosts that answered; the first host need not be among them."""
+    place, about_meeting = _place(heards, needs)
+    remarks = {
+        "operators": compiling.operators_to_compile(heards, needs),
+        "compile locks": compiling.cleared_locks(heards),
+    }
+    findings = [
+        *(Finding(check, text) for check, texts in _problems(heards, needs, head, nonce).items() for text in texts),
+        *(Finding(check, text, is_problem=False) for check, texts in remarks.items() for text in texts),
+        *about_meeting,
+        *_hostnames(heards, place),
+    ]
+    port = heards[needs.first].facts.network.port if needs.first in heards else None
+    return Judgement(findings, place, port)
+
+
+def of_error(error: HostError) -> Finding:
+    """About a host that did not answer."""
+    kinds = {HostKeyMismatch: HOST_KEY, HostUnreachable: REACHABLE, RemoteFailed: PROGRAM}
+    return Finding(kinds.get(type(error), REACHABLE), str(error))
+
+
+def _problems(heards: Heards, needs: Needs, head: Software, nonce: str) -> Mapping[str, Iterator[str]]:
+    return {
+        "machines": agreement.distinct_machines(heards),
+        PORT: _port(heards, needs),
+        "python": agreement.same_python(heards, head),
+        "packages": agreement.same_packages(heards, head),
+        "runtime": agreement.same_runtime(heards),
+        "code": agreement.same_code(heards, head),
+        "spec": agreement.same_spec(heards, head),
+        "accelerators": _accelerators(heards, needs),
+        "ninja": compiling.ninja(heards),
+        "operators": compiling.operators(heards, needs),
+        "compile locks": compiling.foreign_locks(heards),
+        "architectures": compiling.architectures(needs),
+        "openmp": compiling.openmp(heards),
+        "root": capacity.shared_root(heards, needs, nonce),
+        "disks": capacity.disks(heards, needs),
+        "memory": capacity.memory(heards, needs),
+        "open files": capacity.open_files(heards, needs),
+        "clock": capacity.clocks(heards),
+    }
+
+
+def _accelerators(heards: Heards, needs: Needs) -> Iterator[str]:
+    yield from agreement.same_accelerators(heards)
+    yield from capacity.accelerators(heards, needs)
+
+
+def _place(heards: Heards, needs: Needs) -> tuple[Meeting | None, list[Finding]]:
+    if needs.first not in heards:
+        return None, []
+    networks = {host: heard.facts.network for host, heard in heards.items()}
+    try:
+        return meeting(networks, needs.first, needs.master_address), []
+    except PreflightError as error:
+        return None, [Finding(ADDRESS, str(error))]
+
+
+def _hostnames(heards: Heards, place: Meeting | None) -> Iterator[Finding]:
+    """A name that means loopback is no problem where ranks are told the interface to take."""
+    interfaces = place.interfaces if place else {}
+    for host, text, is_mended in hostnames({host: heard.facts.network for host, heard in heards.items()}, interfaces):
+        end = (
+            f"ranks are told to use {interfaces[host]} instead"
+            if is_mended
+            else "give the name the host's own address in /etc/hosts there"
+        )
+        yield Finding(HOSTNAME, f"{host}: {text}: {end}", is_problem=not is_mended)
+
+
+def _port(heards: Heards, needs: Needs) -> Iterator[str]:
+    if needs.first in heards and not (network := heards[needs.first].facts.network).port_is_free:
+        yield (
+            f"{needs.first}: another program listens on port {network.port}: choose another cluster.master_port, or "
+            "leave it out to have a free one found"
+        )

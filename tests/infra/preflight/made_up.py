@@ -1,0 +1,77 @@
+"""Facts of hosts that do not exist: four that agree in everything, for a test to change."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from infra.preflight.facts import Build, Devices, Facts, Network, Room, Route, Software
+from infra.preflight.findings import Heard
+from infra.preflight.needs import Needs
+from infra.preflight.software import PACKAGES
+
+HOSTS = ["node0", "node1", "node2", "node3"]
+NONCE = "f00d"
+ROOT = Path("/shared/t5")
+SOFTWARE = Software(
+    python="3.11.9",
+    machine="x86_64",
+    packages={**dict.fromkeys(PACKAGES, "1.0"), "torch": "2.13.0"},
+    runtime={"cuda": "13.0"},
+    code_digest="c" * 64,
+    spec_digest="5" * 64,
+    libgomp_error="",
+)
+NEEDS = Needs(
+    slots=dict.fromkeys(HOSTS, (0, 1)),
+    root=ROOT,
+    accelerator="cuda",
+    memory_bytes=dict.fromkeys(HOSTS, 8 << 30),
+    root_bytes=1 << 30,
+    operators=("cpu_adam",),
+)
+
+
+def network(number: int) -> Network:
+    """Of the ``number``-th host: Ethernet, and a bridge of a container program with the same address everywhere."""
+    return Network(
+        hostname=f"node{number}",
+        hostname_addresses=[f"10.0.0.{number}"],
+        ssh_address=f"10.0.0.{number}",
+        interfaces={"lo": ["127.0.0.1/8"], "docker0": ["172.17.0.1/16"], "eth0": [f"10.0.0.{number}/24"]},
+        routes=[Route("10.0.0.0/24", "eth0", 0), Route("172.17.0.0/16", "docker0", 0)],
+        master_addresses=[],
+        port=29500 if number == 0 else None,
+        port_is_free=number == 0,
+    )
+
+
+def facts(number: int) -> Facts:
+    """Of the ``number``-th host."""
+    return Facts(
+        started_at=1000.2,
+        ended_at=1000.4,
+        identity=f"boot{number} machine net:[1]",
+        network=network(number),
+        software=SOFTWARE,
+        devices=Devices("cuda", 2, {"0": 1 << 20, "1": 1 << 20}, {"0": 80 << 30, "1": 80 << 30}, {}, ""),
+        build=Build("/usr/bin/ninja", "/usr/bin/c++", ["cpu_adam"], [], []),
+        room=Room(64 << 30, 65536, NONCE, "", 1 << 40, "/disk/node-folder", "", 1 << 40),
+    )
+
+
+def heard(changes: dict[str, Callable[[Facts], Facts]] | None = None) -> dict[str, Heard]:
+    """Four hosts that answered within a second, some of them changed."""
+    answers = {host: facts(number) for number, host in enumerate(HOSTS)}
+    answers |= {host: change(answers[host]) for host, change in (changes or {}).items()}
+    return {host: Heard(answer, asked_at=1000.0, answered_at=1000.6) for host, answer in answers.items()}
+
+
+def with_(part: str, **changes: object) -> Callable[[Facts], Facts]:
+    """A change of one part of the facts; ``part`` is empty for what belongs to none."""
+
+    def change(of: Facts) -> Facts:
+        if not part:
+            return replace(of, **changes)  # type: ignore[arg-type] # whatever a test wants
+        return replace(of, **{part: replace(getattr(of, part), **changes)})
+
+    return change

@@ -1,0 +1,242 @@
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from infra.preflight.checks import CHECKS, judge, of_error
+from infra.preflight.facts import Facts, Route
+from infra.preflight.findings import Finding
+from infra.preflight.needs import Needs
+from t5train.errors import HostError, HostKeyMismatch, HostUnreachable, RemoteFailed
+from tests.infra.preflight.made_up import HOSTS, NEEDS, NONCE, SOFTWARE, heard, with_
+
+Change = Callable[[Facts], Facts]
+ON_A_NETWORK_OF_ITS_OWN = with_(
+    "network", interfaces={"eth0": ["10.9.9.9/24"]}, routes=[Route("10.9.9.0/24", "eth0", 0)]
+)
+
+
+def findings(changes: dict[str, Change], needs: Needs = NEEDS) -> list[Finding]:
+    return judge(heard(changes), needs, SOFTWARE, NONCE).findings
+
+
+def test_hosts_that_agree_and_have_everything_pass_every_check() -> None:
+    assert findings({}) == []
+
+
+# Check, host, what is other there, and what must be said: who, what, and what to do.
+CULPRITS: list[tuple[str, str, Change, str]] = [
+    ("machines", "node3", with_("", identity="boot1 machine net:[1]"), "node1, node3: names of one machine: keep one"),
+    ("address", "node2", ON_A_NETWORK_OF_ITS_OWN, "node2 have no route to any of them; put the hosts into one net"),
+    ("port", "node0", with_("network", port_is_free=False), "node0: another program listens on port 29500: choose"),
+    (
+        "python",
+        "node3",
+        with_("software", python="3.12.1"),
+        "node3: Python 3.12.1, others 3.11.9: install 3.11.9 there",
+    ),
+    ("python", "node3", with_("software", machine="aarch64"), "node3: processor aarch64, others x86_64: leave it"),
+    (
+        "packages",
+        "node3",
+        with_("software", packages={**SOFTWARE.packages, "torch": "2.12.0"}),
+        "node3: torch 2.12.0, others 2.13.0: install torch==2.13.0 there",
+    ),
+    (
+        "packages",
+        "node0",
+        with_("software", packages={**SOFTWARE.packages, "deepspeed": ""}),
+        "node0: deepspeed missing, others 1.0: install deepspeed==1.0 there",
+    ),
+    (
+        "runtime",
+        "node1",
+        with_("software", runtime={}),
+        "node1: torch built for the CPU only, others cuda 13.0: install the same build",
+    ),
+    (
+        "code",
+        "node1",
+        with_("software", code_digest="d" * 64),
+        "node1: code dddddddddddd, the head's cccccccccccc: inst",
+    ),
+    (
+        "spec",
+        "node1",
+        with_("software", spec_digest="refused: model.x"),
+        "node1: spec refused: model.x, the head's 5555",
+    ),
+    ("accelerators", "node2", with_("devices", kind="cpu"), "node2: accelerator cpu, others cuda: repair the driver"),
+    (
+        "accelerators",
+        "node2",
+        with_("devices", count=1),
+        "node2: 1 accelerators that torch can use, slot 1 is asked for",
+    ),
+    (
+        "accelerators",
+        "node2",
+        with_("devices", used_bytes={"0": 0, "1": 70 << 30}),
+        "node2: another program has memory of accelerator 1 (75.2 GB): end it, or take others",
+    ),
+    (
+        "accelerators",
+        "node2",
+        with_("devices", held_by={"1": "base-0003-ab"}),
+        "node2: accelerators are in use, 1 by base-0003-ab: wait for that run, end it",
+    ),
+    (
+        "accelerators",
+        "node2",
+        with_("devices", error="torch cannot be imported: no libcudart"),
+        "node2: torch cannot be",
+    ),
+    (
+        "ninja",
+        "node1",
+        with_("build", ninja=None),
+        "node1: ninja is not on the PATH that sshd gives: pip install ninja",
+    ),
+    (
+        "operators",
+        "node1",
+        with_("build", compiled=[], compiler=None),
+        "node1: cpu_adam is not compiled, and there is no C++ compiler: install g++ there",
+    ),
+    ("compile locks", "node1", with_("build", foreign_locks=["/c/lock"]), "node1: /c/lock of another user: have t"),
+    (
+        "openmp",
+        "node1",
+        with_("software", libgomp_error="/t/libgomp.so.1: cannot allocate memory in static TLS block"),
+        "node1: /t/libgomp.so.1: cannot allocate memory in static TLS block: set LD_PRELOAD to that library",
+    ),
+    (
+        "openmp",
+        "node1",
+        with_("devices", error="torch cannot be imported: libgomp: cannot allocate memory in static TLS block"),
+        "node1: torch cannot be imported: libgomp: cannot allocate memory in static TLS block: set LD_PRELOAD",
+    ),
+    ("root", "node3", with_("room", nonce=None), "node3: /shared/t5 is not the head's: mount the storage"),
+    ("root", "node3", with_("room", nonce="another"), "node3: /shared/t5 is not the head's: mount the storage"),
+    (
+        "root",
+        "node3",
+        with_("room", root_error="Read-only file system"),
+        "node3: /shared/t5 cannot be written (Read-only",
+    ),
+    (
+        "disks",
+        "node3",
+        with_("room", root_free_bytes=1),
+        "node3: /shared/t5 has 0.0 GB free, the run needs 1.1 GB: make",
+    ),
+    ("disks", "node3", with_("room", node_folder_free_bytes=1), "node3: /disk/node-folder has 0.0 GB free, l"),
+    ("disks", "node3", with_("room", node_folder_error="/x is a link: move it"), "node3: /var/tmp/x is a"),
+    ("memory", "node0", with_("room", memory_bytes=1 << 30), "node0: 1.1 GB of memory, its ranks need 8.6 GB: giv"),
+    (
+        "open files",
+        "node0",
+        with_("room", open_files=256),
+        "node0: 256 open files are allowed, 8 ranks need 576: raise",
+    ),
+    (
+        "clock",
+        "node2",
+        with_("", started_at=900.0, ended_at=900.2),
+        "node2: its clock is at least 100 s behind the head's",
+    ),
+    (
+        "clock",
+        "node2",
+        with_("", started_at=1100.0, ended_at=1100.6),
+        "node2: its clock is at least 100 s ahead of the he",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("check", "host", "change", "text"), CULPRITS, ids=[f"{row[0]}-{row[3][:30]}" for row in CULPRITS]
+)
+def test_a_culprit_is_found_and_named_with_the_remedy(check: str, host: str, change: Change, text: str) -> None:
+    (found,) = findings({host: change})
+    assert (found.check, found.is_problem) == (check, True)
+    assert text in found.text
+    assert check in CHECKS
+
+
+def test_a_name_that_means_loopback_is_a_remark_where_ranks_are_told_an_interface() -> None:
+    (found,) = findings({"node1": with_("network", hostname_addresses=["127.0.1.1"])})
+    assert not found.is_problem
+    assert found.text == "node1: its hostname node1 is 127.0.1.1 there: ranks are told to use eth0 instead"
+
+
+@pytest.mark.parametrize("addresses", [["127.0.1.1"], []])
+def test_a_name_that_means_loopback_is_a_problem_where_no_interface_is_known(addresses: list[str]) -> None:
+    found = findings(
+        {"node0": ON_A_NETWORK_OF_ITS_OWN, "node1": with_("network", hostname_addresses=addresses)},
+    )
+    assert [one.check for one in found if one.is_problem] == ["address", "hostname"]
+    assert "node1: its hostname node1" in found[1].text
+    assert "/etc/hosts" in found[1].text
+
+
+def test_an_operator_that_can_be_compiled_and_a_lock_that_was_removed_are_remarks() -> None:
+    found = findings({"node1": with_("build", compiled=[], cleared_locks=["/c/lock"])})
+    assert [(one.check, one.is_problem) for one in found] == [("operators", False), ("compile locks", False)]
+    assert "cpu_adam will be compiled at the start" in found[0].text
+    assert "removed /c/lock" in found[1].text
+
+
+@pytest.mark.parametrize("given", ["9.0a", "Hopper", "8.0,9.0", "9", "8.0+ptx"])
+def test_architectures_that_deepspeed_cannot_read_are_found(given: str) -> None:
+    (found,) = findings({}, replace(NEEDS, environment={"TORCH_CUDA_ARCH_LIST": f"8.0;{given}"}))
+    assert found.check == "architectures"
+    assert f"cannot read {given}" in found.text
+
+
+@pytest.mark.parametrize("given", ["", "9.0", "8.0;9.0+PTX", "8.6 9.0;10.0"])
+def test_architectures_that_deepspeed_can_read_are_not(given: str) -> None:
+    assert findings({}, replace(NEEDS, environment={"TORCH_CUDA_ARCH_LIST": given})) == []
+
+
+def test_hosts_with_the_same_fault_share_a_line() -> None:
+    (found,) = findings({host: with_("build", ninja=None) for host in HOSTS[1:]})
+    assert found.text.startswith("node1, node2, node3: ninja is not on the PATH")
+
+
+def test_of_two_hosts_that_differ_the_one_unlike_the_head_is_the_culprit() -> None:
+    needs = replace(NEEDS, slots={"node0": (0,), "node1": (0,)})
+    two = {
+        host: one for host, one in heard({"node0": with_("software", python="3.12.1")}).items() if host in needs.slots
+    }
+    (found,) = judge(two, needs, SOFTWARE, NONCE).findings
+    assert found.text.startswith("node0: Python 3.12.1, others 3.11.9")
+
+
+def test_a_clock_within_the_time_that_the_answer_took_is_right() -> None:
+    slow = {"node0": replace(heard()["node0"], asked_at=900.0, answered_at=1100.0)}
+    needs = replace(NEEDS, slots={"node0": (0, 1)})
+    assert judge(slow, needs, SOFTWARE, NONCE).findings == []
+
+
+def test_ranks_on_the_cpu_want_no_accelerator() -> None:
+    change = with_("devices", kind="cpu", count=0)
+    assert findings(dict.fromkeys(HOSTS, change), replace(NEEDS, accelerator=None)) == []
+    assert findings(dict.fromkeys(HOSTS, change), replace(NEEDS, accelerator="cpu")) == []
+    (found,) = findings(dict.fromkeys(HOSTS, change))
+    assert "node0, node1, node2, node3: 0 accelerators that torch can use, slot 1 is asked for" in found.text
+
+
+@pytest.mark.parametrize(
+    ("error", "check"), [(HostUnreachable, "reachable"), (HostKeyMismatch, "host key"), (RemoteFailed, "program")]
+)
+def test_a_host_that_does_not_answer_is_found_with_its_error(error: type[HostError], check: str) -> None:
+    assert of_error(error("node2: no")) == Finding(check, "node2: no")
+    remaining = {host: one for host, one in heard().items() if host != "node2"}
+    assert judge(remaining, NEEDS, SOFTWARE, NONCE).findings == []
+
+
+def test_where_the_first_host_does_not_answer_there_is_no_meeting() -> None:
+    remaining = {host: one for host, one in heard().items() if host != "node0"}
+    found = judge(remaining, NEEDS, SOFTWARE, NONCE)
+    assert (found.meeting, found.port) == (None, None)

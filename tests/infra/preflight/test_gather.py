@@ -1,0 +1,124 @@
+"""What this machine answers."""
+
+import fcntl
+import json
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from infra.preflight import devices, network, software
+from infra.preflight.facts import Facts, Question
+from infra.preflight.gather import gather
+from t5train.fingerprint import fingerprint
+from t5train.recipes import recipe
+
+GATHERED_ONLY_LIGHTLY = """
+import sys
+from infra.preflight.facts import Question
+from infra.preflight.gather import gather
+gather(Question(root="/", nonce_path="/", accelerator="cpu"))
+assert not {"torch", "deepspeed", "transformers"} & set(sys.modules), "something large was imported"
+"""
+
+
+@pytest.fixture
+def question(tmp_path: Path) -> Question:
+    nonce = tmp_path / "nonce"
+    nonce.write_text("f00d", "utf-8")
+    cache = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "cache")}
+    spec = recipe("smoke").model_dump(mode="json")
+    return Question(str(tmp_path), str(nonce), accelerator="cpu", slots=[0], environment=cache, spec=spec)
+
+
+def test_facts_survive_the_journey(question: Question) -> None:
+    facts = gather(question)
+    assert Facts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+
+
+def test_a_node_tells_its_versions_clock_room_and_what_the_head_wrote(question: Question) -> None:
+    before = time.time()
+    facts = gather(question)
+    assert before <= facts.started_at <= facts.ended_at <= time.time()
+    assert facts.software.packages["torch"] == version("torch")
+    assert facts.software.spec_digest == fingerprint(question.spec)
+    assert facts.room.nonce == "f00d"
+    assert (facts.room.root_error, facts.room.node_folder_error, facts.software.libgomp_error) == ("", "", "")
+    assert facts.build.ninja is not None
+    assert facts.network.hostname == socket.gethostname()
+    assert facts.network.interfaces["lo"][0] == "127.0.0.1/8"
+
+
+def test_no_large_package_is_imported_to_tell_of_a_host_without_accelerators(
+    run_python: Callable[..., CompletedProcess[str]],
+) -> None:
+    result = run_python(GATHERED_ONLY_LIGHTLY)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_code_digest_sees_every_module(tmp_path: Path) -> None:
+    for top in ("t5train", "infra"):
+        (tmp_path / top / "part").mkdir(parents=True)
+        (tmp_path / top / "part" / "module.py").write_text("x = 1\n", "utf-8")
+    first = software.code_digest(tmp_path)
+    (tmp_path / "infra" / "part" / "module.py").write_text("x = 2\n", "utf-8")
+    changed = software.code_digest(tmp_path)
+    shutil.move(tmp_path / "infra" / "part" / "module.py", tmp_path / "infra" / "part" / "renamed.py")
+    assert len({first, changed, software.code_digest(tmp_path)}) == 3
+
+
+def test_a_spec_that_the_nodes_code_does_not_know_is_told() -> None:
+    assert software.spec_digest({"recipe": "smoke", "novelty": 1}).startswith("refused: ")
+
+
+def test_the_port_where_ranks_meet_is_tried(question: Question) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        answer = network.network(Question("/", "/", wants_port=True, master_port=port))
+        assert (answer.port, answer.port_is_free) == (port, False)
+    found = network.network(Question("/", "/", wants_port=True))
+    assert found.port is not None
+    assert found.port_is_free
+
+
+def test_a_root_that_is_not_there_is_told(question: Question, tmp_path: Path) -> None:
+    gone = Question(str(tmp_path / "gone"), str(tmp_path / "gone" / "nonce"), accelerator="cpu")
+    room = gather(gone).room
+    assert (room.nonce, room.root_error) == (None, "No such file or directory")
+
+
+def test_a_lock_that_is_held_is_found_with_its_holder(tmp_path: Path) -> None:
+    lock = tmp_path / "cuda-0.lock"
+    assert devices.holder(lock) is None
+    lock.write_text("base-0001-ab12cd34", "utf-8")
+    assert devices.holder(lock) is None
+    with open(lock, encoding="utf-8") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert devices.holder(lock) == "base-0001-ab12cd34"
+
+
+def test_stale_locks_are_removed_and_compiled_operators_found(question: Question, tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "cpu_adam"
+    folder.mkdir(parents=True)
+    (folder / "cpu_adam.so").touch()
+    (folder / "lock").touch()
+    build = gather(question).build
+    assert build.compiled == ["cpu_adam"]
+    assert build.cleared_locks == [str(folder / "lock")]
+    assert not (folder / "lock").exists()
+
+
+def test_ninja_is_looked_for_where_ranks_will(question: Question, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert gather(question).build.ninja == str(Path(sys.executable).parent / "ninja")
+
+
+def test_two_names_of_this_machine_are_one(question: Question) -> None:
+    assert gather(question).identity == gather(question).identity
+    assert str(Path("/proc/self/ns/net").readlink()) in gather(question).identity
