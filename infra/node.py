@@ -2,6 +2,7 @@
 
 ::
 
+    facts     what a preflight wants to know of this machine
     meet      where the ranks meet: an address and a port of this machine
     prepare   make the folder of an attempt
     watch     tell of its ranks, and take the head's word for them, until stdin ends
@@ -10,8 +11,8 @@
     remove    remove its folder
 
 What an action is told is one line of JSON on stdin, what it answers are lines of JSON on stdout; so nothing of a user's
-is ever part of a command line. An error of ours is told on stderr, exit code 1. Standard library only, and quick to
-start.
+is ever part of a command line. An error of ours is told on stderr, exit code 1. Quick to start: what
+imports more than the standard library does so when it is asked for.
 """
 
 import json
@@ -24,6 +25,7 @@ from infra.meeting import meet
 from infra.node_attempt import logs, prepare, remove
 from infra.node_end import end
 from infra.node_watch import watch
+from infra.preflight.actions import facts
 from t5train.errors import T5TrainError
 
 Request = dict[str, Any]
@@ -31,6 +33,7 @@ Action = Callable[[Request], Request | None]
 """Given what the head asks for, the answer; None from those that write to stdout themselves."""
 
 ACTIONS: dict[str, Action] = {
+    "facts": facts,
     "meet": meet,
     "prepare": prepare,
     "watch": watch,

@@ -1,0 +1,11 @@
+"""What `python -m infra.node` does for a preflight; the rest is imported only then, as it takes its time."""
+
+from typing import Any
+
+
+def facts(request: dict[str, Any]) -> dict[str, Any]:
+    """All facts of this node, as a ``Question`` asks for them."""
+    from infra.preflight.facts import Question
+    from infra.preflight.gather import gather
+
+    return gather(Question.from_json(request)).to_json()
