@@ -125,3 +125,25 @@ def test_without_a_browser_that_may_be_installed_the_tests_go_on(checkout: Path)
     result = browser(checkout)
     assert result.returncode == 0
     assert "as root: apt-get install chromium" in result.stderr
+
+
+def cluster_packages(checkout: Path) -> subprocess.CompletedProcess[str]:
+    script = (checkout / ".ci" / "cluster-packages").read_text("utf-8")
+    (checkout / ".ci" / "cluster-packages").write_text(script.replace(":/usr/sbin:/sbin", ""), "utf-8")  # what is there
+    environment = {"PATH": str(checkout / "bin")}
+    command = [str(checkout / ".ci" / "cluster-packages")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_what_several_hosts_need_is_installed_where_it_may(checkout: Path) -> None:
+    add_program(checkout, "id", "#!/bin/bash\necho 0\n")
+    add_program(checkout, "ip", "#!/bin/bash\n")
+    add_program(checkout, "apt-get", f'#!/bin/bash\necho "$*" >> {checkout}/asked\n')
+    assert cluster_packages(checkout).returncode == 0
+    assert (checkout / "asked").read_text().splitlines()[-1].endswith("pdsh openssh-server")
+
+
+def test_setup_goes_on_without_what_several_hosts_need(checkout: Path) -> None:
+    result = cluster_packages(checkout)
+    assert result.returncode == 0
+    assert "as root: apt-get install pdsh openssh-server iproute2" in result.stderr

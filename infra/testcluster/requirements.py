@@ -6,7 +6,7 @@ import subprocess
 
 from infra.testcluster import namespaces
 
-_PACKAGES = {
+PACKAGES = {
     "unshare": "util-linux",
     "nsenter": "util-linux",
     "setpriv": "util-linux",
@@ -17,6 +17,7 @@ _PACKAGES = {
     "sshd": "openssh-server",
     "pdsh": "pdsh",
 }
+"""The programs that are used, and the Debian package of each."""
 
 
 def what_is_missing() -> str | None:
@@ -24,7 +25,7 @@ def what_is_missing() -> str | None:
     if os.geteuid() != 0:
         return "only root can make namespaces: run it as root (sudo, or a container with --privileged)"
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-    lacking = sorted({package for program, package in _PACKAGES.items() if not shutil.which(program, path=path)})
+    lacking = sorted({package for program, package in PACKAGES.items() if not shutil.which(program, path=path)})
     if lacking:
         return f"Debian packages are missing: apt-get install {' '.join(lacking)}"
     tried = subprocess.run(["unshare", *namespaces.HOST, "true"], capture_output=True, text=True, check=False)

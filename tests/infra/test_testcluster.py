@@ -1,0 +1,53 @@
+"""Where there can be no test cluster, that is said, with the reason and the remedy."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra.testcluster import Cluster, registry, requirements
+from t5train.errors import TestClusterError
+
+Programs = Callable[[dict[str, str]], None]
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    """As root on a machine that has these programs, name and script, besides those of /usr/sbin."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def programs(scripts: dict[str, str]) -> None:
+        for name, script in scripts.items():
+            (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+            (tmp_path / name).chmod(0o755)
+
+    return programs
+
+
+def test_who_is_not_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(TestClusterError, match="only root can make namespaces"):
+        Cluster.up("never")
+    assert not (registry.FOLDER / "never").exists()
+
+
+def test_missing_packages_are_named_once_each(programs: Programs) -> None:
+    programs(dict.fromkeys(("unshare", "nsenter", "setpriv", "ip", "tc", "sshd"), ""))
+    assert requirements.what_is_missing() == "Debian packages are missing: apt-get install openssh-client pdsh"
+
+
+def test_a_container_without_the_right_is_told_what_it_lacks(programs: Programs) -> None:
+    all_programs = dict.fromkeys(requirements.PACKAGES, "")
+    programs(all_programs | {"unshare": "echo unshare failed: Operation not permitted >&2; exit 1"})
+    reason = requirements.what_is_missing()
+    assert reason is not None
+    assert "unshare failed: Operation not permitted" in reason
+    assert "--privileged" in reason
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "Ä", "x" * 41])
+def test_a_name_that_is_no_folder_of_its_own_is_refused(name: str) -> None:
+    with pytest.raises(TestClusterError, match="cannot be called"):
+        registry.end(name)
