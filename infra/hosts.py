@@ -83,7 +83,9 @@ def parse(text: str, source: str) -> Hosts:
     return Hosts(tuple(found.values()))
 
 
-def select(hosts: Hosts, *, include: str | None, exclude: str | None, num_nodes: int | None) -> Hosts:
+def select(
+    hosts: Hosts, *, include: str | None = None, exclude: str | None = None, num_nodes: int | None = None
+) -> Hosts:
     """The hosts and slots that at most one of these leaves, in the order of the hostfile, as DeepSpeed means them.
 
     Include and exclude are ``NAME[:SLOT[,SLOT...]][@NAME...]``; a name alone stands for all its slots.
