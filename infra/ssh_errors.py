@@ -6,20 +6,20 @@ from t5train.errors import HostError, HostKeyMismatch, HostUnreachable
 
 SSH_FAILED = 255
 """Exit code by which ssh itself fails; any other is the command's."""
-_NOISE = re.compile(r"^[@*]*\s*$|^Warning: Permanently added ")
+_NOISE = re.compile(r"[@*\s]*$")
 
 _Kind = type[HostKeyMismatch] | type[HostUnreachable]
 _FAILURES: tuple[tuple[str, _Kind, str], ...] = (
     (
-        "REMOTE HOST IDENTIFICATION HAS CHANGED|Host key for .* has changed",
+        r"Host key for (?P<name>\S+) has changed",
         HostKeyMismatch,
-        "its key is not the known one: if it was installed anew, remove the old key with `ssh-keygen -R {host}` and "
-        "add the new one; else somebody may be in between",
+        "its key is not the known one: if it was installed anew, remove the old key with `ssh-keygen -R '{name}'` (-f "
+        "cluster.known_hosts) and add the new one; else somebody may be in between",
     ),
     (
-        "Host key verification failed|No .* host key is known",
+        r"No \S+ host key is known for (?P<name>\S+)|Host key verification failed",
         HostKeyMismatch,
-        "its key is not known: add it with `ssh-keyscan {host} >> ~/.ssh/known_hosts` (or to cluster.known_hosts) "
+        "its key is not known: add it with `ssh-keyscan {scan} >> ~/.ssh/known_hosts` (or to cluster.known_hosts) "
         "after comparing the fingerprint",
     ),
     (
@@ -48,16 +48,20 @@ _FAILURES: tuple[tuple[str, _Kind, str], ...] = (
         "ssh does not understand its configuration: repair ~/.ssh/config or /etc/ssh/ssh_config",
     ),
 )
-_BROKEN = "the connection broke: see whether it still runs, and what its sshd logged"
+_BROKEN = (
+    "the connection broke, or a signal ended the command there: see whether it still runs, and what its sshd logged"
+)
 
 
 def failure_of_ssh(host: str, said: bytes) -> HostError:
     """The error for an ssh that ended with 255 after it had said that on stderr."""
-    text = last_lines(said)
     for pattern, kind, remedy in _FAILURES:
-        if re.search(pattern, said.decode("utf-8", "replace")):
-            return kind(f"{host}: {remedy.format(host=host)}. ssh said: {text}")
-    return HostUnreachable(f"{host}: {_BROKEN}. ssh said: {text}")
+        if match := re.search(pattern, said.decode("utf-8", "replace")):
+            name = match.groupdict().get("name") or host  # as known_hosts has it: [host]:port where that is not 22
+            at = re.fullmatch(r"\[.+\]:(\d+)", name)
+            scan = f"-p {at[1]} {host}" if at else host
+            return kind(f"{host}: {remedy.format(host=host, name=name, scan=scan)}. ssh said: {last_lines(said)}")
+    return HostUnreachable(f"{host}: {_BROKEN}. ssh said: {last_lines(said)}")
 
 
 def last_lines(said: bytes, most: int = 3) -> str:

@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -9,7 +10,10 @@ import pytest
 
 from infra import attempt, processes
 from infra.attempt import Attempt
+from infra.ports import free_port
 from infra.processes import ProcessIdentity
+from infra.remote import Ssh
+from t5train.spec import ClusterSpec
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
@@ -99,3 +103,38 @@ class LocalHosts:
 def local_hosts(tmp_path: Path) -> LocalHosts:
     (tmp_path / "hosts").mkdir()
     return LocalHosts(tmp_path / "hosts")
+
+
+@pytest.fixture
+def sshd(tmp_path: Path) -> Iterator[Callable[..., Ssh]]:
+    """Makes an ssh client for a server of this test's own on loopback, at a free port.
+
+    ``known`` is whose key the client knows for the server's, ``identity`` by which key it comes.
+    """
+    server = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+    if server is None:
+        pytest.skip("no sshd on this machine: apt-get install openssh-server")
+    if os.getuid() == 0:
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # as its service makes it
+    for name in ("host", "user", "another"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
+    settings = {"Port": free_port(), "ListenAddress": "127.0.0.1", "HostKey": tmp_path / "host"}
+    settings |= {"AuthorizedKeysFile": tmp_path / "user.pub", "AcceptEnv": "*", "PidFile": "none"}
+    settings |= {"StrictModes": "no", "UsePAM": "no", "PasswordAuthentication": "no", "PermitRootLogin": "yes"}
+    (tmp_path / "sshd_config").write_text("".join(f"{name} {value}\n" for name, value in settings.items()))
+    process = subprocess.Popen([server, "-D", "-e", "-f", tmp_path / "sshd_config"], stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    while b"listening" not in process.stderr.readline():
+        assert process.poll() is None, "sshd does not start"
+
+    def client(known: str | None = "host", identity: str = "user") -> Ssh:
+        names = ",".join(f"[{name}]:{settings['Port']}" for name in ("127.0.0.1", "localhost"))
+        (tmp_path / "known_hosts").write_text(f"{names} {(tmp_path / f'{known}.pub').read_text()}" if known else "")
+        ssh = Ssh.configured(ClusterSpec(ssh_port=settings["Port"], known_hosts=tmp_path / "known_hosts"), tmp_path)
+        with open(ssh.config, "a") as config:
+            config.write(f"IdentityFile {tmp_path / identity}\nIdentitiesOnly yes\n")
+        return ssh
+
+    yield client
+    process.kill()
+    process.communicate()
