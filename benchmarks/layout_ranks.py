@@ -26,7 +26,6 @@ def main(jobs: Path) -> None:
             spec=build(entry["spec"]),
             run_fingerprint="0" * 64,
             run_folder=folder,
-            attempt_folder=folder,
             shards_folder=Path(entry["shards"]),
             resume_tag=None,
         )

@@ -8,6 +8,7 @@
     rank-00000.pid          its process (also the number of its process group) and its guard's
     rank-00000.beat         its signs of life (t5train.train.heartbeat)
     rank-00000.exit.json    how it ended; written by its guard
+    stop                    there once the launcher was told to end, and thereby all
     rank-00000.error.json   the error it raised, if it was one of this project's (t5train.train.error_report)
 
 The launcher has .log, .pid and .exit.json too. On one machine that folder is ``{run}/attempts/NNNN``. Over hosts each
@@ -33,6 +34,7 @@ from t5train.run_files import ATTEMPTS
 
 ATTEMPT = "attempt.json"
 LAUNCHER = "launcher"
+STOP = "stop"
 
 
 def now() -> str:
@@ -80,6 +82,11 @@ class ExitRecord:
         """It did all it had to do."""
         return self.returncode == 0 and self.cause == Cause.EXITED
 
+    @property
+    def is_failure(self) -> bool:
+        """It ended before its work was done, and not because it was told to."""
+        return not self.succeeded and self.cause != Cause.TOLD
+
     def __str__(self) -> str:
         if self.cause != Cause.EXITED:
             return f"was ended by its guard ({self.reason})"
@@ -119,6 +126,10 @@ class Attempt:
         facts |= {"head": self.head and asdict(self.head), "hosts": self.hosts and dict(self.hosts)}
         write_json(self.folder / ATTEMPT, facts)
 
+    def rank_files(self, name: str) -> Path:
+        """Where a rank of that name leaves files of its own, up to their suffix."""
+        return self.folder / name
+
     def log(self, name: str) -> Path:
         """Output of the rank or launcher of that name."""
         return self.folder / f"{name}.log"
@@ -144,6 +155,27 @@ class Attempt:
         recorded = [json.loads(path.read_text("utf-8")) for path in sorted(self.folder.glob("rank-*.pid"))]
         guards = [ProcessIdentity(**facts["guard"]) for facts in recorded]
         return [guard for guard in guards if guard.is_alive()]
+
+    def failed_fellow(self, name: str) -> str | None:
+        """Another rank of this machine that has failed, or whose guard was killed; None if there is none."""
+        for path in sorted(self.folder.glob("rank-*.pid")):
+            if path.stem == name:
+                continue
+            guard = ProcessIdentity(**json.loads(path.read_text("utf-8"))["guard"])
+            is_alive = guard.is_alive()  # asked before the record, which it outlives
+            record = self.exit_record(path.stem)
+            if (record is None and not is_alive) or (record is not None and record.is_failure):
+                return path.stem
+        return None
+
+    def order_stop(self) -> None:
+        """Have the head tell all ranks to save and end."""
+        (self.folder / STOP).touch(mode=0o600)
+
+    @property
+    def is_stop_ordered(self) -> bool:
+        """Whether somebody had the launcher told to end, and thereby all."""
+        return (self.folder / STOP).exists()
 
 
 def rank_name(rank: int) -> str:

@@ -1,24 +1,53 @@
-"""What ranks get to see of the environment: what is on a list, and never a secret."""
+"""What ranks get to see of the environment: what is on a list, and never a secret that nobody asked for.
 
+On one machine they see what is allowed of the head's. Over hosts the settings of libraries travel from the head in a
+file, what is a machine's own (its folders, its user, its devices) stays that machine's, and numbers of ranks are what
+DeepSpeed's launcher, Slurm's or OpenMPI's says they are. Standard library only, as the guards import it.
+"""
+
+import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from infra.attempt import Attempt
+from infra.attempt import Attempt, rank_name
 from infra.processes import RUN_ID_VARIABLE
+from t5train.errors import LaunchError
+from t5train.train.heartbeat import RANK_FILES
+
+ENVIRONMENT = "environment.json"
+"""In an attempt's folder on a host: what came from the head."""
 
 DEVICES_VARIABLE = "T5_VISIBLE_DEVICES"
 """CUDA_VISIBLE_DEVICES as the user set it: DeepSpeed's launcher writes its own numbering over that name."""
 
-_ALLOWED = re.compile(
-    "CC|CXX|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|HOME|LANG|LANGUAGE|LD_LIBRARY_PATH|LOGNAME|PATH|SHELL|TMPDIR|TZ|USER"
+_LIBRARIES = re.compile(
+    "(CCL|CUBLAS|CUDA|CUDNN|DS|FI|GLOO|GOMP|HCCL|HSA|KMP|MKL|NCCL|NVIDIA|OMP|OPENBLAS|RCCL|TORCH|TORCHINDUCTOR|TRITON"
+    "|UCX)_.*|PYTHON.*|HF_HUB_OFFLINE"
+)
+_DEVICES = re.compile(".*_VISIBLE_DEVICES|.*_VISIBLE_MODULES|ZE_AFFINITY_MASK")
+_OWN = re.compile(
+    "CC|CXX|CUDA_HOME|HF_HOME|HF_HUB_CACHE|HOME|LANG|LANGUAGE|LC_.*|LD_LIBRARY_PATH|LOGNAME|PATH|SHELL|TMPDIR|TZ|USER"
     "|VIRTUAL_ENV|XDG_CACHE_HOME"
-    "|(CUBLAS|CUDA|CUDNN|DS|GLOO|GOMP|KMP|LC|MKL|NCCL|NVIDIA|OMP|OPENBLAS|TORCH|TORCHINDUCTOR|TRITON|UCX)_.*"
-    "|PYTHON.*"
 )
 _SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|KEY")
+_HIDDEN = "[secret]"
+_SHORTEST_SECRET = 6  # words like "1" and "true" are settings
+_PASSWORD_IN_URL = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
+_ALWAYS = {
+    # `python -m` would else put the current folder first on the path, where a stray module can shadow a package.
+    "PYTHONSAFEPATH": "1",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONUTF8": "1",  # torch reads sources of its own in the locale's encoding
+}
+_SAME_NUMBER = {
+    "RANK": ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
+    "LOCAL_RANK": ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "WORLD_SIZE": ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
+}
+_OF_THE_LAUNCH = ("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def rank_environment(
@@ -29,21 +58,18 @@ def rank_environment(
     extra: Mapping[str, str],
     parent: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """The whole environment of an attempt's processes: allowed names of ``parent``, what a run needs, ``extra``.
+    """The whole environment of an attempt's processes on one machine: allowed names of ``parent``, ``extra``.
 
     Variables of another launcher (RANK, WORLD_SIZE, LOCAL_SIZE ...) are not on the list either: DeepSpeed's would
     believe them.
     """
     environment = {name: value for name, value in parent.items() if _is_allowed(name)}
-    # A venv that is used without being activated has its ninja on nobody's PATH.
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), parent.get("PATH", os.defpath)])
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
+    environment["PATH"] = _path(parent)
+    environment.setdefault("OMP_NUM_THREADS", _threads(num_ranks))
     # Ranks of one machine meet on loopback: a hostname that resolves to 127.0.1.1 would make gloo wait in vain.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment.setdefault("HF_HUB_OFFLINE", "1")
-    # `python -m` would else put the current folder first on the path, where a stray module can shadow a package.
-    environment |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-    environment["PYTHONUTF8"] = "1"  # torch reads sources of its own in the locale's encoding
+    environment |= _ALWAYS
     if accelerator is not None:
         environment["DS_ACCELERATOR"] = accelerator
     if (devices := environment.pop("CUDA_VISIBLE_DEVICES", None)) is not None:  # empty: none of them
@@ -51,5 +77,69 @@ def rank_environment(
     return {**environment, RUN_ID_VARIABLE: attempt.run_id, **extra}
 
 
+def travelling_environment(
+    attempt: Attempt, *, accelerator: str | None, names: Iterable[str], parent: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """What ranks on hosts get of the head's environment: settings of libraries, and ``names``, secret or not.
+
+    Which devices the head may see is its own affair, and where it keeps things too.
+    """
+    allowed = {
+        name: value
+        for name, value in parent.items()
+        if _LIBRARIES.fullmatch(name) and not _SECRET.search(name) and not _is_own(name)
+    }
+    asked = {name: parent[name] for name in names if name in parent}
+    chosen = {} if accelerator is None else {"DS_ACCELERATOR": accelerator}
+    return {"HF_HUB_OFFLINE": "1", **allowed, **asked, **chosen, **_ALWAYS, RUN_ID_VARIABLE: attempt.run_id}
+
+
+def variables_of_rank(attempt: Attempt, own: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment of the rank whose guard has ``own``."""
+    if attempt.head is not None:
+        environment = dict(own)
+        if DEVICES_VARIABLE in environment:
+            environment["CUDA_VISIBLE_DEVICES"] = environment[DEVICES_VARIABLE]
+    else:
+        given: dict[str, str] = json.loads((attempt.folder / ENVIRONMENT).read_text("utf-8"))
+        environment = {name: value for name, value in own.items() if _is_own(name)}
+        environment |= {"PATH": _path(own), "OMP_NUM_THREADS": _threads(max(1, len(attempt.slots)))}
+        environment |= given | {name: own[name] for name in _OF_THE_LAUNCH if name in own}
+    environment |= _numbers(own)
+    return environment | {RANK_FILES: str(attempt.rank_files(rank_name(int(environment["RANK"]))))}
+
+
+def redact(text: str, parent: Mapping[str, str] = os.environ) -> str:
+    """``text`` without the values of variables that seem secret, and without passwords in URLs."""
+    for name, value in parent.items():
+        if _SECRET.search(name) and len(value) >= _SHORTEST_SECRET:
+            text = text.replace(value, _HIDDEN)
+    return _PASSWORD_IN_URL.sub(rf"\1{_HIDDEN}@", text)
+
+
+def _numbers(own: Mapping[str, str]) -> dict[str, str]:
+    """RANK, LOCAL_RANK and WORLD_SIZE, by whoever started this process; LaunchError if nobody says which rank it is."""
+    said = {name: own[one] for name, others in _SAME_NUMBER.items() for one in (*reversed(others), name) if one in own}
+    if "RANK" not in said:
+        raise LaunchError(
+            f"a guard was started with neither RANK nor {' nor '.join(_SAME_NUMBER['RANK'])} in its environment: ranks "
+            "are to be started by DeepSpeed's launcher, srun or mpirun"
+        )
+    return said
+
+
+def _path(parent: Mapping[str, str]) -> str:
+    """A venv that is used without being activated has its ninja on nobody's PATH."""
+    return os.pathsep.join([str(Path(sys.executable).parent), parent.get("PATH", os.defpath)])
+
+
+def _threads(num_ranks: int) -> str:
+    return str(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+
+
+def _is_own(name: str) -> bool:
+    return (_OWN.fullmatch(name) or _DEVICES.fullmatch(name)) is not None
+
+
 def _is_allowed(name: str) -> bool:
-    return _ALLOWED.fullmatch(name) is not None and not _SECRET.search(name)
+    return (_is_own(name) or _LIBRARIES.fullmatch(name) is not None) and not _SECRET.search(name)

@@ -18,7 +18,7 @@ def failure_of(this: Attempt, num_ranks: int) -> T5TrainError:
     Call it when every process of the attempt has ended.
     """
     for rank in range(num_ranks):
-        if (reported := error_report.read(this.folder, rank)) is not None:
+        if (reported := error_report.read(this.folder / attempt.rank_name(rank))) is not None:
             return reported
     what, name = _first_failure(this, num_ranks) or _launcher_failure(this)
     log = this.log(name)

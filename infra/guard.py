@@ -2,12 +2,12 @@
 
 ::
 
-    python -m infra.guard ATTEMPT_FOLDER PROGRAM [ARGUMENT...]
+    python -m infra.guard ATTEMPT_FOLDER PROGRAM [ARGUMENT...]     a rank
+    python -m infra.guard --launcher ATTEMPT_FOLDER PROGRAM ...    DeepSpeed's launcher
 
-The program (a rank where RANK is set, else the launcher) runs in a session of its own, its output in a file.
-It ends, with all its process group, when the head dies, when the guard's parent dies, when the guard is told to
-end; and when the guard itself is killed, the kernel kills the program. How it ended is written down last.
-Standard library only: it must start in an instant, on any node.
+The program runs in a session of its own, its output in a file. It ends, with all its process group, for any of the
+reasons in infra.vigil, and when the head dies; and when the guard itself is killed, the kernel kills the program. How
+it ended is written down last. Standard library only: it must start in an instant, on any node.
 """
 
 import os
@@ -15,74 +15,128 @@ import select
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from infra import attempt, processes, shared_memory
+from infra import attempt, lease, processes, shared_memory
 from infra.attempt import Attempt, Cause, ExitRecord
-from infra.environment import DEVICES_VARIABLE
+from infra.environment import variables_of_rank
 from infra.processes import ProcessIdentity
 from infra.run_lock import ranks_lock
+from infra.vigil import Verdict, Vigil
 
+LAUNCHER_OPTION = "--launcher"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_RANK_GRACE_SECONDS = 3.0
-LAUNCHER_GRACE_SECONDS = 6.0
-"""Longer than a rank's, as the launcher's process group holds the ranks' guards, who give that and write records."""
+_LOOK_SECONDS = 1.0
+_STACKS_SECONDS = 1.0
+_SIGNALS_AT_ONCE = 64
 
 
-def guard(folder: Path, argv: list[str]) -> ExitRecord:
+@dataclass(frozen=True)
+class _Alarms:
+    """Descriptors that become readable when the head dies, and when a signal comes; and who started the guard."""
+
+    head: int | None
+    told: int
+    parent: int
+
+
+def guard(folder: Path, argv: list[str], is_launcher: bool = False) -> ExitRecord:
     """Run ``argv`` until it ends or must end; returns what was written to its exit record."""
-    told = _watch_signals()
-    parent = os.getppid()
-    processes.die_with_parent(signal.SIGTERM)
-    this, name = attempt.read(folder), _name()
-    started_at = attempt.now()
+    told, parent = _watch_signals(), os.getppid()
+    processes.die_with_parent(signal.SIGHUP)
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)  # who ends the launcher's group does not end this, and so the rank, without a word
+    this = attempt.read(folder)
+    environment = dict(os.environ) if is_launcher else variables_of_rank(this, os.environ)
+    name = attempt.LAUNCHER if is_launcher else attempt.rank_name(int(environment["RANK"]))
+    started_at, oom_kills = attempt.now(), processes.oom_kills()
     # First the lock, then the look at the head: a new head that found the lock free is thereby sure that
     # whoever gets it later finds the old head dead, and starts nothing.
-    with ranks_lock(folder.parent.parent) as lock:
+    with _lock(this) as lock:
         head = this.head.open() if this.head else None
-        if head is None or os.getppid() != parent:
-            returncode, cause, reason = None, Cause.REFUSED, "the head or the parent died before the start"
+        if _is_over(this, head) or os.getppid() != parent:
+            returncode, verdict = None, (Cause.REFUSED, "the head or the parent died before the start")
         else:
-            returncode, cause, reason = _run(this, name, argv, lock, (head, told))
-        record = ExitRecord(name, returncode, cause, reason, started_at, attempt.now(), this.host)
+            start = partial(_start, this, name, argv, environment, lock)
+            returncode, verdict = _run(this, name, start, _Alarms(head, told, parent))
+        killed = processes.oom_kills() - oom_kills
+        record = ExitRecord(name, returncode, *verdict, started_at, attempt.now(), this.host, killed)
         this.write_exit(record)
+    if not is_launcher:
+        shared_memory.remove_of_rank(environment)
     return record
 
 
-def _run(this: Attempt, name: str, argv: list[str], lock: int, alarms: tuple[int, int]) -> tuple[int, Cause, str]:
-    """Start the program, wait, end its group; its return code and the reason of its end."""
+def _run(
+    this: Attempt, name: str, start: Callable[[], subprocess.Popen[bytes]], alarms: _Alarms
+) -> tuple[int | None, Verdict]:
+    """Start the program, wait, end its group; its return code, None if it outlived SIGKILL, and why it ended."""
+    child = start()
+    this.write_process(name, ProcessIdentity.of(child.pid), ProcessIdentity.of(os.getpid()))
+    verdict = _wait(child.pid, alarms, Vigil(this, name, child.pid, alarms.parent))
+    if verdict[0] == Cause.PHASE:
+        os.kill(child.pid, signal.SIGUSR1)  # a rank writes to its log where it hangs
+        time.sleep(_STACKS_SECONDS)
+    if name == attempt.LAUNCHER and child.poll() == -signal.SIGTERM:
+        this.order_stop()  # for all: the head tells the ranks, with which what is left of the launcher ends
+        processes.await_end(processes.in_group(child.pid), this.grace_seconds)
+    left = processes.end(processes.in_group(child.pid), grace_seconds=0)
+    return None if child.pid in left else child.wait(), verdict
+
+
+def _start(
+    this: Attempt, name: str, argv: list[str], environment: Mapping[str, str], lock: int | None
+) -> subprocess.Popen[bytes]:
     with open(this.log(name), "ab", buffering=0) as log:
-        child = subprocess.Popen(
+        return subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            pass_fds=(lock,),  # held by the rank too: a guard that is killed must not free it before its rank is gone
-            env=_environment(),
+            # Held by the rank too: a guard that is killed must not free it before its rank is gone.
+            pass_fds=() if lock is None else (lock,),
+            env=environment,
             preexec_fn=partial(_die_with_guard, os.getpid()),  # noqa: PLW1509 - unsafe with threads only, and a guard has none
         )
-    this.write_process(name, ProcessIdentity.of(child.pid), ProcessIdentity.of(os.getpid()))
-    cause, reason = _wait(os.pidfd_open(child.pid), *alarms)
-    grace = LAUNCHER_GRACE_SECONDS if name == attempt.LAUNCHER else _RANK_GRACE_SECONDS
-    processes.end(processes.in_group(child.pid), grace)
-    shared_memory.remove_of_rank()
-    return child.wait(), cause, reason
 
 
-def _wait(child: int, head: int, told: int) -> tuple[Cause, str]:
-    """Sleep until the child ends, the head dies or a signal comes, whichever is first."""
-    ready, _, _ = select.select([child, head, told], [], [])
-    if child in ready:
-        return Cause.EXITED, "exited"
-    if told in ready:
-        return Cause.TOLD, signal.Signals(os.read(told, 1)[0]).name
-    return Cause.HEAD, "the head died"
+def _wait(child: int, alarms: _Alarms, vigil: Vigil) -> Verdict:
+    """Sleep until the child has ended, or must end."""
+    ended = os.pidfd_open(child)
+    watched = [ended, alarms.told, *([] if alarms.head is None else [alarms.head])]
+    while True:
+        ready, _, _ = select.select(watched, [], [], _LOOK_SECONDS)
+        if ended in ready:
+            return vigil.of_its_end()
+        if alarms.head in ready:
+            return Cause.HEAD, "the head died"
+        heard = os.read(alarms.told, _SIGNALS_AT_ONCE) if alarms.told in ready else b""
+        if (verdict := vigil.hear(heard) if heard else vigil.look()) is not None:
+            return verdict
+
+
+def _is_over(this: Attempt, head: int | None) -> bool:
+    return head is None if this.head else lease.is_ended(this.folder)
+
+
+@contextmanager
+def _lock(this: Attempt) -> Iterator[int | None]:
+    """On one machine, the run's; over hosts the head ends what earlier attempts have left there."""
+    if this.head is None:
+        yield None
+        return
+    with ranks_lock(this.folder.parent.parent) as lock:
+        yield lock
 
 
 def _watch_signals() -> int:
-    """A descriptor that becomes readable with the first signal, and stays so: none is lost before the child is."""
+    """A descriptor that becomes readable with the first signal: none is lost before the child is."""
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
@@ -98,21 +152,12 @@ def _die_with_guard(guard_pid: int) -> None:
         os._exit(1)
 
 
-def _name() -> str:
-    rank = os.environ.get("RANK")
-    return attempt.LAUNCHER if rank is None else attempt.rank_name(int(rank))
-
-
-def _environment() -> dict[str, str]:
-    environment = dict(os.environ)
-    if "RANK" in environment and DEVICES_VARIABLE in environment:
-        environment["CUDA_VISIBLE_DEVICES"] = environment[DEVICES_VARIABLE]
-    return environment
-
-
 def main() -> None:
     """End as the program did, and never well when the guard had to end it."""
-    record = guard(Path(sys.argv[1]), sys.argv[2:])
+    arguments = sys.argv[1:]
+    is_launcher = arguments[0] == LAUNCHER_OPTION
+    folder, *argv = arguments[is_launcher:]
+    record = guard(Path(folder), argv, is_launcher)
     sys.exit(0 if record.succeeded else 1)
 
 

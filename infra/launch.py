@@ -5,12 +5,14 @@
     head (this process) ── guard ── deepspeed.launcher.runner ── deepspeed.launcher.launch ──┬─ guard ── rank 0
                                                                                              └─ guard ── rank 1
 
-The head ends everything when a rank or the launcher fails; the guards do when the head is gone. Whether the
-ranks did their work is told by their exit records alone: DeepSpeed's launcher exits 0 when it was killed.
+The head ends everything when a rank or the launcher fails; the guards do when the head is gone. SIGTERM, to the head or
+to the launcher's guard, ends it too, but gives the ranks time to save. Whether the ranks did their work is told by
+their exit records alone: DeepSpeed's launcher exits 0 when it was killed.
 """
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,12 +25,15 @@ from infra import attempt, ports, processes, shared_memory
 from infra.attempt import Attempt
 from infra.environment import rank_environment
 from infra.failure import failure_of
-from infra.guard import LAUNCHER_GRACE_SECONDS
+from infra.guard import LAUNCHER_OPTION
 from infra.op_cache import clear_stale_locks
 from infra.processes import ProcessIdentity
+from infra.stop_signal import is_stop, stoppable
 
 _TICK_SECONDS = 0.5
+_LOOK_SECONDS = 0.1
 _LAUNCHER_END_SECONDS = 5.0
+_GUARDS_SECONDS = 3.0
 _ADDRESS = "127.0.0.1"
 _log = logging.getLogger(__name__)
 
@@ -62,11 +67,9 @@ def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Atte
     this = attempt.begin(spec.run_folder, ProcessIdentity.of(os.getpid()))
     environment = rank_environment(this, num_ranks=spec.num_ranks, accelerator=spec.accelerator, extra=spec.environment)
     clear_stale_locks(environment)
-    launcher = _start(this, command(spec, this.folder), environment)
-    try:
-        succeeded = _watch(this, spec.num_ranks, launcher, on_tick)
-    finally:
-        _end(this, launcher, port)
+    with stoppable():
+        launcher = _start(this, command(spec, this.folder), environment)
+        succeeded = _supervise(this, spec, launcher, on_tick)
     if not succeeded:
         raise failure_of(this, spec.num_ranks)
     return this
@@ -96,7 +99,7 @@ def _start(this: Attempt, argv: list[str], environment: Mapping[str, str]) -> su
     _log.info("attempt %s: %s", this.folder.name, " ".join(argv))
     with open(this.log(attempt.LAUNCHER), "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "infra.guard", str(this.folder), *argv],
+            [sys.executable, "-m", "infra.guard", LAUNCHER_OPTION, str(this.folder), *argv],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -105,20 +108,52 @@ def _start(this: Attempt, argv: list[str], environment: Mapping[str, str]) -> su
         )
 
 
+def _supervise(this: Attempt, spec: LaunchSpec, launcher: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> bool:
+    """Watch the ranks to their end, see to it, and leave nothing of them; whether all succeeded."""
+    try:
+        return _watch(this, spec.num_ranks, launcher, on_tick)
+    except BaseException as error:
+        if is_stop(error) and not _stop(this, spec.num_ranks, launcher):
+            _end(this, launcher, spec.master_port)
+            _log.warning("%s", failure_of(this, spec.num_ranks))
+        raise
+    finally:
+        _end(this, launcher, spec.master_port)
+
+
 def _watch(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> bool:
     """Wait until every rank has ended, or one has failed, or the launcher is gone; whether all succeeded."""
-    while True:
-        launcher_gone = launcher.poll() is not None  # asked before the records, which it outlives
-        records = [this.exit_record(attempt.rank_name(rank)) for rank in range(num_ranks)]
-        succeeded = [record is not None and record.succeeded for record in records]
-        failed = [record is not None and not record.succeeded for record in records]
-        if any(failed) or launcher_gone:
-            return all(succeeded)
-        if all(succeeded):
-            _await(launcher)
-            return True
+    while (succeeded := _outcome(this, num_ranks, launcher)) is None:
+        if this.is_stop_ordered:
+            return _stop(this, num_ranks, launcher)
         on_tick()
         time.sleep(_TICK_SECONDS)
+    if succeeded:
+        _await(launcher)
+    return succeeded
+
+
+def _outcome(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes]) -> bool | None:
+    """Whether all ranks succeeded; None while that is open."""
+    launcher_gone = launcher.poll() is not None  # asked before the records, which it outlives
+    records = [this.exit_record(attempt.rank_name(rank)) for rank in range(num_ranks)]
+    if all(record is not None and record.succeeded for record in records):
+        return True
+    if launcher_gone or any(record is not None and not record.succeeded for record in records):
+        return False
+    return None
+
+
+def _stop(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes]) -> bool:
+    """Tell all ranks to save and end, and give them the time for it; whether all had done their work already."""
+    _log.warning("SIGTERM: ranks have %.0f s to save and end", this.grace_seconds)
+    told, deadline = set[ProcessIdentity](), time.monotonic() + this.grace_seconds
+    while (succeeded := _outcome(this, num_ranks, launcher)) is None and time.monotonic() < deadline:
+        for guard in set(this.guards()) - told:  # some may just be starting
+            guard.send(signal.SIGTERM)
+            told.add(guard)
+        time.sleep(_LOOK_SECONDS)
+    return bool(succeeded)
 
 
 def _await(launcher: subprocess.Popen[bytes]) -> None:
@@ -127,9 +162,16 @@ def _await(launcher: subprocess.Popen[bytes]) -> None:
         launcher.wait(_LAUNCHER_END_SECONDS)
 
 
-def _end(this: Attempt, launcher: subprocess.Popen[bytes], port: int) -> None:
-    if left := processes.end(processes.in_run(this.run_id), LAUNCHER_GRACE_SECONDS):
+def _end(this: Attempt, launcher: subprocess.Popen[bytes], port: int | None) -> None:
+    """End what is left: guards first, who end their programs and write down how, then all that is left at once."""
+    deadline = time.monotonic() + _GUARDS_SECONDS
+    for guard in this.guards():
+        guard.send(signal.SIGINT)
+    launcher.send_signal(signal.SIGINT)
+    while (this.guards() or launcher.poll() is None) and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+    if left := processes.end(processes.in_run(this.run_id), grace_seconds=0):
         _log.error("processes %s of %s do not end, not even by SIGKILL", sorted(left), this.folder)
     else:
         launcher.wait()
-        shared_memory.remove_all(_ADDRESS, port)  # of ranks whose guard was killed too
+        shared_memory.remove_all(_ADDRESS, port or 0)  # of ranks whose guard was killed too

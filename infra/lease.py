@@ -21,6 +21,11 @@ def renew(folder: Path) -> None:
         os.close(descriptor)
 
 
+def is_ended(folder: Path) -> bool:
+    """Whether the head, which takes the lease away, has ended the attempt."""
+    return not (folder / LEASE).exists()
+
+
 def age_seconds(folder: Path) -> float:
     """Seconds since the last renewal; without end if there was none since the machine started."""
     try:

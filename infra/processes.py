@@ -124,6 +124,19 @@ def end(belongs: Belongs, grace_seconds: float) -> set[int]:
     return _signal_until_gone(belongs, signal.SIGKILL, _KILL_SECONDS) if alive else alive
 
 
+def await_end(belongs: Belongs, seconds: float) -> None:
+    """Wait until none of the processes that are meant is there any more, but no longer than that."""
+    deadline = time.monotonic() + seconds
+    while find(belongs) and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+
+
+def oom_kills() -> int:
+    """How many processes the kernel has killed for want of memory since this machine started."""
+    lines = Path("/proc/vmstat").read_text("ascii").splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
 def die_with_parent(number: int) -> None:
     """Ask the kernel to send this process signal ``number`` when the thread that started it ends."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0):
@@ -131,9 +144,24 @@ def die_with_parent(number: int) -> None:
 
 
 @dataclass(frozen=True)
+class Activity:
+    """What the kernel says a process does: ``state`` as in /proc, and the clock ticks that it has computed for."""
+
+    state: str
+    cpu_ticks: int
+
+
+def activity(pid: int) -> Activity:
+    """Of the process that has ``pid`` now. Raises ProcessLookupError if there is none."""
+    stat = _stat(pid)
+    return Activity(stat.state, stat.cpu_ticks)
+
+
+@dataclass(frozen=True)
 class _Stat:
     state: str
     group: int
+    cpu_ticks: int
     start_time: int
 
 
@@ -143,7 +171,8 @@ def _stat(pid: int) -> _Stat:
     except FileNotFoundError:
         raise ProcessLookupError(f"no process {pid}") from None
     fields = text.rpartition(")")[2].split()  # the program's name before it may hold spaces and brackets
-    return _Stat(state=fields[0], group=int(fields[2]), start_time=int(fields[19]))
+    cpu_ticks = int(fields[11]) + int(fields[12])
+    return _Stat(state=fields[0], group=int(fields[2]), cpu_ticks=cpu_ticks, start_time=int(fields[19]))
 
 
 def _signal_until_gone(belongs: Belongs, number: int, seconds: float) -> set[int]:

@@ -1,14 +1,18 @@
 """The program every rank runs: ``python -m t5train.train --spec spec.json`` under the DeepSpeed launcher."""
 
 import argparse
+import faulthandler
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
 from t5train.errors import T5TrainError
 from t5train.train.error_report import report
+from t5train.train.heartbeat import RANK_FILES, Heartbeat
 from t5train.train.job import TrainJob
+from t5train.train.preemption import Told
 
 
 def main() -> int:
@@ -22,10 +26,13 @@ def main() -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    faulthandler.register(signal.SIGUSR1)  # asked by the guard of a rank that hangs: where it does goes to its log
     try:
-        _train(job)
+        with Told() as told, Heartbeat.of_rank(job.spec.cluster.deadlines) as heart:
+            _train(job, heart, told)
     except BaseException as error:
-        report(job.attempt_folder, rank, error)
+        if rank_files := os.environ.get(RANK_FILES):
+            report(Path(rank_files), error)
         if isinstance(error, T5TrainError):
             logging.getLogger(__name__).error("%s: %s", type(error).__name__, error)  # noqa: TRY400 - the message is whole
             return 1
@@ -33,14 +40,14 @@ def main() -> int:
     return 0
 
 
-def _train(job: TrainJob) -> None:
+def _train(job: TrainJob, heart: Heartbeat, told: Told) -> None:
     import deepspeed
     from deepspeed import comm
 
     from t5train.train.loop import Trainer
 
     deepspeed.init_distributed()
-    Trainer(job).run()
+    Trainer(job, heart, told).run()
     comm.barrier()
     # After an error it would wait for other ranks, which wait for this one; the end of the process frees all it holds.
     comm.destroy_process_group()

@@ -1,4 +1,7 @@
-"""How a rank tells whoever launched it which error ended it, in a file of the attempt's folder."""
+"""How a rank tells whoever launched it which error ended it, in one of its files.
+
+These are named up to their suffix, ``.../rank-00003``, as t5train.train.heartbeat.RANK_FILES has it.
+"""
 
 import json
 from pathlib import Path
@@ -8,27 +11,27 @@ from t5train.atomic import write_json
 from t5train.errors import T5TrainError
 
 
-def report(attempt_folder: Path, rank: int, error: BaseException) -> None:
+def report(rank_files: Path, error: BaseException) -> None:
     """Leave ``error`` for the launching process to raise as its own.
 
     Only this project's errors are left: their text is fit to show; any other is explained by its traceback
     in the rank's log.
     """
     if isinstance(error, T5TrainError):
-        write_json(_path(attempt_folder, rank), {"type": type(error).__name__, "message": str(error)})
+        write_json(_path(rank_files), {"type": type(error).__name__, "message": str(error)})
 
 
-def read(attempt_folder: Path, rank: int) -> T5TrainError | None:
-    """The error that ``rank`` reported, of its own class; None if it reported none."""
+def read(rank_files: Path) -> T5TrainError | None:
+    """The error that the rank reported, of its own class; None if it reported none."""
     try:
-        reported = json.loads(_path(attempt_folder, rank).read_text("utf-8"))
+        reported = json.loads(_path(rank_files).read_text("utf-8"))
     except FileNotFoundError:
         return None
     kind = getattr(errors, reported["type"])
     if not (isinstance(kind, type) and issubclass(kind, T5TrainError)):
-        raise TypeError(f"{_path(attempt_folder, rank)} names {reported['type']!r}, which is no error of this project")
+        raise TypeError(f"{_path(rank_files)} names {reported['type']!r}, which is no error of this project")
     return kind(reported["message"])
 
 
-def _path(attempt_folder: Path, rank: int) -> Path:
-    return attempt_folder / f"rank-{rank:05d}.error.json"
+def _path(rank_files: Path) -> Path:
+    return rank_files.with_name(f"{rank_files.name}.error.json")

@@ -49,7 +49,6 @@ class TrainJob(BaseModel):
     spec: RunSpec
     run_fingerprint: str
     run_folder: Path
-    attempt_folder: Path
     shards_folder: Path
     resume_tag: str | None
     consolidated: Consolidated | None = None

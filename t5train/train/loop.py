@@ -1,17 +1,17 @@
-"""The training loop: what every rank does from its job to the last checkpoint."""
+"""The training loop: what every rank does from its job to the last checkpoint, or until it is told to end."""
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from t5train.data.loader import Batch, Prefetched, Samples
 from t5train.data.span_corruption import geometry
-from t5train.errors import InputError
+from t5train.errors import InputError, Preempted
 from t5train.model.initialise import initialise
 from t5train.model.shape import T5Shape, huggingface_config, resolve
 from t5train.records import TokenShards
@@ -24,6 +24,7 @@ from t5train.train.engine import (
     model_of,
     set_learning_rate,
 )
+from t5train.train.heartbeat import Heartbeat
 from t5train.train.job import TrainJob, tag_of
 from t5train.train.metrics import Metrics, Values
 from t5train.train.partitions import masters_of
@@ -41,8 +42,13 @@ _log = logging.getLogger(__name__)
 class Trainer:
     """One rank's part of one attempt at a run."""
 
-    def __init__(self, job: TrainJob) -> None:
-        self.job, self.spec = job, job.spec
+    def __init__(
+        self, job: TrainJob, heart: Heartbeat | None = None, is_told: Callable[[], bool] = lambda: False
+    ) -> None:
+        """``heart`` tells of the phases of its work; ``is_told`` whether this rank was told to end."""
+        self.job, self.spec, self.is_told = job, job.spec, is_told
+        self.heart = heart or Heartbeat(None, job.spec.cluster.deadlines)
+        self.heart.enter("compile", 0)
         self.shards: TokenShards = job.shards()
         self.shape: T5Shape = resolve(self.spec.model, int(self.shards.counts["vocab_size"]))
         pad_id, eos_id = int(self.shards.counts["pad_id"]), int(self.shards.counts["eos_id"])
@@ -65,7 +71,10 @@ class Trainer:
         self.movement = honesty.Movement(masters_of(self.engine), self._applied_steps())
 
     def run(self) -> None:
-        """Train to the last step, saving and validating on the way; then bear witness."""
+        """Train to the last step, saving and validating on the way; then bear witness.
+
+        Raises Preempted, once a checkpoint is saved, after a step at which any rank had been told to end.
+        """
         with ExitStack() as stack:
             metrics = None
             if rank() == 0:
@@ -74,26 +83,30 @@ class Trainer:
             batches = Prefetched(micro_batches(self.train_samples, self.spec, self.step), PREFETCHED_BATCHES)
             stack.enter_context(batches)
             while self.step < self.spec.optimizer.num_steps:
-                values = self._take_step(batches)
+                values, told = self._take_step(batches)
                 if metrics:
                     metrics.write(self.step, values)
+                if told:
+                    self._end_early()
                 self._validate_when_due(metrics)
                 self._save_when_due()
             self._conclude(metrics)
 
-    def _take_step(self, batches: Prefetched) -> Values:
+    def _take_step(self, batches: Prefetched) -> tuple[Values, bool]:
+        """What there is to tell of a step, and whether any rank had been told to end: all hear the same."""
         started, waited, self.step = time.perf_counter(), batches.waited_seconds, self.step + 1
+        self.heart.enter("step", self.step)
         rate = learning_rate(self.spec.optimizer, self.step)
         set_learning_rate(self.engine, rate)
         seen: list[bytes] = []
         result = self.passes.step(self._taken(batches, seen))
-        everybody = gather([bits_of(result.loss), digest64(b"".join(seen))])
+        everybody = gather([bits_of(result.loss), digest64(b"".join(seen)), self.is_told()])
         loss = sum(float_of(row[0]) for row in everybody) / len(everybody)
         honesty.require_finite(self.step, loss, result.gradient_norm)
         honesty.require_distinct_batches(self.step, [row[1] for row in everybody], self.spec.data_parallel_size)
         honesty.require_few_skips(self.step, self.engine.skipped_steps)
         seconds = time.perf_counter() - started
-        return {
+        values: Values = {
             "loss": loss,
             "learning_rate": rate,
             "gradient_norm": result.gradient_norm,
@@ -105,6 +118,7 @@ class Trainer:
             "data_wait_seconds": batches.waited_seconds - waited,
             **self.routing.of_step(result.router_loss),
         }
+        return values, any(row[2] for row in everybody)
 
     def _taken(self, batches: Prefetched, seen: list[bytes]) -> Iterator[Batch]:
         """The micro-batches of this step; ``seen`` gets what was in them."""
@@ -124,6 +138,7 @@ class Trainer:
 
     def _validate(self) -> validation.Losses:
         """The first to see what the last update made of the weights."""
+        self.heart.enter("validate", self.step)
         losses = validation.validate(self.passes, self.held_out, self.shards, self.spec)
         honesty.require_finite(self.step, losses.all_targets, None)
         return losses
@@ -131,12 +146,24 @@ class Trainer:
     def _save_when_due(self) -> None:
         last = self.step == self.spec.optimizer.num_steps
         if last or self.step % self.spec.storage.checkpoint_every_steps == 0:
-            self.movement.require(self.step, self._applied_steps())
-            checkpointing.save(self.engine, self.job, self.step, self.huggingface_config, self.shards.fingerprint)
-            checkpointing.prune(self.job, self.step)
+            self._save()
+
+    def _save(self) -> None:
+        self.heart.enter("save", self.step)
+        self.movement.require(self.step, self._applied_steps())
+        checkpointing.save(self.engine, self.job, self.step, self.huggingface_config, self.shards.fingerprint)
+        checkpointing.prune(self.job, self.step)
+
+    def _end_early(self) -> NoReturn:
+        self._save()
+        raise Preempted(
+            f"the ranks were told to end (SIGTERM), and did so after step {self.step}, which is saved: the same "
+            "command goes on from it"
+        )
 
     def _conclude(self, metrics: Metrics | None) -> None:
         losses, overflow = self._validate(), self.routing.of_validation()
+        self.heart.enter("validate", self.step)
         shuffled = validation.validate(self.passes, self.held_out, self.shards, self.spec, shuffled=True)
         summary: Values = {
             "validation_loss": losses.all_targets,
@@ -159,10 +186,12 @@ class Trainer:
             "inputs": inputs,
             "validation": summary,
         }
+        self.heart.enter("save", self.step)
         witness.record(self.engine, self.job, self.shape, self.held_out, self.huggingface_config, facts)
 
     def _unigram_loss(self) -> float | None:
         """Rank 0 alone reads every training token for it, as it alone reports; the others wait."""
+        self.heart.enter("validate", self.step)
         if rank() != 0:
             return None
         _log.info("counting %d training tokens", int(self.shards.counts["train_tokens"]))

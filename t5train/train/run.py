@@ -124,7 +124,6 @@ def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress
         spec=spec,
         run_fingerprint=run_fingerprint(spec, shards),
         run_folder=spec.run_folder.resolve(),
-        attempt_folder=attempt_folder.resolve(),
         shards_folder=shards.path.resolve(),
         resume_tag=None if consolidated else tag,
         consolidated=consolidated,

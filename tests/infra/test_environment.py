@@ -77,4 +77,4 @@ def test_the_accelerator_is_the_specs_or_found_by_deepspeed(this: Attempt) -> No
 def test_a_module_in_the_current_folder_shadows_nothing(this: Attempt) -> None:
     (this.folder / "infra.py").write_text("raise SystemExit('shadowed')")
     argv = [sys.executable, "-m", "infra.guard", str(this.folder), sys.executable, "-c", "pass"]
-    subprocess.run(argv, cwd=this.folder, env=environment(this, **os.environ), check=True)
+    subprocess.run(argv, cwd=this.folder, env={**environment(this, **os.environ), "RANK": "0"}, check=True)

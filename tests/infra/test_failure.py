@@ -44,7 +44,7 @@ def test_with_no_failed_rank_the_launcher_is_to_blame(this: Attempt) -> None:
 def test_a_reported_error_comes_back_as_itself(this: Attempt) -> None:
     ended(this, 0, 1)
     ended(this, 1, 1)
-    error_report.report(this.folder, 1, NonFiniteLoss("loss is nan at step 7"))
+    error_report.report(this.folder / "rank-00001", NonFiniteLoss("loss is nan at step 7"))
     error = failure_of(this, 2)
     assert type(error) is NonFiniteLoss
     assert str(error) == "loss is nan at step 7"

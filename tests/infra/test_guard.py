@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from infra import attempt
-from infra.attempt import Attempt
+from infra import attempt, lease
+from infra.attempt import Attempt, Cause, ExitRecord, now
 from infra.processes import ProcessIdentity
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -24,6 +25,39 @@ STUBBORN = (
     "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork();"
     "print('ready', flush=True); time.sleep(600)"
 )
+
+
+SAVING = (
+    "import signal, sys, time;"
+    "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(4), print('saved', flush=True), sys.exit(1)));" + SLEEP
+)
+BEAT_ONCE = (
+    "import os, time; from pathlib import Path; from t5train.train.heartbeat import *;"
+    "write(beat_file(Path(os.environ[RANK_FILES])), Beat(0.0, 'step', time.monotonic(), 600.0, 7))\n"
+)
+HANGING = """
+import faulthandler, signal, time
+from types import SimpleNamespace
+from t5train.train.heartbeat import Heartbeat
+faulthandler.register(signal.SIGUSR1)
+def hangs_here():
+    time.sleep(600)
+with Heartbeat.of_rank(SimpleNamespace(start_seconds=60, save_seconds=1.0)) as heart:
+    print("ready", flush=True)
+    heart.enter("save", 7)
+    hangs_here()
+"""
+
+
+def guarded(start: Start, this: Attempt, program: str) -> subprocess.Popen[bytes]:
+    argv = ("-m", "infra.guard", str(this.folder), sys.executable, "-c", program)
+    return start(*argv, RANK="0", T5_RUN_ID=this.run_id)
+
+
+def ended(this: Attempt) -> tuple[Cause, str, int | None]:
+    record = this.exit_record("rank-00000")
+    assert record is not None
+    return record.cause, record.reason, record.returncode
 
 
 def rank_pid(this: Attempt) -> int:
@@ -79,7 +113,7 @@ def test_killing_the_guard_kills_its_rank(this: Attempt, running: Start, until: 
     assert this.exit_record("rank-00000") is None
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_guard_told_to_end_ends_its_rank_and_says_so(
     this: Attempt, running: Start, number: signal.Signals, survivors: Survivors
 ) -> None:
@@ -89,16 +123,119 @@ def test_a_guard_told_to_end_ends_its_rank_and_says_so(
     assert survivors(this.run_id) == set()
     record = this.exit_record("rank-00000")
     assert record is not None
-    assert (record.reason, record.returncode) == (number.name, -signal.SIGTERM)
+    assert (record.reason, record.returncode) == (number.name, -signal.SIGKILL)
 
 
-def test_a_rank_deaf_to_sigterm_is_killed_with_its_children(
+def test_a_rank_told_to_end_has_time_to_save(this: Attempt, running: Start) -> None:
+    guard = running(SAVING)
+    guard.terminate()
+    assert guard.wait(20) == 1
+    assert this.log("rank-00000").read_text().endswith("saved\n")
+    assert ended(this) == (Cause.TOLD, "SIGTERM", 1)
+
+
+def test_a_rank_that_does_not_end_in_that_time_is_killed_with_its_children(
     this: Attempt, running: Start, survivors: Survivors
 ) -> None:
+    replace(this, grace_seconds=1.0).write()
     guard = running(STUBBORN)
     guard.terminate()
     assert guard.wait(20) == 1
     assert survivors(this.run_id) == set()
+    assert ended(this) == (Cause.TOLD, "SIGTERM; it had not ended after 1 s", -signal.SIGKILL)
+
+
+def test_there_is_no_time_to_save_when_a_fellow_failed(this: Attempt, running: Start) -> None:
+    guard = running(STUBBORN)
+    this.write_process("rank-00001", ProcessIdentity(1, 0), ProcessIdentity(1, 0))
+    this.write_exit(ExitRecord("rank-00001", -9, Cause.EXITED, "exited", now(), now()))
+    guard.terminate()
+    assert guard.wait(10) == 1
+    assert ended(this) == (Cause.TOLD, "SIGTERM, after rank-00001 had failed", -signal.SIGKILL)
+
+
+def test_a_stopped_rank_is_found(this: Attempt, running: Start, survivors: Survivors) -> None:
+    replace(this, beat_seconds=1.0).write()
+    guard = running(SLEEP)
+    os.kill(rank_pid(this), signal.SIGSTOP)
+    assert guard.wait(10) == 1
+    assert survivors(this.run_id) == set()
+    cause, reason, _ = ended(this)
+    assert cause == Cause.BEAT
+    assert reason.startswith("no sign of life for 2 s")
+
+
+def test_a_rank_whose_interpreter_hangs_is_found_and_one_that_computes_without_a_beat_is_not(
+    tmp_path: Path, start: Start, until: Until
+) -> None:
+    for number, work in enumerate(("time.sleep(600)", "while True: pass")):
+        this = attempt.begin(tmp_path / f"run{number}", ProcessIdentity.of(os.getpid()), beat_seconds=1.0)
+        guard = guarded(start, this, BEAT_ONCE + work)
+        until(this.rank_files("rank-00000").with_suffix(".beat").exists)
+        if number == 0:
+            assert guard.wait(10) == 1
+            assert ended(this)[0] == Cause.BEAT
+        else:
+            time.sleep(3)
+            assert guard.poll() is None
+
+
+def test_a_phase_that_takes_longer_than_its_deadline_ends_the_rank_that_tells_where_it_hangs(
+    this: Attempt, running: Start
+) -> None:
+    assert running(HANGING).wait(10) == 1
+    cause, reason, _ = ended(this)
+    assert cause == Cause.PHASE
+    assert reason.startswith("phase 'save' of step 7 took ")
+    assert reason.endswith("may take 1 s")
+    assert "in hangs_here" in this.log("rank-00000").read_text()
+
+
+@pytest.fixture
+def leased(tmp_path: Path) -> Attempt:
+    """An attempt over hosts, as a host knows it."""
+    this = attempt.begin(tmp_path / "run", None, lease_seconds=2.0)
+    (this.folder / "environment.json").write_text(json.dumps({"GIVEN": "by the head", "T5_RUN_ID": this.run_id}))
+    lease.renew(this.folder)
+    return this
+
+
+def test_a_rank_lives_as_long_as_its_lease_is_renewed(
+    leased: Attempt, start: Start, until: Until, survivors: Survivors
+) -> None:
+    guard = guarded(start, leased, SLEEP)
+    for _ in range(20):
+        lease.renew(leased.folder)
+        time.sleep(0.2)
+    assert guard.poll() is None
+    assert guard.wait(10) == 1
+    cause, reason, _ = ended(leased)
+    assert cause == Cause.HEAD
+    assert reason.startswith("no word from the head for ")
+    assert survivors(leased.run_id) == set()
+
+
+def test_a_lease_that_is_taken_away_ends_the_rank_at_once(leased: Attempt, start: Start, until: Until) -> None:
+    guard = guarded(start, leased, STUBBORN)
+    until(lambda: leased.log("rank-00000").exists() and b"ready" in leased.log("rank-00000").read_bytes())
+    (leased.folder / lease.LEASE).unlink()
+    guard.terminate()
+    assert guard.wait(1.5) == 1
+    assert ended(leased)[:2] == (Cause.TOLD, "the head ended the run")
+    again = guarded(start, leased, SLEEP)
+    assert again.wait(10) == 1
+    assert ended(leased)[0] == Cause.REFUSED
+
+
+def test_a_rank_over_hosts_sees_what_the_head_gave_and_what_is_this_machines_own(leased: Attempt, start: Start) -> None:
+    program = "import json, os; print(json.dumps(dict(os.environ)))"
+    numbers = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "MASTER_PORT": "29500"}
+    argv = ("-m", "infra.guard", str(leased.folder), sys.executable, "-c", program)
+    assert start(*argv, **numbers, HOME="/home/here", STRAY="1").wait(20) == 0
+    seen = json.loads(leased.log("rank-00003").read_text())
+    expected = {"GIVEN": "by the head", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}
+    assert seen.items() >= {**expected, "HOME": "/home/here", "T5_RANK_FILES": f"{leased.folder}/rank-00003"}.items()
+    assert "STRAY" not in seen
 
 
 def test_children_that_a_rank_leaves_behind_are_ended(this: Attempt, start_guard: Start, survivors: Survivors) -> None:
@@ -139,7 +276,7 @@ def test_the_rank_ends_when_the_guards_parent_is_killed(
     parent.kill()
     parent.wait()
     until(lambda: not survivors(this.run_id))
-    assert str(this.exit_record("rank-00000")) == "was ended by its guard (SIGTERM)"
+    assert str(this.exit_record("rank-00000")) == "was ended by its guard (what started it died)"
 
 
 @pytest.mark.parametrize("ticks", [-1, 1])

@@ -103,11 +103,10 @@ def test_an_error_of_ours_in_a_rank_is_raised_by_the_head(tmp_path: Path) -> Non
     program = (
         "import os, sys; from pathlib import Path; from t5train import errors; from t5train.train import error_report\n"
         "error = errors.WeightsDidNotMove('10 steps, same weights')\n"
-        "error_report.report(Path(sys.argv[1]), int(os.environ['RANK']), error); raise error"
+        "error_report.report(Path(os.environ['T5_RANK_FILES']), error); raise error"
     )
-    reporting = replace(spec(tmp_path, program), program=lambda folder: (str(tmp_path / "rank.py"), str(folder)))
     with pytest.raises(WeightsDidNotMove, match="10 steps, same weights"):
-        launch(reporting)
+        launch(spec(tmp_path, program))
 
 
 @pytest.mark.slow

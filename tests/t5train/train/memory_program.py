@@ -44,7 +44,6 @@ def _most(entry: dict[str, Any]) -> int:
         spec=build(entry["spec"]),
         run_fingerprint="0" * 64,
         run_folder=folder,
-        attempt_folder=folder,
         shards_folder=entry["shards"],
         resume_tag=None,
     )

@@ -53,7 +53,6 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
         spec=build(entry["spec"]),
         run_fingerprint="0" * 64,
         run_folder=entry["run_folder"],
-        attempt_folder=entry["run_folder"],
         shards_folder=entry["shards"],
         resume_tag=entry.get("resume_tag"),
         consolidated=_consolidated(entry),
@@ -122,8 +121,8 @@ def _loss_becomes_nan() -> Iterator[None]:
 
     def gather(values: list[int]) -> list[list[int]]:
         calls["count"] += 1
-        if len(values) == 2 and calls["count"] > 3 and comm.get_rank() == 0:
-            values = [ranks.bits_of(float("nan")), values[1]]
+        if len(values) == 3 and calls["count"] > 3 and comm.get_rank() == 0:
+            values = [ranks.bits_of(float("nan")), *values[1:]]
         return original(values)
 
     with mock.patch.object(loop, "gather", gather):

@@ -8,18 +8,18 @@ from t5train.train import error_report
 
 
 def test_an_error_of_ours_is_read_back_as_it_was(tmp_path: Path) -> None:
-    error_report.report(tmp_path, 3, RanksDisagree("rank 3 resumed from step 7, rank 0 from step 8"))
-    error = error_report.read(tmp_path, 3)
+    error_report.report(tmp_path / "rank-00003", RanksDisagree("rank 3 resumed from step 7, rank 0 from step 8"))
+    error = error_report.read(tmp_path / "rank-00003")
     assert type(error) is RanksDisagree
     assert str(error) == "rank 3 resumed from step 7, rank 0 from step 8"
 
 
 def test_any_other_error_is_left_to_its_traceback(tmp_path: Path) -> None:
-    error_report.report(tmp_path, 0, RuntimeError("Connection reset by peer"))
-    assert error_report.read(tmp_path, 0) is None
+    error_report.report(tmp_path / "rank-00000", RuntimeError("Connection reset by peer"))
+    assert error_report.read(tmp_path / "rank-00000") is None
 
 
 def test_a_report_cannot_name_a_class_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "rank-00000.error.json").write_text(json.dumps({"type": "ClassVar", "message": ""}))
     with pytest.raises(TypeError, match="'ClassVar', which is no error of this project"):
-        error_report.read(tmp_path, 0)
+        error_report.read(tmp_path / "rank-00000")

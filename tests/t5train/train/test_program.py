@@ -20,7 +20,6 @@ def job(tmp_path: Path) -> Path:
         spec=recipe("smoke"),
         run_fingerprint="0" * 64,
         run_folder=tmp_path,
-        attempt_folder=tmp_path,
         shards_folder=tmp_path,
         resume_tag=None,
     )
@@ -29,15 +28,16 @@ def job(tmp_path: Path) -> Path:
 
 
 def test_a_rank_that_fails_reports_why_and_waits_for_nobody(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: TrainJob) -> None:
+    def fail(*_: object) -> None:
         raise WeightsDidNotMove("3 steps, same weights")
 
     def wait_for_ever() -> None:
         raise AssertionError("the process group was taken down, for which all ranks are needed")
 
+    monkeypatch.setenv("T5_RANK_FILES", str(job.parent / "rank-00000"))
     monkeypatch.setattr(sys, "argv", ["t5train.train", "--spec", str(job)])
     monkeypatch.setattr(deepspeed, "init_distributed", lambda: None)
     monkeypatch.setattr(deepspeed.comm, "destroy_process_group", wait_for_ever)
     monkeypatch.setattr(loop, "Trainer", fail)
     assert program.main() == 1
-    assert isinstance(error_report.read(job.parent, 0), WeightsDidNotMove)
+    assert isinstance(error_report.read(job.parent / "rank-00000"), WeightsDidNotMove)

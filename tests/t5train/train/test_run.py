@@ -115,7 +115,6 @@ def test_pruning_removes_old_and_unfinished_checkpoints_and_what_was_consolidate
         spec=spec,
         run_fingerprint=own,
         run_folder=spec.run_folder,
-        attempt_folder=tmp_path,
         shards_folder=tmp_path,
         resume_tag=None,
     )

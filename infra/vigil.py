@@ -1,0 +1,101 @@
+"""What ends a guarded process, beside its own end: looked at once a second, and when a signal comes.
+
+Time to save is given for SIGTERM alone, and only while there is somebody to save with.
+"""
+
+import os
+import signal
+import time
+
+from infra import attempt, lease, processes
+from infra.attempt import Attempt, Cause
+from t5train.train import heartbeat
+from t5train.train.heartbeat import Beat, beat_file
+
+Verdict = tuple[Cause, str]
+"""The cause and the words of an exit record."""
+
+_STOPPED, _IN_THE_KERNEL = "T", "D"
+
+
+class Vigil:
+    """Over one process: what was seen of it, and what its guard was told."""
+
+    def __init__(self, this: Attempt, name: str, pid: int, parent: int) -> None:
+        self._this, self._name, self._pid, self._parent = this, name, pid, parent
+        self._told_at: float | None = None
+        self._sign: tuple[float, int] | None = None
+        self._silent_looks = 0
+
+    def hear(self, numbers: bytes) -> Verdict | None:
+        """Signals that came to the guard. SIGTERM is passed on, and gives a rank time to save; others end it."""
+        if self._parent_died():
+            return Cause.PARENT, "what started it died"
+        for number in numbers:
+            if number != signal.SIGTERM:
+                return Cause.TOLD, signal.Signals(number).name
+            self._begin_to_end()
+        return self.look()
+
+    def look(self) -> Verdict | None:
+        """The first reason to end it now; None if there is none. To be called once a second."""
+        return self._of_those_above() or self._of_its_life() or self._of_its_grace()
+
+    def of_its_end(self) -> Verdict:
+        """Why it ended that did so by itself."""
+        return (Cause.EXITED, "exited") if self._told_at is None else (Cause.TOLD, "SIGTERM")
+
+    def _begin_to_end(self) -> None:
+        if self._told_at is not None:
+            return
+        self._told_at = time.monotonic()
+        if self._name == attempt.LAUNCHER:
+            self._this.order_stop()  # it cannot tell the ranks; the head can
+        else:
+            os.kill(self._pid, signal.SIGTERM)
+
+    def _of_those_above(self) -> Verdict | None:
+        if self._parent_died():
+            return Cause.PARENT, "what started it died"
+        if self._this.lease_seconds is None:
+            return None
+        if lease.is_ended(self._this.folder):
+            return Cause.TOLD, "the head ended the run"
+        age = lease.age_seconds(self._this.folder)
+        return (Cause.HEAD, f"no word from the head for {age:.0f} s") if age > self._this.lease_seconds else None
+
+    def _of_its_life(self) -> Verdict | None:
+        beat = heartbeat.read(beat_file(self._this.rank_files(self._name)))
+        self._silent_looks = self._silent_looks + 1 if self._is_silent(beat) else 0
+        if self._silent_looks > self._this.beat_seconds:
+            return Cause.BEAT, f"no sign of life for {self._silent_looks} s: it was stopped, or hangs"
+        if beat is not None and (seconds := time.monotonic() - beat.since) > beat.limit:
+            where = f"phase {beat.phase!r} of step {beat.step}"
+            return Cause.PHASE, f"{where} took {seconds:.0f} s, and may take {beat.limit:.0f} s"
+        return None
+
+    def _is_silent(self, beat: Beat | None) -> bool:
+        """Whether it was stopped, or has neither shown a sign since the last look nor computed nor waited for a disk.
+
+        Looks are counted, not seconds: when the machine slept, or had no time for anybody, nobody is to blame.
+        """
+        try:
+            activity = processes.activity(self._pid)
+        except ProcessLookupError:
+            return False
+        before, self._sign = self._sign, (beat.beat if beat else 0.0, activity.cpu_ticks)
+        if activity.state == _STOPPED:
+            return True
+        return beat is not None and before == self._sign and activity.state != _IN_THE_KERNEL
+
+    def _of_its_grace(self) -> Verdict | None:
+        if self._told_at is None or self._name == attempt.LAUNCHER:
+            return None
+        if (fellow := self._this.failed_fellow(self._name)) is not None:
+            return Cause.TOLD, f"SIGTERM, after {fellow} had failed"
+        if time.monotonic() - self._told_at > self._this.grace_seconds:
+            return Cause.TOLD, f"SIGTERM; it had not ended after {self._this.grace_seconds:.0f} s"
+        return None
+
+    def _parent_died(self) -> bool:
+        return os.getppid() != self._parent
