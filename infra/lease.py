@@ -10,6 +10,7 @@ from pathlib import Path
 
 LEASE = "lease"
 _WIDTH = 24
+_ROUNDING_SECONDS = 1.0
 
 
 def renew(folder: Path) -> None:
@@ -29,7 +30,8 @@ def is_ended(folder: Path) -> bool:
 def age_seconds(folder: Path) -> float:
     """Seconds since the last renewal; without end if there was none since the machine started."""
     try:
-        age = time.monotonic() - float((folder / LEASE).read_text("utf-8"))
+        renewed = float((folder / LEASE).read_text("utf-8"))
     except (FileNotFoundError, ValueError):
         return float("inf")
-    return age if age >= 0 else float("inf")
+    age = time.monotonic() - renewed
+    return max(0.0, age) if age > -_ROUNDING_SECONDS else float("inf")  # in the future: of before a restart

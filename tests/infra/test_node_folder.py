@@ -42,7 +42,7 @@ def test_a_folder_open_to_others_is_refused(tmp_path: Path) -> None:
 
 def test_a_lease_ages_from_its_renewal_and_one_that_never_was_is_over(tmp_path: Path) -> None:
     assert lease.age_seconds(tmp_path) == float("inf")
-    for _ in range(2):
+    for _ in range(50):  # whichever way the clock is rounded
         lease.renew(tmp_path)
         assert 0 <= lease.age_seconds(tmp_path) < 5
     (tmp_path / lease.LEASE).write_text("1e18")  # of a time before the machine started anew
