@@ -3,6 +3,7 @@
 ::
 
     facts     what a preflight wants to know of this machine
+    probe     run its ranks of an all-reduce; and end them, end_probe
     meet      where the ranks meet: an address and a port of this machine
     prepare   make the folder of an attempt
     watch     tell of its ranks, and take the head's word for them, until stdin ends
@@ -25,7 +26,7 @@ from infra.meeting import meet
 from infra.node_attempt import logs, prepare, remove
 from infra.node_end import end
 from infra.node_watch import watch
-from infra.preflight.actions import facts
+from infra.preflight.actions import end_probe, facts, probe
 from t5train.errors import T5TrainError
 
 Request = dict[str, Any]
@@ -34,6 +35,8 @@ Action = Callable[[Request], Request | None]
 
 ACTIONS: dict[str, Action] = {
     "facts": facts,
+    "probe": probe,
+    "end_probe": end_probe,
     "meet": meet,
     "prepare": prepare,
     "watch": watch,

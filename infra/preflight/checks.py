@@ -8,7 +8,7 @@ from infra.preflight.addresses import Meeting, hostnames, meeting
 from infra.preflight.facts import Software
 from infra.preflight.findings import Finding, Heards
 from infra.preflight.needs import Needs
-from t5train.errors import HostError, HostKeyMismatch, HostUnreachable, PreflightError, RemoteFailed
+from t5train.errors import HostError, HostKeyMismatch, PreflightError, RemoteFailed
 
 REACHABLE, HOST_KEY, PROGRAM, LAUNCHER, ALL_REDUCE = "reachable", "host key", "program", "launcher", "all-reduce"
 HOSTNAME, ADDRESS, PORT = "hostname", "address", "port"
@@ -70,7 +70,7 @@ def judge(heards: Heards, needs: Needs, head: Software, nonce: str) -> Judgement
 
 def of_error(error: HostError) -> Finding:
     """About a host that did not answer."""
-    kinds = {HostKeyMismatch: HOST_KEY, HostUnreachable: REACHABLE, RemoteFailed: PROGRAM}
+    kinds = {HostKeyMismatch: HOST_KEY, RemoteFailed: PROGRAM}
     return Finding(kinds.get(type(error), REACHABLE), str(error))
 
 
@@ -88,7 +88,7 @@ def _problems(heards: Heards, needs: Needs, head: Software, nonce: str) -> Mappi
         "operators": compiling.operators(heards, needs),
         "compile locks": compiling.foreign_locks(heards),
         "architectures": compiling.architectures(needs),
-        "openmp": compiling.openmp(heards),
+        "openmp": compiling.openmp(heards, needs),
         "root": capacity.shared_root(heards, needs, nonce),
         "disks": capacity.disks(heards, needs),
         "memory": capacity.memory(heards, needs),

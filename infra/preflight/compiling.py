@@ -76,7 +76,7 @@ def architectures(needs: Needs) -> Iterator[str]:
         )
 
 
-def openmp(heards: Heards) -> Iterator[str]:
+def openmp(heards: Heards, needs: Needs) -> Iterator[str]:
     """Torch's OpenMP library, where the loader has no room left for it."""
 
     def complaint(_: str, facts: Facts) -> str | None:

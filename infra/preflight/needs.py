@@ -27,6 +27,7 @@ class Needs:
     """DeepSpeed's compiled operators that ranks load."""
     master_address: str | None = None
     master_port: int | None = None
+    launcher: str = "pdsh"
 
     @property
     def first(self) -> str:

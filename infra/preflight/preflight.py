@@ -1,0 +1,60 @@
+"""Everything that is asked before a launch over hosts, as a table or as an error."""
+
+from dataclasses import dataclass
+
+from infra.preflight.addresses import Meeting
+from infra.preflight.all_reduce import all_reduce
+from infra.preflight.checks import ALL_REDUCE, CHECKS
+from infra.preflight.findings import Finding
+from infra.preflight.needs import Needs
+from infra.preflight.survey import survey
+from infra.remote import Transport
+from t5train.errors import PreflightError
+
+COLUMNS = ["check", "result", "what"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found; where there is no problem, the ranks can meet."""
+
+    findings: list[Finding]
+    meeting: Meeting | None
+    port: int | None
+    has_met: bool
+    """Whether the all-reduce was tried: not where there were problems before it."""
+
+    @property
+    def problems(self) -> list[Finding]:
+        """What keeps the hosts from training together."""
+        return [finding for finding in self.findings if finding.is_problem]
+
+    def rows(self) -> list[list[str]]:
+        """Of a table with ``COLUMNS``: each finding, and a line for each check without one."""
+        rows = []
+        for check, holds in CHECKS.items():
+            found = [finding for finding in self.findings if finding.check == check]
+            if check == ALL_REDUCE and not self.has_met:
+                rows.append([check, "not tried", "the problems above come first"])
+            elif not found:
+                rows.append([check, "ok", holds])
+            rows += [[check, "PROBLEM" if finding.is_problem else "note", finding.text] for finding in found]
+        return rows
+
+
+def preflight(needs: Needs, transport: Transport) -> Report:
+    """Ask all hosts, and where these have no problem let all ranks meet."""
+    judged = survey(needs, transport)
+    if judged.meeting is None or judged.port is None or any(one.is_problem for one in judged.findings):
+        return Report(judged.findings, judged.meeting, judged.port, has_met=False)
+    met = [Finding(ALL_REDUCE, text) for text in all_reduce(needs, transport, judged.meeting, judged.port)]
+    return Report([*judged.findings, *met], judged.meeting, judged.port, has_met=True)
+
+
+def require_fit(needs: Needs, transport: Transport) -> tuple[Meeting, int]:
+    """Where the ranks can meet, and did; PreflightError with every problem."""
+    report = preflight(needs, transport)
+    if report.problems or report.meeting is None or report.port is None:
+        lines = "".join(f"\n  {finding.check}: {finding.text}" for finding in report.problems)
+        raise PreflightError(f"the hosts cannot train together as they are:{lines}")
+    return report.meeting, report.port

@@ -1,0 +1,106 @@
+"""The facts of all hosts at once, judged."""
+
+import json
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from infra.preflight.checks import LAUNCHER, PROGRAM, Judgement, judge, of_error
+from infra.preflight.facts import Facts, Question
+from infra.preflight.findings import Finding, Heard
+from infra.preflight.needs import Needs
+from infra.preflight.software import software
+from infra.remote import Reply, Transport, node_command, run_everywhere
+from t5train.atomic import write_text
+from t5train.errors import HostError
+
+_DEADLINE_SECONDS = 60.0  # importing torch from a slow disk, where accelerators are asked for
+_STARTERS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}
+
+
+def survey(needs: Needs, transport: Transport) -> Judgement:
+    """Ask every host, and judge what those say that answer; StorageError if the root cannot be written here."""
+    asked_at: dict[str, float] = {}
+    heards: dict[str, Heard] = {}
+    findings = list(_launcher(needs.launcher))
+    with _nonce(needs.root) as (nonce, path):
+
+        def question(host: str) -> bytes:
+            asked_at[host] = time.time()  # just after ssh was started: what the node does begins later
+            return json.dumps(asdict(_question(needs, host, path))).encode() + b"\n"
+
+        def on_answer(host: str, reply: Reply) -> None:
+            if isinstance(reply, HostError):
+                findings.append(of_error(reply))
+            elif facts := _facts(reply.stdout):
+                heards[host] = Heard(facts, asked_at[host], time.time())
+            else:
+                text = f"{host}: its answer is of another version of this package: install the head's there"
+                findings.append(Finding(PROGRAM, text))
+
+        run_everywhere(
+            transport,
+            needs.slots,
+            node_command("facts"),
+            stdin_of=question,
+            deadline_seconds=_DEADLINE_SECONDS,
+            on_answer=on_answer,
+        )
+    in_order = {host: heards[host] for host in needs.slots if host in heards}
+    judged = judge(in_order, needs, software(dict(needs.spec)), nonce)
+    return Judgement([*findings, *judged.findings], judged.meeting, judged.port)
+
+
+def _question(needs: Needs, host: str, nonce_path: Path) -> Question:
+    is_first = host == needs.first
+    return Question(
+        root=str(needs.root),
+        nonce_path=str(nonce_path),
+        accelerator=needs.accelerator,
+        slots=list(needs.slots[host]),
+        environment=dict(needs.environment),
+        spec=dict(needs.spec),
+        master_address=needs.master_address if is_first else None,
+        wants_port=is_first,
+        master_port=needs.master_port if is_first else None,
+    )
+
+
+def _facts(stdout: bytes) -> Facts | None:
+    try:
+        return Facts.from_json(json.loads(stdout))
+    except (ValueError, KeyError, TypeError):  # other code there has other facts to tell
+        return None
+
+
+@contextmanager
+def _nonce(root: Path) -> Iterator[tuple[str, Path]]:
+    """A file under the root that no other host can have by chance."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    nonce = secrets.token_hex(16)
+    path = root / f".preflight-{nonce[:8]}"
+    write_text(path, nonce)
+    try:
+        yield nonce, path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _launcher(name: str) -> Iterator[Finding]:
+    """Whether the head has the program that starts processes on hosts; pdsh must know ssh."""
+    program = _STARTERS[name]
+    if shutil.which(program) is None:
+        yield Finding(LAUNCHER, f"{program} is not on this machine: install it, or choose another --launcher")
+    elif name == "pdsh" and not _pdsh_knows_ssh():
+        yield Finding(LAUNCHER, "pdsh on this machine has no module for ssh: install the package pdsh with pdsh-rcmd-ssh")
+
+
+def _pdsh_knows_ssh() -> bool:
+    said = subprocess.run(["pdsh", "-V"], capture_output=True, check=False, timeout=10)
+    modules = [line for line in (said.stdout + said.stderr).splitlines() if line.startswith(b"rcmd modules:")]
+    return any(b"ssh" in line for line in modules)
