@@ -1,8 +1,15 @@
 """Everything that is cheap to know is asked before anything expensive starts."""
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from infra import ports
+from infra.hosts import read_hosts
+from infra.preflight.needs import Needs
+from infra.preflight.preflight import require_agreement
+from infra.remote import Ssh, Transport
 from t5train import start_from
 from t5train.data.pydocs import PYDOCS
 from t5train.data.sources import require_source
@@ -39,16 +46,24 @@ def require_ready(spec: RunSpec) -> None:
     """Raise the error that training would raise hours later on this machine, as far as that can be known now."""
     _require_absolute(spec.storage.root)
     require_same_settings(spec)
-    _require_accelerators(spec.cluster)
-    _require_arithmetic(spec)
     of_model = _require_model(spec)
-    require_host_memory(memory.host_bytes(spec, of_model), "layout.offload, cluster.ranks and the model's shape")
+    if spec.cluster.hostfile is None:
+        _require_this_machine(spec, of_model)
     parameters = shape.count_parameters(of_model)
     text_bytes = 0 if spec.corpus.source == PYDOCS else require_source(spec.corpus.source)
     require_space(spec.storage.root, _needed_bytes(spec, parameters, text_bytes), f"run {spec.run_name!r}")
     check_destination(publish_url(spec), _WEIGHT_BYTES * parameters, spec.fingerprint())
-    if spec.cluster.master_port is not None:
-        ports.require_free(spec.cluster.master_port)
+    if spec.cluster.hostfile is not None:
+        with hosts_of(spec) as (needs, transport):
+            require_agreement(needs, transport)
+
+
+@contextmanager
+def hosts_of(spec: RunSpec) -> Iterator[tuple[Needs, Transport]]:
+    """What the run asks of its hosts, and the way to them; SpecError without a hostfile, or for one that is wrong."""
+    hosts, of_model = read_hosts(spec.cluster), _require_model(spec)
+    with tempfile.TemporaryDirectory(prefix="t5-preflight-") as folder:
+        yield Needs.of_run(spec, hosts, of_model), Ssh.configured(spec.cluster, Path(folder))
 
 
 def publish_url(spec: RunSpec) -> str:
@@ -75,6 +90,14 @@ def _require_vocabulary_of_start(spec: RunSpec) -> None:
             "be trained which that model does not know: set tokenizer.path to the vocabulary it was trained with"
         )
     start_from.require_vocabulary(spec.model, digest_file(spiece_in(Path(spec.tokenizer.path))).sha256)
+
+
+def _require_this_machine(spec: RunSpec, of_model: T5Shape) -> None:
+    _require_accelerators(spec.cluster)
+    _require_arithmetic(spec)
+    require_host_memory(memory.host_bytes(spec, of_model), "layout.offload, cluster.ranks and the model's shape")
+    if spec.cluster.master_port is not None:
+        ports.require_free(spec.cluster.master_port)
 
 
 def _require_absolute(root: Path) -> None:

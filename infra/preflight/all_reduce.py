@@ -19,8 +19,7 @@ _SETTLE_SECONDS = 1.0  # after the first failure: others may be about to fail by
 _WAITED_FOR = {
     STARTED: "the first host's address answers: see whether a firewall swallows connections to it",
     REACHED: "torch is imported: see whether the disk that holds it is slow, or the host is overloaded",
-    IMPORTED: "all ranks have met: see whether a firewall keeps the hosts from each other, or cluster.master_address is "
-    "in the wrong network",
+    IMPORTED: "all ranks have met: see whether a firewall separates the hosts, or set cluster.master_address",
     MET: "the sum is there: see whether a firewall or a broken cable keeps the hosts from each other",
 }
 """What the next stage is, and why it may not come."""
@@ -70,7 +69,7 @@ def all_reduce(
 
 
 def judge_outcomes(outcomes: Mapping[int, Outcome], deadline_seconds: float) -> Iterator[str]:
-    """Ranks that failed by themselves, else those that kept the others waiting: of either, those that came least far."""
+    """Ranks that failed by themselves, else those that kept others waiting: of either, those that came least far."""
     failed = {rank: one for rank, one in outcomes.items() if one.said}
     if failed:
         for (host, said), ranks in _grouped(_least_far(failed)).items():

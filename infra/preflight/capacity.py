@@ -11,11 +11,12 @@ from infra.preflight.needs import Needs
 _CLOCK_SECONDS = 5.0
 _IN_USE_BYTES = 2 << 30  # what drivers, displays and our own look at it take is less
 _NODE_FOLDER_BYTES = 1 << 30
+_ROOT_BYTES = 1 << 30  # how much a run will write there is asked on the head
 _FILES, _FILES_A_RANK = 512, 8
 
 
 def accelerators(heards: Heards, needs: Needs) -> Iterator[str]:
-    """As many as slots, and free."""
+    """As many as slots."""
 
     def complaint(host: str, facts: Facts) -> str | None:
         found, slots = facts.devices, needs.slots[host]
@@ -27,21 +28,25 @@ def accelerators(heards: Heards, needs: Needs) -> Iterator[str]:
                 f"{found.count} accelerators that torch can use, slot {max(slots)} is asked for: repair the driver "
                 "there, or ask for fewer slots"
             )
-        return _in_use(facts)
+        return None
 
     yield from of_each(heards, complaint)
 
 
-def _in_use(facts: Facts) -> str | None:
-    found = facts.devices
-    if found.held_by:
-        held = ", ".join(f"{slot} by {holder}" for slot, holder in found.held_by.items())
-        return f"accelerators are in use, {held}: wait for that run, end it, or take others by cluster.include"
-    used = {slot: size for slot, size in found.used_bytes.items() if size > _IN_USE_BYTES}
-    if used:
-        taken = ", ".join(f"{slot} ({_gigabytes(size)})" for slot, size in used.items())
-        return f"another program has memory of accelerator {taken}: end it, or take others by cluster.include"
-    return None
+def accelerators_in_use(heards: Heards) -> Iterator[str]:
+    """By a run of ours, which holds a lock, or by whoever has memory of them."""
+
+    def complaint(_: str, facts: Facts) -> str | None:
+        found = facts.devices
+        if found.held_by:
+            held = ", ".join(f"{slot} by {holder}" for slot, holder in found.held_by.items())
+            return f"accelerators are in use, {held}: wait for that run, end it, or take others by cluster.include"
+        if used := {slot: size for slot, size in found.used_bytes.items() if size > _IN_USE_BYTES}:
+            taken = ", ".join(f"{slot} ({_gigabytes(size)})" for slot, size in used.items())
+            return f"another program has memory of accelerator {taken}: end it, or take others by cluster.include"
+        return None
+
+    yield from of_each(heards, complaint)
 
 
 def shared_root(heards: Heards, needs: Needs, nonce: str) -> Iterator[str]:
@@ -72,11 +77,9 @@ def disks(heards: Heards, needs: Needs) -> Iterator[str]:
                 f"{room.node_folder} has {_gigabytes(room.node_folder_free_bytes)} free, logs want "
                 f"{_gigabytes(_NODE_FOLDER_BYTES)}: make room there"
             )
-        if not room.root_error and room.root_free_bytes < needs.root_bytes:
-            return (
-                f"{needs.root} has {_gigabytes(room.root_free_bytes)} free, the run needs "
-                f"{_gigabytes(needs.root_bytes)}: make room, or choose another root"
-            )
+        if not room.root_error and room.root_free_bytes < _ROOT_BYTES:
+            free = _gigabytes(room.root_free_bytes)
+            return f"{needs.root} has {free} free, a run wants more: make room, or choose another root"
         return None
 
     yield from of_each(heards, complaint)

@@ -11,7 +11,7 @@ from infra.preflight.needs import Needs
 from t5train.errors import HostError, HostKeyMismatch, PreflightError, RemoteFailed
 
 REACHABLE, HOST_KEY, PROGRAM, LAUNCHER, ALL_REDUCE = "reachable", "host key", "program", "launcher", "all-reduce"
-HOSTNAME, ADDRESS, PORT = "hostname", "address", "port"
+HOSTNAME, ADDRESS, PORT, IN_USE = "hostname", "address", "port", "in use"
 CHECKS = {
     LAUNCHER: "the head has what starts ranks",
     REACHABLE: "every host answers by ssh",
@@ -26,7 +26,8 @@ CHECKS = {
     "runtime": "torch is built for the same accelerators",
     "code": "the head's code",
     "spec": "every host reads the run's settings alike",
-    "accelerators": "as many as slots, of one kind, and free",
+    "accelerators": "as many as slots, of one kind",
+    IN_USE: "nobody works on these accelerators",
     "ninja": "on the PATH that ranks have",
     "operators": "compiled, or a compiler is there",
     "compile locks": "none is left behind",
@@ -84,6 +85,7 @@ def _problems(heards: Heards, needs: Needs, head: Software, nonce: str) -> Mappi
         "code": agreement.same_code(heards, head),
         "spec": agreement.same_spec(heards, head),
         "accelerators": _accelerators(heards, needs),
+        IN_USE: capacity.accelerators_in_use(heards),
         "ninja": compiling.ninja(heards),
         "operators": compiling.operators(heards, needs),
         "compile locks": compiling.foreign_locks(heards),

@@ -77,7 +77,9 @@ def architectures(needs: Needs) -> Iterator[str]:
 
 
 def openmp(heards: Heards, needs: Needs) -> Iterator[str]:
-    """Torch's OpenMP library, where the loader has no room left for it."""
+    """Torch's OpenMP library, where the loader has no room left for it and ranks do not load it first of all."""
+    if "libgomp" in needs.environment.get("LD_PRELOAD", ""):
+        return
 
     def complaint(_: str, facts: Facts) -> str | None:
         error = facts.software.libgomp_error or (facts.devices.error if STATIC_TLS in facts.devices.error else "")

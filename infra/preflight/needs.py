@@ -3,7 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from infra.hosts import Hosts
+from t5train.model.shape import T5Shape
+from t5train.spec import RunSpec
+from t5train.train.memory import host_bytes
 
 
 @dataclass(frozen=True)
@@ -21,13 +26,31 @@ class Needs:
     """The run's, as JSON."""
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     """Host memory that the ranks of each host take."""
-    root_bytes: int = 0
-    """What the run will write under the root."""
     operators: tuple[str, ...] = ()
     """DeepSpeed's compiled operators that ranks load."""
     master_address: str | None = None
     master_port: int | None = None
     launcher: str = "pdsh"
+
+    @classmethod
+    def of_run(cls, spec: RunSpec, hosts: Hosts, shape: T5Shape) -> Self:
+        """Those of a run whose model has that shape."""
+        cluster, memory_bytes, first_rank = spec.cluster, {}, 0
+        for host in hosts.all:
+            ranks = range(first_rank, first_rank + len(host.slots))
+            memory_bytes[host.name] = host_bytes(spec, shape, ranks)
+            first_rank = ranks.stop
+        return cls(
+            slots={host.name: host.slots for host in hosts.all},
+            root=spec.storage.root,
+            accelerator=cluster.accelerator,
+            spec=spec.model_dump(mode="json"),
+            memory_bytes=memory_bytes,
+            operators=_operators(spec),
+            master_address=cluster.master_address,
+            master_port=cluster.master_port,
+            launcher=cluster.launcher,
+        )
 
     @property
     def first(self) -> str:
@@ -38,3 +61,9 @@ class Needs:
     def num_ranks(self) -> int:
         """On all hosts."""
         return sum(len(slots) for slots in self.slots.values())
+
+
+def _operators(spec: RunSpec) -> tuple[str, ...]:
+    """What DeepSpeed compiles for ranks on the CPU, and for an optimizer in host memory."""
+    of_cpu = ("deepspeed_shm_comm",) if spec.cluster.accelerator == "cpu" else ()
+    return (*of_cpu, *(("cpu_adam",) if spec.layout.offload != "none" else ()))

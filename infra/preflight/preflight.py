@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from infra.preflight.addresses import Meeting
 from infra.preflight.all_reduce import all_reduce
-from infra.preflight.checks import ALL_REDUCE, CHECKS
+from infra.preflight.checks import ALL_REDUCE, CHECKS, IN_USE, PORT
 from infra.preflight.findings import Finding
 from infra.preflight.needs import Needs
 from infra.preflight.survey import survey
@@ -51,10 +51,25 @@ def preflight(needs: Needs, transport: Transport) -> Report:
     return Report([*judged.findings, *met], judged.meeting, judged.port, has_met=True)
 
 
+def require_agreement(needs: Needs, transport: Transport) -> None:
+    """PreflightError with every problem that can be known before the ranks' turn comes, in a second.
+
+    An attempt of this very run that is still going on is none: it holds accelerators and the port.
+    """
+    found = survey(needs, transport).findings
+    _require_none([one for one in found if one.is_problem and one.check not in {IN_USE, PORT}])
+
+
 def require_fit(needs: Needs, transport: Transport) -> tuple[Meeting, int]:
     """Where the ranks can meet, and did; PreflightError with every problem."""
     report = preflight(needs, transport)
-    if report.problems or report.meeting is None or report.port is None:
-        lines = "".join(f"\n  {finding.check}: {finding.text}" for finding in report.problems)
-        raise PreflightError(f"the hosts cannot train together as they are:{lines}")
+    _require_none(report.problems)
+    assert report.meeting is not None  # noqa: S101 - else there is a problem
+    assert report.port is not None  # noqa: S101 - as above
     return report.meeting, report.port
+
+
+def _require_none(problems: list[Finding]) -> None:
+    if problems:
+        lines = "".join(f"\n  {problem.check}: {problem.text}" for problem in problems)
+        raise PreflightError(f"the hosts cannot train together as they are:{lines}")

@@ -1,7 +1,8 @@
 """One rank of the all-reduce that proves that the ranks of a run can meet: ``python -m infra.preflight.probe_rank``.
 
-It says how far it has come, a word a line, on stdout, and what stopped it after the word ``failed``. Where it runs is in
-the variables that torch knows (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), its accelerator in DS_ACCELERATOR and SLOT.
+It says how far it has come, a word a line, on stdout, and what stopped it after the word ``failed``. Where it runs is
+in the variables that torch knows (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), its accelerator in DS_ACCELERATOR and
+SLOT.
 """
 
 import errno

@@ -97,7 +97,7 @@ def _launcher(name: str) -> Iterator[Finding]:
     if shutil.which(program) is None:
         yield Finding(LAUNCHER, f"{program} is not on this machine: install it, or choose another --launcher")
     elif name == "pdsh" and not _pdsh_knows_ssh():
-        yield Finding(LAUNCHER, "pdsh on this machine has no module for ssh: install the package pdsh with pdsh-rcmd-ssh")
+        yield Finding(LAUNCHER, "pdsh on this machine has no module for ssh: install pdsh with pdsh-rcmd-ssh")
 
 
 def _pdsh_knows_ssh() -> bool:

@@ -63,12 +63,13 @@ def held_by_a_rank(spec: RunSpec, shape: T5Shape) -> list[Held]:
     ]
 
 
-def host_bytes(spec: RunSpec, shape: T5Shape) -> int:
-    """Host memory that all ranks of a machine take; with what is on the accelerator, where that is the CPU."""
+def host_bytes(spec: RunSpec, shape: T5Shape, ranks: range | None = None) -> int:
+    """Host memory that the ranks of a machine take, all of them or ``ranks``; on the CPU with what is on accelerators."""
+    ranks = range(spec.cluster.ranks) if ranks is None else ranks
     on_cpu = spec.cluster.accelerator == "cpu"
     held = {one.what: one.host + on_cpu * one.accelerator for one in held_by_a_rank(spec, shape)}
     witness = held.pop(WITNESS) // (1 + on_cpu)  # it moves from one to the other
-    return spec.cluster.ranks * sum(held.values()) + witness
+    return len(ranks) * sum(held.values()) + witness * (0 in ranks)
 
 
 def _sizes(spec: RunSpec, shape: T5Shape) -> _Sizes:

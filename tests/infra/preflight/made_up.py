@@ -26,7 +26,6 @@ NEEDS = Needs(
     root=ROOT,
     accelerator="cuda",
     memory_bytes=dict.fromkeys(HOSTS, 8 << 30),
-    root_bytes=1 << 30,
     operators=("cpu_adam",),
 )
 

@@ -1,0 +1,49 @@
+"""``preflight``: whether hosts can train together, without training."""
+
+from typing import Annotated
+
+import typer
+
+from flows.options import (
+    ExcludeOption,
+    HostfileOption,
+    IncludeOption,
+    LauncherOption,
+    NumNodesOption,
+    RootOption,
+    SetOption,
+    host_settings,
+    settings,
+)
+from flows.preflight import hosts_of, require_possible
+from flows.resolve import resolve
+from flows.terminal import complain, show_table
+from infra.preflight.preflight import COLUMNS
+from infra.preflight.preflight import preflight as ask_hosts
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this module."""
+    app.command()(preflight)
+
+
+def preflight(  # noqa: PLR0913, PLR0917 - one for each option
+    recipe: Annotated[str, typer.Argument(metavar="[RECIPE]", help="Whose ranks the hosts are to take")] = "smoke",
+    changes: SetOption = None,
+    root: RootOption = None,
+    hostfile: HostfileOption = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
+    num_nodes: NumNodesOption = None,
+    launcher: LauncherOption = None,
+) -> None:
+    """Ask every host of a hostfile what would break, and let all ranks meet; exit code 1 with problems."""
+    changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher)
+    spec = resolve(recipe, changed, root=root)
+    require_possible(spec)
+    with hosts_of(spec) as (needs, transport):
+        report = ask_hosts(needs, transport)
+    show_table(COLUMNS, report.rows())
+    if report.problems:
+        complain(f"{len(report.problems)} problem{'s' if len(report.problems) > 1 else ''}")
+        raise typer.Exit(1)
