@@ -80,6 +80,13 @@ def rank_environment(
 def travelling_environment(
     attempt: Attempt, *, accelerator: str | None, names: Iterable[str], parent: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
+    """What ranks on hosts get from the head, of its environment and besides."""
+    chosen = {} if accelerator is None else {"DS_ACCELERATOR": accelerator}
+    run = {RUN_ID_VARIABLE: attempt.run_id}
+    return {"HF_HUB_OFFLINE": "1", **settings_of_head(names, parent), **chosen, **_ALWAYS, **run}
+
+
+def settings_of_head(names: Iterable[str], parent: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What ranks on hosts get of the head's environment: settings of libraries, and ``names``, secret or not.
 
     Which devices the head may see is its own affair, and where it keeps things too.
@@ -89,9 +96,7 @@ def travelling_environment(
         for name, value in parent.items()
         if _LIBRARIES.fullmatch(name) and not _SECRET.search(name) and not _is_own(name)
     }
-    asked = {name: parent[name] for name in names if name in parent}
-    chosen = {} if accelerator is None else {"DS_ACCELERATOR": accelerator}
-    return {"HF_HUB_OFFLINE": "1", **allowed, **asked, **chosen, **_ALWAYS, RUN_ID_VARIABLE: attempt.run_id}
+    return allowed | {name: parent[name] for name in names if name in parent}
 
 
 def variables_of_rank(attempt: Attempt, own: Mapping[str, str]) -> dict[str, str]:

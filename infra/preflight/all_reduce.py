@@ -93,6 +93,7 @@ def _requests(needs: Needs, meeting: Meeting, port: int, run_id: str, deadline_s
         "address": meeting.address,
         "port": port,
         "num_ranks": needs.num_ranks,
+        "accelerator": needs.accelerator,
         "environment": dict(needs.environment),
         "deadline_seconds": deadline_seconds,
     }

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from infra.environment import settings_of_head
 from infra.hosts import Hosts
 from t5train.model.shape import T5Shape
 from t5train.spec import RunSpec
@@ -44,6 +45,7 @@ class Needs:
             slots={host.name: host.slots for host in hosts.all},
             root=spec.storage.root,
             accelerator=cluster.accelerator,
+            environment=settings_of_head(cluster.environment),
             spec=spec.model_dump(mode="json"),
             memory_bytes=memory_bytes,
             operators=_operators(spec),

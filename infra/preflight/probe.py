@@ -62,6 +62,7 @@ def _start(request: Mapping[str, Any], index: int) -> _Rank:
         "GLOO_SOCKET_IFNAME": request["interface"],
         "NCCL_SOCKET_IFNAME": request["interface"],
         **request["environment"],
+        **({} if request["accelerator"] is None else {"DS_ACCELERATOR": request["accelerator"]}),
         RUN_ID_VARIABLE: request["run_id"],
         "RANK": str(number),
         "LOCAL_RANK": str(index),
