@@ -2,9 +2,13 @@
 
 import json
 import shlex
+import sys
 
 from flows.preflight import require_possible
+from infra.hosts import read_hosts
 from infra.launch import command
+from infra.launch_command import launch_command
+from infra.node_folder import place
 from t5train.fingerprint import fingerprint
 from t5train.run_files import ATTEMPT_SPEC, ATTEMPTS
 from t5train.spec import RunSpec
@@ -24,6 +28,7 @@ def describe(spec: RunSpec) -> str:
         "fingerprints": _json(_fingerprints(spec)),
         "deepspeed config": _json(deepspeed_config(spec, of_model)),
         "memory of a rank without activations, in GB": _table(held_by_a_rank(spec, of_model)),
+        **_hosts(spec),
         "launch command": shlex.join(_launch_command(spec)),
         "run folder": str(spec.run_folder),
     }
@@ -35,9 +40,28 @@ def _fingerprints(spec: RunSpec) -> dict[str, str]:
     return {"run": spec.fingerprint(), **{part: fingerprint(values) for part, values in spec.identity().items()}}
 
 
+def _hosts(spec: RunSpec) -> dict[str, str]:
+    """Which ranks are where; nothing without a hostfile."""
+    if spec.cluster.hostfile is None:
+        return {}
+    rows, first = [f"{'ranks':14}{'host':28}slots"], 0
+    for host in read_hosts(spec.cluster).all:
+        last = first + len(host.slots) - 1
+        rows.append(f"{f'{first} to {last}':14}{host.name:28}{', '.join(map(str, host.slots))}")
+        first = last + 1
+    return {"hosts": "\n".join(rows)}
+
+
 def _launch_command(spec: RunSpec) -> list[str]:
-    launch = launch_spec(spec, lambda folder: rank_program(folder / ATTEMPT_SPEC))
-    return command(launch, spec.run_folder / ATTEMPTS / "NNNN")
+    if spec.cluster.hostfile is None:
+        launch = launch_spec(spec, lambda folder: rank_program(folder / ATTEMPT_SPEC))
+        return command(launch, spec.run_folder / ATTEMPTS / "NNNN")
+    hosts, run_id = read_hosts(spec.cluster), f"{spec.run_name}-NNNN-ID"
+    on_nodes = place("attempts", run_id)
+    program = ("infra.guard", str(on_nodes), sys.executable, *rank_program(on_nodes / ATTEMPT_SPEC))
+    address = spec.cluster.master_address or f"ADDRESS_OF_{hosts.names[0]}"
+    meeting = (address, spec.cluster.master_port or "FREE_PORT")
+    return launch_command(spec.cluster, hosts, place("heads", run_id), master=meeting, program=program)
 
 
 def _table(held: list[Held]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.hosts import read_hosts
+from infra.launch_command import require_launchable
 from t5train.errors import SpecError
 from t5train.locations import local_folder
 from t5train.recipes import recipe as recipe_spec
@@ -48,7 +49,9 @@ def _ranks(recipe: str, changes: Mapping[str, Any]) -> dict[str, int]:
     cluster = recipe_spec(recipe).with_settings(of_cluster).cluster
     if cluster.hostfile is None:
         return {}
-    slots = read_hosts(cluster).num_ranks
+    hosts = read_hosts(cluster)
+    require_launchable(cluster, hosts)
+    slots = hosts.num_ranks
     if asked is not None and str(asked) != str(slots):
         raise SpecError(
             f"cluster.ranks is {asked}, and the hosts chosen from {cluster.hostfile} have {slots} slots: leave "

@@ -22,12 +22,17 @@ PARENT = Path("/var/tmp")  # noqa: S108 - outlives a reboot, is on a disk, and i
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}")
 
 
+def place(*names: str) -> Path:
+    """Where that lies in this user's folder on a machine, be it there or not."""
+    return PARENT.joinpath(f"t5-pretrain-{os.getuid()}", *names)
+
+
 def node_folder() -> Path:
     """This user's folder on this machine; made, for its owner alone, if it is not there.
 
     Raises StorageError if it is a link, another user's, or open to others.
     """
-    return _private(PARENT / f"t5-pretrain-{os.getuid()}")
+    return _private(place())
 
 
 def attempts_folder() -> Path:
