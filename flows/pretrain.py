@@ -9,7 +9,7 @@ from pydantic import Field
 
 from flows.preflight import publish_url, require_possible, require_ready
 from flows.resolve import resolve
-from infra.run_lock import run_lock
+from infra.attachment import hold_run
 from t5train.records import Publication
 from t5train.spec import RUN_NAME_PATTERN
 from tasks.data import make_corpus, make_shards, make_tokenizer
@@ -62,7 +62,7 @@ def pretrain(
     spec = resolve(recipe, settings or {}, root=root, run_name=run_name, publish_to=publish_to)
     require_possible(spec)
     require_ready(spec)
-    with run_lock(spec.run_folder), library_log():
+    with hold_run(spec.run_folder), library_log():
         stages = StageTable()
         corpus = stages.add("corpus", make_corpus(spec))
         tokenizer = stages.add("tokenizer", make_tokenizer(spec, corpus))

@@ -23,7 +23,7 @@ from flows.options import (
 from flows.preflight import require_possible, require_ready
 from flows.resolve import resolve
 from flows.terminal import BarProgress, complain, progress_display, say
-from infra.run_lock import run_lock
+from infra.attachment import hold_run
 from t5train.progress import Progress, silent
 from t5train.recipes import RECIPES
 from t5train.records import Publication
@@ -70,7 +70,7 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
     require_possible(spec)
     require_ready(spec)
     with (
-        run_lock(spec.run_folder),  # from now on, so that a second start is refused while the server still starts
+        hold_run(spec.run_folder),  # from now on, so that a second start is refused while the server still starts
         progress_display() as progress,
         prefect_server.any_server(spec.storage.root, progress) as api_url,
     ):

@@ -23,7 +23,7 @@ from flows.options import (
 from flows.preflight import require_ready
 from flows.resolve import resolve
 from flows.terminal import progress_display, say
-from infra.run_lock import run_lock
+from infra.attachment import hold_run
 from t5train.certify import certify_in_fresh_process
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
@@ -109,7 +109,7 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
     spec = resolve(recipe, changed, root=root, run_name=name)
     tokens = TokenShards.load(shards or _only_shards(spec.storage.root))
     require_ready(spec)
-    with run_lock(spec.run_folder), progress_display() as progress:
+    with hold_run(spec.run_folder), progress_display() as progress:
         tokens.verify(progress)
         made = train_run(spec, tokens, progress)
     for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):

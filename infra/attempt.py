@@ -122,9 +122,12 @@ class Attempt:
 
     def write(self) -> None:
         """Record it in its folder, which must be there."""
+        write_json(self.folder / ATTEMPT, self.facts())
+
+    def facts(self) -> dict[str, Any]:
+        """What attempt.json tells of it."""
         facts = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "folder"}
-        facts |= {"head": self.head and asdict(self.head), "hosts": self.hosts and dict(self.hosts)}
-        write_json(self.folder / ATTEMPT, facts)
+        return facts | {"head": self.head and asdict(self.head), "hosts": self.hosts and dict(self.hosts)}
 
     def rank_files(self, name: str) -> Path:
         """Where a rank of that name leaves files of its own, up to their suffix."""

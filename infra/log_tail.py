@@ -1,11 +1,11 @@
 """New lines of the logs of a machine's ranks, at a bounded rate: all of rank 0, of the others warnings and errors."""
 
 import re
-import time
 from pathlib import Path
 
 from infra.attempt import rank_name
 from infra.log_lines import shown_lines
+from infra.rate_limit import RateLimit
 
 LINES_A_SECOND = 5.0
 BURST_LINES = 40.0
@@ -16,6 +16,11 @@ Offsets = dict[str, int]
 """Bytes that were read, by the name of the rank."""
 
 
+def warns(line: str) -> bool:
+    """Whether a line is a warning or an error."""
+    return _WARNS.search(line) is not None
+
+
 class LogTail:
     """What a rank's log has gained since it was last asked for; reads no more than a mebibyte at a time."""
 
@@ -24,13 +29,12 @@ class LogTail:
         self.name = path.stem
         self.offset = path.stat().st_size if offset is None else offset
         self._path = path
-        self._allowance, self._counted_at = BURST_LINES, time.monotonic()
+        self._limit = RateLimit(LINES_A_SECOND, BURST_LINES)
 
     def read(self) -> tuple[list[str], int]:
         """New lines that are worth telling, and how many of these were left out as too many."""
-        lines = [line for line in shown_lines(self._new()) if self.name == rank_name(0) or _WARNS.search(line)]
-        allowed = min(len(lines), self._allowed())
-        self._allowance -= allowed
+        lines = [line for line in shown_lines(self._new()) if self.name == rank_name(0) or warns(line)]
+        allowed = self._limit.take(len(lines))
         return lines[:allowed], len(lines) - allowed
 
     def _new(self) -> bytes:
@@ -40,12 +44,6 @@ class LogTail:
         whole = new.rfind(b"\n") + 1 or (len(new) if len(new) == _READ_BYTES else 0)
         self.offset += whole
         return new[:whole]
-
-    def _allowed(self) -> int:
-        now = time.monotonic()
-        self._allowance = min(BURST_LINES, self._allowance + (now - self._counted_at) * LINES_A_SECOND)
-        self._counted_at = now
-        return int(self._allowance)
 
 
 class LogTails:

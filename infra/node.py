@@ -4,7 +4,6 @@
 
     facts     what a preflight wants to know of this machine
     probe     run its ranks of an all-reduce; and end them, end_probe
-    meet      where the ranks meet: an address and a port of this machine
     prepare   make the folder of an attempt
     watch     tell of its ranks, and take the head's word for them, until stdin ends
     end       end earlier attempts, or this one
@@ -22,7 +21,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from infra.meeting import meet
 from infra.node_attempt import logs, prepare, remove
 from infra.node_end import end
 from infra.node_watch import watch
@@ -37,7 +35,6 @@ ACTIONS: dict[str, Action] = {
     "facts": facts,
     "probe": probe,
     "end_probe": end_probe,
-    "meet": meet,
     "prepare": prepare,
     "watch": watch,
     "end": end,

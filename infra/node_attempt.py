@@ -8,13 +8,13 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from infra import attempt, lease, meeting
+from infra import attempt, lease, processes
+from infra.environment import ENVIRONMENT
 from infra.node_end import MEETING, remove_segments
 from infra.node_folder import attempt_folder
 from t5train.atomic import write_json, write_text
 from t5train.errors import StorageError
 
-ENVIRONMENT = "environment.json"
 _KEPT_BYTES = 32 << 20
 """Of a log that is longer, the end is gathered."""
 
@@ -29,15 +29,14 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
         folder.mkdir(mode=0o700)
     except FileExistsError:
         raise StorageError(f"{folder} is there already: another head prepared this very attempt") from None
-    interface = meeting.interface_of(request["meeting"]["address"])
-    write_json(folder / ENVIRONMENT, meeting.variables(interface) | request["environment"])
+    write_json(folder / ENVIRONMENT, request["environment"])
     write_json(folder / MEETING, request["meeting"])
     for name, text in request["files"].items():
         write_text(folder / Path(name).name, text)
     attempt.of_facts(folder, request["attempt"]).write()
     remove_segments(folder)  # nothing listens there, so what lies there is a dead run's
     lease.renew(folder)
-    return {"folder": str(folder), "boot_id": meeting.boot_id()}
+    return {"folder": str(folder), "boot_id": processes.boot_id()}
 
 
 def logs(request: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from infra import attempt, lease, meeting
+from infra import attempt, lease, processes
 from infra.attempt import Attempt
 from infra.log_tail import LogTails
 from infra.node_end import end_attempt
@@ -39,8 +39,9 @@ def watch(request: Message) -> None:
     if not (folder / attempt.ATTEMPT).exists() or lease.age_seconds(folder) == float("inf"):
         _tell({"ended": {"left": []}})  # never begun, or ended: such a lease is not to be renewed
         return
-    window = _Window(attempt.read(folder), LogTails(folder, request["offsets"]))
-    _tell({"hello": {"host": socket.gethostname(), "boot_id": meeting.boot_id()}})
+    tails = LogTails(folder, request["offsets"])
+    window = _Window(attempt.read(folder), tails)
+    _tell({"hello": {"host": socket.gethostname(), "boot_id": processes.boot_id()}, "offsets": tails.offsets})
     orders = _Orders()
     while not orders.at_end:
         for order in orders.read(_TICK_SECONDS):

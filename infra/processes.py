@@ -143,6 +143,11 @@ def die_with_parent(number: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
+def boot_id() -> str:
+    """Another one each time this machine starts."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+
+
 @dataclass(frozen=True)
 class Activity:
     """What the kernel says a process does: ``state`` as in /proc, and the clock ticks that it has computed for."""

@@ -1,9 +1,13 @@
-"""Training to its end on this machine: without Prefect, for the flow's task and for the command line alike."""
+"""Training to its end, here or on hosts: without Prefect, for the flow's task and for the command line alike."""
 
 from collections.abc import Callable
 from pathlib import Path
 
+from infra.cluster_launch import ClusterLaunchSpec, launch_on_hosts
+from infra.hosts import read_hosts
 from infra.launch import LaunchSpec, launch
+from infra.preflight.needs import Needs
+from t5train.model.shape import resolve
 from t5train.progress import Progress, silent
 from t5train.records import Checkpoint, TokenShards
 from t5train.run_files import METRICS
@@ -17,19 +21,36 @@ _TAIL_BYTES = 64 << 10
 def train_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -> Checkpoint:
     """The run's last checkpoint: reused, or trained from the newest complete one on.
 
-    Hold ``run_lock`` around it. Raises RunChanged when the run was begun with other settings, a TrainingError when
+    Hold ``hold_run`` around it. Raises RunChanged when the run was begun with other settings, a TrainingError when
     training was not honest, and LaunchError, after which trying again can help.
     """
     run.open_run(spec, shards, progress)
     if (checkpoint := run.finished(spec, shards, progress)) is not None:
         return checkpoint
 
-    def program(attempt_folder: Path) -> tuple[str, ...]:
-        return rank_program(run.write_job(spec, shards, attempt_folder, progress))
+    def job(attempt_folder: Path) -> Path:
+        return run.write_job(spec, shards, attempt_folder, progress)
 
-    launch(launch_spec(spec, program), on_tick=lambda: _tell(spec, progress))
+    if spec.cluster.hostfile is None:
+        here = launch_spec(spec, lambda attempt_folder: rank_program(job(attempt_folder)))
+        launch(here, on_tick=lambda: _tell(spec, progress))
+    else:
+        launch_on_hosts(_on_hosts(spec, shards, job), on_tick=lambda: _tell(spec, progress))
     _tell(spec, progress)
     return run.conclude(spec, shards, progress)
+
+
+def _on_hosts(spec: RunSpec, shards: TokenShards, job: Callable[[Path], Path]) -> ClusterLaunchSpec:
+    hosts = read_hosts(spec.cluster)
+    return ClusterLaunchSpec(
+        run_folder=spec.run_folder,
+        cluster=spec.cluster,
+        hosts=hosts,
+        needs=Needs.of_run(spec, hosts, resolve(spec.model, int(shards.counts["vocab_size"]))),
+        job=job,
+        program=rank_program,
+        is_same_job=lambda attempt_folder: run.is_job_of(spec, shards, attempt_folder),
+    )
 
 
 def launch_spec(spec: RunSpec, program: Callable[[Path], tuple[str, ...]]) -> LaunchSpec:

@@ -107,8 +107,7 @@ def _accelerators(heards: Heards, needs: Needs) -> Iterator[str]:
 def _place(heards: Heards, needs: Needs) -> tuple[Meeting | None, list[Finding]]:
     if needs.first not in heards:
         return None, []
-    machines = {heard.facts.identity: host for host, heard in reversed(heards.items())}  # of two names the first
-    networks = {host: heards[host].facts.network for host in heards if host in machines.values()}
+    networks = {host: heard.facts.network for host, heard in heards.items()}
     try:
         return meeting(networks, needs.first, needs.master_address), []
     except PreflightError as error:

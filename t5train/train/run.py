@@ -134,6 +134,12 @@ def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress
     return path
 
 
+def is_job_of(spec: RunSpec, shards: TokenShards, attempt_folder: Path) -> bool:
+    """Whether the ranks of an attempt were told to do just what ``write_job`` would tell them, wherever they began."""
+    job = TrainJob.read(attempt_folder / run_files.ATTEMPT_SPEC)
+    return job.spec == spec and job.run_fingerprint == run_fingerprint(spec, shards)
+
+
 def newest_verified_tag(spec: RunSpec, progress: Progress = silent) -> str | None:
     """The newest tag whose every file has its digest; one that is unfinished or damaged is passed over with a warning.
 

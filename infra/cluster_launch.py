@@ -1,0 +1,182 @@
+"""Starts the ranks of a run on several hosts under DeepSpeed's launcher, watches them, and leaves none behind.
+
+::
+
+    head (this process) ─┬─ ssh: a window on each host (infra.supervision)
+                         └─ guard ── deepspeed.launcher.runner ── pdsh ── ssh to each host
+    host: sshd ── deepspeed.launcher.launch ── guard ── rank
+
+The head ends everything when a rank or the launcher fails, or a host is lost; guards do when the head was not heard of
+for ``cluster.lease_seconds``. Whether the ranks did their work is told by their exit records alone: pdsh, and with it
+DeepSpeed's launcher, exits 0 when it was killed.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from infra import attachment, attempt, fencing, lease
+from infra.attempt import Attempt
+from infra.cluster_launcher import ClusterLauncher
+from infra.cluster_watch import ClusterWatch
+from infra.environment import travelling_environment
+from infra.gathering import remove
+from infra.hosts import Host, Hosts
+from infra.launch_command import launch_command, write_hostfile
+from infra.node_folder import attempt_folder
+from infra.preflight.addresses import Meeting
+from infra.preflight.needs import Needs
+from infra.preflight.preflight import require_fit
+from infra.remote import Answer, Ssh, Transport, node_command, run_everywhere
+from infra.stop_signal import is_stop, stoppable
+from infra.supervision import Supervision
+from t5train.errors import HostError, SpecError
+from t5train.spec import ClusterSpec
+
+_PREPARE_SECONDS = 30.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ClusterLaunchSpec:
+    """What to start on which hosts."""
+
+    run_folder: Path
+    cluster: ClusterSpec
+    hosts: Hosts
+    needs: Needs
+    job: Callable[[Path], Path]
+    """Given the folder of the attempt: writes the file there that tells the ranks their job. Called once, just before
+    the start; every host gets a copy."""
+    program: Callable[[Path], tuple[str, ...]]
+    """Given where that file is on a host: arguments of the Python interpreter in every rank."""
+    is_same_job: Callable[[Path], bool]
+    """Given the folder of an attempt whose ranks are at work: whether that is what they are at."""
+
+
+def launch_on_hosts(spec: ClusterLaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Attempt:
+    """Run every rank to its end, also ranks at the same job that are at work already; ``on_tick`` as in infra.launch.
+
+    Hold ``hold_run`` around it. Raises the error that a rank reported, HostLost, or another LaunchError. Left by an
+    exception of SIGTERM's (infra.stop_signal), it has first given the ranks time to save. However it is left, no
+    process of the attempt is left on any host that can be reached; on others they end when the lease runs out.
+    """
+    with stoppable():
+        watch = _continued(spec, on_tick) or _started(spec, on_tick)
+        try:
+            watch.until_decided()
+        except BaseException as error:
+            if is_stop(error):
+                watch.stop()
+            raise
+        finally:
+            watch.end()
+    if (failure := watch.failure()) is not None:
+        raise failure
+    return watch.this
+
+
+def _continued(spec: ClusterLaunchSpec, on_tick: Callable[[], None]) -> ClusterWatch | None:
+    """Of ranks that are at work at this very job; those at another job are ended."""
+    if (found := attachment.adopt(spec.run_folder)) is None:
+        return None
+    if _is_same(spec, found.this):
+        return ClusterWatch(found, ClusterLauncher(found.this.run_id), attachment.transport_of(found.this), on_tick)
+    _log.warning("attempt %s is at another job than is asked for: it is ended", found.this.number)
+    attachment.end(found)
+    return None
+
+
+def _is_same(spec: ClusterLaunchSpec, this: Attempt) -> bool:
+    return this.hosts == _slots(spec.hosts) and spec.is_same_job(this.folder)
+
+
+def _started(spec: ClusterLaunchSpec, on_tick: Callable[[], None]) -> ClusterWatch:
+    """Make sure that nothing earlier is left; prepare the hosts; start the launcher."""
+    this = attempt.begin(
+        spec.run_folder,
+        None,
+        spec.cluster.lease_seconds,
+        hosts=_slots(spec.hosts),
+        grace_seconds=spec.cluster.grace_seconds,
+        accelerator=spec.cluster.accelerator,
+    )
+    launcher = ClusterLauncher(this.run_id)
+    launcher.folder.mkdir(mode=0o700)
+    transport, place = Ssh.configured(spec.cluster, launcher.folder), attempt_folder(this.run_id)
+    try:
+        fencing.end_earlier(this, transport, on_tick)
+        meeting, port = require_fit(spec.needs, transport)
+        job = spec.job(this.folder)
+        program = ("infra.guard", str(place), sys.executable, *spec.program(place / job.name))
+        write_hostfile(spec.hosts, launcher.folder)
+        argv = launch_command(
+            spec.cluster, spec.hosts, launcher.folder, master=(meeting.address, port), program=program
+        )
+        boot_ids = _prepare(spec, this, transport, (meeting, port), job)
+    except BaseException:
+        remove(this, transport, spec.hosts.names)
+        fencing.conclude(this, launcher.folder)
+        raise
+    lease.renew(launcher.folder)
+    launcher.start(this, argv, spec.cluster.accelerator)
+    return ClusterWatch(Supervision(this, transport, launcher.folder, boot_ids), launcher, transport, on_tick)
+
+
+def _prepare(
+    spec: ClusterLaunchSpec, this: Attempt, transport: Transport, where: tuple[Meeting, int], job: Path
+) -> dict[str, str]:
+    """Have every host make its folder of the attempt; their boot ids."""
+    environment = travelling_environment(this, accelerator=this.accelerator, names=spec.cluster.environment)
+    meeting, port = where
+
+    def request(host: Host) -> bytes:
+        own = replace(this, host=host.name, slots=host.slots, hosts=None)
+        return _line(
+            {
+                "run_id": this.run_id,
+                "attempt": own.facts(),
+                "environment": _interface(meeting.interfaces[host.name]) | environment,
+                "meeting": {"address": meeting.address, "port": port},
+                "files": {job.name: job.read_text("utf-8")},
+            }
+        )
+
+    requests = {host.name: request(host) for host in spec.hosts.all}
+    replies = run_everywhere(
+        transport,
+        spec.hosts.names,
+        node_command("prepare"),
+        stdin_of=requests.__getitem__,
+        deadline_seconds=_PREPARE_SECONDS,
+    )
+    return {host: _boot_id(host, reply, attempt_folder(this.run_id)) for host, reply in replies.items()}
+
+
+def _interface(name: str) -> dict[str, str]:
+    """Has collectives use the interface that leads to the meeting, and not the one that a hostname means."""
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+
+
+def _boot_id(host: str, reply: Answer | HostError, expected: Path) -> str:
+    if isinstance(reply, HostError):
+        raise reply
+    answer: dict[str, str] = json.loads(reply.stdout)
+    if answer["folder"] != str(expected):
+        raise SpecError(
+            f"{host} keeps attempts in {answer['folder']}, not in {expected}: the user there has another user id than "
+            "here; let it have the same, or set cluster.ssh_user"
+        )
+    return answer["boot_id"]
+
+
+def _slots(hosts: Hosts) -> dict[str, tuple[int, ...]]:
+    return {host.name: host.slots for host in hosts.all}
+
+
+def _line(request: Any) -> bytes:
+    return json.dumps(request).encode() + b"\n"

@@ -1,0 +1,84 @@
+"""Sees to it that nothing of a run's earlier attempts over hosts is left, also on hosts that do not answer."""
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from infra import attempt, lease
+from infra.attempt import Attempt
+from infra.cluster_launcher import ClusterLauncher
+from infra.gathering import gather, keep_own
+from infra.remote import Answer, Transport, node_command, run_everywhere
+from t5train.atomic import write_json
+from t5train.run_files import ATTEMPTS
+
+ENDED = "ended.json"
+"""In an attempt's folder, once nothing of it is left on any host."""
+END_SECONDS = 20.0
+"""More than a host needs to end an attempt."""
+_TICK_SECONDS = 0.5
+_log = logging.getLogger(__name__)
+
+
+def end_earlier(than: Attempt, transport: Transport, on_tick: Callable[[], None]) -> None:
+    """End what is left of a run's other attempts; hold ``run_lock``, so that no other head renews their leases."""
+    for this in unended(than.folder.parent.parent):
+        if this.run_id != than.run_id:
+            end(this, transport, on_tick)
+
+
+def unended(run_folder: Path) -> Iterator[Attempt]:
+    """Attempts over hosts of which something may be left."""
+    for path in sorted((run_folder / ATTEMPTS).glob(f"*/{attempt.ATTEMPT}")):
+        this = attempt.read(path.parent)
+        if this.hosts is not None and not (path.parent / ENDED).exists():
+            yield this
+
+
+def end(this: Attempt, transport: Transport, on_tick: Callable[[], None] = lambda: None) -> None:
+    """End one attempt and gather what it left; hosts that do not answer are given the time to do so by themselves."""
+    launcher = ClusterLauncher(this.run_id)
+    launcher.end()
+    unreachable = end_on_hosts(this, transport, list(this.hosts or {}))
+    if unreachable:
+        _wait(this, unreachable, launcher.folder, on_tick)
+    reachable = [host for host in this.hosts or {} if host not in unreachable]
+    gather(this, transport, reachable)
+    conclude(this, launcher.folder)
+
+
+def end_on_hosts(this: Attempt, transport: Transport, hosts: list[str]) -> list[str]:
+    """End the attempt on some hosts; names those that did not answer."""
+    request = json.dumps({"run_ids": [this.run_id]}).encode() + b"\n"
+    replies = run_everywhere(
+        transport, hosts, node_command("end"), stdin_of=lambda _host: request, deadline_seconds=END_SECONDS
+    )
+    for host, reply in replies.items():
+        if not isinstance(reply, Answer):
+            _log.warning("attempt %s may go on for a while on %s: %s", this.number, host, reply)
+        elif left := json.loads(reply.stdout)["left"]:
+            _log.error("%s: processes %s do not end, not even by SIGKILL", host, left)
+    return [host for host, reply in replies.items() if not isinstance(reply, Answer)]
+
+
+def conclude(this: Attempt, head_folder: Path) -> None:
+    """Note that nothing of an attempt runs any more, on any host."""
+    keep_own(head_folder, this.folder)
+    write_json(this.folder / ENDED, {"at": attempt.now()})
+    shutil.rmtree(head_folder, ignore_errors=True)  # not there if the head was on another machine
+
+
+def _wait(this: Attempt, unreachable: list[str], head_folder: Path, on_tick: Callable[[], None]) -> None:
+    """Until ranks that hear nothing of a head have surely ended."""
+    most = (this.lease_seconds or 0) + this.grace_seconds + END_SECONDS
+    # How long the last head has been silent, if that was on this machine; else it may have been at work until now.
+    known = lease.age_seconds(head_folder)
+    seconds = most if known == float("inf") else max(0.0, most - known)
+    _log.warning("waiting %.0f s until %s have ended attempt %s by themselves", seconds, unreachable, this.number)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        on_tick()
+        time.sleep(_TICK_SECONDS)

@@ -1,0 +1,176 @@
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from infra import attempt, lease
+from infra.attempt import Attempt, Cause, ExitRecord
+from infra.remote import Transport, node_command, run
+from infra.supervision import Supervision
+from t5train.errors import HostLost, RankKilled
+
+Until = Callable[..., None]
+HOSTS = {"a": (0,), "b": (0,)}
+
+
+class Hosts(Transport, Protocol):
+    def attempt_folder(self, host: str, run_id: str) -> Path: ...
+
+
+class Unsteady:
+    """Reaches hosts by another way; one of them not while ``silent`` is its name."""
+
+    def __init__(self, way: Transport) -> None:
+        self.way, self.silent = way, ""
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        return ["sleep", "600"] if host == self.silent else self.way.command(host, argv)
+
+
+@pytest.fixture
+def this(tmp_path: Path, local_hosts: Hosts) -> Attempt:
+    """An attempt that two hosts are prepared for."""
+    this = attempt.begin(tmp_path / "run", None, 3.0, HOSTS)
+    for host in HOSTS:
+        request = {
+            "run_id": this.run_id, "attempt": replace(this, host=host, hosts=None).facts(), "environment": {},
+            "meeting": {"address": "127.0.0.1", "port": 20001}, "files": {},
+        }  # fmt: skip
+        run(local_hosts, host, node_command("prepare"), stdin=json.dumps(request).encode() + b"\n", deadline_seconds=20)
+    return this
+
+
+@pytest.fixture
+def way(local_hosts: Hosts) -> Unsteady:
+    return Unsteady(local_hosts)
+
+
+@pytest.fixture
+def supervise(this: Attempt, way: Unsteady, tmp_path: Path) -> Iterator[Callable[..., Supervision]]:
+    opened: list[Supervision] = []
+
+    def supervise(**boot_ids: str) -> Supervision:
+        (tmp_path / "head").mkdir()
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        opened.append(Supervision(this, way, tmp_path / "head", {"a": boot_id, "b": boot_id} | boot_ids))
+        return opened[-1]
+
+    yield supervise
+    for one in opened:
+        one.close()
+
+
+def end_rank(folder: Path, rank: int, returncode: int = 0) -> None:
+    record = ExitRecord(attempt.rank_name(rank), returncode, Cause.EXITED, "exited", "then", attempt.now())
+    replace(attempt.read(folder)).write_exit(record)
+
+
+def look_until(supervision: Supervision, condition: Callable[[], object], seconds: float = 15.0) -> float:
+    """Takes in what comes until the condition holds; the seconds that took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, f"not in {seconds} s"
+        supervision.look(0.1)
+    return time.monotonic() - began
+
+
+def test_success_is_a_good_record_of_every_rank(
+    this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision], tmp_path: Path
+) -> None:
+    supervision = supervise()
+    end_rank(local_hosts.attempt_folder("a", this.run_id), 0)
+    look_until(supervision, lambda: supervision.records)
+    assert not supervision.succeeded
+    assert not supervision.failed
+    end_rank(local_hosts.attempt_folder("b", this.run_id), 1)
+    look_until(supervision, lambda: supervision.all_ended)
+    assert supervision.succeeded
+    assert this.exit_record("rank-00001") == supervision.records["rank-00001"]
+    assert lease.age_seconds(tmp_path / "head") < 4
+
+
+def test_the_first_bad_record_is_a_failure_and_the_ranks_error_is_there(
+    this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]
+) -> None:
+    supervision = supervise()
+    folder = local_hosts.attempt_folder("b", this.run_id)
+    (folder / "rank-00001.error.json").write_text('{"type": "DiskFull", "message": "no room"}')
+    end_rank(folder, 1, 1)
+    look_until(supervision, lambda: supervision.failed)
+    assert json.loads((this.folder / "rank-00001.error.json").read_text()) == {"type": "DiskFull", "message": "no room"}
+
+
+def test_a_window_that_breaks_is_opened_again_and_nothing_is_lost(
+    this: Attempt, way: Unsteady, local_hosts: Hosts, supervise: Callable[..., Supervision], until: Until
+) -> None:
+    way.silent = "b"  # a first connection that says nothing is given up after some seconds
+    supervision = supervise()
+    end_rank(local_hosts.attempt_folder("a", this.run_id), 0)
+    look_until(supervision, lambda: supervision.records)
+    way.silent = ""
+    end_rank(local_hosts.attempt_folder("b", this.run_id), 1)
+    supervision.this = replace(this, lease_seconds=60.0)
+    look_until(supervision, lambda: supervision.succeeded)
+    assert not supervision.failed
+
+
+def test_a_host_that_is_silent_is_warned_of_and_lost_when_the_lease_is_over(
+    this: Attempt, way: Unsteady, supervise: Callable[..., Supervision], caplog: pytest.LogCaptureFixture
+) -> None:
+    way.silent = "b"
+    supervision = supervise()
+    supervision.this = replace(this, lease_seconds=6.0)
+    assert 6 <= look_until(supervision, lambda: supervision.failed) < 8
+    assert isinstance(supervision.failure, HostLost)
+    assert str(supervision.failure).startswith("b has not been heard of for 6 s")
+    assert "b has not been heard of for 5 s, of 6 s" in caplog.text
+    assert supervision.silent == ["b"]
+
+
+def test_a_host_that_was_started_anew_is_lost_at_once(supervise: Callable[..., Supervision]) -> None:
+    supervision = supervise(b="another")
+    look_until(supervision, lambda: supervision.failed, 5)
+    assert str(supervision.failure) == "b was started anew while its ranks were at work"
+
+
+def test_a_killed_guard_is_a_failure(this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]) -> None:
+    supervision = supervise()
+    gone = {"pid": os.getpid(), "start_time": 1}
+    folder = local_hosts.attempt_folder("b", this.run_id)
+    (folder / "rank-00001.pid").write_text(json.dumps({"process": gone, "guard": gone}))
+    look_until(supervision, lambda: supervision.failed, 5)
+    assert isinstance(supervision.failure, RankKilled)
+    assert "rank-00001 on b" in str(supervision.failure)
+
+
+def test_lines_of_ranks_are_logged_with_their_host_and_without_secrets(
+    this: Attempt,
+    local_hosts: Hosts,
+    supervise: Callable[..., Supervision],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HUB_TOKEN", "s3cret-value")
+    caplog.set_level("INFO")
+    (local_hosts.attempt_folder("a", this.run_id) / "rank-00000.log").write_text("with s3cret-value\n")
+    (local_hosts.attempt_folder("b", this.run_id) / "rank-00001.log").write_text("chatter\nWARNING of b\n")
+    supervision = supervise()
+    look_until(supervision, lambda: "WARNING of b" in caplog.text and "rank-00000" in caplog.text)
+    told = {record.getMessage(): record.levelname for record in caplog.records}
+    assert told["b rank-00001: WARNING of b"] == "WARNING"
+    assert "s3cret" not in caplog.text
+    assert "chatter" not in caplog.text
+
+
+def test_the_order_to_end_reaches_all_hosts(
+    this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]
+) -> None:
+    supervision = supervise()
+    supervision.order({"end": True})
+    look_until(supervision, lambda: not supervision.not_ended)
+    assert not (local_hosts.attempt_folder("a", this.run_id) / "lease").exists()
