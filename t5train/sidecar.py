@@ -130,8 +130,11 @@ class DataState(_Part):
 class Sidecar(_Part):
     """One rank's account of its part of a checkpoint.
 
-    ``files`` holds what this rank wrote, by name within the tag's folder. ``groups`` lists the optimizer's
-    parameter groups in order, also where the module's own weights are the fp32 masters (ZeRO 0 in fp32).
+    ``files`` holds what this rank wrote, by name within the tag's folder. ``replicas`` lie beside them on nodes that
+    share no disk: there DeepSpeed writes again what a rank of another node answers for, in other bytes that say the
+    same to who resumes from them. A node's first rank lists them, and on that node they are as good as the original.
+    ``groups`` lists the optimizer's parameter groups in order, also where the module's own weights are the fp32 masters
+    (ZeRO 0 in fp32).
     ``aliases`` maps a tied name to the name that owns the storage. Experts in ``groups`` are those of this rank,
     numbered over all ranks. All names are Hugging Face's; the files hold them behind ``model_prefix``. In a pipeline,
     ``groups`` are those of the rank's stage, and ``pipeline_layers`` maps what DeepSpeed calls a layer (``"3"``, or
@@ -148,6 +151,7 @@ class Sidecar(_Part):
     world_size: int = Field(ge=1)
     layout: ParallelLayout
     files: dict[str, FileDigest]
+    replicas: dict[str, FileDigest] = {}
     groups: list[list[ParameterSlot]]
     aliases: dict[str, str] = {}
     expert_layers: list[ExpertLayer] = []
@@ -160,7 +164,7 @@ class Sidecar(_Part):
     generator_states: dict[str, str] = {}
     versions: dict[str, str] = {}
 
-    @field_validator("files")
+    @field_validator("files", "replicas")
     @classmethod
     def _files_lie_in_the_folder(cls, files: dict[str, FileDigest]) -> dict[str, FileDigest]:
         for name in files:

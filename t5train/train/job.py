@@ -43,6 +43,7 @@ class TrainJob(BaseModel):
 
     That is the checkpoint ``resume_tag``, or one of another layout, ``consolidated``, or neither: then the run begins,
     where ``start_fingerprint`` says so with the weights of that content in ``spec.model.start_from``.
+    With ``node_local``, folders are on each node's own disk, and hold what its ranks wrote or were brought.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,6 +51,7 @@ class TrainJob(BaseModel):
     run_fingerprint: str
     run_folder: Path
     shards_folder: Path
+    node_local: bool = False
     resume_tag: str | None
     consolidated: Consolidated | None = None
     start_fingerprint: str | None = None

@@ -1,5 +1,6 @@
 """When a checkpoint's tag counts as complete."""
 
+import json
 import math
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from pydantic import ValidationError
 
 from t5train import sidecar
 from t5train.errors import IncompleteCheckpoint
+from t5train.fingerprint import fingerprint
 from t5train.records import digest_files
 from t5train.sidecar import (
     DataState,
@@ -226,3 +228,11 @@ def test_stages_without_named_layers_and_layers_of_no_pipeline_are_refused(tmp_p
         save(tmp_path / "a", 400, layout=stages)
     with pytest.raises(ValidationError, match="'embed' is not a layer of a pipeline"):
         save(tmp_path / "b", 400, pipeline_layers={"embed": "shared"})
+
+
+def test_a_sidecar_from_before_there_were_replicas_is_read(tmp_path: Path) -> None:
+    path = save(tmp_path, 400) / "rank-00000.json"
+    document = json.loads(path.read_text())
+    del document["replicas"], document["sha256"]
+    path.write_text(json.dumps(document | {"sha256": fingerprint(document)}))
+    assert sidecar.read_all(path.parent)[0].replicas == {}
