@@ -107,7 +107,8 @@ def _accelerators(heards: Heards, needs: Needs) -> Iterator[str]:
 def _place(heards: Heards, needs: Needs) -> tuple[Meeting | None, list[Finding]]:
     if needs.first not in heards:
         return None, []
-    networks = {host: heard.facts.network for host, heard in heards.items()}
+    machines = {heard.facts.identity: host for host, heard in reversed(list(heards.items()))}  # the first of two
+    networks = {host: heards[host].facts.network for host in heards if host in machines.values()}
     try:
         return meeting(networks, needs.first, needs.master_address), []
     except PreflightError as error:

@@ -44,7 +44,8 @@ def probe(request: Mapping[str, Any]) -> dict[str, Any]:
             time.sleep(_LOOK_SECONDS)
         codes = [rank.process.poll() for rank in ranks]
     finally:
-        processes.end(processes.in_run(request["run_id"]), grace_seconds=0)
+        for rank in ranks:
+            rank.process.kill()
     return {str(rank.number): _outcome(rank) | {"returncode": code} for rank, code in zip(ranks, codes, strict=True)}
 
 

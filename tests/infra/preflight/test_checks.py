@@ -8,7 +8,7 @@ from infra.preflight.facts import Facts, Route
 from infra.preflight.findings import Finding
 from infra.preflight.needs import Needs
 from t5train.errors import HostError, HostKeyMismatch, HostUnreachable, RemoteFailed
-from tests.infra.preflight.made_up import HOSTS, NEEDS, NONCE, SOFTWARE, heard, with_
+from tests.infra.preflight.made_up import HOSTS, NEEDS, NONCE, SOFTWARE, facts, heard, with_
 
 Change = Callable[[Facts], Facts]
 ON_A_NETWORK_OF_ITS_OWN = with_(
@@ -27,6 +27,7 @@ def test_hosts_that_agree_and_have_everything_pass_every_check() -> None:
 # Check, host, what is other there, and what must be said: who, what, and what to do.
 CULPRITS: list[tuple[str, str, Change, str]] = [
     ("machines", "node3", with_("", identity="boot1 machine net:[1]"), "node1, node3: names of one machine: keep one"),
+    ("machines", "node3", lambda _: facts(1), "node1, node3: names of one machine: keep one"),
     ("address", "node2", ON_A_NETWORK_OF_ITS_OWN, "node2 have no route to any of them; put the hosts into one net"),
     ("port", "node0", with_("network", port_is_free=False), "node0: another program listens on port 29500: choose"),
     (

@@ -1,0 +1,120 @@
+"""Ranks that meet on this machine, as if it were two hosts; and who is blamed where some do not."""
+
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from infra import ports, processes
+from infra.preflight.addresses import Meeting
+from infra.preflight.all_reduce import Outcome, all_reduce, judge_outcomes
+from infra.preflight.needs import Needs
+from infra.preflight.probe_rank import unreachable
+
+NEEDS = Needs(slots={"near": (0,), "far": (0,)}, root=Path("/"), accelerator="cpu")
+Ranks = Callable[[], set[int]]
+HERE = Meeting("127.0.0.1", {"near": "lo", "far": "lo"})
+
+
+class Here:
+    """Every host is this machine."""
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:  # noqa: ARG002 - the same for all
+        return list(argv)
+
+
+class WithoutTheFar(Here):
+    """A host that starts no rank."""
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        return ["echo", "{}"] if host == "far" else list(argv)
+
+
+def judged(*outcomes: tuple[str, str, str]) -> list[str]:
+    return list(judge_outcomes({rank: Outcome(*one) for rank, one in enumerate(outcomes)}, 60))
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[int]]:
+    """Ranks of this test's probes that still run."""
+    mark = secrets.token_hex(8)
+    monkeypatch.setenv("T5_TEST", mark)
+
+    def belongs(pid: int) -> bool:
+        try:
+            environment, argv = (Path(f"/proc/{pid}/{what}").read_bytes() for what in ("environ", "cmdline"))
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            return False
+        return mark.encode() in environment and b"infra.preflight.probe_rank" in argv
+
+    return lambda: processes.find(belongs)
+
+
+@pytest.mark.slow
+def test_ranks_of_two_hosts_meet_and_agree_on_the_sum(ranks: Ranks) -> None:
+    assert list(all_reduce(NEEDS, Here(), HERE, ports.free_port())) == []
+    assert not ranks()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_named_at_once_and_no_rank_is_left(ranks: Ranks) -> None:
+    three = Needs(slots={"near": (0,), "far": (0, 1)}, root=Path("/"), accelerator="cpu")
+    with ThreadPoolExecutor(1) as thread:
+        started_at = time.monotonic()
+        found = thread.submit(lambda: list(all_reduce(three, Here(), HERE, ports.free_port())))
+        while len(victims := ranks()) < 3:
+            time.sleep(0.01)
+        os.kill(max(victims), signal.SIGKILL)
+        (text,) = found.result()
+    assert text.endswith("signal 9 ended it")
+    assert time.monotonic() - started_at < 30
+    assert not ranks()
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_in_vain_are_ended_at_the_deadline(ranks: Ranks) -> None:
+    (text,) = all_reduce(NEEDS, WithoutTheFar(), HERE, ports.free_port(), deadline_seconds=6)
+    assert text.startswith("near: rank 0 waited 6 s in vain until ")
+    assert not ranks()
+
+
+@pytest.mark.slow
+def test_a_port_that_was_taken_meanwhile_is_told() -> None:
+    lonely = Needs(slots={"near": (0,)}, root=Path("/"), accelerator="cpu")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        (text,) = all_reduce(lonely, Here(), HERE, other.getsockname()[1])
+    assert text.startswith("near: rank 0: ")
+    assert "EADDRINUSE" in text
+
+
+def test_nothing_is_found_where_all_ranks_have_the_sum(ranks: Ranks) -> None:
+    assert judged(("node0", "summed", ""), ("node1", "summed", "")) == []
+
+
+def test_ranks_that_others_wait_for_are_named() -> None:
+    (text,) = judged(("node0", "imported", ""), ("node1", "reached", ""), ("node1", "reached", ""))
+    assert text.startswith("node1: ranks 1, 2 waited 60 s in vain until torch is imported: see whether")
+
+
+def test_where_all_ranks_hang_together_the_network_is_suspected() -> None:
+    (text,) = judged(("node0", "imported", ""), ("node1", "imported", ""))
+    assert text.startswith("node0, node1: ranks 0, 1 waited 60 s in vain until all ranks have met: see whether a fire")
+
+
+def test_what_follows_from_the_first_failure_is_not_told() -> None:
+    (text,) = judged(("node0", "met", "RuntimeError: Connection closed by peer"), ("node1", "started", "no route"))
+    assert text == "node1: rank 1: no route"
+
+
+def test_a_port_where_nobody_listens_yet_is_reached_all_the_same() -> None:
+    assert unreachable("127.0.0.1", ports.free_port()) == ""
+
+
+def test_an_address_without_a_way_to_it_is_not_reached() -> None:
+    assert unreachable("255.255.255.255", 1)
