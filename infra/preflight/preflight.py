@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from infra.preflight.addresses import Meeting
 from infra.preflight.all_reduce import all_reduce
-from infra.preflight.checks import ALL_REDUCE, CHECKS, IN_USE, PORT
+from infra.preflight.checks import ALL_REDUCE, CHECKS, IN_USE, PORT, REACHABLE
 from infra.preflight.findings import Finding
 from infra.preflight.needs import Needs
 from infra.preflight.survey import survey
 from infra.remote import Transport
-from t5train.errors import PreflightError
+from t5train.errors import HostUnreachable, PreflightError
 
 COLUMNS = ["check", "result", "what"]
 
@@ -61,8 +61,10 @@ def require_agreement(needs: Needs, transport: Transport) -> None:
 
 
 def require_fit(needs: Needs, transport: Transport) -> tuple[Meeting, int]:
-    """Where the ranks can meet, and did; PreflightError with every problem."""
+    """Where the ranks can meet, and did; PreflightError with every problem, HostUnreachable if that is the only one."""
     report = preflight(needs, transport)
+    if report.problems and all(problem.check == REACHABLE for problem in report.problems):
+        raise HostUnreachable("; ".join(problem.text for problem in report.problems))  # which can pass
     _require_none(report.problems)
     assert report.meeting is not None  # noqa: S101 - else there is a problem
     assert report.port is not None  # noqa: S101 - as above

@@ -1,0 +1,114 @@
+"""``t5-pretrain preflight`` over real ssh: what is wrong with hosts is named, and nothing is left on them."""
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.testcluster import Cluster
+
+pytestmark = pytest.mark.cluster
+
+Preflight = Callable[..., subprocess.CompletedProcess[str]]
+On = Callable[..., str]
+BUSY_SECONDS = 240  # for tests that run beside others
+
+
+@pytest.fixture
+def preflight(cluster: Cluster, share: Path) -> Preflight:
+    """Run it on the head, with a hostfile of that text and further arguments."""
+
+    def run(hostfile: str, *arguments: str, root: Path = share) -> subprocess.CompletedProcess[str]:
+        path = cluster.disk("head", "/root/asked")
+        path.write_text(hostfile, "utf-8")
+        argv = ["t5-pretrain", "preflight", "--hostfile", "/root/asked", "--root", str(root)]
+        settings = ["--set", "cluster.accelerator=cpu", "--set", "layout.micro_batch_sequences=4"]
+        return cluster.exec("head", [*argv, *settings, *arguments], timeout=BUSY_SECONDS)
+
+    return run
+
+
+@pytest.fixture
+def no_way(cluster: Cluster, on: On) -> Iterator[None]:
+    """The second node is reached by ssh, and cannot reach the first."""
+    route = ("route", "{}", "unreachable", f"{cluster.address('node0')}/32")
+    on("node1", "ip", *(word.format("add") for word in route))
+    yield
+    on("node1", "ip", *(word.format("del") for word in route))
+
+
+def rows(result: subprocess.CompletedProcess[str]) -> dict[str, tuple[str, str]]:
+    """Result and text of each check, the last line of each."""
+    lines = [line.split("\t") for line in result.stdout.splitlines()[1:]]
+    return {check: (outcome, what) for check, outcome, what in lines}
+
+
+def ranks_left(cluster: Cluster) -> list[str]:
+    argv = [" ".join(process.argv) for host in ("node0", "node1") for process in cluster.processes(host)]
+    return [line for line in argv if "infra.node" in line or "preflight" in line]
+
+
+def test_hosts_without_a_fault_pass_every_check(cluster: Cluster, preflight: Preflight, share: Path) -> None:
+    result = preflight(cluster.hostfile(slots=2))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert {outcome for outcome, _ in rows(result).values()} <= {"ok", "note"}
+    assert rows(result)["all-reduce"][0] == "ok"
+    assert not ranks_left(cluster)
+    assert not list(share.glob(".preflight-*"))
+
+
+def test_every_fault_is_named_at_once(cluster: Cluster, preflight: Preflight, on: On) -> None:
+    lock = "/root/.cache/torch_extensions/py311_cpu/left_behind/lock"
+    on("node1", "mkdir", "-p", str(Path(lock).parent))
+    on("node1", "touch", lock)
+    twice = f"{cluster.address('node0')} slots=1\n"
+    started_at = time.monotonic()
+    result = preflight(
+        f"{cluster.hostfile()}nowhere slots=1\n{twice}",
+        *("--set", "model.preset=11b", "--set", "model.version=v1.1"),
+        root=Path("/root/only-on-the-head"),
+    )
+    found = rows(result)
+    assert result.returncode == 1
+    assert time.monotonic() - started_at < 30
+    assert found["reachable"][1].startswith("nowhere: its name is unknown here")
+    assert found["machines"][1].startswith(f"node0, {cluster.address('node0')}: names of one machine")
+    assert found["root"][1].startswith("node0, node1, ")
+    assert "is not the head's: mount the storage" in found["root"][1]
+    assert "its ranks need" in found["memory"][1]
+    assert found["compile locks"] == ("note", f"node1: removed {lock}, left behind by a compile that was killed")
+    assert found["all-reduce"][0] == "not tried"
+
+
+def test_a_host_that_shows_another_key_than_is_known_is_refused(cluster: Cluster, preflight: Preflight, on: On) -> None:
+    lines = [line.split(" ", 1) for line in on("head", "cat", "/root/.ssh/known_hosts").splitlines()]
+    keys = {names.partition(",")[0]: key for names, key in lines}
+    mixed_up = f"node0 {keys['node0']}\nnode1 {keys['node0']}\n"
+    cluster.disk("head", "/root/known").write_text(mixed_up, "utf-8")
+    result = preflight(cluster.hostfile(), "--set", "cluster.known_hosts=/root/known")
+    assert result.returncode == 1
+    assert rows(result)["host key"][1].startswith("node1: its key is not the known one")
+
+
+@pytest.mark.usefixtures("no_way")
+def test_a_host_that_does_not_reach_the_first_is_named_by_the_all_reduce(
+    cluster: Cluster, preflight: Preflight
+) -> None:
+    result = preflight(cluster.hostfile())
+    assert result.returncode == 1
+    assert rows(result)["all-reduce"][1].startswith("node1: rank 1: ")
+    assert "cannot be reached: No route to host" in rows(result)["all-reduce"][1]
+    assert not ranks_left(cluster)
+
+
+def test_a_run_over_hosts_that_cannot_train_together_begins_nothing(cluster: Cluster, share: Path) -> None:
+    cluster.disk("head", "/root/asked").write_text(f"{cluster.hostfile()}nowhere slots=2\n", "utf-8")
+    argv = ["t5-pretrain", "run", "smoke", "--hostfile", "/root/asked", "--root", str(share / "refused")]
+    argv += ["--set", "layout.micro_batch_sequences=4"]
+    result = cluster.exec("head", argv, timeout=BUSY_SECONDS)
+    assert result.returncode == 1
+    assert "the hosts cannot train together as they are" in result.stderr
+    assert "reachable: nowhere: its name is unknown here" in result.stderr
+    assert not list((share / "refused").iterdir())
