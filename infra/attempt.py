@@ -79,8 +79,8 @@ class ExitRecord:
 
     @property
     def succeeded(self) -> bool:
-        """It did all it had to do."""
-        return self.returncode == 0 and self.cause == Cause.EXITED
+        """It did all it had to do, be it that it was told to end just then."""
+        return self.returncode == 0 and self.cause in (Cause.EXITED, Cause.TOLD)
 
     @property
     def is_failure(self) -> bool:

@@ -1,59 +1,96 @@
 """Why an attempt failed: the one error to raise, from what its ranks and guards left behind."""
 
+from collections.abc import Collection
 from pathlib import Path
+from typing import TypeGuard
 
-from infra import attempt
-from infra.attempt import Attempt, Cause, ExitRecord
+from infra.attempt import LAUNCHER, Attempt, Cause, ExitRecord, rank_name
+from infra.diagnosis import Diagnosis, diagnose
+from infra.environment import redact
 from infra.log_lines import shown_lines
-from t5train.errors import LaunchError, T5TrainError
+from infra.vigil import TOLD_TO_SAVE
+from t5train.errors import LaunchError, Preempted, RankKilled, T5TrainError
 from t5train.train import error_report
 
 _TAIL_BYTES = 16 << 10
 _TAIL_LINES = 20
+_LINES_READ = 200
+_LINES_READ = 200
 
 
 def failure_of(this: Attempt, num_ranks: int) -> T5TrainError:
-    """The error that a rank reported, else a LaunchError about the first rank that failed.
+    """The error that a rank reported, else a LaunchError of the class that fits the first rank that failed.
 
-    Call it when every process of the attempt has ended.
+    Call it when every process of the attempt has ended, and what ranks left is in its folder.
     """
-    for rank in range(num_ranks):
-        if (reported := error_report.read(this.folder / attempt.rank_name(rank))) is not None:
-            return reported
-    what, name = _first_failure(this, num_ranks) or _launcher_failure(this)
-    log = this.log(name)
-    return LaunchError(f"{what} (attempt {this.folder.name}); its output is in {log}, and ends:\n{tail(log)}")
+    read = {rank: error_report.read(this.rank_files(rank_name(rank))) for rank in range(num_ranks)}
+    reported = {rank: error for rank, error in read.items() if error is not None}
+    # That they did what they were told is the reason only if there is no other.
+    for error in reported.values():
+        if not isinstance(error, Preempted):
+            return error
+    if (found := _first_failure(this, num_ranks, reported.keys())) is None:
+        return next(iter(reported.values()), None) or _launcher_failure(this, num_ranks)
+    kind, what, log = found
+    return kind(f"{what} (attempt {this.folder.name}); its output is in {log}, and ends:\n{redact(tail(log))}")
 
 
-def _first_failure(this: Attempt, num_ranks: int) -> tuple[str, str] | None:
-    """What happened, and to whom. A killed guard explains all that follows; else the earliest failure does.
+_Found = tuple[type[LaunchError], str, Path]
 
-    None when every rank was ended from outside, or none ever started: then the launcher is to blame.
+
+def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) -> _Found | None:
+    """What happened, and whose output tells of it, leaving out the ranks that are ``explained``.
+
+    A killed guard explains all that follows; else the first failure does that was no consequence of another. None when
+    every rank was ended from above, or none ever started.
     """
-    records = {rank: this.exit_record(attempt.rank_name(rank)) for rank in range(num_ranks)}
-    missing = [rank for rank, record in records.items() if record is None]
-    if missing and len(missing) < num_ranks:
-        return f"rank {missing[0]} of {num_ranks} left no exit record: its guard was killed or never started", (
-            attempt.rank_name(missing[0])
-        )
-    failed = [(rank, record) for rank, record in records.items() if record is not None and _is_cause(record)]
+    records = {rank: this.exit_record(rank_name(rank)) for rank in range(num_ranks) if rank not in explained}
+    for rank, record in records.items():
+        if record is None and (this.folder / f"{rank_name(rank)}.pid").exists():
+            who = _who(this, rank, num_ranks, None)
+            return RankKilled, f"{who} left no exit record: its guard was killed", this.log(rank_name(rank))
+    failed = [(_diagnosis(this, record), record, rank) for rank, record in records.items() if _is_cause(record)]
     if not failed:
         return None
-    rank, first = min(failed, key=lambda pair: pair[1].ended_at)
-    return f"rank {rank} of {num_ranks} {first}", first.name
+    diagnosis, record, rank = min(failed, key=lambda one: (one[0].hops, one[1].ended_at))
+    what = f"{_who(this, rank, num_ranks, record)} {record}"
+    return diagnosis.kind, f"{what}: {diagnosis.advice}" if diagnosis.advice else what, this.log(record.name)
 
 
-def _launcher_failure(this: Attempt) -> tuple[str, str]:
-    record = this.exit_record(attempt.LAUNCHER)
+def _diagnosis(this: Attempt, record: ExitRecord) -> Diagnosis:
+    return diagnose(record, tail(this.log(record.name), _LINES_READ))
+
+
+def _who(this: Attempt, rank: int, num_ranks: int, record: ExitRecord | None) -> str:
+    """``rank 3 of 4 on node2``; the host only where there are several."""
+    if this.hosts is None:
+        return f"rank {rank} of {num_ranks}"
+    places = [host for host, slots in this.hosts.items() for _ in slots]
+    return f"rank {rank} of {num_ranks} on {record.host if record else places[rank]}"
+
+
+def _launcher_failure(this: Attempt, num_ranks: int) -> LaunchError:
+    record = this.exit_record(LAUNCHER)
     how = "left no exit record, its guard was killed," if record is None else str(record)
-    return f"the launcher {how} before its ranks had done their work", attempt.LAUNCHER
+    absent = [rank for rank in range(num_ranks) if not (this.folder / f"{rank_name(rank)}.pid").exists()]
+    which = "" if not absent else f"; {_who(this, absent[0], num_ranks, None)} never started"
+    log = this.log(LAUNCHER)
+    return LaunchError(
+        f"the launcher {how} before its ranks had done their work{which} (attempt {this.folder.name}); its output is "
+        f"in {log}, and ends:\n{redact(tail(log))}"
+    )
 
 
-def _is_cause(record: ExitRecord) -> bool:
-    return record.cause == Cause.EXITED and not record.succeeded
+def _is_cause(record: ExitRecord | None) -> TypeGuard[ExitRecord]:
+    """Whether a rank failed, or had not saved when its time was over; not whether it was ended because of another."""
+    if record is None or record.succeeded:
+        return False
+    if record.cause == Cause.TOLD:
+        return record.reason.startswith(TOLD_TO_SAVE)
+    return record.cause not in (Cause.PARENT, Cause.REFUSED)
 
 
-def tail(log: Path) -> str:
+def tail(log: Path, lines_kept: int = _TAIL_LINES) -> str:
     """The last lines of a log that have text."""
     try:
         with open(log, "rb") as file:
@@ -61,4 +98,4 @@ def tail(log: Path) -> str:
             lines = shown_lines(file.read())
     except FileNotFoundError:
         return "(there is no such file: the process never started)"
-    return "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:]) or "  (nothing)"
+    return "\n".join(f"  {line}" for line in lines[-lines_kept:]) or "  (nothing)"

@@ -15,6 +15,9 @@ from t5train.train.heartbeat import Beat, beat_file
 Verdict = tuple[Cause, str]
 """The cause and the words of an exit record."""
 
+TOLD_TO_SAVE = "SIGTERM"
+"""How the reason begins of what was told to end, and had the time to save."""
+
 _STOPPED, _IN_THE_KERNEL = "T", "D"
 
 
@@ -43,7 +46,7 @@ class Vigil:
 
     def of_its_end(self) -> Verdict:
         """Why it ended that did so by itself."""
-        return (Cause.EXITED, "exited") if self._told_at is None else (Cause.TOLD, "SIGTERM")
+        return (Cause.EXITED, "exited") if self._told_at is None else (Cause.TOLD, TOLD_TO_SAVE)
 
     def _begin_to_end(self) -> None:
         if self._told_at is not None:
@@ -92,9 +95,9 @@ class Vigil:
         if self._told_at is None or self._name == attempt.LAUNCHER:
             return None
         if (fellow := self._this.failed_fellow(self._name)) is not None:
-            return Cause.TOLD, f"SIGTERM, after {fellow} had failed"
+            return Cause.TOLD, f"for {fellow} had failed"
         if time.monotonic() - self._told_at > self._this.grace_seconds:
-            return Cause.TOLD, f"SIGTERM; it had not ended after {self._this.grace_seconds:.0f} s"
+            return Cause.TOLD, f"{TOLD_TO_SAVE}; it had not ended after {self._this.grace_seconds:.0f} s"
         return None
 
     def _parent_died(self) -> bool:

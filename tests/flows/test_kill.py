@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from infra.attempt import Attempt, attempt_folder, read
+from infra.attempt import Attempt, Cause, attempt_folder, read
 from infra.processes import find, in_run
 from infra.shared_memory import SEGMENTS
 from t5train.train import metrics
@@ -36,6 +36,7 @@ SETTINGS = {
     "storage.checkpoint_every_steps": SAVED_EVERY,
     "storage.validate_every_steps": 20,
     "storage.validate_sequences": 32,
+    "cluster.retries": 3,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "zero1": {},
@@ -124,6 +125,37 @@ def test_a_run_killed_three_times_leaves_nothing_and_ends_with_the_same_weights(
     assert same
 
 
+def test_a_run_that_is_told_to_end_saves_and_one_that_is_stopped_is_found(tmp_path: Path, undisturbed: Any) -> None:
+    run = tmp_path / "runs" / RUN
+    with _started(tmp_path) as flow:
+        first = _wait_for(run, 13, 1)
+        os.kill(_pid(first, "rank-00001", "process"), signal.SIGTERM)
+        second = _wait_for(run, 23, 2)
+        os.kill(_pid(second, "launcher", "guard"), signal.SIGTERM)
+        third = _wait_for(run, 33, 3)
+        os.kill(_pid(third, "rank-00000", "process"), signal.SIGSTOP)
+        _wait_for(run, 35, 4)
+        flow.terminate()
+        assert flow.wait(60) == -signal.SIGTERM
+    with _started(tmp_path) as flow:
+        _finish(flow, tmp_path)
+    tags = [json.loads((attempt_folder(run, n) / "spec.json").read_text())["resume_tag"] for n in (2, 3, 4, 5)]
+    steps = [int(tag[-8:]) for tag in tags]
+    assert all(said < step <= said + 8 for said, step in zip((12, 22, 34), (steps[0], steps[1], steps[3]), strict=True))
+    assert steps[2] % SAVED_EVERY == 0  # the stopped one saved nothing
+    record = third.exit_record("rank-00000")
+    assert record is not None
+    assert record.cause == Cause.BEAT
+    output = (tmp_path / "output.log").read_text()
+    assert f"did so after step {steps[3]}, which is saved" in output
+    assert "no sign of life for 11 s" in output
+    assert _final_weights(tmp_path) == undisturbed
+
+
+def _pid(attempt: Attempt, name: str, role: str) -> int:
+    return int(json.loads((attempt.folder / f"{name}.pid").read_text())[role]["pid"])
+
+
 def test_a_second_start_is_refused_while_one_lives(tmp_path: Path) -> None:
     with _started(tmp_path) as flow:
         while not (tmp_path / "runs" / RUN / "lock").exists():
@@ -157,8 +189,7 @@ def _kill(victim: str, attempt: Attempt, flow: subprocess.Popen[bytes]) -> float
     if victim == "flow":
         os.kill(flow.pid, signal.SIGKILL)
     else:
-        recorded = json.loads((attempt.folder / f"{names[victim]}.pid").read_text())
-        os.kill(recorded["process"]["pid"], signal.SIGKILL)
+        os.kill(_pid(attempt, names[victim], "process"), signal.SIGKILL)
     started = time.monotonic()
     while left := [
         *find(in_run(attempt.run_id)),

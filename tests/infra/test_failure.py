@@ -1,14 +1,108 @@
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from infra import attempt
 from infra.attempt import Attempt, Cause, ExitRecord, now, rank_name
 from infra.failure import failure_of, tail
-from t5train.errors import LaunchError, NonFiniteLoss
+from infra.processes import ProcessIdentity
+from t5train.errors import (
+    CollectiveTimeout,
+    DiskFull,
+    HostLost,
+    LaunchError,
+    NonFiniteLoss,
+    OutOfMemory,
+    Preempted,
+    RankKilled,
+    RankStopped,
+)
 from t5train.train import error_report
 
 
-def ended(this: Attempt, rank: int, returncode: int, cause: Cause = Cause.EXITED) -> None:
-    this.write_exit(ExitRecord(rank_name(rank), returncode, cause, str(cause), now(), now()))
+def ended(this: Attempt, rank: int, returncode: int, cause: Cause = Cause.EXITED, host: str = "") -> None:
+    this.write_exit(ExitRecord(rank_name(rank), returncode, cause, str(cause), now(), now(), host))
     this.log(rank_name(rank)).write_text(f"last words of {rank}\n")
+
+
+def started(this: Attempt, rank: int) -> None:
+    this.write_process(rank_name(rank), ProcessIdentity(1, 0), ProcessIdentity(1, 0))
+
+
+# How a rank ended, what its output held, and what that is.
+CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
+    (
+        {},
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        OutOfMemory,
+        "micro_batch_sequences",
+    ),
+    (
+        {},
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory",
+        OutOfMemory,
+        "",
+    ),
+    ({"returncode": -9, "oom_kills": 1}, "", OutOfMemory, "host has too little memory"),
+    ({"returncode": -9}, "", RankKilled, "was killed by SIGKILL"),
+    ({"returncode": -7}, "", RankKilled, "a file in memory"),
+    ({}, "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)", CollectiveTimeout, "in vain"),
+    ({}, "RuntimeError: [../gloo/transport/tcp] Timed out waiting 1800000ms for recv", CollectiveTimeout, "in vain"),
+    ({}, "OSError: [Errno 28] No space left on device: '/r/x.pt'", DiskFull, "make room"),
+    ({}, "ValueError: something else", LaunchError, "ended with exit code 1"),
+    ({"cause": Cause.BEAT, "reason": "no sign of life for 11 s"}, "", RankStopped, "no sign of life for 11 s"),
+    ({"cause": Cause.PHASE, "reason": "took 61 s"}, 'File "/v/numpy/x.py", line 1 in f', RankStopped, "took 61 s"),
+    ({"cause": Cause.PHASE, "reason": "took 61 s"}, 'File "/v/torch/distributed/c.py", line 1', CollectiveTimeout, ""),
+    ({"cause": Cause.HEAD, "reason": "no word from the head for 61 s"}, "", HostLost, "no word from the head"),
+    ({"cause": Cause.TOLD, "reason": "SIGTERM; it had not ended after 30 s"}, "", Preempted, "last checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("record", "output", "kind", "words"), CLASSES)
+def test_an_error_is_of_the_class_of_what_happened(
+    this: Attempt, record: dict[str, Any], output: str, kind: type[LaunchError], words: str
+) -> None:
+    facts = {"returncode": 1, "cause": Cause.EXITED, "reason": "exited", **record}
+    this.write_exit(ExitRecord("rank-00000", started_at=now(), ended_at=now(), **facts))
+    this.log("rank-00000").write_text(f"step 1\n{output}\n" + "in a destructor\n" * 30)
+    error = failure_of(this, 1)
+    assert type(error) is kind
+    assert words in str(error)
+
+
+def test_who_only_lost_or_awaited_another_is_not_the_cause(this: Attempt) -> None:
+    for rank, output in enumerate(("Connection closed by peer [10.0.0.2]", "collective operation timeout", "oops")):
+        ended(this, rank, 1)
+        this.log(rank_name(rank)).write_text(output)
+    assert "rank 2 of 3" in str(failure_of(this, 3))
+
+
+def test_ranks_that_saved_as_they_were_told_explain_only_what_nothing_else_does(this: Attempt) -> None:
+    for rank in (0, 1):
+        ended(this, rank, 1)
+        error_report.report(this.rank_files(rank_name(rank)), Preempted("saved step 7"))
+    assert type(failure_of(this, 2)) is Preempted
+    ended(this, 2, -9)
+    assert type(failure_of(this, 3)) is RankKilled
+
+
+def test_over_hosts_the_error_names_the_host(tmp_path: Path) -> None:
+    this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0, 1), "node2": (0,)})
+    ended(this, 2, -9, host="node2")
+    assert "rank 2 of 3 on node2 was killed by SIGKILL" in str(failure_of(this, 3))
+    this.write_exit(ExitRecord("launcher", 255, Cause.EXITED, "exited", now(), now()))
+    for rank in (0, 1, 2):
+        started(this, rank) if rank < 2 else None
+        ended(this, rank, -9, Cause.PARENT)
+    assert "; rank 2 of 3 on node2 never started" in str(failure_of(this, 3))
+
+
+def test_a_secret_of_the_head_is_not_repeated(this: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "hf_abcdef")
+    ended(this, 0, 1)
+    this.log("rank-00000").write_text("refused: hf_abcdef at s3://me:hunter2@store\n")
+    assert "refused: [secret] at s3://me:[secret]@store" in str(failure_of(this, 1))
 
 
 def test_the_first_rank_that_failed_is_named_with_its_last_words(this: Attempt) -> None:
@@ -30,7 +124,15 @@ def test_a_rank_ended_by_its_guard_is_no_cause(this: Attempt) -> None:
 
 def test_a_rank_without_a_record_is_the_cause(this: Attempt) -> None:
     ended(this, 0, 1)
-    assert "rank 1 of 2 left no exit record" in str(failure_of(this, 2))
+    started(this, 1)
+    error = failure_of(this, 2)
+    assert type(error) is RankKilled
+    assert "rank 1 of 2 left no exit record" in str(error)
+
+
+def test_a_rank_that_had_not_started_yet_explains_nothing(this: Attempt) -> None:
+    ended(this, 0, 1)
+    assert "rank 0 of 2 ended with exit code 1" in str(failure_of(this, 2))
 
 
 def test_with_no_failed_rank_the_launcher_is_to_blame(this: Attempt) -> None:

@@ -151,7 +151,7 @@ def test_there_is_no_time_to_save_when_a_fellow_failed(this: Attempt, running: S
     this.write_exit(ExitRecord("rank-00001", -9, Cause.EXITED, "exited", now(), now()))
     guard.terminate()
     assert guard.wait(10) == 1
-    assert ended(this) == (Cause.TOLD, "SIGTERM, after rank-00001 had failed", -signal.SIGKILL)
+    assert ended(this) == (Cause.TOLD, "for rank-00001 had failed", -signal.SIGKILL)
 
 
 def test_a_stopped_rank_is_found(this: Attempt, running: Start, survivors: Survivors) -> None:
