@@ -37,7 +37,7 @@ def make_disk(disk: Path) -> None:
         (disk / folder[1:]).chmod(mode)
     compiled = cache_folder(os.environ)
     if compiled.is_dir():  # a lock would be one that nobody holds; files' times tell ninja that they are new
-        copy = disk / _operators()[1:]
+        copy = disk / operators()[1:]
         shutil.copytree(compiled, copy, ignore=shutil.ignore_patterns("lock"), dirs_exist_ok=True)
 
 
@@ -72,8 +72,8 @@ def _mounts(disk: Path, etc: Path, share: str | None) -> Iterator[Mount]:
             yield Mount(str(etc / name), target, writable=False)
     for source in _code():
         yield Mount(source, source, writable=False)
-    if (operators := disk / _operators()[1:]).is_dir():
-        yield Mount(str(operators), _operators(), writable=True)
+    if (compiled := disk / operators()[1:]).is_dir():
+        yield Mount(str(compiled), operators(), writable=True)
     if share:
         yield Mount(share, share, writable=True)
 
@@ -86,7 +86,7 @@ def _code() -> list[str]:
     return [str(path) for path in found if not any(path.is_relative_to(other) for other in found if other != path)]
 
 
-def _operators() -> str:
+def operators() -> str:
     """Where a host looks for compiled operators."""
     return os.environ.get("TORCH_EXTENSIONS_DIR") or "/root/.cache/torch_extensions"
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cluster_runs import Stage
 
 from infra.testcluster import Cluster
 
@@ -17,8 +18,8 @@ def share(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def cluster(share: Path) -> Iterator[Cluster]:
-    """A head and two nodes."""
-    with Cluster.temporary(f"tests-{os.getpid()}", nodes=2, share=share) as cluster:
+    """A head and four nodes."""
+    with Cluster.temporary(f"tests-{os.getpid()}", nodes=4, share=share) as cluster:
         yield cluster
 
 
@@ -32,3 +33,11 @@ def on(cluster: Cluster) -> Callable[..., str]:
         return result.stdout
 
     return on
+
+
+@pytest.fixture(scope="session")
+def stage(cluster: Cluster, share: Path) -> Stage:
+    """``cluster``, with shards in the folder that its hosts share."""
+    stage = Stage(cluster, share)
+    stage.prepare()
+    return stage

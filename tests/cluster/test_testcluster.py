@@ -31,7 +31,7 @@ def left_of(name: str) -> list[object]:
 
 def test_each_host_has_a_name_ids_and_a_disk_of_its_own(cluster: Cluster, on: On) -> None:
     for command in (["hostname"], ["cat", BOOT_ID], ["cat", "/etc/machine-id"]):
-        assert len({on(host, *command) for host in cluster.hosts} | {Path(BOOT_ID).read_text()}) == 4
+        assert len({on(host, *command) for host in cluster.hosts} | {Path(BOOT_ID).read_text()}) == 6
     for folder in ("/tmp", "/var/tmp", "/root", "/run", "/dev/shm"):
         on("node0", "touch", f"{folder}/testcluster-mine")
         assert cluster.exec("node1", ["test", "-e", f"{folder}/testcluster-mine"]).returncode == 1

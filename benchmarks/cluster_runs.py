@@ -1,0 +1,129 @@
+"""Runs of a very small model on a test cluster, started on its head as a user starts them."""
+
+import json
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from infra.testcluster import Cluster
+from infra.testcluster.host import Process
+from t5train.data.corpus import build_corpus
+from t5train.data.shards import build_shards
+from t5train.data.tokenizer import build_tokenizer
+from t5train.recipes import recipe
+from t5train.run_files import METRICS, WITNESS_FOLDER
+from t5train.train import metrics
+
+SETTINGS: dict[str, Any] = {
+    "tokenizer.vocab_size": 500,
+    "model.d_model": 32,
+    "model.d_ff": 64,
+    "objective.input_tokens": 32,
+    "layout.micro_batch_sequences": 16,
+    "optimizer.num_steps": 30,
+    "optimizer.warmup_steps": 10,
+    "storage.checkpoint_every_steps": 15,
+    "storage.validate_every_steps": 30,
+    "storage.validate_sequences": 32,
+}
+# The order of sums within a rank follows from its threads, of which it would else have as many as its host has cores.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+_LOOK_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command on the head ended."""
+
+    exit_code: int
+    """As a shell tells it: 128 and the signal's number when a signal ended it."""
+    at: float
+    """When, by time.monotonic."""
+    output: str
+
+    @property
+    def told(self) -> str:
+        """The last line that is not empty: what a person is left with."""
+        lines = [line for line in self.output.splitlines() if line.strip()]
+        return lines[-1].strip() if lines else ""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A command that runs on the head."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    run_folder: Path
+
+    def wait(self, seconds: float) -> Ended:
+        """Wait for its end. Raises subprocess.TimeoutExpired."""
+        returncode = self.process.wait(seconds)
+        return Ended(
+            returncode if returncode >= 0 else 128 - returncode,
+            time.monotonic(),
+            self.log.read_text("utf-8", "replace"),
+        )
+
+    def await_step(self, step: int, seconds: float = 120) -> None:
+        """Wait until the run has taken a step; AssertionError with its output if it ends or takes too long."""
+        deadline = time.monotonic() + seconds
+        while self.step < step:
+            alive = self.process.poll() is None and time.monotonic() < deadline
+            assert alive, f"no step {step}: {self.log.read_text('utf-8', 'replace')[-4000:]}"
+            time.sleep(_LOOK_SECONDS)
+
+    @property
+    def step(self) -> int:
+        """The last step that the run's metrics tell of."""
+        lines = metrics.read(self.run_folder / METRICS)
+        return int(lines[-1]["step"] or 0) if lines else 0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A cluster, the root that its hosts share, and settings of every run."""
+
+    cluster: Cluster
+    root: Path
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def start(
+        self,
+        command: str,
+        name: str,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        root: Path | None = None,
+        host: str = "head",
+    ) -> Started:
+        """Start ``t5-pretrain COMMAND smoke`` on a host; without ``--hostfile`` among the options, that host trains."""
+        root = root or self.root
+        changes = [
+            part for item in ({**SETTINGS, **self.settings}).items() for part in ("--set", "{}={}".format(*item))
+        ]
+        argv = ["t5-pretrain", command, "smoke", "--root", str(root), "--name", name, *changes, *options]
+        log = self.root / f"{name}.log"
+        with open(log, "wb") as output:
+            process = self.cluster.start(host, argv, output.fileno(), ENVIRONMENT | dict(environment or {}))
+        return Started(process, log, root / "runs" / name)
+
+    def prepare(self) -> None:
+        """Make text, vocabulary and shards, of which every run takes the same."""
+        spec = recipe("smoke").with_settings({**SETTINGS, **self.settings, "storage.root": str(self.root)})
+        text = build_corpus(spec.corpus, self.root)
+        vocabulary = build_tokenizer(spec.tokenizer, spec.corpus, text, self.root)
+        build_shards(spec.shards, spec.corpus, text, vocabulary, self.root)
+
+    def processes(self) -> list[tuple[str, Process]]:
+        """What runs on any host besides the sshd that waits for connections."""
+        all_of_them = ((host, process) for host in self.cluster.hosts for process in self.cluster.processes(host))
+        return [found for found in all_of_them if "[listener]" not in " ".join(found[1].argv)]
+
+
+def weights(run_folder: Path) -> Any:
+    """Digests of the final weights of a run, by name."""
+    return json.loads((run_folder / WITNESS_FOLDER / "witness.json").read_text("utf-8"))["tensors"]
