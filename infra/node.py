@@ -10,6 +10,14 @@
     logs      its files, packed
     remove    remove its folder
 
+and, where hosts share no storage (infra.node_store)::
+
+    inventory what it holds of a run's checkpoints
+    verify    which files of one are not as they should be
+    prune     remove some
+    send      send files that the head asks for
+    receive   ask the head for files
+
 What an action is told is one line of JSON on stdin, what it answers are lines of JSON on stdout; so nothing of a user's
 is ever part of a command line. An error of ours is told on stderr, exit code 1. Quick to start: what
 imports more than the standard library does so when it is asked for.
@@ -23,6 +31,7 @@ from typing import Any
 
 from infra.node_attempt import logs, prepare, remove
 from infra.node_end import end
+from infra.node_store import actions as node_store
 from infra.node_watch import watch
 from infra.preflight.actions import end_probe, facts, probe
 from t5train.errors import T5TrainError
@@ -40,6 +49,7 @@ ACTIONS: dict[str, Action] = {
     "end": end,
     "logs": logs,
     "remove": remove,
+    **node_store.ACTIONS,
 }
 
 

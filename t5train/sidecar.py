@@ -246,7 +246,7 @@ def require_complete(folder: Path, progress: Progress = silent) -> list[Sidecar]
     Raises IncompleteCheckpoint that names the rank or file: absent, altered, or of another run, step or layout; or
     one that no rank wrote, which DeepSpeed, who finds files by pattern, would unpickle all the same.
     """
-    sidecars = _require_agreement(folder)
+    sidecars = require_agreement(read_all(folder), folder)
     files = files_of(sidecars)
     if strangers := sorted({path.name for path in folder.glob("*.pt")} - files.keys()):
         raise IncompleteCheckpoint(f"checkpoint {folder} holds {strangers[0]}, which no rank recorded: move it away")
@@ -297,7 +297,7 @@ def files_of(sidecars: Sequence[Sidecar]) -> dict[str, FileDigest]:
 
 def _if_complete(folder: Path) -> list[Sidecar] | None:
     try:
-        sidecars = _require_agreement(folder)
+        sidecars = require_agreement(read_all(folder), folder)
         files = files_of(sidecars)
     except IncompleteCheckpoint:
         return None
@@ -309,28 +309,28 @@ def _has_size(path: Path, size: int) -> bool:
     return path.is_file() and path.stat().st_size == size
 
 
-def _require_agreement(folder: Path) -> list[Sidecar]:
-    sidecars = read_all(folder)
+def require_agreement(sidecars: list[Sidecar], where: Path | str) -> list[Sidecar]:
+    """The sidecars, if they are those of every rank of one checkpoint; else IncompleteCheckpoint says why not."""
     if not sidecars:
-        raise IncompleteCheckpoint(f"{folder} has no sidecar {sidecar_name(0)}: it was never finished")
+        raise IncompleteCheckpoint(f"{where} has no sidecar {sidecar_name(0)}: it was never finished")
     first = sidecars[0]
     for sidecar in sidecars:
-        _require_same(folder, first, sidecar)
+        _require_same(where, first, sidecar)
     missing = sorted(set(range(first.world_size)) - {sidecar.rank for sidecar in sidecars})
     if missing:
         raise IncompleteCheckpoint(
-            f"{folder} lacks {sidecar_name(missing[0])} (ranks {missing} of {first.world_size}): choose another tag"
+            f"{where} lacks {sidecar_name(missing[0])} (ranks {missing} of {first.world_size}): choose another tag"
         )
     return sidecars
 
 
-def _require_same(folder: Path, first: Sidecar, other: Sidecar) -> None:
+def _require_same(where: Path | str, first: Sidecar, other: Sidecar) -> None:
     differing = [name for name in _SAME_ON_EVERY_RANK if getattr(first, name) != getattr(other, name)]
     if first.layout.shape() != other.layout.shape():
         differing.append("layout")
     if differing:
         raise IncompleteCheckpoint(
-            f"{folder}: {sidecar_name(other.rank)} and {sidecar_name(first.rank)} differ in {', '.join(differing)}: "
+            f"{where}: {sidecar_name(other.rank)} and {sidecar_name(first.rank)} differ in {', '.join(differing)}: "
             "they are not of one checkpoint; choose another tag"
         )
 
@@ -341,10 +341,18 @@ def _paths(folder: Path) -> list[Path]:
 
 def _read(path: Path) -> Sidecar:
     try:
-        document = json.loads(path.read_bytes())
+        return parsed(path.read_text("utf-8"), path)
+    except (OSError, UnicodeError) as error:
+        raise IncompleteCheckpoint(f"{path} is not a sidecar: {error}") from error
+
+
+def parsed(text: str, path: Path) -> Sidecar:
+    """The sidecar that ``text`` is, which lies at ``path``, here or elsewhere; IncompleteCheckpoint if it is none."""
+    try:
+        document = json.loads(text)
         intact = document.pop(_OWN_DIGEST, None) == fingerprint(document)
         sidecar = Sidecar.model_validate(document)
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError) as error:
         raise IncompleteCheckpoint(f"{path} is not a sidecar: {error}") from error
     if not intact:
         raise IncompleteCheckpoint(f"{path} is damaged: its content has not the sha256 it was written with")

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from t5train.locations import local_folder, redacted, without_secret
 from t5train.spec.experts import ExpertsSpec
@@ -245,10 +245,24 @@ class StorageSpec(SpecPart):
     """Where things lie, and how often state is saved."""
 
     execution = frozenset(
-        {"root", "publish_to", "checkpoint_every_steps", "keep_last", "validate_every_steps", "validate_sequences"}
+        {
+            "root",
+            "scratch",
+            "publish_to",
+            "checkpoint_every_steps",
+            "keep_last",
+            "validate_every_steps",
+            "validate_sequences",
+        }
     )
 
     root: Path = Field(Path("work"), title="Root", description="Folder that holds everything a run makes")
+    scratch: Path | None = Field(
+        None,
+        title="Scratch",
+        description="Folder on each host's own disk, for training on hosts that do not share the root; within "
+        "/var/tmp when left out",
+    )
     publish_to: str | None = Field(
         None, title="Publish to", description="Folder or fsspec URL; {root}/published/{run} when left out"
     )
@@ -257,15 +271,24 @@ class StorageSpec(SpecPart):
     validate_every_steps: int = Field(500, ge=1, title="Validate every", description="Optimizer steps")
     validate_sequences: int = Field(512, ge=1, title="Validation", description="Sequences at most, each time")
 
-    @field_validator("root")
+    @field_validator("root", "scratch")
     @classmethod
-    def _root_is_no_pattern(cls, root: Path) -> Path:
-        if found := set("*?[") & set(str(root)):
+    def _root_is_no_pattern(cls, folder: Path | None, info: ValidationInfo) -> Path | None:
+        if found := set("*?[") & set(str(folder or "")):
             raise ValueError(
-                f"storage.root is {str(root)!r}: DeepSpeed reads {' '.join(sorted(found))} in it as a pattern, and "
-                "finds no checkpoint to resume from; choose another folder"
+                f"storage.{info.field_name} is {str(folder)!r}: DeepSpeed reads {' '.join(sorted(found))} in it as a "
+                "pattern, and finds no checkpoint to resume from; choose another folder"
             )
-        return root
+        return folder
+
+    @field_validator("scratch")
+    @classmethod
+    def _scratch_is_the_same_place_everywhere(cls, folder: Path | None) -> Path | None:
+        if folder is not None and not folder.is_absolute():
+            raise ValueError(
+                f"storage.scratch is {str(folder)!r}: hosts differ in what it is relative to; make it absolute"
+            )
+        return folder
 
     @field_validator("publish_to")
     @classmethod

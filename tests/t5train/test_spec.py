@@ -64,6 +64,7 @@ OTHER: dict[str, Any] = {
     "layout.pin_memory": True,
     "layout.micro_batch_sequences": 16,
     "storage.root": "elsewhere",
+    "storage.scratch": "/local/t5",
     "storage.publish_to": "memory://bucket",
     "storage.checkpoint_every_steps": 7,
     "storage.keep_last": 5,

@@ -1,0 +1,28 @@
+"""What `python -m infra.node` does for storage that is not shared; imported only then, as it takes its time."""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+_MODULES = {
+    "inventory": "inventory",
+    "verify": "inventory",
+    "prune": "inventory",
+    "send": "gather",
+    "receive": "restore",
+}
+
+Request = dict[str, Any]
+Action = Callable[[Request], Request | None]
+
+
+def _imported_when_done(name: str) -> Action:
+    def action(request: Request) -> Request | None:
+        done: Action = getattr(import_module(f"infra.node_store.{_MODULES[name]}"), name)
+        return done(request)
+
+    return action
+
+
+ACTIONS: dict[str, Action] = {name: _imported_when_done(name) for name in _MODULES}
+"""By name."""

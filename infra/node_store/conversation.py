@@ -1,0 +1,58 @@
+"""A conversation of the head with an action that runs on a node as long as it takes."""
+
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, cast
+
+from infra import remote
+from infra.node_store.nodes import Nodes, Request, line_of
+from infra.node_store.wire import Channel
+from infra.remote import node_command
+from t5train.errors import HostUnreachable
+
+_END_SECONDS = 10.0
+
+
+@contextmanager
+def conversation(nodes: Nodes, host: str, action: str, request: Request) -> Iterator[Channel]:
+    """Begin an action on a host, and talk with it; it ends when its stdin does.
+
+    What breaks within the block because the action or the way to it failed becomes the HostError that tells why.
+    """
+    argv = node_command(action)
+    process = remote.connect(nodes.transport, host, argv)
+    said: list[bytes] = []
+    stdin, stdout, stderr = (cast(IO[bytes], pipe) for pipe in (process.stdin, process.stdout, process.stderr))
+    listener = threading.Thread(target=_listen, args=(stderr, said), daemon=True)
+    listener.start()
+    try:
+        with stdin, stdout:
+            stdin.write(line_of(request))
+            stdin.flush()
+            yield Channel(stdout, stdin)
+    except ConnectionError as error:
+        remote_code = _code(process)
+        listener.join()
+        if remote_code:
+            raise remote.failure_of(host, argv, remote_code, b"".join(said)) from error
+        raise HostUnreachable(f"{host}: {error}: see whether it still runs") from error
+    finally:
+        remote.kill(process)
+        process.wait()
+        listener.join()
+
+
+def _listen(stderr: IO[bytes], said: list[bytes]) -> None:
+    with stderr:
+        said.extend(stderr)
+
+
+def _code(process: subprocess.Popen[bytes]) -> int:
+    """By which code it ended; 0 also if it had to be ended."""
+    try:
+        return process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        remote.kill(process)
+        return 0

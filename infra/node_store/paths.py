@@ -1,0 +1,71 @@
+"""Where things lie on a node's own disk.
+
+::
+
+    {scratch}/
+        shards/{name}/                  staged token shards, named as on the root
+        staged/{name}-{fingerprint}/    other folders that a run begins from, staged
+        runs/{run_name}/checkpoints/    what this node's ranks wrote, a folder a tag
+
+The scratch folder is ``storage.scratch``, by default within the node folder.
+"""
+
+import os
+import re
+import stat
+from pathlib import Path, PurePosixPath
+
+from infra.node_folder import node_folder
+from t5train.errors import StorageError
+from t5train.run_files import CHECKPOINTS, RUNS
+
+SHARDS = "shards"
+STAGED = "staged"
+_PART = re.compile(r"[^\x00-\x1f/]{1,200}")
+
+
+def scratch_folder(chosen: Path | str | None) -> Path:
+    """The scratch folder of this machine, made if it is not there; ``chosen`` is ``storage.scratch``.
+
+    Raises StorageError if it cannot be made, or if others can write to it.
+    """
+    folder = Path(chosen) if chosen is not None else node_folder() / "scratch"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be made: {error.strerror}; choose another storage.scratch") from error
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise StorageError(
+            f"{folder} belongs to user {found.st_uid} and has the mode {stat.filemode(found.st_mode)}: only its owner, "
+            f"user {os.getuid()}, may write to storage.scratch; choose a folder within it"
+        )
+    return folder
+
+
+def shards_place(name: str) -> str:
+    """Place of staged token shards within the scratch folder."""
+    return f"{SHARDS}/{name}"
+
+
+def staged_place(name: str, fingerprint: str) -> str:
+    """Place of another staged folder within the scratch folder."""
+    return f"{STAGED}/{name}-{fingerprint[:12]}"
+
+
+def run_place(run_name: str) -> str:
+    """Place of a run within the scratch folder."""
+    return f"{RUNS}/{run_name}"
+
+
+def tag_place(run_name: str, tag: str) -> str:
+    """Place of a tag of a run within the scratch folder."""
+    return f"{RUNS}/{run_name}/{CHECKPOINTS}/{tag}"
+
+
+def within(folder: Path, name: str) -> Path:
+    """``folder / name``, which surely lies in that folder; StorageError for a name that would lead out of it."""
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or any(part in {".", ".."} or not _PART.fullmatch(part) for part in parts):
+        raise StorageError(f"{name!r} is not the name of a file within {folder}: the other side is of another version")
+    return folder.joinpath(*parts)

@@ -1,0 +1,99 @@
+"""A node that was replaced, wiped or damaged gets its part of a checkpoint back from the gathered copy."""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from infra.node_store.conversation import conversation
+from infra.node_store.node_channel import Telling, node_channel
+from infra.node_store.nodes import Nodes, Request
+from infra.node_store.paths import scratch_folder, within
+from infra.node_store.pulling import Wanted, missing_bytes, pull
+from infra.node_store.room import require_room
+from infra.node_store.tags import FoundTag
+from infra.node_store.wire import BrokenOff, Channel, files_in
+from t5train.progress import Progress, silent
+from t5train.sidecar import sidecar_name
+
+_AT_ONCE = 16
+
+
+def part(tag: FoundTag, names: Iterable[str], ranks: Sequence[int]) -> list[Wanted]:
+    """What a node must have to resume from a tag: the files ``names`` that its ranks read, and its ranks' sidecars.
+
+    In place of a file of another node's rank, the replica that one of its own ranks recorded will do.
+    """
+    replicas = {name: digest for rank in ranks for name, digest in tag.sidecars[rank].replicas.items()}
+    files = [
+        Wanted(
+            *(name, tag.files[name].size, tag.files[name].sha256),
+            as_good=((replicas[name].size, replicas[name].sha256),) if name in replicas else (),
+        )
+        for name in sorted(names)
+    ]
+    texts = {name: tag.texts[name].encode("utf-8") for name in map(sidecar_name, ranks)}
+    return [*files, *(Wanted(name, len(text), sha256(text).hexdigest()) for name, text in texts.items())]
+
+
+def restore(
+    nodes: Nodes, place: str, parts: Mapping[str, Sequence[Wanted]], source: Path, progress: Progress = silent
+) -> None:
+    """Give each host what it lacks, or has damaged, of its part: copies of files of the folder ``source``, verified.
+
+    ``place`` is the folder there, such as ``paths.tag_place``. Files come in the order of the part, so sidecars last.
+    Raises the first HostError, after all hosts have ended.
+    """
+    telling = _Restored(progress, sum(each.size for wanted in parts.values() for each in wanted))
+
+    def give(host: str) -> None:
+        request = nodes.request(place=place, files=[each.to_json() for each in parts[host]])
+        _give(nodes, host, request, source, telling)
+
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="restore") as threads:
+        list(threads.map(give, parts))
+
+
+def receive(request: Request) -> None:
+    """Action: take ``files`` into the folder ``place``, asking the head for what is not there whole."""
+    scratch = scratch_folder(request["scratch"])
+    folder, wanted = within(scratch, request["place"]), [Wanted(**each) for each in request["files"]]
+    require_room(scratch, missing_bytes(folder, wanted), request["place"])
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    channel = node_channel()
+    telling = Telling(channel)
+    pull(channel.fetch, wanted, folder, telling)
+    channel.say({"done": True})
+
+
+class _Restored:
+    """How far all hosts are."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        """So many bytes more are where they belong."""
+        with self._lock:
+            self._done += count
+            self._progress("checkpoint bytes restored", min(self._done, self._total), self._total)
+
+
+def _give(nodes: Nodes, host: str, request: dict[str, Any], source: Path, restored: _Restored) -> None:
+    with conversation(nodes, host, "receive", request) as channel:
+        serve(channel, source, restored.add)
+
+
+def serve(channel: Channel, source: Path, on_bytes: Callable[[int], None]) -> None:
+    """Answer a node that takes files of a folder, until it has all."""
+    while (message := channel.hear()) is not None:
+        if "done" in message:
+            return
+        if "come" in message:
+            on_bytes(int(message["come"]))
+        else:
+            channel.answer(message, files_in(source))
+    raise BrokenOff("it ended before it had all")

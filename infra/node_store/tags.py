@@ -1,0 +1,134 @@
+"""Which checkpoints are complete over all places together, and which of them to keep. Pure: nothing is read here.
+
+A tag's sidecars come from one *version* of it: those on the head alone, those on the nodes alone, or all together, the
+first that is complete. A tag may be written twice, the second time after damage was found in what was gathered of the
+first; sidecars of the two are never mixed. Files of it come from wherever one of the right size is; digests decide.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.node_store.inventory import HEAD, Inventory
+from t5train import sidecar
+from t5train.errors import IncompleteCheckpoint
+from t5train.records import FileDigest
+from t5train.sidecar import Sidecar
+
+Inventories = Mapping[str, Inventory]
+"""By place."""
+
+
+@dataclass(frozen=True)
+class FoundTag:
+    """A version of a tag that is complete, all places together."""
+
+    name: str
+    step: int
+    texts: Mapping[str, str]
+    """Its sidecars, by name."""
+    sidecars: Sequence[Sidecar]
+    files: Mapping[str, FileDigest]
+    places: Mapping[str, tuple[str, ...]]
+    """Where each file is, as far as its size tells: the head first, then those who wrote it."""
+
+
+def complete_tags(found: Inventories) -> list[FoundTag]:
+    """Versions of complete tags, the newest step first; of one tag, the likeliest first."""
+    return sorted(_complete(found), key=lambda tag: (tag.step, tag.name), reverse=True)
+
+
+def shortcomings(found: Inventories) -> dict[str, str]:
+    """Why tags are not complete, by name, the newest first."""
+    complete = {tag.name for tag in complete_tags(found)}
+    return {name: _why(name, found) for name in sorted(_names(found) - complete, reverse=True)}
+
+
+def superfluous(found: Inventories, keep_last: int, keep_every: int | None = None) -> list[str]:
+    """Tags to remove: all but the ``keep_last`` newest complete ones and those of steps that ``keep_every`` divides.
+
+    Of incomplete tags those that are older than the newest complete one: a newer one may be being written.
+    """
+    steps = {tag.name: tag.step for tag in complete_tags(found)}
+    newest = sorted(steps, key=lambda name: steps[name], reverse=True)
+    kept = {*newest[:keep_last], *(name for name in newest if keep_every and steps[name] % keep_every == 0)}
+    left_over = {name for name in _names(found) - steps.keys() if newest and name < newest[0]}
+    return sorted({*newest, *left_over} - kept)
+
+
+def _names(found: Inventories) -> set[str]:
+    return {name for inventory in found.values() for name in inventory}
+
+
+def _complete(found: Inventories) -> Iterator[FoundTag]:
+    for name in _names(found):
+        known = set[frozenset[tuple[str, str]]]()
+        for places in _versions(found):
+            try:
+                tag = _version(name, places, found)
+            except IncompleteCheckpoint:
+                continue
+            if frozenset(tag.texts.items()) not in known:
+                known.add(frozenset(tag.texts.items()))
+                yield tag
+
+
+def _versions(found: Inventories) -> list[list[str]]:
+    """Places from which the sidecars of a tag may come together."""
+    nodes = [place for place in found if place != HEAD]
+    return [[HEAD], nodes, [HEAD, *nodes]]
+
+
+def _version(name: str, places: Sequence[str], found: Inventories) -> FoundTag:
+    """The tag, by the sidecars of those places; IncompleteCheckpoint says what is wrong with it."""
+    texts = _texts(name, places, found)
+    parsed = [sidecar.parsed(text, Path(name) / file) for file, text in sorted(texts.items())]
+    sidecars = sidecar.require_agreement(parsed, name)
+    if sidecars[0].tag != name:
+        raise IncompleteCheckpoint(f"{name} was {sidecars[0].tag} before: it was renamed")
+    files = sidecar.files_of(sidecars)
+    holders = {file: tuple(_holders(name, file, digest.size, texts, found)) for file, digest in files.items()}
+    for file, where in holders.items():
+        if not where:
+            raise IncompleteCheckpoint(f"{name} lacks {file}, which {_writer(file, sidecars)} wrote: it is nowhere")
+    return FoundTag(name, sidecars[0].step, texts, sidecars, files, holders)
+
+
+def _texts(name: str, places: Sequence[str], found: Inventories) -> dict[str, str]:
+    texts, seen = dict[str, str](), dict[str, str]()
+    for place in places:
+        copy = found.get(place, {}).get(name)
+        for file, text in copy.sidecars.items() if copy else ():
+            if texts.setdefault(file, text) != text:
+                raise IncompleteCheckpoint(
+                    f"{name} has {file} of two savings, on {_called(seen[file])} and on {_called(place)}"
+                )
+            seen.setdefault(file, place)
+    return texts
+
+
+def _holders(name: str, file: str, size: int, texts: Mapping[str, str], found: Inventories) -> list[str]:
+    copies = {place: inventory[name] for place, inventory in found.items() if name in inventory}
+    holding = [place for place, copy in copies.items() if copy.files.get(file) == size]
+
+    def distance(place: str) -> int:
+        wrote = any(file in text and copies[place].sidecars.get(one) == text for one, text in texts.items())
+        return 0 if place == HEAD else 1 if wrote else 2
+
+    return sorted(holding, key=distance)
+
+
+def _writer(file: str, sidecars: Sequence[Sidecar]) -> str:
+    return next(f"rank {each.rank}" for each in sidecars if file in each.files)
+
+
+def _why(name: str, found: Inventories) -> str:
+    try:
+        _version(name, [HEAD, *(place for place in found if place != HEAD)], found)
+    except IncompleteCheckpoint as error:
+        return str(error)
+    raise AssertionError(f"{name} is complete")
+
+
+def _called(place: str) -> str:
+    return place or "the head"

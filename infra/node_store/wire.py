@@ -1,0 +1,101 @@
+"""How bytes of files are asked for and sent, over a pipe of ssh or a connection between nodes.
+
+Messages are lines of JSON. Who wants bytes says ``{"name", "offset", "size"}``: bytes ``offset`` to ``size`` of that
+file. The answer is any number of ``{"bytes": n}``, each followed by n bytes, then ``{"end": true}``; or ``{"error":
+text}`` at any point, after which the file can be asked for again.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from infra.node_store.paths import within
+from t5train.errors import StorageError, T5TrainError
+
+CHUNK_BYTES = 1 << 20
+_MOST_LINE_BYTES = 64 << 20  # of a message; far above any, and below what memory takes
+
+Message = dict[str, Any]
+Source = Callable[[str, int, int], Iterator[bytes]]
+"""Yields bytes ``offset`` to ``size`` of the file of a name. Raises OSError or StorageError."""
+
+
+class BrokenOff(ConnectionError):
+    """The other side ended in the midst of a conversation."""
+
+
+class Refused(StorageError):
+    """The other side cannot send what was asked of it."""
+
+
+class Channel:
+    """Messages and bytes in both directions. Several threads may ``say``; one may read."""
+
+    def __init__(self, reader: IO[bytes], writer: IO[bytes]) -> None:
+        self._reader, self._writer = reader, writer
+        self._writing = threading.Lock()
+
+    def say(self, message: Message, content: bytes = b"") -> None:
+        """Send a message and what follows it."""
+        with self._writing:
+            self._writer.write(json.dumps(message).encode() + b"\n")
+            self._writer.write(content)
+            self._writer.flush()
+
+    def hear(self) -> Message | None:
+        """The next message; None once the other side has ended."""
+        line = self._reader.readline(_MOST_LINE_BYTES)
+        if not line.endswith(b"\n"):
+            return None
+        message = json.loads(line)
+        if not isinstance(message, dict):
+            raise BrokenOff(f"the other side said {line[:80]!r}, which is no message")
+        return message
+
+    def take(self, count: int) -> bytes:
+        """The next ``count`` bytes; BrokenOff if there are fewer."""
+        content = self._reader.read(count)
+        if len(content) < count:
+            raise BrokenOff(f"{len(content)} of {count} bytes came")
+        return content
+
+    def fetch(self, name: str, offset: int, size: int) -> Iterator[bytes]:
+        """Ask for bytes of a file, as ``Source`` has it. Raises Refused, or BrokenOff."""
+        self.say({"name": name, "offset": offset, "size": size})
+        while (message := self.hear()) is not None:
+            if "error" in message:
+                raise Refused(str(message["error"]))
+            if "end" in message:
+                return
+            yield self.take(int(message["bytes"]))
+        raise BrokenOff(f"the other side ended while it sent {name}")
+
+    def answer(self, request: Message, source: Source) -> None:
+        """Send what was asked for."""
+        try:
+            for chunk in source(str(request["name"]), int(request["offset"]), int(request["size"])):
+                self.say({"bytes": len(chunk)}, chunk)
+        except (T5TrainError, OSError) as error:
+            if isinstance(error, ConnectionError):
+                raise
+            self.say({"error": str(error)})
+        else:
+            self.say({"end": True})
+
+
+def files_in(folder: Path) -> Source:
+    """The files of a folder, as they are."""
+
+    def read(name: str, offset: int, size: int) -> Iterator[bytes]:
+        with open(within(folder, name), "rb") as file:
+            file.seek(offset)
+            while offset < size:
+                chunk = file.read(min(CHUNK_BYTES, size - offset))
+                if not chunk:
+                    raise StorageError(f"{folder / name} ends after {offset} of {size} bytes: it was cut short")
+                offset += len(chunk)
+                yield chunk
+
+    return read

@@ -1,0 +1,49 @@
+"""A node gets back what it lacks of a checkpoint, and only that."""
+
+import shutil
+
+from infra.node_store.gather import gather
+from infra.node_store.paths import tag_place
+from infra.node_store.restore import part, restore
+from t5train.checkpoint_files import files_read_by
+from t5train.train.job import tag_of
+from tests.infra.node_store.conftest import RUN, Site
+
+
+def restored(site: Site, rank: int) -> int:
+    """Restore that rank's node; how many bytes that moved to its folder, told by progress."""
+    tag = site.newest()
+    gather(site.nodes, RUN, tag, site.checkpoints)
+    wanted = part(tag, files_read_by(rank, tag.sidecars), [rank])
+    restore(site.nodes, tag_place(RUN, tag.name), {site.nodes.hosts[rank]: wanted}, site.checkpoints / tag.name)
+    return len(wanted)
+
+
+def test_a_node_with_a_new_disk_gets_its_part_of_the_checkpoint(site: Site) -> None:
+    contents = site.save(8)
+    gather(site.nodes, RUN, site.newest(), site.checkpoints)
+    shutil.rmtree(site.scratch("b"))
+    restored(site, 1)
+    folder = site.tag("b", 8)
+    own = ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+    assert {path.name: path.read_bytes() for path in folder.glob("*.pt")} == {name: contents[name] for name in own}
+    sidecar = "rank-00001.json"
+    assert (folder / sidecar).read_bytes() == (site.checkpoints / tag_of(8) / sidecar).read_bytes()
+
+
+def test_a_replica_of_the_nodes_own_is_left(site: Site) -> None:
+    site.save(8)
+    before = (site.tag("b", 8) / "mp_rank_00_model_states.pt").read_bytes()
+    restored(site, 1)
+    assert (site.tag("b", 8) / "mp_rank_00_model_states.pt").read_bytes() == before
+
+
+def test_a_flipped_bit_on_a_node_is_mended(site: Site) -> None:
+    contents = site.save(8)
+    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    gather(site.nodes, RUN, site.newest(), site.checkpoints)
+    damaged = bytearray(contents[name])
+    damaged[1000] ^= 1
+    (site.tag("b", 8) / name).write_bytes(damaged)
+    restored(site, 1)
+    assert (site.tag("b", 8) / name).read_bytes() == contents[name]
