@@ -5,9 +5,10 @@ moment the run is held.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from infra import fencing, lease
 from infra.attempt import Attempt
@@ -15,6 +16,7 @@ from infra.cluster_launcher import ClusterLauncher
 from infra.remote import SSH_CONFIG, Ssh
 from infra.run_lock import run_lock
 from infra.supervision import Supervision
+from t5train.spec import ClusterSpec
 
 _kept: dict[Path, Supervision] = {}
 _log = logging.getLogger(__name__)
@@ -36,7 +38,8 @@ def hold_run(run_folder: Path) -> Iterator[None]:
             yield
         finally:
             if (supervision := adopt(run_folder)) is not None:
-                end(supervision)
+                supervision.close()
+                fencing.end(found, transport_of(found))
 
 
 def adopt(run_folder: Path) -> Supervision | None:
@@ -44,10 +47,14 @@ def adopt(run_folder: Path) -> Supervision | None:
     return _kept.pop(run_folder, None)
 
 
-def end(supervision: Supervision) -> None:
-    """End ranks that were found at work."""
-    supervision.close()
-    fencing.end(supervision.this, transport_of(supervision.this))
+def end_all(run_folder: Path, cluster: ClusterSpec, on_tick: Callable[[], None]) -> None:
+    """End what earlier attempts have left on hosts, ranks that were found at work among them."""
+    if (supervision := adopt(run_folder)) is not None:
+        supervision.close()
+    if not any(fencing.unended(run_folder)):
+        return
+    with TemporaryDirectory(prefix="t5-ssh-") as folder:
+        fencing.end_earlier(run_folder, Ssh.configured(cluster, Path(folder)), on_tick)
 
 
 def transport_of(this: Attempt) -> Ssh:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from infra import attachment, attempt, fencing, lease
@@ -24,7 +25,6 @@ from infra.attempt import Attempt
 from infra.cluster_launcher import ClusterLauncher
 from infra.cluster_watch import ClusterWatch
 from infra.environment import travelling_environment
-from infra.gathering import remove
 from infra.hosts import Host, Hosts
 from infra.launch_command import launch_command, write_hostfile
 from infra.node_folder import attempt_folder
@@ -81,22 +81,22 @@ def launch_on_hosts(spec: ClusterLaunchSpec, on_tick: Callable[[], None] = lambd
 
 
 def _continued(spec: ClusterLaunchSpec, on_tick: Callable[[], None]) -> ClusterWatch | None:
-    """Of ranks that are at work at this very job; those at another job are ended."""
+    """Of ranks that an earlier head has left at work at this very job."""
     if (found := attachment.adopt(spec.run_folder)) is None:
         return None
-    if _is_same(spec, found.this):
-        return ClusterWatch(found, ClusterLauncher(found.this.run_id), attachment.transport_of(found.this), on_tick)
-    _log.warning("attempt %s is at another job than is asked for: it is ended", found.this.number)
-    attachment.end(found)
-    return None
-
-
-def _is_same(spec: ClusterLaunchSpec, this: Attempt) -> bool:
-    return this.hosts == _slots(spec.hosts) and spec.is_same_job(this.folder)
+    if found.this.hosts != _slots(spec.hosts) or not spec.is_same_job(found.this.folder):
+        _log.warning("attempt %s is at another job than is asked for: it is ended", found.this.number)
+        found.close()
+        return None
+    return ClusterWatch(found, ClusterLauncher(found.this.run_id), attachment.transport_of(found.this), on_tick)
 
 
 def _started(spec: ClusterLaunchSpec, on_tick: Callable[[], None]) -> ClusterWatch:
-    """Make sure that nothing earlier is left; prepare the hosts; start the launcher."""
+    """Make sure that nothing earlier is left and that the hosts are fit; prepare them; start the launcher."""
+    with TemporaryDirectory(prefix="t5-launch-") as folder:
+        transport = Ssh.configured(spec.cluster, Path(folder))
+        fencing.end_earlier(spec.run_folder, transport, on_tick)
+        meeting, port = require_fit(spec.needs, transport)
     this = attempt.begin(
         spec.run_folder,
         None,
@@ -105,12 +105,11 @@ def _started(spec: ClusterLaunchSpec, on_tick: Callable[[], None]) -> ClusterWat
         grace_seconds=spec.cluster.grace_seconds,
         accelerator=spec.cluster.accelerator,
     )
-    launcher = ClusterLauncher(this.run_id)
+    launcher, place = ClusterLauncher(this.run_id), attempt_folder(this.run_id)
     launcher.folder.mkdir(mode=0o700)
-    transport, place = Ssh.configured(spec.cluster, launcher.folder), attempt_folder(this.run_id)
+    lease.renew(launcher.folder)
+    transport = Ssh.configured(spec.cluster, launcher.folder)
     try:
-        fencing.end_earlier(this, transport, on_tick)
-        meeting, port = require_fit(spec.needs, transport)
         job = spec.job(this.folder)
         program = ("infra.guard", str(place), sys.executable, *spec.program(place / job.name))
         write_hostfile(spec.hosts, launcher.folder)
@@ -118,13 +117,12 @@ def _started(spec: ClusterLaunchSpec, on_tick: Callable[[], None]) -> ClusterWat
             spec.cluster, spec.hosts, launcher.folder, master=(meeting.address, port), program=program
         )
         boot_ids = _prepare(spec, this, transport, (meeting, port), job)
+        lease.renew(launcher.folder)  # what came before may have taken long
+        launcher.start(this, argv, spec.cluster.accelerator)
+        return ClusterWatch(Supervision(this, transport, launcher.folder, boot_ids), launcher, transport, on_tick)
     except BaseException:
-        remove(this, transport, spec.hosts.names)
-        fencing.conclude(this, launcher.folder)
+        fencing.end(this, transport)
         raise
-    lease.renew(launcher.folder)
-    launcher.start(this, argv, spec.cluster.accelerator)
-    return ClusterWatch(Supervision(this, transport, launcher.folder, boot_ids), launcher, transport, on_tick)
 
 
 def _prepare(

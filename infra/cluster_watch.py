@@ -7,7 +7,6 @@ from collections.abc import Callable
 from infra import attempt, fencing
 from infra.cluster_launcher import ClusterLauncher
 from infra.failure import failure_of
-from infra.gathering import gather, keep_own
 from infra.remote import Transport
 from infra.supervision import Supervision
 from t5train.errors import HostLost, T5TrainError
@@ -67,12 +66,7 @@ class ClusterWatch:
         missing = self._supervision.not_ended
         self._supervision.close()
         self._unreachable = fencing.end_on_hosts(self.this, self._transport, missing)
-        reached = [host for host in self.this.hosts or {} if host not in self._unreachable]
-        gather(self.this, self._transport, reached)
-        if self._unreachable:
-            keep_own(self._launcher.folder, self.this.folder)  # whose lease the next attempt is to look at
-        else:
-            fencing.conclude(self.this, self._launcher.folder)
+        fencing.settle(self.this, self._transport, self._unreachable)
 
     def failure(self) -> T5TrainError | None:
         """What to raise, once all has ended; None for success."""

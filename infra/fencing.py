@@ -11,6 +11,7 @@ from infra import attempt, lease
 from infra.attempt import Attempt
 from infra.cluster_launcher import ClusterLauncher
 from infra.gathering import gather, keep_own
+from infra.node_folder import head_folder
 from infra.remote import Answer, Transport, node_command, run_everywhere
 from t5train.atomic import write_json
 from t5train.run_files import ATTEMPTS
@@ -23,11 +24,15 @@ _TICK_SECONDS = 0.5
 _log = logging.getLogger(__name__)
 
 
-def end_earlier(than: Attempt, transport: Transport, on_tick: Callable[[], None]) -> None:
-    """End what is left of a run's other attempts; hold ``run_lock``, so that no other head renews their leases."""
-    for this in unended(than.folder.parent.parent):
-        if this.run_id != than.run_id:
-            end(this, transport, on_tick)
+def end_earlier(run_folder: Path, transport: Transport, on_tick: Callable[[], None]) -> None:
+    """End what is left of a run's attempts; hold ``run_lock``, so that no other head renews their leases.
+
+    Hosts that do not answer are given the time in which ranks end by themselves.
+    """
+    for this in unended(run_folder):
+        if unreachable := end(this, transport):
+            _wait(this, unreachable, on_tick)
+            _conclude(this)
 
 
 def unended(run_folder: Path) -> Iterator[Attempt]:
@@ -38,16 +43,20 @@ def unended(run_folder: Path) -> Iterator[Attempt]:
             yield this
 
 
-def end(this: Attempt, transport: Transport, on_tick: Callable[[], None] = lambda: None) -> None:
-    """End one attempt and gather what it left; hosts that do not answer are given the time to do so by themselves."""
-    launcher = ClusterLauncher(this.run_id)
-    launcher.end()
+def end(this: Attempt, transport: Transport) -> list[str]:
+    """End one attempt wherever that can be reached, and gather what it left; names the hosts that did not answer."""
+    ClusterLauncher(this.run_id).end()
     unreachable = end_on_hosts(this, transport, list(this.hosts or {}))
-    if unreachable:
-        _wait(this, unreachable, launcher.folder, on_tick)
-    reachable = [host for host in this.hosts or {} if host not in unreachable]
-    gather(this, transport, reachable)
-    conclude(this, launcher.folder)
+    settle(this, transport, unreachable)
+    return unreachable
+
+
+def settle(this: Attempt, transport: Transport, unreachable: list[str]) -> None:
+    """Gather what an attempt left, all of whose processes have ended but perhaps on ``unreachable`` hosts."""
+    gather(this, transport, [host for host in this.hosts or {} if host not in unreachable])
+    keep_own(head_folder(this.run_id), this.folder)
+    if not unreachable:
+        _conclude(this)
 
 
 def end_on_hosts(this: Attempt, transport: Transport, hosts: list[str]) -> list[str]:
@@ -64,18 +73,17 @@ def end_on_hosts(this: Attempt, transport: Transport, hosts: list[str]) -> list[
     return [host for host, reply in replies.items() if not isinstance(reply, Answer)]
 
 
-def conclude(this: Attempt, head_folder: Path) -> None:
+def _conclude(this: Attempt) -> None:
     """Note that nothing of an attempt runs any more, on any host."""
-    keep_own(head_folder, this.folder)
     write_json(this.folder / ENDED, {"at": attempt.now()})
-    shutil.rmtree(head_folder, ignore_errors=True)  # not there if the head was on another machine
+    shutil.rmtree(head_folder(this.run_id), ignore_errors=True)  # not there if the head was on another machine
 
 
-def _wait(this: Attempt, unreachable: list[str], head_folder: Path, on_tick: Callable[[], None]) -> None:
+def _wait(this: Attempt, unreachable: list[str], on_tick: Callable[[], None]) -> None:
     """Until ranks that hear nothing of a head have surely ended."""
     most = (this.lease_seconds or 0) + this.grace_seconds + END_SECONDS
     # How long the last head has been silent, if that was on this machine; else it may have been at work until now.
-    known = lease.age_seconds(head_folder)
+    known = lease.age_seconds(head_folder(this.run_id))
     seconds = most if known == float("inf") else max(0.0, most - known)
     _log.warning("waiting %.0f s until %s have ended attempt %s by themselves", seconds, unreachable, this.number)
     deadline = time.monotonic() + seconds

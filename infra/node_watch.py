@@ -36,12 +36,12 @@ def watch(request: Message) -> None:
     ``hello`` first; then at least once a second a line, if need be an empty one, to show that this machine is there.
     """
     folder = attempt_folder(request["run_id"])
+    tails = LogTails(folder, request["offsets"])
+    _tell({"hello": {"host": socket.gethostname(), "boot_id": processes.boot_id()}, "offsets": tails.offsets})
     if not (folder / attempt.ATTEMPT).exists() or lease.age_seconds(folder) == float("inf"):
         _tell({"ended": {"left": []}})  # never begun, or ended: such a lease is not to be renewed
         return
-    tails = LogTails(folder, request["offsets"])
     window = _Window(attempt.read(folder), tails)
-    _tell({"hello": {"host": socket.gethostname(), "boot_id": processes.boot_id()}, "offsets": tails.offsets})
     orders = _Orders()
     while not orders.at_end:
         for order in orders.read(_TICK_SECONDS):

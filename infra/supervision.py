@@ -46,6 +46,7 @@ class Supervision:
         self.records: dict[str, ExitRecord] = {}
         self.failure: LaunchError | None = None
         """What is wrong with the attempt, if that cannot be told from its records."""
+        self._may_end = False
         self._news, self._lines = News(), RankLines()
         self._hosts = {
             host: _Host(
@@ -106,6 +107,7 @@ class Supervision:
 
     def order(self, message: Message) -> None:
         """Have all hosts do something."""
+        self._may_end = self._may_end or "end" in message
         for host in self._hosts.values():
             host.window.order(message)
 
@@ -157,6 +159,8 @@ class Supervision:
 
     def _part(self, name: str, host: _Host, left: list[int]) -> None:
         host.ended = True
+        if not self._may_end:
+            self._fail(HostLost(f"{name} has ended the attempt, or knows nothing of it, though nobody here ended it"))
         if left:
             _log.error("%s: processes %s do not end, not even by SIGKILL", name, left)
 

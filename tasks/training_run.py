@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from infra.attachment import end_all
 from infra.cluster_launch import ClusterLaunchSpec, launch_on_hosts
 from infra.hosts import read_hosts
 from infra.launch import LaunchSpec, launch
@@ -32,6 +33,7 @@ def train_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -
         return run.write_job(spec, shards, attempt_folder, progress)
 
     if spec.cluster.hostfile is None:
+        end_all(spec.run_folder, spec.cluster, on_tick=lambda: _tell(spec, progress))
         here = launch_spec(spec, lambda attempt_folder: rank_program(job(attempt_folder)))
         launch(here, on_tick=lambda: _tell(spec, progress))
     else:

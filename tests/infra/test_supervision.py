@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -138,6 +139,15 @@ def test_a_host_that_was_started_anew_is_lost_at_once(supervise: Callable[..., S
     assert str(supervision.failure) == "b was started anew while its ranks were at work"
 
 
+def test_a_host_that_knows_nothing_of_the_attempt_is_lost_at_once(
+    this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]
+) -> None:
+    shutil.rmtree(local_hosts.attempt_folder("b", this.run_id))  # as with a new disk
+    supervision = supervise()
+    look_until(supervision, lambda: supervision.failed, 5)
+    assert str(supervision.failure).startswith("b has ended the attempt, or knows nothing of it")
+
+
 def test_a_killed_guard_is_a_failure(this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]) -> None:
     supervision = supervise()
     gone = {"pid": os.getpid(), "start_time": 1}
@@ -173,4 +183,5 @@ def test_the_order_to_end_reaches_all_hosts(
     supervision = supervise()
     supervision.order({"end": True})
     look_until(supervision, lambda: not supervision.not_ended)
+    assert not supervision.failed
     assert not (local_hosts.attempt_folder("a", this.run_id) / "lease").exists()
