@@ -12,10 +12,11 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from infra import node_folder
 from infra.attempt import Attempt, rank_name
 from infra.processes import RUN_ID_VARIABLE
 from t5train.errors import LaunchError
-from t5train.train.heartbeat import RANK_FILES
+from t5train.train.variables import LOCKS, RANK_FILES
 
 ENVIRONMENT = "environment.json"
 """In an attempt's folder on a host: what came from the head."""
@@ -111,6 +112,7 @@ def variables_of_rank(attempt: Attempt, own: Mapping[str, str]) -> dict[str, str
         environment |= {"PATH": _path(own), "OMP_NUM_THREADS": _threads(max(1, len(attempt.slots)))}
         environment |= given | {name: own[name] for name in _OF_THE_LAUNCH if name in own}
     environment |= _numbers(own)
+    environment |= {LOCKS: str(node_folder.place("locks"))}
     return environment | {RANK_FILES: str(attempt.rank_files(rank_name(int(environment["RANK"]))))}
 
 

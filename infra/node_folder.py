@@ -5,7 +5,7 @@
     /var/tmp/t5-pretrain-{uid}/
         attempts/{run_id}/              files of an attempt, named as infra.attempt says
         heads/{run_id}/                 on the head's machine, which may be one of the hosts: its launcher's files
-        locks/{accelerator}-{slot}.lock held by the guard and the rank that use the accelerator
+        locks/{accelerator}-{slot}.lock held by the rank that uses the accelerator
 
 Everybody may write to ``/var/tmp``, so what lies at that path is used only if it is surely this user's own.
 Standard library only, as the guards import it.
@@ -13,10 +13,10 @@ Standard library only, as the guards import it.
 
 import os
 import re
-import stat
 from pathlib import Path
 
 from t5train.errors import StorageError
+from t5train.private_folder import private_folder
 
 PARENT = Path("/var/tmp")  # noqa: S108 - outlives a reboot, is on a disk, and is there on every machine
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}")
@@ -32,17 +32,17 @@ def node_folder() -> Path:
 
     Raises StorageError if it is a link, another user's, or open to others.
     """
-    return _private(place())
+    return private_folder(place())
 
 
 def attempts_folder() -> Path:
     """Where attempts of this machine lie, one folder a run id."""
-    return _private(node_folder() / "attempts")
+    return private_folder(node_folder() / "attempts")
 
 
 def locks_folder() -> Path:
     """Where the locks of this machine's accelerators lie."""
-    return _private(node_folder() / "locks")
+    return private_folder(node_folder() / "locks")
 
 
 def attempt_folder(run_id: str) -> Path:
@@ -52,26 +52,10 @@ def attempt_folder(run_id: str) -> Path:
 
 def head_folder(run_id: str) -> Path:
     """Where the head keeps what is its own of that attempt; StorageError if the id is not fit for a name."""
-    return _private(node_folder() / "heads") / _fit(run_id)
+    return private_folder(node_folder() / "heads") / _fit(run_id)
 
 
 def _fit(run_id: str) -> str:
     if not _RUN_ID.fullmatch(run_id):
         raise StorageError(f"{run_id!r} is not the id of an attempt: letters, digits, '.', '_' and '-' make one")
     return run_id
-
-
-def _private(folder: Path) -> Path:
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    except OSError as error:
-        raise StorageError(
-            f"{folder} cannot be made: {error.strerror}; make room, or repair its permissions"
-        ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise StorageError(
-            f"{folder} is not a folder of user {os.getuid()} alone (its owner is {found.st_uid}, its mode "
-            f"{stat.filemode(found.st_mode)}): move it away"
-        )
-    return folder

@@ -10,6 +10,7 @@
     ├── RecordError              a manifest is absent, unreadable or of another kind
     ├── StorageError             a folder cannot be written, or is too small for what is to come
     ├── RunLocked                another process is working on this run
+    ├── AcceleratorBusy          another run is using an accelerator
     ├── WorkerLost               a process that shared a stage's work was killed or failed
     ├── HostError                a host does not answer as it should
     │   ├── HostUnreachable
@@ -77,6 +78,10 @@ class StorageError(T5TrainError):
 
 class RunLocked(T5TrainError):
     """Another live process is working on this run."""
+
+
+class AcceleratorBusy(T5TrainError):
+    """Another live run of this user is using an accelerator."""
 
 
 class WorkerLost(T5TrainError):

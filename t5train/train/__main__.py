@@ -10,9 +10,10 @@ from pathlib import Path
 
 from t5train.errors import T5TrainError
 from t5train.train.error_report import report
-from t5train.train.heartbeat import RANK_FILES, Heartbeat
+from t5train.train.heartbeat import Heartbeat
 from t5train.train.job import TrainJob
 from t5train.train.preemption import Told
+from t5train.train.variables import RANK_FILES
 
 
 def main() -> int:
@@ -44,8 +45,10 @@ def _train(job: TrainJob, heart: Heartbeat, told: Told) -> None:
     import deepspeed
     from deepspeed import comm
 
+    from t5train.train.accelerator_lock import lock_accelerator
     from t5train.train.loop import Trainer
 
+    lock_accelerator()
     deepspeed.init_distributed()
     Trainer(job, heart, told).run()
     comm.barrier()

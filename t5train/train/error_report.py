@@ -1,6 +1,6 @@
 """How a rank tells whoever launched it which error ended it, in one of its files.
 
-These are named up to their suffix, ``.../rank-00003``, as t5train.train.heartbeat.RANK_FILES has it.
+These are named up to their suffix, ``.../rank-00003``, as t5train.train.variables.RANK_FILES has it.
 """
 
 import json

@@ -16,11 +16,10 @@ from statistics import median
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
+from t5train.train.variables import RANK_FILES
+
 if TYPE_CHECKING:  # guards do without pydantic
     from t5train.spec.cluster import DeadlinesSpec
-
-RANK_FILES = "T5_RANK_FILES"
-"""The environment variable in which a guard names the files of its rank, up to their suffix: ``.../rank-00003``."""
 
 Phase = Literal["start", "compile", "step", "save", "validate"]
 BEAT_SECONDS = 1.0

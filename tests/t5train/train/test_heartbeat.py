@@ -11,6 +11,7 @@ from t5train.spec.cluster import DeadlinesSpec
 from t5train.train import heartbeat
 from t5train.train.heartbeat import Beat, Heartbeat
 from t5train.train.preemption import Told
+from t5train.train.variables import RANK_FILES
 
 DEADLINES = DeadlinesSpec(start_seconds=1, compile_seconds=2, step_seconds=3, save_seconds=4, validate_seconds=5)
 
@@ -64,7 +65,7 @@ def test_signs_of_life_come_once_a_second_while_the_work_does_something_else(tmp
 
 
 def test_a_rank_without_a_guard_keeps_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(heartbeat.RANK_FILES, raising=False)
+    monkeypatch.delenv(RANK_FILES, raising=False)
     with Heartbeat.of_rank(DEADLINES) as heart:
         heart.enter("save", 1)
 

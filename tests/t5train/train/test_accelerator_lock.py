@@ -1,0 +1,65 @@
+"""Another process holds the lock, as another run's rank does; the accelerator is made up, its lock is not."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from t5train.errors import AcceleratorBusy
+from t5train.train import accelerator_lock
+from t5train.train.accelerator_lock import lock_accelerator
+
+HOLD = """
+import sys
+from types import SimpleNamespace
+from t5train.train import accelerator_lock
+device = SimpleNamespace(device_name=lambda: sys.argv[1], visible_devices_envs=lambda: ["VISIBLE"])
+accelerator_lock.get_accelerator = lambda: device
+accelerator_lock.lock_accelerator()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of locks; this process is rank 1 on a machine whose accelerators 2 and 5 it may use."""
+    variables = {
+        "T5_LOCKS": str(tmp_path / "node" / "locks"),
+        "VISIBLE": "2,5",
+        "LOCAL_RANK": "1",
+        "T5_RUN_ID": "other",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("PYTHONWARNINGS", raising=False)
+    return tmp_path / "node" / "locks"
+
+
+def use(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    device = SimpleNamespace(device_name=lambda: kind, visible_devices_envs=lambda: ["VISIBLE"])
+    monkeypatch.setattr(accelerator_lock, "get_accelerator", lambda: device)
+
+
+def test_an_accelerator_is_one_runs_until_that_rank_ends(locks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, "xpu")
+    with subprocess.Popen([sys.executable, "-c", HOLD, "xpu"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        while b"held" not in rank.stdout.readline():
+            assert rank.poll() is None
+        assert [path.name for path in locks.iterdir()] == ["xpu-5.lock"]
+        with pytest.raises(AcceleratorBusy, match=f"xpu-5 of .* is in use by attempt other, process {rank.pid}: wait"):
+            lock_accelerator()
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        lock_accelerator()  # the one beside it is free
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        rank.kill()
+    lock_accelerator()
+
+
+def test_the_cpu_is_shared(locks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, "cpu")
+    lock_accelerator()
+    assert not locks.exists()
