@@ -51,6 +51,8 @@ class LaunchSpec:
     """DeepSpeed's name for it; found by DeepSpeed when None."""
     master_port: int | None = None
     """Where the ranks meet; a free port when None."""
+    grace_seconds: float = 30.0
+    """How long the ranks may take to save when they are told to end."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for the ranks, beyond what infra.environment lets through."""
 
@@ -64,7 +66,7 @@ def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Atte
     port = _port(spec)
     shared_memory.remove_all(_ADDRESS, port)  # nothing listens there, so what lies there is a dead run's
     spec = replace(spec, master_port=port)
-    this = attempt.begin(spec.run_folder, ProcessIdentity.of(os.getpid()))
+    this = attempt.begin(spec.run_folder, ProcessIdentity.of(os.getpid()), grace_seconds=spec.grace_seconds)
     environment = rank_environment(this, num_ranks=spec.num_ranks, accelerator=spec.accelerator, extra=spec.environment)
     clear_stale_locks(environment)
     with stoppable():

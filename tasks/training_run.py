@@ -63,6 +63,7 @@ def launch_spec(spec: RunSpec, program: Callable[[Path], tuple[str, ...]]) -> La
         num_ranks=spec.cluster.ranks,
         accelerator=spec.cluster.accelerator,
         master_port=spec.cluster.master_port,
+        grace_seconds=spec.cluster.grace_seconds,
     )
 
 

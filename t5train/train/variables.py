@@ -1,4 +1,4 @@
-"""Environment variables by which the guard of a rank tells it where things lie; standard library only, for the guard."""
+"""Environment variables by which a guard tells its rank where things lie."""
 
 RANK_FILES = "T5_RANK_FILES"
 """The files of the rank itself, up to their suffix: ``.../rank-00003``."""

@@ -32,7 +32,8 @@ SAVING = (
     "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(4), print('saved', flush=True), sys.exit(1)));" + SLEEP
 )
 BEAT_ONCE = (
-    "import os, time; from pathlib import Path; from t5train.train.heartbeat import *; from t5train.train.variables import RANK_FILES;"
+    "import os, time; from pathlib import Path; from t5train.train.heartbeat import *;"
+    "from t5train.train.variables import RANK_FILES;"
     "write(beat_file(Path(os.environ[RANK_FILES])), Beat(0.0, 'step', time.monotonic(), 600.0, 7))\n"
 )
 HANGING = """
