@@ -13,8 +13,8 @@ _FAILURES: tuple[tuple[str, _Kind, str], ...] = (
     (
         r"Host key for (?P<name>\S+) has changed",
         HostKeyMismatch,
-        "its key is not the known one: if it was installed anew, remove the old key with `ssh-keygen -R '{name}'` (-f "
-        "cluster.known_hosts) and add the new one; else somebody may be in between",
+        "its key is not the known one: if it was installed anew, remove the old key with `ssh-keygen -R '{name}'` "
+        "(-f FILE, where cluster.known_hosts is set) and add the new one; else somebody may be in between",
     ),
     (
         r"No \S+ host key is known for (?P<name>\S+)|Host key verification failed",
