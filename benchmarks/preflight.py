@@ -1,0 +1,143 @@
+"""How the cost of preflight and of planning grows with the number of hosts, on simulated hosts.
+
+    python benchmarks/preflight.py [--hosts 1 4 16 64 128] [--latency 0.3] [--rounds 5]
+
+Preflight asks every host, each of which answers after ``latency`` seconds, as over ssh, and judges the answers; the
+all-reduce is left out. Then four of 64 hosts are not well, and must be named. Planning is what the head does by itself,
+for 8 ranks a host: read and choose hosts, make the launcher's command, judge facts, decide where ranks meet. Medians of
+the rounds; "ratio" is to the smallest case of the same table.
+"""
+
+import argparse
+import resource
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from hardware import hardware
+from simulated_hosts import Fault, Simulated, facts_of, write_answers
+
+from infra.hosts import hostfile_text, include_argument, parse, select
+from infra.launch_command import launch_command
+from infra.preflight.checks import judge
+from infra.preflight.facts import Software
+from infra.preflight.findings import Finding, Heard
+from infra.preflight.needs import Needs
+from infra.preflight.software import software
+from infra.preflight.survey import survey
+from t5train.spec import ClusterSpec
+
+SLOTS = 8
+UNWELL = {
+    1: Fault(change=lambda facts: replace(facts, software=_with_torch(facts.software, "2.12.0"))),
+    2: Fault(change=lambda facts: replace(facts, build=replace(facts.build, ninja=None))),
+    3: Fault(ssh_says="ssh: connect to host node003 port 22: Connection timed out", seconds=5.0),
+    4: Fault(ssh_says="Host key verification failed."),
+}
+NAMED = {"packages": "node001", "ninja": "node002", "reachable": "node003", "host key": "node004"}
+
+
+def main() -> None:
+    """Print both tables, and what was found of hosts that are not well."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--hosts", type=int, nargs="+", default=[1, 4, 16, 64, 128])
+    arguments.add_argument("--latency", type=float, default=0.3)
+    arguments.add_argument("--rounds", type=int, default=5)
+    given = arguments.parse_args()
+    print(f"{hardware()}; a host answers after {given.latency:g} s\n")
+    show("preflight", [surveyed(number, given.latency, given.rounds) for number in given.hosts])
+    show("planning", [planned(number, given.rounds) for number in given.hosts])
+    seconds, found = unwell(64, given.latency)
+    print(f"64 hosts, four of them not well, the slowest of which says nothing for 5 s: {seconds:.1f} s")
+    for finding in found:
+        print(f"  {finding.check}: {finding.text}")
+
+
+def surveyed(number: int, latency_seconds: float, rounds: int) -> tuple[int, float, float]:
+    """Hosts, and seconds and CPU seconds of the head to ask and judge them."""
+    needs = needs_of(number)
+    walls, works = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        needs = replace(needs, root=Path(folder))
+        write_answers(Path(folder), facts_of(list(needs.slots), {}))
+        for _ in range(rounds):
+            at, work = time.perf_counter(), cpu_seconds()
+            judged = survey(needs, Simulated(Path(folder), latency_seconds, {}))
+            walls.append(time.perf_counter() - at)
+            works.append(cpu_seconds() - work)
+            assert not of_hosts(judged.findings), judged.findings
+            assert judged.meeting is not None
+    return number, statistics.median(walls), statistics.median(works)
+
+
+def planned(number: int, rounds: int) -> tuple[int, float, float]:
+    """Hosts, and seconds and CPU seconds of the head to plan a launch on them."""
+    needs, text = needs_of(number), "".join(f"{name} slots={SLOTS}\n" for name in names(number))
+    answers = facts_of(names(number), {})
+    heards = {name: Heard(facts, facts.started_at, facts.ended_at) for name, facts in answers.items()}
+    head = software({})
+    walls, works = [], []
+    for _ in range(rounds):
+        at, work = time.perf_counter(), cpu_seconds()
+        hosts = select(parse(text, "hosts"), include=None, exclude=None, num_nodes=None)
+        argv = launch_command(ClusterSpec(), hosts, Path("/var"), master=("10.0.0.1", 29500), program=("infra.guard",))
+        judged = judge(heards, needs, head, nonce="")
+        walls.append(time.perf_counter() - at)
+        works.append(cpu_seconds() - work)
+        assert include_argument(hosts) in argv
+        assert len(hostfile_text(hosts).splitlines()) == number
+        assert judged.meeting is not None
+    return number, statistics.median(walls), statistics.median(works)
+
+
+def unwell(number: int, latency_seconds: float) -> tuple[float, list[Finding]]:
+    """Seconds until hosts that are not well are named, and what is said of them."""
+    faults = {names(number)[index]: fault for index, fault in UNWELL.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        needs = replace(needs_of(number), root=Path(folder))
+        write_answers(Path(folder), facts_of(list(needs.slots), faults))
+        at = time.perf_counter()
+        found = of_hosts(survey(needs, Simulated(Path(folder), latency_seconds, faults)).findings)
+    assert {finding.check: finding.text.partition(":")[0] for finding in found} == NAMED
+    return time.perf_counter() - at, found
+
+
+def needs_of(number: int) -> Needs:
+    """Of ranks on the CPU, eight on every host."""
+    return Needs(dict.fromkeys(names(number), tuple(range(SLOTS))), Path("/"), accelerator="cpu")
+
+
+def names(number: int) -> list[str]:
+    """``node000`` and so on."""
+    return [f"node{index:03d}" for index in range(number)]
+
+
+def of_hosts(findings: list[Finding]) -> list[Finding]:
+    """Without what is said of this machine: its pdsh, its limits, its disk."""
+    return [finding for finding in findings if finding.check not in {"launcher", "open files", "disks", "root"}]
+
+
+def cpu_seconds() -> float:
+    """Of this process, its threads included and the simulated hosts not."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def show(what: str, rows: list[tuple[int, float, float]]) -> None:
+    """One table."""
+    print(f"| {what}: hosts | ranks | seconds | ratio | CPU seconds of the head | ratio |\n|---|---|---|---|---|---|")
+    (_, wall, work), *_ = rows
+    for number, seconds, worked in rows:
+        ratios = f"{seconds:.4f} | {seconds / wall:.1f} | {worked:.4f} | {worked / work:.1f}"
+        print(f"| {number} | {number * SLOTS} | {ratios} |")
+    print()
+
+
+def _with_torch(of: Software, version: str) -> Software:
+    return replace(of, packages=of.packages | {"torch": version})
+
+
+if __name__ == "__main__":
+    main()
