@@ -50,6 +50,8 @@ class Judgement:
     findings: list[Finding]
     meeting: Meeting | None
     port: int | None
+    seen: Mapping[str, str]
+    """Values worth showing of checks that found nothing, by check."""
 
 
 def judge(heards: Heards, needs: Needs, head: Software, nonce: str) -> Judgement:
@@ -66,7 +68,19 @@ def judge(heards: Heards, needs: Needs, head: Software, nonce: str) -> Judgement
         *_hostnames(heards, place),
     ]
     port = heards[needs.first].facts.network.port if needs.first in heards else None
-    return Judgement(findings, place, port)
+    return Judgement(findings, place, port, _seen(heards, place, port))
+
+
+def _seen(heards: Heards, place: Meeting | None, port: int | None) -> dict[str, str]:
+    seen = {REACHABLE: f"{len(heards)} of them"}
+    if place is not None:
+        seen |= {ADDRESS: f"{place.address}, by {', '.join(sorted(set(place.interfaces.values())))}", PORT: str(port)}
+    for first in list(heards.values())[:1]:
+        software = first.facts.software
+        torch, deepspeed = software.packages["torch"], software.packages["deepspeed"]
+        seen |= {"python": f"{software.python}, {software.machine}", "packages": f"{torch}, {deepspeed}"}
+        seen["accelerators"] = first.facts.devices.kind
+    return seen
 
 
 def of_error(error: HostError) -> Finding:

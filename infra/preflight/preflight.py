@@ -1,16 +1,18 @@
 """Everything that is asked before a launch over hosts, as a table or as an error."""
 
+import logging
 from dataclasses import dataclass
 
 from infra.preflight.addresses import Meeting
 from infra.preflight.all_reduce import all_reduce
-from infra.preflight.checks import ALL_REDUCE, CHECKS, IN_USE, PORT, REACHABLE
+from infra.preflight.checks import ALL_REDUCE, CHECKS, IN_USE, PORT, REACHABLE, Judgement
 from infra.preflight.findings import Finding
 from infra.preflight.needs import Needs
 from infra.preflight.survey import survey
 from infra.remote import Transport
 from t5train.errors import HostUnreachable, PreflightError
 
+_log = logging.getLogger(__name__)
 COLUMNS = ["check", "result", "what"]
 
 
@@ -18,11 +20,15 @@ COLUMNS = ["check", "result", "what"]
 class Report:
     """What was found; where there is no problem, the ranks can meet."""
 
-    findings: list[Finding]
-    meeting: Meeting | None
-    port: int | None
+    judged: Judgement
+    of_all_reduce: list[Finding]
     has_met: bool
     """Whether the all-reduce was tried: not where there were problems before it."""
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Of the facts, and of the all-reduce."""
+        return [*self.judged.findings, *self.of_all_reduce]
 
     @property
     def problems(self) -> list[Finding]:
@@ -33,11 +39,12 @@ class Report:
         """Of a table with ``COLUMNS``: each finding, and a line for each check without one."""
         rows = []
         for check, holds in CHECKS.items():
+            seen = self.judged.seen.get(check)
             found = [finding for finding in self.findings if finding.check == check]
             if check == ALL_REDUCE and not self.has_met:
                 rows.append([check, "not tried", "the problems above come first"])
             elif not found:
-                rows.append([check, "ok", holds])
+                rows.append([check, "ok", f"{holds}: {seen}" if seen else holds])
             rows += [[check, "PROBLEM" if finding.is_problem else "note", finding.text] for finding in found]
         return rows
 
@@ -46,9 +53,9 @@ def preflight(needs: Needs, transport: Transport) -> Report:
     """Ask all hosts, and where these have no problem let all ranks meet."""
     judged = survey(needs, transport)
     if judged.meeting is None or judged.port is None or any(one.is_problem for one in judged.findings):
-        return Report(judged.findings, judged.meeting, judged.port, has_met=False)
+        return Report(judged, [], has_met=False)
     met = [Finding(ALL_REDUCE, text) for text in all_reduce(needs, transport, judged.meeting, judged.port)]
-    return Report([*judged.findings, *met], judged.meeting, judged.port, has_met=True)
+    return Report(judged, met, has_met=True)
 
 
 def require_agreement(needs: Needs, transport: Transport) -> None:
@@ -66,9 +73,12 @@ def require_fit(needs: Needs, transport: Transport) -> tuple[Meeting, int]:
     if report.problems and all(problem.check == REACHABLE for problem in report.problems):
         raise HostUnreachable("; ".join(problem.text for problem in report.problems))  # which can pass
     _require_none(report.problems)
-    assert report.meeting is not None  # noqa: S101 - else there is a problem
-    assert report.port is not None  # noqa: S101 - as above
-    return report.meeting, report.port
+    for remark in report.findings:
+        _log.warning("%s: %s", remark.check, remark.text)
+    meeting, port = report.judged.meeting, report.judged.port
+    assert meeting is not None  # noqa: S101 - else there is a problem
+    assert port is not None  # noqa: S101 - as above
+    return meeting, port
 
 
 def _require_none(problems: list[Finding]) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from infra.preflight.checks import LAUNCHER, PROGRAM, Judgement, judge, of_error
@@ -53,7 +53,7 @@ def survey(needs: Needs, transport: Transport) -> Judgement:
         )
     in_order = {host: heards[host] for host in needs.slots if host in heards}
     judged = judge(in_order, needs, software(dict(needs.spec)), nonce)
-    return Judgement([*findings, *judged.findings], judged.meeting, judged.port)
+    return replace(judged, findings=[*findings, *judged.findings])
 
 
 def _question(needs: Needs, host: str, nonce_path: Path) -> Question:

@@ -1,0 +1,81 @@
+"""From the head's side: what becomes of findings, and what is asked of the head itself."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from infra.preflight.checks import CHECKS, Judgement
+from infra.preflight.findings import Finding
+from infra.preflight.needs import Needs
+from infra.preflight.preflight import Report, require_agreement, require_fit
+from infra.preflight.survey import survey
+from t5train.errors import HostUnreachable, PreflightError
+
+REFUSES = "echo 'ssh: connect to host near port 22: Connection refused' >&2; exit 255"
+
+
+class Says:
+    """Every host answers what a shell prints."""
+
+    def __init__(self, script: str) -> None:
+        self._script = script
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:  # noqa: ARG002 - the same for all
+        return ["sh", "-c", self._script]
+
+
+@pytest.fixture
+def needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Needs:
+    """Of a run on one host, started where pdsh is."""
+    pdsh = tmp_path / "bin" / "pdsh"
+    pdsh.parent.mkdir()
+    pdsh.write_text("#!/bin/sh\necho 'rcmd modules: ssh,exec (default: ssh)'\n", "utf-8")
+    pdsh.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{pdsh.parent}:/usr/bin:/bin")
+    return Needs(slots={"near": (0,)}, root=tmp_path / "root", accelerator="cpu")
+
+
+def test_the_table_has_a_line_for_every_check_and_every_finding() -> None:
+    found = [Finding("ninja", "node1: no ninja"), Finding("ninja", "node2: no"), Finding("clock", "late", False)]
+    rows = Report(Judgement(found, None, None, {"python": "3.11"}), [], has_met=False).rows()
+    assert {check for check, _, _ in rows} == set(CHECKS)
+    assert [row for row in rows if row[0] == "ninja"] == [
+        ["ninja", "PROBLEM", "node1: no ninja"],
+        ["ninja", "PROBLEM", "node2: no"],
+    ]
+    assert ["clock", "note", "late"] in rows
+    assert ["python", "ok", "the same Python and kind of processor: 3.11"] in rows
+    assert rows[-1] == ["all-reduce", "not tried", "the problems above come first"]
+
+
+def test_hosts_that_cannot_be_reached_may_be_so_later(needs: Needs) -> None:
+    with pytest.raises(HostUnreachable, match="near: nothing listens there: start its sshd"):
+        require_fit(needs, Says(REFUSES))
+
+
+def test_before_anything_begins_every_problem_is_in_one_error(needs: Needs) -> None:
+    with pytest.raises(PreflightError, match="cannot train together as they are:\n  reachable: near: nothing listens"):
+        require_agreement(needs, Says(REFUSES))
+    assert not list(needs.root.iterdir())
+
+
+def test_an_answer_of_other_code_is_told(needs: Needs) -> None:
+    (found,) = survey(needs, Says("echo '{}'")).findings
+    assert found.text == "near: its answer is of another version of this package: install the head's there"
+
+
+@pytest.mark.parametrize(
+    ("modules", "text"), [("exec,rsh", "no module for ssh"), (None, "pdsh is not on this machine")]
+)
+def test_pdsh_must_be_on_the_head_and_know_ssh(
+    needs: Needs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, modules: str | None, text: str
+) -> None:
+    pdsh = tmp_path / "bin" / "pdsh"
+    if modules is None:
+        pdsh.unlink()
+        monkeypatch.setenv("PATH", str(pdsh.parent))
+    else:
+        pdsh.write_text(f"#!/bin/sh\necho 'rcmd modules: {modules}'\n", "utf-8")
+    with pytest.raises(PreflightError, match=text):
+        require_agreement(needs, Says("echo '{}'"))
