@@ -64,7 +64,7 @@ def held_by_a_rank(spec: RunSpec, shape: T5Shape) -> list[Held]:
 
 
 def host_bytes(spec: RunSpec, shape: T5Shape, ranks: range | None = None) -> int:
-    """Host memory that the ranks of a machine take, all of them or ``ranks``; on the CPU with what is on accelerators."""
+    """Host memory that all ranks, or ``ranks``, take of a machine; on the CPU with what is on the accelerator."""
     ranks = range(spec.cluster.ranks) if ranks is None else ranks
     on_cpu = spec.cluster.accelerator == "cpu"
     held = {one.what: one.host + on_cpu * one.accelerator for one in held_by_a_rank(spec, shape)}
