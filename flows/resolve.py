@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infra.hosts import read_hosts
+from infra.hosts import chosen_hosts
 from infra.launch_command import require_launchable
 from t5train.errors import SpecError
 from t5train.locations import local_folder
@@ -49,7 +49,7 @@ def _ranks(recipe: str, changes: Mapping[str, Any]) -> dict[str, int]:
     cluster = recipe_spec(recipe).with_settings(of_cluster).cluster
     if cluster.hostfile is None:
         return {}
-    hosts = read_hosts(cluster)
+    hosts = chosen_hosts(cluster)
     require_launchable(cluster, hosts)
     slots = hosts.num_ranks
     if asked is not None and str(asked) != str(slots):

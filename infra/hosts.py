@@ -53,6 +53,17 @@ class Hosts:
 
 
 def read_hosts(cluster: ClusterSpec) -> Hosts:
+    """The hosts of a run. Raises what ``chosen_hosts`` does, and SpecError if they are not those it began with."""
+    hosts = chosen_hosts(cluster)
+    if hosts.num_ranks != cluster.ranks:
+        raise SpecError(
+            f"cluster.ranks is {cluster.ranks}, and the hosts that are now chosen from {cluster.hostfile} have "
+            f"{hosts.num_ranks} slots: it was changed meanwhile; start the run again, and it goes on with these"
+        )
+    return hosts
+
+
+def chosen_hosts(cluster: ClusterSpec) -> Hosts:
     """The hosts that settings with a hostfile choose; SpecError names the line or setting, and the remedy."""
     if cluster.hostfile is None:
         raise SpecError("cluster.hostfile is left out: name a file of hosts with --hostfile")

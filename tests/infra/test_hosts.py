@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.hosts import Host, Hosts, hostfile_text, include_argument, parse, read_hosts, select
+from infra.hosts import Host, Hosts, chosen_hosts, hostfile_text, include_argument, parse, read_hosts, select
 from t5train.errors import SpecError
 from t5train.spec import ClusterSpec
 
@@ -146,8 +146,14 @@ def test_more_nodes_than_there_are_are_refused() -> None:
 
 def test_settings_name_the_hostfile_and_the_choice(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("node1 slots=2\nnode2 slots=4\n")
-    cluster = ClusterSpec(hostfile=tmp_path / "hosts", include="node2:1,3")
-    assert read_hosts(cluster) == Hosts((Host("node2", (1, 3)),))
+    cluster = ClusterSpec(hostfile=tmp_path / "hosts", include="node2:1,3", ranks=2)
+    assert chosen_hosts(cluster) == read_hosts(cluster) == Hosts((Host("node2", (1, 3)),))
+
+
+def test_a_hostfile_that_was_changed_after_the_ranks_were_counted_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("node1 slots=2\n")
+    with pytest.raises(SpecError, match=r"cluster\.ranks is 4, and .* have 2 slots: .* start the run again"):
+        read_hosts(ClusterSpec(hostfile=tmp_path / "hosts", ranks=4))
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe slots=1"])
@@ -155,4 +161,4 @@ def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path, content: bytes 
     if content is not None:
         (tmp_path / "hosts").write_bytes(content)
     with pytest.raises(SpecError, match=r"cluster\.hostfile is .*/hosts, which cannot be read"):
-        read_hosts(ClusterSpec(hostfile=tmp_path / "hosts"))
+        chosen_hosts(ClusterSpec(hostfile=tmp_path / "hosts"))
