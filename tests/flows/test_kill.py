@@ -131,7 +131,7 @@ def test_a_run_that_is_told_to_end_saves_and_one_that_is_stopped_is_found(tmp_pa
         first = _wait_for(run, 13, 1)
         os.kill(_pid(first, "rank-00001", "process"), signal.SIGTERM)
         second = _wait_for(run, 23, 2)
-        os.kill(_pid(second, "launcher", "guard"), signal.SIGTERM)
+        os.kill(_pid(second, "launcher", "process"), signal.SIGTERM)
         third = _wait_for(run, 33, 3)
         os.kill(_pid(third, "rank-00000", "process"), signal.SIGSTOP)
         _wait_for(run, 35, 4)

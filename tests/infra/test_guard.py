@@ -192,6 +192,18 @@ def test_a_phase_that_takes_longer_than_its_deadline_ends_the_rank_that_tells_wh
     assert "in hangs_here" in this.log("rank-00000").read_text()
 
 
+def test_a_launcher_told_to_end_goes_on_and_has_the_head_tell_the_ranks(
+    this: Attempt, start: Start, until: Until
+) -> None:
+    guard = start("-m", "infra.guard", "--launcher", str(this.folder), sys.executable, "-c", SLEEP)
+    until((this.folder / "launcher.pid").exists)
+    guard.terminate()
+    until(lambda: this.is_stop_ordered)
+    assert guard.poll() is None
+    guard.send_signal(signal.SIGINT)
+    assert guard.wait(10) == 1
+
+
 @pytest.fixture
 def leased(tmp_path: Path) -> Attempt:
     """An attempt over hosts, as a host knows it."""
