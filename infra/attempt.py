@@ -18,6 +18,7 @@ Standard library only, as the guards import it.
 """
 
 import json
+import os
 import secrets
 import signal
 import socket
@@ -29,12 +30,13 @@ from pathlib import Path
 from typing import Any
 
 from infra.processes import ProcessIdentity
-from t5train.atomic import write_json
+from t5train.atomic import write_json, write_text
 from t5train.run_files import ATTEMPTS
 
 ATTEMPT = "attempt.json"
 LAUNCHER = "launcher"
 STOP = "stop"
+_RESERVED_BYTES = 4096
 
 
 def now() -> str:
@@ -76,6 +78,8 @@ class ExitRecord:
     host: str = ""
     oom_kills: int = 0
     """Processes that the kernel of its machine killed meanwhile for want of memory, whosever they were."""
+    free_bytes: int | None = None
+    """Of the attempt's disk, at the end."""
 
     @property
     def succeeded(self) -> bool:
@@ -141,9 +145,22 @@ class Attempt:
         """Record the running process of that name."""
         write_json(self.folder / f"{name}.pid", {"process": asdict(process), "guard": asdict(guard)})
 
+    def reserve_exit(self, name: str) -> None:
+        """Make room for the exit record of that name, which is to be written although the disk be full by then."""
+        write_text(self._reserved(name), " " * _RESERVED_BYTES)
+
     def write_exit(self, record: ExitRecord) -> None:
         """Record how a process ended."""
-        write_json(self.folder / f"{record.name}.exit.json", asdict(record))
+        path, reserved = self.folder / f"{record.name}.exit.json", self._reserved(record.name)
+        text = json.dumps(asdict(record), indent=1).encode()
+        if not reserved.exists() or len(text) > _RESERVED_BYTES:
+            write_json(path, asdict(record))
+            return
+        with open(reserved, "r+b") as file:
+            file.write(text.ljust(_RESERVED_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        reserved.replace(path)
 
     def exit_record(self, name: str) -> ExitRecord | None:
         """How the process of that name ended; None while it has not, or if its guard was killed."""
@@ -152,6 +169,9 @@ class Attempt:
         except FileNotFoundError:
             return None
         return ExitRecord(**facts | {"cause": Cause(facts["cause"])})
+
+    def _reserved(self, name: str) -> Path:
+        return self.folder / f".{name}.exit.reserved"
 
     def guards(self) -> list[ProcessIdentity]:
         """Guards of this machine's ranks that still run."""

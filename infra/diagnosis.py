@@ -16,6 +16,7 @@ from t5train.errors import (
 )
 
 _SIGKILL, _SIGBUS = -9, -7
+_FULL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,14 @@ _WAITED = Diagnosis(
 _STOPPED = Diagnosis(
     RankStopped, "it was stopped, or hangs; where that takes so long rightly, raise that phase's cluster.deadlines"
 )
+_DISK_FULL = Diagnosis(
+    DiskFull, "its disk is full: make room where the output names a path, or choose another storage.root"
+)
 # By what the last lines of an output hold, the more telling first.
 _BY_WORDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
     (
         re.compile(r"No space left on device|Disk quota exceeded|\[enforce fail at inline_container\.cc"),
-        Diagnosis(
-            DiskFull, "its disk is full: make room where the output names a path, or choose another storage.root"
-        ),
+        _DISK_FULL,
     ),
     (re.compile(r"\bMemoryError|Cannot allocate memory|can't allocate memory|std::bad_alloc"), _HOST_MEMORY),
     (
@@ -86,7 +88,10 @@ def diagnose(record: ExitRecord, output: str) -> Diagnosis:
         return _STOPPED
     if record.returncode is not None and record.returncode < 0:
         return _of_signal(record)
-    return next((found for words, found in _BY_WORDS if words.search(output)), Diagnosis(LaunchError, ""))
+    # Of a disk that is full, its own output could not tell.
+    is_full = record.free_bytes is not None and record.free_bytes < _FULL_BYTES
+    unknown = _DISK_FULL if is_full else Diagnosis(LaunchError, "")
+    return next((found for words, found in _BY_WORDS if words.search(output)), unknown)
 
 
 def _of_signal(record: ExitRecord) -> Diagnosis:

@@ -12,6 +12,7 @@ it ended is written down last. Standard library only: it must start in an instan
 
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,6 +55,7 @@ def guard(folder: Path, argv: list[str], is_launcher: bool = False) -> ExitRecor
     this = attempt.read(folder)
     environment = dict(os.environ) if is_launcher else variables_of_rank(this, os.environ)
     name = attempt.LAUNCHER if is_launcher else attempt.rank_name(int(environment["RANK"]))
+    this.reserve_exit(name)
     started_at, oom_kills = attempt.now(), processes.oom_kills()
     # First the lock, then the look at the head: a new head that found the lock free is thereby sure that
     # whoever gets it later finds the old head dead, and starts nothing.
@@ -64,8 +66,8 @@ def guard(folder: Path, argv: list[str], is_launcher: bool = False) -> ExitRecor
         else:
             start = partial(_start, this, name, argv, environment, lock)
             returncode, verdict = _run(this, name, start, _Alarms(head, told, parent))
-        killed = processes.oom_kills() - oom_kills
-        record = ExitRecord(name, returncode, *verdict, started_at, attempt.now(), this.host, killed)
+        killed, free_bytes = processes.oom_kills() - oom_kills, shutil.disk_usage(folder).free
+        record = ExitRecord(name, returncode, *verdict, started_at, attempt.now(), this.host, killed, free_bytes)
         this.write_exit(record)
     if not is_launcher:
         shared_memory.remove_of_rank(environment)

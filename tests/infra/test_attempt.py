@@ -2,9 +2,12 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from infra import attempt
-from infra.attempt import Attempt
+from infra.attempt import Attempt, Cause, ExitRecord, now
 from infra.processes import ProcessIdentity
+from t5train.errors import StorageError
 
 
 def test_attempts_count_up_and_stay(tmp_path: Path) -> None:
@@ -26,6 +29,19 @@ def test_an_attempt_over_hosts_is_read_back_with_what_its_machines_are_told(tmp_
     there.folder.mkdir()
     there.write()
     assert attempt.read(there.folder) == there
+
+
+def test_an_exit_record_is_written_also_when_the_disk_has_become_full(
+    this: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise StorageError("no room")
+
+    this.reserve_exit("rank-00000")
+    monkeypatch.setattr(attempt, "write_json", full)
+    record = ExitRecord("rank-00000", 1, Cause.EXITED, "exited", now(), now(), "node1", 2, 0)
+    this.write_exit(record)
+    assert this.exit_record("rank-00000") == record
 
 
 def test_an_attempts_folder_is_private(this: Attempt) -> None:

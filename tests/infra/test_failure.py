@@ -50,6 +50,7 @@ CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
     ({}, "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)", CollectiveTimeout, "in vain"),
     ({}, "RuntimeError: [../gloo/transport/tcp] Timed out waiting 1800000ms for recv", CollectiveTimeout, "in vain"),
     ({}, "OSError: [Errno 28] No space left on device: '/r/x.pt'", DiskFull, "make room"),
+    ({"free_bytes": 0}, "ValueError: something else", DiskFull, "make room"),
     ({}, "ValueError: something else", LaunchError, "ended with exit code 1"),
     ({"cause": Cause.BEAT, "reason": "no sign of life for 11 s"}, "", RankStopped, "no sign of life for 11 s"),
     ({"cause": Cause.PHASE, "reason": "took 61 s"}, 'File "/v/numpy/x.py", line 1 in f', RankStopped, "took 61 s"),
