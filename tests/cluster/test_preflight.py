@@ -13,6 +13,7 @@ pytestmark = pytest.mark.cluster
 
 Preflight = Callable[..., subprocess.CompletedProcess[str]]
 On = Callable[..., str]
+TWO = "node0 slots=1\nnode1 slots=1\n"
 BUSY_SECONDS = 240  # for tests that run beside others
 
 
@@ -51,7 +52,7 @@ def ranks_left(cluster: Cluster) -> list[str]:
 
 
 def test_hosts_without_a_fault_pass_every_check(cluster: Cluster, preflight: Preflight, share: Path) -> None:
-    result = preflight(cluster.hostfile(slots=2))
+    result = preflight("node0 slots=3\nnode1 slots=1\n")
     assert result.returncode == 0, result.stdout + result.stderr
     assert {outcome for outcome, _ in rows(result).values()} <= {"ok", "note"}
     assert rows(result)["all-reduce"][0] == "ok"
@@ -66,7 +67,7 @@ def test_every_fault_is_named_at_once(cluster: Cluster, preflight: Preflight, on
     twice = f"{cluster.address('node0')} slots=1\n"
     started_at = time.monotonic()
     result = preflight(
-        f"{cluster.hostfile()}nowhere slots=1\n{twice}",
+        f"{TWO}nowhere slots=1\n{twice}",
         *("--set", "model.preset=11b", "--set", "model.version=v1.1"),
         root=Path("/root/only-on-the-head"),
     )
@@ -87,7 +88,7 @@ def test_a_host_that_shows_another_key_than_is_known_is_refused(cluster: Cluster
     keys = {names.partition(",")[0]: key for names, key in lines}
     mixed_up = f"node0 {keys['node0']}\nnode1 {keys['node0']}\n"
     cluster.disk("head", "/root/known").write_text(mixed_up, "utf-8")
-    result = preflight(cluster.hostfile(), "--set", "cluster.known_hosts=/root/known")
+    result = preflight(TWO, "--set", "cluster.known_hosts=/root/known")
     assert result.returncode == 1
     assert rows(result)["host key"][1].startswith("node1: its key is not the known one")
 
@@ -96,7 +97,7 @@ def test_a_host_that_shows_another_key_than_is_known_is_refused(cluster: Cluster
 def test_a_host_that_does_not_reach_the_first_is_named_by_the_all_reduce(
     cluster: Cluster, preflight: Preflight
 ) -> None:
-    result = preflight(cluster.hostfile())
+    result = preflight(TWO)
     assert result.returncode == 1
     assert rows(result)["all-reduce"][1].startswith("node1: rank 1: ")
     assert "cannot be reached: No route to host" in rows(result)["all-reduce"][1]
@@ -104,7 +105,7 @@ def test_a_host_that_does_not_reach_the_first_is_named_by_the_all_reduce(
 
 
 def test_a_run_over_hosts_that_cannot_train_together_begins_nothing(cluster: Cluster, share: Path) -> None:
-    cluster.disk("head", "/root/asked").write_text(f"{cluster.hostfile()}nowhere slots=2\n", "utf-8")
+    cluster.disk("head", "/root/asked").write_text(f"{TWO}nowhere slots=2\n", "utf-8")
     argv = ["t5-pretrain", "run", "smoke", "--hostfile", "/root/asked", "--root", str(share / "refused")]
     argv += ["--set", "layout.micro_batch_sequences=4"]
     result = cluster.exec("head", argv, timeout=BUSY_SECONDS)
