@@ -16,14 +16,13 @@ from infra.attempt import Attempt
 from infra.launch_command import launcher_variables
 from infra.node_folder import head_folder
 from infra.processes import RUN_ID_VARIABLE, ProcessIdentity
-from t5train.errors import SpecError
+from infra.remote import module_path
 
 _END_SECONDS = 10.0
 _RECORD_SECONDS = 2.0
 _LOOK_SECONDS = 0.1
 # What ssh, and srun within an allocation, need. What DeepSpeed would put into a shell line of every host is not here.
 _ALLOWED = re.compile("LANG|LD_LIBRARY_PATH|LC_.*|HOME|LOGNAME|PATH|SLURM_.*|SSH_AUTH_SOCK|TMPDIR|TZ|USER")
-_PLAIN = re.compile("[A-Za-z0-9_@+=:,./-]+")
 _log = logging.getLogger(__name__)
 
 
@@ -93,19 +92,10 @@ def _own_id(run_id: str) -> str:
 def _environment(folder: Path, run_id: str, accelerator: str | None) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if _ALLOWED.fullmatch(name)}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
-    # These go to every host, by a shell.
+    # These go to every host, by a shell (infra.launch_command refuses what that would change).
     environment |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
-    if path := os.environ.get("PYTHONPATH"):
-        environment["PYTHONPATH"] = _plain(path)
+    if path := module_path():
+        environment["PYTHONPATH"] = path
     if accelerator is not None:
         environment["DS_ACCELERATOR"] = accelerator
     return environment | launcher_variables(folder) | {RUN_ID_VARIABLE: _own_id(run_id)}
-
-
-def _plain(path: str) -> str:
-    if not _PLAIN.fullmatch(path):
-        raise SpecError(
-            f"PYTHONPATH is {path!r}: it would go through the shell of every host, so it must be of letters, digits "
-            "and _@+=:,./- alone; install the package, or move it"
-        )
-    return path

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infra.hosts import Hosts, hostfile_text, include_argument
-from infra.remote import SSH_CONFIG
+from infra.remote import SSH_CONFIG, module_path
 from t5train.atomic import write_text
 from t5train.errors import SpecError
 from t5train.spec import ClusterSpec
@@ -35,7 +35,7 @@ def launch_command(
     Raises SpecError for hosts that the launcher cannot start, and for what a shell would not leave as it is.
     """
     require_launchable(cluster, hosts)
-    _require_plain((sys.executable, str(folder), str(master[0]), *program))
+    _require_plain((str(folder), str(master[0]), *program))
     return [
         *(sys.executable, "-m", "deepspeed.launcher.runner"),
         *("--hostfile", str(folder / HOSTFILE), *_choice(cluster, hosts)),
@@ -52,7 +52,8 @@ def launcher_variables(folder: Path) -> dict[str, str]:
 
 
 def require_launchable(cluster: ClusterSpec, hosts: Hosts) -> None:
-    """SpecError for slots that the launcher cannot be told of: slurm and openmpi place ranks by number."""
+    """SpecError for a Python that a shell would not find, and for slots that slurm and openmpi cannot be told of."""
+    _require_plain((sys.executable, *filter(None, [module_path()])))
     if cluster.launcher == "pdsh":
         return
     counts = {len(host.slots) for host in hosts.all}
@@ -87,5 +88,5 @@ def _require_plain(words: Sequence[str]) -> None:
         if not _PLAIN.fullmatch(word):
             raise SpecError(
                 f"{word!r} would go through the shell of every host: it must be of letters, digits and _@+=:,./-; "
-                "install the package, and Python, at such a path"
+                "install the package, and Python, at such a path, without PYTHONPATH"
             )

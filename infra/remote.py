@@ -72,14 +72,16 @@ def quoted(argv: Sequence[str]) -> str:
     return " ".join("'" + argument.replace("'", "'\"'\"'") + "'" for argument in argv)
 
 
+def module_path() -> str:
+    """PYTHONPATH of this process, for others that have another current folder; empty where it has none."""
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(os.path.abspath(place) for place in places if place)  # noqa: PTH100 - keeps links
+
+
 def node_command(action: str) -> list[str]:
     """What runs ``infra.node`` on a node, with this Python and this module path."""
-    path = os.environ.get("PYTHONPATH")
-    places = [os.path.abspath(place) for place in path.split(os.pathsep)] if path else []  # noqa: PTH100 - keeps links
-    return [
-        *("env", "PYTHONSAFEPATH=1", "PYTHONUTF8=1", *([f"PYTHONPATH={os.pathsep.join(places)}"] if places else [])),
-        *(sys.executable, "-m", "infra.node", action),
-    ]
+    path = [f"PYTHONPATH={module_path()}"] if module_path() else []
+    return ["env", "PYTHONSAFEPATH=1", "PYTHONUTF8=1", *path, sys.executable, "-m", "infra.node", action]
 
 
 def run(transport: Transport, host: str, argv: Sequence[str], *, stdin: bytes = b"", deadline_seconds: float) -> Answer:

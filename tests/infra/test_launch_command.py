@@ -14,7 +14,7 @@ import pytest
 
 import infra
 from infra.hosts import Host, Hosts, parse
-from infra.launch_command import launch_command, launcher_variables, write_hostfile
+from infra.launch_command import launch_command, launcher_variables, require_launchable, write_hostfile
 from infra.remote import Ssh
 from t5train.errors import SpecError
 from t5train.spec import ClusterSpec
@@ -121,6 +121,16 @@ def test_slots_that_a_launcher_cannot_be_told_of_are_refused(launcher: Any, host
 def test_a_word_that_a_shell_or_pdsh_would_change_is_refused(word: str) -> None:
     with pytest.raises(SpecError, match="would go through the shell of every host"):
         launch_command(ClusterSpec(), EQUAL, Path("/nodes/folder"), master=MASTER, program=("infra.guard", word))
+
+
+def test_a_python_that_a_shell_would_not_find_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", "/my programs/python")
+        with pytest.raises(SpecError, match=r"'/my programs/python' would go through .* install the package"):
+            require_launchable(ClusterSpec(), EQUAL)
+    monkeypatch.setenv("PYTHONPATH", "/a:/$(reboot)")
+    with pytest.raises(SpecError, match=r"'/a:/\$\(reboot\)' would go through"):
+        require_launchable(ClusterSpec(), EQUAL)
 
 
 def test_pdsh_goes_by_our_configuration_of_ssh_alone(sshd: Callable[..., Ssh]) -> None:
