@@ -7,7 +7,7 @@
     rank-00000.log          output of a rank
     rank-00000.pid          its process (also the number of its process group) and its guard's
     rank-00000.beat         its signs of life (t5train.train.heartbeat)
-    rank-00000.exit.json    how it ended; written by its guard
+    rank-00000.exit.json    how it ended; written by its guard (infra.exit_record)
     stop                    there once the launcher was told to end, and thereby all
     rank-00000.error.json   the error it raised, if it was one of this project's (t5train.train.error_report)
 
@@ -18,85 +18,28 @@ Standard library only, as the guards import it.
 """
 
 import json
-import os
 import secrets
-import signal
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from infra import exit_record
+from infra.exit_record import ExitRecord
 from infra.processes import ProcessIdentity
-from t5train.atomic import write_json, write_text
+from t5train.atomic import write_json
 from t5train.run_files import ATTEMPTS
 
 ATTEMPT = "attempt.json"
 LAUNCHER = "launcher"
 STOP = "stop"
-_RESERVED_BYTES = 4096
 
 
 def now() -> str:
     """UTC, ISO 8601, to the microsecond: sorts as text."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
-
-
-class Cause(StrEnum):
-    """What ended a guarded process."""
-
-    EXITED = "exited"
-    """It ended of its own accord, or by a signal that was not its guard's."""
-    TOLD = "told"
-    """Its guard was told to end it."""
-    HEAD = "head"
-    """The head died, or was not heard of for too long."""
-    PARENT = "parent"
-    """What had started its guard died."""
-    BEAT = "beat"
-    """It gave no sign of life."""
-    PHASE = "phase"
-    """A phase of its work took longer than its deadline."""
-    REFUSED = "refused"
-    """It was never started."""
-
-
-@dataclass(frozen=True)
-class ExitRecord:
-    """How a guarded process ended, and why."""
-
-    name: str
-    returncode: int | None
-    """As subprocess has it: minus the signal's number when a signal ended it; None if it never started."""
-    cause: Cause
-    reason: str
-    """The cause in words."""
-    started_at: str
-    ended_at: str
-    host: str = ""
-    oom_kills: int = 0
-    """Processes that the kernel of its machine killed meanwhile for want of memory, whosever they were."""
-    free_bytes: int | None = None
-    """Of the attempt's disk, at the end."""
-
-    @property
-    def succeeded(self) -> bool:
-        """It did all it had to do, be it that it was told to end just then."""
-        return self.returncode == 0 and self.cause in (Cause.EXITED, Cause.TOLD)
-
-    @property
-    def is_failure(self) -> bool:
-        """It ended before its work was done, and not because it was told to."""
-        return not self.succeeded and self.cause != Cause.TOLD
-
-    def __str__(self) -> str:
-        if self.cause != Cause.EXITED:
-            return f"was ended by its guard ({self.reason})"
-        if self.returncode is not None and self.returncode < 0:
-            return f"was killed by {signal.Signals(-self.returncode).name}"
-        return f"ended with exit code {self.returncode}"
 
 
 @dataclass(frozen=True)
@@ -147,31 +90,15 @@ class Attempt:
 
     def reserve_exit(self, name: str) -> None:
         """Make room for the exit record of that name, which is to be written although the disk be full by then."""
-        write_text(self._reserved(name), " " * _RESERVED_BYTES)
+        exit_record.reserve(self.folder, name)
 
     def write_exit(self, record: ExitRecord) -> None:
         """Record how a process ended."""
-        path, reserved = self.folder / f"{record.name}.exit.json", self._reserved(record.name)
-        text = json.dumps(asdict(record), indent=1).encode()
-        if not reserved.exists() or len(text) > _RESERVED_BYTES:
-            write_json(path, asdict(record))
-            return
-        with open(reserved, "r+b") as file:
-            file.write(text.ljust(_RESERVED_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-        reserved.replace(path)
+        exit_record.write(self.folder, record)
 
     def exit_record(self, name: str) -> ExitRecord | None:
         """How the process of that name ended; None while it has not, or if its guard was killed."""
-        try:
-            facts = json.loads((self.folder / f"{name}.exit.json").read_text("utf-8"))
-        except FileNotFoundError:
-            return None
-        return ExitRecord(**facts | {"cause": Cause(facts["cause"])})
-
-    def _reserved(self, name: str) -> Path:
-        return self.folder / f".{name}.exit.reserved"
+        return exit_record.read(self.folder, name)
 
     def guards(self) -> list[ProcessIdentity]:
         """Guards of this machine's ranks that still run."""

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from infra.attempt import Cause, ExitRecord
+from infra.exit_record import Cause, ExitRecord
 from t5train.errors import (
     CollectiveTimeout,
     DiskFull,

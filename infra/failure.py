@@ -4,9 +4,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TypeGuard
 
-from infra.attempt import LAUNCHER, Attempt, Cause, ExitRecord, rank_name
+from infra.attempt import LAUNCHER, Attempt, rank_name
 from infra.diagnosis import Diagnosis, diagnose
 from infra.environment import redact
+from infra.exit_record import Cause, ExitRecord
 from infra.log_lines import shown_lines
 from infra.vigil import TOLD_TO_SAVE
 from t5train.errors import LaunchError, Preempted, RankKilled, T5TrainError

@@ -24,8 +24,9 @@ from functools import partial
 from pathlib import Path
 
 from infra import attempt, lease, processes, shared_memory
-from infra.attempt import Attempt, Cause, ExitRecord
+from infra.attempt import Attempt
 from infra.environment import variables_of_rank
+from infra.exit_record import Cause, ExitRecord
 from infra.processes import ProcessIdentity
 from infra.run_lock import ranks_lock
 from infra.vigil import Verdict, Vigil

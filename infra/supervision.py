@@ -12,9 +12,10 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-from infra import lease
-from infra.attempt import Attempt, Cause, ExitRecord, rank_name
+from infra import exit_record, lease
+from infra.attempt import Attempt, rank_name
 from infra.environment import redact
+from infra.exit_record import ExitRecord
 from infra.rank_lines import RankLines
 from infra.remote import Transport
 from infra.window import RENEW_SECONDS, Message, News, Window
@@ -153,7 +154,7 @@ class Supervision:
         write_json(self.this.folder / f"{name}.error.json", {key: redact(text) for key, text in error.items()})
 
     def _keep_record(self, facts: Message) -> None:
-        record = ExitRecord(**facts | {"cause": Cause(facts["cause"])})
+        record = exit_record.of_facts(facts)
         self.records[record.name] = record
         self.this.write_exit(record)
 

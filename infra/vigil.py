@@ -8,7 +8,8 @@ import signal
 import time
 
 from infra import attempt, lease, processes
-from infra.attempt import Attempt, Cause
+from infra.attempt import Attempt
+from infra.exit_record import Cause
 from t5train.train import heartbeat
 from t5train.train.heartbeat import Beat, beat_file
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from infra import attempt
-from infra.attempt import Attempt, Cause, ExitRecord, now
+from infra import attempt, exit_record
+from infra.attempt import Attempt, now
+from infra.exit_record import Cause, ExitRecord
 from infra.processes import ProcessIdentity
 from t5train.errors import StorageError
 
@@ -38,7 +39,7 @@ def test_an_exit_record_is_written_also_when_the_disk_has_become_full(
         raise StorageError("no room")
 
     this.reserve_exit("rank-00000")
-    monkeypatch.setattr(attempt, "write_json", full)
+    monkeypatch.setattr(exit_record, "write_json", full)
     record = ExitRecord("rank-00000", 1, Cause.EXITED, "exited", now(), now(), "node1", 2, 0)
     this.write_exit(record)
     assert this.exit_record("rank-00000") == record

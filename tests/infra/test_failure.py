@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 
 from infra import attempt
-from infra.attempt import Attempt, Cause, ExitRecord, now, rank_name
+from infra.attempt import Attempt, now, rank_name
+from infra.exit_record import Cause, ExitRecord
 from infra.failure import failure_of, tail
 from infra.processes import ProcessIdentity
 from t5train.errors import (

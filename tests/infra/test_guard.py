@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from infra import attempt, lease
-from infra.attempt import Attempt, Cause, ExitRecord, now
+from infra.attempt import Attempt, now
+from infra.exit_record import Cause, ExitRecord
 from infra.processes import ProcessIdentity
 
 Start = Callable[..., subprocess.Popen[bytes]]

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import pytest
 
 from infra import attempt, lease
-from infra.attempt import Attempt, Cause, ExitRecord
+from infra.attempt import Attempt
+from infra.exit_record import Cause, ExitRecord
 from infra.processes import ProcessIdentity
 
 Until = Callable[..., None]

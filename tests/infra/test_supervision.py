@@ -10,7 +10,8 @@ from typing import Protocol
 import pytest
 
 from infra import attempt, lease
-from infra.attempt import Attempt, Cause, ExitRecord
+from infra.attempt import Attempt
+from infra.exit_record import Cause, ExitRecord
 from infra.remote import Transport, node_command, run
 from infra.supervision import Supervision
 from t5train.errors import HostLost, RankKilled
