@@ -8,6 +8,7 @@ _MODULES = {
     "inventory": "inventory",
     "verify": "inventory",
     "prune": "inventory",
+    "listing": "collect",
     "send": "gather",
     "receive": "restore",
 }

@@ -2,16 +2,14 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from infra.remote import Reply, Transport, node_command, run_everywhere
 from t5train.errors import HostError, RemoteFailed
 
 Request = dict[str, Any]
-Answers = dict[str, Any]
-"""Answer of an action, or the HostError that came of it, by host."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +19,10 @@ class Nodes:
     transport: Transport
     hosts: tuple[str, ...]
     scratch: Path | None = None
+
+    def on(self, *hosts: str) -> Self:
+        """Some of them."""
+        return replace(self, hosts=hosts)
 
     def request(self, **facts: Any) -> Request:
         """What an action is told."""

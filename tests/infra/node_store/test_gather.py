@@ -1,9 +1,56 @@
 """A checkpoint that lies in parts on nodes comes to the head whole, whatever was damaged on the way."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
 from infra.node_store.gather import gather
+from infra.node_store.nodes import Nodes
+from infra.node_store.pulling import partial_path
+from infra.node_store.tags import complete_tags
 from t5train import sidecar
+from t5train.errors import HostUnreachable, IncompleteCheckpoint, StorageError
 from t5train.train.job import tag_of
 from tests.infra.node_store.conftest import RUN, Site
+
+PART_OF_B = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+MODEL = "mp_rank_00_model_states.pt"
+
+
+class Cut:
+    """A way to hosts that breaks after some bytes."""
+
+    def __init__(self, transport: Any, after_bytes: int) -> None:
+        self.transport, self.after_bytes = transport, after_bytes
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        inner = self.transport.command(host, argv)
+        if argv[-1] != "send":
+            return list(inner)
+        cut = "import subprocess, sys; node = subprocess.Popen(sys.argv[2:], stdout=subprocess.PIPE); "
+        cut += "out = sys.stdout.buffer; out.write(node.stdout.read(int(sys.argv[1]))); out.flush(); node.kill(); "
+        return [sys.executable, "-c", cut + "sys.exit(255)", str(self.after_bytes), *inner]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def tiny_disk(site: Site) -> Iterator[Path]:
+    """The head's checkpoints on a disk of 1 MiB."""
+    if os.geteuid():
+        pytest.skip("only root can mount a small disk")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", site.checkpoints], check=True)
+    yield site.checkpoints
+    subprocess.run(["umount", site.checkpoints], check=True)
 
 
 def test_what_lies_in_parts_on_nodes_is_gathered_into_one_checkpoint(site: Site) -> None:
@@ -14,3 +61,81 @@ def test_what_lies_in_parts_on_nodes_is_gathered_into_one_checkpoint(site: Site)
     assert [one.rank for one in sidecar.require_complete(folder)] == [0, 1]
     assert {path.name: path.read_bytes() for path in folder.glob("*.pt")} == contents
     assert told[-1] == sum(map(len, contents.values()))
+
+
+def test_a_transfer_that_broke_off_goes_on_where_it_stood(site: Site) -> None:
+    contents = site.save(8, size=4_000_000)
+    tag, folder = site.newest(), site.checkpoints / tag_of(8)
+    broken = Nodes(Cut(site.transport, 2_500_000), site.nodes.hosts)
+    with pytest.raises(HostUnreachable, match=r"^[ab]: "):
+        gather(broken, RUN, tag, site.checkpoints)
+    assert not list(folder.glob("rank-*.json")), "a sidecar says that files are there"
+    parts = {path: path.stat().st_size for path in folder.glob(".*.part")}
+    assert sum(parts.values()) > 2_000_000
+    inodes = {path: path.stat().st_ino for path in parts}
+    gather(site.nodes, RUN, tag, site.checkpoints)
+    assert {path.name: path.read_bytes() for path in folder.glob("*.pt")} == contents
+    final = {partial_path(path): path.stat().st_ino for path in folder.glob("*.pt")}
+    assert inodes.items() <= final.items(), "a part that had come was thrown away"
+
+
+def test_a_part_that_was_damaged_meanwhile_is_taken_anew(site: Site) -> None:
+    contents, folder = site.save(8), site.checkpoints / tag_of(8)
+    folder.mkdir()
+    (folder / f".{PART_OF_B}.part").write_bytes(bytes(1000))
+    gather(site.nodes, RUN, site.newest(), site.checkpoints)
+    assert (folder / PART_OF_B).read_bytes() == contents[PART_OF_B]
+
+
+@pytest.mark.parametrize("damage", [flip, lambda path: os.truncate(path, 1000)], ids=["bit flipped", "cut short"])
+def test_a_damaged_file_is_taken_from_where_it_is_whole(site: Site, damage: Callable[[Path], None]) -> None:
+    contents, folder = site.save(8), site.checkpoints / tag_of(8)
+    gather(site.nodes, RUN, site.newest(), site.checkpoints)
+    damage(folder / PART_OF_B)
+    gather(site.nodes, RUN, site.newest(), site.checkpoints)
+    assert (folder / PART_OF_B).read_bytes() == contents[PART_OF_B]
+
+
+def test_a_file_that_is_damaged_everywhere_is_named_with_its_places_and_the_tag_stays_incomplete(site: Site) -> None:
+    site.save(8)
+    flip(site.tag("b", 8) / PART_OF_B)
+    with pytest.raises(IncompleteCheckpoint, match=rf"{PART_OF_B} is nowhere as it was recorded \(b had it\)"):
+        gather(site.nodes, RUN, site.newest(), site.checkpoints)
+    assert sidecar.complete_tags(site.checkpoints) == []
+
+
+def test_of_two_files_of_one_name_the_one_that_its_writer_recorded_is_taken(site: Site) -> None:
+    contents = site.save(8)
+    other = site.tag("b", 8) / MODEL
+    assert other.stat().st_size == len(contents[MODEL])
+    assert other.read_bytes() != contents[MODEL]
+    tag = site.newest()
+    assert tag.places[MODEL] == ("a", "b")
+    gather(site.nodes, RUN, tag, site.checkpoints)
+    assert (site.checkpoints / tag.name / MODEL).read_bytes() == contents[MODEL]
+
+
+def test_another_saving_of_a_tag_replaces_what_was_gathered_of_the_first(site: Site) -> None:
+    site.save(8)
+    gather(site.nodes, RUN, site.newest(), site.checkpoints)
+    flip(site.checkpoints / tag_of(8) / PART_OF_B)
+    contents = site.save(8, seed=1, versions={"torch": "2"})
+    first, second = complete_tags(site.survey().found)
+    with pytest.raises(IncompleteCheckpoint):
+        gather(site.nodes, RUN, first, site.checkpoints)
+    gather(site.nodes, RUN, second, site.checkpoints)
+    sidecar.require_complete(site.checkpoints / tag_of(8))
+    assert (site.checkpoints / tag_of(8) / PART_OF_B).read_bytes() == contents[PART_OF_B]
+
+
+def test_a_node_that_is_away_is_not_needed_for_what_the_head_has(site: Site) -> None:
+    site.save(8)
+    gather(site.nodes, RUN, site.newest(), site.checkpoints)
+    gather(site.nodes.on(), RUN, site.newest(), site.checkpoints)
+
+
+def test_a_disk_without_room_is_told_before_anything_is_sent(site: Site, tiny_disk: Path) -> None:
+    site.save(8, size=600_000)
+    with pytest.raises(StorageError, match="checkpoint step-00000008 needs"):
+        gather(site.nodes, RUN, site.newest(), tiny_disk)
+    assert not list(tiny_disk.rglob("*.p*t"))
