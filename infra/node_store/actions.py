@@ -4,14 +4,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-_MODULES = {
-    "inventory": "inventory",
-    "verify": "inventory",
-    "prune": "inventory",
-    "listing": "collect",
-    "send": "gather",
-    "receive": "restore",
-}
+_NAMES = ("inventory", "verify", "prune", "listing", "send", "receive")
 
 Request = dict[str, Any]
 Action = Callable[[Request], Request | None]
@@ -19,11 +12,11 @@ Action = Callable[[Request], Request | None]
 
 def _imported_when_done(name: str) -> Action:
     def action(request: Request) -> Request | None:
-        done: Action = getattr(import_module(f"infra.node_store.{_MODULES[name]}"), name)
+        done: Action = getattr(import_module("infra.node_store.on_node"), name)
         return done(request)
 
     return action
 
 
-ACTIONS: dict[str, Action] = {name: _imported_when_done(name) for name in _MODULES}
+ACTIONS: dict[str, Action] = {name: _imported_when_done(name) for name in _NAMES}
 """By name."""

@@ -4,16 +4,14 @@ import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from infra.node_store.conversation import conversation
 from infra.node_store.inventory import HEAD
-from infra.node_store.node_channel import node_channel
 from infra.node_store.nodes import Nodes
-from infra.node_store.paths import scratch_folder, tag_place, within
+from infra.node_store.paths import tag_place
 from infra.node_store.pulling import Wanted, Watcher, is_whole, missing_bytes, pull
 from infra.node_store.tags import FoundTag
-from infra.node_store.wire import Refused, files_in
+from infra.node_store.wire import Refused
 from t5train.atomic import sync_folder, write_text
 from t5train.errors import DigestMismatch, HostError, IncompleteCheckpoint, T5TrainError
 from t5train.progress import Progress, silent
@@ -38,14 +36,6 @@ def gather(nodes: Nodes, run_name: str, tag: FoundTag, checkpoints: Path, progre
     for name, text in sorted(tag.texts.items()):
         write_text(folder / name, text)
     sync_folder(checkpoints)
-
-
-def send(request: dict[str, Any]) -> None:
-    """Action: send what is asked for of the folder ``place``, until stdin ends."""
-    channel = node_channel()
-    folder = within(scratch_folder(request["scratch"]), request["place"])
-    while (message := channel.hear()) is not None:
-        channel.answer(message, files_in(folder))
 
 
 def _wanted(tag: FoundTag) -> list[Wanted]:

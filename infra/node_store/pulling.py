@@ -1,18 +1,23 @@
-"""Files taken from elsewhere: each verified while it comes, whole or not there, and gone on with after a break."""
+"""Files taken from elsewhere: each verified while it comes, whole or not there, and gone on with after a break.
+
+Standard library only, as nodes import it.
+"""
 
 import errno
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from infra.node_store.paths import within
 from infra.node_store.wire import CHUNK_BYTES, Source
 from t5train.atomic import sync_folder
 from t5train.errors import DigestMismatch, StorageError
-from t5train.records import FileDigest
+
+if TYPE_CHECKING:
+    from t5train.records import FileDigest
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
@@ -30,7 +35,7 @@ class Wanted:
     as_good: tuple[tuple[int, str], ...] = ()
 
     @classmethod
-    def of(cls, name: str, digest: FileDigest) -> Self:
+    def of(cls, name: str, digest: "FileDigest") -> Self:
         """What a record says of a file."""
         return cls(name, digest.size, digest.sha256)
 
@@ -50,6 +55,11 @@ class Watcher:
 
     def whole(self, wanted: Wanted) -> None:
         """It is in place, and verified."""
+
+
+def listed(folder: Path, names: Iterable[str]) -> list[Wanted]:
+    """Files of a folder called ``names``, and all in folders of it that are called so; what to ``restore`` of them."""
+    return [_as_it_is(folder, path) for name in names for path in _files(within(folder, name))]
 
 
 def partial_path(path: Path) -> Path:
@@ -152,3 +162,15 @@ def _size(path: Path, most: int) -> int:
         if each.is_file():
             return min(each.stat().st_size, most)
     return 0
+
+
+def _as_it_is(folder: Path, path: Path) -> Wanted:
+    digest, size = _hash_of(path)
+    return Wanted(str(path.relative_to(folder)), size, digest.hexdigest())
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+    elif path.is_dir():
+        yield from (each for each in sorted(path.rglob("*")) if each.is_file() and not each.name.startswith("."))

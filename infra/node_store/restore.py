@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from infra.node_store.conversation import conversation
-from infra.node_store.node_channel import Telling, node_channel
-from infra.node_store.nodes import Nodes, Request
-from infra.node_store.paths import scratch_folder, within
-from infra.node_store.pulling import Wanted, missing_bytes, pull
-from infra.node_store.room import require_room
+from infra.node_store.nodes import Nodes
+from infra.node_store.pulling import Wanted
 from infra.node_store.tags import FoundTag
 from infra.node_store.wire import BrokenOff, Channel, files_in
 from t5train.progress import Progress, silent
@@ -54,18 +51,6 @@ def restore(
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="restore") as threads:
         list(threads.map(give, parts))
-
-
-def receive(request: Request) -> None:
-    """Action: take ``files`` into the folder ``place``, asking the head for what is not there whole."""
-    scratch = scratch_folder(request["scratch"])
-    folder, wanted = within(scratch, request["place"]), [Wanted(**each) for each in request["files"]]
-    require_room(scratch, missing_bytes(folder, wanted), request["place"])
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    channel = node_channel()
-    telling = Telling(channel)
-    pull(channel.fetch, wanted, folder, telling)
-    channel.say({"done": True})
 
 
 class _Restored:

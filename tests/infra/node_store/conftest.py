@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from infra.node_store.inventory import Survey, survey
 from infra.node_store.nodes import Nodes
 from infra.node_store.paths import tag_place
+from infra.node_store.survey import Survey, survey
 from infra.node_store.tags import FoundTag, complete_tags
 from t5train import sidecar
 from t5train.records import FileDigest

@@ -1,7 +1,8 @@
 """Metrics, the witness and the like come from the node that writes them, and go back to one that takes its place."""
 
-from infra.node_store.collect import collect, listed
+from infra.node_store.collect import collect
 from infra.node_store.paths import run_place
+from infra.node_store.pulling import listed
 from infra.node_store.restore import restore
 from tests.infra.node_store.conftest import RUN, Site
 

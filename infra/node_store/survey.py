@@ -1,0 +1,55 @@
+"""What all places hold of a run's checkpoints, asked, verified and pruned from the head."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.node_store.inventory import HEAD, Copy, Inventory, inventory_of
+from infra.node_store.nodes import Nodes
+from infra.node_store.pulling import Wanted
+from t5train.errors import HostError
+
+_DEADLINE_SECONDS = 120.0
+_VERIFY_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What all places hold of a run's checkpoints."""
+
+    found: Mapping[str, Inventory]
+    """By place: the head's gathered copy, and each node that answered."""
+    silent: Mapping[str, HostError]
+    """Why the other nodes did not."""
+
+
+def survey(nodes: Nodes, run_name: str, checkpoints: Path) -> Survey:
+    """Ask all nodes what they hold, and look at the gathered copy."""
+    answers = nodes.ask("inventory", lambda _: nodes.request(run_name=run_name), _DEADLINE_SECONDS)
+    silent = {host: answer for host, answer in answers.items() if isinstance(answer, HostError)}
+    heard = {
+        host: {tag: Copy(**copy) for tag, copy in answer["tags"].items()}
+        for host, answer in answers.items()
+        if not isinstance(answer, HostError)
+    }
+    return Survey({HEAD: inventory_of(checkpoints), **heard}, silent)
+
+
+def verify_on(
+    nodes: Nodes, run_name: str, tag: str, wanted: Mapping[str, list[Wanted]]
+) -> dict[str, list[str] | HostError]:
+    """Names of those files that a node lacks or that have another digest there, by host."""
+
+    def request(host: str) -> dict[str, Any]:
+        files = [each.to_json() for each in wanted.get(host, [])]
+        return nodes.request(run_name=run_name, tag=tag, files=files)
+
+    answers = nodes.ask("verify", request, _VERIFY_SECONDS)
+    return {host: each if isinstance(each, HostError) else each["bad"] for host, each in answers.items()}
+
+
+def prune_on(nodes: Nodes, run_name: str, tags: list[str]) -> dict[str, HostError | None]:
+    """Remove these tags from all nodes; the error of each that did not."""
+    answers = nodes.ask("prune", lambda _: nodes.request(run_name=run_name, tags=tags), _DEADLINE_SECONDS)
+    return {host: each if isinstance(each, HostError) else None for host, each in answers.items()}
