@@ -4,7 +4,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-_NAMES = ("inventory", "verify", "prune", "listing", "send", "receive")
+_MODULES = {
+    **dict.fromkeys(("inventory", "verify", "prune", "listing", "send", "receive"), "on_node"),
+    **dict.fromkeys(("stage", "release"), "stage_on_node"),
+}
 
 Request = dict[str, Any]
 Action = Callable[[Request], Request | None]
@@ -12,11 +15,11 @@ Action = Callable[[Request], Request | None]
 
 def _imported_when_done(name: str) -> Action:
     def action(request: Request) -> Request | None:
-        done: Action = getattr(import_module("infra.node_store.on_node"), name)
+        done: Action = getattr(import_module(f"infra.node_store.{_MODULES[name]}"), name)
         return done(request)
 
     return action
 
 
-ACTIONS: dict[str, Action] = {name: _imported_when_done(name) for name in _NAMES}
+ACTIONS: dict[str, Action] = {name: _imported_when_done(name) for name in _MODULES}
 """By name."""

@@ -1,18 +1,21 @@
 """A conversation of the head with an action that runs on a node as long as it takes."""
 
+import logging
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, cast
 
 from infra import remote
 from infra.node_store.nodes import Nodes, Request, line_of
-from infra.node_store.wire import Channel
+from infra.node_store.wire import BrokenOff, Channel, files_in
 from infra.remote import node_command
 from t5train.errors import HostUnreachable
 
 _END_SECONDS = 10.0
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -42,6 +45,20 @@ def conversation(nodes: Nodes, host: str, action: str, request: Request) -> Iter
         remote.kill(process)
         process.wait()
         listener.join()
+
+
+def serve(channel: Channel, host: str, source: Path, on_bytes: Callable[[int], None]) -> None:
+    """Answer a node that takes files of the folder ``source`` until it has all; told of bytes that are there."""
+    while (message := channel.hear()) is not None:
+        if "done" in message:
+            return
+        if "come" in message:
+            on_bytes(int(message["come"]))
+        elif "alone" in message:
+            _log.warning("%s takes from the head, as the node before it cannot be read: %s", host, message["alone"])
+        else:
+            channel.answer(message, files_in(source))
+    raise BrokenOff("it ended before it had all")
 
 
 def _listen(stderr: IO[bytes], said: list[bytes]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from infra.node_store.paths import within
-from infra.node_store.wire import CHUNK_BYTES, Source
+from infra.node_store.wire import CHUNK_BYTES, Refused, Source
 from t5train.atomic import sync_folder
 from t5train.errors import DigestMismatch, StorageError
 
@@ -85,8 +85,8 @@ def missing_bytes(folder: Path, wanted: Iterable[Wanted]) -> int:
 def pull(source: Source, wanted: Iterable[Wanted], folder: Path, watcher: Watcher) -> None:
     """Take what ``folder`` lacks, in that order; what is there whole is left.
 
-    Raises DigestMismatch where what comes has another digest twice, StorageError when the disk is full, and what
-    ``source`` raises; what has come stays for the next time.
+    Raises DigestMismatch where what comes has another digest twice, Refused where nothing does, StorageError when the
+    disk is full, and what ``source`` raises; what has come stays for the next time.
     """
     for each in wanted:
         path = within(folder, each.name)
@@ -101,6 +101,10 @@ def _pull_file(source: Source, wanted: Wanted, path: Path, watcher: Watcher) -> 
     for last in (False, True):  # a part that was there may be damaged, so it gets a second try
         try:
             found = _grow(source, wanted, partial, watcher)
+        except Refused:
+            if last:
+                raise
+            found = "none"  # what had come was damaged there, and is there anew
         except OSError as error:
             if error.errno in _NO_ROOM:
                 raise StorageError(
@@ -111,7 +115,7 @@ def _pull_file(source: Source, wanted: Wanted, path: Path, watcher: Watcher) -> 
             partial.replace(path)
             sync_folder(path.parent)
             return
-        partial.unlink()
+        partial.unlink(missing_ok=True)
         if last:
             raise DigestMismatch(
                 f"{path} came with sha256 {found}, {wanted.sha256} was recorded: its source is damaged"

@@ -1,17 +1,16 @@
 """A node that was replaced, wiped or damaged gets its part of a checkpoint back from the gathered copy."""
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from infra.node_store.conversation import conversation
+from infra.node_store.conversation import conversation, serve
 from infra.node_store.nodes import Nodes
 from infra.node_store.pulling import Wanted
 from infra.node_store.tags import FoundTag
-from infra.node_store.wire import BrokenOff, Channel, files_in
 from t5train.progress import Progress, silent
 from t5train.sidecar import sidecar_name
 
@@ -69,16 +68,4 @@ class _Restored:
 
 def _give(nodes: Nodes, host: str, request: dict[str, Any], source: Path, restored: _Restored) -> None:
     with conversation(nodes, host, "receive", request) as channel:
-        serve(channel, source, restored.add)
-
-
-def serve(channel: Channel, source: Path, on_bytes: Callable[[int], None]) -> None:
-    """Answer a node that takes files of a folder, until it has all."""
-    while (message := channel.hear()) is not None:
-        if "done" in message:
-            return
-        if "come" in message:
-            on_bytes(int(message["come"]))
-        else:
-            channel.answer(message, files_in(source))
-    raise BrokenOff("it ended before it had all")
+        serve(channel, host, source, restored.add)

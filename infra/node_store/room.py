@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from infra.node_store.occupancy import remove_unused, staged_places
 from t5train.errors import StorageError
 
 SPARE_BYTES = 256 << 20
@@ -10,12 +11,21 @@ SPARE_BYTES = 256 << 20
 
 
 def require_room(scratch: Path, needed_bytes: int, what: str) -> None:
-    """Raise StorageError unless that many bytes fit on the disk of the scratch folder."""
-    free = shutil.disk_usage(scratch).free
-    if free < needed_bytes + SPARE_BYTES:
+    """Raise StorageError unless that many bytes fit on the disk of the scratch folder.
+
+    For that, folders that were staged and that no run uses are removed, the least recently used first, other than
+    ``what``.
+    """
+    needed = needed_bytes + SPARE_BYTES
+    for place in staged_places(scratch):
+        if shutil.disk_usage(scratch).free >= needed:
+            return
+        if place != what:
+            remove_unused(scratch, place)
+    if (free := shutil.disk_usage(scratch).free) < needed:
         raise StorageError(
-            f"{scratch} has {_gigabytes(free)} free, {what} needs {_gigabytes(needed_bytes + SPARE_BYTES)}: make room "
-            "there (`t5-pretrain gc --free` removes what no run needs), or choose another storage.scratch"
+            f"{scratch} has {_gigabytes(free)} free, {what} needs {_gigabytes(needed)}, and what else was staged there "
+            "is in use: make room, or choose another storage.scratch"
         )
 
 

@@ -8,6 +8,7 @@ text}`` at any point, after which the file can be asked for again.
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,6 +38,11 @@ class Channel:
         self._reader, self._writer = reader, writer
         self._writing = threading.Lock()
 
+    def close(self) -> None:
+        """End the conversation."""
+        with suppress(OSError), self._reader, self._writer:  # what was not sent is lost
+            return
+
     def say(self, message: Message, content: bytes = b"") -> None:
         """Send a message and what follows it."""
         with self._writing:
@@ -44,9 +50,9 @@ class Channel:
             self._writer.write(content)
             self._writer.flush()
 
-    def hear(self) -> Message | None:
-        """The next message; None once the other side has ended."""
-        line = self._reader.readline(_MOST_LINE_BYTES)
+    def hear(self, most_bytes: int = _MOST_LINE_BYTES) -> Message | None:
+        """The next message; None once the other side has ended, or where no message ends within that many bytes."""
+        line = self._reader.readline(most_bytes)
         if not line.endswith(b"\n"):
             return None
         message = json.loads(line)

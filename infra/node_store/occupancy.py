@@ -1,0 +1,116 @@
+"""Who uses what was staged on this node: it stays as long as somebody does.
+
+Who stages a folder holds its lock, which the kernel lets go of with its process. From then on a *pin* holds it for
+the run: a file that counts as long as the run has guards on this node, or was pinned within the last hour and since
+this machine was started, which covers the time before the start and between two attempts. No pin outlives its owner.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from infra import attempt
+from infra.node_folder import attempts_folder
+from infra.node_store.paths import SHARDS, STAGED, within
+from infra.processes import boot_id
+from t5train.atomic import write_text
+from t5train.atomic_folder import discard
+from t5train.errors import StorageError
+from t5train.file_lock import try_lock
+
+_LOCKS, _PINS = "locks", "pins"
+_PIN_SECONDS = 3600.0
+_LOCK_WAIT_SECONDS = 10.0
+
+
+@contextmanager
+def staging_lock(scratch: Path, place: str) -> Iterator[None]:
+    """Hold a place for this process. Raises StorageError that names who holds it."""
+    path = _lock_path(scratch, place)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        if not try_lock(descriptor, _LOCK_WAIT_SECONDS):
+            holder = path.read_text("utf-8") or "a process that started just now"
+            raise StorageError(f"{scratch / place} is being staged by {holder}: wait for it to end, then try again")
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} since {attempt.now()}".encode(), 0)
+        yield
+        os.utime(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def pin(scratch: Path, place: str, run_name: str) -> None:
+    """Keep a staged folder for a run of this node."""
+    folder = scratch / _PINS / _flat(place)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_text(within(folder, run_name), boot_id())
+
+
+def unpin(scratch: Path, run_name: str) -> None:
+    """A run needs nothing any more."""
+    for folder in (scratch / _PINS).glob("*"):
+        within(folder, run_name).unlink(missing_ok=True)
+
+
+def staged_places(scratch: Path) -> list[str]:
+    """What was staged, or partly so; the least recently used first."""
+    places = [f"{kind}/{path.name}" for kind in (SHARDS, STAGED) for path in (scratch / kind).glob("[!.]*")]
+    return sorted(places, key=lambda place: _used_at(scratch, place))
+
+
+def users(scratch: Path, place: str) -> list[str]:
+    """Runs that use a staged folder."""
+    return [path.name for path in sorted((scratch / _PINS / _flat(place)).glob("*")) if _counts(path)]
+
+
+def remove_unused(scratch: Path, place: str) -> bool:
+    """Remove a staged folder unless somebody uses or stages it; whether that was done."""
+    try:
+        with staging_lock_if_free(scratch, place) as is_free:
+            if not is_free or users(scratch, place):
+                return False
+            discard(within(scratch, place))
+    except FileNotFoundError:
+        return False
+    return True
+
+
+@contextmanager
+def staging_lock_if_free(scratch: Path, place: str) -> Iterator[bool]:
+    """Hold a place for an instant, if nobody does."""
+    path = _lock_path(scratch, place)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        yield try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _counts(pinned: Path) -> bool:
+    if pinned.read_text("utf-8") != boot_id():
+        return False
+    return time.time() - pinned.stat().st_mtime < _PIN_SECONDS or _is_alive(pinned.name)
+
+
+def _is_alive(run_name: str) -> bool:
+    folders = [path for path in attempts_folder().iterdir() if (path / attempt.ATTEMPT).exists()]
+    attempts = (attempt.read(folder) for folder in folders)
+    return any(each.run_name == run_name and each.guards() for each in attempts)
+
+
+def _used_at(scratch: Path, place: str) -> float:
+    lock = _lock_path(scratch, place)
+    return lock.stat().st_mtime if lock.exists() else 0.0
+
+
+def _lock_path(scratch: Path, place: str) -> Path:
+    return scratch / _LOCKS / f"{_flat(place)}.lock"
+
+
+def _flat(place: str) -> str:
+    return place.replace("/", "~")
