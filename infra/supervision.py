@@ -171,7 +171,13 @@ class Supervision:
             _log.warning("%s is heard of again", name)
         if not host.is_silent and seconds > _SILENT_SECONDS and not host.ended:
             tolerated = self.this.lease_seconds or 0
-            _log.warning("%s has not been heard of for %.0f s, of %.0f s; %s", name, seconds, tolerated, host.broken)
+            _log.warning(
+                "%s has not been heard of for %.0f s, of %.0f s; %s",
+                name,
+                seconds,
+                tolerated,
+                host.broken or "it is silent",
+            )
         host.is_silent = seconds > _SILENT_SECONDS and not host.ended
         if host.is_silent and seconds > (self.this.lease_seconds or 0):
             self._fail(HostLost(f"{name} has not been heard of for {seconds:.0f} s; {host.broken or 'it is silent'}"))
