@@ -75,11 +75,11 @@ def _seen(heards: Heards, place: Meeting | None, port: int | None) -> dict[str, 
     seen = {REACHABLE: f"{len(heards)} of them"}
     if place is not None:
         seen |= {ADDRESS: f"{place.address}, by {', '.join(sorted(set(place.interfaces.values())))}", PORT: str(port)}
-    for first in list(heards.values())[:1]:
-        software = first.facts.software
-        torch, deepspeed = software.packages["torch"], software.packages["deepspeed"]
-        seen |= {"python": f"{software.python}, {software.machine}", "packages": f"{torch}, {deepspeed}"}
-        seen["accelerators"] = first.facts.devices.kind
+    if heards:
+        facts = next(iter(heards.values())).facts
+        software, packages = facts.software, facts.software.packages
+        seen |= {"python": f"{software.python}, {software.machine}", "accelerators": facts.devices.kind}
+        seen["packages"] = f"{packages.get('torch')}, {packages.get('deepspeed')}"
     return seen
 
 

@@ -1,10 +1,12 @@
 """Accelerators of a node: how many, and whether somebody works on them. torch is imported only where it is needed."""
 
 import fcntl
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from infra.node_folder import locks_folder
 from infra.preflight.facts import Devices, Question
+from infra.preflight.software import torch_runtime
 
 CPU = "cpu"
 _WITHOUT = Devices(CPU, count=0, used_bytes={}, total_bytes={}, held_by={}, error="")
@@ -12,7 +14,7 @@ _WITHOUT = Devices(CPU, count=0, used_bytes={}, total_bytes={}, held_by={}, erro
 
 def devices(question: Question) -> Devices:
     """What torch sees of them, and which of our runs hold the slots that were asked for."""
-    if question.accelerator == CPU:
+    if question.accelerator == CPU or (question.accelerator is None and not _can_have_any()):
         return _WITHOUT
     try:
         import torch
@@ -23,6 +25,11 @@ def devices(question: Question) -> Devices:
     count = torch.accelerator.device_count()
     used, total = _memory([slot for slot in question.slots if slot < count])
     return Devices(found.type, count, used, total, _held(found.type, question.slots), "")
+
+
+def _can_have_any() -> bool:
+    """Whether torch was built for any accelerator, or some package adds one to it; told without importing torch."""
+    return bool(torch_runtime()) or bool(entry_points(group="torch.backends"))
 
 
 def _memory(slots: list[int]) -> tuple[dict[str, int], dict[str, int]]:

@@ -29,7 +29,7 @@ def software(spec: dict[str, Any]) -> Software:
         python=platform.python_version(),
         machine=platform.machine(),
         packages={name: _version(name) for name in PACKAGES},
-        runtime=_runtime(),
+        runtime=torch_runtime(),
         code_digest=code_digest(),
         spec_digest=spec_digest(spec),
         libgomp_error=_libgomp_error(),
@@ -69,8 +69,8 @@ def _torch_folder() -> Path | None:
         return None
 
 
-def _runtime() -> dict[str, str]:
-    """As torch's own ``version.py`` has it, which imports nothing of torch."""
+def torch_runtime() -> dict[str, str]:
+    """What torch was built for, as its own ``version.py`` has it, which imports nothing of torch."""
     folder = _torch_folder()
     if folder is None or not (folder / "version.py").is_file():
         return {}
