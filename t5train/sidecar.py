@@ -31,6 +31,7 @@ _SAME_ON_EVERY_RANK = (
     "run_fingerprint",
     "step",
     "tag",
+    "saving",
     "world_size",
     "aliases",
     "expert_layers",
@@ -133,6 +134,7 @@ class Sidecar(_Part):
     ``files`` holds what this rank wrote, by name within the tag's folder. ``replicas`` lie beside them on nodes that
     share no disk: there DeepSpeed writes again what a rank of another node answers for, in other bytes that say the
     same to who resumes from them. A node's first rank lists them, and on that node they are as good as the original.
+    ``saving`` is drawn each time a tag is written: parts of two savings of one tag are not one checkpoint.
     ``groups`` lists the optimizer's parameter groups in order, also where the module's own weights are the fp32 masters
     (ZeRO 0 in fp32).
     ``aliases`` maps a tied name to the name that owns the storage. Experts in ``groups`` are those of this rank,
@@ -147,6 +149,7 @@ class Sidecar(_Part):
     run_fingerprint: str = Field(min_length=1)
     step: int = Field(ge=0)
     tag: str = Field(min_length=1)
+    saving: str = ""
     rank: int = Field(ge=0)
     world_size: int = Field(ge=1)
     layout: ParallelLayout

@@ -5,6 +5,7 @@ first that is complete. A tag may be written twice, the second time after damage
 first; sidecars of the two are never mixed. Files of it come from wherever one of the right size is; digests decide.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ from t5train import sidecar
 from t5train.errors import IncompleteCheckpoint
 from t5train.records import FileDigest
 from t5train.sidecar import Sidecar
+
+_OURS = re.compile("step-[0-9]{8}|removed-[0-9a-f]{8}")
+"""Of any other name is somebody's copy or note."""
 
 Inventories = Mapping[str, Inventory]
 """By place."""
@@ -52,7 +56,8 @@ def superfluous(found: Inventories, keep_last: int, keep_every: int | None = Non
     steps = {tag.name: tag.step for tag in complete_tags(found)}
     newest = sorted(steps, key=lambda name: steps[name], reverse=True)
     kept = {*newest[:keep_last], *(name for name in newest if keep_every and steps[name] % keep_every == 0)}
-    left_over = {name for name in _names(found) - steps.keys() if newest and name < newest[0]}
+    others = {name for name in _names(found) - steps.keys() if _OURS.fullmatch(name)}
+    left_over = {name for name in others if newest and name < newest[0]}
     return sorted({*newest, *left_over} - kept)
 
 

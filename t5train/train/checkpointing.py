@@ -52,6 +52,7 @@ def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, An
             run_fingerprint=job.run_fingerprint,
             step=step,
             tag=tag,
+            saving=_drawn_by_rank_0(),
             rank=rank(),
             world_size=world_size(),
             layout=_layout(job),
@@ -72,6 +73,11 @@ def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, An
     )
     barrier()
     return tag
+
+
+def _drawn_by_rank_0() -> str:
+    """32 random bits in hexadecimal, the same on all ranks."""
+    return f"{gather([secrets.randbits(32)])[0][0]:08x}"
 
 
 def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:

@@ -1,8 +1,11 @@
-"""A tag is complete, over all places, when every rank's sidecar of one saving and every file they name are somewhere."""
+"""A tag is complete, all places together, when every sidecar of one saving and every file they name are there."""
 
-from collections.abc import Mapping
+import re
+import tempfile
+from functools import cache
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,54 +16,105 @@ from t5train.sidecar import sidecar_name
 from t5train.train.job import tag_of
 from tests.infra.node_store.conftest import digest, make_sidecar
 
-PLACES = [HEAD, "a", "b"]
-RANKS = 2
+PLACES, RANKS, STEPS, SAVINGS = [HEAD, "a", "b"], (0, 1), (8, 16), ("1", "two")
+Places = dict[tuple[str, int, int], str]
+"""Which saving of a rank's sidecar, or of its file, lies in a place, by place, step and rank."""
 
 
-def text_of(rank: int, step: int, saving: int, folder: Path) -> str:
-    """The sidecar of a rank that wrote one file of its own in that saving."""
-    files = {f"part-{rank}.pt": digest(f"{step} {saving} {rank}".encode())}
-    sidecar.write(folder, make_sidecar(rank, step, files, RANKS, versions={"saving": str(saving)}))
-    return (folder / sidecar_name(rank)).read_text("utf-8")
+@cache
+def text_of(step: int, rank: int, saving: str) -> str:
+    """The sidecar of a rank that wrote one file in that saving; it has another size in each."""
+    files = {file_of(rank): digest(saving.encode())}
+    with tempfile.TemporaryDirectory() as folder:
+        sidecar.write(Path(folder), make_sidecar(rank, step, files, len(RANKS), saving=saving))
+        return (Path(folder) / sidecar_name(rank)).read_text("utf-8")
 
 
-def size_of(step: int, saving: int, rank: int) -> int:
-    return len(f"{step} {saving} {rank}")
+def file_of(rank: int) -> str:
+    return f"part-{rank}.pt"
 
 
-Saved = tuple[str, int, int, int]
-"""Place, step, rank, saving."""
-Facts = st.sets(
-    st.tuples(st.sampled_from(PLACES), st.sampled_from([8, 16]), st.integers(0, RANKS - 1), st.sampled_from([1, 22]))
+def inventories(sidecars: Places, files: Places) -> dict[str, Inventory]:
+    def copy(place: str, step: int) -> Copy:
+        texts = {
+            sidecar_name(rank): text_of(step, rank, sidecars[place, step, rank])
+            for rank in RANKS
+            if (place, step, rank) in sidecars
+        }
+        sizes = {file_of(rank): len(files[place, step, rank]) for rank in RANKS if (place, step, rank) in files}
+        return Copy(texts, sizes)
+
+    return {place: {tag_of(step): copy(place, step) for step in STEPS} for place in PLACES}
+
+
+SPREAD = st.dictionaries(
+    st.tuples(st.sampled_from(PLACES), st.sampled_from(STEPS), st.sampled_from(RANKS)), st.sampled_from(SAVINGS)
 )
 
 
-def inventories(sidecars: set[Saved], files: set[Saved], folder: Path) -> dict[str, Inventory]:
-    """Of two facts about one name in one place the later wins, as on a disk."""
-    found: dict[str, dict[str, Copy]] = {place: {} for place in PLACES}
-    for place, step, rank, saving in sorted(sidecars):
-        texts = found[place].setdefault(tag_of(step), Copy({}, {})).sidecars
-        texts |= {sidecar_name(rank): text_of(rank, step, saving, folder)}  # type: ignore[operator]  # a dict here
-    for place, step, rank, saving in sorted(files):
-        sizes = found[place].setdefault(tag_of(step), Copy({}, {})).files
-        sizes |= {f"part-{rank}.pt": size_of(step, saving, rank)}  # type: ignore[operator]  # likewise
-    return found
+@given(sidecars=SPREAD, files=SPREAD)
+def test_a_tag_is_complete_just_when_all_of_one_saving_is_there(sidecars: Places, files: Places) -> None:
+    found = complete_tags(inventories(sidecars, files))
+    assert [tag.step for tag in found] == sorted((tag.step for tag in found), reverse=True)
+    for tag in found:
+        assert len({one.saving for one in tag.sidecars}) == 1
+        assert [one.rank for one in tag.sidecars] == list(RANKS)
+        for rank in RANKS:
+            size = tag.files[file_of(rank)].size
+            assert tag.places[file_of(rank)]
+            assert all(len(files[place, tag.step, rank]) == size for place in tag.places[file_of(rank)])
+    complete = {(tag.step, tag.sidecars[0].saving) for tag in found}
+    for step in STEPS:
+        for saving in SAVINGS:
+            nodes_agree = all(saving == seen for (place, at, _), seen in sidecars.items() if place and at == step)
+            spread = all(any(sidecars.get((place, step, rank)) == saving for place in "ab") for rank in RANKS)
+            there = all(any(files.get((place, step, rank)) == saving for place in PLACES) for rank in RANKS)
+            if nodes_agree and spread and there:
+                assert (step, saving) in complete, "all that nodes have is one saving, and whole"
 
 
-@given(sidecars=Facts, files=Facts)
-def test_a_tag_is_complete_only_if_one_saving_is_there_whole(
-    sidecars: set[Saved], files: set[Saved], tmp_path_factory: object
+@given(sidecars=SPREAD, files=SPREAD, keep=st.integers(1, 2))
+def test_what_is_pruned_is_never_the_newest_nor_one_that_may_be_being_written(
+    sidecars: Places, files: Places, keep: int
 ) -> None:
-    import tempfile
+    found = inventories(sidecars, files)
+    complete = sorted({tag.name for tag in complete_tags(found)}, reverse=True)
+    doomed = superfluous(found, keep)
+    assert not set(doomed) & set(complete[:keep])
+    assert set(complete[keep:]) <= set(doomed)
+    assert all(complete and name < complete[0] for name in doomed)
 
+
+def whole(steps: tuple[int, ...]) -> dict[str, Inventory]:
+    text = {step: Copy({"rank-00000.json": lone(step)}, {"part-0.pt": 1}) for step in steps}
+    return {"a": {tag_of(step): copy for step, copy in text.items()}}
+
+
+def lone(step: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        found = inventories(sidecars, files, Path(folder))
-    for tag in complete_tags(found):
-        savings = {one.versions["saving"] for one in tag.sidecars}
-        for name, recorded in tag.files.items():
-            assert tag.places[name]
-            assert all(found[place][tag.name].files[name] == recorded.size for place in tag.places[name])
-        assert [one.rank for one in tag.sidecars] == list(range(RANKS))
-        assert all(text in {found[place].get(tag.name, Copy({}, {})).sidecars.get(name) for place in PLACES}
-                   for name, text in tag.texts.items())  # fmt: skip
-        assert len(savings) <= 2
+        sidecar.write(Path(folder), make_sidecar(0, step, {"part-0.pt": digest(b"1")}, 1))
+        return (Path(folder) / "rank-00000.json").read_text("utf-8")
+
+
+def test_the_newest_are_kept_and_those_of_certain_steps() -> None:
+    assert superfluous(whole((4, 8, 12, 16, 20)), 2, keep_every=8) == [tag_of(4), tag_of(12)]
+
+
+def test_what_somebody_else_put_beside_checkpoints_is_left() -> None:
+    found = whole((8, 16))
+    found["a"] = {**found["a"], "a copy": Copy({}, {}), "removed-0123abcd": Copy({}, {})}
+    assert superfluous(found, 2) == ["removed-0123abcd"]
+
+
+@pytest.mark.parametrize(
+    ("sidecars", "files", "why"),
+    [
+        ({("a", 8, 0): "1"}, {("a", 8, 0): "1"}, r"lacks rank-00001\.json \(ranks \[1\] of 2\)"),
+        ({("a", 8, 0): "1", ("b", 8, 1): "1"}, {("a", 8, 0): "1"}, r"lacks part-1\.pt, which rank 1 wrote"),
+        ({("a", 8, 0): "1", ("b", 8, 1): "two"}, {}, r"differ in saving"),
+        ({("a", 8, 0): "1", ("b", 8, 0): "two"}, {}, r"rank-00000\.json of two savings, on a and on b"),
+    ],
+)
+def test_why_a_tag_is_not_complete_is_told(sidecars: Places, files: Places, why: str) -> None:
+    told = shortcomings(inventories(sidecars, files))
+    assert re.search(why, told[tag_of(8)])
