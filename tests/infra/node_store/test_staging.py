@@ -1,15 +1,21 @@
 """A folder gets to all nodes, each byte over each link once; what breaks goes on, and what is in use stays."""
 
 import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infra.node_store import relay
+from infra.node_store.nodes import Nodes
 from infra.node_store.pulling import Wanted, listed
+from infra.node_store.shelf import Shelf
 from infra.node_store.staging import stage_folder
 from infra.node_store.wire import BrokenOff, files_in
-from t5train.errors import RemoteFailed
+from t5train.errors import HostUnreachable, RemoteFailed, StorageError
 from tests.infra.node_store.conftest import Site
 
 PLACE = "shards/deadbeef"
@@ -30,7 +36,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_every_node_has_the_folder_and_the_head_sent_it_once(make_site, shards: Path, caplog) -> None:  # type: ignore[no-untyped-def]  # fixtures
+def test_every_node_has_the_folder_and_each_took_it_from_the_one_before(
+    make_site: Callable[[str], Site], shards: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     site = make_site("abc")
     told: list[tuple[int, int | None]] = []
     stage_folder(site.nodes, shards, listed(shards, NAMES), PLACE, "smoke", lambda _, *of: told.append(of))
@@ -63,3 +71,60 @@ def test_who_does_not_know_the_token_gets_nothing(shards: Path) -> None:
     channel = relay.connect(server.address, server.port, TOKEN)
     assert b"".join(channel.fetch("manifest.json", 10, 100)) == (shards / "manifest.json").read_bytes()[10:]
     channel.close()
+
+
+class Dying:
+    """Hosts of which ``a`` dies after so many bytes have reached it."""
+
+    def __init__(self, hosts: Any, after_bytes: int) -> None:
+        self.hosts, self.after_bytes = hosts, after_bytes
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        inner = self.hosts.command(host, argv)
+        return [sys.executable, "-c", DYING, str(self.after_bytes), *inner] if host == "a" else list(inner)
+
+
+DYING = """
+import subprocess, sys
+node = subprocess.Popen(sys.argv[2:], stdin=subprocess.PIPE)
+left = int(sys.argv[1])
+while left > 0 and (chunk := sys.stdin.buffer.read1(min(left, 65536))):
+    node.stdin.write(chunk)
+    node.stdin.flush()
+    left -= len(chunk)
+node.kill()
+sys.exit(255)
+"""
+
+
+def test_a_node_that_dies_in_the_chain_holds_up_no_other(
+    site: Site, shards: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dying = Nodes(Dying(site.transport, 2_000_000), site.nodes.hosts)
+    with pytest.raises(HostUnreachable, match=r"^a: "):
+        stage_folder(dying, shards, listed(shards, NAMES), PLACE, "smoke")
+    assert contents(site.scratch("b") / PLACE) == contents(shards)
+    assert "b takes from the head" in caplog.text
+    part = site.scratch("a") / PLACE / ".train.bin.part"
+    assert part.stat().st_size > 500_000
+    inode = part.stat().st_ino
+    stage_folder(site.nodes, shards, listed(shards, NAMES), PLACE, "smoke")
+    assert contents(site.scratch("a") / PLACE) == contents(shards)
+    assert (site.scratch("a") / PLACE / "train.bin").stat().st_ino == inode, "it did not go on where it stood"
+
+
+def test_what_still_comes_can_be_read_and_what_came_damaged_is_not_passed_on(tmp_path: Path) -> None:
+    shelf, wanted = Shelf(tmp_path), Wanted("f", 8, "")
+    (tmp_path / ".f.part").write_bytes(b"abcd")
+    shelf.begun(wanted, tmp_path / ".f.part", 4)
+    reading = shelf.read("f", 1, 8)
+    assert next(reading) == b"bcd"
+    later = threading.Timer(0.1, lambda: shelf.begun(wanted, tmp_path / ".f.part", 0))
+    later.start()
+    with pytest.raises(StorageError, match="damaged"):
+        list(reading)
+    later.join()
+    (tmp_path / ".f.part").rename(tmp_path / "f")
+    (tmp_path / "f").write_bytes(b"ABCDEFGH")
+    shelf.whole(wanted)
+    assert b"".join(shelf.read("f", 2, 8)) == b"CDEFGH"
