@@ -1,0 +1,105 @@
+"""A folder to four nodes over links of 200 Mbit: relayed from node to node, and sent to each by the head.
+
+    sudo python benchmarks/staging.py [--nodes 4] [--megabytes 256] [--rate 200mbit] [--rounds 3]
+
+On the test cluster (docs/test-cluster.md), each host's cable limited in both directions. The measure is the time of the
+same folder to a single node. Each round begins with disks that have nothing of it; the median of the rounds is shown.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from hardware import hardware
+
+from infra.node_store.nodes import Nodes
+from infra.node_store.pulling import listed
+from infra.node_store.staging import stage_folder
+from infra.remote import Ssh
+from infra.testcluster import Cluster
+from t5train.spec import ClusterSpec
+
+FILES, PLACE = 8, "shards/benchmark"
+SOURCE = "/var/tmp/source"  # noqa: S108 - on a disk of the head alone
+CASES = ("one node", "chain", "star")
+
+
+def main() -> None:
+    """Make the cluster, and have its head do all cases in turns."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--nodes", type=int, default=4)
+    arguments.add_argument("--megabytes", type=int, default=256)
+    arguments.add_argument("--rate", default="200mbit")
+    arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--on-head", nargs=2, metavar=("CASE", "FOLDER"), help=argparse.SUPPRESS)
+    chosen = arguments.parse_args()
+    if chosen.on_head:
+        print(json.dumps(seconds_on_head(chosen.on_head[0], Path(chosen.on_head[1]), chosen.nodes)))
+        return
+    times: dict[str, list[float]] = {case: [] for case in CASES}
+    with Cluster.temporary(f"staging-{os.getpid()}", nodes=chosen.nodes) as cluster:
+        for host in cluster.hosts:
+            cluster.set_rate(host, chosen.rate)
+        make_folder(cluster.disk("head", SOURCE), chosen.megabytes << 20)
+        for _ in range(chosen.rounds):
+            for case in CASES:
+                times[case].append(one_round(cluster, case, chosen.nodes))
+    show(times, chosen)
+
+
+def make_folder(folder: Path, size: int) -> None:
+    """Files that no link compresses."""
+    folder.mkdir(parents=True)
+    for number in range(FILES):
+        (folder / f"train-{number:05d}.bin").write_bytes(os.urandom(size // FILES))
+
+
+def one_round(cluster: Cluster, case: str, nodes: int) -> float:
+    """Seconds of a case, after which nothing of it is left."""
+    argv = [sys.executable, __file__, "--nodes", str(nodes), "--on-head", case, SOURCE]
+    done = cluster.exec("head", argv, timeout=600)
+    assert done.returncode == 0, done.stderr
+    for node in cluster.nodes:
+        cluster.exec(node, ["sh", "-c", f"rm -r /var/tmp/t5-pretrain-*/scratch/{PLACE}"], timeout=60)
+    return float(json.loads(done.stdout))
+
+
+def seconds_on_head(case: str, source: Path, num_nodes: int) -> float:
+    """What staging takes, seen from the head, with the starting of all it needs but this process."""
+    files = listed(source, sorted(path.name for path in source.iterdir()))
+    hosts = [f"node{number}" for number in range(num_nodes)]
+    with tempfile.TemporaryDirectory() as folder:
+        transport = Ssh.configured(ClusterSpec(), Path(folder))
+
+        def stage(*names: str) -> None:
+            stage_folder(Nodes(transport, names), source, files, PLACE, "benchmark")
+
+        cases: dict[str, Callable[[], object]] = {
+            "one node": lambda: stage(hosts[0]),
+            "chain": lambda: stage(*hosts),
+            "star": lambda: list(ThreadPoolExecutor(num_nodes).map(stage, hosts)),
+        }
+        started = time.perf_counter()
+        cases[case]()
+        return time.perf_counter() - started
+
+
+def show(times: dict[str, list[float]], chosen: argparse.Namespace) -> None:
+    """A table for docs/measurements.md."""
+    print(f"{hardware()}; {chosen.nodes} nodes, {chosen.megabytes} MiB, links of {chosen.rate}\n")
+    print("| way | seconds, median (range) | times one node |\n|---|---|---|")
+    one = statistics.median(times["one node"])
+    for case, seconds in times.items():
+        middle = statistics.median(seconds)
+        print(f"| {case} | {middle:.2f} ({min(seconds):.2f} - {max(seconds):.2f}) | {middle / one:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
