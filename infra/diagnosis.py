@@ -37,8 +37,8 @@ _WAITED = Diagnosis(
     "it waited in a collective for others in vain: their output tells which one hangs, else the network does",
     hops=1,
 )
-_STOPPED = Diagnosis(
-    RankStopped, "it was stopped, or hangs; where that takes so long rightly, raise that phase's cluster.deadlines"
+_HANGS = Diagnosis(
+    RankStopped, "it hangs where its output ends; if it only needs more time, raise cluster.deadlines of that phase"
 )
 _DISK_FULL = Diagnosis(
     DiskFull, "its disk is full: make room where the output names a path, or choose another storage.root"
@@ -84,8 +84,10 @@ def diagnose(record: ExitRecord, output: str) -> Diagnosis:
         return Diagnosis(Preempted, "it saved nothing: the same command goes on from the last checkpoint")
     if record.cause == Cause.PHASE and _IN_A_COLLECTIVE.search(output):
         return _WAITED
-    if record.cause in (Cause.BEAT, Cause.PHASE):
-        return _STOPPED
+    if record.cause == Cause.PHASE:
+        return _HANGS
+    if record.cause == Cause.BEAT:
+        return Diagnosis(RankStopped, "")
     if record.returncode is not None and record.returncode < 0:
         return _of_signal(record)
     # Of a disk that is full, its own output could not tell.
