@@ -37,9 +37,16 @@ _WAITED = Diagnosis(
     "it waited in a collective for others in vain: their output tells which one hangs, else the network does",
     hops=1,
 )
-_HANGS = Diagnosis(
-    RankStopped, "it hangs where its output ends; if it only needs more time, raise cluster.deadlines of that phase"
-)
+_BY_CAUSE = {
+    Cause.HEAD: Diagnosis(
+        HostLost, "the network between the head and this host, or the head itself, was gone too long"
+    ),
+    Cause.TOLD: Diagnosis(Preempted, "it saved nothing: the same command goes on from the last checkpoint"),
+    Cause.BEAT: Diagnosis(RankStopped, ""),
+    Cause.PHASE: Diagnosis(
+        RankStopped, "it hangs where its output ends; if it only needs more time, raise cluster.deadlines of that phase"
+    ),
+}
 _DISK_FULL = Diagnosis(
     DiskFull, "its disk is full: make room where the output names a path, or choose another storage.root"
 )
@@ -78,16 +85,10 @@ _IN_A_COLLECTIVE = re.compile(r'File "[^"]*(torch/distributed|deepspeed/comm)/')
 
 def diagnose(record: ExitRecord, output: str) -> Diagnosis:
     """Of a rank that did not succeed; ``output`` is the end of what it wrote."""
-    if record.cause == Cause.HEAD:
-        return Diagnosis(HostLost, "the network between the head and this host, or the head itself, was gone too long")
-    if record.cause == Cause.TOLD:
-        return Diagnosis(Preempted, "it saved nothing: the same command goes on from the last checkpoint")
     if record.cause == Cause.PHASE and _IN_A_COLLECTIVE.search(output):
         return _WAITED
-    if record.cause == Cause.PHASE:
-        return _HANGS
-    if record.cause == Cause.BEAT:
-        return Diagnosis(RankStopped, "")
+    if record.cause in _BY_CAUSE:
+        return _BY_CAUSE[record.cause]
     if record.returncode is not None and record.returncode < 0:
         return _of_signal(record)
     # Of a disk that is full, its own output could not tell.
