@@ -136,20 +136,21 @@ def _watch(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes], on_
 
 
 def _outcome(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes]) -> bool | None:
-    """Whether all ranks succeeded; None while that is open."""
+    """Whether all ranks succeeded; None while that is open, which it is no more when one has failed."""
     launcher_gone = launcher.poll() is not None  # asked before the records, which it outlives
-    records = [this.exit_record(attempt.rank_name(rank)) for rank in range(num_ranks)]
-    if all(record is not None and record.succeeded for record in records):
-        return True
-    if launcher_gone or any(record is not None and not record.succeeded for record in records):
-        return False
-    return None
+    read = [this.exit_record(attempt.rank_name(rank)) for rank in range(num_ranks)]
+    records = [record for record in read if record is not None]
+    if len(records) == num_ranks:
+        return all(record.succeeded for record in records)
+    # A rank that ended as it was told to leaves others the time to.
+    return False if launcher_gone or any(record.is_failure for record in records) else None
 
 
 def _stop(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes]) -> bool:
     """Tell all ranks to save and end, and give them the time for it; whether all had done their work already."""
     _log.warning("SIGTERM: ranks have %.0f s to save and end", this.grace_seconds)
-    told, deadline = set[ProcessIdentity](), time.monotonic() + this.grace_seconds
+    # Guards see to that time; they are given some more to say so.
+    told, deadline = set[ProcessIdentity](), time.monotonic() + this.grace_seconds + _GUARDS_SECONDS
     while (succeeded := _outcome(this, num_ranks, launcher)) is None and time.monotonic() < deadline:
         for guard in set(this.guards()) - told:  # some may just be starting
             guard.send(signal.SIGTERM)

@@ -204,3 +204,18 @@ def victim_pid(tmp_path: Path, victim: str) -> int:
     if victim == "launch":
         return int(Path(f"/proc/{rank['guard']['pid']}/stat").read_text().split()[3])
     return int(rank["guard" if victim == "guard" else "process"]["pid"])
+
+
+@pytest.mark.slow
+def test_a_head_told_to_end_gives_its_ranks_time_and_then_ends_as_sigterm_would_have_it(
+    tmp_path: Path, start: Start, until: Until, survivors: Survivors
+) -> None:
+    saving = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(4), sys.exit('saved')))\n"
+    spec(tmp_path, saving + "print('ready', flush=True)\ntime.sleep(600)")
+    head = start("-c", HEAD, str(tmp_path))
+    until(lambda: ready(tmp_path) or head.poll() is not None, 60)
+    head.terminate()
+    assert head.wait(30) == -signal.SIGTERM
+    this = newest(tmp_path)
+    assert [this.log(f"rank-0000{rank}").read_text() for rank in (0, 1)] == ["ready\nsaved\n"] * 2
+    assert survivors(this.run_id) == set()
