@@ -16,7 +16,6 @@ from t5train.train import error_report
 _TAIL_BYTES = 16 << 10
 _TAIL_LINES = 20
 _LINES_READ = 200
-_LINES_READ = 200
 
 
 def failure_of(this: Attempt, num_ranks: int) -> T5TrainError:

@@ -20,7 +20,7 @@ from infra.rank_lines import RankLines
 from infra.remote import Transport
 from infra.window import RENEW_SECONDS, Message, News, Window
 from t5train.atomic import write_json
-from t5train.errors import HostLost, LaunchError, RankKilled
+from t5train.errors import HostLost, LaunchError
 
 _SILENT_SECONDS = 5.0
 _log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class Supervision:
         self.failure: LaunchError | None = None
         """What is wrong with the attempt, if that cannot be told from its records."""
         self._may_end = False
+        self._gone = set[str]()
         self._news, self._lines = News(), RankLines()
         self._hosts = {
             host: _Host(
@@ -73,8 +74,9 @@ class Supervision:
 
     @property
     def failed(self) -> bool:
-        """Whether some rank has not, or a host was lost."""
-        return self.failure is not None or any(record.is_failure for record in self.records.values())
+        """Whether some rank has not, or is gone without a record, or a host was lost."""
+        bad = self._gone or any(record.is_failure for record in self.records.values())
+        return self.failure is not None or bool(bad)
 
     @property
     def all_ended(self) -> bool:
@@ -140,8 +142,7 @@ class Supervision:
             self._keep_record(message["exit"])
         if "lines" in message:
             self._lines.tell(name, message["lines"], message["left_out"])
-        if message.get("gone"):
-            self._fail(RankKilled(f"{message['gone'][0]} on {name} is gone without a record: its guard was killed"))
+        self._gone |= set(message.get("gone", ()))
         if "ended" in message:
             self._part(name, host, message["ended"]["left"])
 

@@ -14,7 +14,7 @@ from infra.attempt import Attempt
 from infra.exit_record import Cause, ExitRecord
 from infra.remote import Transport, node_command, run
 from infra.supervision import Supervision
-from t5train.errors import HostLost, RankKilled
+from t5train.errors import HostLost
 
 Until = Callable[..., None]
 HOSTS = {"a": (0,), "b": (0,)}
@@ -155,8 +155,7 @@ def test_a_killed_guard_is_a_failure(this: Attempt, local_hosts: Hosts, supervis
     folder = local_hosts.attempt_folder("b", this.run_id)
     (folder / "rank-00001.pid").write_text(json.dumps({"process": gone, "guard": gone}))
     look_until(supervision, lambda: supervision.failed, 5)
-    assert isinstance(supervision.failure, RankKilled)
-    assert "rank-00001 on b" in str(supervision.failure)
+    assert supervision.failure is None  # infra.failure tells who
 
 
 def test_lines_of_ranks_are_logged_with_their_host_and_without_secrets(

@@ -1,0 +1,89 @@
+"""Ranks on hosts under a head that is killed, comes back, is cut off, and tells them to end."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from cluster_runs import Stage, Started
+
+from infra.testcluster import Cluster
+
+pytestmark = pytest.mark.cluster
+
+LONG = {"optimizer.num_steps": 100_000, "storage.checkpoint_every_steps": 200, "storage.validate_every_steps": 100_000}
+OPTIONS = ["--hostfile", "/root/hosts", "--num-nodes", "2"]
+
+
+def settings(**changes: object) -> list[str]:
+    return [part for name, value in (LONG | changes).items() for part in ("--set", f"{name}={value}")]
+
+
+def kill_head(cluster: Cluster, number: int = signal.SIGKILL) -> None:
+    head = next(one for one in cluster.processes("head") if {"train", "smoke"} <= set(one.argv))
+    os.kill(head.pid, number)
+
+
+def await_line(started: Started, text: str, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while text not in started.log.read_text("utf-8"):
+        assert time.monotonic() < deadline, started.log.read_text("utf-8")
+        time.sleep(0.1)
+
+
+def start(stage: Stage, name: str, **changes: object) -> Started:
+    return stage.start("train", name, [*OPTIONS, *settings(**{"cluster.lease_seconds": 20} | changes)])
+
+
+def attempts(started: Started) -> list[str]:
+    return sorted(path.name for path in (started.run_folder / "attempts").iterdir())
+
+
+def told_to_end(stage: Stage, started: Started) -> str:
+    """Its output, after SIGTERM to the head."""
+    kill_head(stage.cluster, signal.SIGTERM)
+    ended = started.wait(60)
+    assert ended.exit_code == 128 + signal.SIGTERM
+    assert not stage.processes()
+    return ended.output
+
+
+def test_a_head_that_comes_back_finds_its_ranks_and_an_outage_is_lived_through(stage: Stage) -> None:
+    first = start(stage, "attached")
+    first.await_step(20)
+    kill_head(stage.cluster)
+    first.process.wait(10)
+    second = start(stage, "attached")
+    second.await_step(second.step + 50)
+    stage.cluster.set_link("node1", "down")
+    await_line(second, "node1 has not been heard of for")
+    stage.cluster.set_link("node1", "up")
+    await_line(second, "node1 is heard of again")
+    second.await_step(second.step + 50)
+    output = told_to_end(stage, second)
+    assert "attempt 1 of attached is still at work: going on with it" in output
+    assert "is saved" in output
+    assert attempts(second) == ["0001"]
+    folder = second.run_folder / "attempts" / "0001"
+    assert {"rank-00000.log", "rank-00001.exit.json", "launcher.log"} <= {path.name for path in folder.iterdir()}
+    for host in ("head", "node0", "node1"):
+        assert not any(stage.cluster.disk(host, "/var/tmp/t5-pretrain-0").glob("[ah]*/*"))
+
+
+def test_ranks_at_another_job_are_ended_before_the_next_start_and_a_killed_rank_ends_all(stage: Stage) -> None:
+    first = start(stage, "fenced")
+    first.await_step(20)
+    kill_head(stage.cluster)
+    first.process.wait(10)
+    second = start(stage, "fenced", **{"cluster.grace_seconds": 11})
+    record = second.run_folder / "attempts" / "0001" / "rank-00001.exit.json"
+    second.await_step(second.step + 20)
+    assert json.loads(record.read_text())["reason"] == "the head ended the run"
+    assert attempts(second) == ["0001", "0002"]
+    [rank] = [one for one in stage.cluster.processes("node1") if one.argv[1:3] == ("-m", "t5train.train")]
+    os.kill(rank.pid, signal.SIGKILL)
+    ended = second.wait(60)
+    assert ended.exit_code == 1
+    assert "rank 1 of 2 on node1 was killed by SIGKILL" in ended.output
+    assert not stage.processes()
