@@ -2,10 +2,11 @@
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from infra import ports
+from infra.attachment import hold_run
 from infra.hosts import read_hosts
 from infra.preflight.needs import Needs
 from infra.preflight.preflight import require_agreement
@@ -56,6 +57,20 @@ def require_ready(spec: RunSpec) -> None:
     if spec.cluster.hostfile is not None:
         with hosts_of(spec) as (needs, transport):
             require_agreement(needs, transport)
+
+
+@contextmanager
+def hold_ready_run(spec: RunSpec) -> Iterator[None]:
+    """``hold_run`` of a run for which ``require_ready`` holds.
+
+    A run that was begun is held first: its ranks may be at work on hosts, and do not wait long for a head.
+    """
+    with ExitStack() as stack:
+        if spec.run_folder.exists():
+            stack.enter_context(hold_run(spec.run_folder))
+        require_ready(spec)
+        stack.enter_context(hold_run(spec.run_folder))
+        yield
 
 
 @contextmanager

@@ -7,9 +7,8 @@ from prefect import flow
 from prefect.runtime import flow_run
 from pydantic import Field
 
-from flows.preflight import publish_url, require_possible, require_ready
+from flows.preflight import hold_ready_run, publish_url, require_possible
 from flows.resolve import resolve
-from infra.attachment import hold_run
 from t5train.records import Publication
 from t5train.spec import RUN_NAME_PATTERN
 from tasks.data import make_corpus, make_shards, make_tokenizer
@@ -61,8 +60,7 @@ def pretrain(
     drop_needless_tracebacks()
     spec = resolve(recipe, settings or {}, root=root, run_name=run_name, publish_to=publish_to)
     require_possible(spec)
-    require_ready(spec)
-    with hold_run(spec.run_folder), library_log():
+    with hold_ready_run(spec), library_log():
         stages = StageTable()
         corpus = stages.add("corpus", make_corpus(spec))
         tokenizer = stages.add("tokenizer", make_tokenizer(spec, corpus))

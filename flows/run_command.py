@@ -20,10 +20,9 @@ from flows.options import (
     host_settings,
     settings,
 )
-from flows.preflight import require_possible, require_ready
+from flows.preflight import hold_ready_run, require_possible
 from flows.resolve import resolve
 from flows.terminal import BarProgress, complain, progress_display, say
-from infra.attachment import hold_run
 from t5train.progress import Progress, silent
 from t5train.recipes import RECIPES
 from t5train.records import Publication
@@ -68,9 +67,8 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
         say(describe(spec))
         return
     require_possible(spec)
-    require_ready(spec)
     with (
-        hold_run(spec.run_folder),  # from now on, so that a second start is refused while the server still starts
+        hold_ready_run(spec),  # from now on, so that a second start is refused while the server still starts
         progress_display() as progress,
         prefect_server.any_server(spec.storage.root, progress) as api_url,
     ):

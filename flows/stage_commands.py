@@ -20,10 +20,9 @@ from flows.options import (
     settings,
     spec_of,
 )
-from flows.preflight import require_ready
+from flows.preflight import hold_ready_run
 from flows.resolve import resolve
 from flows.terminal import progress_display, say
-from infra.attachment import hold_run
 from t5train.certify import certify_in_fresh_process
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
@@ -108,8 +107,7 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
     changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher)
     spec = resolve(recipe, changed, root=root, run_name=name)
     tokens = TokenShards.load(shards or _only_shards(spec.storage.root))
-    require_ready(spec)
-    with hold_run(spec.run_folder), progress_display() as progress:
+    with hold_ready_run(spec), progress_display() as progress:
         tokens.verify(progress)
         made = train_run(spec, tokens, progress)
     for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):

@@ -33,7 +33,7 @@ def await_line(started: Started, text: str, seconds: float = 30.0) -> None:
 
 
 def start(stage: Stage, name: str, **changes: object) -> Started:
-    return stage.start("train", name, [*OPTIONS, *settings(**{"cluster.lease_seconds": 20} | changes)])
+    return stage.start("train", name, [*OPTIONS, *settings(**{"cluster.lease_seconds": 30} | changes)])
 
 
 def attempts(started: Started) -> list[str]:
