@@ -40,20 +40,24 @@ _SIGNALS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class _Alarms:
-    """Descriptors that become readable when the head dies, and when a signal comes; and who started the guard."""
+    """Descriptors that become readable when the head dies, and when a signal comes; and whose death ends the guard."""
 
     head: int | None
     told: int
-    parent: int
+    parent: int | None
 
 
 def guard(folder: Path, argv: list[str], is_launcher: bool = False) -> ExitRecord:
     """Run ``argv`` until it ends or must end; returns what was written to its exit record."""
-    told, parent = _watch_signals(), os.getppid()
-    processes.die_with_parent(signal.SIGHUP)
+    told = _watch_signals()
+    parent: int | None = os.getppid()
+    this = attempt.read(folder)
+    if this.head is None and is_launcher:
+        parent = None  # the head, which may come back while the lease lasts
+    else:
+        processes.die_with_parent(signal.SIGHUP)
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # who ends the launcher's group does not end this, and so the rank, without a word
-    this = attempt.read(folder)
     environment = dict(os.environ) if is_launcher else variables_of_rank(this, os.environ)
     name = attempt.LAUNCHER if is_launcher else attempt.rank_name(int(environment["RANK"]))
     this.reserve_exit(name)
@@ -62,7 +66,7 @@ def guard(folder: Path, argv: list[str], is_launcher: bool = False) -> ExitRecor
     # whoever gets it later finds the old head dead, and starts nothing.
     with _lock(this) as lock:
         head = this.head.open() if this.head else None
-        if _is_over(this, head) or os.getppid() != parent:
+        if _is_over(this, head) or parent not in (None, os.getppid()):
             returncode, verdict = None, (Cause.REFUSED, "the head or the parent died before the start")
         else:
             start = partial(_start, this, name, argv, environment, lock)

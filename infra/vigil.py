@@ -25,7 +25,7 @@ _STOPPED, _IN_THE_KERNEL = "T", "D"
 class Vigil:
     """Over one process: what was seen of it, and what its guard was told."""
 
-    def __init__(self, this: Attempt, name: str, pid: int, parent: int) -> None:
+    def __init__(self, this: Attempt, name: str, pid: int, parent: int | None) -> None:
         self._this, self._name, self._pid, self._parent = this, name, pid, parent
         self._told_at: float | None = None
         self._sign: tuple[float, int] | None = None
@@ -102,4 +102,4 @@ class Vigil:
         return None
 
     def _parent_died(self) -> bool:
-        return os.getppid() != self._parent
+        return self._parent not in (None, os.getppid())

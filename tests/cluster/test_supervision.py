@@ -32,6 +32,17 @@ def await_line(started: Started, text: str, seconds: float = 30.0) -> None:
         time.sleep(0.1)
 
 
+def await_rank(cluster: Cluster, host: str, attempt: str, seconds: float = 120.0) -> int:
+    """The pid of the rank on a host that works at that attempt, as soon as there is one."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for process in cluster.processes(host):
+            if process.argv[1:3] == ("-m", "t5train.train") and attempt in process.argv[-1]:
+                return process.pid
+        time.sleep(0.1)
+    raise AssertionError(f"no rank of {attempt} on {host} in {seconds} s")
+
+
 def start(stage: Stage, name: str, **changes: object) -> Started:
     return stage.start("train", name, [*OPTIONS, *settings(**{"cluster.lease_seconds": 30} | changes)])
 
@@ -78,12 +89,11 @@ def test_ranks_at_another_job_are_ended_before_the_next_start_and_a_killed_rank_
     first.process.wait(10)
     second = start(stage, "fenced", **{"cluster.grace_seconds": 11})
     record = second.run_folder / "attempts" / "0001" / "rank-00001.exit.json"
-    second.await_step(second.step + 20)
+    rank = await_rank(stage.cluster, "node1", "fenced-0002")
     assert json.loads(record.read_text())["reason"] == "the head ended the run"
-    assert attempts(second) == ["0001", "0002"]
-    [rank] = [one for one in stage.cluster.processes("node1") if one.argv[1:3] == ("-m", "t5train.train")]
-    os.kill(rank.pid, signal.SIGKILL)
+    os.kill(rank, signal.SIGKILL)
     ended = second.wait(60)
     assert ended.exit_code == 1
     assert "rank 1 of 2 on node1 was killed by SIGKILL" in ended.output
+    assert attempts(second) == ["0001", "0002"]
     assert not stage.processes()

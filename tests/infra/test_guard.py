@@ -229,6 +229,19 @@ def test_a_rank_lives_as_long_as_its_lease_is_renewed(
     assert survivors(leased.run_id) == set()
 
 
+def test_a_launcher_over_hosts_outlives_its_head_and_not_its_lease(leased: Attempt, start: Start, until: Until) -> None:
+    argv = ["-m", "infra.guard", "--launcher", str(leased.folder), sys.executable, "-c", SLEEP]
+    head = start("-c", f"import subprocess, sys; subprocess.run([sys.executable, *{argv!r}])")
+    until((leased.folder / "launcher.pid").exists)
+    head.kill()
+    head.wait()
+    for _ in range(5):
+        lease.renew(leased.folder)
+        time.sleep(0.3)
+    assert leased.exit_record("launcher") is None
+    until(lambda: leased.exit_record("launcher"), 10)
+
+
 def test_a_lease_that_is_taken_away_ends_the_rank_at_once(leased: Attempt, start: Start, until: Until) -> None:
     guard = guarded(start, leased, STUBBORN)
     until(lambda: leased.log("rank-00000").exists() and b"ready" in leased.log("rank-00000").read_bytes())
