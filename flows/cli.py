@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import typer
 
-from flows import preflight_command, run_command, server_commands, stage_commands, status_command
+from flows import gc_command, preflight_command, run_command, server_commands, stage_commands, status_command
 from flows.terminal import complain
 from t5train.errors import T5TrainError
 
@@ -18,7 +18,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for commands in (run_command, preflight_command, stage_commands, status_command, server_commands):
+for commands in (run_command, preflight_command, stage_commands, status_command, gc_command, server_commands):
     commands.register(app)
 
 

@@ -20,6 +20,8 @@ and, where hosts share no storage (infra.node_store)::
     receive   ask the head for files
     stage     ask the head, or another node, and let others ask
     release   what was staged for a run may go
+    garbage   what no run needs
+    free      remove that
 
 What an action is told is one line of JSON on stdin, what it answers are lines of JSON on stdout; so nothing of a user's
 is ever part of a command line. An error of ours is told on stderr, exit code 1. Quick to start: what

@@ -7,6 +7,7 @@ from typing import Any
 _MODULES = {
     **dict.fromkeys(("inventory", "verify", "prune", "listing", "send", "receive"), "on_node"),
     **dict.fromkeys(("stage", "release"), "stage_on_node"),
+    **dict.fromkeys(("garbage", "free"), "garbage"),
 }
 
 Request = dict[str, Any]

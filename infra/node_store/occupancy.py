@@ -28,19 +28,14 @@ _LOCK_WAIT_SECONDS = 10.0
 @contextmanager
 def staging_lock(scratch: Path, place: str) -> Iterator[None]:
     """Hold a place for this process. Raises StorageError that names who holds it."""
-    path = _lock_path(scratch, place)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
+    with _opened_lock(scratch, place) as descriptor:
         if not try_lock(descriptor, _LOCK_WAIT_SECONDS):
-            holder = path.read_text("utf-8") or "a process that started just now"
+            holder = os.pread(descriptor, 200, 0).decode() or "a process that started just now"
             raise StorageError(f"{scratch / place} is being staged by {holder}: wait for it to end, then try again")
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} since {attempt.now()}".encode(), 0)
         yield
         os.utime(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def pin(scratch: Path, place: str, run_name: str) -> None:
@@ -67,26 +62,29 @@ def users(scratch: Path, place: str) -> list[str]:
     return [path.name for path in sorted((scratch / _PINS / _flat(place)).glob("*")) if _counts(path)]
 
 
+def is_at_work(run_name: str) -> bool:
+    """Whether a run has guards on this machine."""
+    folders = [path for path in attempts_folder().iterdir() if (path / attempt.ATTEMPT).exists()]
+    attempts = (attempt.read(folder) for folder in folders)
+    return any(each.run_name == run_name and each.guards() for each in attempts)
+
+
 def remove_unused(scratch: Path, place: str) -> bool:
     """Remove a staged folder unless somebody uses or stages it; whether that was done."""
-    try:
-        with staging_lock_if_free(scratch, place) as is_free:
-            if not is_free or users(scratch, place):
-                return False
-            discard(within(scratch, place))
-    except FileNotFoundError:
-        return False
+    with _opened_lock(scratch, place) as descriptor:
+        if not try_lock(descriptor) or users(scratch, place):
+            return False
+        discard(within(scratch, place))
     return True
 
 
 @contextmanager
-def staging_lock_if_free(scratch: Path, place: str) -> Iterator[bool]:
-    """Hold a place for an instant, if nobody does."""
+def _opened_lock(scratch: Path, place: str) -> Iterator[int]:
     path = _lock_path(scratch, place)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        yield try_lock(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
 
@@ -94,13 +92,7 @@ def staging_lock_if_free(scratch: Path, place: str) -> Iterator[bool]:
 def _counts(pinned: Path) -> bool:
     if pinned.read_text("utf-8") != boot_id():
         return False
-    return time.time() - pinned.stat().st_mtime < _PIN_SECONDS or _is_alive(pinned.name)
-
-
-def _is_alive(run_name: str) -> bool:
-    folders = [path for path in attempts_folder().iterdir() if (path / attempt.ATTEMPT).exists()]
-    attempts = (attempt.read(folder) for folder in folders)
-    return any(each.run_name == run_name and each.guards() for each in attempts)
+    return time.time() - pinned.stat().st_mtime < _PIN_SECONDS or is_at_work(pinned.name)
 
 
 def _used_at(scratch: Path, place: str) -> float:

@@ -1,0 +1,58 @@
+"""Hosts that share nothing: what their ranks wrote comes to the head, goes back, and is freed, all by ssh."""
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from infra.node_store.paths import tag_place
+from infra.testcluster import Cluster
+from t5train import sidecar
+from t5train.train.job import tag_of
+from tests.infra.node_store.conftest import digest, make_sidecar
+
+pytestmark = pytest.mark.cluster
+
+SCRATCH = "/var/tmp/scratch"
+ON_HEAD = """
+import json, sys
+from infra.node_store.gather import gather
+from infra.node_store.nodes import Nodes
+from infra.node_store.paths import tag_place
+from infra.node_store.pulling import listed
+from infra.node_store.restore import part, restore
+from infra.node_store.staging import stage_folder
+from infra.node_store.survey import survey
+from infra.node_store.tags import complete_tags
+from infra.remote import Ssh
+from t5train.spec import ClusterSpec
+
+head = Path("/var/tmp/head")
+head.mkdir()
+nodes = Nodes(Ssh.configured(ClusterSpec(), head), ("node0", "node1"), Path(sys.argv[1]))
+(head / "train.bin").write_bytes(bytes(range(256)) * 40_000)
+stage_folder(nodes, head, listed(head, ["train.bin"]), "shards/some", "smoke")
+tag = complete_tags(survey(nodes, "smoke", head / "checkpoints").found)[0]
+gather(nodes, "smoke", tag, head / "checkpoints")
+parts = {"node0": part(tag, ["part-0.pt", "part-1.pt"], [0])}
+restore(nodes, tag_place("smoke", tag.name), parts, head / "checkpoints" / tag.name)
+"""
+
+
+def test_shards_go_to_nodes_and_checkpoints_come_to_the_head_and_go_back(
+    cluster: Cluster, on: Callable[..., str]
+) -> None:
+    place = f"{SCRATCH}/{tag_place('smoke', tag_of(8))}"
+    nodes = cluster.nodes[:2]
+    for rank, node in enumerate(nodes):
+        folder, content = cluster.disk(node, place), bytes([rank]) * 3_000_000
+        folder.mkdir(parents=True)
+        (folder / f"part-{rank}.pt").write_bytes(content)
+        sidecar.write(folder, make_sidecar(rank, 8, {f"part-{rank}.pt": digest(content)}))
+    on("head", sys.executable, "-c", ON_HEAD, SCRATCH)
+    shards = [cluster.disk(node, f"{SCRATCH}/shards/some/train.bin").read_bytes() for node in nodes]
+    assert shards == [bytes(range(256)) * 40_000] * 2
+    sidecar.require_complete(cluster.disk("head", f"/var/tmp/head/checkpoints/{tag_of(8)}"))
+    assert (cluster.disk("node0", place) / "part-1.pt").read_bytes() == bytes([1]) * 3_000_000
+    for host, folder in (("head", "/var/tmp/head"), *((node, SCRATCH) for node in nodes)):
+        on(host, "rm", "-r", folder)

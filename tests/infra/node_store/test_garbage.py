@@ -1,0 +1,75 @@
+"""What no run needs is found and freed; what somebody may need is left, whoever that is."""
+
+from pathlib import Path
+
+import pytest
+
+from infra.node_store.collection import finished_runs, free_on, free_under, garbage_on, garbage_under
+from infra.node_store.gather import gather
+from infra.node_store.paths import run_place
+from infra.node_store.pulling import listed
+from infra.node_store.staging import release, stage_folder
+from infra.run_lock import run_lock
+from t5train.records import Checkpoint
+from t5train.train.job import tag_of
+from tests.infra.node_store.conftest import RUN, Site
+
+PLACE = "shards/deadbeef"
+
+
+@pytest.fixture
+def finished(site: Site) -> dict[str, str]:
+    """The run has ended, and the head has its last checkpoint."""
+    site.save(8)
+    gather(site.nodes, RUN, site.newest(), site.checkpoints)
+    run = site.checkpoints.parent
+    Checkpoint(path=run, fingerprint="f00d", step=8, tag=tag_of(8), files={}).commit()
+    return finished_runs(site.root)
+
+
+def stage(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "train.bin").write_bytes(bytes(1000))
+    stage_folder(site.nodes, tmp_path, listed(tmp_path, ["train.bin"]), PLACE, RUN)
+
+
+def test_a_finished_run_and_what_no_run_uses_are_freed_on_all_nodes(
+    site: Site, finished: dict[str, str], tmp_path: Path
+) -> None:
+    assert finished == {RUN: "f00d"}
+    stage(site, tmp_path)
+    found = garbage_on(site.nodes, finished)
+    assert [[each.place for each in found[host]] for host in "ab"] == [[run_place(RUN)]] * 2, "shards are pinned"
+    release(site.nodes, RUN)
+    found = garbage_on(site.nodes, finished)
+    assert [[(each.place, each.size) for each in found[host]][:1] for host in "ab"] == [[(PLACE, 1000)]] * 2
+    assert free_on(site.nodes, finished, found) == {host: [PLACE, run_place(RUN)] for host in "ab"}
+    assert not any((site.scratch(host) / place).exists() for host in "ab" for place in (PLACE, run_place(RUN)))
+
+
+def test_a_run_that_this_head_does_not_know_is_left(site: Site, finished: dict[str, str]) -> None:
+    assert garbage_on(site.nodes, {}) == {"a": [], "b": []}
+    assert garbage_on(site.nodes, {RUN: "another of this name"}) == {"a": [], "b": []}
+
+
+def test_a_run_that_somebody_works_on_is_not_finished(site: Site, finished: dict[str, str]) -> None:
+    with run_lock(site.checkpoints.parent):
+        assert finished_runs(site.root) == {}
+        assert list(garbage_under(site.root)) == []
+
+
+def test_what_came_by_now_to_be_used_is_not_freed(site: Site, finished: dict[str, str], tmp_path: Path) -> None:
+    stage(site, tmp_path)
+    release(site.nodes, RUN)
+    found = garbage_on(site.nodes, {})
+    stage(site, tmp_path)
+    assert free_on(site.nodes, {}, found) == {"a": [], "b": []}
+    assert (site.scratch("a") / PLACE / "train.bin").exists()
+
+
+def test_under_the_root_only_what_is_older_than_a_whole_checkpoint_goes(site: Site, finished: dict[str, str]) -> None:
+    for name in (tag_of(4), tag_of(16), "removed-0123abcd", ".step-00000002.discarded", "a copy"):
+        (site.checkpoints / name).mkdir()
+    found = list(garbage_under(site.root))
+    assert {Path(each.place).name for each in found} == {tag_of(4), "removed-0123abcd", ".step-00000002.discarded"}
+    assert len(free_under(site.root, found)) == 3
+    assert {path.name for path in site.checkpoints.iterdir()} == {tag_of(8), tag_of(16), "a copy"}
