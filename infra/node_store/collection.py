@@ -6,6 +6,7 @@ from pathlib import Path
 from infra.node_store.garbage import Garbage, size_of
 from infra.node_store.inventory import HEAD, inventory_of
 from infra.node_store.nodes import Nodes
+from infra.node_store.paths import name_on_nodes
 from infra.node_store.tags import superfluous
 from infra.run_lock import holder
 from t5train.atomic_folder import discard
@@ -16,20 +17,20 @@ from t5train.run_files import CHECKPOINTS, RUNS
 _DEADLINE_SECONDS = 600.0
 
 
-def finished_runs(root: Path) -> dict[str, str]:
-    """Fingerprints of the runs under a root that have ended and that nobody works on, by name."""
-    found = {}
+def finished_runs(root: Path) -> list[str]:
+    """The runs under a root that have ended and that nobody works on, by ``name_on_nodes``."""
+    found = []
     for folder in _runs(root):
         try:
-            found[folder.name] = Checkpoint.load(folder).fingerprint
+            found.append(name_on_nodes(folder.name, Checkpoint.load(folder).fingerprint))
         except RecordError:
             continue
     return found
 
 
-def garbage_on(nodes: Nodes, finished: Mapping[str, str]) -> dict[str, list[Garbage] | HostError]:
+def garbage_on(nodes: Nodes, finished: Sequence[str]) -> dict[str, list[Garbage] | HostError]:
     """What no run needs on each host; of one that does not answer, the error."""
-    answers = nodes.ask("garbage", lambda _: nodes.request(finished=dict(finished)), _DEADLINE_SECONDS)
+    answers = nodes.ask("garbage", lambda _: nodes.request(finished=list(finished)), _DEADLINE_SECONDS)
     return {
         host: each if isinstance(each, HostError) else [Garbage(**one) for one in each["found"]]
         for host, each in answers.items()
@@ -37,12 +38,12 @@ def garbage_on(nodes: Nodes, finished: Mapping[str, str]) -> dict[str, list[Garb
 
 
 def free_on(
-    nodes: Nodes, finished: Mapping[str, str], found: Mapping[str, Sequence[Garbage]]
+    nodes: Nodes, finished: Sequence[str], found: Mapping[str, Sequence[Garbage]]
 ) -> dict[str, list[str] | HostError]:
     """Remove that, as far as no run has come to need it; the places that were removed, by host."""
 
     def request(host: str) -> dict[str, object]:
-        return nodes.request(finished=dict(finished), places=[each.place for each in found.get(host, [])])
+        return nodes.request(finished=list(finished), places=[each.place for each in found.get(host, [])])
 
     answers = nodes.ask("free", request, _DEADLINE_SECONDS)
     return {host: each if isinstance(each, HostError) else each["freed"] for host, each in answers.items()}

@@ -3,13 +3,11 @@
 What this cannot judge is left: a run of which the head that asks knows nothing may be another head's.
 """
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.node_store.inventory import inventory_of
 from infra.node_store.occupancy import is_at_work, remove_unused, staged_places, users
 from infra.node_store.paths import SHARDS, STAGED, run_place, scratch_folder, within
 from t5train.atomic_folder import discard
@@ -26,7 +24,7 @@ class Garbage:
 
 
 def garbage(request: dict[str, Any]) -> dict[str, Any]:
-    """What no run needs here; ``finished`` are fingerprints of runs whose checkpoints the head has, by name."""
+    """What no run needs here; ``finished`` are runs whose last checkpoint the head has, by ``name_on_nodes``."""
     return {"found": [asdict(each) for each in _found(scratch_folder(request["scratch"]), request["finished"])]}
 
 
@@ -42,29 +40,16 @@ def size_of(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
-def _found(scratch: Path, finished: Mapping[str, str]) -> Iterator[Garbage]:
+def _found(scratch: Path, finished: Sequence[str]) -> Iterator[Garbage]:
     for place in staged_places(scratch):
         if not users(scratch, place):
             yield Garbage(place, size_of(within(scratch, place)), "staged, and used by no run")
     for folder in sorted((scratch / RUNS).glob("[!.]*")):
-        if _is_finished(folder, finished) and not is_at_work(folder.name):
+        if folder.name in finished and not is_at_work(folder.name):
             yield Garbage(run_place(folder.name), size_of(folder), "the head has the finished run")
     for parent in (SHARDS, STAGED, RUNS, f"{RUNS}/*/{CHECKPOINTS}"):
         for folder in sorted(scratch.glob(f"{parent}/.*.discarded")):
             yield Garbage(str(folder.relative_to(scratch)), size_of(folder), "left by a removal that was killed")
-
-
-def _is_finished(folder: Path, finished: Mapping[str, str]) -> bool:
-    """Whether all that lies there is of that run, and not of another of its name."""
-    texts = [text for copy in inventory_of(folder / CHECKPOINTS).values() for text in copy.sidecars.values()]
-    return bool(texts) and {_fingerprint(text) for text in texts} == {finished.get(folder.name, "")}
-
-
-def _fingerprint(text: str) -> str | None:
-    try:
-        return str(json.loads(text)["run_fingerprint"])
-    except (ValueError, KeyError, TypeError):  # damaged: of whatever run
-        return None
 
 
 def _remove(scratch: Path, place: str) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from infra import attempt
 from infra.node_folder import attempts_folder
-from infra.node_store.paths import SHARDS, STAGED, within
+from infra.node_store.paths import SHARDS, STAGED, run_name_of, within
 from infra.processes import boot_id
 from t5train.atomic import write_text
 from t5train.atomic_folder import discard
@@ -62,11 +62,11 @@ def users(scratch: Path, place: str) -> list[str]:
     return [path.name for path in sorted((scratch / _PINS / _flat(place)).glob("*")) if _counts(path)]
 
 
-def is_at_work(run_name: str) -> bool:
-    """Whether a run has guards on this machine."""
+def is_at_work(name: str) -> bool:
+    """Whether a run of that name on nodes has guards on this machine."""
     folders = [path for path in attempts_folder().iterdir() if (path / attempt.ATTEMPT).exists()]
     attempts = (attempt.read(folder) for folder in folders)
-    return any(each.run_name == run_name and each.guards() for each in attempts)
+    return any(each.run_name == run_name_of(name) and each.guards() for each in attempts)
 
 
 def remove_unused(scratch: Path, place: str) -> bool:

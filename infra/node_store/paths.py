@@ -5,7 +5,7 @@
     {scratch}/
         shards/{name}/                  staged token shards, named as on the root
         staged/{name}-{fingerprint}/    other folders that a run begins from, staged
-        runs/{run_name}/checkpoints/    what this node's ranks wrote, a folder a tag
+        runs/{name}/checkpoints/        by ``name_on_nodes``: what this node's ranks wrote, a folder a tag
 
 The scratch folder is ``storage.scratch``, by default within the node folder.
 """
@@ -51,6 +51,16 @@ def shards_place(name: str) -> str:
 def staged_place(name: str, fingerprint: str) -> str:
     """Place of another staged folder within the scratch folder."""
     return f"{STAGED}/{name}-{fingerprint[:12]}"
+
+
+def name_on_nodes(run_name: str, run_fingerprint: str) -> str:
+    """How a run is called on nodes, so that another of its name, from another root, does not meet its files."""
+    return f"{run_name}-{run_fingerprint[:12]}"
+
+
+def run_name_of(name: str) -> str:
+    """The name of a run that is called so on nodes."""
+    return name.rpartition("-")[0]
 
 
 def run_place(run_name: str) -> str:

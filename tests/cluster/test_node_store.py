@@ -15,7 +15,8 @@ pytestmark = pytest.mark.cluster
 
 SCRATCH = "/var/tmp/scratch"
 ON_HEAD = """
-import json, sys
+import sys
+from pathlib import Path
 from infra.node_store.gather import gather
 from infra.node_store.nodes import Nodes
 from infra.node_store.paths import tag_place

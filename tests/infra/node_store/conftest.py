@@ -18,7 +18,7 @@ from t5train.records import FileDigest
 from t5train.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.train.job import tag_of
 
-RUN = "smoke"
+RUN = "smoke-f00df00df00d"
 
 
 def digest(content: bytes) -> FileDigest:
@@ -41,7 +41,7 @@ class Site:
         self.folder, self.transport = folder, transport
         self.nodes = Nodes(transport, tuple(hosts))
         self.root = folder / "root"
-        self.checkpoints = self.root / "runs" / RUN / "checkpoints"
+        self.checkpoints = self.root / "runs" / "smoke" / "checkpoints"
         self.checkpoints.mkdir(parents=True)
         for host in hosts:
             self.scratch(host).mkdir(parents=True)

@@ -18,12 +18,12 @@ PLACE = "shards/deadbeef"
 
 
 @pytest.fixture
-def finished(site: Site) -> dict[str, str]:
+def finished(site: Site) -> list[str]:
     """The run has ended, and the head has its last checkpoint."""
     site.save(8)
     gather(site.nodes, RUN, site.newest(), site.checkpoints)
     run = site.checkpoints.parent
-    Checkpoint(path=run, fingerprint="f00d", step=8, tag=tag_of(8), files={}).commit()
+    Checkpoint(path=run, fingerprint="f00df00df00dcafe", step=8, tag=tag_of(8), files={}).commit()
     return finished_runs(site.root)
 
 
@@ -33,9 +33,9 @@ def stage(site: Site, tmp_path: Path) -> None:
 
 
 def test_a_finished_run_and_what_no_run_uses_are_freed_on_all_nodes(
-    site: Site, finished: dict[str, str], tmp_path: Path
+    site: Site, finished: list[str], tmp_path: Path
 ) -> None:
-    assert finished == {RUN: "f00d"}
+    assert finished == [RUN]
     stage(site, tmp_path)
     found = garbage_on(site.nodes, finished)
     assert [[each.place for each in found[host]] for host in "ab"] == [[run_place(RUN)]] * 2, "shards are pinned"
@@ -46,27 +46,27 @@ def test_a_finished_run_and_what_no_run_uses_are_freed_on_all_nodes(
     assert not any((site.scratch(host) / place).exists() for host in "ab" for place in (PLACE, run_place(RUN)))
 
 
-def test_a_run_that_this_head_does_not_know_is_left(site: Site, finished: dict[str, str]) -> None:
-    assert garbage_on(site.nodes, {}) == {"a": [], "b": []}
-    assert garbage_on(site.nodes, {RUN: "another of this name"}) == {"a": [], "b": []}
+def test_a_run_that_this_head_does_not_know_is_left(site: Site, finished: list[str]) -> None:
+    assert garbage_on(site.nodes, []) == {"a": [], "b": []}
+    assert garbage_on(site.nodes, ["smoke-0123456789ab"]) == {"a": [], "b": []}
 
 
-def test_a_run_that_somebody_works_on_is_not_finished(site: Site, finished: dict[str, str]) -> None:
+def test_a_run_that_somebody_works_on_is_not_finished(site: Site, finished: list[str]) -> None:
     with run_lock(site.checkpoints.parent):
-        assert finished_runs(site.root) == {}
+        assert finished_runs(site.root) == []
         assert list(garbage_under(site.root)) == []
 
 
-def test_what_came_by_now_to_be_used_is_not_freed(site: Site, finished: dict[str, str], tmp_path: Path) -> None:
+def test_what_came_by_now_to_be_used_is_not_freed(site: Site, finished: list[str], tmp_path: Path) -> None:
     stage(site, tmp_path)
     release(site.nodes, RUN)
-    found = garbage_on(site.nodes, {})
+    found = garbage_on(site.nodes, [])
     stage(site, tmp_path)
-    assert free_on(site.nodes, {}, found) == {"a": [], "b": []}
+    assert free_on(site.nodes, [], found) == {"a": [], "b": []}
     assert (site.scratch("a") / PLACE / "train.bin").exists()
 
 
-def test_under_the_root_only_what_is_older_than_a_whole_checkpoint_goes(site: Site, finished: dict[str, str]) -> None:
+def test_under_the_root_only_what_is_older_than_a_whole_checkpoint_goes(site: Site, finished: list[str]) -> None:
     for name in (tag_of(4), tag_of(16), "removed-0123abcd", ".step-00000002.discarded", "a copy"):
         (site.checkpoints / name).mkdir()
     found = list(garbage_under(site.root))

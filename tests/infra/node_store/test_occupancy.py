@@ -16,6 +16,7 @@ from infra.node_store.occupancy import pin, remove_unused, staged_places, stagin
 from infra.node_store.room import require_room
 from infra.processes import ProcessIdentity
 from t5train.errors import StorageError
+from tests.infra.node_store.conftest import RUN
 
 HOLD = """
 import sys, time
@@ -76,7 +77,7 @@ def test_the_least_recently_used_goes_and_no_more_than_must(scratch: Path, disk:
 
 
 def test_what_a_run_uses_or_somebody_stages_stays(scratch: Path, disk: None, holder: subprocess.Popen[str]) -> None:
-    pin(scratch, "shards/old", "smoke")
+    pin(scratch, "shards/old", RUN)
     with pytest.raises(StorageError, match="in use"):
         require_room(scratch, 3_000_000, "shards/next")
     assert left(scratch) == {"old", "held"}
@@ -96,9 +97,9 @@ def test_two_do_not_stage_one_folder_and_one_that_was_killed_is_in_nobodys_way(
 
 
 def test_a_pin_counts_no_longer_than_its_run_lives(scratch: Path) -> None:
-    pin(scratch, "shards/old", "smoke")
-    pinned = scratch / "pins" / "shards~old" / "smoke"
-    assert users(scratch, "shards/old") == ["smoke"]
+    pin(scratch, "shards/old", RUN)
+    pinned = scratch / "pins" / "shards~old" / RUN
+    assert users(scratch, "shards/old") == [RUN]
     os.utime(pinned, (1, 1))
     assert users(scratch, "shards/old") == []
     this = attempt.begin(scratch.parent / "smoke", None, 60.0)
@@ -106,14 +107,14 @@ def test_a_pin_counts_no_longer_than_its_run_lives(scratch: Path) -> None:
     own.folder.mkdir(mode=0o700)
     own.write()
     own.write_process("rank-00000", ProcessIdentity.of(os.getpid()), ProcessIdentity.of(os.getpid()))
-    assert users(scratch, "shards/old") == ["smoke"], "its guard lives"
+    assert users(scratch, "shards/old") == [RUN], "its guard lives"
     pinned.write_text("of another boot")
     assert users(scratch, "shards/old") == []
 
 
 def test_what_a_run_has_let_go_of_can_be_removed(scratch: Path) -> None:
-    pin(scratch, "shards/old", "smoke")
+    pin(scratch, "shards/old", RUN)
     assert not remove_unused(scratch, "shards/old")
-    unpin(scratch, "smoke")
+    unpin(scratch, RUN)
     assert remove_unused(scratch, "shards/old")
     assert staged_places(scratch) == ["shards/held", "shards/new"]
