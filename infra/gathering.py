@@ -12,7 +12,7 @@ from pathlib import Path
 from infra.attempt import Attempt
 from infra.environment import redact
 from infra.node_folder import attempt_folder
-from infra.remote import Answer, Transport, node_command, run_everywhere
+from infra.remote import Transport, node_command, run_everywhere
 from t5train.atomic import write_text
 from t5train.errors import HostError
 
@@ -34,7 +34,9 @@ def gather(this: Attempt, transport: Transport, hosts: Iterable[str]) -> None:
     )
     for host, reply in replies.items():
         try:
-            _keep(reply, this.folder)
+            if isinstance(reply, HostError):
+                raise reply
+            unpack(reply.stdout, this.folder)
             gathered.append(host)
         except (HostError, tarfile.TarError, EOFError, zlib.error) as error:
             _log.warning("what %s has of attempt %s stays there, in %s: %s", host, this.number, _place(this), error)
@@ -59,14 +61,12 @@ def keep_own(head_folder: Path, folder: Path) -> None:
         write_text(folder / path.name, redact(path.read_text("utf-8", errors="replace")))
 
 
-def _keep(reply: Answer | HostError, folder: Path) -> None:
-    """Nothing but files of ranks is taken from the archive: its names come from another machine."""
-    if isinstance(reply, HostError):
-        raise reply
-    with tarfile.open(fileobj=io.BytesIO(reply.stdout), mode="r:gz") as files:
+def unpack(packed: bytes, folder: Path) -> None:
+    """Write the files of ranks in a gzipped tar into a folder, and nothing else: names come from another machine."""
+    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as files:
         for member in files:
-            file = files.extractfile(member)
-            if file is not None and _OF_A_RANK.fullmatch(member.name):
+            file = files.extractfile(member) if member.isreg() and _OF_A_RANK.fullmatch(member.name) else None
+            if file is not None:
                 write_text(folder / member.name, redact(file.read().decode("utf-8", errors="replace")))
 
 
