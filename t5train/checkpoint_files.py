@@ -1,25 +1,37 @@
-"""Which ranks read which of DeepSpeed's files when they resume, told by the files' names and the ranks' sidecars.
+"""Which rank wrote each of DeepSpeed's files of a checkpoint, told by its name, and which read it when they resume.
 
 On hosts that share no disk a file lies where it was written, and that is not always where it is read.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from t5train.errors import IncompleteCheckpoint
 from t5train.sidecar import Sidecar
 
-PARTITION = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_")
-"""One rank's part of the optimizer, and at ZeRO 3 of the model."""
+_PARTITION = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_")
+_EXPERT = re.compile(r"layer_\d+_expert_(\d+)_mp_rank_\d+_")
+_LAYER = re.compile(r"layer_(\d+)-model_states\.pt")
+_STAGE = re.compile(r"mp_rank_(\d+)_")
 
-EXPERT = re.compile(r"layer_\d+_expert_(\d+)_mp_rank_\d+_")
-"""The weights of one expert of a layer."""
 
-LAYER = re.compile(r"layer_(\d+)-model_states\.pt")
-"""The weights of one layer of a pipeline."""
+@dataclass(frozen=True)
+class Writers:
+    """Who answers for each file; a model that is no pipeline has one stage, of all ranks."""
 
-STAGE = re.compile(r"mp_rank_(\d+)_")
-"""What belongs to all ranks, or in a pipeline to those of one stage."""
+    ranks_a_stage: int
+    experts_a_rank: int = 0
+    stage_of_layer: Callable[[int], int] | None = None
+
+    def of(self, name: str) -> int:
+        """The rank that wrote a file of this name; where several did or could, the first."""
+        if match := _EXPERT.search(name):
+            return int(match[1]) // self.experts_a_rank
+        if self.stage_of_layer and (match := _LAYER.match(name)):
+            return self.stage_of_layer(int(match[1])) * self.ranks_a_stage
+        stage, partition = _STAGE.search(name), _PARTITION.search(name)
+        return int(stage[1] if stage else 0) * self.ranks_a_stage + int(partition[1] if partition else 0)
 
 
 def files_read_by(rank: int, sidecars: Sequence[Sidecar]) -> list[str]:
@@ -34,11 +46,11 @@ def files_read_by(rank: int, sidecars: Sequence[Sidecar]) -> list[str]:
 
 
 def _reads(reader: Sidecar, writer: Sidecar, name: str) -> bool:
-    if PARTITION.search(name):
+    if _PARTITION.search(name):
         return reader.rank == writer.rank
-    if EXPERT.match(name):
+    if _EXPERT.match(name):
         return reader.layout.expert_rank == writer.layout.expert_rank
-    if LAYER.match(name):
+    if _LAYER.match(name):
         return reader.layout.pipeline_rank == writer.layout.pipeline_rank
-    # DeepSpeed opens the first it finds, and wants one of every stage to be there.
+    # Of what stages say of themselves DeepSpeed opens the first and the reader's, and counts them: all must be there.
     return True

@@ -132,8 +132,8 @@ class Sidecar(_Part):
     """One rank's account of its part of a checkpoint.
 
     ``files`` holds what this rank wrote, by name within the tag's folder. ``replicas`` lie beside them on nodes that
-    share no disk: there DeepSpeed writes again what a rank of another node answers for, in other bytes that say the
-    same to who resumes from them. A node's first rank lists them, and on that node they are as good as the original.
+    share no disk: there DeepSpeed writes again what a rank of another node answers for, saying the same to who resumes
+    from it, though nothing promises the same bytes. A node's first rank lists them; there they do for the original.
     ``saving`` is drawn each time a tag is written: parts of two savings of one tag are not one checkpoint.
     ``groups`` lists the optimizer's parameter groups in order, also where the module's own weights are the fp32 masters
     (ZeRO 0 in fp32).
@@ -236,6 +236,11 @@ def write(folder: Path, sidecar: Sidecar) -> None:
     """Put a rank's sidecar, with its own sha256 in it, into the folder of its tag: atomically, after its files."""
     document = sidecar.model_dump(mode="json")
     write_json(folder / sidecar_name(sidecar.rank), document | {_OWN_DIGEST: fingerprint(document)})
+
+
+def read(folder: Path, rank: int) -> Sidecar:
+    """One rank's sidecar of a tag; IncompleteCheckpoint where there is none that is intact."""
+    return _read(folder / sidecar_name(rank))
 
 
 def read_all(folder: Path) -> list[Sidecar]:

@@ -6,8 +6,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +15,40 @@ from deepspeed.accelerator import get_accelerator
 
 from t5train import sidecar
 from t5train.atomic import sync_folder
+from t5train.checkpoint_files import Writers
 from t5train.errors import RanksDisagree
 from t5train.model.names import expert_layers
-from t5train.records import FileDigest, current_provenance, digest_file
+from t5train.records import FileDigest, current_provenance, digest_files
 from t5train.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.train.engine import model_of
 from t5train.train.job import TrainJob, step_of, tag_of
 from t5train.train.named_groups import named_groups
-from t5train.train.ranks import barrier, data_rank, digest64, expert_rank, gather, rank, world_size
+from t5train.train.ranks import barrier, data_rank, digest64, expert_rank, gather, rank, ranks_of_node, world_size
 from t5train.train.relayout import discard_consolidated
 from t5train.train.stored_state import StoredState
 
 _log = logging.getLogger(__name__)
 _OURS_TO_REMOVE = re.compile("step-[0-9]{8}|removed-[0-9a-f]{8}")
-_EXPERT = re.compile(r"layer_\d+_expert_(\d+)_mp_rank_\d+_")
 _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-_PARTITION = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_")
-_STAGE = re.compile(r"mp_rank_(\d+)_")
-_LAYER = re.compile(r"layer_(\d+)-model_states\.pt")
 
 
 def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, Any], shards_fingerprint: str) -> str:
-    """Write the checkpoint of ``step`` on all ranks; when this returns it is complete and durable."""
+    """Write the checkpoint of ``step`` on all ranks; when this returns it is complete and durable.
+
+    On nodes that share no disk, their folders together are what it is on one disk.
+    """
     tag = tag_of(step)
     folder = job.checkpoints_folder / tag
-    if rank() == 0:
+    sharers = ranks_of_node() if job.node_local else list(range(world_size()))
+    if rank() == sharers[0]:
         _discard(folder)
         folder.mkdir(parents=True)
+    if job.node_local and engine.pipeline_parallelism:
+        _have_every_stage_saved(engine, sharers[0])
     barrier()
     engine.save_checkpoint(str(job.checkpoints_folder), tag=tag, save_latest=False)
     barrier()
+    own, replicas = _answered_for(folder, _writers(engine, job), sharers)
     sidecar.write(
         folder,
         Sidecar(
@@ -56,7 +59,8 @@ def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, An
             rank=rank(),
             world_size=world_size(),
             layout=_layout(job),
-            files=_digest_own_files(folder, engine, _experts_a_rank(job)),
+            files=_durable_digests(folder, own),
+            replicas=_durable_digests(folder, replicas),
             groups=named_groups(engine),
             expert_layers=expert_layers(model_of(engine)),
             huggingface_config=huggingface_config,
@@ -90,14 +94,14 @@ def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
     if job.resume_tag is None:
         return _begin(engine, job, stored) if stored else 0
     step = step_of(job.resume_tag)
+    own = sidecar.read(job.checkpoints_folder / job.resume_tag, rank())
     path, _ = engine.load_checkpoint(str(job.checkpoints_folder), tag=job.resume_tag)
-    _require_one_voice("loaded checkpoint", f"{job.run_fingerprint} {Path(path or 'nothing').parent.name}")
-    if path is None or engine.global_steps != step:
+    _require_one_voice("loaded checkpoint", f"{own.run_fingerprint} {own.step} {Path(path or 'nothing').parent.name}")
+    if path is None or not engine.global_steps == own.step == step or own.run_fingerprint != job.run_fingerprint:
         raise RanksDisagree(
             f"{job.resume_tag} was to be resumed at step {step}, but DeepSpeed loaded {path} at step "
             f"{engine.global_steps}: the checkpoint is not of this run"
         )
-    own = next(own for own in sidecar.read_all(job.checkpoints_folder / job.resume_tag) if own.rank == rank())
     _restore_generators(own.generator_states)
     return step
 
@@ -113,9 +117,9 @@ def prune(job: TrainJob, newest_step: int) -> None:
     """On rank 0, remove all but the newest ``keep_last`` checkpoints, and what no sidecar completes.
 
     A folder of any other name is somebody's copy or note, and stays. What was consolidated for this layout has had its
-    use, and goes.
+    use, and goes. Where nodes share no disk, no rank sees whether a checkpoint is complete: that is left to the head.
     """
-    if rank() != 0:
+    if rank() != 0 or job.node_local:
         return
     complete = [tag for tag in sidecar.complete_tags(job.checkpoints_folder) if step_of(tag) <= newest_step]
     keep = set(complete[: job.spec.storage.keep_last])
@@ -142,40 +146,32 @@ def _loss_scaler(engine: Any) -> dict[str, int | float]:
     return {name: getattr(engine.optimizer.loss_scaler, name) for name in _LOSS_SCALER}
 
 
-def _experts_a_rank(job: TrainJob) -> int:
-    return job.spec.model.moe.num_experts // job.spec.layout.expert_parallel_size
+def _have_every_stage_saved(engine: Any, first_of_node: int) -> None:
+    """DeepSpeed would have a node's first rank alone save what stages say of themselves, and that only of its own."""
+    first_of_stage = engine.stage_id * engine.dp_world_size
+    engine.save_non_zero_checkpoint = rank() == max(first_of_stage, first_of_node)
 
 
-def _digest_own_files(folder: Path, engine: Any, experts_a_rank: int) -> dict[str, FileDigest]:
-    """Digests of the files this rank wrote, once they are on disk; rank 0 speaks for those without a rank."""
-    writer = _stage_writer(engine) if engine.pipeline_parallelism else partial(_writer, experts_a_rank)
-    return {path.name: _durable_digest(path) for path in sorted(folder.glob("*.pt")) if writer(path.name) == rank()}
+def _writers(engine: Any, job: TrainJob) -> Writers:
+    return Writers(
+        ranks_a_stage=job.spec.data_parallel_size,
+        experts_a_rank=job.spec.model.moe.num_experts // job.spec.layout.expert_parallel_size,
+        stage_of_layer=engine.module.stage_owner if engine.pipeline_parallelism else None,
+    )
 
 
-def _durable_digest(path: Path) -> FileDigest:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-    return digest_file(path)
+def _answered_for(folder: Path, writers: Writers, sharers: Sequence[int]) -> tuple[list[str], list[str]]:
+    """The files this rank answers for, and of those that no rank with this folder does, its first has the replicas."""
+    found = {path.name: writers.of(path.name) for path in sorted(folder.glob("*.pt"))}
+    own = [name for name, writer in found.items() if writer == rank()]
+    return own, [name for name, writer in found.items() if writer not in sharers and rank() == sharers[0]]
 
 
-def _writer(experts_a_rank: int, name: str) -> int:
-    """The rank that wrote a file; the first that holds it, of an expert that several do."""
-    if match := _EXPERT.search(name):
-        return int(match[1]) // experts_a_rank
-    match = _PARTITION.search(name)
-    return int(match[1]) if match else 0
-
-
-def _stage_writer(engine: Any) -> Callable[[str], int]:
-    """The rank that wrote a file of a pipeline: the first of a stage, but for partitions of the optimizer."""
-
-    def writer(name: str) -> int:
-        if match := _LAYER.match(name):
-            return int(engine.module.stage_owner(int(match[1])) * engine.dp_world_size)
-        match, stage = _PARTITION.search(name), _STAGE.search(name)
-        return int(stage[1] if stage else 0) * int(engine.dp_world_size) + (int(match[1]) if match else 0)
-
-    return writer
+def _durable_digests(folder: Path, names: Sequence[str]) -> dict[str, FileDigest]:
+    for name in names:
+        with open(folder / name, "rb") as file:
+            os.fsync(file.fileno())
+    return digest_files(folder, names)
 
 
 def _layout(job: TrainJob) -> ParallelLayout:
@@ -200,7 +196,7 @@ def _require_one_voice(what: str, said: str) -> None:
     everybody = gather([digest64(said)])
     if len({row[0] for row in everybody}) > 1:
         raise RanksDisagree(
-            f"ranks differ in their {what}; rank {rank()} has {said!r}: all must see the same run folder"
+            f"ranks differ in their {what}; rank {rank()} has {said!r}: all must be told the same and find it"
         )
 
 

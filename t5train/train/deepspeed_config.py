@@ -10,8 +10,11 @@ SUB_GROUP_ELEMENTS = 100_000_000
 LIVE_ELEMENTS = 3_000_000_000
 
 
-def deepspeed_config(spec: RunSpec, shape: T5Shape) -> dict[str, Any]:
-    """The configuration for ``deepspeed.initialize``; pure, so that it can be shown and kept in golden files."""
+def deepspeed_config(spec: RunSpec, shape: T5Shape, node_local: bool = False) -> dict[str, Any]:
+    """The configuration for ``deepspeed.initialize``; pure, so that it can be shown and kept in golden files.
+
+    ``node_local``: every node saves to a disk of its own.
+    """
     return {
         "train_batch_size": spec.optimizer.global_batch_sequences,
         "train_micro_batch_size_per_gpu": spec.layout.micro_batch_sequences,
@@ -23,7 +26,7 @@ def deepspeed_config(spec: RunSpec, shape: T5Shape) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         **_precision(spec),
         # The tag is agreed on by all ranks before it is used.
-        "checkpoint": {"tag_validation": "Fail"},
+        "checkpoint": {"tag_validation": "Fail", **({"use_node_local_storage": True} if node_local else {})},
         "steps_per_print": 1 << 60,
     }
 

@@ -28,10 +28,13 @@ if TYPE_CHECKING:
     from t5train.model.pipeline import T5Pipeline
 
 
-def build_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -> Any:
-    """Initialise model, optimizer and DeepSpeed; ``fill`` gives every rank the same numbers to start from."""
+def build_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, node_local: bool) -> Any:
+    """Initialise model, optimizer and DeepSpeed; ``fill`` gives every rank the same numbers to start from.
+
+    ``node_local``: the engine's checkpoints lie on each node's own disk.
+    """
     build = _pipeline_engine if spec.layout.pipeline_stages > 1 else _engine
-    engine = build(spec, shape, pad_id, fill)
+    engine = build(spec, shape, pad_id, fill, deepspeed_config(spec, shape, node_local))
     partitions = shared_by_stages(engine) if spec.layout.pipeline_stages > 1 else partitions_of(engine)
     inner_optimizer(engine).attach(partitions, _sum_over_ranks if engine.zero_optimization() else None)
     if spec.model.compile and (spec.model.moe.num_experts or spec.layout.pipeline_stages > 1):
@@ -89,19 +92,20 @@ def host_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-def _engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -> Any:
+def _engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, config: dict[str, Any]) -> Any:
     """An engine that holds the whole model."""
-    build = _partitioned_model if spec.layout.zero_stage == 3 else _model
-    model = build(spec, shape, pad_id, fill)
+    model = (
+        _partitioned_model(shape, pad_id, fill, config)
+        if spec.layout.zero_stage == 3
+        else _model(spec, shape, pad_id, fill)
+    )
     if spec.model.activation_checkpointing:
         checkpoint_activations(model)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=_optimizer(spec, model), config=deepspeed_config(spec, shape)
-    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(spec, model), config=config)
     return engine
 
 
-def _pipeline_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -> Any:
+def _pipeline_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, config: dict[str, Any]) -> Any:
     """An engine that holds one stage of the model."""
     from t5train.model.pipeline import T5Pipeline
     from t5train.train.pipeline_engine import PipelineEngine
@@ -112,7 +116,7 @@ def _pipeline_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -> 
         fill(names[name], parameter)
     if spec.model.activation_checkpointing:
         checkpoint_activations(model)
-    return PipelineEngine(model, _optimizer(spec, model), deepspeed_config(spec, shape))
+    return PipelineEngine(model, _optimizer(spec, model), config)
 
 
 def _model(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -> T5:
@@ -124,9 +128,9 @@ def _model(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -> T5:
     return model
 
 
-def _partitioned_model(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -> T5:
+def _partitioned_model(shape: T5Shape, pad_id: int, fill: Fill, config: dict[str, Any]) -> T5:
     """A model that no rank ever holds whole: each parameter is cut up where it is made, and filled by itself."""
-    with deepspeed.zero.Init(config_dict_or_path=deepspeed_config(spec, shape)):
+    with deepspeed.zero.Init(config_dict_or_path=config):
         model = T5(shape, decoder_start_id=pad_id)
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):

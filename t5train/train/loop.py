@@ -60,7 +60,7 @@ class Trainer:
         torch.manual_seed((self.spec.optimizer.seed << 20) + rank())
         stored = StoredState.of(job, self.shape)
         fill = stored.fill if stored else partial(initialise, shape=self.shape, seed=self.spec.optimizer.seed)
-        self.engine: Any = build_engine(self.spec, self.shape, pad_id, fill)
+        self.engine: Any = build_engine(self.spec, self.shape, pad_id, fill, job.node_local)
         self.step = checkpointing.resume(self.engine, job, stored)
         self.routing = Routing(model_of(self.engine))
         self.passes: Passes = (
@@ -87,9 +87,9 @@ class Trainer:
                 if metrics:
                     metrics.write(self.step, values)
                 if told:
-                    self._end_early()
+                    self._end_early(metrics)
                 self._validate_when_due(metrics)
-                self._save_when_due()
+                self._save_when_due(metrics)
             self._conclude(metrics)
 
     def _take_step(self, batches: Prefetched) -> tuple[Values, bool]:
@@ -143,19 +143,22 @@ class Trainer:
         honesty.require_finite(self.step, losses.all_targets, None)
         return losses
 
-    def _save_when_due(self) -> None:
+    def _save_when_due(self, metrics: Metrics | None) -> None:
         last = self.step == self.spec.optimizer.num_steps
         if last or self.step % self.spec.storage.checkpoint_every_steps == 0:
-            self._save()
+            self._save(metrics)
 
-    def _save(self) -> None:
+    def _save(self, metrics: Metrics | None) -> None:
+        """No rank trains meanwhile, and all wait for the slowest: for how long, is reported."""
+        started = time.perf_counter()
         self.heart.enter("save", self.step)
         self.movement.require(self.step, self._applied_steps())
         checkpointing.save(self.engine, self.job, self.step, self.huggingface_config, self.shards.fingerprint)
         checkpointing.prune(self.job, self.step)
+        self._report(metrics, {"save_seconds": time.perf_counter() - started})
 
-    def _end_early(self) -> NoReturn:
-        self._save()
+    def _end_early(self, metrics: Metrics | None) -> NoReturn:
+        self._save(metrics)
         raise Preempted(
             f"the ranks were told to end (SIGTERM), and did so after step {self.step}, which is saved: the same "
             "command goes on from it"

@@ -19,6 +19,7 @@ class Metrics:
         """Lines of steps after ``resume_step`` are of an attempt that was lost; they are dropped first."""
         from torch.utils.tensorboard import SummaryWriter  # the head reads metrics, and does without torch
 
+        path.parent.mkdir(parents=True, exist_ok=True)  # the head makes a run's folder on its own disk alone
         _keep_until(path, resume_step)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - this object is the context manager
         self._tensorboard = SummaryWriter(str(tensorboard), purge_step=resume_step + 1)

@@ -74,6 +74,12 @@ def expert_rank(expert_parallel_size: int) -> int:
     return rank() % expert_parallel_size
 
 
+def ranks_of_node() -> list[int]:
+    """The ranks that run on this rank's node, ascending. Every launcher numbers them one after the other."""
+    first = rank() - int(comm.get_local_rank())
+    return [other for other, (its_first,) in enumerate(gather([first])) if its_first == first]
+
+
 def barrier() -> None:
     """Wait for every rank."""
     comm.barrier()

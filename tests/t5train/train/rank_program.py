@@ -3,12 +3,14 @@
 ``python rank_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder", "stop_at",
 "resume_tag", "fault", "other_layout"}]``, and writes ``{name}.rank-{rank}.json`` beside it for each. With
 ``other_layout``, the folder of a run, its checkpoint of step 3 is consolidated and begun from. What another layout or
-``model.start_from`` gave is saved at once.
+``model.start_from`` gave is saved at once. With ``ranks_a_node``, each node has a folder of its own in the run's. Those
+of ``brought_from`` are gathered, and each node is brought what its ranks read; the node ``intact`` has its own, too.
 """
 
 import contextlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,8 @@ import torch
 from deepspeed import comm
 from deepspeed.utils import groups
 
+from t5train import sidecar
+from t5train.checkpoint_files import files_read_by
 from t5train.data.loader import Samples
 from t5train.errors import T5TrainError
 from t5train.model.t5 import RMSNorm
@@ -41,6 +45,8 @@ def main(jobs: Path) -> None:
         groups._EXPERT_PARALLEL_GROUP.clear()  # DeepSpeed keeps them by name, and takes the largest for the run's
         groups._EXPERT_DATA_PARALLEL_GROUP.clear()
         groups.mpu = None  # nor does it forget that the run before was a pipeline
+        if "ranks_a_node" in entry:
+            _enter_node(entry)
         found = _run(entry)
         path = jobs.with_name(f"{entry['name']}.rank-{comm.get_rank()}.json")
         path.write_text(json.dumps(found))
@@ -54,6 +60,7 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
         run_fingerprint="0" * 64,
         run_folder=entry["run_folder"],
         shards_folder=entry["shards"],
+        node_local="ranks_a_node" in entry,
         resume_tag=entry.get("resume_tag"),
         consolidated=_consolidated(entry),
         start_fingerprint="5" * 64 if entry["spec"]["model"]["start_from"] else None,
@@ -61,9 +68,9 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         with FAULTS[entry.get("fault")]():
-            trainer = loop.Trainer(job)
+            trainer, found["opened"] = _opening(lambda: loop.Trainer(job))
             if job.consolidated or (job.start_fingerprint and job.resume_tag is None):
-                found = {"begun": _digests(trainer)}
+                found["begun"] = _digests(trainer)
                 checkpointing.save(trainer.engine, job, trainer.step, {}, trainer.shards.fingerprint)
             if "stop_at" in entry:
                 _stop_after(trainer, entry["stop_at"])
@@ -71,6 +78,52 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
     except T5TrainError as error:
         return found | {"error": type(error).__name__, "message": str(error)}
     return found | {"step": trainer.step, "masters": _digests(trainer)}
+
+
+def _enter_node(entry: dict[str, Any]) -> None:
+    """Let this process be a rank of a node with a disk of its own; before a resume, something is there."""
+    run, (node, local_rank) = Path(entry["run_folder"]), divmod(comm.get_rank(), entry["ranks_a_node"])
+    os.environ["LOCAL_RANK"] = str(local_rank)
+    entry["run_folder"] = run / f"node-{node}"
+    if "brought_from" in entry:
+        source, tag = Path(entry["brought_from"]), Path("checkpoints", entry["resume_tag"])
+        if comm.get_rank() == 0:
+            _gather(source)
+        comm.barrier()
+        if local_rank == 0:
+            _bring(source / tag, entry["run_folder"] / tag, entry["ranks_a_node"])
+            if node == entry["intact"]:
+                shutil.copytree(source / f"node-{node}" / tag, entry["run_folder"] / tag, dirs_exist_ok=True)
+    comm.barrier()
+
+
+def _gather(run: Path) -> None:
+    """Put what the ranks of all nodes answer for where it would be if they shared a disk."""
+    for folder in run.glob("node-*/checkpoints/*"):
+        into = run / "checkpoints" / folder.name
+        into.mkdir(parents=True, exist_ok=True)
+        for one in sidecar.read_all(folder):
+            for name in (*one.files, sidecar.sidecar_name(one.rank)):
+                shutil.copyfile(folder / name, into / name)
+
+
+def _bring(gathered: Path, into: Path, ranks_a_node: int) -> None:
+    """Give a node all that its ranks read, and nothing else."""
+    into.mkdir(parents=True)
+    for rank in range(comm.get_rank(), comm.get_rank() + ranks_a_node):
+        for name in (*files_read_by(rank, sidecar.read_all(gathered)), sidecar.sidecar_name(rank)):
+            shutil.copyfile(gathered / name, into / name)
+
+
+def _opening(act: Callable[[], loop.Trainer]) -> tuple[loop.Trainer, list[str]]:
+    """The result, and the names of DeepSpeed's files that were opened for it."""
+    _OPENED.clear()
+    return act(), sorted({path.name for path in map(Path, _OPENED) if path.suffix == ".pt"})
+
+
+def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and isinstance(arguments[0], str):
+        _OPENED.append(arguments[0])
 
 
 def _digests(trainer: loop.Trainer) -> dict[str, int]:
@@ -219,6 +272,7 @@ def _rank_one_is_told_nothing() -> Iterator[None]:
         yield
 
 
+_OPENED: list[str] = []
 FAULTS: dict[str | None, Callable[[], contextlib.AbstractContextManager[None]]] = {
     None: _no_fault,
     "nan": _loss_becomes_nan,
@@ -235,4 +289,5 @@ if __name__ == "__main__":
     assert os.environ["DS_ACCELERATOR"] == "cpu"
     torch.manual_seed(0)
     np.random.seed(0)
+    sys.addaudithook(_note_opened)
     main(Path(sys.argv[1]))

@@ -238,6 +238,7 @@ def test_every_step_is_logged_once_also_across_a_resume(trained: Trained, layout
     again = read(trained.root / f"{layout}.whole/metrics.jsonl")
     assert [line["loss"] for line in lines if "loss" in line] == [line["loss"] for line in again if "loss" in line]
     assert all(line["gradient_norm"] and line["host_memory_bytes"] for line in lines if "loss" in line)
+    assert [line["step"] for line in lines if line.get("save_seconds")] == [3, 6]
 
 
 @pytest.mark.parametrize("layout", RECOMPUTED)

@@ -1,0 +1,111 @@
+"""Checkpoints of nodes that share no disk: saved, gathered, brought back and resumed by real DeepSpeed.
+
+Every layout trains to the end once. Then one node still has the last checkpoint but one, another has lost its disk.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from t5train import sidecar
+from t5train.checkpoint_files import files_read_by
+from t5train.records import TokenShards
+from t5train.sidecar import Sidecar, complete_tags
+from tests.t5train.train.test_training import Trained, _launch, _spec
+
+pytestmark = pytest.mark.slow
+
+SHORT = {"optimizer.num_steps": 2, "optimizer.warmup_steps": 1, "storage.checkpoint_every_steps": 1}
+SHORT |= {"storage.keep_last": 1, "storage.validate_every_steps": 2}
+TAG, LAST = "step-00000001", "step-00000002"
+ONE_RANK_A_NODE = ["zero0-fp32", "zero1-bf16", "zero2-fp32-tied", "zero3-fp32", "zero2-bf16-offload"]
+ONE_RANK_A_NODE += ["zero3-bf16-offload", "zero2-fp32-ep1", "zero1-bf16-ep2", "zero1-fp32-pp2-tied"]
+TWO_RANKS_A_NODE = ["zero2-bf16", "zero2-fp32-ep2", "zero1-bf16-pp4"]
+REPLICATED = {"zero0-fp32", "zero1-bf16", "zero2-fp32-tied", "zero2-bf16-offload", "zero2-bf16"}
+CASES = [(layout, 1) for layout in ONE_RANK_A_NODE] + [(layout, 2) for layout in TWO_RANKS_A_NODE]
+
+
+class OnNodes(Trained):
+    """What the launches left behind, of two nodes each."""
+
+    def sidecars(self, layout: str, tag: str) -> list[Sidecar]:
+        """Of all ranks, by rank, where they were written."""
+        folders = [self.root / f"{layout}.whole/node-{node}/checkpoints/{tag}" for node in (0, 1)]
+        return [one for folder in folders for one in sidecar.read_all(folder)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards) -> OnNodes:
+    """One launch of two ranks and one of four, each on two nodes."""
+    root = tmp_path_factory.mktemp("nodes")
+    for ranks_a_node in (1, 2):
+        jobs: list[dict[str, Any]] = []
+        for number, layout in enumerate(layout for layout, ranks in CASES if ranks == ranks_a_node):
+            spec = _spec(layout, ranks=2 * ranks_a_node).with_settings(SHORT).model_dump(mode="json")
+            same = {"spec": spec, "shards": str(pydocs_shards.path), "ranks_a_node": ranks_a_node}
+            whole, resumed = (
+                {"name": f"{layout}.{what}", "run_folder": f"{root}/{layout}.{what}"} for what in ("whole", "resumed")
+            )
+            brought = {"resume_tag": TAG, "brought_from": whole["run_folder"], "intact": number % 2}
+            jobs += [{**whole, **same}, {**resumed, **same, **brought}]
+        path = root / f"jobs-{ranks_a_node}.json"
+        path.write_text(json.dumps(jobs))
+        _launch(path, ranks=2 * ranks_a_node)
+    return OnNodes(root)
+
+
+@pytest.mark.parametrize(("layout", "ranks_a_node"), CASES)
+def test_an_intact_node_and_one_that_was_wiped_resume_bit_equal(
+    trained: OnNodes, layout: str, ranks_a_node: int
+) -> None:
+    for rank in range(2 * ranks_a_node):
+        whole, resumed = (trained.found(f"{layout}.{what}", rank) for what in ("whole", "resumed"))
+        assert whole["step"] == resumed["step"] == 2
+        assert whole["masters"] == resumed["masters"]
+
+
+@pytest.mark.parametrize(("layout", "ranks_a_node"), CASES)
+def test_deepspeed_opens_the_files_that_a_rank_is_said_to_read(
+    trained: OnNodes, layout: str, ranks_a_node: int
+) -> None:
+    sidecars = trained.sidecars(layout, TAG)
+    for rank in range(2 * ranks_a_node):
+        said, opened = files_read_by(rank, sidecars), trained.found(f"{layout}.resumed", rank)["opened"]
+        # Of what stages say of themselves it opens two, and counts the others.
+        two = {f"mp_rank_{stage:02d}_model_states.pt" for stage in (0, sidecars[rank].layout.pipeline_rank)}
+        assert opened == [name for name in said if not name.startswith("mp_rank_") or name in two]
+
+
+@pytest.mark.parametrize(("layout", "ranks_a_node"), CASES)
+def test_what_nodes_answer_for_is_together_the_checkpoint_of_one_disk(
+    trained: OnNodes, layout: str, ranks_a_node: int, tmp_path: Path
+) -> None:
+    gathered = trained.root / f"{layout}.whole/checkpoints"
+    assert complete_tags(gathered) == [LAST, TAG]
+    sidecars = sidecar.require_complete(gathered / LAST)
+    names = [name for one in sidecars for name in one.files]
+    assert sorted(names) == sorted({name for one in sidecars for name in files_read_by(one.rank, sidecars)})
+    assert trained.consolidated(f"{layout}.whole", tmp_path) == trained.found(f"{layout}.whole")["masters"]
+
+
+@pytest.mark.parametrize(("layout", "ranks_a_node"), CASES)
+def test_every_file_of_a_node_is_answered_for_by_one_of_its_ranks(
+    trained: OnNodes, layout: str, ranks_a_node: int
+) -> None:
+    for node in (0, 1):
+        folder = trained.root / f"{layout}.whole/node-{node}/checkpoints/{LAST}"
+        written = sidecar.read_all(folder)
+        assert [one.rank for one in written] == list(range(node * ranks_a_node, (node + 1) * ranks_a_node))
+        listed = [name for one in written for name in (*one.files, *one.replicas)]
+        assert sorted(listed) == sorted(path.name for path in folder.glob("*.pt"))
+        assert {name for one in written for name in one.replicas} == (
+            {"mp_rank_00_model_states.pt"} if node == 1 and layout in REPLICATED else set()
+        )
+
+
+def test_ranks_leave_it_to_the_head_to_prune(trained: OnNodes) -> None:
+    for node in (0, 1):
+        kept = (trained.root / f"zero2-bf16.whole/node-{node}/checkpoints").iterdir()
+        assert sorted(path.name for path in kept if path.is_dir()) == [TAG, LAST]
