@@ -68,7 +68,10 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         with FAULTS[entry.get("fault")]():
-            trainer, found["opened"] = _opening(lambda: loop.Trainer(job))
+            _OPENED.clear()
+            trainer = loop.Trainer(job)
+            if "brought_from" in entry:
+                found["opened"] = sorted({path.name for path in map(Path, _OPENED) if path.suffix == ".pt"})
             if job.consolidated or (job.start_fingerprint and job.resume_tag is None):
                 found["begun"] = _digests(trainer)
                 checkpointing.save(trainer.engine, job, trainer.step, {}, trainer.shards.fingerprint)
@@ -115,13 +118,8 @@ def _bring(gathered: Path, into: Path, ranks_a_node: int) -> None:
             shutil.copyfile(gathered / name, into / name)
 
 
-def _opening(act: Callable[[], loop.Trainer]) -> tuple[loop.Trainer, list[str]]:
-    """The result, and the names of DeepSpeed's files that were opened for it."""
-    _OPENED.clear()
-    return act(), sorted({path.name for path in map(Path, _OPENED) if path.suffix == ".pt"})
-
-
 def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
+    """Python tells this hook of every file that is opened."""
     if event == "open" and isinstance(arguments[0], str):
         _OPENED.append(arguments[0])
 
