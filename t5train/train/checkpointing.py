@@ -96,7 +96,8 @@ def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
     step = step_of(job.resume_tag)
     own = sidecar.read(job.checkpoints_folder / job.resume_tag, rank())
     path, _ = engine.load_checkpoint(str(job.checkpoints_folder), tag=job.resume_tag)
-    _require_one_voice("loaded checkpoint", f"{own.run_fingerprint} {own.step} {Path(path or 'nothing').parent.name}")
+    loaded = f"{Path(path or 'nothing').parent.name} of run {own.run_fingerprint}, step {own.step}, saving {own.saving}"
+    _require_one_voice("loaded checkpoint", loaded)
     if path is None or not engine.global_steps == own.step == step or own.run_fingerprint != job.run_fingerprint:
         raise RanksDisagree(
             f"{job.resume_tag} was to be resumed at step {step}, but DeepSpeed loaded {path} at step "
