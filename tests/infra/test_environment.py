@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from infra.attempt import Attempt
-from infra.environment import rank_environment
+from infra.environment import rank_environment, travelling_environment, variables_of_rank
+from t5train.errors import LaunchError
 
 SECRETS = {
     "AWS_ACCESS_KEY_ID": "s3cret",
@@ -78,3 +79,41 @@ def test_a_module_in_the_current_folder_shadows_nothing(this: Attempt) -> None:
     (this.folder / "infra.py").write_text("raise SystemExit('shadowed')")
     argv = [sys.executable, "-m", "infra.guard", str(this.folder), sys.executable, "-c", "pass"]
     subprocess.run(argv, cwd=this.folder, env={**environment(this, **os.environ), "RANK": "0"}, check=True)
+
+
+def test_over_hosts_settings_travel_and_nothing_else_that_was_not_asked_for(this: Attempt) -> None:
+    head = SECRETS | {
+        "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "7", "CUDA_HOME": "/c", "HOME": "/h",
+        "PATH": "/p", "LD_LIBRARY_PATH": "/l", "TMPDIR": "/t", "RANK": "5", "STRAY": "1", "MY_MODE": "offline",
+    }  # fmt: skip
+    names = ["MY_MODE", "HF_TOKEN", "ABSENT"]
+    seen = travelling_environment(this, accelerator="cpu", names=names, parent=head)
+    expected = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "MY_MODE": "offline", "HF_TOKEN": "s3cret"}
+    assert seen.items() >= {**expected, "DS_ACCELERATOR": "cpu", "T5_RUN_ID": this.run_id}.items()
+    assert [name for name, value in seen.items() if value == "s3cret"] == ["HF_TOKEN"]
+    assert not {
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_HOME",
+        "HOME",
+        "PATH",
+        "LD_LIBRARY_PATH",
+        "TMPDIR",
+        "RANK",
+        "STRAY",
+    } & set(seen)
+
+
+@pytest.mark.parametrize("names", [("RANK", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_LOCALID"),
+                                   ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")])  # fmt: skip
+def test_a_ranks_numbers_are_those_of_whoever_started_it(this: Attempt, names: tuple[str, str]) -> None:
+    seen = variables_of_rank(this, {names[0]: "13", names[1]: "5"})
+    assert (seen["RANK"], seen["LOCAL_RANK"]) == ("13", "5")
+
+
+def test_deepspeeds_numbers_come_before_those_of_a_job_around_it(this: Attempt) -> None:
+    assert variables_of_rank(this, {"RANK": "2", "SLURM_PROCID": "0"})["RANK"] == "2"
+
+
+def test_a_guard_that_nobody_gave_a_number_says_who_may(this: Attempt) -> None:
+    with pytest.raises(LaunchError, match="neither RANK nor SLURM_PROCID nor OMPI_COMM_WORLD_RANK"):
+        variables_of_rank(this, {})
