@@ -132,7 +132,8 @@ def test_nothing_survives_a_kill(tmp_path: Path, victim: str, start: Start, unti
     assert head.wait(20) == 1
     assert survivors(run_id) == set()
     assert segments(newest(tmp_path)) == []
-    assert "LaunchError" in (tmp_path / "output.txt").read_text()
+    error = "RankKilled" if victim in ("guard", "rank") else "LaunchError"
+    assert f"errors.{error}: " in (tmp_path / "output.txt").read_text()
 
 
 @pytest.mark.slow
