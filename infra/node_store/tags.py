@@ -14,6 +14,7 @@ from infra.node_store.inventory import HEAD, Inventory
 from t5train import sidecar
 from t5train.errors import IncompleteCheckpoint
 from t5train.records import FileDigest
+from t5train.retention import kept
 from t5train.sidecar import Sidecar
 
 _OURS = re.compile("step-[0-9]{8}|removed-[0-9a-f]{8}")
@@ -48,17 +49,23 @@ def shortcomings(found: Inventories) -> dict[str, str]:
     return {name: _why(name, found) for name in sorted(_names(found) - complete, reverse=True)}
 
 
-def superfluous(found: Inventories, keep_last: int, keep_every: int | None = None) -> list[str]:
-    """Tags to remove: all but the ``keep_last`` newest complete ones and those of steps that ``keep_every`` divides.
+def superfluous(
+    found: Inventories, keep_last: int, keep_every: int | None = None, most_bytes: int | None = None
+) -> list[str]:
+    """Tags to remove: complete ones that are not ``kept``, ``most_bytes`` being those of each place.
 
     Of incomplete tags those that are older than the newest complete one: a newer one may be being written.
     """
     steps = {tag.name: tag.step for tag in complete_tags(found)}
-    newest = sorted(steps, key=lambda name: steps[name], reverse=True)
-    kept = {*newest[:keep_last], *(name for name in newest if keep_every and steps[name] % keep_every == 0)}
-    others = {name for name in _names(found) - steps.keys() if _OURS.fullmatch(name)}
-    left_over = {name for name in others if newest and name < newest[0]}
-    return sorted({*newest, *left_over} - kept)
+    keep = kept({step: _size(name, found) for name, step in steps.items()}, keep_last, keep_every, most_bytes)
+    newest = max(steps, key=lambda name: steps[name], default="")
+    left_over = {name for name in _names(found) - steps.keys() if _OURS.fullmatch(name) and name < newest}
+    return sorted({name for name, step in steps.items() if step not in keep} | left_over)
+
+
+def _size(name: str, found: Inventories) -> int:
+    """Bytes that a tag takes, of all places where it takes the most."""
+    return max(sum(inventory[name].files.values()) for inventory in found.values() if name in inventory)
 
 
 def _names(found: Inventories) -> set[str]:

@@ -251,6 +251,8 @@ class StorageSpec(SpecPart):
             "publish_to",
             "checkpoint_every_steps",
             "keep_last",
+            "keep_every_steps",
+            "checkpoint_gigabytes",
             "validate_every_steps",
             "validate_sequences",
         }
@@ -268,8 +270,22 @@ class StorageSpec(SpecPart):
     )
     checkpoint_every_steps: int = Field(1000, ge=1, title="Checkpoint every", description="Optimizer steps")
     keep_last: int = Field(2, ge=1, title="Keep", description="Complete checkpoints kept")
+    keep_every_steps: int | None = Field(
+        None, ge=1, title="Keep every", description="Those of multiples of so many steps are kept, too"
+    )
+    checkpoint_gigabytes: float | None = Field(
+        None,
+        gt=0,
+        title="Checkpoint gigabytes",
+        description="Room for the checkpoints of a run, on each disk that holds any: the oldest go, never the newest",
+    )
     validate_every_steps: int = Field(500, ge=1, title="Validate every", description="Optimizer steps")
     validate_sequences: int = Field(512, ge=1, title="Validation", description="Sequences at most, each time")
+
+    @property
+    def checkpoint_bytes(self) -> int | None:
+        """``checkpoint_gigabytes`` in bytes."""
+        return None if self.checkpoint_gigabytes is None else int(self.checkpoint_gigabytes * 1e9)
 
     @field_validator("root", "scratch")
     @classmethod

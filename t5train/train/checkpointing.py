@@ -19,6 +19,7 @@ from t5train.checkpoint_files import Writers
 from t5train.errors import RanksDisagree
 from t5train.model.names import expert_layers
 from t5train.records import FileDigest, current_provenance, digest_files
+from t5train.retention import kept
 from t5train.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.train.engine import model_of
 from t5train.train.job import TrainJob, step_of, tag_of
@@ -115,7 +116,7 @@ def _begin(engine: Any, job: TrainJob, stored: StoredState) -> int:
 
 
 def prune(job: TrainJob, newest_step: int) -> None:
-    """On rank 0, remove all but the newest ``keep_last`` checkpoints, and what no sidecar completes.
+    """On rank 0, remove all checkpoints but those that are ``kept``, and what no sidecar completes.
 
     A folder of any other name is somebody's copy or note, and stays. What was consolidated for this layout has had its
     use, and goes. Where nodes share no disk, no rank sees whether a checkpoint is complete: that is left to the head.
@@ -123,12 +124,20 @@ def prune(job: TrainJob, newest_step: int) -> None:
     if rank() != 0 or job.node_local:
         return
     complete = [tag for tag in sidecar.complete_tags(job.checkpoints_folder) if step_of(tag) <= newest_step]
-    keep = set(complete[: job.spec.storage.keep_last])
+    keep = _kept(job, complete)
     for folder in job.checkpoints_folder.iterdir():
         if folder.is_dir() and folder.name not in keep and _OURS_TO_REMOVE.fullmatch(folder.name):
             _log.info("removing checkpoint %s", folder.name)
             _discard(folder)
     discard_consolidated(job.run_folder)
+
+
+def _kept(job: TrainJob, complete: list[str]) -> set[str]:
+    sizes = {
+        step_of(tag): sum(path.stat().st_size for path in (job.checkpoints_folder / tag).iterdir()) for tag in complete
+    }
+    storage = job.spec.storage
+    return {tag_of(step) for step in kept(sizes, storage.keep_last, storage.keep_every_steps, storage.checkpoint_bytes)}
 
 
 def _discard(folder: Path) -> None:

@@ -68,6 +68,8 @@ OTHER: dict[str, Any] = {
     "storage.publish_to": "memory://bucket",
     "storage.checkpoint_every_steps": 7,
     "storage.keep_last": 5,
+    "storage.keep_every_steps": 7,
+    "storage.checkpoint_gigabytes": 7.0,
     "storage.validate_every_steps": 7,
     "storage.validate_sequences": 7,
     "cluster.ranks": 1,

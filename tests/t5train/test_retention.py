@@ -1,0 +1,42 @@
+"""The newest checkpoint is always kept, and others as far as they are wanted and there is room."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from t5train.retention import kept
+
+STEPS = dict.fromkeys((4, 8, 12, 16, 20), 10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"keep_last": 1}, {20}),
+        ({"keep_last": 9}, {4, 8, 12, 16, 20}),
+        ({"keep_last": 2, "keep_every": 8}, {20, 16, 8}),
+        ({"keep_last": 3, "most_bytes": 40}, {20, 16, 12}),
+        ({"keep_last": 3, "most_bytes": 39}, {20, 16}),
+        ({"keep_last": 2, "keep_every": 8, "most_bytes": 30}, {20, 16}),
+        ({"keep_last": 3, "most_bytes": 1}, {20}),
+    ],
+)
+def test_what_is_kept(settings: dict[str, int], steps: set[int]) -> None:
+    assert kept(STEPS, **settings) == steps
+
+
+@given(
+    sizes=st.dictionaries(st.integers(0, 99), st.integers(0, 99)),
+    keep_last=st.integers(1, 4),
+    keep_every=st.none() | st.integers(1, 9),
+    most_bytes=st.none() | st.integers(1, 500),
+)
+def test_the_newest_is_kept_and_the_rest_fits_with_the_next(
+    sizes: dict[int, int], keep_last: int, keep_every: int | None, most_bytes: int | None
+) -> None:
+    found = kept(sizes, keep_last, keep_every, most_bytes)
+    assert found <= sizes.keys()
+    if sizes:
+        assert max(sizes) in found
+    if most_bytes is not None and len(found) > 1:
+        assert sum(sizes[step] for step in found) + sizes[max(found)] <= most_bytes
