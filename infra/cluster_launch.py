@@ -28,14 +28,16 @@ from infra.environment import travelling_environment
 from infra.hosts import Host, Hosts
 from infra.launch_command import launch_command, write_hostfile
 from infra.node_folder import attempt_folder
-from infra.preflight.addresses import Meeting
 from infra.preflight.needs import Needs
-from infra.preflight.preflight import require_fit
+from infra.preflight.preflight import Fit, require_fit
 from infra.remote import Answer, Ssh, Transport, node_command, run_everywhere
+from infra.run_storage import RunStorage
 from infra.stop_signal import is_stop, stoppable
 from infra.supervision import Supervision
 from t5train.errors import HostError, SpecError
+from t5train.run_files import ATTEMPT_SPEC
 from t5train.spec import ClusterSpec
+from t5train.train.job import TrainJob
 
 _PREPARE_SECONDS = 30.0
 _log = logging.getLogger(__name__)
@@ -49,9 +51,9 @@ class ClusterLaunchSpec:
     cluster: ClusterSpec
     hosts: Hosts
     needs: Needs
-    job: Callable[[Path], Path]
-    """Given the folder of the attempt: writes the file there that tells the ranks their job. Called once, just before
-    the start; every host gets a copy."""
+    storage: Callable[[Transport, bool], RunStorage]
+    """Given the way to the hosts, and whether these have disks of their own alone: how ranks get their files. The job
+    that it makes ready goes to every host."""
     program: Callable[[Path], tuple[str, ...]]
     """Given where that file is on a host: arguments of the Python interpreter in every rank."""
     is_same_job: Callable[[Path], bool]
@@ -65,22 +67,32 @@ def launch_on_hosts(spec: ClusterLaunchSpec, on_tick: Callable[[], None] = lambd
     exception of SIGTERM's (infra.stop_signal), it has first given the ranks time to save. However it is left, no
     process of the attempt is left on any host that can be reached; on others they end when the lease runs out.
     """
-    with stoppable():
-        watch = _continued(spec, on_tick) or _started(spec, on_tick)
-        try:
-            watch.until_decided()
-        except BaseException as error:
-            if is_stop(error):
-                watch.stop()
-            raise
-        finally:
-            watch.end()
-    if (failure := watch.failure()) is not None:
-        raise failure
+    with stoppable(), TemporaryDirectory(prefix="t5-launch-") as folder:
+        transport = Ssh.configured(spec.cluster, Path(folder))
+        watch, storage = _continued(spec, transport, on_tick) or _started(spec, transport, on_tick)
+        with storage.following(watch.num_saved):
+            _see_through(watch)
+        if (failure := watch.failure()) is not None:
+            raise failure
+        storage.take_home()
     return watch.this
 
 
-def _continued(spec: ClusterLaunchSpec, on_tick: Callable[[], None]) -> ClusterWatch | None:
+def _see_through(watch: ClusterWatch) -> None:
+    """Until nothing of the attempt is left."""
+    try:
+        watch.until_decided()
+    except BaseException as error:
+        if is_stop(error):
+            watch.stop()
+        raise
+    finally:
+        watch.end()
+
+
+def _continued(
+    spec: ClusterLaunchSpec, transport: Transport, on_tick: Callable[[], None]
+) -> tuple[ClusterWatch, RunStorage] | None:
     """Of ranks that an earlier head has left at work at this very job."""
     if (found := attachment.adopt(spec.run_folder)) is None:
         return None
@@ -88,15 +100,18 @@ def _continued(spec: ClusterLaunchSpec, on_tick: Callable[[], None]) -> ClusterW
         _log.warning("attempt %s is at another job than is asked for: it is ended", found.this.number)
         found.close()
         return None
-    return ClusterWatch(found, ClusterLauncher(found.this.run_id), attachment.transport_of(found.this), on_tick)
+    storage = spec.storage(transport, TrainJob.read(found.this.folder / ATTEMPT_SPEC).node_local)
+    watch = ClusterWatch(found, ClusterLauncher(found.this.run_id), attachment.transport_of(found.this), on_tick)
+    return watch, storage
 
 
-def _started(spec: ClusterLaunchSpec, on_tick: Callable[[], None]) -> ClusterWatch:
+def _started(
+    spec: ClusterLaunchSpec, transport: Transport, on_tick: Callable[[], None]
+) -> tuple[ClusterWatch, RunStorage]:
     """Make sure that nothing earlier is left and that the hosts are fit; prepare them; start the launcher."""
-    with TemporaryDirectory(prefix="t5-launch-") as folder:
-        transport = Ssh.configured(spec.cluster, Path(folder))
-        fencing.end_earlier(spec.run_folder, transport, on_tick)
-        meeting, port = require_fit(spec.needs, transport)
+    fencing.end_earlier(spec.run_folder, transport, on_tick)
+    fit = require_fit(spec.needs, transport)
+    storage = spec.storage(transport, fit.is_node_local)
     this = attempt.begin(
         spec.run_folder,
         None,
@@ -110,27 +125,25 @@ def _started(spec: ClusterLaunchSpec, on_tick: Callable[[], None]) -> ClusterWat
     lease.renew(launcher.folder)
     transport = Ssh.configured(spec.cluster, launcher.folder)
     try:
-        job = spec.job(this.folder)
+        job = storage.make_ready(this.folder)
         program = ("infra.guard", str(place), sys.executable, *spec.program(place / job.name))
         write_hostfile(spec.hosts, launcher.folder)
         argv = launch_command(
-            spec.cluster, spec.hosts, launcher.folder, master=(meeting.address, port), program=program
+            spec.cluster, spec.hosts, launcher.folder, master=(fit.meeting.address, fit.port), program=program
         )
-        boot_ids = _prepare(spec, this, transport, (meeting, port), job)
+        boot_ids = _prepare(spec, this, transport, fit, job)
         lease.renew(launcher.folder)  # what came before may have taken long
         launcher.start(this, argv, spec.cluster.accelerator)
-        return ClusterWatch(Supervision(this, transport, launcher.folder, boot_ids), launcher, transport, on_tick)
+        supervision = Supervision(this, transport, launcher.folder, boot_ids)
+        return ClusterWatch(supervision, launcher, transport, on_tick), storage
     except BaseException:
         fencing.end(this, transport)
         raise
 
 
-def _prepare(
-    spec: ClusterLaunchSpec, this: Attempt, transport: Transport, where: tuple[Meeting, int], job: Path
-) -> dict[str, str]:
+def _prepare(spec: ClusterLaunchSpec, this: Attempt, transport: Transport, fit: Fit, job: Path) -> dict[str, str]:
     """Have every host make its folder of the attempt; their boot ids."""
     environment = travelling_environment(this, accelerator=this.accelerator, names=spec.cluster.environment)
-    meeting, port = where
 
     def request(host: Host) -> bytes:
         own = replace(this, host=host.name, slots=host.slots, hosts=None)
@@ -138,8 +151,8 @@ def _prepare(
             {
                 "run_id": this.run_id,
                 "attempt": own.facts(),
-                "environment": _interface(meeting.interfaces[host.name]) | environment,
-                "meeting": {"address": meeting.address, "port": port},
+                "environment": _interface(fit.meeting.interfaces[host.name]) | environment,
+                "meeting": {"address": fit.meeting.address, "port": fit.port},
                 "files": {job.name: job.read_text("utf-8")},
             }
         )

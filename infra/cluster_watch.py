@@ -48,6 +48,10 @@ class ClusterWatch:
             if gone_since and time.monotonic() - gone_since > _RECORDS_SECONDS and not self._supervision.silent:
                 return
 
+    def num_saved(self) -> int:
+        """Grows with each part of a checkpoint that ranks save on disks of their own."""
+        return self._supervision.num_saved
+
     def stop(self) -> None:
         """Tell the ranks to save and end, and give them the time."""
         _log.warning("attempt %s was told to end: its ranks have %.0f s to save", self.this.number, self._grace)

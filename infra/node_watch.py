@@ -21,6 +21,7 @@ from infra.log_tail import LogTails
 from infra.node_end import end_attempt
 from infra.node_folder import attempt_folder
 from infra.processes import ProcessIdentity
+from t5train.run_files import ATTEMPT_SPEC, CHECKPOINTS
 
 _TICK_SECONDS = 1.0
 _END_SECONDS = 30.0
@@ -57,6 +58,7 @@ class _Window:
         self._this = this
         self._tails = tails
         self._told = set[str]()
+        self._saves = _Saves(this.folder)
         self._arm()
 
     def obey(self, order: Message) -> Message | None:
@@ -82,6 +84,8 @@ class _Window:
         ended = self._new("exit")
         yield from ({"error": error} for error in self._new("error"))  # a rank's error is there before its record
         yield from ({"exit": record} for record in ended)
+        if saved := self._saves.new():
+            yield {"saved": saved}
         lines, left_out = self._tails.read()
         if lines or left_out:
             yield {"lines": lines, "left_out": left_out, "offsets": self._tails.offsets}
@@ -104,6 +108,23 @@ class _Window:
         signal.setitimer(signal.ITIMER_REAL, (self._this.lease_seconds or 0) + _TICK_SECONDS)
 
 
+class _Saves:
+    """Sidecars that ranks write on a disk of this machine's, where it shares none."""
+
+    def __init__(self, folder: Path) -> None:
+        job = json.loads((folder / ATTEMPT_SPEC).read_text("utf-8")) if (folder / ATTEMPT_SPEC).exists() else {}
+        self._checkpoints = Path(job["run_folder"], CHECKPOINTS) if job.get("node_local") else None
+        self._known = set[tuple[str, int]]()
+
+    def new(self) -> int:
+        """How many were written since it was last asked for."""
+        if self._checkpoints is None:
+            return 0
+        found = {(str(path), at) for path in self._checkpoints.glob("*/rank-*.json") if (at := _written_at(path))}
+        new, self._known = found - self._known, found
+        return len(new)
+
+
 class _Orders:
     """Lines from the head, as they come."""
 
@@ -121,6 +142,14 @@ class _Orders:
             if lines:
                 return [json.loads(line) for line in lines]
         return []
+
+
+def _written_at(path: Path) -> int | None:
+    """When it was written; None if it was just removed."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def _beat(path: Path) -> Message | None:

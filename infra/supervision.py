@@ -47,6 +47,8 @@ class Supervision:
         self.records: dict[str, ExitRecord] = {}
         self.failure: LaunchError | None = None
         """What is wrong with the attempt, if that cannot be told from its records."""
+        self.num_saved = 0
+        """Grows with each sidecar that ranks write on disks of their own."""
         self._may_end = False
         self._gone = set[str]()
         self._news, self._lines = News(), RankLines()
@@ -140,6 +142,7 @@ class Supervision:
             self._keep_error(**message["error"])
         if "exit" in message:
             self._keep_record(message["exit"])
+        self.num_saved += message.get("saved", 0)
         if "lines" in message:
             self._lines.tell(name, message["lines"], message["left_out"])
         self._gone |= set(message.get("gone", ()))

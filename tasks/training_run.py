@@ -7,7 +7,11 @@ from infra.attachment import end_all
 from infra.cluster_launch import ClusterLaunchSpec, launch_on_hosts
 from infra.hosts import read_hosts
 from infra.launch import LaunchSpec, launch
+from infra.node_local.node_run import NodeRun
+from infra.node_local.storage import NodeLocalStorage
 from infra.preflight.needs import Needs
+from infra.remote import Transport
+from infra.run_storage import RunStorage, SharedStorage
 from t5train.model.shape import resolve
 from t5train.progress import Progress, silent
 from t5train.records import Checkpoint, TokenShards
@@ -37,19 +41,25 @@ def train_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -
         here = launch_spec(spec, lambda attempt_folder: rank_program(job(attempt_folder)))
         launch(here, on_tick=lambda: _tell(spec, progress))
     else:
-        launch_on_hosts(_on_hosts(spec, shards, job), on_tick=lambda: _tell(spec, progress))
+        launch_on_hosts(_on_hosts(spec, shards, job, progress), on_tick=lambda: _tell(spec, progress))
     _tell(spec, progress)
     return run.conclude(spec, shards, progress)
 
 
-def _on_hosts(spec: RunSpec, shards: TokenShards, job: Callable[[Path], Path]) -> ClusterLaunchSpec:
+def _on_hosts(spec: RunSpec, shards: TokenShards, job: Callable[[Path], Path], progress: Progress) -> ClusterLaunchSpec:
     hosts = read_hosts(spec.cluster)
+
+    def storage(transport: Transport, is_node_local: bool) -> RunStorage:
+        if not is_node_local:
+            return SharedStorage(job)
+        return NodeLocalStorage(NodeRun.of(spec, run.run_fingerprint(spec, shards), hosts, transport), job, progress)
+
     return ClusterLaunchSpec(
         run_folder=spec.run_folder,
         cluster=spec.cluster,
         hosts=hosts,
         needs=Needs.of_run(spec, hosts, resolve(spec.model, int(shards.counts["vocab_size"]))),
-        job=job,
+        storage=storage,
         program=rank_program,
         is_same_job=lambda attempt_folder: run.is_job_of(spec, shards, attempt_folder),
     )

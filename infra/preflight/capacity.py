@@ -1,4 +1,4 @@
-"""Whether each host has what its ranks take: accelerators, memory, disks, descriptors; and the right time."""
+"""Whether each host has what its ranks take: accelerators, memory, descriptors; and the right time."""
 
 from collections.abc import Iterator
 
@@ -10,8 +10,6 @@ from infra.preflight.needs import Needs
 
 _CLOCK_SECONDS = 5.0
 _IN_USE_BYTES = 2 << 30  # what drivers, displays and our own look at it take is less
-_NODE_FOLDER_BYTES = 1 << 30
-_ROOT_BYTES = 1 << 30  # how much a run will write there is asked on the head
 _FILES, _FILES_A_RANK = 512, 8
 
 
@@ -44,42 +42,6 @@ def accelerators_in_use(heards: Heards) -> Iterator[str]:
         if used := {slot: size for slot, size in found.used_bytes.items() if size > _IN_USE_BYTES}:
             taken = ", ".join(f"{slot} ({_gigabytes(size)})" for slot, size in used.items())
             return f"another program has memory of accelerator {taken}: end it, or take others by cluster.include"
-        return None
-
-    yield from of_each(heards, complaint)
-
-
-def shared_root(heards: Heards, needs: Needs, nonce: str) -> Iterator[str]:
-    """Whether every node reads under the root what the head has just written there, and can write."""
-
-    def complaint(_: str, facts: Facts) -> str | None:
-        if facts.room.nonce != nonce:
-            return (
-                f"{needs.root} is not the head's: mount the storage that holds it at the same path on every host, or "
-                "choose a shared folder by --root"
-            )
-        if facts.room.root_error:
-            return f"{needs.root} cannot be written ({facts.room.root_error}): give this user the right to write there"
-        return None
-
-    yield from of_each(heards, complaint)
-
-
-def disks(heards: Heards, needs: Needs) -> Iterator[str]:
-    """Room under the root, and for logs in the node's own folder."""
-
-    def complaint(_: str, facts: Facts) -> str | None:
-        room = facts.room
-        if room.node_folder_error:
-            return room.node_folder_error
-        if room.node_folder_free_bytes < _NODE_FOLDER_BYTES:
-            return (
-                f"{room.node_folder} has {_gigabytes(room.node_folder_free_bytes)} free, logs want "
-                f"{_gigabytes(_NODE_FOLDER_BYTES)}: make room there"
-            )
-        if not room.root_error and room.root_free_bytes < _ROOT_BYTES:
-            free = _gigabytes(room.root_free_bytes)
-            return f"{needs.root} has {free} free, a run wants more: make room, or choose another root"
         return None
 
     yield from of_each(heards, complaint)

@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from infra.preflight import agreement, capacity, compiling
+from infra.preflight import agreement, capacity, compiling, storage
 from infra.preflight.addresses import Meeting, hostnames, meeting
 from infra.preflight.facts import Software
 from infra.preflight.findings import Finding, Heards
 from infra.preflight.needs import Needs
+from infra.preflight.storage import Storage
 from t5train.errors import HostError, HostKeyMismatch, PreflightError, RemoteFailed
 
 REACHABLE, HOST_KEY, PROGRAM, LAUNCHER, ALL_REDUCE = "reachable", "host key", "program", "launcher", "all-reduce"
@@ -33,8 +34,8 @@ CHECKS = {
     "compile locks": "none is left behind",
     "architectures": "DeepSpeed can read TORCH_CUDA_ARCH_LIST",
     "openmp": "torch's OpenMP library can be loaded",
-    "root": "every host sees the head's, and can write there",
-    "disks": "room under the root and in the node folder",
+    "root": "every host sees the head's, or none; and can write there, or to a disk of its own",
+    "disks": "room where the run writes, and in the node folder",
     "memory": "enough for the ranks of each host",
     "open files": "enough for connections to all ranks",
     "clock": "within 5 s of the head's",
@@ -52,23 +53,30 @@ class Judgement:
     port: int | None
     seen: Mapping[str, str]
     """Values worth showing of checks that found nothing, by check."""
+    is_node_local: bool = False
+    """Whether no host shares the head's storage."""
 
 
-def judge(heards: Heards, needs: Needs, head: Software, nonce: str) -> Judgement:
-    """Everything that can be known from the facts of hosts that answered; the first host need not be among them."""
+def judge(heards: Heards, needs: Needs, head: Software, nonce: str, machine: str = "") -> Judgement:
+    """Everything that can be known from the facts of hosts that answered; the first host need not be among them.
+
+    ``head`` is the software of the head, which wrote the ``nonce``, and ``machine`` its identity.
+    """
+    found = Storage.of(heards, nonce, machine)
     place, about_meeting = _place(heards, needs)
     remarks = {
         "operators": compiling.operators_to_compile(heards, needs),
         "compile locks": compiling.cleared_locks(heards),
+        "root": storage.remark(found),
     }
     findings = [
-        *(Finding(check, text) for check, texts in _problems(heards, needs, head, nonce).items() for text in texts),
+        *(Finding(check, text) for check, texts in _problems(heards, needs, head, found).items() for text in texts),
         *(Finding(check, text, is_problem=False) for check, texts in remarks.items() for text in texts),
         *about_meeting,
         *_hostnames(heards, place),
     ]
     port = heards[needs.first].facts.network.port if needs.first in heards else None
-    return Judgement(findings, place, port, _seen(heards, place, port))
+    return Judgement(findings, place, port, _seen(heards, place, port), found.is_node_local)
 
 
 def _seen(heards: Heards, place: Meeting | None, port: int | None) -> dict[str, str]:
@@ -89,7 +97,7 @@ def of_error(error: HostError) -> Finding:
     return Finding(kinds.get(type(error), REACHABLE), str(error))
 
 
-def _problems(heards: Heards, needs: Needs, head: Software, nonce: str) -> Mapping[str, Iterator[str]]:
+def _problems(heards: Heards, needs: Needs, head: Software, found: Storage) -> Mapping[str, Iterator[str]]:
     return {
         "machines": agreement.distinct_machines(heards),
         PORT: _port(heards, needs),
@@ -105,8 +113,8 @@ def _problems(heards: Heards, needs: Needs, head: Software, nonce: str) -> Mappi
         "compile locks": compiling.foreign_locks(heards),
         "architectures": compiling.architectures(needs),
         "openmp": compiling.openmp(heards, needs),
-        "root": capacity.shared_root(heards, needs, nonce),
-        "disks": capacity.disks(heards, needs),
+        "root": storage.problems(heards, needs, found),
+        "disks": storage.disks(heards, needs, found),
         "memory": capacity.memory(heards, needs),
         "open files": capacity.open_files(heards, needs),
         "clock": capacity.clocks(heards),

@@ -11,6 +11,8 @@ class Question:
     root: str
     nonce_path: str
     """A file under the root that the head has just written."""
+    scratch: str | None = None
+    """Folder on the node's own disk, where that file is not there; the default one when None."""
     accelerator: str | None = None
     """DeepSpeed's name for it; the node finds it when None."""
     slots: list[int] = field(default_factory=list)
@@ -121,6 +123,13 @@ class Room:
     node_folder_error: str
     """Why it is of no use, and what to do; empty when it can be written."""
     node_folder_free_bytes: int
+    scratch: str = ""
+    """Where the head's file is not there: the folder on the node's own disk."""
+    scratch_mark: str = ""
+    """What it was given when it was made, so that two hosts with one folder are found out."""
+    scratch_error: str = ""
+    """Why it is of no use, and what to do; empty when it can be written."""
+    scratch_free_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ class Needs:
     slots: Mapping[str, tuple[int, ...]]
     """Accelerators of each host that its ranks are to use, in the hostfile's order; the ranks meet on the first."""
     root: Path
+    scratch: Path | None = None
+    """On each node's own disk, should it not share the root."""
     accelerator: str | None = None
     """DeepSpeed's name for it; found on the nodes when None."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -44,6 +46,7 @@ class Needs:
         return cls(
             slots={host.name: host.slots for host in hosts.all},
             root=spec.storage.root,
+            scratch=spec.storage.scratch,
             accelerator=cluster.accelerator,
             environment=settings_of_head(cluster.environment),
             spec=spec.model_dump(mode="json"),

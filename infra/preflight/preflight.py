@@ -67,8 +67,20 @@ def require_agreement(needs: Needs, transport: Transport) -> None:
     _require_none([one for one in found if one.is_problem and one.check not in {IN_USE, PORT}])
 
 
-def require_fit(needs: Needs, transport: Transport) -> tuple[Meeting, int]:
-    """Where the ranks can meet, and did; PreflightError with every problem, HostUnreachable if that is the only one."""
+@dataclass(frozen=True)
+class Fit:
+    """What ranks of hosts that can train together are to know."""
+
+    meeting: Meeting
+    port: int
+    is_node_local: bool
+
+
+def require_fit(needs: Needs, transport: Transport) -> Fit:
+    """Where the ranks can meet, and did, and what they share.
+
+    Raises PreflightError with every problem, and HostUnreachable if that is the only one.
+    """
     report = preflight(needs, transport)
     if report.problems and all(problem.check == REACHABLE for problem in report.problems):
         raise HostUnreachable("; ".join(problem.text for problem in report.problems))  # which can pass
@@ -78,7 +90,7 @@ def require_fit(needs: Needs, transport: Transport) -> tuple[Meeting, int]:
     meeting, port = report.judged.meeting, report.judged.port
     assert meeting is not None  # noqa: S101 - else there is a problem
     assert port is not None  # noqa: S101 - as above
-    return meeting, port
+    return Fit(meeting, port, report.judged.is_node_local)
 
 
 def _require_none(problems: list[Finding]) -> None:

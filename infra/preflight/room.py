@@ -2,29 +2,41 @@
 
 import os
 import resource
+import secrets
 import shutil
 import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from infra.node_folder import node_folder
+from infra.node_store.paths import scratch_folder
 from infra.preflight.facts import Question, Room
 from t5train.errors import StorageError
 from t5train.host_memory import host_memory_bytes
 
+_MARK = ".mark"
+
 
 def room(question: Question) -> Room:
     """What there is, and what the head's nonce says here."""
-    root = Path(question.root)
+    root, nonce = Path(question.root), _read(Path(question.nonce_path))
     folder, folder_error = _node_folder()
+    scratch = _Scratch.of(question.scratch) if nonce is None else _Scratch()
     return Room(
         memory_bytes=host_memory_bytes(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        nonce=_read(Path(question.nonce_path)),
+        nonce=nonce,
         root_error=_write_error(root),
         root_free_bytes=_free_bytes(root),
         node_folder=folder,
         node_folder_error=folder_error,
         node_folder_free_bytes=_free_bytes(Path(folder)),
+        scratch=scratch.path,
+        scratch_mark=scratch.mark,
+        scratch_error=scratch.error,
+        scratch_free_bytes=_free_bytes(Path(scratch.path)),
     )
 
 
@@ -36,6 +48,38 @@ def _node_folder() -> tuple[str, str]:
         return "", str(error)
     reason = _write_error(folder)
     return str(folder), f"{folder} cannot be written ({reason}): make room there, or mend its disk" if reason else ""
+
+
+@dataclass(frozen=True)
+class _Scratch:
+    """A folder on this node's own disk."""
+
+    path: str = ""
+    mark: str = ""
+    error: str = ""
+
+    @classmethod
+    def of(cls, chosen: str | None) -> Self:
+        """Make it if it is not there, and see whether it can be written."""
+        try:
+            folder = scratch_folder(chosen)
+            reason = _write_error(folder)
+            mark = "" if reason else _mark(folder / _MARK)
+        except StorageError as error:
+            return cls(error=str(error))
+        remedy = f"{folder} cannot be written ({reason}): make room there, or choose another storage.scratch"
+        return cls(str(folder), mark, remedy if reason else "")
+
+
+def _mark(path: Path) -> str:
+    """Made at random once, and the same from then on."""
+    mark = secrets.token_hex(16)
+    written = path.with_name(f"{path.name}-{mark}")
+    written.write_text(mark, "ascii")
+    with suppress(FileExistsError):
+        path.hardlink_to(written)  # whole at once, for a host with the same folder
+    written.unlink()
+    return path.read_text("ascii")
 
 
 def _read(path: Path) -> str | None:

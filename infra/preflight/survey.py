@@ -13,6 +13,7 @@ from pathlib import Path
 from infra.preflight.checks import LAUNCHER, PROGRAM, Judgement, judge, of_error
 from infra.preflight.facts import Facts, Question
 from infra.preflight.findings import Finding, Heard
+from infra.preflight.machine import identity
 from infra.preflight.needs import Needs
 from infra.preflight.software import software
 from infra.remote import Reply, Transport, node_command, run_everywhere
@@ -52,7 +53,7 @@ def survey(needs: Needs, transport: Transport) -> Judgement:
             on_answer=on_answer,
         )
     in_order = {host: heards[host] for host in needs.slots if host in heards}
-    judged = judge(in_order, needs, software(dict(needs.spec)), nonce)
+    judged = judge(in_order, needs, software(dict(needs.spec)), nonce, identity())
     return replace(judged, findings=[*findings, *judged.findings])
 
 
@@ -61,6 +62,7 @@ def _question(needs: Needs, host: str, nonce_path: Path) -> Question:
     return Question(
         root=str(needs.root),
         nonce_path=str(nonce_path),
+        scratch=str(needs.scratch) if needs.scratch else None,
         accelerator=needs.accelerator,
         slots=list(needs.slots[host]),
         environment=dict(needs.environment),

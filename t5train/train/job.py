@@ -69,6 +69,11 @@ class TrainJob(BaseModel):
         return TokenShards.load(self.shards_folder)
 
     @property
+    def begins_from(self) -> str | None:
+        """Fingerprint of the weights in ``spec.model.start_from``, if it is these that the attempt begins with."""
+        return None if self.resume_tag or self.consolidated else self.start_fingerprint
+
+    @property
     def checkpoints_folder(self) -> Path:
         """Where tags lie."""
         return self.run_folder / run_files.CHECKPOINTS

@@ -20,7 +20,7 @@ class Metrics:
         from torch.utils.tensorboard import SummaryWriter  # the head reads metrics, and does without torch
 
         path.parent.mkdir(parents=True, exist_ok=True)  # the head makes a run's folder on its own disk alone
-        _keep_until(path, resume_step)
+        drop_after(path, resume_step)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - this object is the context manager
         self._tensorboard = SummaryWriter(str(tensorboard), purge_step=resume_step + 1)
 
@@ -64,6 +64,7 @@ def parse_line(line: bytes) -> Values | None:
     return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
 
 
-def _keep_until(path: Path, step: int) -> None:
+def drop_after(path: Path, step: int) -> None:
+    """Take away lines of later steps, which an attempt wrote that went on from that one."""
     lines = [json.dumps(line) for line in read(path) if int(line["step"] or 0) <= step]
     write_text(path, "".join(line + "\n" for line in lines))

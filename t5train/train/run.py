@@ -135,9 +135,14 @@ def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress
 
 
 def is_job_of(spec: RunSpec, shards: TokenShards, attempt_folder: Path) -> bool:
-    """Whether the ranks of an attempt were told to do just what ``write_job`` would tell them, wherever they began."""
+    """Whether the ranks of an attempt were told to do just what ``write_job`` would tell them, wherever they began.
+
+    Where the weights lie that a run continues from is no part of that: nodes may have them elsewhere.
+    """
     job = TrainJob.read(attempt_folder / run_files.ATTEMPT_SPEC)
-    return job.spec == spec and job.run_fingerprint == run_fingerprint(spec, shards)
+    model = job.spec.model.model_copy(update={"start_from": spec.model.start_from})
+    told = job.spec.model_copy(update={"model": model})
+    return told == spec and job.run_fingerprint == run_fingerprint(spec, shards)
 
 
 def newest_verified_tag(spec: RunSpec, progress: Progress = silent) -> str | None:

@@ -117,8 +117,8 @@ CULPRITS: list[tuple[str, str, Change, str]] = [
         with_("devices", error="torch cannot be imported: libgomp: cannot allocate memory in static TLS block"),
         "node1: torch cannot be imported: libgomp: cannot allocate memory in static TLS block: set LD_PRELOAD",
     ),
-    ("root", "node3", with_("room", nonce=None), "node3: /shared/t5 is not the head's: mount the storage"),
-    ("root", "node3", with_("room", nonce="another"), "node3: /shared/t5 is not the head's: mount the storage"),
+    ("root", "node3", with_("room", nonce=None), "node3: /shared/t5 is not the head's, and on node0, node1, node2 it"),
+    ("root", "node3", with_("room", nonce="another"), "node3: /shared/t5 is not the head's, and on node0, node1, no"),
     (
         "root",
         "node3",
@@ -163,6 +163,38 @@ def test_a_culprit_is_found_and_named_with_the_remedy(check: str, host: str, cha
     assert (found.check, found.is_problem) == (check, True)
     assert text in found.text
     assert check in CHECKS
+
+
+def apart(scratch_mark: str, **room: object) -> Change:
+    return with_(
+        "room",
+        **{"nonce": None, "scratch": "/disk/scratch", "scratch_free_bytes": 1 << 40, **room},
+        scratch_mark=scratch_mark,
+    )
+
+
+def test_hosts_that_share_nothing_pass_whatever_the_root_is_on_them() -> None:
+    changes = {host: apart(host, root_error="No such file or directory", root_free_bytes=0) for host in HOSTS}
+    for of_first, is_head in ((changes["node0"], False), (with_("room"), True)):
+        judged = judge(heard(changes | {"node0": of_first}), NEEDS, SOFTWARE, NONCE, facts(0).identity * is_head)
+        assert judged.is_node_local
+        (remark,) = judged.findings
+        assert not remark.is_problem
+        assert "share nothing with the head" in remark.text
+    assert not judge(heard(changes | {"node0": with_("room")}), NEEDS, SOFTWARE, NONCE, "another").is_node_local
+
+
+@pytest.mark.parametrize(
+    ("check", "change", "text"),
+    [
+        ("root", apart("node1"), "node1, node3: /disk/scratch is one and the same folder: choose a storage.scratch"),
+        ("root", apart("", scratch_error="/x belongs to user 7: choose"), "node3: /x belongs to user 7: choose"),
+        ("disks", apart("3", scratch_free_bytes=1), "node3: /disk/scratch has 0.0 GB free, a run wants more"),
+    ],
+)
+def test_a_host_without_a_disk_of_its_own_is_named(check: str, change: Change, text: str) -> None:
+    found = findings({host: apart(host) for host in HOSTS} | {"node3": change})
+    assert [(one.check, text in one.text) for one in found if one.is_problem] == [(check, True)]
 
 
 def test_a_name_that_means_loopback_is_a_remark_where_ranks_are_told_an_interface() -> None:

@@ -1,0 +1,105 @@
+"""While ranks are at work: finished checkpoints come to the head, and old ones go. Never at the cost of the ranks."""
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+
+from infra.node_local import ledger
+from infra.node_local.node_run import NodeRun
+from infra.node_local.telling import Interrupted, Interruptible
+from infra.node_store.collect import collect
+from infra.node_store.gather import gather
+from infra.node_store.inventory import HEAD, inventory_of
+from infra.node_store.survey import Survey, prune_on, survey
+from infra.node_store.tags import complete_tags, superfluous
+from t5train.atomic_folder import discard
+from t5train.progress import Progress
+from t5train.run_files import METRICS, TENSORBOARD
+
+_LOOK_SECONDS = 0.5
+_RETRY_SECONDS = 10.0
+_METRICS_SECONDS = 5.0
+_METRICS_SHARE = 0.05
+"""Of the time at most goes into bringing metrics."""
+_TAG = re.compile("step-[0-9]{8}|removed-[0-9a-f]{8}")
+_log = logging.getLogger(__name__)
+
+
+class Follower:
+    """A thread beside those that watch the ranks. What fails is logged and tried again; it ends when it is told to."""
+
+    def __init__(self, run: NodeRun, num_saved: Callable[[], int]) -> None:
+        """Begin; ``num_saved`` grows when hosts have saved something."""
+        self._run, self._num_saved = run, num_saved
+        self._told, self._progress = threading.Event(), Interruptible()
+        self._thread = threading.Thread(target=self._follow, name="follower of checkpoints", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Break off what it does, which can be gone on with."""
+        self._progress.is_told_to_end = True
+        self._told.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        seen, gather_at, metrics_at = 0, 0.0, time.monotonic() + _METRICS_SECONDS
+        while not self._told.wait(_LOOK_SECONDS):
+            now = time.monotonic()
+            if (saved := self._num_saved()) != seen and now >= gather_at:
+                if self._try("the newest checkpoint is not gathered", lambda: keep_up(self._run, self._progress)):
+                    seen = saved
+                gather_at = time.monotonic() + _RETRY_SECONDS * (seen != saved)
+            if now >= metrics_at:
+                self._try("metrics are not brought", lambda: bring_metrics(self._run))
+                took = time.monotonic() - now
+                metrics_at = now + max(_METRICS_SECONDS, took / _METRICS_SHARE)
+
+    def _try(self, what: str, act: Callable[[], None]) -> bool:
+        try:
+            act()
+        except Interrupted:
+            return False
+        except Exception as error:
+            _log.warning("%s: %s: %s; this is tried again", what, type(error).__name__, error)
+            return False
+        return True
+
+
+def keep_up(run: NodeRun, progress: Progress) -> None:
+    """Gather the newest complete checkpoint if the head does not have it; then remove old ones everywhere."""
+    found = survey(run.nodes, run.name, run.checkpoints)
+    if not (complete := complete_tags(found.found)):
+        return
+    newest = complete[0]
+    ledger.note(run.folder, newest)
+    if newest.name not in {tag.name for tag in complete_tags({HEAD: found.found[HEAD]})}:
+        _log.info("gathering %s", newest.name)
+        gather(run.nodes, run.name, newest, run.checkpoints, progress)
+        bring_metrics(run)
+    prune(run, found)
+
+
+def bring_metrics(run: NodeRun) -> None:
+    """What rank 0 has written of its steps."""
+    collect(run.nodes, run.first, run.place, [METRICS, TENSORBOARD], run.folder)
+
+
+def prune(run: NodeRun, found: Survey) -> None:
+    """Remove all but the newest ``keep_last`` checkpoints, on nodes and head; those not gathered yet are left alone."""
+    gathered = complete_tags({HEAD: inventory_of(run.checkpoints)})
+    if not gathered:
+        return
+    old = {
+        place: {tag: copy for tag, copy in inventory.items() if _TAG.fullmatch(tag) and tag <= gathered[0].name}
+        for place, inventory in {**found.found, HEAD: inventory_of(run.checkpoints)}.items()
+    }
+    tags = superfluous(old, run.keep_last)
+    if not tags:
+        return
+    for host, error in prune_on(run.nodes, run.name, tags).items():
+        if error is not None:
+            _log.warning("%s keeps checkpoints %s for now: %s", host, ", ".join(tags), error)
+    for tag in tags:
+        discard(run.checkpoints / tag)

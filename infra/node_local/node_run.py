@@ -1,0 +1,93 @@
+"""A run on nodes with disks of their own: its names there, and what its ranks are told of them."""
+
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Self
+
+from infra.hosts import Host, Hosts
+from infra.node_folder import place
+from infra.node_store.nodes import Nodes
+from infra.node_store.paths import run_place, shards_place, staged_place
+from infra.remote import Transport
+from t5train.run_files import CHECKPOINTS
+from t5train.spec import RunSpec
+from t5train.train.job import Consolidated, TrainJob
+
+
+@dataclass(frozen=True)
+class NodeRun:
+    """One run, on the head and on its nodes."""
+
+    name: str
+    """On the nodes: with the fingerprint, so that another run of this name does not meet its files."""
+    folder: Path
+    """On the head."""
+    hosts: Hosts
+    nodes: Nodes
+    keep_last: int
+
+    @classmethod
+    def of(cls, spec: RunSpec, run_fingerprint: str, hosts: Hosts, transport: Transport) -> Self:
+        """The run of that spec."""
+        return cls(
+            name=f"{spec.run_name}-{run_fingerprint[:12]}",
+            folder=spec.run_folder,
+            hosts=hosts,
+            nodes=Nodes(transport, hosts.names, spec.storage.scratch),
+            keep_last=spec.storage.keep_last,
+        )
+
+    @property
+    def checkpoints(self) -> Path:
+        """The gathered copy."""
+        return self.folder / CHECKPOINTS
+
+    @property
+    def place(self) -> str:
+        """Within the scratch folder of each node."""
+        return run_place(self.name)
+
+    @property
+    def first(self) -> str:
+        """The host of rank 0, which alone reports."""
+        return self.hosts.names[0]
+
+    def ranks_of(self, host: Host) -> range:
+        """Global ranks."""
+        before = self.hosts.all[: self.hosts.all.index(host)]
+        first = sum(len(each.slots) for each in before)
+        return range(first, first + len(host.slots))
+
+    def told(self, job: TrainJob) -> TrainJob:
+        """The job as ranks on nodes are to read it."""
+        changes = {
+            "node_local": True,
+            "run_folder": self._on_node(self.place),
+            "shards_folder": self._on_node(place_of_shards(job)),
+        }
+        if job.consolidated is not None:
+            folder = self._on_node(place_of_consolidated(job.consolidated))
+            changes["consolidated"] = job.consolidated.model_copy(update={"folder": folder})
+        elif job.begins_from is not None:
+            start = {"start_from": str(self._on_node(place_of_start(job)))}
+            changes["spec"] = job.spec.model_copy(update={"model": job.spec.model.model_copy(update=start)})
+        return job.model_copy(update=changes)
+
+    def _on_node(self, name: str) -> Path:
+        return (self.nodes.scratch or place("scratch")) / name
+
+
+def place_of_shards(job: TrainJob) -> str:
+    """Where token shards are staged."""
+    return shards_place(job.shards_folder.name)
+
+
+def place_of_consolidated(told: Consolidated) -> str:
+    """Where a checkpoint of another layout is staged."""
+    return staged_place(told.folder.name, told.fingerprint)
+
+
+def place_of_start(job: TrainJob) -> str:
+    """Where the model to continue from is staged."""
+    assert job.begins_from is not None  # noqa: S101 - asked of such jobs alone
+    return staged_place(PurePath(job.spec.model.start_from or "").name, job.begins_from)

@@ -1,0 +1,63 @@
+"""Storage of a run whose hosts have disks of their own, as a launch asks for it."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from infra.node_local import following
+from infra.node_local.following import Follower
+from infra.node_local.node_run import NodeRun
+from infra.node_local.providing import provide
+from infra.node_local.recovery import recover
+from infra.node_local.telling import told_here
+from infra.node_store.collect import collect
+from infra.node_store.staging import release
+from t5train.atomic import write_text
+from t5train.progress import Progress
+from t5train.run_files import METRICS, TENSORBOARD, WITNESS_FOLDER
+from t5train.train.job import TrainJob
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NodeLocalStorage:
+    """Each node's own disk; the head has copies."""
+
+    run: NodeRun
+    write_job: Callable[[Path], Path]
+    """Writes the job that ranks on the head would have, in the folder of an attempt."""
+    progress: Progress
+
+    def make_ready(self, attempt_folder: Path) -> Path:
+        """Recover the newest checkpoint, and bring it and the token shards to those who read them."""
+        told_here(partial(recover, self.run), self.progress)
+        path = self.write_job(attempt_folder)
+        job = TrainJob.read(path)
+        told_here(partial(provide, self.run, job), self.progress)
+        write_text(path, self.run.told(job).model_dump_json(indent=1) + "\n")
+        return path
+
+    @contextmanager
+    def following(self, num_saved: Callable[[], int]) -> Iterator[None]:
+        """Gather what is saved meanwhile."""
+        follower = Follower(self.run, num_saved)
+        try:
+            yield
+        finally:
+            follower.end()
+
+    def take_home(self) -> None:
+        """Gather the last checkpoint, and collect the witness and the metrics. Raises HostError.
+
+        From then on what was staged for the run may give way to others.
+        """
+        told_here(partial(following.keep_up, self.run), self.progress)
+        names = [METRICS, TENSORBOARD, WITNESS_FOLDER]
+        collect(self.run.nodes, self.run.first, self.run.place, names, self.run.folder)
+        for host, error in release(self.run.nodes, self.run.name).items():
+            if error is not None:
+                _log.warning("what was staged on %s for this run stays: %s", host, error)
