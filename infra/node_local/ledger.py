@@ -33,8 +33,6 @@ class Seen:
 
 def note(run_folder: Path, tag: FoundTag) -> None:
     """Remember the newest complete checkpoint."""
-    if (seen := last_seen(run_folder)) is not None and seen.tag == tag.name:
-        return
     at = datetime.now(UTC).isoformat(timespec="seconds")
     write_json(run_folder / _LEDGER, {"tag": tag.name, "at": at, "places": tag.places})
 

@@ -1,0 +1,145 @@
+"""Hosts that share nothing but the network train what one host trains, whatever happens to a disk; bit for bit."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_runs import Ended, Stage, weights
+
+from infra.node_local.ledger import last_seen
+from infra.testcluster import Cluster
+from t5train import sidecar
+from t5train.train import metrics
+from t5train.verify import verify
+
+pytestmark = pytest.mark.cluster
+
+RUN, FIRST, LAST = "apart", "step-00000015", "step-00000030"
+SCRATCH = "/var/tmp/t5-pretrain-0/scratch"
+SHARD_OF_0 = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+SHARD_OF_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+HOSTS = ["--hostfile", "/root/hosts", "--num-nodes", "2"]
+SECONDS = 400
+
+
+class Apart:
+    """A cluster whose hosts share nothing, and a run on it."""
+
+    def __init__(self, cluster: Cluster, prepared: Path) -> None:
+        self.cluster = cluster
+        self.root = cluster.disk("head", "/root/work")
+        shutil.copytree(prepared / "shards", self.root / "shards")
+        self.stage = Stage(cluster, prepared)
+        self.folder = self.root / "runs" / RUN
+
+    def train(self, command: str = "train", name: str = RUN, options: list[str] = HOSTS) -> Ended:
+        """Start it, and wait for its end."""
+        ended = self.stage.start(command, name, options, root=Path("/root/work")).wait(SECONDS)
+        assert not self.stage.processes()
+        return ended
+
+    def on(self, host: str) -> Path:
+        """The run's folder on a node's own disk."""
+        (found,) = self.cluster.disk(host, f"{SCRATCH}/runs").glob(f"{RUN}-*")
+        return found
+
+    def take_back(self, hosts: list[str]) -> None:
+        """Let the run have ended after its first checkpoint."""
+        (self.folder / "manifest.json").unlink()
+        for folder in (self.folder, *map(self.on, hosts)):
+            shutil.rmtree(folder / "checkpoints" / LAST, ignore_errors=True)
+            shutil.rmtree(folder / "witness", ignore_errors=True)
+
+    def wipe(self, host: str) -> None:
+        """Put another disk into a node."""
+        self.cluster.power_cut(host)
+        self.cluster.boot(host, new_disk=True)
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    """A head and two nodes, with token shards on the head."""
+    prepared = tmp_path_factory.mktemp("prepared")
+    with Cluster.temporary(f"apart-{os.getpid()}", nodes=2) as cluster:
+        Stage(cluster, prepared).prepare()
+        yield Apart(cluster, prepared)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(apart: Apart) -> Any:
+    """Digests of the weights with which one host with two ranks ends."""
+    assert apart.train(name="one-host", options=["--set", "cluster.ranks=2"]).exit_code == 0
+    return weights(apart.root / "runs/one-host")
+
+
+@pytest.fixture(scope="module")
+def trained(apart: Apart) -> Apart:
+    """The run, at its end for the first time."""
+    ended = apart.train("run")
+    assert ended.exit_code == 0, ended.output[-4000:]
+    assert ended.told == f"published: /root/work/published/{RUN}"
+    return apart
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_hosts_that_share_nothing_train_what_one_host_trains_and_it_is_published(
+    trained: Apart, undisturbed: Any
+) -> None:
+    assert weights(trained.folder) == undisturbed
+    verify(str(trained.root / "published" / RUN))
+    assert not trained.cluster.disk("node0", "/root/work").exists()
+    assert [line["step"] for line in metrics.read(trained.folder / "metrics.jsonl") if "loss" in line] == [
+        *range(1, 31)
+    ]
+
+
+def test_what_was_saved_is_gathered_whole_and_lies_on_nodes_in_parts(trained: Apart) -> None:
+    for tag in (FIRST, LAST):
+        sidecar.require_complete(trained.folder / "checkpoints" / tag)
+    assert not (trained.on("node1") / "checkpoints" / LAST / SHARD_OF_0).exists()
+    assert not (trained.on("node0") / "checkpoints" / LAST / SHARD_OF_1).exists()
+
+
+def test_a_wiped_node_a_flipped_bit_and_another_ones_latest_are_made_good_from_the_gathered_copy(
+    trained: Apart, undisturbed: Any
+) -> None:
+    trained.take_back(["node0"])
+    trained.wipe("node1")
+    flip(trained.on("node0") / "checkpoints" / FIRST / SHARD_OF_0)
+    (trained.on("node0") / "checkpoints" / "latest").write_text("step-00000099")
+    ended = trained.train()
+    assert ended.exit_code == 0, ended.output[-4000:]
+    assert weights(trained.folder) == undisturbed
+
+
+def test_what_was_never_gathered_is_taken_from_nodes_and_a_half_written_tag_is_passed_over(
+    trained: Apart, undisturbed: Any
+) -> None:
+    written = shutil.copytree(trained.on("node0") / "checkpoints" / LAST, trained.root / "half-written")
+    trained.take_back(["node0", "node1"])
+    shutil.move(written, trained.on("node0") / "checkpoints" / LAST)  # the other node's part is not there
+    shutil.rmtree(trained.folder / "checkpoints")
+    ended = trained.train()
+    assert ended.exit_code == 0, ended.output[-4000:]
+    assert f"{LAST} is passed over" in ended.output
+    assert weights(trained.folder) == undisturbed
+
+
+def test_where_nothing_is_complete_any_more_it_is_told_what_is_missing_and_where_it_was(trained: Apart) -> None:
+    trained.take_back(["node0", "node1"])
+    shutil.rmtree(trained.folder / "checkpoints")
+    trained.wipe("node1")
+    ended = trained.train()
+    assert ended.exit_code == 1
+    assert re.search(rf"{SHARD_OF_1} \(last seen [^)]* on [^)]*node1\)", ended.told)
+    assert (seen := last_seen(trained.folder)) is not None
+    assert seen.tag == LAST
