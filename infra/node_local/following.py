@@ -87,7 +87,7 @@ def bring_metrics(run: NodeRun) -> None:
 
 
 def prune(run: NodeRun, found: Survey) -> None:
-    """Remove all but the newest ``keep_last`` checkpoints, on nodes and head; those not gathered yet are left alone."""
+    """Remove checkpoints that are not to be kept, on nodes and head; those not gathered yet are left alone."""
     gathered = complete_tags({HEAD: inventory_of(run.checkpoints)})
     if not gathered:
         return
@@ -95,7 +95,7 @@ def prune(run: NodeRun, found: Survey) -> None:
         place: {tag: copy for tag, copy in inventory.items() if _TAG.fullmatch(tag) and tag <= gathered[0].name}
         for place, inventory in {**found.found, HEAD: inventory_of(run.checkpoints)}.items()
     }
-    tags = superfluous(old, run.keep_last)
+    tags = superfluous(old, run.keep.keep_last, run.keep.keep_every_steps, run.keep.checkpoint_bytes)
     if not tags:
         return
     for host, error in prune_on(run.nodes, run.name, tags).items():

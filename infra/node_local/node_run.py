@@ -10,7 +10,7 @@ from infra.node_store.nodes import Nodes
 from infra.node_store.paths import run_place, shards_place, staged_place
 from infra.remote import Transport
 from t5train.run_files import CHECKPOINTS
-from t5train.spec import RunSpec
+from t5train.spec import RunSpec, StorageSpec
 from t5train.train.job import Consolidated, TrainJob
 
 
@@ -24,7 +24,8 @@ class NodeRun:
     """On the head."""
     hosts: Hosts
     nodes: Nodes
-    keep_last: int
+    keep: StorageSpec
+    """Which checkpoints."""
 
     @classmethod
     def of(cls, spec: RunSpec, run_fingerprint: str, hosts: Hosts, transport: Transport) -> Self:
@@ -34,7 +35,7 @@ class NodeRun:
             folder=spec.run_folder,
             hosts=hosts,
             nodes=Nodes(transport, hosts.names, spec.storage.scratch),
-            keep_last=spec.storage.keep_last,
+            keep=spec.storage,
         )
 
     @property
