@@ -13,6 +13,7 @@ from infra.node_store.pulling import Wanted, Watcher, is_whole, missing_bytes, p
 from infra.node_store.tags import FoundTag
 from infra.node_store.wire import Refused
 from t5train.atomic import sync_folder, write_text
+from t5train.cores import num_cores
 from t5train.errors import DigestMismatch, HostError, IncompleteCheckpoint, T5TrainError
 from t5train.progress import Progress, silent
 from t5train.storage_space import require_space
@@ -30,7 +31,7 @@ def gather(nodes: Nodes, run_name: str, tag: FoundTag, checkpoints: Path, progre
     folder = checkpoints / tag.name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _remove_strangers(folder, tag)
-    lacking = [each for each in _wanted(tag) if not is_whole(folder, each)]
+    lacking = _lacking(folder, _wanted(tag), progress)
     require_space(folder, missing_bytes(folder, lacking), f"checkpoint {tag.name}")
     _Gathering(nodes, tag_place(run_name, tag.name), folder, lacking, progress).run(tag.places)
     for name, text in sorted(tag.texts.items()):
@@ -40,6 +41,18 @@ def gather(nodes: Nodes, run_name: str, tag: FoundTag, checkpoints: Path, progre
 
 def _wanted(tag: FoundTag) -> list[Wanted]:
     return [Wanted.of(name, digest) for name, digest in sorted(tag.files.items())]
+
+
+def _lacking(folder: Path, wanted: list[Wanted], progress: Progress) -> list[Wanted]:
+    """What is not there whole; what is there is read, one file on each core."""
+    total, done, missing = sum(each.size for each in wanted), 0, []
+    with ThreadPoolExecutor(num_cores()) as threads:
+        for each, whole in zip(wanted, threads.map(lambda one: is_whole(folder, one), wanted), strict=True):
+            done += each.size
+            progress("checkpoint bytes verified", done, total)
+            if not whole:
+                missing.append(each)
+    return missing
 
 
 def _remove_strangers(folder: Path, tag: FoundTag) -> None:

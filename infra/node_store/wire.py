@@ -75,7 +75,9 @@ class Channel:
                 raise Refused(str(message["error"]))
             if "end" in message:
                 return
-            yield self.take(int(message["bytes"]))
+            if (count := int(message["bytes"])) > CHUNK_BYTES:
+                raise BrokenOff(f"the other side would send {count} bytes at once: it is of another version")
+            yield self.take(count)
         raise BrokenOff(f"the other side ended while it sent {name}")
 
     def answer(self, request: Message, source: Source) -> None:

@@ -1,8 +1,10 @@
 """A checkpoint that lies in parts on nodes comes to the head whole, whatever was damaged on the way."""
 
 import os
+import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,13 @@ import pytest
 
 from infra.node_store.gather import gather
 from infra.node_store.nodes import Nodes
-from infra.node_store.pulling import partial_path
+from infra.node_store.pulling import Wanted, Watcher, partial_path, pull
 from infra.node_store.tags import complete_tags
+from infra.node_store.wire import files_in
 from t5train import sidecar
 from t5train.errors import HostUnreachable, IncompleteCheckpoint, StorageError
 from t5train.train.job import tag_of
-from tests.infra.node_store.conftest import RUN, Site
+from tests.infra.node_store.conftest import RUN, Site, digest
 
 PART_OF_B = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
@@ -132,6 +135,60 @@ def test_a_node_that_is_away_is_not_needed_for_what_the_head_has(site: Site) -> 
     site.save(8)
     gather(site.nodes, RUN, site.newest(), site.checkpoints)
     gather(site.nodes.on(), RUN, site.newest(), site.checkpoints)
+
+
+def test_a_disk_that_fills_up_leaves_what_has_come_and_is_gone_on_with(tmp_path: Path, tiny_disk: Path) -> None:
+    content = os.urandom(600_000)
+    (tmp_path / "f").write_bytes(content)
+    (tiny_disk / "ballast").write_bytes(bytes(700_000))
+    wanted = [Wanted.of("f", digest(content))]
+    with pytest.raises(StorageError, match="f cannot be written: No space left on device; make room"):
+        pull(files_in(tmp_path), wanted, tiny_disk, Watcher())
+    come = partial_path(tiny_disk / "f").stat().st_size
+    (tiny_disk / "ballast").unlink()
+    asked: list[int] = []
+
+    def source(name: str, offset: int, size: int) -> Iterator[bytes]:
+        asked.append(offset)
+        return files_in(tmp_path)(name, offset, size)
+
+    pull(source, wanted, tiny_disk, Watcher())
+    assert asked == [come]
+    assert come > 200_000
+    assert (tiny_disk / "f").read_bytes() == content
+
+
+HEAD = """
+import sys
+from pathlib import Path
+from infra.node_store.gather import gather
+from infra.node_store.nodes import Nodes
+from infra.node_store.survey import survey
+from infra.node_store.tags import complete_tags
+from tests.infra.conftest import LocalHosts
+
+run, checkpoints = sys.argv[1], Path(sys.argv[2])
+nodes = Nodes(LocalHosts(Path(sys.argv[3])), ("a", "b"))
+tag = complete_tags(survey(nodes, run, checkpoints).found)[0]
+print("gathering", flush=True)
+gather(nodes, run, tag, checkpoints)
+"""
+
+
+def test_a_head_that_is_killed_at_any_moment_leaves_nothing_that_looks_complete_and_is_not(site: Site) -> None:
+    site.save(8, size=8_000_000)
+    argv = [sys.executable, "-c", HEAD, RUN, str(site.checkpoints), str(site.folder / "hosts")]
+    moments = random.Random(0)
+    for _ in range(5):
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as head:
+            assert head.stdout is not None
+            assert head.stdout.readline() == "gathering\n"
+            time.sleep(moments.uniform(0, 0.4))
+            head.kill()
+        for tag in sidecar.complete_tags(site.checkpoints):
+            sidecar.require_complete(site.checkpoints / tag)
+    gather(site.nodes, RUN, site.newest(), site.checkpoints)
+    sidecar.require_complete(site.checkpoints / tag_of(8))
 
 
 def test_a_disk_without_room_is_told_before_anything_is_sent(site: Site, tiny_disk: Path) -> None:
