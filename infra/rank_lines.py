@@ -21,7 +21,6 @@ class RankLines:
 
     def tell(self, host: str, lines: Iterable[tuple[str, str]], left_out: int) -> None:
         """Log lines, each with its rank's name; how many were left out is told with the next."""
-        self._left_out += left_out
         for name, line in lines:
             if not self._limit.take(1):
                 self._left_out += 1
@@ -29,3 +28,4 @@ class RankLines:
             omitted = f" ({self._left_out} lines before this one are left out)" if self._left_out else ""
             self._left_out = 0
             _log.log(logging.WARNING if warns(line) else logging.INFO, "%s %s: %s%s", host, name, redact(line), omitted)
+        self._left_out += left_out  # its machine has left out what came after these lines
