@@ -9,14 +9,13 @@ from typing import Protocol
 
 import pytest
 
-from infra import attempt, lease
+from infra import attempt, lease, window
 from infra.attempt import Attempt
 from infra.exit_record import Cause, ExitRecord
 from infra.remote import Transport, node_command, run
 from infra.supervision import Supervision
 from t5train.errors import HostLost
 
-Until = Callable[..., None]
 HOSTS = {"a": (0,), "b": (0,)}
 
 
@@ -108,8 +107,13 @@ def test_the_first_bad_record_is_a_failure_and_the_ranks_error_is_there(
 
 
 def test_a_window_that_breaks_is_opened_again_and_nothing_is_lost(
-    this: Attempt, way: Unsteady, local_hosts: Hosts, supervise: Callable[..., Supervision], until: Until
+    this: Attempt,
+    way: Unsteady,
+    local_hosts: Hosts,
+    supervise: Callable[..., Supervision],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(window, "_SILENT_SECONDS", 2.0)
     way.silent = "b"  # a first connection that says nothing is given up after some seconds
     supervision = supervise()
     end_rank(local_hosts.attempt_folder("a", this.run_id), 0)
@@ -122,15 +126,19 @@ def test_a_window_that_breaks_is_opened_again_and_nothing_is_lost(
 
 
 def test_a_host_that_is_silent_is_warned_of_and_lost_when_the_lease_is_over(
-    this: Attempt, way: Unsteady, supervise: Callable[..., Supervision], caplog: pytest.LogCaptureFixture
+    this: Attempt,
+    way: Unsteady,
+    supervise: Callable[..., Supervision],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("infra.supervision._SILENT_SECONDS", 1.0)
     way.silent = "b"
     supervision = supervise()
-    supervision.this = replace(this, lease_seconds=6.0)
-    assert 6 <= look_until(supervision, lambda: supervision.failed) < 8
+    assert 3 <= look_until(supervision, lambda: supervision.failed) < 5
     assert isinstance(supervision.failure, HostLost)
-    assert str(supervision.failure).startswith("b has not been heard of for 6 s")
-    assert "b has not been heard of for 5 s, of 6 s" in caplog.text
+    assert str(supervision.failure).startswith("b has not been heard of for 3 s")
+    assert "b has not been heard of for 1 s, of 3 s" in caplog.text
     assert supervision.silent == ["b"]
 
 
