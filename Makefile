@@ -14,7 +14,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo test test-fast test-cluster lint types bench corruptions bench-consolidate variants-table up clean
+.PHONY: help setup demo demo-cluster test test-fast test-cluster lint types bench corruptions bench-consolidate variants-table up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -23,6 +23,9 @@ setup: .venv/.installed .venv/.ops-built ## Make .venv and install everything; q
 
 demo: setup ## The whole chain on two CPU ranks, from Python's documentation to a published checkpoint
 	@$(BIN)/t5-pretrain run smoke --root $(ROOT)
+
+demo-cluster: setup ## The same on two hosts that share nothing, made of namespaces on this machine (root)
+	@$(BIN)/python -m infra.testcluster demo --root $(ROOT)
 
 test: setup lint types ## Everything that must pass: lint, types, quick tests, then slow ones
 	@$(BIN)/pytest -m "not slow and not cluster"

@@ -8,6 +8,7 @@ import typer
 
 from infra.testcluster import registry
 from infra.testcluster.cluster import Cluster
+from infra.testcluster.demo import demo as try_it
 from t5train.errors import T5TrainError
 
 app = typer.Typer(
@@ -37,6 +38,12 @@ def up(
 def down(name: Name = DEFAULT) -> None:
     """End every host, and remove all disks."""
     registry.end(name)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def demo(context: typer.Context, root: Annotated[Path, typer.Option(help="Gets what is published.")]) -> None:
+    """Train, certify and publish on two hosts with nothing shared, and remove them; more arguments go to `run`."""
+    try_it(root, context.args)
 
 
 @app.command("exec", context_settings={"allow_interspersed_args": False})
