@@ -30,6 +30,7 @@ ExcludeOption = Annotated[
     str | None, typer.Option("--exclude", metavar="NAME[:SLOT,...][@...]", help="Hosts and slots of it not to use")
 ]
 NumNodesOption = Annotated[int | None, typer.Option("--num-nodes", help="So many hosts of it, from the first")]
+SparesOption = Annotated[int | None, typer.Option("--spares", help="Of these hosts the last so many wait in reserve")]
 LauncherOption = Annotated[str | None, typer.Option("--launcher", help="pdsh, slurm or openmpi", show_default="pdsh")]
 
 
@@ -50,7 +51,12 @@ def settings(assignments: list[str] | None) -> dict[str, str]:
 
 
 def host_settings(
-    hostfile: Path | None, include: str | None, exclude: str | None, num_nodes: int | None, launcher: str | None
+    hostfile: Path | None,
+    include: str | None,
+    exclude: str | None,
+    num_nodes: int | None,
+    launcher: str | None,
+    spares: int | None = None,
 ) -> dict[str, str]:
     """The settings that the options for hosts stand for."""
     given = {
@@ -59,6 +65,7 @@ def host_settings(
         "cluster.exclude": exclude,
         "cluster.num_nodes": num_nodes,
         "cluster.launcher": launcher,
+        "cluster.spares": spares,
     }
     # Quoted, so that a name such as "2024" stays text when the setting is read as JSON.
     return {setting: json.dumps(value) for setting, value in given.items() if value is not None}

@@ -12,6 +12,7 @@ from flows.options import (
     NumNodesOption,
     RootOption,
     SetOption,
+    SparesOption,
     host_settings,
     settings,
 )
@@ -36,9 +37,10 @@ def preflight(  # noqa: PLR0913, PLR0917 - one for each option
     exclude: ExcludeOption = None,
     num_nodes: NumNodesOption = None,
     launcher: LauncherOption = None,
+    spares: SparesOption = None,
 ) -> None:
     """Ask every host of a hostfile what would break, and let all ranks meet; exit code 1 with problems."""
-    changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher)
+    changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares)
     spec = resolve(recipe, changed, root=root)
     require_possible(spec)
     with hosts_of(spec) as (needs, transport):

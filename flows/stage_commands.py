@@ -16,6 +16,7 @@ from flows.options import (
     RecipeArgument,
     RootOption,
     SetOption,
+    SparesOption,
     host_settings,
     settings,
     spec_of,
@@ -102,9 +103,10 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
     exclude: ExcludeOption = None,
     num_nodes: NumNodesOption = None,
     launcher: LauncherOption = None,
+    spares: SparesOption = None,
 ) -> None:
     """Train on token shards that are there, from the newest complete checkpoint on."""
-    changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher)
+    changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares)
     spec = resolve(recipe, changed, root=root, run_name=name)
     tokens = TokenShards.load(shards or _only_shards(spec.storage.root))
     with hold_ready_run(spec), progress_display() as progress:

@@ -81,7 +81,7 @@ class ClusterWatch:
         found = failure_of(self.this, len(self._supervision.ranks))
         if self._unreachable:
             lost = "; ".join(f"{host} is lost: {self._supervision.broken(host)}" for host in self._unreachable)
-            return HostLost(f"{lost}. What others said: {found}")
+            return HostLost(f"{lost}. What others said: {found}", self._unreachable)
         return found
 
     def _look(self) -> None:

@@ -31,15 +31,16 @@ def failure_of(this: Attempt, num_ranks: int) -> T5TrainError:
             return error
     if (found := _first_failure(this, num_ranks, reported.keys())) is None:
         return next(iter(reported.values()), None) or _launcher_failure(this, num_ranks)
-    kind, what, log = found
-    return kind(f"{what} (attempt {this.folder.name}); its output is in {log}, and ends:\n{redact(tail(log))}")
+    kind, what, log, hosts = found
+    text = f"{what} (attempt {this.folder.name}); its output is in {log}, and ends:\n{redact(tail(log))}"
+    return kind(text, hosts)
 
 
-_Found = tuple[type[LaunchError], str, Path]
+_Found = tuple[type[LaunchError], str, Path, list[str]]
 
 
 def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) -> _Found | None:
-    """What happened, and whose output tells of it, leaving out the ranks that are ``explained``.
+    """What happened, whose output tells of it, and whose host is to blame, without the ranks that are ``explained``.
 
     A killed guard explains all that follows; else the first failure does that was no consequence of another. None when
     every rank was ended from above, or none ever started.
@@ -48,13 +49,19 @@ def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) ->
     for rank, record in records.items():
         if record is None and (this.folder / f"{rank_name(rank)}.pid").exists():
             who = _who(this, rank, num_ranks, None)
-            return RankKilled, f"{who} left no exit record: its guard was killed", this.log(rank_name(rank))
+            return (
+                RankKilled,
+                f"{who} left no exit record: its guard was killed",
+                this.log(rank_name(rank)),
+                _host_of(this, rank),
+            )
     failed = [(_diagnosis(this, record), record, rank) for rank, record in records.items() if _is_cause(record)]
     if not failed:
         return None
     diagnosis, record, rank = min(failed, key=lambda one: (one[0].hops, one[1].ended_at))
     what = f"{_who(this, rank, num_ranks, record)} {record}"
-    return diagnosis.kind, f"{what}: {diagnosis.advice}" if diagnosis.advice else what, this.log(record.name)
+    blamed = _host_of(this, rank) if diagnosis.hops == 0 else []  # else it is another's fault, and not known whose
+    return diagnosis.kind, f"{what}: {diagnosis.advice}" if diagnosis.advice else what, this.log(record.name), blamed
 
 
 def _diagnosis(this: Attempt, record: ExitRecord) -> Diagnosis:
@@ -65,8 +72,12 @@ def _who(this: Attempt, rank: int, num_ranks: int, record: ExitRecord | None) ->
     """``rank 3 of 4 on node2``; the host only where there are several."""
     if this.hosts is None:
         return f"rank {rank} of {num_ranks}"
-    places = [host for host, slots in this.hosts.items() for _ in slots]
-    return f"rank {rank} of {num_ranks} on {record.host if record else places[rank]}"
+    return f"rank {rank} of {num_ranks} on {record.host if record else ''.join(_host_of(this, rank))}"
+
+
+def _host_of(this: Attempt, rank: int) -> list[str]:
+    """Its name; nothing in an attempt on this machine alone."""
+    return [host for host, slots in (this.hosts or {}).items() for _ in slots][rank : rank + 1]
 
 
 def _launcher_failure(this: Attempt, num_ranks: int) -> LaunchError:

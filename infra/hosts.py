@@ -64,7 +64,21 @@ def read_hosts(cluster: ClusterSpec) -> Hosts:
 
 
 def chosen_hosts(cluster: ClusterSpec) -> Hosts:
-    """The hosts that settings with a hostfile choose; SpecError names the line or setting, and the remedy."""
+    """The hosts that settings with a hostfile choose to train; SpecError names the line or setting, and the remedy."""
+    found = _listed(cluster)
+    if cluster.spares >= len(found.all):
+        raise SpecError(
+            f"cluster.spares is {cluster.spares}, and {len(found.all)} hosts are chosen: leave at least one to train"
+        )
+    return Hosts(found.all[: len(found.all) - cluster.spares])
+
+
+def spare_hosts(cluster: ClusterSpec) -> Hosts:
+    """The hosts that wait until one of those that train is to be replaced; errors as of ``chosen_hosts``."""
+    return Hosts(_listed(cluster).all[len(chosen_hosts(cluster).all) :])
+
+
+def _listed(cluster: ClusterSpec) -> Hosts:
     if cluster.hostfile is None:
         raise SpecError("cluster.hostfile is left out: name a file of hosts with --hostfile")
     try:

@@ -148,7 +148,7 @@ def connect(transport: Transport, host: str, argv: Sequence[str]) -> subprocess.
             env=os.environ | {"LC_ALL": "C"},  # what ssh says is read
         )
     except FileNotFoundError as error:
-        raise HostUnreachable(f"{host}: {command[0]} is not on this machine: install openssh-client") from error
+        raise HostUnreachable(f"{host}: {command[0]} is not on this machine: install openssh-client", [host]) from error
 
 
 def _started(transport: Transport, host: str, argv: Sequence[str], deadline_seconds: float) -> subprocess.Popen[bytes]:
@@ -165,7 +165,8 @@ def _answer(
         except subprocess.TimeoutExpired as error:
             raise HostTimeout(
                 f"{host}: {_short(argv)} had not ended after {deadline_seconds:g} s: see whether the host is "
-                f"overloaded or a disk of it hangs. It said: {last_lines(error.stderr or b'')}"
+                f"overloaded or a disk of it hangs. It said: {last_lines(error.stderr or b'')}",
+                [host],
             ) from None
         finally:
             kill(process)
@@ -187,7 +188,8 @@ def failure_of(host: str, argv: Sequence[str], returncode: int, said: bytes) -> 
         return failure_of_ssh(host, said)
     remedy = ": install the package there, at the same path as here" if returncode == _NOT_FOUND else ""
     return RemoteFailed(
-        f"{host}: {_short(argv)} ended with exit code {returncode}{remedy}. It said: {last_lines(said)}"
+        f"{host}: {_short(argv)} ended with exit code {returncode}{remedy}. It said: {last_lines(said)}",
+        [host],
     )
 
 

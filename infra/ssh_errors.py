@@ -60,8 +60,10 @@ def failure_of_ssh(host: str, said: bytes) -> HostError:
             name = match.groupdict().get("name") or host  # as known_hosts has it: [host]:port where that is not 22
             at = re.fullmatch(r"\[.+\]:(\d+)", name)
             scan = f"-p {at[1]} {host}" if at else host
-            return kind(f"{host}: {remedy.format(host=host, name=name, scan=scan)}. ssh said: {last_lines(said)}")
-    return HostUnreachable(f"{host}: {_BROKEN}. ssh said: {last_lines(said)}")
+            return kind(
+                f"{host}: {remedy.format(host=host, name=name, scan=scan)}. ssh said: {last_lines(said)}", [host]
+            )
+    return HostUnreachable(f"{host}: {_BROKEN}. ssh said: {last_lines(said)}", [host])
 
 
 def last_lines(said: bytes, most: int = 3) -> str:

@@ -151,7 +151,7 @@ class Supervision:
 
     def _greet(self, name: str, host: _Host, boot_id: str) -> None:
         if host.boot_id not in (None, boot_id):
-            self._fail(HostLost(f"{name} was started anew while its ranks were at work"))
+            self._fail(HostLost(f"{name} was started anew while its ranks were at work", [name]))
         host.boot_id, host.broken = boot_id, ""
 
     def _keep_error(self, name: str, **error: Any) -> None:
@@ -165,7 +165,9 @@ class Supervision:
     def _part(self, name: str, host: _Host, left: list[int]) -> None:
         host.ended = True
         if not self._may_end:
-            self._fail(HostLost(f"{name} has ended the attempt, or knows nothing of it, though nobody here ended it"))
+            self._fail(
+                HostLost(f"{name} has ended the attempt, or knows nothing of it, though nobody here ended it", [name])
+            )
         if left:
             _log.error("%s: processes %s do not end, not even by SIGKILL", name, left)
 
@@ -184,7 +186,9 @@ class Supervision:
             )
         host.is_silent = seconds > _SILENT_SECONDS and not host.ended
         if host.is_silent and seconds > (self.this.lease_seconds or 0):
-            self._fail(HostLost(f"{name} has not been heard of for {seconds:.0f} s; {host.broken or 'it is silent'}"))
+            self._fail(
+                HostLost(f"{name} has not been heard of for {seconds:.0f} s; {host.broken or 'it is silent'}", [name])
+            )
 
     def _fail(self, failure: LaunchError) -> None:
         self.failure = self.failure or failure

@@ -107,7 +107,9 @@ class _Conversation:
             self._renewed_at = now
         if not select.select([self._stdout], [], [], _LOOK_SECONDS)[0]:
             if now - self._heard_at > _SILENT_SECONDS:
-                raise HostUnreachable(f"{self._host}: nothing was heard of it for {now - self._heard_at:.0f} s")
+                raise HostUnreachable(
+                    f"{self._host}: nothing was heard of it for {now - self._heard_at:.0f} s", [self._host]
+                )
             return []
         if not (new := os.read(self._stdout, 1 << 16)):
             raise self._failure()

@@ -26,7 +26,8 @@
     │   ├── RankStopped          no sign of life, or a phase took longer than its deadline
     │   ├── HostLost             a host, or the way to it
     │   ├── Preempted            told to end, with time to save
-    │   └── DiskFull
+    │   ├── DiskFull
+    │   └── RepeatedFailure      the same, again and again
     ├── TrainingError            training went on, but not honestly
     │   ├── NonFiniteLoss
     │   ├── TooManySkippedSteps
@@ -43,6 +44,7 @@ A message names the value, the constraint it breaks and the remedy. ``retryable`
 same thing again can help; what is wrong in a spec or an input stays wrong.
 """
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 
@@ -50,6 +52,11 @@ class T5TrainError(Exception):
     """Base of all deliberate errors; its text is fit to show to a user as it is."""
 
     retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, hosts: Iterable[str] = ()) -> None:
+        """``hosts`` are those that it is about, where it is known which."""
+        super().__init__(message)
+        self.hosts = tuple(hosts)
 
 
 class SpecError(T5TrainError):
@@ -158,6 +165,12 @@ class Preempted(LaunchError):
 
 class DiskFull(LaunchError):
     """A rank could not write: its disk is full."""
+
+    retryable = False
+
+
+class RepeatedFailure(LaunchError):
+    """Trying again has led to the same failure each time."""
 
     retryable = False
 

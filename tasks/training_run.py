@@ -3,15 +3,17 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from infra import failure_history
 from infra.attachment import end_all
 from infra.cluster_launch import ClusterLaunchSpec, launch_on_hosts
-from infra.hosts import read_hosts
+from infra.hosts import read_hosts, spare_hosts
 from infra.launch import LaunchSpec, launch
 from infra.node_local.node_run import NodeRun
 from infra.node_local.storage import NodeLocalStorage
 from infra.preflight.needs import Needs
 from infra.remote import Transport
 from infra.run_storage import RunStorage, SharedStorage
+from t5train.errors import HostError, LaunchError
 from t5train.model.shape import resolve
 from t5train.progress import Progress, silent
 from t5train.records import Checkpoint, TokenShards
@@ -27,12 +29,21 @@ def train_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -
     """The run's last checkpoint: reused, or trained from the newest complete one on.
 
     Hold ``hold_run`` around it. Raises RunChanged when the run was begun with other settings, a TrainingError when
-    training was not honest, and LaunchError, after which trying again can help.
+    training was not honest, and LaunchError or HostError, after most of which trying again can help. A host that has
+    failed twice in this process is named then, and replaced by a spare the next time.
     """
     run.open_run(spec, shards, progress)
     if (checkpoint := run.finished(spec, shards, progress)) is not None:
         return checkpoint
+    try:
+        _train(spec, shards, progress)
+    except (LaunchError, HostError) as error:
+        raise failure_history.judged(spec.run_folder, error) from error
+    _tell(spec, progress)
+    return run.conclude(spec, shards, progress)
 
+
+def _train(spec: RunSpec, shards: TokenShards, progress: Progress) -> None:
     def job(attempt_folder: Path) -> Path:
         return run.write_job(spec, shards, attempt_folder, progress)
 
@@ -42,12 +53,11 @@ def train_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -
         launch(here, on_tick=lambda: _tell(spec, progress))
     else:
         launch_on_hosts(_on_hosts(spec, shards, job, progress), on_tick=lambda: _tell(spec, progress))
-    _tell(spec, progress)
-    return run.conclude(spec, shards, progress)
 
 
 def _on_hosts(spec: RunSpec, shards: TokenShards, job: Callable[[Path], Path], progress: Progress) -> ClusterLaunchSpec:
-    hosts = read_hosts(spec.cluster)
+    unfit = failure_history.unfit(spec.run_folder)
+    hosts = failure_history.with_spares(read_hosts(spec.cluster), spare_hosts(spec.cluster), unfit)
 
     def storage(transport: Transport, is_node_local: bool) -> RunStorage:
         if not is_node_local:

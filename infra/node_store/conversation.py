@@ -40,7 +40,7 @@ def conversation(nodes: Nodes, host: str, action: str, request: Request) -> Iter
         listener.join()
         if remote_code:
             raise remote.failure_of(host, argv, remote_code, b"".join(said)) from error
-        raise HostUnreachable(f"{host}: {error}: see whether it still runs") from error
+        raise HostUnreachable(f"{host}: {error}: see whether it still runs", [host]) from error
     finally:
         remote.kill(process)
         process.wait()

@@ -94,7 +94,7 @@ def _seen(heards: Heards, place: Meeting | None, port: int | None) -> dict[str, 
 def of_error(error: HostError) -> Finding:
     """About a host that did not answer."""
     kinds = {HostKeyMismatch: HOST_KEY, RemoteFailed: PROGRAM}
-    return Finding(kinds.get(type(error), REACHABLE), str(error))
+    return Finding(kinds.get(type(error), REACHABLE), str(error), hosts=error.hosts)
 
 
 def _problems(heards: Heards, needs: Needs, head: Software, found: Storage) -> Mapping[str, Iterator[str]]:

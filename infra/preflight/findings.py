@@ -17,6 +17,8 @@ class Finding:
     check: str
     text: str
     is_problem: bool = True
+    hosts: tuple[str, ...] = ()
+    """Those that did not answer."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,8 @@ def require_fit(needs: Needs, transport: Transport) -> Fit:
     """
     report = preflight(needs, transport)
     if report.problems and all(problem.check == REACHABLE for problem in report.problems):
-        raise HostUnreachable("; ".join(problem.text for problem in report.problems))  # which can pass
+        silent = [host for problem in report.problems for host in problem.hosts]
+        raise HostUnreachable("; ".join(problem.text for problem in report.problems), silent)  # which can pass
     _require_none(report.problems)
     for remark in report.findings:
         _log.warning("%s: %s", remark.check, remark.text)

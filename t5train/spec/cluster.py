@@ -29,6 +29,7 @@ class ClusterSpec(SpecPart):
     execution = frozenset(
         {
             *("ranks", "accelerator", "master_port", "retries", "hostfile", "include", "exclude", "num_nodes"),
+            "spares",
             *("launcher", "ssh_user", "ssh_port", "known_hosts", "master_address", "environment"),
             *("lease_seconds", "grace_seconds", "deadlines"),
         }
@@ -50,6 +51,9 @@ class ClusterSpec(SpecPart):
     )
     exclude: str | None = Field(None, min_length=1, title="Exclude", description="Hosts and slots not to use")
     num_nodes: int | None = Field(None, ge=1, title="Nodes", description="So many hosts, from the hostfile's first")
+    spares: int = Field(
+        0, ge=0, le=1024, title="Spares", description="Of these hosts the last so many wait until others fail twice"
+    )
     launcher: Literal["pdsh", "slurm", "openmpi"] = Field(
         "pdsh", title="Launcher", description="What DeepSpeed starts the hosts' processes with"
     )
@@ -95,6 +99,11 @@ class ClusterSpec(SpecPart):
             raise ValueError(
                 f"cluster.{chosen[0]} chooses among the hosts of a hostfile, and cluster.hostfile is left out: give "
                 f"--hostfile, or leave cluster.{chosen[0]} out"
+            )
+        if self.spares and self.hostfile is None:
+            raise ValueError(
+                f"cluster.spares is {self.spares}, and cluster.hostfile is left out: give --hostfile, or leave "
+                "cluster.spares out"
             )
         if len(chosen) > 1:
             raise ValueError(

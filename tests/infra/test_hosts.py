@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.hosts import Host, Hosts, chosen_hosts, hostfile_text, include_argument, parse, read_hosts, select
+from infra.hosts import (
+    Host,
+    Hosts,
+    chosen_hosts,
+    hostfile_text,
+    include_argument,
+    parse,
+    read_hosts,
+    select,
+    spare_hosts,
+)
 from t5train.errors import SpecError
 from t5train.spec import ClusterSpec
 
@@ -162,3 +172,12 @@ def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path, content: bytes 
         (tmp_path / "hosts").write_bytes(content)
     with pytest.raises(SpecError, match=r"cluster\.hostfile is .*/hosts, which cannot be read"):
         chosen_hosts(ClusterSpec(hostfile=tmp_path / "hosts"))
+
+
+def test_the_last_hosts_that_are_chosen_wait_as_spares(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\nc slots=2\n", "utf-8")
+    cluster = ClusterSpec(hostfile=tmp_path / "hosts", exclude="a:1", spares=1, ranks=3)
+    assert read_hosts(cluster) == Hosts((Host("a", (0,)), Host("b", (0, 1))))
+    assert spare_hosts(cluster) == Hosts((Host("c", (0, 1)),))
+    with pytest.raises(SpecError, match=r"cluster\.spares is 3, and 3 hosts are chosen: leave at least one"):
+        chosen_hosts(ClusterSpec(hostfile=tmp_path / "hosts", spares=3))

@@ -107,6 +107,7 @@ OTHER_HOSTS: dict[str, Any] = {
     "cluster.include": "node1@node2:0,2",
     "cluster.exclude": "node1:1",
     "cluster.num_nodes": 2,
+    "cluster.spares": 1,
 }
 # The same for what does not go with other values above.
 OTHER_ALONE: dict[str, Any] = {"layout.pipeline_stages": 2}
