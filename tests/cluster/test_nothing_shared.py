@@ -3,16 +3,19 @@
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_runs import Ended, Stage, weights
+from cluster_runs import SETTINGS, Ended, Stage, Started, weights
 
 from infra.node_local.ledger import last_seen
 from infra.testcluster import Cluster
+from infra.testcluster.demo import demo
 from t5train import sidecar
+from t5train.certificate import CERTIFICATE, Certificate
 from t5train.train import metrics
 from t5train.verify import verify
 
@@ -36,9 +39,13 @@ class Apart:
         self.stage = Stage(cluster, prepared)
         self.folder = self.root / "runs" / RUN
 
-    def train(self, command: str = "train", name: str = RUN, options: list[str] = HOSTS) -> Ended:
+    def start(self, command: str = "train", name: str = RUN, options: list[str] = HOSTS) -> Started:
+        """Start it on the head."""
+        return self.stage.start(command, name, options, root=Path("/root/work"))
+
+    def train(self, name: str = RUN, options: list[str] = HOSTS) -> Ended:
         """Start it, and wait for its end."""
-        ended = self.stage.start(command, name, options, root=Path("/root/work")).wait(SECONDS)
+        ended = self.start("train", name, options).wait(SECONDS)
         assert not self.stage.processes()
         return ended
 
@@ -62,9 +69,9 @@ class Apart:
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    """A head and two nodes, with token shards on the head."""
+    """A head and three nodes, with token shards on the head."""
     prepared = tmp_path_factory.mktemp("prepared")
-    with Cluster.temporary(f"apart-{os.getpid()}", nodes=2) as cluster:
+    with Cluster.temporary(f"apart-{os.getpid()}", nodes=3) as cluster:
         Stage(cluster, prepared).prepare()
         yield Apart(cluster, prepared)
 
@@ -79,9 +86,8 @@ def undisturbed(apart: Apart) -> Any:
 @pytest.fixture(scope="module")
 def trained(apart: Apart) -> Apart:
     """The run, at its end for the first time."""
-    ended = apart.train("run")
+    ended = apart.train()
     assert ended.exit_code == 0, ended.output[-4000:]
-    assert ended.told == f"published: /root/work/published/{RUN}"
     return apart
 
 
@@ -91,11 +97,8 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_hosts_that_share_nothing_train_what_one_host_trains_and_it_is_published(
-    trained: Apart, undisturbed: Any
-) -> None:
+def test_hosts_that_share_nothing_train_what_one_host_trains(trained: Apart, undisturbed: Any) -> None:
     assert weights(trained.folder) == undisturbed
-    verify(str(trained.root / "published" / RUN))
     assert not trained.cluster.disk("node0", "/root/work").exists()
     assert [line["step"] for line in metrics.read(trained.folder / "metrics.jsonl") if "loss" in line] == [
         *range(1, 31)
@@ -134,12 +137,37 @@ def test_what_was_never_gathered_is_taken_from_nodes_and_a_half_written_tag_is_p
     assert weights(trained.folder) == undisturbed
 
 
-def test_where_nothing_is_complete_any_more_it_is_told_what_is_missing_and_where_it_was(trained: Apart) -> None:
+def test_a_node_that_is_lost_twice_is_replaced_by_a_spare_and_the_run_goes_on(trained: Apart, undisturbed: Any) -> None:
     trained.take_back(["node0", "node1"])
+    quick = ["--set", "cluster.lease_seconds=10", "--set", "cluster.grace_seconds=1"]
+    started = trained.start("run", options=["--hostfile", "/root/hosts", "--spares", "1", *quick])
+    attempts = trained.cluster.disk("node1", "/var/tmp/t5-pretrain-0/attempts")
+    while not list(attempts.glob("*/rank-00001.pid")):
+        assert started.process.poll() is None, started.log.read_text()[-4000:]
+        time.sleep(0.1)
+    trained.cluster.power_cut("node1")
+    ended = started.wait(SECONDS)
+    trained.cluster.boot("node1")
+    assert ended.exit_code == 0, ended.output[-4000:]
+    assert "node1 has failed twice: node2 takes its place" in ended.output
+    assert weights(trained.folder) == undisturbed
+
+
+def test_where_nothing_is_complete_any_more_it_is_told_what_is_missing_and_where_it_was(trained: Apart) -> None:
+    trained.take_back(["node0", "node1", "node2"])
     shutil.rmtree(trained.folder / "checkpoints")
     trained.wipe("node1")
+    trained.wipe("node2")
     ended = trained.train()
     assert ended.exit_code == 1
-    assert re.search(rf"{SHARD_OF_1} \(last seen [^)]* on [^)]*node1\)", ended.told)
+    assert re.search(rf"{SHARD_OF_1} \(last seen [^)]* on [^)]*node2\)", ended.told)
     assert (seen := last_seen(trained.folder)) is not None
     assert seen.tag == LAST
+
+
+def test_the_demonstration_ends_with_a_certified_publication(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    demo(tmp_path, [part for item in SETTINGS.items() for part in ("--set", "{}={}".format(*item))])
+    published = tmp_path / "published/demo-cluster"
+    assert capfd.readouterr().out.splitlines()[-1] == f"published: {published}"
+    verify(str(published))
+    assert Certificate.parse((published / CERTIFICATE).read_bytes(), "it").passed
