@@ -1,6 +1,8 @@
 """A folder gets to all nodes, each byte over each link once; what breaks goes on, and what is in use stays."""
 
+import json
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -65,6 +67,17 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_sent(site: Site, sh
 
 
 def test_who_does_not_know_the_token_gets_nothing(shards: Path) -> None:
+    server = relay.serve(files_in(shards), TOKEN)
+    with socket.create_connection((server.address, server.port), timeout=10) as liar, liar.makefile("rwb") as lines:
+        lines.readline()
+        request = {"name": "manifest.json", "offset": 0, "size": 100}
+        for message in ({"nonce": "00" * 32, "proof": "00" * 32}, request):
+            lines.write(json.dumps(message).encode() + b"\n")
+        lines.flush()
+        assert lines.read() == b""
+
+
+def test_a_wrong_token_is_told_and_the_right_one_is_served(shards: Path) -> None:
     server = relay.serve(files_in(shards), TOKEN)
     with pytest.raises(BrokenOff, match="token"):
         relay.connect(server.address, server.port, "cd" * 32)
