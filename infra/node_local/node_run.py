@@ -7,7 +7,7 @@ from typing import Self
 from infra.hosts import Host, Hosts
 from infra.node_folder import place
 from infra.node_store.nodes import Nodes
-from infra.node_store.paths import run_place, shards_place, staged_place
+from infra.node_store.paths import name_on_nodes, run_place, shards_place, staged_place
 from infra.remote import Transport
 from t5train.run_files import CHECKPOINTS
 from t5train.spec import RunSpec, StorageSpec
@@ -31,7 +31,7 @@ class NodeRun:
     def of(cls, spec: RunSpec, run_fingerprint: str, hosts: Hosts, transport: Transport) -> Self:
         """The run of that spec."""
         return cls(
-            name=f"{spec.run_name}-{run_fingerprint[:12]}",
+            name=name_on_nodes(spec.run_name, run_fingerprint),
             folder=spec.run_folder,
             hosts=hosts,
             nodes=Nodes(transport, hosts.names, spec.storage.scratch),

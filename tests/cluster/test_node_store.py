@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.infra.node_store.conftest import digest, make_sidecar
 pytestmark = pytest.mark.cluster
 
 SCRATCH = "/var/tmp/scratch"
+PROGRAM = str(Path(sys.executable).with_name("t5-pretrain"))
 ON_HEAD = """
 import sys
 from pathlib import Path
@@ -22,7 +24,7 @@ from infra.node_store.nodes import Nodes
 from infra.node_store.paths import tag_place
 from infra.node_store.pulling import listed
 from infra.node_store.restore import part, restore
-from infra.node_store.staging import stage_folder
+from infra.node_store.staging import release, stage_folder
 from infra.node_store.survey import survey
 from infra.node_store.tags import complete_tags
 from infra.remote import Ssh
@@ -37,6 +39,7 @@ tag = complete_tags(survey(nodes, "smoke", head / "checkpoints").found)[0]
 gather(nodes, "smoke", tag, head / "checkpoints")
 parts = {"node0": part(tag, ["part-0.pt", "part-1.pt"], [0])}
 restore(nodes, tag_place("smoke", tag.name), parts, head / "checkpoints" / tag.name)
+release(nodes, "smoke")
 """
 
 
@@ -55,5 +58,9 @@ def test_shards_go_to_nodes_and_checkpoints_come_to_the_head_and_go_back(
     assert shards == [bytes(range(256)) * 40_000] * 2
     sidecar.require_complete(cluster.disk("head", f"/var/tmp/head/checkpoints/{tag_of(8)}"))
     assert (cluster.disk("node0", place) / "part-1.pt").read_bytes() == bytes([1]) * 3_000_000
+    gc = ["gc", "--root", "/var/tmp/head", "--hostfile", "/root/hosts", "--include", "node0@node1"]
+    said = on("head", PROGRAM, *gc, "--set", f"storage.scratch={SCRATCH}", "--free")
+    assert said.splitlines()[-1] == "2 removed", said
+    assert not any(cluster.disk(node, f"{SCRATCH}/shards/some").exists() for node in nodes)
     for host, folder in (("head", "/var/tmp/head"), *((node, SCRATCH) for node in nodes)):
         on(host, "rm", "-r", folder)
