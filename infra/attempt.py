@@ -128,6 +128,11 @@ class Attempt:
         return (self.folder / STOP).exists()
 
 
+def launcher_run_id(run_id: str) -> str:
+    """What processes of the launcher over hosts carry: its head may be one of them, and it ends in another way."""
+    return f"{run_id}-head"
+
+
 def rank_name(rank: int) -> str:
     """``rank-00000``: the stem of a rank's files."""
     return f"rank-{rank:05d}"

@@ -34,7 +34,7 @@ class ClusterLauncher:
 
     def __init__(self, run_id: str) -> None:
         self.folder = head_folder(run_id)
-        self._processes = processes.in_run(_own_id(run_id))
+        self._processes = processes.in_run(attempt.launcher_run_id(run_id))
         self._guard: subprocess.Popen[bytes] | None = None
 
     def start(self, this: Attempt, argv: Sequence[str], accelerator: str | None) -> None:
@@ -84,11 +84,6 @@ class ClusterLauncher:
         return ProcessIdentity(**json.loads(recorded.read_text("utf-8"))["guard"]) if recorded.exists() else None
 
 
-def _own_id(run_id: str) -> str:
-    """Not that of the ranks: where the head is one of the hosts, ending these must not send the launcher a SIGTERM."""
-    return f"{run_id}-head"
-
-
 def _environment(folder: Path, run_id: str, accelerator: str | None) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if _ALLOWED.fullmatch(name)}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
@@ -98,4 +93,4 @@ def _environment(folder: Path, run_id: str, accelerator: str | None) -> dict[str
         environment["PYTHONPATH"] = path
     if accelerator is not None:
         environment["DS_ACCELERATOR"] = accelerator
-    return environment | launcher_variables(folder) | {RUN_ID_VARIABLE: _own_id(run_id)}
+    return environment | launcher_variables(folder) | {RUN_ID_VARIABLE: attempt.launcher_run_id(run_id)}

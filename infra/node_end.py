@@ -28,6 +28,8 @@ def end_attempt(folder: Path) -> set[int]:
     how; one that starts now starts nothing.
     """
     (folder / lease.LEASE).unlink(missing_ok=True)
+    # Of a head on this machine that was fenced: on SIGTERM it would end processes of every host by their name.
+    processes.end(processes.in_run(attempt.launcher_run_id(folder.name)), grace_seconds=0)
     processes.end(processes.given(str(folder)), GUARDS_SECONDS)
     left = processes.end(of_attempt(folder), grace_seconds=0)
     if not left:

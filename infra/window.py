@@ -15,7 +15,7 @@ from typing import IO, Any, cast
 
 from infra.log_tail import Offsets
 from infra.remote import Transport, connect, failure_of, kill, node_command
-from t5train.errors import HostError, HostUnreachable
+from t5train.errors import HostError, HostUnreachable, RemoteFailed
 
 RENEW_SECONDS = 2.0
 _LOOK_SECONDS = 0.25
@@ -57,7 +57,7 @@ class Window:
         for seconds in chain(_BACKOFF_SECONDS, repeat(_BACKOFF_SECONDS[-1])):
             try:
                 self._converse()
-            except HostError as error:
+            except (HostError, OSError) as error:  # OSError: no process or no file more could be had just now
                 self._news.put((self.host, time.monotonic(), {"broken": str(error)}))
             if self._closed.wait(seconds):
                 return
@@ -115,7 +115,16 @@ class _Conversation:
             raise self._failure()
         self._heard_at = now
         *lines, self._rest = (self._rest + new).split(b"\n")
-        return [json.loads(line) for line in lines]
+        return [self._message(line) for line in lines]
+
+    def _message(self, line: bytes) -> Message:
+        try:
+            message: Message = json.loads(line)
+        except ValueError:
+            raise RemoteFailed(
+                f"{self._host}: {line[:80]!r} came instead of JSON: does a shell's start-up file there print something?"
+            ) from None
+        return message
 
     def end(self) -> None:
         kill(self._process)

@@ -181,7 +181,8 @@ def test_the_end_leaves_neither_guards_nor_ranks_nor_launchers_of_that_attempt_a
 ) -> None:
     rank = start("-c", DEAF, T5_RUN_ID=RUN_ID)
     launcher = start("-c", "import time; time.sleep(600)", "infra.guard", str(prepared))
-    stranger = start("-c", "import time; time.sleep(600)", f"{prepared}-x", T5_RUN_ID=f"{RUN_ID}-head")
+    stranger = start("-c", "import time; time.sleep(600)", f"{prepared}-x", T5_RUN_ID=f"{RUN_ID}-other")
+    of_head = start("-c", "import time; time.sleep(600)", str(prepared), T5_RUN_ID=f"{RUN_ID}-head")
     began = time.monotonic()
     if by == "action":
         assert act("end", run_ids=[RUN_ID]) == {"left": []}
@@ -193,6 +194,7 @@ def test_the_end_leaves_neither_guards_nor_ranks_nor_launchers_of_that_attempt_a
     assert time.monotonic() - began < 8
     assert rank.wait(1) == -signal.SIGKILL
     assert launcher.wait(1) == -signal.SIGTERM
+    assert of_head.wait(1) == -signal.SIGKILL  # never by another signal, which DeepSpeed's launcher passes on
     assert stranger.poll() is None
     assert not (prepared / "lease").exists()
 

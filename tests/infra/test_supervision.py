@@ -27,10 +27,10 @@ class Unsteady:
     """Reaches hosts by another way; one of them not while ``silent`` is its name."""
 
     def __init__(self, way: Transport) -> None:
-        self.way, self.silent = way, ""
+        self.way, self.silent, self.instead = way, "", ["sleep", "600"]
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        return ["sleep", "600"] if host == self.silent else self.way.command(host, argv)
+        return self.instead if host == self.silent else self.way.command(host, argv)
 
 
 @pytest.fixture
@@ -140,6 +140,15 @@ def test_a_host_that_is_silent_is_warned_of_and_lost_when_the_lease_is_over(
     assert str(supervision.failure).startswith("b has not been heard of for 3 s")
     assert "b has not been heard of for 1 s, of 3 s" in caplog.text
     assert supervision.silent == ["b"]
+
+
+def test_a_host_that_says_something_else_is_lost_and_what_it_said_is_told(
+    way: Unsteady, supervise: Callable[..., Supervision]
+) -> None:
+    way.silent, way.instead = "b", ["echo", "Welcome!"]
+    supervision = supervise()
+    look_until(supervision, lambda: supervision.failed)
+    assert "b'Welcome!' came instead of JSON" in str(supervision.failure)
 
 
 def test_a_host_that_was_started_anew_is_lost_at_once(supervise: Callable[..., Supervision]) -> None:
