@@ -122,7 +122,7 @@ def _started(
     )
     launcher, place = ClusterLauncher(this.run_id), attempt_folder(this.run_id)
     launcher.folder.mkdir(mode=0o700)
-    lease.renew(launcher.folder)
+    lease.begin(launcher.folder)
     transport = Ssh.configured(spec.cluster, launcher.folder)
     try:
         job = storage.make_ready(this.folder)
@@ -176,7 +176,7 @@ def _interface(name: str) -> dict[str, str]:
 def _boot_id(host: str, reply: Answer | HostError, expected: Path) -> str:
     if isinstance(reply, HostError):
         raise reply
-    answer: dict[str, str] = json.loads(reply.stdout)
+    answer: dict[str, str] = reply.message()
     if answer["folder"] != str(expected):
         raise SpecError(
             f"{host} keeps attempts in {answer['folder']}, not in {expected}: the user there has another user id than "

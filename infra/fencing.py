@@ -12,8 +12,9 @@ from infra.attempt import Attempt
 from infra.cluster_launcher import ClusterLauncher
 from infra.gathering import gather, keep_own
 from infra.node_folder import head_folder
-from infra.remote import Answer, Transport, node_command, run_everywhere
+from infra.remote import Transport, node_command, run_everywhere
 from t5train.atomic import write_json
+from t5train.errors import HostError
 from t5train.run_files import ATTEMPTS
 
 ENDED = "ended.json"
@@ -32,6 +33,7 @@ def end_earlier(run_folder: Path, transport: Transport, on_tick: Callable[[], No
     for this in unended(run_folder):
         if unreachable := end(this, transport):
             _wait(this, unreachable, on_tick)
+            end(this, transport)  # hosts that are back by now: what they have is gathered
             _conclude(this)
 
 
@@ -61,16 +63,21 @@ def settle(this: Attempt, transport: Transport, unreachable: list[str]) -> None:
 
 def end_on_hosts(this: Attempt, transport: Transport, hosts: list[str]) -> list[str]:
     """End the attempt on some hosts; names those that did not answer."""
-    request = json.dumps({"run_ids": [this.run_id]}).encode() + b"\n"
+    request = json.dumps({"run_id": this.run_id}).encode() + b"\n"
     replies = run_everywhere(
         transport, hosts, node_command("end"), stdin_of=lambda _host: request, deadline_seconds=END_SECONDS
     )
+    unreachable = []
     for host, reply in replies.items():
-        if not isinstance(reply, Answer):
-            _log.warning("attempt %s may go on for a while on %s: %s", this.number, host, reply)
-        elif left := json.loads(reply.stdout)["left"]:
-            _log.error("%s: processes %s do not end, not even by SIGKILL", host, left)
-    return [host for host, reply in replies.items() if not isinstance(reply, Answer)]
+        try:
+            if isinstance(reply, HostError):
+                raise reply
+            if left := reply.message()["left"]:
+                _log.error("%s: processes %s do not end, not even by SIGKILL", host, left)
+        except HostError as error:
+            _log.warning("attempt %s may go on for a while on %s: %s", this.number, host, error)
+            unreachable.append(host)
+    return unreachable
 
 
 def _conclude(this: Attempt) -> None:

@@ -5,6 +5,7 @@ argument. Nothing lasts longer than its deadline: the local process is killed th
 one by itself, also when the network is gone.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from infra.ssh_config import ssh_config
 from infra.ssh_errors import SSH_FAILED, failure_of_ssh, last_lines
@@ -27,6 +28,7 @@ SSH_CONFIG = "ssh_config"
 _FAN_OUT = 64
 _KILL_AFTER_SECONDS = 2
 _NOT_FOUND = 127
+_SHOWN_BYTES = 80
 
 
 class Transport(Protocol):
@@ -63,6 +65,10 @@ class Answer:
     stderr: bytes
     seconds: float
 
+    def message(self) -> dict[str, Any]:
+        """What ``infra.node`` answered; errors as of ``message_of``."""
+        return message_of(self.host, self.stdout)
+
 
 Reply = Answer | HostError
 
@@ -82,6 +88,21 @@ def node_command(action: str) -> list[str]:
     """What runs ``infra.node`` on a node, with this Python and this module path."""
     path = [f"PYTHONPATH={module_path()}"] if module_path() else []
     return ["env", "PYTHONSAFEPATH=1", "PYTHONUTF8=1", *path, sys.executable, "-m", "infra.node", action]
+
+
+def message_of(host: str, said: bytes) -> dict[str, Any]:
+    """A message of ``infra.node``, a line of JSON; RemoteFailed where something else came along on its stdout."""
+    try:
+        message = json.loads(said)
+    except ValueError:
+        message = None
+    if not isinstance(message, dict):
+        raise RemoteFailed(
+            f"{host}: {said[:_SHOWN_BYTES].decode('utf-8', 'replace')!r} came instead of an answer: let the login "
+            "shell there (~/.bashrc) print nothing where it has no terminal",
+            [host],
+        )
+    return message
 
 
 def run(transport: Transport, host: str, argv: Sequence[str], *, stdin: bytes = b"", deadline_seconds: float) -> Answer:
@@ -134,8 +155,8 @@ def run_everywhere(
 def connect(transport: Transport, host: str, argv: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start a command on a host and leave its stdin, stdout and stderr to the caller, who ends it.
 
-    It is in a process group of its own: Ctrl-C in a terminal does not reach it. Raises HostUnreachable where there is
-    no ssh at all.
+    It is in a process group of its own: Ctrl-C in a terminal does not reach it. Raises HostUnreachable where no ssh can
+    be started.
     """
     command = transport.command(host, argv)
     try:
@@ -149,6 +170,10 @@ def connect(transport: Transport, host: str, argv: Sequence[str]) -> subprocess.
         )
     except FileNotFoundError as error:
         raise HostUnreachable(f"{host}: {command[0]} is not on this machine: install openssh-client", [host]) from error
+    except OSError as error:  # no descriptors, processes or memory left
+        raise HostUnreachable(
+            f"{host}: {command[0]} cannot be started on this machine: {error.strerror}; raise its limit (ulimit -a)"
+        ) from error
 
 
 def _started(transport: Transport, host: str, argv: Sequence[str], deadline_seconds: float) -> subprocess.Popen[bytes]:

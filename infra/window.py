@@ -14,8 +14,8 @@ from queue import SimpleQueue
 from typing import IO, Any, cast
 
 from infra.log_tail import Offsets
-from infra.remote import Transport, connect, failure_of, kill, node_command
-from t5train.errors import HostError, HostUnreachable, RemoteFailed
+from infra.remote import Transport, connect, failure_of, kill, message_of, node_command
+from t5train.errors import HostError, HostUnreachable
 
 RENEW_SECONDS = 2.0
 _LOOK_SECONDS = 0.25
@@ -57,7 +57,7 @@ class Window:
         for seconds in chain(_BACKOFF_SECONDS, repeat(_BACKOFF_SECONDS[-1])):
             try:
                 self._converse()
-            except (HostError, OSError) as error:  # OSError: no process or no file more could be had just now
+            except (HostError, OSError, ValueError) as error:  # whatever broke it: without a window the host is lost
                 self._news.put((self.host, time.monotonic(), {"broken": str(error)}))
             if self._closed.wait(seconds):
                 return
@@ -115,16 +115,7 @@ class _Conversation:
             raise self._failure()
         self._heard_at = now
         *lines, self._rest = (self._rest + new).split(b"\n")
-        return [self._message(line) for line in lines]
-
-    def _message(self, line: bytes) -> Message:
-        try:
-            message: Message = json.loads(line)
-        except ValueError:
-            raise RemoteFailed(
-                f"{self._host}: {line[:80]!r} came instead of JSON: does a shell's start-up file there print something?"
-            ) from None
-        return message
+        return [message_of(self._host, line) for line in lines]
 
     def end(self) -> None:
         kill(self._process)

@@ -114,7 +114,7 @@ def _end(transport: Transport, hosts: set[str], run_id: str) -> None:
 
 
 def _outcomes(answer: Answer, was_ended: bool = False) -> dict[int, Outcome]:
-    found = json.loads(answer.stdout)
+    found = answer.message()
     return {
         int(rank): Outcome(answer.host, one["stage"], _said(one["returncode"], one["said"], was_ended))
         for rank, one in found.items()

@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from infra.preflight.checks import LAUNCHER, PROGRAM, Judgement, judge, of_error
+from infra.preflight.checks import LAUNCHER, Judgement, judge, of_error
 from infra.preflight.facts import Facts, Question
 from infra.preflight.findings import Finding, Heard
 from infra.preflight.machine import identity
 from infra.preflight.needs import Needs
 from infra.preflight.software import software
-from infra.remote import Reply, Transport, node_command, run_everywhere
+from infra.remote import Answer, Reply, Transport, node_command, run_everywhere
 from t5train.atomic import write_text
-from t5train.errors import HostError
+from t5train.errors import HostError, RemoteFailed
 
 _DEADLINE_SECONDS = 60.0  # importing torch from a slow disk, where accelerators are asked for
 _STARTERS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}
@@ -38,11 +38,11 @@ def survey(needs: Needs, transport: Transport) -> Judgement:
         def on_answer(host: str, reply: Reply) -> None:
             if isinstance(reply, HostError):
                 findings.append(of_error(reply))
-            elif facts := _facts(reply.stdout):
-                heards[host] = Heard(facts, asked_at[host], time.time())
             else:
-                text = f"{host}: its answer is of another version of this package: install the head's there"
-                findings.append(Finding(PROGRAM, text))
+                try:
+                    heards[host] = Heard(_facts(reply), asked_at[host], time.time())
+                except RemoteFailed as error:
+                    findings.append(of_error(error))
 
         run_everywhere(
             transport,
@@ -73,11 +73,14 @@ def _question(needs: Needs, host: str, nonce_path: Path) -> Question:
     )
 
 
-def _facts(stdout: bytes) -> Facts | None:
+def _facts(answer: Answer) -> Facts:
     try:
-        return Facts.from_json(json.loads(stdout))
-    except (ValueError, KeyError, TypeError):  # other code there has other facts to tell
-        return None
+        return Facts.from_json(answer.message())
+    except (KeyError, TypeError):  # other code there has other facts to tell
+        raise RemoteFailed(
+            f"{answer.host}: its answer is of another version of this package: install the head's there",
+            [answer.host],
+        ) from None
 
 
 @contextmanager

@@ -65,6 +65,11 @@ def test_an_answer_of_other_code_is_told(needs: Needs) -> None:
     assert found.text == "near: its answer is of another version of this package: install the head's there"
 
 
+def test_a_login_shell_that_prints_something_is_told_as_that(needs: Needs) -> None:
+    with pytest.raises(PreflightError, match=r"program: near: 'Welcome\\n\{\}\\n' came .*: let the login shell there"):
+        require_agreement(needs, Says("echo Welcome; echo '{}'"))
+
+
 @pytest.mark.parametrize(
     ("modules", "text"), [("exec,rsh", "no module for ssh"), (None, "pdsh is not on this machine")]
 )
