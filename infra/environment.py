@@ -33,7 +33,7 @@ _OWN = re.compile(
     "CC|CXX|CUDA_HOME|HF_HOME|HF_HUB_CACHE|HOME|LANG|LANGUAGE|LC_.*|LD_LIBRARY_PATH|LOGNAME|PATH|SHELL|TMPDIR|TZ|USER"
     "|VIRTUAL_ENV|XDG_CACHE_HOME"
 )
-_SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|KEY")
+_SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|KEY", re.IGNORECASE)
 _HIDDEN = "[secret]"
 _SHORTEST_SECRET = 6  # words like "1" and "true" are settings
 _PASSWORD_IN_URL = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")

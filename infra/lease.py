@@ -6,6 +6,7 @@ place: a full disk must not end a run. Standard library only, as the guards impo
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 LEASE = "lease"
@@ -13,9 +14,19 @@ _WIDTH = 24
 _ROUNDING_SECONDS = 1.0
 
 
+def begin(folder: Path) -> None:
+    """Note that the head was heard of just now, for the first time."""
+    _write(folder, os.O_CREAT)
+
+
 def renew(folder: Path) -> None:
-    """Note that the head was heard of just now."""
-    descriptor = os.open(folder / LEASE, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    """Note that the head was heard of just now; a lease that was taken away meanwhile is gone for good."""
+    with suppress(FileNotFoundError):
+        _write(folder, 0)
+
+
+def _write(folder: Path, how: int) -> None:
+    descriptor = os.open(folder / LEASE, os.O_WRONLY | os.O_NOFOLLOW | how, 0o600)
     try:
         os.pwrite(descriptor, f"{time.monotonic():<{_WIDTH}.3f}".encode(), 0)
     finally:

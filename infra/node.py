@@ -6,7 +6,7 @@
     probe     run its ranks of an all-reduce; and end them, end_probe
     prepare   make the folder of an attempt
     watch     tell of its ranks, and take the head's word for them, until stdin ends
-    end       end earlier attempts, or this one
+    end       end an attempt
     logs      its files, packed
     remove    remove its folder
 

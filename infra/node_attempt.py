@@ -35,7 +35,7 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
         write_text(folder / Path(name).name, text)
     attempt.of_facts(folder, request["attempt"]).write()
     remove_segments(folder)  # nothing listens there, so what lies there is a dead run's
-    lease.renew(folder)
+    lease.begin(folder)
     return {"folder": str(folder), "boot_id": processes.boot_id()}
 
 

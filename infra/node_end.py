@@ -1,12 +1,11 @@
 """Ends attempts on this machine: every process of theirs, whether it has begun its work or not."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from infra import attempt, lease, processes, shared_memory
-from infra.node_folder import attempts_folder
+from infra.node_folder import attempt_folder
 from infra.processes import Belongs
 
 GUARDS_SECONDS = 6.0
@@ -16,9 +15,8 @@ MEETING = "meeting.json"
 
 
 def end(request: dict[str, Any]) -> dict[str, Any]:
-    """End the attempts ``run_ids``, or all of the run ``run_name``; ``left`` are pids that outlived SIGKILL."""
-    folders = [folder for folder in attempts_folder().iterdir() if _is_meant(folder, request)]
-    return {"left": sorted(pid for folder in folders for pid in end_attempt(folder))}
+    """End the attempt ``run_id``; ``left`` are pids that outlived SIGKILL."""
+    return {"left": sorted(end_attempt(attempt_folder(request["run_id"])))}
 
 
 def end_attempt(folder: Path) -> set[int]:
@@ -45,17 +43,6 @@ def of_attempt(folder: Path) -> Belongs:
 
 def remove_segments(folder: Path) -> None:
     """Remove the shared memory of the attempt's ranks. All of them must have ended, or none have started."""
-    for path in _existing(folder / MEETING):
-        meeting = json.loads(path.read_text("utf-8"))
+    if (folder / MEETING).exists():
+        meeting = json.loads((folder / MEETING).read_text("utf-8"))
         shared_memory.remove_all(meeting["address"], meeting["port"])
-
-
-def _is_meant(folder: Path, request: dict[str, Any]) -> bool:
-    if "run_ids" in request:
-        return folder.name in request["run_ids"]
-    return any(attempt.read(folder).run_name == request["run_name"] for _ in _existing(folder / attempt.ATTEMPT))
-
-
-def _existing(path: Path) -> Iterator[Path]:
-    if path.exists():
-        yield path

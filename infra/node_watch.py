@@ -73,7 +73,7 @@ class _Window:
         if "stop" in order:
             for guard in self._this.guards():
                 guard.send(signal.SIGTERM)
-        if "renew" in order and lease.age_seconds(self._this.folder) < float("inf"):
+        if "renew" in order:
             lease.renew(self._this.folder)
         self._arm()
         return None

@@ -97,12 +97,13 @@ def in_run(run_id: str) -> Belongs:
 
 
 def given(argument: str) -> Belongs:
-    """Processes that have ``argument``, exactly, on their command line."""
-    entry = argument.encode()
+    """This user's processes that have ``argument``, exactly, on their command line."""
+    entry, user = argument.encode(), os.getuid()
 
     def belongs(pid: int) -> bool:
+        folder = Path(f"/proc/{pid}")
         try:
-            return entry in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            return entry in (folder / "cmdline").read_bytes().split(b"\0") and folder.stat().st_uid == user
         except (FileNotFoundError, ProcessLookupError):
             return False  # ended meanwhile
 

@@ -100,11 +100,11 @@ class Supervision:
         return [name for name, host in self._hosts.items() if not host.ended]
 
     def look(self, seconds: float) -> None:
-        """Take in what hosts tell for that long."""
+        """Take in what hosts tell for that long, and all that they told before: it may have been waiting for hours."""
         deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
+        while True:
             try:
-                self._take(*self._news.get(timeout=left))
+                self._take(*self._news.get(timeout=max(0.0, deadline - time.monotonic())))
             except Empty:
                 break
         for name, host in self._hosts.items():
@@ -126,7 +126,7 @@ class Supervision:
         self._renewal.join()
 
     def _renew(self) -> None:
-        lease.renew(self.head_folder)
+        lease.begin(self.head_folder)
         while not self._closed.wait(RENEW_SECONDS):
             lease.renew(self.head_folder)
 

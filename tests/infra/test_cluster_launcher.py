@@ -33,7 +33,7 @@ def launcher(this: Attempt, tmp_path: Path) -> Iterator[ClusterLauncher]:
     launcher = ClusterLauncher(this.run_id)
     launcher.folder.mkdir()
     (launcher.folder / "ssh_config").write_text("ConnectTimeout 1\n")
-    lease.renew(launcher.folder)
+    lease.begin(launcher.folder)
     yield launcher
     launcher.end()
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from infra.attempt import Attempt
-from infra.environment import rank_environment, travelling_environment, variables_of_rank
+from infra.environment import rank_environment, redact, travelling_environment, variables_of_rank
 from t5train.errors import LaunchError
 
 SECRETS = {
@@ -30,6 +30,11 @@ def environment(this: Attempt, num_ranks: int = 1, accelerator: str | None = Non
 
 def test_no_secret_of_the_parent_reaches_a_rank(this: Attempt) -> None:
     assert "s3cret" not in " ".join(environment(this, **SECRETS).values())
+
+
+def test_what_seems_secret_is_not_told_however_its_name_is_written() -> None:
+    told = "hidden-one hidden-two http://me:hidden-three@host"
+    assert "hidden" not in redact(told, {"HF_TOKEN": "hidden-one", "db_password": "hidden-two"})
 
 
 def test_what_a_rank_needs_is_let_through(this: Attempt) -> None:

@@ -20,13 +20,13 @@ class Hosts(Transport, Protocol):
 
 
 class Severed:
-    """No way to host b."""
+    """No way to host b, as long as it ``is_cut``."""
 
     def __init__(self, way: Transport) -> None:
-        self.way = way
+        self.way, self.is_cut = way, True
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        return ["sh", "-c", "exit 255"] if host == "b" else self.way.command(host, argv)
+        return ["sh", "-c", "exit 255"] if host == "b" and self.is_cut else self.way.command(host, argv)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def this(tmp_path: Path, local_hosts: Hosts) -> Attempt:
     folder = node_folder.head_folder(this.run_id)
     folder.mkdir()
     (folder / "launcher.log").write_text("of the launcher\n")
-    lease.renew(folder)
+    lease.begin(folder)
     return this
 
 
@@ -88,6 +88,16 @@ def test_a_host_that_does_not_answer_is_given_the_time_in_which_ranks_end_by_the
     assert len(ticks) >= 3
     assert not list(fencing.unended(tmp_path / "run"))
     assert local_hosts.attempt_folder("b", this.run_id).exists()  # with the logs that nobody could gather
+
+
+def test_a_host_that_is_back_when_its_time_is_over_is_ended_and_gathered(
+    this: Attempt, local_hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(lease, "age_seconds", lambda _folder: 25.5)  # of 5 + 1 + 20
+    way = Severed(local_hosts)
+    fencing.end_earlier(tmp_path / "run", way, lambda: setattr(way, "is_cut", False))
+    assert (this.folder / "rank-00001.log").read_text() == "of b\n"
+    assert not local_hosts.attempt_folder("b", this.run_id).exists()
 
 
 def test_an_attempt_that_could_not_be_ended_everywhere_is_ended_by_the_next_head(

@@ -210,7 +210,7 @@ def leased(tmp_path: Path) -> Attempt:
     """An attempt over hosts, as a host knows it."""
     this = attempt.begin(tmp_path / "run", None, lease_seconds=2.0)
     (this.folder / "environment.json").write_text(json.dumps({"GIVEN": "by the head", "T5_RUN_ID": this.run_id}))
-    lease.renew(this.folder)
+    lease.begin(this.folder)
     return this
 
 

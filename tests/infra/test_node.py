@@ -185,7 +185,7 @@ def test_the_end_leaves_neither_guards_nor_ranks_nor_launchers_of_that_attempt_a
     of_head = start("-c", "import time; time.sleep(600)", str(prepared), T5_RUN_ID=f"{RUN_ID}-head")
     began = time.monotonic()
     if by == "action":
-        assert act("end", run_ids=[RUN_ID]) == {"left": []}
+        assert act("end", run_id=RUN_ID) == {"left": []}
     else:
         one = window()
         one.say({"end": True})
@@ -200,14 +200,14 @@ def test_the_end_leaves_neither_guards_nor_ranks_nor_launchers_of_that_attempt_a
 
 
 def test_a_window_on_an_ended_attempt_renews_nothing(prepared: Path, act: Act, window: Callable[..., Window]) -> None:
-    act("end", run_name="smoke")
+    act("end", run_id=RUN_ID)
     one = window()
     assert one.hear("ended") == {"left": []}
     assert not (prepared / "lease").exists()
 
 
-def test_ending_another_run_leaves_this_one_alone(prepared: Path, act: Act) -> None:
-    assert act("end", run_name="other") == {"left": []}
+def test_ending_another_attempt_leaves_this_one_alone(prepared: Path, act: Act) -> None:
+    assert act("end", run_id=RUN_ID.replace("0001", "0002")) == {"left": []}
     assert (prepared / "lease").exists()
 
 

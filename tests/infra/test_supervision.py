@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 
@@ -148,7 +148,7 @@ def test_a_host_that_says_something_else_is_lost_and_what_it_said_is_told(
     way.silent, way.instead = "b", ["echo", "Welcome!"]
     supervision = supervise()
     look_until(supervision, lambda: supervision.failed)
-    assert "b'Welcome!' came instead of JSON" in str(supervision.failure)
+    assert "'Welcome!' came instead of an answer" in str(supervision.failure)
 
 
 def test_a_host_that_was_started_anew_is_lost_at_once(supervise: Callable[..., Supervision]) -> None:
@@ -202,3 +202,28 @@ def test_the_order_to_end_reaches_all_hosts(
     look_until(supervision, lambda: not supervision.not_ended)
     assert not supervision.failed
     assert not (local_hosts.attempt_folder("a", this.run_id) / "lease").exists()
+
+
+def test_what_hosts_told_while_nobody_looked_is_heard_before_one_is_called_silent(
+    this: Attempt, way: Unsteady, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Quiet:
+        def __init__(self, *arguments: Any) -> None:
+            _, self.host, _, _, self.news = arguments
+            opened.append(self)
+
+        def close(self) -> None: ...
+        def join(self) -> None: ...
+
+    opened: list[Quiet] = []
+    monkeypatch.setattr("infra.supervision.Window", Quiet)
+    monkeypatch.setattr("infra.supervision._SILENT_SECONDS", 0.1)
+    (tmp_path / "head").mkdir()
+    supervision = Supervision(replace(this, lease_seconds=0.2), way, tmp_path / "head", None)
+    time.sleep(0.4)
+    for one in opened:
+        one.news.put((one.host, time.monotonic(), {}))
+    supervision.look(0)
+    assert not supervision.failed
+    assert supervision.silent == []
+    supervision.close()
