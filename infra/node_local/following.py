@@ -68,8 +68,13 @@ class Follower:
 
 
 def keep_up(run: NodeRun, progress: Progress) -> None:
-    """Gather the newest complete checkpoint if the head does not have it; then remove old ones everywhere."""
+    """Gather the newest complete checkpoint if the head does not have it; then remove old ones everywhere.
+
+    Raises the HostError of a node that does not answer, before anything is done.
+    """
     found = survey(run.nodes, run.name, run.checkpoints)
+    for error in found.silent.values():
+        raise error
     if not (complete := complete_tags(found.found)):
         return
     newest = complete[0]

@@ -1,0 +1,22 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.hosts import Host, Hosts
+from infra.node_local.node_run import NodeRun
+from t5train.spec import StorageSpec
+from tests.infra.node_store.conftest import RUN, Site
+
+
+@pytest.fixture
+def site(tmp_path: Path, local_hosts: Any) -> Site:
+    """Two nodes, each with a rank of the run."""
+    return Site(tmp_path, local_hosts, "ab")
+
+
+@pytest.fixture
+def run(site: Site) -> NodeRun:
+    """The run, of which a checkpoint is kept."""
+    hosts = Hosts(tuple(Host(name, (0,)) for name in site.nodes.hosts))
+    return NodeRun(RUN, site.checkpoints.parent, hosts, site.nodes, StorageSpec(keep_last=1))

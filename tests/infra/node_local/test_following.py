@@ -1,0 +1,82 @@
+"""While ranks are at work, the newest complete checkpoint comes to the head, and nothing that is needed goes."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.node_local import following
+from infra.node_local.following import Follower, keep_up
+from infra.node_local.node_run import NodeRun
+from t5train import sidecar
+from t5train.errors import IncompleteCheckpoint
+from t5train.progress import silent
+from t5train.train.job import tag_of
+from tests.infra.node_store.conftest import Site
+
+PART_OF_B = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+class Cut:
+    """A way to hosts that is cut at first."""
+
+    def __init__(self, transport: Any) -> None:
+        self.transport, self.is_cut = transport, True
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        return ["sh", "-c", "exit 255"] if self.is_cut else list(self.transport.command(host, argv))
+
+
+def tags(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def wait_for(look: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not look():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_newest_complete_checkpoint_is_gathered_and_older_ones_go_everywhere(run: NodeRun, site: Site) -> None:
+    for step in (8, 16, 24):
+        site.save(step)
+    (site.tag("b", 24) / "rank-00001.json").unlink()  # it is still being written
+    keep_up(run, silent)
+    assert sidecar.complete_tags(run.checkpoints) == [tag_of(16)]
+    assert tags(site.tag("a", 8).parent) == tags(site.tag("b", 8).parent) == [tag_of(16), tag_of(24)]
+    (run.checkpoints / "best").mkdir()
+    site.save(24)
+    keep_up(run, silent)
+    assert tags(run.checkpoints) == ["best", tag_of(24)]
+    assert tags(site.tag("a", 8).parent) == [tag_of(24)]
+
+
+def test_what_the_head_has_stays_until_it_has_the_next(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    keep_up(run, silent)
+    site.save(16)
+    (site.tag("b", 16) / PART_OF_B).write_bytes(bytes(300_000))
+    with pytest.raises(IncompleteCheckpoint):
+        keep_up(run, silent)
+    assert sidecar.complete_tags(run.checkpoints) == [tag_of(8)]
+    assert tags(site.tag("a", 8).parent) == [tag_of(8), tag_of(16)]
+
+
+def test_a_follower_that_fails_tries_again_and_ends_at_once(
+    run: NodeRun, site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for seconds in ("_LOOK_SECONDS", "_RETRY_SECONDS", "_METRICS_SECONDS"):
+        monkeypatch.setattr(following, seconds, 0.05)
+    cut = Cut(site.transport)
+    site.save(8)
+    follower = Follower(replace(run, nodes=replace(run.nodes, transport=cut)), lambda: 2)
+    wait_for(lambda: "metrics are not brought" in caplog.text)
+    cut.is_cut = False
+    wait_for(lambda: sidecar.complete_tags(run.checkpoints) == [tag_of(8)])
+    started = time.monotonic()
+    follower.end()
+    assert time.monotonic() - started < 10

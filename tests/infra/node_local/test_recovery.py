@@ -1,0 +1,66 @@
+"""What a run goes on from is the newest checkpoint that is complete anywhere; or it is told what is missing."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.hosts import Host, Hosts
+from infra.node_local import ledger
+from infra.node_local.node_run import NodeRun
+from infra.node_local.recovery import recover
+from t5train import sidecar
+from t5train.errors import IncompleteCheckpoint
+from t5train.progress import silent
+from t5train.train.job import tag_of
+from tests.infra.node_store.conftest import Site
+
+PART_OF_B = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+def steps(path: Path, upto: int) -> None:
+    path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, upto + 1)))
+
+
+def test_where_nothing_was_ever_complete_the_run_just_begins(run: NodeRun, site: Site) -> None:
+    recover(run, silent)
+    site.save(8)
+    shutil.rmtree(site.tag("b", 8))
+    recover(run, silent)
+    assert sidecar.complete_tags(run.checkpoints) == []
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    site.save(16)
+    (site.tag("b", 16) / PART_OF_B).write_bytes(bytes(300_000))
+    recover(run, silent)
+    assert sidecar.complete_tags(run.checkpoints) == [tag_of(8)]
+
+
+def test_hosts_that_have_left_the_run_are_asked_for_their_parts(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    ledger.note(run.folder, site.newest())
+    alone = replace(run, hosts=Hosts((Host("a", (0, 1)),)), nodes=run.nodes.on("a"))
+    recover(alone, silent)
+    assert sidecar.complete_tags(run.checkpoints) == [tag_of(8)]
+
+
+def test_what_is_nowhere_any_more_is_named_with_where_it_was_last_seen(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    ledger.note(run.folder, site.newest())
+    shutil.rmtree(site.tag("b", 8))
+    with pytest.raises(IncompleteCheckpoint, match=rf"{tag_of(8)} lacks {PART_OF_B} \(last seen \S+ on b\)"):
+        recover(run, silent)
+
+
+def test_only_steps_that_the_head_has_not_heard_of_are_taken_from_a_node(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    theirs, ours = site.scratch("a") / run.place / "metrics.jsonl", run.folder / "metrics.jsonl"
+    steps(ours, 6)
+    for told, expected in ((8, 8), (3, 8)):
+        steps(theirs, told)
+        recover(run, silent)
+        assert len(ours.read_text().splitlines()) == expected
