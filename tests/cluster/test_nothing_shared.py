@@ -27,31 +27,43 @@ SHARD_OF_0 = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 SHARD_OF_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 HOSTS = ["--hostfile", "/root/hosts", "--num-nodes", "2"]
 SECONDS = 400
+VARIANTS: dict[str, dict[str, Any]] = {
+    "moe": {
+        "model.version": "v1.0",
+        "model.moe.num_experts": 4,
+        "layout.zero_stage": 2,
+        "layout.expert_parallel_size": 2,
+        "layout.micro_batch_sequences": 8,
+    },
+    "pipeline": {"layout.pipeline_stages": 2, "layout.micro_batch_sequences": 8},
+}
+"""Of which some files are written on one node, and read on both."""
 
 
 class Apart:
     """A cluster whose hosts share nothing, and a run on it."""
 
-    def __init__(self, cluster: Cluster, prepared: Path) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster, prepared: Path, name: str = RUN, **settings: Any) -> None:
+        self.cluster, self.name = cluster, name
         self.root = cluster.disk("head", "/root/work")
-        shutil.copytree(prepared / "shards", self.root / "shards")
-        self.stage = Stage(cluster, prepared)
-        self.folder = self.root / "runs" / RUN
+        if not self.root.exists():
+            shutil.copytree(prepared / "shards", self.root / "shards")
+        self.stage = Stage(cluster, prepared, settings)
+        self.folder = self.root / "runs" / name
 
-    def start(self, command: str = "train", name: str = RUN, options: list[str] = HOSTS) -> Started:
+    def start(self, command: str, options: list[str]) -> Started:
         """Start it on the head."""
-        return self.stage.start(command, name, options, root=Path("/root/work"))
+        return self.stage.start(command, self.name, options, root=Path("/root/work"))
 
-    def train(self, name: str = RUN, options: list[str] = HOSTS) -> Ended:
+    def train(self, options: list[str] = HOSTS) -> Ended:
         """Start it, and wait for its end."""
-        ended = self.start("train", name, options).wait(SECONDS)
+        ended = self.start("train", options).wait(SECONDS)
         assert not self.stage.processes()
         return ended
 
     def on(self, host: str) -> Path:
         """The run's folder on a node's own disk."""
-        (found,) = self.cluster.disk(host, f"{SCRATCH}/runs").glob(f"{RUN}-*")
+        (found,) = self.cluster.disk(host, f"{SCRATCH}/runs").glob(f"{self.name}-*")
         return found
 
     def take_back(self, hosts: list[str]) -> None:
@@ -79,8 +91,9 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
 @pytest.fixture(scope="module")
 def undisturbed(apart: Apart) -> Any:
     """Digests of the weights with which one host with two ranks ends."""
-    assert apart.train(name="one-host", options=["--set", "cluster.ranks=2"]).exit_code == 0
-    return weights(apart.root / "runs/one-host")
+    one_host = Apart(apart.cluster, apart.stage.root, "one-host")
+    assert one_host.train(["--set", "cluster.ranks=2"]).exit_code == 0
+    return weights(one_host.folder)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +153,7 @@ def test_what_was_never_gathered_is_taken_from_nodes_and_a_half_written_tag_is_p
 def test_a_node_that_is_lost_twice_is_replaced_by_a_spare_and_the_run_goes_on(trained: Apart, undisturbed: Any) -> None:
     trained.take_back(["node0", "node1"])
     quick = ["--set", "cluster.lease_seconds=10", "--set", "cluster.grace_seconds=1"]
-    started = trained.start("run", options=["--hostfile", "/root/hosts", "--spares", "1", *quick])
+    started = trained.start("run", ["--hostfile", "/root/hosts", "--spares", "1", *quick])
     attempts = trained.cluster.disk("node1", "/var/tmp/t5-pretrain-0/attempts")
     while not list(attempts.glob("*/rank-00001.pid")):
         assert started.process.poll() is None, started.log.read_text()[-4000:]
@@ -163,6 +176,22 @@ def test_where_nothing_is_complete_any_more_it_is_told_what_is_missing_and_where
     assert re.search(rf"{SHARD_OF_1} \(last seen [^)]* on [^)]*node2\)", ended.told)
     assert (seen := last_seen(trained.folder)) is not None
     assert seen.tag == LAST
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_few_nodes_have_reaches_all_that_read_it(apart: Apart, variant: str) -> None:
+    run = Apart(apart.cluster, apart.stage.root, variant, **VARIANTS[variant])
+    apart.cluster.disk("head", "/root/two-slots").write_text(apart.cluster.hostfile(slots=2))
+    hosts = ["--hostfile", "/root/two-slots", "--include", "node0@node2"]
+    first = run.train(hosts)
+    assert first.exit_code == 0, first.output[-4000:]
+    undisturbed = weights(run.folder)
+    run.take_back(["node0"])
+    run.wipe("node2")
+    again = run.train(hosts)
+    assert again.exit_code == 0, again.output[-4000:]
+    assert f"resuming {variant} from {FIRST}" in again.output
+    assert weights(run.folder) == undisturbed
 
 
 def test_the_demonstration_ends_with_a_certified_publication(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
