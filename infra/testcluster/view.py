@@ -21,12 +21,13 @@ _FILES = {
     "shadow": "/etc/shadow",
 }
 """Files below a host's ``etc``, and where the host has them."""
+_KEPT = ("LD_LIBRARY_PATH", "PYTHONPATH", "TORCH_EXTENSIONS_DIR")
 
 
 def environment() -> dict[str, str]:
     """Of commands on a host: this Python first on PATH, and the code and operators that this process uses."""
     path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    kept = {name: os.environ[name] for name in ("PYTHONPATH", "TORCH_EXTENSIONS_DIR") if os.environ.get(name)}
+    kept = {name: os.environ[name] for name in _KEPT if os.environ.get(name)}
     return {"PATH": path, "HOME": "/root", "USER": "root", "LANG": "C.UTF-8", **kept}
 
 
@@ -57,7 +58,7 @@ def prepare(disk: Path, etc: Path, share: str | None) -> list[Mount]:
     (disk / "run" / "sshd").mkdir(parents=True)
     wanted = list(_mounts(disk, etc, share))
     for mount in wanted:
-        if any(Path(mount.target).is_relative_to(folder) for folder in _MODES):
+        if _is_own(mount.target):
             _make_place(disk / mount.target[1:], Path(mount.source).is_dir())
     return wanted
 
@@ -78,11 +79,19 @@ def _mounts(disk: Path, etc: Path, share: str | None) -> Iterator[Mount]:
         yield Mount(share, share, writable=True)
 
 
+def _is_own(path: str) -> bool:
+    return any(Path(path).is_relative_to(folder) for folder in _MODES)
+
+
 def _code() -> list[str]:
-    """Folders with Python, its packages and this project, none of them below another."""
+    """Folders with Python, its packages and this project that a host's own hide, none of them below another.
+
+    All else is there already, with whatever is mounted below it.
+    """
     paths = [sys.base_prefix, sys.prefix, str(Path(__file__).parents[2])]
     paths += [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    found = sorted({Path(path).resolve() for path in paths if Path(path).is_dir()})
+    resolved = {Path(path).resolve() for path in paths if Path(path).is_dir()}
+    found = sorted(path for path in resolved if _is_own(str(path)))
     return [str(path) for path in found if not any(path.is_relative_to(other) for other in found if other != path)]
 
 
