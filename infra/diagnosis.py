@@ -42,6 +42,7 @@ _BY_CAUSE = {
         HostLost, "the network between the head and this host, or the head itself, was gone too long"
     ),
     Cause.TOLD: Diagnosis(Preempted, "it saved nothing: the same command goes on from the last checkpoint"),
+    Cause.PARENT: Diagnosis(LaunchError, "DeepSpeed's launcher on its host was killed", hops=1),
     Cause.BEAT: Diagnosis(RankStopped, ""),
     Cause.PHASE: Diagnosis(
         RankStopped, "it hangs where its output ends; if it only needs more time, raise cluster.deadlines of that phase"

@@ -55,7 +55,11 @@ def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) ->
                 this.log(rank_name(rank)),
                 _host_of(this, rank),
             )
-    failed = [(_diagnosis(this, record), record, rank) for rank, record in records.items() if _is_cause(record)]
+    failed = [
+        (_diagnosis(this, record), record, rank)
+        for rank, record in records.items()
+        if _is_cause(record, this.hosts is not None)
+    ]
     if not failed:
         return None
     diagnosis, record, rank = min(failed, key=lambda one: (one[0].hops, one[1].ended_at))
@@ -92,13 +96,14 @@ def _launcher_failure(this: Attempt, num_ranks: int) -> LaunchError:
     )
 
 
-def _is_cause(record: ExitRecord | None) -> TypeGuard[ExitRecord]:
+def _is_cause(record: ExitRecord | None, is_over_hosts: bool) -> TypeGuard[ExitRecord]:
     """Whether a rank failed, or had not saved when its time was over; not whether it was ended because of another."""
     if record is None or record.succeeded:
         return False
     if record.cause == Cause.TOLD:
         return record.reason.startswith(TOLD_TO_SAVE)
-    return record.cause not in (Cause.PARENT, Cause.REFUSED)
+    # On one machine, the launcher that died has a record of its own that says more.
+    return record.cause != Cause.REFUSED and (record.cause != Cause.PARENT or is_over_hosts)
 
 
 def tail(log: Path, lines_kept: int = _TAIL_LINES) -> str:

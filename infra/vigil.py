@@ -33,8 +33,8 @@ class Vigil:
 
     def hear(self, numbers: bytes) -> Verdict | None:
         """Signals that came to the guard. SIGTERM is passed on, and gives a rank time to save; others end it."""
-        if self._parent_died():
-            return Cause.PARENT, "what started it died"
+        if (verdict := self._of_those_above()) is not None:
+            return verdict
         for number in numbers:
             if number != signal.SIGTERM:
                 return Cause.TOLD, signal.Signals(number).name
@@ -59,14 +59,14 @@ class Vigil:
             os.kill(self._pid, signal.SIGTERM)
 
     def _of_those_above(self) -> Verdict | None:
-        if self._parent_died():
-            return Cause.PARENT, "what started it died"
-        if self._this.lease_seconds is None:
-            return None
-        if lease.is_ended(self._this.folder):
+        tolerated = self._this.lease_seconds
+        if tolerated is not None and lease.is_ended(self._this.folder):  # asked first: then the launcher was ended too
             return Cause.TOLD, "the head ended the run"
-        age = lease.age_seconds(self._this.folder)
-        return (Cause.HEAD, f"no word from the head for {age:.0f} s") if age > self._this.lease_seconds else None
+        if self._parent is not None and os.getppid() != self._parent:
+            return Cause.PARENT, "what started it died"
+        if tolerated is not None and (age := lease.age_seconds(self._this.folder)) > tolerated:
+            return Cause.HEAD, f"no word from the head for {age:.0f} s"
+        return None
 
     def _of_its_life(self) -> Verdict | None:
         beat = heartbeat.read(beat_file(self._this.rank_files(self._name)))
@@ -100,6 +100,3 @@ class Vigil:
         if time.monotonic() - self._told_at > self._this.grace_seconds:
             return Cause.TOLD, f"{TOLD_TO_SAVE}; it had not ended after {self._this.grace_seconds:.0f} s"
         return None
-
-    def _parent_died(self) -> bool:
-        return self._parent not in (None, os.getppid())

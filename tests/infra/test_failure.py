@@ -96,8 +96,18 @@ def test_over_hosts_the_error_names_the_host(tmp_path: Path) -> None:
     this.write_exit(ExitRecord("launcher", 255, Cause.EXITED, "exited", now(), now()))
     for rank in (0, 1, 2):
         started(this, rank) if rank < 2 else None
-        ended(this, rank, -9, Cause.PARENT)
+        ended(this, rank, -9, Cause.REFUSED)
     assert "; rank 2 of 3 on node2 never started" in str(failure_of(this, 3))
+
+
+def test_a_launcher_that_was_killed_on_a_host_is_named_before_ranks_that_lost_that_host(tmp_path: Path) -> None:
+    this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0,), "node2": (0,)})
+    ended(this, 0, 1, host="node1")
+    this.log("rank-00000").write_text("Connection closed by peer")
+    ended(this, 1, -9, Cause.PARENT, host="node2")
+    assert "rank 1 of 2 on node2 was ended by its guard (parent): DeepSpeed's launcher on its host was killed" in str(
+        failure_of(this, 2)
+    )
 
 
 def test_a_secret_of_the_head_is_not_repeated(this: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
