@@ -15,7 +15,9 @@ from infra.node_local.recovery import recover
 from infra.node_local.telling import told_here
 from infra.node_store.collect import collect
 from infra.node_store.staging import release
+from infra.stop_signal import is_stop
 from t5train.atomic import write_text
+from t5train.errors import T5TrainError
 from t5train.progress import Progress
 from t5train.run_files import METRICS, TENSORBOARD, WITNESS_FOLDER
 from t5train.train.job import TrainJob
@@ -43,12 +45,22 @@ class NodeLocalStorage:
 
     @contextmanager
     def following(self, num_saved: Callable[[], int]) -> Iterator[None]:
-        """Gather what is saved meanwhile."""
+        """Gather what is saved meanwhile; also what ranks have saved that were told to end, as hosts may go then."""
         follower = Follower(self.run, num_saved)
         try:
             yield
-        finally:
+        except BaseException as error:
             follower.end()
+            if is_stop(error):
+                self._gather_if_possible()
+            raise
+        follower.end()
+
+    def _gather_if_possible(self) -> None:
+        try:
+            told_here(partial(following.keep_up, self.run), self.progress)
+        except T5TrainError as error:
+            _log.warning("what was saved last is on the hosts alone: %s", error)
 
     def take_home(self) -> None:
         """Gather the last checkpoint, and collect the witness and the metrics. Raises HostError.

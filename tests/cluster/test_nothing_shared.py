@@ -17,6 +17,7 @@ from infra.testcluster.demo import demo
 from t5train import sidecar
 from t5train.certificate import CERTIFICATE, Certificate
 from t5train.train import metrics
+from t5train.train.job import TrainJob
 from t5train.verify import verify
 
 pytestmark = pytest.mark.cluster
@@ -190,7 +191,7 @@ def test_what_few_nodes_have_reaches_all_that_read_it(apart: Apart, variant: str
     run.wipe("node2")
     again = run.train(hosts)
     assert again.exit_code == 0, again.output[-4000:]
-    assert f"resuming {variant} from {FIRST}" in again.output
+    assert TrainJob.read(run.folder / "attempts/0002/spec.json").resume_tag == FIRST
     assert weights(run.folder) == undisturbed
 
 

@@ -1,0 +1,67 @@
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from infra.node_local.node_run import NodeRun
+from infra.node_local.storage import NodeLocalStorage
+from infra.node_local.telling import told_here
+from infra.stop_signal import Stopped
+from t5train import sidecar
+from t5train.errors import RankKilled
+from t5train.progress import Progress, silent
+from t5train.train.job import tag_of
+from tests.infra.node_store.conftest import Site
+
+
+@pytest.mark.parametrize(("error", "gathered"), [(Stopped(), [tag_of(8)]), (RankKilled("rank 0"), [])])
+def test_what_ranks_saved_that_were_told_to_end_is_gathered_before_their_hosts_go(
+    run: NodeRun, site: Site, error: BaseException, gathered: list[str]
+) -> None:
+    def train(storage: NodeLocalStorage) -> None:
+        with storage.following(lambda: 0):
+            site.save(8)
+            raise error
+
+    with pytest.raises(type(error)):
+        train(NodeLocalStorage(run, lambda folder: folder, silent))
+    assert sidecar.complete_tags(run.checkpoints) == gathered
+
+
+def test_progress_of_other_threads_is_told_in_this_one() -> None:
+    told: list[tuple[int, threading.Thread]] = []
+
+    def act(progress: Progress) -> str:
+        for done in range(3):
+            progress("bytes", done, 3)
+        return "done"
+
+    assert told_here(act, lambda _what, done, _total: told.append((done, threading.current_thread()))) == "done"
+    assert set(told) == {(2, threading.main_thread())}
+
+
+def test_what_is_left_by_an_exception_breaks_off() -> None:
+    def forever(progress: Progress) -> None:
+        while True:
+            progress("bytes", 1, None)
+            time.sleep(0.01)
+
+    def stop(what: str, done: int, total: int | None) -> None:
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        told_here(forever, stop)
+
+
+def test_a_job_is_given_to_nodes_only_when_all_that_it_names_is_there(run: NodeRun, site: Site, tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def write_job(folder: Path) -> Path:
+        order.append(",".join(sidecar.complete_tags(run.checkpoints)))
+        raise RankKilled("no further")
+
+    site.save(8)
+    with pytest.raises(RankKilled):
+        NodeLocalStorage(run, write_job, silent).make_ready(tmp_path)
+    assert order == [tag_of(8)]
