@@ -42,9 +42,9 @@ def told_here(act: Callable[[Progress], Result], progress: Progress) -> Result:
     with ThreadPoolExecutor(1, thread_name_prefix="work") as thread:
         result = thread.submit(act, of_threads)
         try:
-            while not result.done():
-                wait([result], timeout=_TELL_SECONDS)
+            while wait([result], timeout=_TELL_SECONDS).not_done:
                 of_threads.pass_on(progress)
+            of_threads.pass_on(progress)
         finally:
             of_threads.is_told_to_end = True
     return result.result()
