@@ -138,9 +138,9 @@ class Supervision:
         host.heard_at = heard_at
         if "hello" in message:
             self._greet(name, host, message["hello"]["boot_id"])
-        if "error" in message:
+        if "error" in message and self._is_of_a_rank(message["error"]):
             self._keep_error(**message["error"])
-        if "exit" in message:
+        if "exit" in message and self._is_of_a_rank(message["exit"]):
             self._keep_record(message["exit"])
         self.num_saved += message.get("saved", 0)
         if "lines" in message:
@@ -148,6 +148,10 @@ class Supervision:
         self._gone |= set(message.get("gone", ()))
         if "ended" in message:
             self._part(name, host, message["ended"]["left"])
+
+    def _is_of_a_rank(self, told: Message) -> bool:
+        """Asked of a name from another machine before it becomes one of a file here."""
+        return told["name"] in self.ranks
 
     def _greet(self, name: str, host: _Host, boot_id: str) -> None:
         if host.boot_id not in (None, boot_id):

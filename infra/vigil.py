@@ -19,6 +19,9 @@ Verdict = tuple[Cause, str]
 TOLD_TO_SAVE = "SIGTERM"
 """How the reason begins of what was told to end, and had the time to save."""
 
+_FIRST_BEAT_SECONDS = 600.0
+"""In which a rank imports what gives its signs of life; after that its own deadlines count."""
+
 _STOPPED, _IN_THE_KERNEL = "T", "D"
 
 
@@ -29,7 +32,7 @@ class Vigil:
         self._this, self._name, self._pid, self._parent = this, name, pid, parent
         self._told_at: float | None = None
         self._sign: tuple[float, int] | None = None
-        self._silent_looks = 0
+        self._silent_looks, self._began, self._has_beaten = 0, time.monotonic(), False
 
     def hear(self, numbers: bytes) -> Verdict | None:
         """Signals that came to the guard. SIGTERM is passed on, and gives a rank time to save; others end it."""
@@ -71,6 +74,9 @@ class Vigil:
     def _of_its_life(self) -> Verdict | None:
         beat = heartbeat.read(beat_file(self._this.rank_files(self._name)))
         self._silent_looks = self._silent_looks + 1 if self._is_silent(beat) else 0
+        self._has_beaten = self._has_beaten or beat is not None
+        if not self._has_beaten and self._name != attempt.LAUNCHER and self._seconds > _FIRST_BEAT_SECONDS:
+            return Cause.BEAT, f"no first sign of life for {self._seconds:.0f} s: it hangs where it imports its program"
         if self._silent_looks > self._this.beat_seconds:
             return Cause.BEAT, f"no sign of life for {self._silent_looks} s: it was stopped, or hangs"
         if beat is not None and (seconds := time.monotonic() - beat.since) > beat.limit:
@@ -100,3 +106,7 @@ class Vigil:
         if time.monotonic() - self._told_at > self._this.grace_seconds:
             return Cause.TOLD, f"{TOLD_TO_SAVE}; it had not ended after {self._this.grace_seconds:.0f} s"
         return None
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began

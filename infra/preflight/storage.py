@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from infra.node_folder import place
 from infra.preflight.facts import Facts
 from infra.preflight.findings import Heards, names, of_each
 from infra.preflight.needs import Needs
@@ -58,6 +59,11 @@ def disks(heards: Heards, needs: Needs, storage: Storage) -> Iterator[str]:
         room = facts.room
         if room.node_folder_error:
             return room.node_folder_error
+        if room.node_folder != (here := str(place())):
+            return (
+                f"keeps attempts in {room.node_folder}, the head in {here}: the user there has another user id; give "
+                "it the same, or set cluster.ssh_user"
+            )
         if room.node_folder_free_bytes < _NODE_FOLDER_BYTES:
             return (
                 f"{room.node_folder} has {_gigabytes(room.node_folder_free_bytes)} free, logs want "

@@ -15,6 +15,9 @@ from infra import attempt, lease
 from infra.attempt import Attempt, now
 from infra.exit_record import Cause, ExitRecord
 from infra.processes import ProcessIdentity
+from infra.vigil import Vigil
+from t5train.train import heartbeat
+from t5train.train.heartbeat import Beat
 
 Start = Callable[..., subprocess.Popen[bytes]]
 Until = Callable[..., None]
@@ -165,6 +168,17 @@ def test_a_stopped_rank_is_found(this: Attempt, running: Start, survivors: Survi
     cause, reason, _ = ended(this)
     assert cause == Cause.BEAT
     assert reason.startswith("no sign of life for 2 s")
+
+
+def test_a_rank_that_never_gave_a_sign_of_life_is_found(this: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.vigil._FIRST_BEAT_SECONDS", 0.0)
+    launcher, rank = Vigil(this, "launcher", os.getpid(), None), Vigil(this, "rank-00000", os.getpid(), None)
+    assert launcher.look() is None
+    verdict = rank.look()
+    assert verdict is not None
+    assert (verdict[0], verdict[1][:24]) == (Cause.BEAT, "no first sign of life fo")
+    heartbeat.write(heartbeat.beat_file(this.rank_files("rank-00000")), Beat(0.0, "start", time.monotonic(), 600.0, 0))
+    assert rank.look() is None
 
 
 def test_a_rank_whose_interpreter_hangs_is_found_and_one_that_computes_without_a_beat_is_not(

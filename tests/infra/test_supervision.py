@@ -95,6 +95,17 @@ def test_success_is_a_good_record_of_every_rank(
     assert lease.age_seconds(tmp_path / "head") < 4
 
 
+def test_a_name_from_a_host_is_no_way_out_of_the_attempts_folder(
+    this: Attempt, supervise: Callable[..., Supervision]
+) -> None:
+    supervision = supervise()
+    supervision._take("a", 0.0, {"error": {"name": "../../stray", "type": "DiskFull", "message": ""}})
+    record = {"name": "../../stray", "cause": "exited", "returncode": 0, "reason": "", "started_at": "", "ended_at": ""}
+    supervision._take("a", 0.0, {"exit": record})
+    assert not list(this.folder.parent.parent.glob("stray*"))
+    assert not supervision.records
+
+
 def test_the_first_bad_record_is_a_failure_and_the_ranks_error_is_there(
     this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]
 ) -> None:
@@ -145,7 +156,7 @@ def test_a_host_that_is_silent_is_warned_of_and_lost_when_the_lease_is_over(
 def test_a_host_that_says_something_else_is_lost_and_what_it_said_is_told(
     way: Unsteady, supervise: Callable[..., Supervision]
 ) -> None:
-    way.silent, way.instead = "b", ["echo", "Welcome!"]
+    way.silent, way.instead = "b", ["sh", "-c", "echo Welcome!; sleep 600"]
     supervision = supervise()
     look_until(supervision, lambda: supervision.failed)
     assert "'Welcome!' came instead of an answer" in str(supervision.failure)

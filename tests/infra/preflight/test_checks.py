@@ -131,8 +131,9 @@ CULPRITS: list[tuple[str, str, Change, str]] = [
         with_("room", root_free_bytes=1),
         "node3: /shared/t5 has 0.0 GB free, a run wants more",
     ),
-    ("disks", "node3", with_("room", node_folder_free_bytes=1), "node3: /disk/node-folder has 0.0 GB free, l"),
+    ("disks", "node3", with_("room", node_folder_free_bytes=1), "0 has 0.0 GB free, logs want"),
     ("disks", "node3", with_("room", node_folder_error="/x is a link: move it"), "node3: /x is a"),
+    ("disks", "node3", with_("room", node_folder="/disk/t5-pretrain-7"), "the user there has another user id; give"),
     ("memory", "node0", with_("room", memory_bytes=1 << 30), "node0: 1.1 GB of memory, its ranks need 8.6 GB: giv"),
     (
         "open files",
