@@ -13,8 +13,9 @@ from infra.node_store.collect import collect
 from infra.node_store.gather import gather
 from infra.node_store.inventory import HEAD, inventory_of
 from infra.node_store.survey import Survey, prune_on, survey
-from infra.node_store.tags import complete_tags, superfluous
+from infra.node_store.tags import FoundTag, Inventories, complete_tags, superfluous
 from t5train.atomic_folder import discard
+from t5train.errors import IncompleteCheckpoint
 from t5train.progress import Progress
 from t5train.run_files import METRICS, TENSORBOARD
 
@@ -68,22 +69,35 @@ class Follower:
 
 
 def keep_up(run: NodeRun, progress: Progress) -> None:
-    """Gather the newest complete checkpoint if the head does not have it; then remove old ones everywhere.
+    """Gather the complete checkpoints that are to be kept, the newest first; then remove old ones everywhere.
 
-    Raises the HostError of a node that does not answer, before anything is done.
+    One that is damaged is passed over. Raises the HostError of a node that does not answer, before anything is done.
     """
     found = survey(run.nodes, run.name, run.checkpoints)
     for error in found.silent.values():
         raise error
-    if not (complete := complete_tags(found.found)):
-        return
-    newest = complete[0]
-    ledger.note(run.folder, newest)
-    if newest.name not in {tag.name for tag in complete_tags({HEAD: found.found[HEAD]})}:
-        _log.info("gathering %s", newest.name)
-        gather(run.nodes, run.name, newest, run.checkpoints, progress)
+    for tag in _lacking(run, found):
+        _log.info("gathering %s", tag.name)
+        try:
+            gather(run.nodes, run.name, tag, run.checkpoints, progress)
+        except IncompleteCheckpoint as error:
+            _log.warning("%s is not gathered: %s", tag.name, error)
+            continue
         bring_metrics(run)
     prune(run, found)
+
+
+def _lacking(run: NodeRun, found: Survey) -> list[FoundTag]:
+    """Complete checkpoints that the head is to have and has not."""
+    complete = complete_tags(found.found)
+    if complete:
+        ledger.note(run.folder, complete[0])
+    held = {tag.name for tag in complete_tags({HEAD: found.found[HEAD]})}
+    return [tag for tag in complete if tag.name not in held.union(_superfluous(run, found.found))]
+
+
+def _superfluous(run: NodeRun, found: Inventories) -> list[str]:
+    return superfluous(found, run.keep.keep_last, run.keep.keep_every_steps, run.keep.checkpoint_bytes)
 
 
 def bring_metrics(run: NodeRun) -> None:
@@ -100,8 +114,7 @@ def prune(run: NodeRun, found: Survey) -> None:
         place: {tag: copy for tag, copy in inventory.items() if _TAG.fullmatch(tag) and tag <= gathered[0].name}
         for place, inventory in {**found.found, HEAD: inventory_of(run.checkpoints)}.items()
     }
-    tags = superfluous(old, run.keep.keep_last, run.keep.keep_every_steps, run.keep.checkpoint_bytes)
-    if not tags:
+    if not (tags := _superfluous(run, old)):
         return
     for host, error in prune_on(run.nodes, run.name, tags).items():
         if error is not None:

@@ -12,8 +12,8 @@ from infra.node_local import following
 from infra.node_local.following import Follower, keep_up
 from infra.node_local.node_run import NodeRun
 from t5train import sidecar
-from t5train.errors import IncompleteCheckpoint
 from t5train.progress import silent
+from t5train.spec import StorageSpec
 from t5train.train.job import tag_of
 from tests.infra.node_store.conftest import Site
 
@@ -55,13 +55,23 @@ def test_the_newest_complete_checkpoint_is_gathered_and_older_ones_go_everywhere
     assert tags(site.tag("a", 8).parent) == [tag_of(24)]
 
 
-def test_what_the_head_has_stays_until_it_has_the_next(run: NodeRun, site: Site) -> None:
+def test_all_that_are_to_be_kept_are_gathered_also_those_that_were_saved_in_between(run: NodeRun, site: Site) -> None:
+    for step in (8, 16, 24):
+        site.save(step)
+    keep_up(replace(run, keep=StorageSpec(keep_last=2)), silent)
+    assert sidecar.complete_tags(run.checkpoints) == [tag_of(24), tag_of(16)]
+    assert tags(site.tag("b", 8).parent) == [tag_of(16), tag_of(24)]
+
+
+def test_what_the_head_has_stays_until_it_has_the_next(
+    run: NodeRun, site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
     site.save(8)
     keep_up(run, silent)
     site.save(16)
     (site.tag("b", 16) / PART_OF_B).write_bytes(bytes(300_000))
-    with pytest.raises(IncompleteCheckpoint):
-        keep_up(run, silent)
+    keep_up(run, silent)
+    assert f"{tag_of(16)} is not gathered: {PART_OF_B} is nowhere" in caplog.text
     assert sidecar.complete_tags(run.checkpoints) == [tag_of(8)]
     assert tags(site.tag("a", 8).parent) == [tag_of(8), tag_of(16)]
 
