@@ -67,9 +67,12 @@ class ClusterWatch:
         deadline = time.monotonic() + fencing.END_SECONDS
         while set(self._supervision.not_ended) - set(self._supervision.silent) and time.monotonic() < deadline:
             self._supervision.look(_LOOK_SECONDS)
-        missing = self._supervision.not_ended
+        missing, silent = self._supervision.not_ended, self._supervision.silent
         self._supervision.close()
-        self._unreachable = fencing.end_on_hosts(self.this, self._transport, missing)
+        if silent:  # where windows have tried in vain until now
+            _log.warning("attempt %s may go on until its lease is over on %s", self.this.number, ", ".join(silent))
+        asked = [host for host in missing if host not in silent]
+        self._unreachable = silent + fencing.end_on_hosts(self.this, self._transport, asked)
         fencing.settle(self.this, self._transport, self._unreachable)
 
     def failure(self) -> T5TrainError | None:
