@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from infra import fencing, lease
 from infra.attempt import Attempt
 from infra.cluster_launcher import ClusterLauncher
+from infra.hosts import Host, Hosts
 from infra.remote import SSH_CONFIG, Ssh
 from infra.run_lock import run_lock
 from infra.supervision import Supervision
@@ -45,6 +46,13 @@ def hold_run(run_folder: Path) -> Iterator[None]:
 def adopt(run_folder: Path) -> Supervision | None:
     """The supervision of ranks that were found at work; the caller answers for them now."""
     return _kept.pop(run_folder, None)
+
+
+def hosts_at_work(run_folder: Path) -> Hosts | None:
+    """Those of ranks that were found at work and that nobody has adopted yet."""
+    if (kept := _kept.get(run_folder)) is None:
+        return None
+    return Hosts(tuple(Host(name, slots) for name, slots in (kept.this.hosts or {}).items()))
 
 
 def end_all(run_folder: Path, cluster: ClusterSpec, on_tick: Callable[[], None]) -> None:

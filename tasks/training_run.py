@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from infra import failure_history
-from infra.attachment import end_all
+from infra.attachment import end_all, hosts_at_work
 from infra.cluster_launch import ClusterLaunchSpec, launch_on_hosts
-from infra.hosts import read_hosts, spare_hosts
+from infra.hosts import Hosts, read_hosts, spare_hosts
 from infra.launch import LaunchSpec, launch
 from infra.node_local.node_run import NodeRun
 from infra.node_local.storage import NodeLocalStorage
@@ -56,8 +56,7 @@ def _train(spec: RunSpec, shards: TokenShards, progress: Progress) -> None:
 
 
 def _on_hosts(spec: RunSpec, shards: TokenShards, job: Callable[[Path], Path], progress: Progress) -> ClusterLaunchSpec:
-    unfit = failure_history.unfit(spec.run_folder)
-    hosts = failure_history.with_spares(read_hosts(spec.cluster), spare_hosts(spec.cluster), unfit)
+    hosts = training_hosts(spec)
 
     def storage(transport: Transport, is_node_local: bool) -> RunStorage:
         if not is_node_local:
@@ -73,6 +72,15 @@ def _on_hosts(spec: RunSpec, shards: TokenShards, job: Callable[[Path], Path], p
         program=rank_program,
         is_same_job=lambda attempt_folder: run.is_job_of(spec, shards, attempt_folder),
     )
+
+
+def training_hosts(spec: RunSpec) -> Hosts:
+    """Those that are to train; spares among them that an earlier head has put in the place of others stay."""
+    hosts, spares = read_hosts(spec.cluster), spare_hosts(spec.cluster)
+    known, at_work = {*hosts.names, *spares.names}, hosts_at_work(spec.run_folder)
+    if spares.all and at_work and at_work.num_ranks == hosts.num_ranks and known.issuperset(at_work.names):
+        return at_work
+    return failure_history.with_spares(hosts, spares, failure_history.unfit(spec.run_folder))
 
 
 def launch_spec(spec: RunSpec, program: Callable[[Path], tuple[str, ...]]) -> LaunchSpec:

@@ -7,10 +7,13 @@ from typing import Any, cast
 import pytest
 from prefect.states import Failed
 
+from infra.hosts import Host, Hosts
 from t5train.errors import LaunchError, NonFiniteLoss, SpecError
+from t5train.recipes import recipe
+from tasks import training_run
 from tasks.loss_curve import loss_curve_png
 from tasks.train import can_pass
-from tasks.training_run import last_metrics
+from tasks.training_run import last_metrics, training_hosts
 
 
 @pytest.mark.parametrize(
@@ -35,3 +38,15 @@ def test_the_loss_curve_is_a_picture_also_of_a_run_without_validation(tmp_path: 
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "loss": 9.0 - step}) + "\n" for step in range(5)))
     assert loss_curve_png(path).startswith(b"\x89PNG")
+
+
+def test_a_spare_that_is_at_work_stays_when_the_head_starts_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\nc slots=1\n", "utf-8")
+    settings = {"cluster.hostfile": json.dumps(str(tmp_path / "hosts")), "cluster.ranks": 2, "cluster.spares": 1}
+    spec = recipe("smoke").with_settings(settings)
+    a, b, c, other = (Hosts((Host(first, (0,)), Host(second, (0,)))) for first, second in ("ab", "ba", "ac", "ax"))
+    for at_work, expected in ((None, a), (b, b), (c, c), (other, a), (Hosts((Host("a", (0,)),)), a)):
+        monkeypatch.setattr(training_run, "hosts_at_work", lambda _, at_work=at_work: at_work)
+        assert training_hosts(spec) == expected
