@@ -46,9 +46,11 @@ class Ended:
 
     @property
     def told(self) -> str:
-        """The last line that is not empty: what a person is left with."""
-        lines = [line for line in self.output.splitlines() if line.strip()]
-        return lines[-1].strip() if lines else ""
+        """The error, without the end of a rank's output; where there is none, the last line."""
+        _, found, last = f"\n{self.output}".rpartition("\nerror: ")
+        if found:
+            return " ".join(f"error: {last}".partition(", and ends:")[0].split())
+        return last.strip().rpartition("\n")[2]
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,9 @@ class Stage:
         build_shards(spec.shards, spec.corpus, text, vocabulary, self.root)
 
     def processes(self) -> list[tuple[str, Process]]:
-        """What runs on any host besides the sshd that waits for connections."""
+        """What runs on any host besides sshd, which keeps its end of a connection that was cut."""
         all_of_them = ((host, process) for host in self.cluster.hosts for process in self.cluster.processes(host))
-        return [found for found in all_of_them if "[listener]" not in " ".join(found[1].argv)]
+        return [found for found in all_of_them if not found[1].argv[0].startswith("sshd:")]
 
 
 def weights(run_folder: Path) -> Any:

@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 for commands in (run_command, preflight_command, stage_commands, status_command, gc_command, server_commands):
     commands.register(app)
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> NoReturn:
@@ -28,9 +29,10 @@ def main() -> NoReturn:
         app()
     except T5TrainError as error:
         complain(f"error: {error}")
-    except KeyboardInterrupt:
-        complain("interrupted")
-        sys.exit(128 + signal.SIGINT)
+    except SystemExit as ended:
+        if ended.code == _INTERRUPTED:  # what typer makes of Ctrl-C, without a word
+            complain("interrupted")
+        raise
     except BrokenPipeError:
         # Who read our output has gone; without this, Python complains once more while it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

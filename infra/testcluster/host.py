@@ -92,7 +92,10 @@ class Host:
         return init
 
     def command(self, argv: list[str]) -> list[str]:
-        """``argv`` such that it runs on the host, in /root. Raises TestClusterError while the host is off."""
+        """``argv`` such that it runs on the host, in /root. Raises TestClusterError while the host is off.
+
+        Ctrl-C ends it, as on a console, also where whoever starts it is in a shell's background and deaf to that.
+        """
         return [
             "nsenter",
             f"--target={self.running().pid}",
@@ -103,6 +106,7 @@ class Host:
             "--ipc",
             "--wd",
             "--",
+            *("env", "--default-signal=INT,QUIT"),
             *argv,
         ]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from flows import cli
+from flows import run_command
 from flows.status_command import run_status
 from infra.run_lock import run_lock
 from t5train import host_memory
@@ -95,12 +95,15 @@ def test_wrong_usage_ends_with_2(t5_pretrain: Callable[..., int], arguments: lis
     assert t5_pretrain(*arguments) == 2
 
 
-def test_control_c_ends_with_130(t5_pretrain: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> None:
+def test_control_c_ends_with_130_and_a_line(
+    t5_pretrain: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "app", interrupted)
+    monkeypatch.setattr(run_command, "say", interrupted)
     assert t5_pretrain("recipes") == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,255 @@
+"""What can happen to a run over hosts: the rows of docs/faults.md, each done for real on a test cluster.
+
+Of a fault's two halves either may be left out: what is wrong already when the run is started, a context within which
+the run ends, and what is done to it once it trains.
+"""
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from importlib.metadata import distribution
+from pathlib import Path
+
+from cluster_runs import Stage, Started
+
+from infra.testcluster import view
+
+LEASE_SECONDS = 10
+MASTER_PORT = 29555
+SECRET = "s3cr3t-f0r-n0b0dy"  # noqa: S105 - stands for one
+TRICK = """it's "quoted" $(touch executed) `touch executed`; touch executed #"""
+RANK, LAUNCHER, PDSH, HEAD = "t5train.train", "deepspeed.launcher.runner", "pdsh", "t5-pretrain"
+_HOSTS = "/root/hosts"
+
+Strike = Callable[[Stage, Started], None]
+Wrong = Callable[[Stage], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row."""
+
+    what: str
+    told: str
+    """What the user must be told: a regular expression."""
+    strike: Strike | None = None
+    wrong: Wrong = lambda _stage: nullcontext()
+    exit_code: int = 1
+    settings: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    root: str = ""
+    """A folder below the shared one that is the run's root."""
+    started_again: bool = False
+    """The head is started again at once, and is to find its run."""
+    in_ci: bool = False
+
+    @property
+    def ends_ranks(self) -> bool:
+        """Whether ranks are at work when it happens, and are to end."""
+        return self.strike is not None and self.exit_code != 0
+
+    @property
+    def run(self) -> str:
+        """The run's name. What is refused is the same run every time, which has not begun yet."""
+        refused = self.strike is None and self.exit_code != 0
+        return "refused" if refused else re.sub("[^a-z0-9]+", "-", self.what.lower()).strip("-")
+
+
+def signalled(host: str, program: str, number: signal.Signals) -> Strike:
+    """Send a signal to a program of the run on a host."""
+
+    def strike(stage: Stage, _: Started) -> None:
+        found = pids(stage, host, program)
+        assert found, f"no {program} on {host}: {stage.cluster.processes(host)}"
+        for pid in found:
+            os.kill(pid, number)
+
+    return strike
+
+
+def pids(stage: Stage, host: str, program: str) -> list[int]:
+    """A program of the run, by its file or module, on a host; never its guard."""
+    found = []
+    for process in stage.cluster.processes(host):
+        names = {Path(argument).name for argument in process.argv[:3]}
+        if program in names and "infra.guard" not in names:
+            found.append(process.pid)
+    return found
+
+
+def power_cut(stage: Stage, _: Started) -> None:
+    """Of the second node."""
+    stage.cluster.power_cut("node1")
+
+
+def link_down(stage: Stage, _: Started) -> None:
+    """Of the second node."""
+    stage.cluster.set_link("node1", "down")
+
+
+def sshd_down(stage: Stage, _: Started) -> None:
+    """Of the second node: it takes no new connections."""
+    stage.cluster.stop_sshd("node1")
+
+
+def is_literal(stage: Stage, _: Started) -> None:
+    """The ranks have the value as it was given."""
+    for host in stage.cluster.nodes:
+        for pid in pids(stage, host, RANK):
+            assert f"T5_TRICK={TRICK}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+def is_hidden(stage: Stage, _: Started) -> None:
+    """No command line has the secret, and no rank."""
+    for host, process in stage.processes():
+        assert SECRET not in " ".join(process.argv)
+        assert host == "head" or SECRET.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
+
+
+@contextmanager
+def booted_again(stage: Stage) -> Iterator[None]:
+    """The second node comes back afterwards."""
+    yield
+    stage.cluster.boot("node1")
+
+
+@contextmanager
+def linked_again(stage: Stage) -> Iterator[None]:
+    """The second node's cable is put back afterwards."""
+    yield
+    stage.cluster.set_link("node1", "up")
+
+
+@contextmanager
+def sshd_again(stage: Stage) -> Iterator[None]:
+    """The second node takes connections again afterwards."""
+    yield
+    stage.cluster.start_sshd("node1")
+
+
+@contextmanager
+def without_sshd(stage: Stage) -> Iterator[None]:
+    """The second node takes no connections."""
+    stage.cluster.stop_sshd("node1")
+    with sshd_again(stage):
+        yield
+
+
+@contextmanager
+def other_key(stage: Stage) -> Iterator[None]:
+    """The second node has another host key."""
+    stage.cluster.rekey("node1")
+    yield
+    stage.cluster.rekey("node1", trusted=True)
+
+
+@contextmanager
+def port_taken(stage: Stage) -> Iterator[None]:
+    """Somebody listens on the first node where ranks are to meet."""
+    server = stage.cluster.start("node0", ["python", "-m", "http.server", str(MASTER_PORT)])
+    yield
+    for pid in pids(stage, "node0", "http.server"):
+        os.kill(pid, signal.SIGKILL)
+    server.wait()
+
+
+def hostfile(text: str) -> Wrong:
+    """The hostfile is another."""
+
+    @contextmanager
+    def wrong(stage: Stage) -> Iterator[None]:
+        stage.cluster.disk("head", _HOSTS).write_text(text)
+        yield
+        stage.cluster.disk("head", _HOSTS).write_text(stage.cluster.hostfile())
+
+    return wrong
+
+
+@contextmanager
+def other_torch(stage: Stage) -> Iterator[None]:
+    """The second node has another version of torch."""
+    torch = distribution("torch")
+    metadata = str(torch.locate_file(f"torch-{torch.version}.dist-info/METADATA"))
+    other = re.sub("^Version: .*$", "Version: 2.0.1", Path(metadata).read_text("utf-8"), count=1, flags=re.MULTILINE)
+    stage.cluster.disk("node1", "/root/METADATA").write_text(other, "utf-8")
+    stage.cluster.exec("node1", ["mount", "--bind", "/root/METADATA", metadata]).check_returncode()
+    yield
+    stage.cluster.exec("node1", ["umount", metadata]).check_returncode()
+
+
+@contextmanager
+def stale_lock(stage: Stage) -> Iterator[None]:
+    """A compile was killed on the second node."""
+    (folder,) = stage.cluster.disk("node1", view.operators()).rglob("deepspeed_shm_comm")
+    lock = folder / "lock"
+    lock.touch()
+    yield
+    assert not lock.exists()
+
+
+@contextmanager
+def nothing_executed(stage: Stage) -> Iterator[None]:
+    """What looks like a command was none, on no host."""
+    yield
+    for host in stage.cluster.hosts:
+        assert not list(stage.cluster.host(host).disk.rglob("executed"))
+
+
+@contextmanager
+def nothing_written(stage: Stage) -> Iterator[None]:
+    """No file holds the secret afterwards, neither on a disk nor in what the run has made."""
+    yield
+    disks = [stage.cluster.host(host).disk for host in stage.cluster.hosts]
+    found = subprocess.run(["grep", "-rlF", SECRET, *disks, stage.root], capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout) == (1, "")
+
+
+FAULTS = [
+    Fault("a rank is killed", "rank 1.*node1.*killed", signalled("node1", RANK, signal.SIGKILL)),
+    Fault("a rank is stopped", "rank 1.*node1.*no sign of life", signalled("node1", RANK, signal.SIGSTOP), in_ci=True),
+    Fault("DeepSpeed's launcher is killed", "launcher", signalled("head", LAUNCHER, signal.SIGKILL)),
+    Fault("pdsh is killed", "launcher", signalled("head", PDSH, signal.SIGKILL), in_ci=True),
+    Fault("the head is killed", "", signalled("head", HEAD, signal.SIGKILL), exit_code=137),
+    Fault(
+        "the head is killed, and started again at once",
+        "",
+        signalled("head", HEAD, signal.SIGKILL),
+        exit_code=0,
+        started_again=True,
+    ),
+    Fault("a node loses power", "node1", power_cut, booted_again, in_ci=True),
+    Fault("a node's cable is pulled", "node1", link_down, linked_again),
+    Fault("sshd of a node stops while it trains", "", sshd_down, sshd_again, exit_code=0),
+    Fault("Ctrl-C", "interrupted", signalled("head", HEAD, signal.SIGINT), exit_code=130),
+    Fault("sshd of a node is down", "node1.*refused", wrong=without_sshd),
+    Fault("a node has another host key", "node1.*key", wrong=other_key, in_ci=True),
+    Fault("the port is taken", str(MASTER_PORT), wrong=port_taken, settings=(f"cluster.master_port={MASTER_PORT}",)),
+    Fault("a host that nobody knows", "node9", wrong=hostfile("node0 slots=1\nnode9 slots=1\n")),
+    Fault("slots=0", "line 2.*node1.*slots=0", wrong=hostfile("node0 slots=1\nnode1 slots=0\n"), in_ci=True),
+    Fault("one machine twice", "names of one machine", wrong=hostfile("node0 slots=1\n10.77.0.10 slots=1\n")),
+    Fault("a node has another torch", "node1: torch 2.0.1", wrong=other_torch, in_ci=True),
+    Fault("a killed compile left its lock", "", wrong=stale_lock, exit_code=0),
+    Fault(
+        "$(...) and quotes in a variable and in the root's name",
+        "",
+        is_literal,
+        nothing_executed,
+        exit_code=0,
+        settings=('cluster.environment=["T5_TRICK"]',),
+        environment={"T5_TRICK": TRICK},
+        root='it\'s "a" $(touch executed) `touch executed`; touch executed',
+        in_ci=True,
+    ),
+    Fault(
+        "a secret in the environment",
+        "",
+        is_hidden,
+        nothing_written,
+        exit_code=0,
+        environment={"HF_TOKEN": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET},
+    ),
+]

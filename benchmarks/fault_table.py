@@ -1,0 +1,178 @@
+"""Everything that can happen to a run over hosts, done for real on a test cluster: the table in docs/faults.md.
+
+::
+
+    python benchmarks/fault_table.py --into docs/faults.md         all of it, as root; about twenty minutes on two cores
+    python benchmarks/fault_table.py --only "a rank is killed"
+"""
+
+import argparse
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster_runs import Ended, Stage, Started, weights
+from fault_cases import FAULTS, LEASE_SECONDS, RANK, Fault, pids
+
+from infra.testcluster import Cluster
+from infra.testcluster.host import Process
+from t5train.run_files import WITNESS_FOLDER
+
+STRIKE_AT, SLOW = 25, "8mbit"
+SETTINGS = {
+    "optimizer.num_steps": 70,
+    "storage.checkpoint_every_steps": 20,
+    "storage.validate_every_steps": 70,
+    "cluster.lease_seconds": LEASE_SECONDS,
+    "cluster.grace_seconds": 5,
+    "cluster.retries": 0,
+}
+ALLOWED_SECONDS, LONGEST_SECONDS = 20, 400
+_OPTIONS = ["--hostfile", "/root/hosts"]
+_HEADER = """\
+| what is done | ranks ended after | command ended after | what the user is told | exit code | left | then bit-equal |
+|---|---|---|---|---|---|---|
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a fault."""
+
+    fault: Fault
+    ranks_seconds: float
+    """From the fault until no rank is left on any host."""
+    seconds: float
+    """From the fault, or the start of what has one from the start, until the command has ended."""
+    exit_code: int
+    told: str
+    left: list[str]
+
+    def row(self, equal: str) -> str:
+        """A line of the table."""
+        ranks = f"{self.ranks_seconds:.1f} s" if self.fault.ends_ranks else ""
+        seconds = f"{self.seconds:.1f} s" if self.fault.exit_code else ""
+        told = self.told.replace("|", "\\|") if self.fault.told else ""
+        left = "; ".join(self.left) or "0"
+        what = self.fault.what
+        return f"| {what} | {ranks} | {seconds} | {told} | {self.exit_code} | {left} | {equal} |"
+
+
+def do(stage: Stage, fault: Fault) -> Outcome:
+    """Do it to a run that is started for it, and look what is left."""
+    with fault.wrong(stage):
+        others = stage.processes()
+        at = time.monotonic()
+        run = _start(stage, fault)
+        if fault.strike:
+            run.await_step(STRIKE_AT)
+            if fault.ends_ranks or fault.started_again:
+                stage.cluster.set_rate("node0", SLOW)  # else it might come to its end before anything is noticed
+            at = time.monotonic()
+            fault.strike(stage, run)
+        ended, ranks_gone_at = _follow(stage, fault, run)
+        left = _await_nothing_left(stage, others)
+        stage.cluster.set_rate("node0", None)
+    told = ended.told.replace(str(stage.root), "{root}")
+    return Outcome(fault, ranks_gone_at - at, ended.at - at, ended.exit_code, told, left)
+
+
+def goes_on_to(stage: Stage, fault: Fault) -> Any:
+    """Digests of the weights with which the run ends, started again if need be. AssertionError if it fails."""
+    folder = stage.root / fault.root / "runs" / fault.run
+    if not (folder / WITNESS_FOLDER).exists():
+        ended = _start(stage, fault).wait(LONGEST_SECONDS)
+        assert ended.exit_code == 0, ended.output[-4000:]
+    return weights(folder)
+
+
+def undisturbed_weights(stage: Stage) -> Any:
+    """Digests of the weights with which a run ends to which nothing happens. AssertionError if it fails."""
+    run = stage.start("train", "undisturbed", _OPTIONS)
+    ended = run.wait(LONGEST_SECONDS)
+    assert ended.exit_code == 0, ended.output[-4000:]
+    return weights(run.run_folder)
+
+
+def _start(stage: Stage, fault: Fault) -> Started:
+    (shards,) = (stage.root / "shards").iterdir()
+    options = [*_OPTIONS, "--shards", str(shards), *(part for each in fault.settings for part in ("--set", each))]
+    return stage.start("train", fault.run, options, fault.environment, stage.root / fault.root)
+
+
+def _follow(stage: Stage, fault: Fault, run: Started) -> tuple[Ended, float]:
+    """Wait for the end of the command, and for that of its last rank."""
+    if fault.started_again:
+        run.wait(LONGEST_SECONDS)
+        stage.cluster.set_rate("node0", None)
+        run = _start(stage, fault)
+    if fault.ends_ranks:
+        await_end(stage)
+    ranks_gone_at = time.monotonic()
+    return run.wait(LONGEST_SECONDS), ranks_gone_at
+
+
+def await_end(stage: Stage) -> None:
+    """Wait until no host has a rank. AssertionError if that takes too long."""
+    deadline = time.monotonic() + LONGEST_SECONDS
+    while any(pids(stage, host, RANK) for host in stage.cluster.nodes):
+        assert time.monotonic() < deadline, f"ranks do not end: {stage.processes()}"
+        time.sleep(0.1)
+
+
+def _await_nothing_left(stage: Stage, others: list[tuple[str, Process]]) -> list[str]:
+    """Processes of the run that are on any host when all have had time to end."""
+    deadline = time.monotonic() + ALLOWED_SECONDS
+    while (left := [one for one in stage.processes() if one not in others]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return [f"{host}: {' '.join(process.argv)}" for host, process in left]
+
+
+def main() -> None:
+    """Do all or one, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=[fault.what for fault in FAULTS])
+    parser.add_argument("--into", type=Path, help="document whose table is replaced")
+    chosen = parser.parse_args()
+    with staged() as stage:
+        undisturbed = undisturbed_weights(stage)
+        outcomes = [_told(do(stage, fault)) for fault in FAULTS if chosen.only in {None, fault.what}]
+        ends = {outcome.fault.run: goes_on_to(stage, outcome.fault) for outcome in outcomes}
+        rows = [outcome.row("yes" if ends[outcome.fault.run] == undisturbed else "NO") for outcome in outcomes]
+    print(_HEADER + "\n".join(rows))
+    if chosen.into:
+        write_table(chosen.into, rows)
+
+
+def _told(outcome: Outcome) -> Outcome:
+    """Show it at once: the rest takes a while."""
+    print(outcome.row("to be seen"), flush=True)
+    return outcome
+
+
+@contextmanager
+def staged() -> Iterator[Stage]:
+    """A head and two nodes, ready to train."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        with Cluster.temporary(f"faults-{os.getpid()}", nodes=2, share=root) as cluster:
+            stage = Stage(cluster, root, SETTINGS)
+            stage.prepare()
+            yield stage
+
+
+def write_table(document: Path, rows: list[str]) -> None:
+    """Replace the table, which is all of the document's lines that begin with a bar."""
+    text = document.read_text("utf-8")
+    table = _HEADER + "".join(f"{row}\n" for row in rows)
+    document.write_text(re.sub(r"(^\|.*\n)+", lambda _: table, text, count=1, flags=re.MULTILINE), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
