@@ -19,8 +19,8 @@ from pathlib import Path
 from hardware import hardware
 from simulated_hosts import Fault, Simulated, facts_of, write_answers
 
-from infra.hosts import hostfile_text, include_argument, parse, select
-from infra.launch_command import launch_command
+from infra.cluster.hosts import hostfile_text, include_argument, parse, select
+from infra.cluster.launch_command import launch_command
 from infra.preflight.checks import judge
 from infra.preflight.facts import Software
 from infra.preflight.findings import Finding, Heard

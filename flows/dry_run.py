@@ -5,9 +5,9 @@ import shlex
 import sys
 
 from flows.preflight import require_possible
-from infra.hosts import read_hosts
+from infra.cluster.hosts import read_hosts
+from infra.cluster.launch_command import launch_command
 from infra.launch import command
-from infra.launch_command import launch_command
 from infra.node_folder import place
 from t5train.fingerprint import fingerprint
 from t5train.run_files import ATTEMPT_SPEC, ATTEMPTS

@@ -11,11 +11,11 @@ import typer
 from flows.options import HostfileOption, IncludeOption, RootOption, SetOption, host_settings, root_of, settings
 from flows.resolve import resolve
 from flows.terminal import complain, say, show_table
-from infra.hosts import read_hosts
+from infra.cluster.hosts import read_hosts
+from infra.cluster.remote import Ssh
 from infra.node_store.collection import finished_runs, free_on, free_under, garbage_on, garbage_under
 from infra.node_store.garbage import Garbage
 from infra.node_store.nodes import Nodes
-from infra.remote import Ssh
 from t5train.errors import HostError
 from t5train.spec import RunSpec
 

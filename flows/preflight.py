@@ -6,11 +6,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from infra import ports
-from infra.attachment import hold_run
-from infra.hosts import read_hosts
+from infra.cluster.attachment import hold_run
+from infra.cluster.hosts import read_hosts
+from infra.cluster.remote import Ssh, Transport
 from infra.preflight.needs import Needs
 from infra.preflight.preflight import require_agreement
-from infra.remote import Ssh, Transport
 from t5train import start_from
 from t5train.data.pydocs import PYDOCS
 from t5train.data.sources import require_source

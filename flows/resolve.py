@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infra.hosts import chosen_hosts
-from infra.launch_command import require_launchable
+from infra.cluster.hosts import chosen_hosts
+from infra.cluster.launch_command import require_launchable
 from t5train.errors import SpecError
 from t5train.locations import local_folder
 from t5train.recipes import recipe as recipe_spec

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from infra import node_folder
-from infra.attempt import Attempt, rank_name
+from infra.attempts.attempt import Attempt, rank_name
 from infra.processes import RUN_ID_VARIABLE
 from t5train.errors import LaunchError
 from t5train.train.variables import LOCKS, RANK_FILES

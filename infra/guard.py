@@ -6,8 +6,8 @@
     python -m infra.guard --launcher ATTEMPT_FOLDER PROGRAM ...    DeepSpeed's launcher
 
 The program runs in a session of its own, its output in a file. It ends, with all its process group, for any of the
-reasons in infra.vigil, and when the head dies; and when the guard itself is killed, the kernel kills the program. How
-it ended is written down last. Standard library only: it must start in an instant, on any node.
+reasons in infra.attempts.vigil, and when the head dies; and when the guard itself is killed, the kernel kills the
+program. How it ended is written down last. Standard library only: it must start in an instant, on any node.
 """
 
 import os
@@ -23,13 +23,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from infra import attempt, lease, processes, shared_memory
-from infra.attempt import Attempt
+from infra import processes, shared_memory
+from infra.attempts import attempt, lease
+from infra.attempts.attempt import Attempt
+from infra.attempts.exit_record import Cause, ExitRecord
+from infra.attempts.vigil import Verdict, Vigil
 from infra.environment import variables_of_rank
-from infra.exit_record import Cause, ExitRecord
 from infra.processes import ProcessIdentity
 from infra.run_lock import ranks_lock
-from infra.vigil import Verdict, Vigil
 
 LAUNCHER_OPTION = "--launcher"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -21,10 +21,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from infra import attempt, ports, processes, shared_memory
-from infra.attempt import Attempt
+from infra import ports, processes, shared_memory
+from infra.attempts import attempt
+from infra.attempts.attempt import Attempt
+from infra.attempts.failure import failure_of
 from infra.environment import rank_environment
-from infra.failure import failure_of
 from infra.guard import LAUNCHER_OPTION
 from infra.op_cache import clear_stale_locks
 from infra.processes import ProcessIdentity

@@ -3,7 +3,7 @@
 ::
 
     /var/tmp/t5-pretrain-{uid}/
-        attempts/{run_id}/              files of an attempt, named as infra.attempt says
+        attempts/{run_id}/              files of an attempt, named as infra.attempts.attempt says
         heads/{run_id}/                 on the head's machine, which may be one of the hosts: its launcher's files
         locks/{accelerator}-{slot}.lock held by the rank that uses the accelerator
 

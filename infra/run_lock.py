@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-from infra.attempt import living_processes, now
+from infra.attempts.attempt import living_processes, now
 from t5train.errors import RunLocked, StorageError
 from t5train.file_lock import is_locked, try_lock
 

@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from infra import failure_history
-from infra.attachment import end_all, hosts_at_work
-from infra.cluster_launch import ClusterLaunchSpec, launch_on_hosts
-from infra.hosts import Hosts, read_hosts, spare_hosts
+from infra.cluster import failure_history
+from infra.cluster.attachment import end_all, hosts_at_work
+from infra.cluster.hosts import Hosts, read_hosts, spare_hosts
+from infra.cluster.launch import ClusterLaunchSpec, launch_on_hosts
+from infra.cluster.remote import Transport
+from infra.cluster.run_storage import RunStorage, SharedStorage
 from infra.launch import LaunchSpec, launch
 from infra.node_local.node_run import NodeRun
 from infra.node_local.storage import NodeLocalStorage
 from infra.preflight.needs import Needs
-from infra.remote import Transport
-from infra.run_storage import RunStorage, SharedStorage
 from t5train.errors import HostError, LaunchError
 from t5train.model.shape import resolve
 from t5train.progress import Progress, silent

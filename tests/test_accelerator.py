@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infra.attempt import attempt_folder, rank_name, read
+from infra.attempts.attempt import attempt_folder, rank_name, read
 from infra.processes import find, in_run
 from infra.run_lock import run_lock
 from t5train.certify import certify

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Self
 
-from infra.hosts import Host, Hosts
+from infra.cluster.hosts import Host, Hosts
+from infra.cluster.remote import Transport
 from infra.node_folder import place
 from infra.node_store.nodes import Nodes
 from infra.node_store.paths import name_on_nodes, run_place, shards_place, staged_place
-from infra.remote import Transport
 from t5train.run_files import CHECKPOINTS
 from t5train.spec import RunSpec, StorageSpec
 from t5train.train.job import Consolidated, TrainJob

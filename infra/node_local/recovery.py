@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from infra import attempt
+from infra.attempts import attempt
 from infra.node_local import ledger
 from infra.node_local.node_run import NodeRun
 from infra.node_store.collect import collect

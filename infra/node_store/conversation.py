@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, cast
 
-from infra import remote
+from infra.cluster import remote
+from infra.cluster.remote import node_command
 from infra.node_store.nodes import Nodes, Request, line_of
 from infra.node_store.wire import BrokenOff, Channel, files_in
-from infra.remote import node_command
 from t5train.errors import HostUnreachable
 
 _END_SECONDS = 10.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from infra.remote import Reply, Transport, node_command, run_everywhere
+from infra.cluster.remote import Reply, Transport, node_command, run_everywhere
 from t5train.errors import HostError, RemoteFailed
 
 Request = dict[str, Any]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from infra import attempt
+from infra.attempts import attempt
 from infra.node_folder import attempts_folder
 from infra.node_store.paths import SHARDS, STAGED, run_name_of, within
 from infra.processes import boot_id

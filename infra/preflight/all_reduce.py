@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from infra.cluster.remote import Answer, Reply, Transport, node_command, run_everywhere
 from infra.preflight.addresses import Meeting
 from infra.preflight.findings import names
 from infra.preflight.needs import Needs
 from infra.preflight.probe_rank import IMPORTED, MET, REACHED, STAGES, STARTED, SUMMED
-from infra.remote import Answer, Reply, Transport, node_command, run_everywhere
 from t5train.errors import HostError
 
 DEADLINE_SECONDS = 60.0

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from infra.cluster.hosts import Hosts
 from infra.environment import settings_of_head
-from infra.hosts import Hosts
 from t5train.model.shape import T5Shape
 from t5train.spec import RunSpec
 from t5train.train.memory import host_bytes

@@ -3,13 +3,13 @@
 import logging
 from dataclasses import dataclass
 
+from infra.cluster.remote import Transport
 from infra.preflight.addresses import Meeting
 from infra.preflight.all_reduce import all_reduce
 from infra.preflight.checks import ALL_REDUCE, CHECKS, IN_USE, PORT, REACHABLE, Judgement
 from infra.preflight.findings import Finding
 from infra.preflight.needs import Needs
 from infra.preflight.survey import survey
-from infra.remote import Transport
 from t5train.errors import HostUnreachable, PreflightError
 
 _log = logging.getLogger(__name__)

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from infra.cluster.remote import Answer, Reply, Transport, node_command, run_everywhere
 from infra.preflight.checks import LAUNCHER, Judgement, judge, of_error
 from infra.preflight.facts import Facts, Question
 from infra.preflight.findings import Finding, Heard
 from infra.preflight.machine import identity
 from infra.preflight.needs import Needs
 from infra.preflight.software import software
-from infra.remote import Answer, Reply, Transport, node_command, run_everywhere
 from t5train.atomic import write_text
 from t5train.errors import HostError, RemoteFailed
 

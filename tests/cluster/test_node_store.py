@@ -27,7 +27,7 @@ from infra.node_store.restore import part, restore
 from infra.node_store.staging import release, stage_folder
 from infra.node_store.survey import survey
 from infra.node_store.tags import complete_tags
-from infra.remote import Ssh
+from infra.cluster.remote import Ssh
 from t5train.spec import ClusterSpec
 
 head = Path("/var/tmp/head")

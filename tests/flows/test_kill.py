@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from infra.attempt import Attempt, attempt_folder, read
-from infra.exit_record import Cause
+from infra.attempts.attempt import Attempt, attempt_folder, read
+from infra.attempts.exit_record import Cause
 from infra.processes import find, in_run
 from infra.shared_memory import SEGMENTS
 from t5train.train import metrics

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from infra import attempt, processes
-from infra.attempt import Attempt
+from infra import processes
+from infra.attempts import attempt
+from infra.attempts.attempt import Attempt
+from infra.cluster.remote import Ssh
 from infra.ports import free_port
 from infra.processes import ProcessIdentity
-from infra.remote import Ssh
 from t5train.spec import ClusterSpec
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -79,7 +80,7 @@ import sys
 from pathlib import Path
 from infra import node_folder
 node_folder.PARENT = Path(sys.argv.pop(1))
-from infra.node import main
+from infra.node.__main__ import main
 sys.exit(main())
 """
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from infra.attempt import Attempt
+from infra.attempts.attempt import Attempt
 from infra.environment import rank_environment, redact, travelling_environment, variables_of_rank
 from t5train.errors import LaunchError
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from infra import attempt, lease
-from infra.attempt import Attempt, now
-from infra.exit_record import Cause, ExitRecord
+from infra.attempts import attempt, lease
+from infra.attempts.attempt import Attempt, now
+from infra.attempts.exit_record import Cause, ExitRecord
+from infra.attempts.vigil import Vigil
 from infra.processes import ProcessIdentity
-from infra.vigil import Vigil
 from t5train.train import heartbeat
 from t5train.train.heartbeat import Beat
 
@@ -171,7 +171,7 @@ def test_a_stopped_rank_is_found(this: Attempt, running: Start, survivors: Survi
 
 
 def test_a_rank_that_never_gave_a_sign_of_life_is_found(this: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.vigil._FIRST_BEAT_SECONDS", 0.0)
+    monkeypatch.setattr("infra.attempts.vigil._FIRST_BEAT_SECONDS", 0.0)
     launcher, rank = Vigil(this, "launcher", os.getpid(), None), Vigil(this, "rank-00000", os.getpid(), None)
     assert launcher.look() is None
     verdict = rank.look()

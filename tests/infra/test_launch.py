@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from infra import attempt
-from infra.attempt import Attempt
+from infra.attempts import attempt
+from infra.attempts.attempt import Attempt
 from infra.launch import LaunchSpec, command, launch
 from infra.shared_memory import SEGMENTS
 from t5train.errors import LaunchError, SpecError, WeightsDidNotMove

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from infra import lease, node_folder
+from infra import node_folder
+from infra.attempts import lease
 from t5train.errors import StorageError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.attempt import Attempt
+from infra.attempts.attempt import Attempt
 from infra.run_lock import holder, ranks_lock, run_lock
 from t5train.errors import RunLocked
 

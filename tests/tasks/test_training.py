@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 from prefect.states import Failed
 
-from infra.hosts import Host, Hosts
+from infra.cluster.hosts import Host, Hosts
 from t5train.errors import LaunchError, NonFiniteLoss, SpecError
 from t5train.recipes import recipe
 from tasks import training_run

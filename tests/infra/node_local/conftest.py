@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from infra.hosts import Host, Hosts
+from infra.cluster.hosts import Host, Hosts
 from infra.node_local.node_run import NodeRun
 from t5train.spec import StorageSpec
 from tests.infra.node_store.conftest import RUN, Site

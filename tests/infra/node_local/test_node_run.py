@@ -1,7 +1,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from infra.hosts import Host, Hosts
+from infra.cluster.hosts import Host, Hosts
 from infra.node_folder import place
 from infra.node_local.node_run import NodeRun
 from t5train.recipes import recipe

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.hosts import Host, Hosts
+from infra.cluster.hosts import Host, Hosts
 from infra.node_local import ledger
 from infra.node_local.node_run import NodeRun
 from infra.node_local.recovery import recover

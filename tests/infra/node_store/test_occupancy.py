@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from infra import attempt, node_folder
+from infra import node_folder
+from infra.attempts import attempt
 from infra.node_store import room
 from infra.node_store.occupancy import pin, remove_unused, staged_places, staging_lock, unpin, users
 from infra.node_store.room import require_room

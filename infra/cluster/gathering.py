@@ -1,0 +1,74 @@
+"""Brings what ranks left on their hosts into the run's folder, without secrets; then removes it there."""
+
+import io
+import json
+import logging
+import re
+import tarfile
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from infra.attempts.attempt import Attempt
+from infra.cluster.remote import Transport, node_command, run_everywhere
+from infra.environment import redact
+from infra.node_folder import attempt_folder
+from t5train.atomic import write_text
+from t5train.errors import HostError
+
+_LOGS_SECONDS, _REMOVE_SECONDS = 120.0, 20.0
+_OF_A_RANK = re.compile(r"rank-[0-9]{5}\.(log|pid|beat|exit\.json|error\.json)")
+_log = logging.getLogger(__name__)
+
+
+def gather(this: Attempt, transport: Transport, hosts: Iterable[str]) -> None:
+    """Bring the files of ranks into the attempt's folder; a host that does not answer in time keeps its own."""
+    request = json.dumps({"run_id": this.run_id}).encode() + b"\n"
+    gathered = []
+    replies = run_everywhere(
+        transport,
+        hosts,
+        node_command("logs"),
+        stdin_of=lambda _host: request,
+        deadline_seconds=_LOGS_SECONDS,
+    )
+    for host, reply in replies.items():
+        try:
+            if isinstance(reply, HostError):
+                raise reply
+            unpack(reply.stdout, this.folder)
+            gathered.append(host)
+        except (HostError, tarfile.TarError, EOFError, zlib.error) as error:
+            _log.warning("what %s has of attempt %s stays there, in %s: %s", host, this.number, _place(this), error)
+    remove(this, transport, gathered)
+
+
+def remove(this: Attempt, transport: Transport, hosts: Iterable[str]) -> None:
+    """Remove the attempt's folder on some hosts."""
+    request = json.dumps({"run_id": this.run_id}).encode() + b"\n"
+    run_everywhere(
+        transport,
+        hosts,
+        node_command("remove"),
+        stdin_of=lambda _host: request,
+        deadline_seconds=_REMOVE_SECONDS,
+    )
+
+
+def keep_own(head_folder: Path, folder: Path) -> None:
+    """Bring the launcher's files from the head's own folder."""
+    for path in head_folder.glob("launcher.*"):
+        write_text(folder / path.name, redact(path.read_text("utf-8", errors="replace")))
+
+
+def unpack(packed: bytes, folder: Path) -> None:
+    """Write the files of ranks in a gzipped tar into a folder, and nothing else: names come from another machine."""
+    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as files:
+        for member in files:
+            file = files.extractfile(member) if member.isreg() and _OF_A_RANK.fullmatch(member.name) else None
+            if file is not None:
+                write_text(folder / member.name, redact(file.read().decode("utf-8", errors="replace")))
+
+
+def _place(this: Attempt) -> Path:
+    return attempt_folder(this.run_id)

@@ -1,0 +1,223 @@
+"""The only module that runs something on another machine.
+
+What is run there is an argv list, quoted for the shell that sshd hands it to; data travels on stdin, never in an
+argument. Nothing lasts longer than its deadline: the local process is killed then, and ``timeout`` ends the remote
+one by itself, also when the network is gone.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from infra.cluster.ssh_config import ssh_config
+from infra.cluster.ssh_errors import SSH_FAILED, failure_of_ssh, last_lines
+from t5train.atomic import write_text
+from t5train.errors import HostError, HostTimeout, HostUnreachable, RemoteFailed
+from t5train.spec import ClusterSpec
+
+SSH_CONFIG = "ssh_config"
+_FAN_OUT = 64
+_KILL_AFTER_SECONDS = 2
+_NOT_FOUND = 127
+_SHOWN_BYTES = 80
+
+
+class Transport(Protocol):
+    """A way to another machine."""
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        """The local command that runs ``argv`` on ``host``, with stdin, stdout and stderr from there."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ssh:
+    """OpenSSH, configured by one file."""
+
+    config: Path
+
+    @classmethod
+    def configured(cls, cluster: ClusterSpec, folder: Path) -> Self:
+        """Write the configuration that the settings ask for into a folder, and use it."""
+        write_text(folder / SSH_CONFIG, ssh_config(cluster))
+        return cls(folder / SSH_CONFIG)
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        """``--``, as ssh would else take further options from what follows."""
+        return ["ssh", "-F", str(self.config), "--", host, quoted(argv)]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command that succeeded on a host said."""
+
+    host: str
+    stdout: bytes
+    stderr: bytes
+    seconds: float
+
+    def message(self) -> dict[str, Any]:
+        """What ``infra.node`` answered; errors as of ``message_of``."""
+        return message_of(self.host, self.stdout)
+
+
+Reply = Answer | HostError
+
+
+def quoted(argv: Sequence[str]) -> str:
+    """One line that every POSIX shell takes for exactly ``argv``: each argument in quotes, the first too."""
+    return " ".join("'" + argument.replace("'", "'\"'\"'") + "'" for argument in argv)
+
+
+def module_path() -> str:
+    """PYTHONPATH of this process, for others that have another current folder; empty where it has none."""
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(os.path.abspath(place) for place in places if place)  # noqa: PTH100 - keeps links
+
+
+def node_command(action: str) -> list[str]:
+    """What runs ``infra.node`` on a node, with this Python and this module path."""
+    path = [f"PYTHONPATH={module_path()}"] if module_path() else []
+    return ["env", "PYTHONSAFEPATH=1", "PYTHONUTF8=1", *path, sys.executable, "-m", "infra.node", action]
+
+
+def message_of(host: str, said: bytes) -> dict[str, Any]:
+    """A message of ``infra.node``, a line of JSON; RemoteFailed where something else came along on its stdout."""
+    try:
+        message = json.loads(said)
+    except ValueError:
+        message = None
+    if not isinstance(message, dict):
+        raise RemoteFailed(
+            f"{host}: {said[:_SHOWN_BYTES].decode('utf-8', 'replace')!r} came instead of an answer: let the login "
+            "shell there (~/.bashrc) print nothing where it has no terminal",
+            [host],
+        )
+    return message
+
+
+def run(transport: Transport, host: str, argv: Sequence[str], *, stdin: bytes = b"", deadline_seconds: float) -> Answer:
+    """Run a command to its end.
+
+    Raises HostUnreachable, HostKeyMismatch, HostTimeout, or RemoteFailed if it ended with another code than 0.
+    """
+    process = _started(transport, host, argv, deadline_seconds)
+    return _answer(process, host, argv, stdin, deadline_seconds)
+
+
+def run_everywhere(
+    transport: Transport,
+    hosts: Iterable[str],
+    argv: Sequence[str],
+    *,
+    stdin_of: Callable[[str], bytes] = lambda _: b"",
+    deadline_seconds: float,
+    on_answer: Callable[[str, Reply], None] = lambda _host, _reply: None,
+) -> dict[str, Reply]:
+    """Run a command on all hosts at once (64 at a time); answers and errors in the order of the hosts.
+
+    ``on_answer`` is called in this thread as they come. What still runs when that is interrupted is ended.
+    """
+    running: list[subprocess.Popen[bytes]] = []
+
+    def reply_of(host: str) -> Reply:
+        try:
+            process = _started(transport, host, argv, deadline_seconds)
+            running.append(process)
+            return _answer(process, host, argv, stdin_of(host), deadline_seconds)
+        except HostError as error:
+            return error
+
+    names, replies = list(hosts), dict[str, Reply]()
+    threads = ThreadPoolExecutor(_FAN_OUT, thread_name_prefix="remote")
+    try:
+        asked = {threads.submit(reply_of, name): name for name in names}
+        for future in as_completed(asked):
+            replies[asked[future]] = future.result()
+            on_answer(asked[future], future.result())
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        for process in running:
+            kill(process)
+        threads.shutdown()
+    return {name: replies[name] for name in names}
+
+
+def connect(transport: Transport, host: str, argv: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a command on a host and leave its stdin, stdout and stderr to the caller, who ends it.
+
+    It is in a process group of its own: Ctrl-C in a terminal does not reach it. Raises HostUnreachable where no ssh can
+    be started.
+    """
+    command = transport.command(host, argv)
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env=os.environ | {"LC_ALL": "C"},  # what ssh says is read
+        )
+    except FileNotFoundError as error:
+        raise HostUnreachable(f"{host}: {command[0]} is not on this machine: install openssh-client", [host]) from error
+    except OSError as error:  # no descriptors, processes or memory left
+        raise HostUnreachable(
+            f"{host}: {command[0]} cannot be started on this machine: {error.strerror}; raise its limit (ulimit -a)"
+        ) from error
+
+
+def _started(transport: Transport, host: str, argv: Sequence[str], deadline_seconds: float) -> subprocess.Popen[bytes]:
+    return connect(transport, host, ["timeout", "-k", str(_KILL_AFTER_SECONDS), f"{deadline_seconds:.3f}", *argv])
+
+
+def _answer(
+    process: subprocess.Popen[bytes], host: str, argv: Sequence[str], stdin: bytes, deadline_seconds: float
+) -> Answer:
+    started = time.monotonic()
+    with process:
+        try:
+            stdout, stderr = process.communicate(stdin, timeout=deadline_seconds)
+        except subprocess.TimeoutExpired as error:
+            raise HostTimeout(
+                f"{host}: {_short(argv)} had not ended after {deadline_seconds:g} s: see whether the host is "
+                f"overloaded or a disk of it hangs. It said: {last_lines(error.stderr or b'')}",
+                [host],
+            ) from None
+        finally:
+            kill(process)
+    if process.returncode:
+        raise failure_of(host, argv, process.returncode, stderr)
+    return Answer(host, stdout, stderr, time.monotonic() - started)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End a local process that still runs, with its children: ssh's ProxyCommand holds its pipes open."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def failure_of(host: str, argv: Sequence[str], returncode: int, said: bytes) -> HostError:
+    """The error for a command that ended with that exit code, after it had said that on stderr."""
+    if returncode == SSH_FAILED:
+        return failure_of_ssh(host, said)
+    remedy = ": install the package there, at the same path as here" if returncode == _NOT_FOUND else ""
+    return RemoteFailed(
+        f"{host}: {_short(argv)} ended with exit code {returncode}{remedy}. It said: {last_lines(said)}",
+        [host],
+    )
+
+
+def _short(argv: Sequence[str], most: int = 120) -> str:
+    line = " ".join(argv)
+    return repr(line if len(line) <= most else f"{line[:most]}...")

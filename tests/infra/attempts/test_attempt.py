@@ -1,0 +1,50 @@
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.attempts import attempt, exit_record
+from infra.attempts.attempt import Attempt, now
+from infra.attempts.exit_record import Cause, ExitRecord
+from infra.processes import ProcessIdentity
+from t5train.errors import StorageError
+
+
+def test_attempts_count_up_and_stay(tmp_path: Path) -> None:
+    head = ProcessIdentity.of(os.getpid())
+    made = [attempt.begin(tmp_path / "run", head) for _ in range(3)]
+    assert [one.folder.name for one in made] == ["0001", "0002", "0003"]
+    assert len({one.run_id for one in made}) == 3
+
+
+def test_an_attempt_is_read_back_from_its_folder(this: Attempt) -> None:
+    assert attempt.read(this.folder) == this
+
+
+def test_an_attempt_over_hosts_is_read_back_with_what_its_machines_are_told(tmp_path: Path) -> None:
+    slots = {"node1": (0, 1), "node2": (3,)}
+    this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts=slots, accelerator="cpu", grace_seconds=5.0)
+    assert attempt.read(this.folder) == this
+    there = replace(this, folder=tmp_path / "there", host="node2", slots=(3,), hosts=None)
+    there.folder.mkdir()
+    there.write()
+    assert attempt.read(there.folder) == there
+
+
+def test_an_exit_record_is_written_also_when_the_disk_has_become_full(
+    this: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise StorageError("no room")
+
+    this.reserve_exit("rank-00000")
+    monkeypatch.setattr(exit_record, "write_json", full)
+    record = ExitRecord("rank-00000", 1, Cause.EXITED, "exited", now(), now(), "node1", 2, 0)
+    this.write_exit(record)
+    assert this.exit_record("rank-00000") == record
+
+
+def test_an_attempts_folder_is_private(this: Attempt) -> None:
+    assert this.folder.stat().st_mode & 0o077 == 0
+    assert this.folder.parent.stat().st_mode & 0o077 == 0

@@ -1,0 +1,188 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.attempts import attempt
+from infra.attempts.attempt import Attempt, now, rank_name
+from infra.attempts.exit_record import Cause, ExitRecord
+from infra.attempts.failure import failure_of, tail
+from infra.processes import ProcessIdentity
+from t5train.errors import (
+    CollectiveTimeout,
+    DiskFull,
+    HostLost,
+    LaunchError,
+    NonFiniteLoss,
+    OutOfMemory,
+    Preempted,
+    RankKilled,
+    RankStopped,
+)
+from t5train.train import error_report
+
+
+def ended(this: Attempt, rank: int, returncode: int, cause: Cause = Cause.EXITED, host: str = "") -> None:
+    this.write_exit(ExitRecord(rank_name(rank), returncode, cause, str(cause), now(), now(), host))
+    this.log(rank_name(rank)).write_text(f"last words of {rank}\n")
+
+
+def started(this: Attempt, rank: int) -> None:
+    this.write_process(rank_name(rank), ProcessIdentity(1, 0), ProcessIdentity(1, 0))
+
+
+# How a rank ended, what its output held, and what that is.
+CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
+    (
+        {},
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        OutOfMemory,
+        "micro_batch_sequences",
+    ),
+    (
+        {},
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory",
+        OutOfMemory,
+        "",
+    ),
+    ({"returncode": -9, "oom_kills": 1}, "", OutOfMemory, "host has too little memory"),
+    ({"returncode": -9}, "", RankKilled, "was killed by SIGKILL"),
+    ({"returncode": -7}, "", RankKilled, "a file in memory"),
+    ({}, "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)", CollectiveTimeout, "in vain"),
+    ({}, "RuntimeError: [../gloo/transport/tcp] Timed out waiting 1800000ms for recv", CollectiveTimeout, "in vain"),
+    ({}, "OSError: [Errno 28] No space left on device: '/r/x.pt'", DiskFull, "make room"),
+    ({"free_bytes": 0}, "ValueError: something else", DiskFull, "make room"),
+    ({}, "ValueError: something else", LaunchError, "ended with exit code 1"),
+    ({"cause": Cause.BEAT, "reason": "no sign of life for 11 s"}, "", RankStopped, "no sign of life for 11 s"),
+    ({"cause": Cause.PHASE, "reason": "took 61 s"}, 'File "/v/numpy/x.py", line 1 in f', RankStopped, "took 61 s"),
+    ({"cause": Cause.PHASE, "reason": "took 61 s"}, 'File "/v/torch/distributed/c.py", line 1', CollectiveTimeout, ""),
+    ({"cause": Cause.HEAD, "reason": "no word from the head for 61 s"}, "", HostLost, "no word from the head"),
+    ({"cause": Cause.TOLD, "reason": "SIGTERM; it had not ended after 30 s"}, "", Preempted, "last checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("record", "output", "kind", "words"), CLASSES)
+def test_an_error_is_of_the_class_of_what_happened(
+    this: Attempt, record: dict[str, Any], output: str, kind: type[LaunchError], words: str
+) -> None:
+    facts = {"returncode": 1, "cause": Cause.EXITED, "reason": "exited", **record}
+    this.write_exit(ExitRecord("rank-00000", started_at=now(), ended_at=now(), **facts))
+    this.log("rank-00000").write_text(f"step 1\n{output}\n" + "in a destructor\n" * 30)
+    error = failure_of(this, 1)
+    assert type(error) is kind
+    assert words in str(error)
+
+
+def test_who_only_lost_or_awaited_another_is_not_the_cause(this: Attempt) -> None:
+    for rank, output in enumerate(("Connection closed by peer [10.0.0.2]", "collective operation timeout", "oops")):
+        ended(this, rank, 1)
+        this.log(rank_name(rank)).write_text(output)
+    assert "rank 2 of 3" in str(failure_of(this, 3))
+
+
+def test_ranks_that_saved_as_they_were_told_explain_only_what_nothing_else_does(this: Attempt) -> None:
+    for rank in (0, 1):
+        ended(this, rank, 1)
+        error_report.report(this.rank_files(rank_name(rank)), Preempted("saved step 7"))
+    assert type(failure_of(this, 2)) is Preempted
+    ended(this, 2, -9)
+    assert type(failure_of(this, 3)) is RankKilled
+
+
+def test_over_hosts_the_error_names_the_host(tmp_path: Path) -> None:
+    this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0, 1), "node2": (0,)})
+    ended(this, 2, -9, host="node2")
+    assert "rank 2 of 3 on node2 was killed by SIGKILL" in str(failure_of(this, 3))
+    this.write_exit(ExitRecord("launcher", 255, Cause.EXITED, "exited", now(), now()))
+    for rank in (0, 1, 2):
+        started(this, rank) if rank < 2 else None
+        ended(this, rank, -9, Cause.REFUSED)
+    assert "; rank 2 of 3 on node2 never started" in str(failure_of(this, 3))
+
+
+def test_a_launcher_that_was_killed_on_a_host_is_named_before_ranks_that_lost_that_host(tmp_path: Path) -> None:
+    this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0,), "node2": (0,)})
+    ended(this, 0, 1, host="node1")
+    this.log("rank-00000").write_text("Connection closed by peer")
+    ended(this, 1, -9, Cause.PARENT, host="node2")
+    assert "rank 1 of 2 on node2 was ended by its guard (parent): DeepSpeed's launcher on its host was killed" in str(
+        failure_of(this, 2)
+    )
+
+
+def test_a_secret_of_the_head_is_not_repeated(this: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "hf_abcdef")
+    ended(this, 0, 1)
+    this.log("rank-00000").write_text("refused: hf_abcdef at s3://me:hunter2@store\n")
+    assert "refused: [secret] at s3://me:[secret]@store" in str(failure_of(this, 1))
+
+
+def test_the_first_rank_that_failed_is_named_with_its_last_words(this: Attempt) -> None:
+    ended(this, 1, -9)
+    ended(this, 0, 1)  # later: it lost its peer
+    error = failure_of(this, 2)
+    assert isinstance(error, LaunchError)
+    assert error.retryable
+    assert "rank 1 of 2 was killed by SIGKILL (attempt 0001)" in str(error)
+    assert str(this.log("rank-00001")) in str(error)
+    assert "last words of 1" in str(error)
+
+
+def test_a_rank_ended_by_its_guard_is_no_cause(this: Attempt) -> None:
+    ended(this, 0, -15, Cause.TOLD)
+    ended(this, 1, 3)
+    assert "rank 1 of 2 ended with exit code 3" in str(failure_of(this, 2))
+
+
+def test_a_rank_without_a_record_is_the_cause(this: Attempt) -> None:
+    ended(this, 0, 1)
+    started(this, 1)
+    error = failure_of(this, 2)
+    assert type(error) is RankKilled
+    assert "rank 1 of 2 left no exit record" in str(error)
+
+
+def test_a_rank_that_had_not_started_yet_explains_nothing(this: Attempt) -> None:
+    ended(this, 0, 1)
+    assert "rank 0 of 2 ended with exit code 1" in str(failure_of(this, 2))
+
+
+def test_with_no_failed_rank_the_launcher_is_to_blame(this: Attempt) -> None:
+    this.write_exit(ExitRecord("launcher", 0, Cause.EXITED, "exited", now(), now()))
+    this.log("launcher").write_text("No module named deepspeed\n")
+    message = str(failure_of(this, 2))
+    assert "the launcher ended with exit code 0 before its ranks" in message
+    assert "No module named deepspeed" in message
+
+
+def test_a_reported_error_comes_back_as_itself(this: Attempt) -> None:
+    ended(this, 0, 1)
+    ended(this, 1, 1)
+    error_report.report(this.folder / "rank-00001", NonFiniteLoss("loss is nan at step 7"))
+    error = failure_of(this, 2)
+    assert type(error) is NonFiniteLoss
+    assert str(error) == "loss is nan at step 7"
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (b"\x1b[31mred\x1b[0m\n", "  red"),
+        (b" 10%|#\r 20%|##\r100%|####\n", "  100%|####"),
+        (b"line\r\n", "  line"),
+        (b"\x1b]0;title\x07text\n", "  text"),
+        (b"\xff\x00\x9bx\n", "  \N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}x"),
+        (b"", "  (nothing)"),
+    ],
+)
+def test_a_tail_is_fit_for_a_terminal(this: Attempt, written: bytes, shown: str) -> None:
+    this.log("rank-00000").write_bytes(written)
+    assert tail(this.log("rank-00000")) == shown
+
+
+def test_a_tail_is_short_however_long_the_log(this: Attempt) -> None:
+    this.log("rank-00000").write_bytes(b"".join(b"%d %s\n" % (n, b"x" * 1000) for n in range(1000)))
+    lines = tail(this.log("rank-00000")).splitlines()
+    assert len(lines) <= 20
+    assert lines[-1].startswith("  999 x")
+    assert max(map(len, lines)) < 420

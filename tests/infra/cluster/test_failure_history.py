@@ -1,0 +1,50 @@
+from pathlib import Path
+
+import pytest
+
+from infra.cluster.failure_history import judged, unfit, with_spares
+from infra.cluster.hosts import Host, Hosts
+from t5train.errors import DiskFull, HostLost, HostUnreachable, RankKilled, RepeatedFailure
+
+HOSTS = Hosts((Host("a", (0, 1)), Host("b", (0, 1))))
+SPARES = Hosts((Host("small", (0,)), Host("c", (0, 1, 2)), Host("d", (0, 1))))
+
+
+def lost(host: str, seconds: int) -> HostLost:
+    return HostLost(f"{host} has not been heard of for {seconds} s", [host])
+
+
+def test_the_third_failure_that_differs_in_numbers_alone_is_not_tried_again(tmp_path: Path) -> None:
+    first, second = judged(tmp_path, lost("a", 61)), judged(tmp_path, lost("a", 60))
+    assert first.retryable
+    assert second.retryable
+    third = judged(tmp_path, lost("a", 62))
+    assert isinstance(third, RepeatedFailure)
+    assert not third.retryable
+    assert str(third) == "this has failed alike 3 times in a row: a has not been heard of for 62 s"
+
+
+@pytest.mark.parametrize("between", ["another error", "another host", "a checkpoint"])
+def test_failures_with_something_else_in_between_are_tried_again(tmp_path: Path, between: str) -> None:
+    for seconds in (60, 61):
+        judged(tmp_path, lost("a", seconds))
+    if between == "another error":
+        judged(tmp_path, RankKilled("rank 0 of 4 on a", ["a"]))
+    elif between == "another host":
+        judged(tmp_path, lost("b", 60))
+    else:
+        (tmp_path / "checkpoints/step-00000010").mkdir(parents=True)
+    assert judged(tmp_path, lost("a", 62)).retryable
+
+
+def test_a_host_that_failed_twice_is_named_and_replaced_by_a_spare_with_slots_enough(tmp_path: Path) -> None:
+    judged(tmp_path, lost("a", 60))
+    assert unfit(tmp_path) == []
+    judged(tmp_path, DiskFull("rank 3 of 4 on b", ["b"]))  # which no attempt follows
+    told = judged(tmp_path, HostUnreachable("a: nothing answers", ["a"]))
+    assert isinstance(told, HostUnreachable)
+    assert str(told) == "a has failed 2 times (HostLost, HostUnreachable): a: nothing answers"
+    assert unfit(tmp_path) == ["a"]
+    assert with_spares(HOSTS, SPARES, ["a"]) == Hosts((Host("c", (0, 1)), Host("b", (0, 1))))
+    assert with_spares(HOSTS, SPARES, ["a", "c"]) == Hosts((Host("d", (0, 1)), Host("b", (0, 1))))
+    assert with_spares(HOSTS, Hosts(()), ["a"]) == HOSTS

@@ -1,0 +1,111 @@
+import json
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from infra import node_folder
+from infra.attempts import attempt, lease
+from infra.attempts.attempt import Attempt
+from infra.cluster import fencing
+from infra.cluster.remote import Transport, node_command, run
+
+HOSTS = {"a": (0,), "b": (0,)}
+
+
+class Hosts(Transport, Protocol):
+    def attempt_folder(self, host: str, run_id: str) -> Path: ...
+
+
+class Severed:
+    """No way to host b, as long as it ``is_cut``."""
+
+    def __init__(self, way: Transport) -> None:
+        self.way, self.is_cut = way, True
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        return ["sh", "-c", "exit 255"] if host == "b" and self.is_cut else self.way.command(host, argv)
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "head").mkdir()
+    monkeypatch.setattr(node_folder, "PARENT", tmp_path / "head")
+
+
+@pytest.fixture
+def this(tmp_path: Path, local_hosts: Hosts) -> Attempt:
+    """An attempt of a head that was killed, over two hosts on which it left files."""
+    this = attempt.begin(tmp_path / "run", None, 5.0, HOSTS, grace_seconds=1.0)
+    for host in HOSTS:
+        request = {
+            "run_id": this.run_id, "attempt": replace(this, host=host, hosts=None).facts(), "environment": {},
+            "meeting": {"address": "127.0.0.1", "port": 20001}, "files": {},
+        }  # fmt: skip
+        run(local_hosts, host, node_command("prepare"), stdin=json.dumps(request).encode() + b"\n", deadline_seconds=20)
+        log = "before s3cret-value after\n" if host == "a" else "of b\n"
+        (local_hosts.attempt_folder(host, this.run_id) / f"rank-0000{'ab'.index(host)}.log").write_text(log)
+    folder = node_folder.head_folder(this.run_id)
+    folder.mkdir()
+    (folder / "launcher.log").write_text("of the launcher\n")
+    lease.begin(folder)
+    return this
+
+
+def test_what_an_earlier_attempt_left_is_ended_gathered_without_secrets_and_removed(
+    this: Attempt,
+    local_hosts: Hosts,
+    start: Callable[..., subprocess.Popen[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("HUB_TOKEN", "s3cret-value")
+    rank = start("-c", "import time; time.sleep(600)", T5_RUN_ID=this.run_id)
+    launcher = start("-c", "import time; time.sleep(600)", T5_RUN_ID=f"{this.run_id}-head")
+    fencing.end_earlier(tmp_path / "run", local_hosts, lambda: None)
+    assert rank.wait(1) == launcher.wait(1) == -9  # the launcher too: on SIGTERM it would end what is not its own
+    text = {name: (this.folder / name).read_text() for name in ("rank-00000.log", "rank-00001.log", "launcher.log")}
+    assert text["rank-00000.log"].startswith("before [")
+    assert "s3cret" not in text["rank-00000.log"]
+    assert text["rank-00001.log"] == "of b\n"
+    assert text["launcher.log"] == "of the launcher\n"
+    assert not local_hosts.attempt_folder("a", this.run_id).exists()
+    assert not node_folder.head_folder(this.run_id).exists()
+    assert not list(fencing.unended(tmp_path / "run"))
+
+
+def test_a_host_that_does_not_answer_is_given_the_time_in_which_ranks_end_by_themselves(
+    this: Attempt, local_hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fencing, "END_SECONDS", 10.0)
+    monkeypatch.setattr(lease, "age_seconds", lambda _folder: 14.5)  # of 5 + 1 + 10
+    ticks = []
+    began = time.monotonic()
+    fencing.end_earlier(tmp_path / "run", Severed(local_hosts), lambda: ticks.append(1))
+    assert 1.5 <= time.monotonic() - began < 12
+    assert len(ticks) >= 3
+    assert not list(fencing.unended(tmp_path / "run"))
+    assert local_hosts.attempt_folder("b", this.run_id).exists()  # with the logs that nobody could gather
+
+
+def test_a_host_that_is_back_when_its_time_is_over_is_ended_and_gathered(
+    this: Attempt, local_hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(lease, "age_seconds", lambda _folder: 25.5)  # of 5 + 1 + 20
+    way = Severed(local_hosts)
+    fencing.end_earlier(tmp_path / "run", way, lambda: setattr(way, "is_cut", False))
+    assert (this.folder / "rank-00001.log").read_text() == "of b\n"
+    assert not local_hosts.attempt_folder("b", this.run_id).exists()
+
+
+def test_an_attempt_that_could_not_be_ended_everywhere_is_ended_by_the_next_head(
+    this: Attempt, local_hosts: Hosts, tmp_path: Path
+) -> None:
+    assert fencing.end(this, Severed(local_hosts)) == ["b"]
+    assert [one.run_id for one in fencing.unended(tmp_path / "run")] == [this.run_id]
+    fencing.end_earlier(tmp_path / "run", local_hosts, lambda: None)
+    assert (this.folder / "rank-00001.log").read_text() == "of b\n"

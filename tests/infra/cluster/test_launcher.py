@@ -1,0 +1,98 @@
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from infra import node_folder
+from infra.attempts import attempt, lease
+from infra.attempts.attempt import Attempt
+from infra.cluster.attachment import adopt, hold_run
+from infra.cluster.launcher import ClusterLauncher
+from infra.cluster.supervision import Supervision
+
+Until = Callable[..., None]
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, lambda *_: Path(sys.argv[1], "signalled").touch())
+Path(sys.argv[1], "environment").write_text("\\n".join(sorted(os.environ)) + os.getcwd())
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def this(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
+    (tmp_path / "head").mkdir()
+    monkeypatch.setattr(node_folder, "PARENT", tmp_path / "head")
+    return attempt.begin(tmp_path / "run", None, 30.0, {"localhost": (0,)})
+
+
+@pytest.fixture
+def launcher(this: Attempt, tmp_path: Path) -> Iterator[ClusterLauncher]:
+    launcher = ClusterLauncher(this.run_id)
+    launcher.folder.mkdir()
+    (launcher.folder / "ssh_config").write_text("ConnectTimeout 1\n")
+    lease.begin(launcher.folder)
+    yield launcher
+    launcher.end()
+
+
+def launch(launcher: ClusterLauncher, this: Attempt, tmp_path: Path, until: Until) -> None:
+    launcher.start(this, [sys.executable, "-c", PROGRAM, str(tmp_path)], "cpu")
+    until((tmp_path / "environment").exists)
+
+
+def test_the_launcher_has_nothing_that_it_could_spread_and_ends_by_sigkill_alone(
+    launcher: ClusterLauncher, this: Attempt, tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "$(touch spread)")
+    monkeypatch.setenv("UCX_TLS", "`touch spread`")
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "s3cret")
+    launch(launcher, this, tmp_path, until)
+    seen = (tmp_path / "environment").read_text()
+    assert not any(name in seen for name in ("NCCL", "UCX", "MLFLOW"))
+    assert {"DS_ACCELERATOR", "DS_ENV_FILE", "PDSH_SSH_ARGS", "PYTHONSAFEPATH"} <= set(seen.split("\n"))
+    assert seen.endswith("/")
+    assert launcher.is_alive
+    launcher.end()
+    assert not launcher.is_alive
+    assert not (tmp_path / "signalled").exists()
+    record = attempt.read(launcher.folder).exit_record("launcher")
+    assert record is not None
+    assert record.returncode == -9
+
+
+def test_a_head_that_starts_anew_renews_the_lease_at_once_and_ends_what_nobody_adopts(
+    launcher: ClusterLauncher, this: Attempt, tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch(launcher, this, tmp_path, until)
+    time.sleep(1.5)
+    with hold_run(tmp_path / "run"):
+        until(lambda: lease.age_seconds(launcher.folder) < 1, 1)
+        with hold_run(tmp_path / "run"):
+            pass
+        assert launcher.is_alive
+    assert not launcher.is_alive
+    assert adopt(tmp_path / "run") is None
+
+
+def test_ranks_that_were_adopted_are_their_adopters(
+    launcher: ClusterLauncher, this: Attempt, tmp_path: Path, until: Until
+) -> None:
+    launch(launcher, this, tmp_path, until)
+    with hold_run(tmp_path / "run"):
+        supervision = adopt(tmp_path / "run")
+    assert isinstance(supervision, Supervision)
+    supervision.close()
+    assert launcher.is_alive
+
+
+def test_ranks_whose_lease_is_over_are_not_gone_on_with(
+    launcher: ClusterLauncher, this: Attempt, tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch(launcher, this, tmp_path, until)
+    monkeypatch.setattr(lease, "age_seconds", lambda _folder: 31.0)
+    with hold_run(tmp_path / "run"):
+        assert adopt(tmp_path / "run") is None

@@ -1,0 +1,237 @@
+"""What runs on another machine gets exactly its arguments, ends in time, and fails with a remedy."""
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra import processes
+from infra.cluster import remote
+from infra.cluster.remote import Answer, Ssh, quoted, run, run_everywhere
+from infra.cluster.ssh_config import ssh_config
+from t5train.errors import HostKeyMismatch, HostTimeout, HostUnreachable, RemoteFailed, SpecError
+from t5train.spec import ClusterSpec
+
+HERE = "127.0.0.1"
+TELL = ("printf", r"%s\0")
+NASTY = [
+    "",
+    " ",
+    "a  b",
+    "'",
+    '"',
+    "$(touch pwned)",
+    "`x`",
+    "\\",
+    "!!",
+    "~",
+    "*",
+    "-n",
+    "%n",
+    "a\nb\r",
+    "\udcff",
+    "A=b",
+]
+Sshd = Callable[..., Ssh]
+
+
+@dataclass(frozen=True)
+class Shell:
+    """A host that is a shell of this machine."""
+
+    shell: str = "sh"
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:  # noqa: ARG002 - as Transport has it
+        return [self.shell, "-c", quoted(argv)]
+
+
+def told(answer: Answer) -> list[str]:
+    return [os.fsdecode(each) for each in answer.stdout.split(b"\0")[:-1]]
+
+
+@pytest.mark.parametrize("shell", [shell for shell in ("sh", "bash", "zsh", "dash", "ksh") if shutil.which(shell)])
+@given(arguments=st.lists(st.binary().map(lambda text: os.fsdecode(text.replace(b"\0", b""))), min_size=1, max_size=5))
+def test_a_shell_takes_a_quoted_line_for_exactly_the_arguments(shell: str, arguments: list[str]) -> None:
+    line = quoted([*TELL, *arguments])
+    said = subprocess.run([shell, "-c", line], check=True, capture_output=True).stdout
+    assert said == b"".join(os.fsencode(argument) + b"\0" for argument in arguments)
+
+
+@pytest.mark.parametrize("name", ["if", "A=b", "~", "-x", "a b", "$(x)", "time"])
+def test_the_first_word_is_a_program_whatever_it_is_to_a_shell(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("#!/bin/sh\necho it ran\n")
+    (tmp_path / name).chmod(0o700)
+    shell = ["/bin/sh", "-c", quoted([name])]
+    assert subprocess.run(shell, check=False, capture_output=True, env={"PATH": str(tmp_path)}).stdout == b"it ran\n"
+
+
+def test_ssh_hands_over_arguments_input_and_output_byte_by_byte(sshd: Sshd) -> None:
+    ssh = sshd()
+    assert told(run(ssh, HERE, [*TELL, *NASTY], deadline_seconds=10)) == NASTY
+    every_byte = bytes(range(256)) * 999
+    assert run(ssh, HERE, ["cat"], stdin=every_byte, deadline_seconds=10).stdout == every_byte
+
+
+def test_no_variable_of_this_machine_goes_along(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_TOKEN", "s3cret")  # sent by Debian's configuration, and accepted by this server
+    assert b"s3cret" not in run(sshd(), HERE, ["env"], deadline_seconds=10).stdout
+
+
+def test_a_host_with_another_key_is_refused_with_what_to_remove(sshd: Sshd, tmp_path: Path) -> None:
+    ssh = sshd(known="another")
+    with pytest.raises(HostKeyMismatch, match=r"not the known one: .*`ssh-keygen -R '\[127\.0\.0\.1\]:\d+'`"):
+        run(ssh, HERE, ["touch", str(tmp_path / "ran")], deadline_seconds=10)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_host_with_a_key_that_nobody_knows_is_refused_with_how_to_add_it(sshd: Sshd) -> None:
+    with pytest.raises(HostKeyMismatch, match=r"`ssh-keyscan -p \d+ 127\.0\.0\.1 >> ~/\.ssh/known_hosts`"):
+        run(sshd(known=None), HERE, ["true"], deadline_seconds=10)
+
+
+def test_a_user_without_a_key_there_is_told_so(sshd: Sshd) -> None:
+    with pytest.raises(HostUnreachable, match=r"accepts no key of this user: `ssh-copy-id 127\.0\.0\.1`"):
+        run(sshd(identity="host"), HERE, ["true"], deadline_seconds=10)
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        (HERE, "nothing listens there: start its sshd"),
+        ("no-such-host.invalid", "its name is unknown here: correct the hostfile"),
+    ],
+)
+def test_a_host_that_cannot_be_reached_is_named_with_a_remedy(host: str, words: str, tmp_path: Path) -> None:
+    ssh = Ssh.configured(ClusterSpec(ssh_port=1), tmp_path)
+    with pytest.raises(HostUnreachable, match=f"{host}: {words}.* ssh said: ssh: "):
+        run(ssh, host, ["true"], deadline_seconds=10)
+
+
+def test_a_name_that_is_an_option_to_ssh_runs_nothing(tmp_path: Path) -> None:
+    ssh = Ssh.configured(ClusterSpec(), tmp_path)
+    with pytest.raises(HostUnreachable):
+        run(ssh, f"-oProxyCommand=touch {tmp_path}/ran", ["true"], deadline_seconds=10)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_command_that_fails_is_told_with_its_code_and_last_words(sshd: Sshd) -> None:
+    with pytest.raises(RemoteFailed, match=r"ended with exit code 3\. It said: bad") as caught:
+        run(sshd(), HERE, ["sh", "-c", "echo bad >&2; exit 3"], deadline_seconds=10)
+    assert not caught.value.retryable
+
+
+def test_a_program_that_is_missing_there_is_to_be_installed(sshd: Sshd) -> None:
+    with pytest.raises(RemoteFailed, match="code 127: install the package there"):
+        run(sshd(), HERE, ["/nowhere/python"], deadline_seconds=10)
+
+
+@pytest.mark.parametrize("stubborn", ["", "trap '' TERM; "])
+def test_a_command_that_hangs_is_ended_there_too(sshd: Sshd, until: Callable[..., None], stubborn: str) -> None:
+    run_id, started = secrets.token_hex(8), time.monotonic()
+    hanging = ["env", f"{processes.RUN_ID_VARIABLE}={run_id}", "sh", "-c", f"{stubborn}echo begun >&2; sleep 600"]
+    with pytest.raises(HostTimeout, match=r"127\.0\.0\.1: .* had not ended after 1 s: .* It said: begun"):
+        run(sshd(), HERE, hanging, deadline_seconds=1)
+    assert time.monotonic() - started < 3
+    until(lambda: not processes.find(processes.in_run(run_id)), seconds=5)
+
+
+def test_a_connection_that_breaks_is_told(sshd: Sshd) -> None:
+    server_of_it = 'p=$PPID; until grep -q ^sshd /proc/$p/comm; do p=$(cut -d" " -f4 /proc/$p/stat); done; kill -9 $p'
+    with pytest.raises(HostUnreachable, match=r"the connection broke.* ssh said: .*closed"):
+        run(sshd(), HERE, ["sh", "-c", server_of_it], deadline_seconds=10)
+
+
+def test_all_hosts_are_asked_at_once_and_answer_in_their_order() -> None:
+    hosts = [f"node{number}" for number in range(64)]
+    seen: list[tuple[str, threading.Thread]] = []
+    started = time.monotonic()
+    replies = run_everywhere(
+        Shell(),
+        hosts,
+        ["sh", "-c", 'read line; sleep 0.5; test "$line" != node7 && echo "$line"'],
+        stdin_of=lambda host: f"{host}\n".encode(),
+        deadline_seconds=20,
+        on_answer=lambda host, _reply: seen.append((host, threading.current_thread())),
+    )
+    assert time.monotonic() - started < 10  # one after the other it were 32
+    assert list(replies) == hosts
+    assert isinstance(replies.pop("node7"), RemoteFailed)
+    assert all(isinstance(reply, Answer) and reply.stdout == f"{host}\n".encode() for host, reply in replies.items())
+    assert {host for host, _ in seen} == set(hosts)
+    assert {thread for _, thread in seen} == {threading.current_thread()}
+
+
+def test_what_still_runs_is_ended_when_the_one_who_asked_is_interrupted(sshd: Sshd) -> None:
+    def interrupt(host: str, _reply: remote.Reply) -> None:
+        assert host == HERE
+        raise KeyboardInterrupt
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_everywhere(
+            sshd(),
+            [HERE, "localhost"],
+            ["sh", "-c", 'read line; test "$line" = 127.0.0.1 || sleep 30'],
+            stdin_of=lambda host: f"{host}\n".encode(),
+            deadline_seconds=30,
+            on_answer=interrupt,
+        )
+    assert time.monotonic() - started < 10
+
+
+def test_a_machine_without_ssh_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(HostUnreachable, match="ssh is not on this machine: install openssh-client"):
+        run(Ssh(tmp_path / "config"), "node1", ["true"], deadline_seconds=1)
+
+
+def test_the_node_program_runs_by_this_python_and_its_absolute_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:some/where")
+    path = f"PYTHONPATH={Path.cwd()}:{Path.cwd()}/some/where"
+    assert remote.node_command("facts") == [
+        *("env", "PYTHONSAFEPATH=1", "PYTHONUTF8=1", path, sys.executable, "-m", "infra.node", "facts")
+    ]
+    monkeypatch.delenv("PYTHONPATH")
+    assert not any(word.startswith("PYTHONPATH") for word in remote.node_command("facts"))
+
+
+@given(lease_seconds=st.floats(5, 1e6))
+def test_a_silent_connection_is_given_up_when_ranks_give_up(lease_seconds: float) -> None:
+    lines = dict(line.split(" ", 1) for line in ssh_config(ClusterSpec(lease_seconds=lease_seconds)).splitlines())
+    silent = int(lines["ServerAliveInterval"]) * int(lines["ServerAliveCountMax"])
+    assert lease_seconds <= silent <= 1.4 * lease_seconds + 1
+
+
+def test_the_users_own_configuration_cannot_loosen_what_must_be(tmp_path: Path) -> None:
+    if shutil.which("ssh") is None:
+        pytest.skip("no ssh on this machine")
+    loose = tmp_path / "loose"
+    loose.write_text("StrictHostKeyChecking no\nForwardAgent yes\nControlMaster auto\nRemoteCommand x\nUser root\n")
+    (tmp_path / "known hosts").touch()
+    cluster = ClusterSpec(ssh_user="trainer", ssh_port=2222, known_hosts=tmp_path / "known hosts")
+    config = tmp_path / "config"
+    config.write_text(ssh_config(cluster).replace("Include ~/.ssh/config", f"Include {loose}"))
+    said = subprocess.run(["ssh", "-G", "-F", config, "node1"], check=True, capture_output=True, text=True).stdout
+    found = dict(line.partition(" ")[::2] for line in said.splitlines())
+    assert (found["stricthostkeychecking"], found["forwardagent"], found["controlmaster"]) == ("true", "no", "false")
+    assert (found["user"], found["port"], found["batchmode"]) == ("trainer", "2222", "yes")
+    assert "remotecommand" not in found
+    assert found["userknownhostsfile"] == str(tmp_path / "known hosts")
+
+
+@pytest.mark.parametrize("name", ["absent", 'a"b', "a%b", "${HOME}"])
+def test_known_hosts_that_ssh_could_not_be_told_of_are_refused(name: str, tmp_path: Path) -> None:
+    if name != "absent":
+        (tmp_path / name).touch()
+    with pytest.raises(SpecError, match=r"cluster\.known_hosts is "):
+        ssh_config(ClusterSpec(known_hosts=tmp_path / name))

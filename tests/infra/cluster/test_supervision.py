@@ -1,0 +1,241 @@
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from infra.attempts import attempt, lease
+from infra.attempts.attempt import Attempt
+from infra.attempts.exit_record import Cause, ExitRecord
+from infra.cluster import window
+from infra.cluster.remote import Transport, node_command, run
+from infra.cluster.supervision import Supervision
+from t5train.errors import HostLost
+
+HOSTS = {"a": (0,), "b": (0,)}
+
+
+class Hosts(Transport, Protocol):
+    def attempt_folder(self, host: str, run_id: str) -> Path: ...
+
+
+class Unsteady:
+    """Reaches hosts by another way; one of them not while ``silent`` is its name."""
+
+    def __init__(self, way: Transport) -> None:
+        self.way, self.silent, self.instead = way, "", ["sleep", "600"]
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        return self.instead if host == self.silent else self.way.command(host, argv)
+
+
+@pytest.fixture
+def this(tmp_path: Path, local_hosts: Hosts) -> Attempt:
+    """An attempt that two hosts are prepared for."""
+    this = attempt.begin(tmp_path / "run", None, 3.0, HOSTS)
+    for host in HOSTS:
+        request = {
+            "run_id": this.run_id, "attempt": replace(this, host=host, hosts=None).facts(), "environment": {},
+            "meeting": {"address": "127.0.0.1", "port": 20001}, "files": {},
+        }  # fmt: skip
+        run(local_hosts, host, node_command("prepare"), stdin=json.dumps(request).encode() + b"\n", deadline_seconds=20)
+    return this
+
+
+@pytest.fixture
+def way(local_hosts: Hosts) -> Unsteady:
+    return Unsteady(local_hosts)
+
+
+@pytest.fixture
+def supervise(this: Attempt, way: Unsteady, tmp_path: Path) -> Iterator[Callable[..., Supervision]]:
+    opened: list[Supervision] = []
+
+    def supervise(**boot_ids: str) -> Supervision:
+        (tmp_path / "head").mkdir()
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        opened.append(Supervision(this, way, tmp_path / "head", {"a": boot_id, "b": boot_id} | boot_ids))
+        return opened[-1]
+
+    yield supervise
+    for one in opened:
+        one.close()
+
+
+def end_rank(folder: Path, rank: int, returncode: int = 0) -> None:
+    record = ExitRecord(attempt.rank_name(rank), returncode, Cause.EXITED, "exited", "then", attempt.now())
+    replace(attempt.read(folder)).write_exit(record)
+
+
+def look_until(supervision: Supervision, condition: Callable[[], object], seconds: float = 15.0) -> float:
+    """Takes in what comes until the condition holds; the seconds that took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, f"not in {seconds} s"
+        supervision.look(0.1)
+    return time.monotonic() - began
+
+
+def test_success_is_a_good_record_of_every_rank(
+    this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision], tmp_path: Path
+) -> None:
+    supervision = supervise()
+    end_rank(local_hosts.attempt_folder("a", this.run_id), 0)
+    look_until(supervision, lambda: supervision.records)
+    assert not supervision.succeeded
+    assert not supervision.failed
+    end_rank(local_hosts.attempt_folder("b", this.run_id), 1)
+    look_until(supervision, lambda: supervision.all_ended)
+    assert supervision.succeeded
+    assert this.exit_record("rank-00001") == supervision.records["rank-00001"]
+    assert lease.age_seconds(tmp_path / "head") < 4
+
+
+def test_a_name_from_a_host_is_no_way_out_of_the_attempts_folder(
+    this: Attempt, supervise: Callable[..., Supervision]
+) -> None:
+    supervision = supervise()
+    supervision._take("a", 0.0, {"error": {"name": "../../stray", "type": "DiskFull", "message": ""}})
+    record = {"name": "../../stray", "cause": "exited", "returncode": 0, "reason": "", "started_at": "", "ended_at": ""}
+    supervision._take("a", 0.0, {"exit": record})
+    assert not list(this.folder.parent.parent.glob("stray*"))
+    assert not supervision.records
+
+
+def test_the_first_bad_record_is_a_failure_and_the_ranks_error_is_there(
+    this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]
+) -> None:
+    supervision = supervise()
+    folder = local_hosts.attempt_folder("b", this.run_id)
+    (folder / "rank-00001.error.json").write_text('{"type": "DiskFull", "message": "no room"}')
+    end_rank(folder, 1, 1)
+    look_until(supervision, lambda: supervision.failed)
+    assert json.loads((this.folder / "rank-00001.error.json").read_text()) == {"type": "DiskFull", "message": "no room"}
+
+
+def test_a_window_that_breaks_is_opened_again_and_nothing_is_lost(
+    this: Attempt,
+    way: Unsteady,
+    local_hosts: Hosts,
+    supervise: Callable[..., Supervision],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(window, "_SILENT_SECONDS", 2.0)
+    way.silent = "b"  # a first connection that says nothing is given up after some seconds
+    supervision = supervise()
+    end_rank(local_hosts.attempt_folder("a", this.run_id), 0)
+    look_until(supervision, lambda: supervision.records)
+    way.silent = ""
+    end_rank(local_hosts.attempt_folder("b", this.run_id), 1)
+    supervision.this = replace(this, lease_seconds=60.0)
+    look_until(supervision, lambda: supervision.succeeded)
+    assert not supervision.failed
+
+
+def test_a_host_that_is_silent_is_warned_of_and_lost_when_the_lease_is_over(
+    this: Attempt,
+    way: Unsteady,
+    supervise: Callable[..., Supervision],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("infra.cluster.supervision._SILENT_SECONDS", 1.0)
+    way.silent = "b"
+    supervision = supervise()
+    assert 3 <= look_until(supervision, lambda: supervision.failed) < 5
+    assert isinstance(supervision.failure, HostLost)
+    assert str(supervision.failure).startswith("b has not been heard of for 3 s")
+    assert "b has not been heard of for 1 s, of 3 s" in caplog.text
+    assert supervision.silent == ["b"]
+
+
+def test_a_host_that_says_something_else_is_lost_and_what_it_said_is_told(
+    way: Unsteady, supervise: Callable[..., Supervision]
+) -> None:
+    way.silent, way.instead = "b", ["sh", "-c", "echo Welcome!; sleep 600"]
+    supervision = supervise()
+    look_until(supervision, lambda: supervision.failed)
+    assert "'Welcome!' came instead of an answer" in str(supervision.failure)
+
+
+def test_a_host_that_was_started_anew_is_lost_at_once(supervise: Callable[..., Supervision]) -> None:
+    supervision = supervise(b="another")
+    look_until(supervision, lambda: supervision.failed, 5)
+    assert str(supervision.failure) == "b was started anew while its ranks were at work"
+
+
+def test_a_host_that_knows_nothing_of_the_attempt_is_lost_at_once(
+    this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]
+) -> None:
+    shutil.rmtree(local_hosts.attempt_folder("b", this.run_id))  # as with a new disk
+    supervision = supervise()
+    look_until(supervision, lambda: supervision.failed, 5)
+    assert str(supervision.failure).startswith("b has ended the attempt, or knows nothing of it")
+
+
+def test_a_killed_guard_is_a_failure(this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]) -> None:
+    supervision = supervise()
+    gone = {"pid": os.getpid(), "start_time": 1}
+    folder = local_hosts.attempt_folder("b", this.run_id)
+    (folder / "rank-00001.pid").write_text(json.dumps({"process": gone, "guard": gone}))
+    look_until(supervision, lambda: supervision.failed, 5)
+    assert supervision.failure is None  # infra.attempts.failure tells who
+
+
+def test_lines_of_ranks_are_logged_with_their_host_and_without_secrets(
+    this: Attempt,
+    local_hosts: Hosts,
+    supervise: Callable[..., Supervision],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HUB_TOKEN", "s3cret-value")
+    caplog.set_level("INFO")
+    (local_hosts.attempt_folder("a", this.run_id) / "rank-00000.log").write_text("with s3cret-value\n")
+    (local_hosts.attempt_folder("b", this.run_id) / "rank-00001.log").write_text("chatter\nWARNING of b\n")
+    supervision = supervise()
+    look_until(supervision, lambda: "WARNING of b" in caplog.text and "rank-00000" in caplog.text)
+    told = {record.getMessage(): record.levelname for record in caplog.records}
+    assert told["b rank-00001: WARNING of b"] == "WARNING"
+    assert "s3cret" not in caplog.text
+    assert "chatter" not in caplog.text
+
+
+def test_the_order_to_end_reaches_all_hosts(
+    this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]
+) -> None:
+    supervision = supervise()
+    supervision.order({"end": True})
+    look_until(supervision, lambda: not supervision.not_ended)
+    assert not supervision.failed
+    assert not (local_hosts.attempt_folder("a", this.run_id) / "lease").exists()
+
+
+def test_what_hosts_told_while_nobody_looked_is_heard_before_one_is_called_silent(
+    this: Attempt, way: Unsteady, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Quiet:
+        def __init__(self, *arguments: Any) -> None:
+            _, self.host, _, _, self.news = arguments
+            opened.append(self)
+
+        def close(self) -> None: ...
+        def join(self) -> None: ...
+
+    opened: list[Quiet] = []
+    monkeypatch.setattr("infra.cluster.supervision.Window", Quiet)
+    monkeypatch.setattr("infra.cluster.supervision._SILENT_SECONDS", 0.1)
+    (tmp_path / "head").mkdir()
+    supervision = Supervision(replace(this, lease_seconds=0.2), way, tmp_path / "head", None)
+    time.sleep(0.4)
+    for one in opened:
+        one.news.put((one.host, time.monotonic(), {}))
+    supervision.look(0)
+    assert not supervision.failed
+    assert supervision.silent == []
+    supervision.close()

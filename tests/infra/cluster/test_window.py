@@ -1,0 +1,38 @@
+"""A window stays, whatever comes in its way."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from infra.cluster.window import News, Window
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Whatever a host is asked, this is run here."""
+
+    argv: tuple[str, ...]
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:  # noqa: ARG002 - as Transport has it
+        return list(self.argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("sh", "-c", "echo Welcome; sleep 60"), "a: 'Welcome' came instead of an answer: let the login shell there"),
+        (("/dev/null",), "a: /dev/null cannot be started on this machine: Permission denied"),
+    ],
+)
+def test_what_breaks_a_window_is_told_and_it_is_opened_again(argv: tuple[str, ...], words: str) -> None:
+    news = News()
+    window = Window(Runs(argv), "a", "run", {}, news)
+    for _ in range(2):
+        host, heard_at, message = news.get(timeout=10)
+        assert host == "a"
+        assert heard_at <= time.monotonic()
+        assert message["broken"].startswith(words)
+    window.close()
+    window.join()
