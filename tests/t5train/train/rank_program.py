@@ -150,7 +150,7 @@ def _stop_after(trainer: loop.Trainer, step: int) -> None:
     def wrapped(*arguments: Any) -> Any:
         if trainer.step == step:
             trainer.step = trainer.spec.optimizer.num_steps
-            raise StopTraining
+            raise StopTraining("the test ends it here")
         return take_step(*arguments)
 
     trainer._take_step = wrapped  # type: ignore[method-assign] - this is how a test stops it
