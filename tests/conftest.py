@@ -19,6 +19,9 @@ from t5train import sidecar
 from t5train.records import digest_files
 from t5train.sidecar import DataState, ParallelLayout, ParameterSlot, Sidecar
 
+# Its ninja first, as ranks have it: what another one has compiled it compiles again, for minutes.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
 GOLDEN = Path(__file__).parent / "golden"
 WEED = Path(sys.executable).with_name("weed")
 ENDING_WITH_US = """
