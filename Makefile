@@ -14,7 +14,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo demo-cluster test test-fast test-cluster lint types bench corruptions bench-consolidate variants-table faults resumes up clean
+.PHONY: help setup demo demo-cluster test test-fast test-cluster lint types bench corruptions bench-consolidate variants-table faults resumes kills up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -62,6 +62,8 @@ faults: setup ## All that can happen to a run over hosts, done on the test clust
 
 resumes: setup ## All that can have become of checkpoints when a run goes on (root): the table in docs/resumes.md
 	@$(BIN)/python benchmarks/resume_table.py --into docs/resumes.md
+kills: setup ## 200 kills of processes that save, gather, consolidate and publish, at random moments; ten minutes
+	@$(BIN)/python benchmarks/kills.py
 
 up: setup ## Prefect server, pool and worker for this machine
 	@$(BIN)/t5-pretrain up

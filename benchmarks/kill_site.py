@@ -1,0 +1,144 @@
+"""A real run whose two hosts are folders of this machine, each with a disk of its own: what is killed at work on it."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+from whole_tags import whole_tags
+
+from infra import node_folder
+from infra.cluster.hosts import Host, Hosts
+from infra.node_local.node_run import NodeRun
+from infra.node_local.storage import NodeLocalStorage
+from infra.node_store.survey import survey
+from infra.node_store.tags import complete_tags
+from t5train.progress import silent
+from t5train.recipes import recipe
+from t5train.records import TokenizerFiles, TokenShards
+from t5train.run_files import CHECKPOINTS
+from t5train.spec import RunSpec
+from t5train.train.job import TrainJob
+from t5train.train.run import newest_verified_tag, run_fingerprint, write_job
+
+HOSTS = ("a", "b")
+SETTINGS = {
+    "name": "killed",
+    "tokenizer.vocab_size": 500,
+    "model.d_model": 192,
+    "model.d_ff": 384,
+    "model.dropout_rate": 0.1,
+    "objective.input_tokens": 32,
+    "optimizer.warmup_steps": 2,
+    "optimizer.peak_learning_rate": 0.005,
+    "optimizer.global_batch_sequences": 8,
+    "layout.micro_batch_sequences": 4,
+    "storage.checkpoint_every_steps": 1,
+    "storage.keep_last": 2,
+    "storage.validate_every_steps": 1000,
+    "storage.validate_sequences": 8,
+}
+_NODE = """
+import sys
+from pathlib import Path
+from infra import node_folder
+node_folder.PARENT = Path(sys.argv.pop(1))
+from infra.node.__main__ import main
+sys.exit(main())
+"""
+
+
+@dataclass(frozen=True)
+class Folders:
+    """The way to hosts that are folders: what is run on one runs here, with that as the parent of its node folder."""
+
+    folder: Path
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        """An action of infra.node."""
+        (self.folder / host).mkdir(parents=True, exist_ok=True)
+        return [sys.executable, "-c", _NODE, str(self.folder / host), argv[-1]]
+
+    def scratch(self, host: str) -> Path:
+        """The scratch folder of a host."""
+        return self.folder / host / f"t5-pretrain-{os.getuid()}" / "scratch"
+
+
+@dataclass(frozen=True)
+class Site:
+    """Head and hosts; ``spec.storage.root`` lies in the same folder as those of the hosts."""
+
+    folder: Path
+    spec: RunSpec
+    shards: TokenShards
+
+    @cached_property
+    def transport(self) -> Folders:
+        """The way to the hosts."""
+        return Folders(self.folder / "hosts")
+
+    @cached_property
+    def run(self) -> NodeRun:
+        """As a launch over hosts has it."""
+        hosts = Hosts(tuple(Host(name, (0,)) for name in HOSTS))
+        return NodeRun.of(self.spec, run_fingerprint(self.spec, self.shards), hosts, self.transport)
+
+    @property
+    def storage(self) -> NodeLocalStorage:
+        """What makes hosts ready for an attempt, and takes home what a run leaves there."""
+        return NodeLocalStorage(self.run, partial(write_job, self.spec, self.shards), silent)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The gathered copy."""
+        return self.run.checkpoints
+
+    @property
+    def places(self) -> list[Path]:
+        """Wherever checkpoints of the run lie: the gathered copy, and the hosts'."""
+        on_hosts = [self.transport.scratch(host) / self.run.place / CHECKPOINTS for host in HOSTS]
+        return [self.checkpoints, *on_hosts]
+
+    def job_of(self, rank: int, told: TrainJob) -> TrainJob:
+        """What the rank of a host is told, each host's disk being a folder here."""
+        scratch = self.transport.scratch(HOSTS[rank])
+        folders = {name: getattr(told, name) for name in ("run_folder", "shards_folder")}
+        default = node_folder.place("scratch")
+        return told.model_copy(update={name: scratch / path.relative_to(default) for name, path in folders.items()})
+
+    def elsewhere(self, folder: Path) -> "Site":
+        """The same run, in another folder."""
+        return Site(folder, self.spec.with_settings({"storage.root": str(folder / "root")}), self.shards)
+
+
+def chosen_by_all(site: Site) -> str | None:
+    """The newest complete tag over hosts and head, as a launch would choose it before it gathers."""
+    found = complete_tags(survey(site.run.nodes, site.run.name, site.checkpoints).found)
+    return found[0].name if found else None
+
+
+def wrongly_chosen(site: Site) -> list[str]:
+    """Choices of a tag that is not whole, over hosts and head or on the head alone, or that is not the newest whole."""
+    wrong = []
+    choices = {"hosts and head": (chosen_by_all(site), site.places)}
+    choices["the head"] = (newest_verified_tag(site.spec, silent), [site.checkpoints])
+    for where, (chosen, places) in choices.items():
+        newest = max(whole_tags(places), default=None)
+        if chosen != newest:
+            wrong.append(f"of {where} {chosen} was chosen, and {newest} is the newest that is whole")
+    return wrong
+
+
+def made(folder: Path, num_steps: int) -> tuple[Site, TokenizerFiles]:
+    """A run that is yet to begin, and its vocabulary: token shards of Python's documentation."""
+    from t5train.data.corpus import build_corpus
+    from t5train.data.shards import build_shards
+    from t5train.data.tokenizer import build_tokenizer
+
+    root = folder / "root"
+    spec = recipe("smoke").with_settings({**SETTINGS, "storage.root": str(root), "optimizer.num_steps": num_steps})
+    corpus = build_corpus(spec.corpus, root)
+    tokenizer = build_tokenizer(spec.tokenizer, spec.corpus, corpus, root)
+    return Site(folder, spec, build_shards(spec.shards, spec.corpus, corpus, tokenizer, root)), tokenizer

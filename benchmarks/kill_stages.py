@@ -1,0 +1,210 @@
+"""What follows training, each stage in a process that is killed: gather, consolidate, publish."""
+
+import json
+import shutil
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from kill_site import Site, wrongly_chosen
+from kill_tally import Found, Tally
+from object_folder import URL
+from struck import Work, await_quiet, is_struck, seconds_of
+from whole_tags import tree, whole_tags
+
+from infra.node_local.following import keep_up
+from infra.node_local.recovery import recover
+from t5train.consolidate import consolidate
+from t5train.errors import T5TrainError
+from t5train.progress import silent
+from t5train.publish import publish
+from t5train.records import MANIFEST, Export
+from t5train.train.run import newest_verified_tag
+
+_WHEN_MADE = ("provenance", "seal")
+"""In a manifest: when it was made, and a digest over all it says."""
+_TIMED = 3
+Content = Mapping[str, Any]
+
+
+class Trial(Protocol):
+    """One go at a stage, which is begun by ``work(*arguments)`` in a process of its own."""
+
+    work: Work
+    arguments: tuple[Any, ...]
+
+    def content(self) -> Content:
+        """What the stage has made so far where others would look for it, by name."""
+        ...
+
+    def after_the_kill(self, expected: Content) -> Found:
+        """What is wrong now."""
+        ...
+
+    def again(self) -> None:
+        """Do it again, to the end."""
+        ...
+
+
+def kill_stage(stage: str, seed: int, kills: int, folder: Path, begin: Callable[[Path], Trial]) -> Tally:
+    """Kill it that often, each time anew in the folder that ``begin`` is given."""
+    seconds, contents_then = zip(*(_undisturbed(folder, begin) for _ in range(_TIMED)), strict=True)
+    tally, expected = Tally(stage, statistics.median(seconds), seed), contents_then[0]
+    assert not any(_differences(each, expected) for each in contents_then)
+    while len(tally.moments) < kills:
+        with _emptied(folder):
+            trial, moment = begin(folder), tally.draw()
+            if not is_struck(trial.work, *trial.arguments, moment=moment):
+                continue
+            await_quiet(folder)
+            tally.note(moment, trial.after_the_kill(expected) | _again(trial, expected))
+            tally.left_over += any(folder.rglob(".*.discarded"))
+    print(tally.row(), flush=True)
+    return tally
+
+
+def _undisturbed(folder: Path, begin: Callable[[Path], Trial]) -> tuple[float, Content]:
+    with _emptied(folder):
+        trial = begin(folder)
+        return seconds_of(trial.work, *trial.arguments), trial.content()
+
+
+@contextmanager
+def _emptied(folder: Path) -> Iterator[None]:
+    folder.mkdir()
+    yield
+    await_quiet(folder)
+    shutil.rmtree(folder)
+
+
+def _again(trial: Trial, expected: Content) -> Found:
+    try:
+        trial.again()
+    except T5TrainError as error:
+        return {"cannot go on": [f"{type(error).__name__}: {error}"]}
+    return {"ended otherwise": _differences(trial.content(), expected)}
+
+
+class Gathered:
+    """The newest checkpoints come from the hosts to the head, and older ones go."""
+
+    def __init__(self, template: Site, folder: Path) -> None:
+        for name in ("hosts", "root/runs"):
+            shutil.copytree(template.folder / name, folder / name, copy_function=_linked)
+        self._site = template.elsewhere(folder)
+        self.work, self.arguments = keep_up, (self._site.run, silent)
+        self._kept = sorted(whole_tags(self._site.places))[-template.spec.storage.keep_last :]
+
+    def content(self) -> Content:
+        """All checkpoints, on head and hosts."""
+        return {f"{place}/{name}": each for place in self._site.places for name, each in _seen(place).items()}
+
+    def after_the_kill(self, expected: Content) -> Found:  # noqa: ARG002 - as Trial has it
+        """Checkpoints that are to be kept are whole wherever they are; on the head alone, there is one still."""
+        lost = sorted(set(self._kept) - whole_tags(self._site.places))
+        lost += [] if whole_tags([self._site.checkpoints]) else ["what the head had gathered before"]
+        return {"incomplete chosen": wrongly_chosen(self._site), "complete lost": lost}
+
+    def again(self) -> None:
+        """As the next launch and its follower do."""
+        recover(self._site.run, silent)
+        if (tag := newest_verified_tag(self._site.spec, silent)) != self._kept[-1]:
+            raise T5TrainError(f"{tag} would be resumed, not {self._kept[-1]}")
+        keep_up(self._site.run, silent)
+
+
+class _OfTheRun:
+    """A stage that reads what the run has made, and is to leave that alone."""
+
+    def __init__(self, site: Site, sources: Sequence[Path], before: Content) -> None:
+        self._site, self._sources, self._before = site, sources, before
+
+    def content(self) -> Content:
+        """What it has made."""
+        raise NotImplementedError
+
+    def is_there(self) -> bool:
+        """Whether what it has made would be taken for finished."""
+        raise NotImplementedError
+
+    def after_the_kill(self, expected: Content) -> Found:
+        """What is there is whole, and what it was made of is as it was."""
+        half = _differences(self.content(), expected) if self.is_there() else []
+        changed = _differences(contents(self._sources), self._before)
+        return {"incomplete chosen": [*wrongly_chosen(self._site), *half], "complete lost": changed}
+
+
+class Consolidated(_OfTheRun):
+    """The head's newest checkpoint becomes fp32 weights and moments."""
+
+    def __init__(self, site: Site, before: Content, folder: Path) -> None:
+        super().__init__(site, site.places, before)
+        self._out = folder / "weights"
+        self.work, self.arguments = _consolidate, (site.checkpoints, self._out)
+
+    def content(self) -> Content:
+        """Files and manifest."""
+        return _seen(self._out)
+
+    def is_there(self) -> bool:
+        """The folder itself says so."""
+        return self._out.exists()
+
+    def again(self) -> None:
+        """In this process."""
+        _consolidate(*self.arguments)
+
+
+class Published(_OfTheRun):
+    """A certified export is copied, to a folder or to a store of objects."""
+
+    def __init__(self, site: Site, export: Export, before: Content, folder: Path, *, to_store: bool) -> None:
+        super().__init__(site, [export.path], before)
+        self._to_store, self._place = to_store, folder / "published" / "t5"
+        self.work = publish
+        self.arguments = (export, f"{URL}{self._place}" if to_store else str(self._place), silent)
+
+    def content(self) -> Content:
+        """Files and manifest."""
+        return _seen(self._place)
+
+    def is_there(self) -> bool:
+        """A store says so by the manifest."""
+        return (self._place / MANIFEST if self._to_store else self._place).exists()
+
+    def again(self) -> None:
+        """In this process."""
+        publish(*self.arguments)
+
+
+def _consolidate(checkpoints: Path, out: Path) -> None:
+    consolidate(checkpoints, out, moments=True)
+
+
+def _linked(source: str, target: str) -> None:
+    """No stage writes into a file that is there: each is replaced by another or removed."""
+    Path(target).hardlink_to(source)
+
+
+def contents(folders: Sequence[Path]) -> Content:
+    """The sha256 of every file, by name."""
+    return {f"{folder}/{name}": each for folder in folders for name, each in tree(folder).items()}
+
+
+def _seen(folder: Path) -> Content:
+    """Of files that are not hidden, nor lie in a hidden folder, the sha256; of a manifest what it says."""
+    shown = {name: each for name, each in tree(folder).items() if not f"/{name}".count("/.")}
+    if MANIFEST in shown:
+        shown[MANIFEST] = _said((folder / MANIFEST).read_text("utf-8"))
+    return shown
+
+
+def _said(text: str) -> Any:
+    said = json.loads(text)
+    return {name: value for name, value in said.items() if name not in _WHEN_MADE}
+
+
+def _differences(found: Content, expected: Content) -> list[str]:
+    return [name for name in sorted(found.keys() | expected.keys()) if found.get(name) != expected.get(name)]

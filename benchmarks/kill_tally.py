@@ -1,0 +1,66 @@
+"""What came of the kills of one stage."""
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Fault = Literal["incomplete chosen", "cannot go on", "complete lost", "ended otherwise"]
+Found = Mapping[Fault, Sequence[str]]
+FAULTS: tuple[Fault, ...] = ("incomplete chosen", "cannot go on", "complete lost", "ended otherwise")
+HEADER = """\
+| killed in | kills | undisturbed, s | killed after, s | of these in each fifth of that time | incomplete tag chosen | \
+could not go on | complete tag lost | ended otherwise |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+@dataclass
+class Tally:
+    """Of one stage, which takes ``seconds`` when it is left alone."""
+
+    stage: str
+    seconds: float
+    seed: int
+    moments: list[float] = field(default_factory=list)
+    """Seconds after its begin at which it was killed."""
+    faults: list[tuple[Fault, str]] = field(default_factory=list)
+    drawn: int = 0
+    left_over: int = 0
+    """Kills after which a folder was left, half removed, which gc removes."""
+
+    def __post_init__(self) -> None:
+        self._chance = random.Random(f"{self.seed} {self.stage}")
+
+    def draw(self) -> float:
+        """When to kill next."""
+        self.drawn += 1
+        return self._chance.uniform(0, self.seconds)
+
+    def note(self, moment: float, found: Found) -> None:
+        """What was found after a kill."""
+        self.moments.append(moment)
+        print(f"{self.stage}: kill {len(self.moments)} after {moment:.3f} s", flush=True)
+        self.note_faults(f"killed after {moment:.3f} s", found)
+
+    def note_faults(self, when: str, found: Found) -> None:
+        """What was found, and is told at once."""
+        for fault, texts in found.items():
+            for text in texts:
+                self.faults.append((fault, text))
+                print(f"{self.stage}, {when}: {fault}: {text}", flush=True)
+
+    def row(self) -> str:
+        """A line of the table."""
+        fifths = Counter(min(4, int(5 * moment / self.seconds)) for moment in self.moments)
+        counted = Counter(fault for fault, _ in self.faults)
+        cells = [
+            self.stage,
+            str(len(self.moments)),
+            f"{self.seconds:.2f}",
+            f"{min(self.moments):.3f} - {max(self.moments):.3f}",
+            " / ".join(str(fifths[fifth]) for fifth in range(5)),
+            *(str(counted[fault]) for fault in FAULTS),
+        ]
+        return f"| {' | '.join(cells)} |"

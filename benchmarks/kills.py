@@ -1,0 +1,96 @@
+"""Kills of real processes at random moments of saving, gathering, consolidating and publishing.
+
+::
+
+    python benchmarks/kills.py                     fifty of each; about ten minutes on two cores
+    python benchmarks/kills.py --kills 3 --seed 1
+
+Two DeepSpeed ranks on two hosts that are folders of this machine train a small T5 and save after every step; hosts are
+asked by the protocol that is spoken over ssh. Moments are drawn from the seed, between 0 and the time that the stage
+takes when nobody is killed. After each kill hosts and head together, and the head alone, must choose the newest tag
+that is whole, as json and sha256 alone tell; no tag that was whole is lost; and what is done again ends with the same
+bytes as where nobody is killed. The command fails, and tells why, where one of this is not so.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from kill_saves import finish, kill_saves, otherwise_saved, undisturbed
+from kill_site import Site, made
+from kill_stages import Consolidated, Gathered, Published, contents, kill_stage
+from kill_tally import HEADER, Tally
+
+from t5train.certify import certify_in_fresh_process
+from t5train.consolidate import consolidate
+from t5train.export import export
+from t5train.records import Export, TokenizerFiles
+from t5train.train.run import conclude, open_run
+
+# Before anything asks for an accelerator; ranks have a core each.
+os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0"}
+
+
+def killed_saves(site: Site, folder: Path, seed: int, kills: int) -> Tally:
+    """The run, to its end."""
+    seconds, saved = undisturbed(_opened(site.elsewhere(folder / "undisturbed")))
+    tally = Tally("save", seconds, seed)
+    kill_saves(_opened(site), saved, tally, kills)
+    finish(site)
+    tally.note_faults("at the end", {"ended otherwise": otherwise_saved(site, saved)})
+    print(tally.row(), flush=True)
+    return tally
+
+
+def certified(site: Site, tokenizer: TokenizerFiles, folder: Path) -> Export:
+    """What follows from the run when nobody is killed. Its checkpoints are gathered then."""
+    site.storage.take_home()
+    conclude(site.spec, site.shards)
+    weights, witness = consolidate(site.checkpoints, folder / "weights"), site.run.folder / "witness"
+    return certify_in_fresh_process(export(weights, tokenizer, witness, site.spec, folder / "export"), witness)
+
+
+def kill_all(folder: Path, seed: int, kills: int) -> list[Tally]:
+    """One stage after the other, each on what the one before has made."""
+    site, tokenizer = made(folder, num_steps=2 * kills + 4)
+    tallies, trial = [killed_saves(site, folder, seed, kills)], folder / "trial"
+    tallies.append(kill_stage("gather", seed, kills, trial, lambda into: Gathered(site, into)))
+    exported = certified(site, tokenizer, folder)
+    before = contents(site.places)
+    tallies.append(kill_stage("consolidate", seed, kills, trial, lambda into: Consolidated(site, before, into)))
+    before = contents([exported.path])
+    for to_store, what in ((False, "publish, to a folder"), (True, "publish, to a store")):
+        begin = partial(Published, site, exported, before, to_store=to_store)
+        tallies.append(kill_stage(what, seed, -(-kills // 2) if to_store else kills // 2, trial, begin))
+    return tallies
+
+
+def _opened(site: Site) -> Site:
+    open_run(site.spec, site.shards)
+    return site
+
+
+def main() -> None:
+    """Print the table; exit with 1 if anything was not as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50, help="of each stage")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    with tempfile.TemporaryDirectory(prefix="kills-", ignore_cleanup_errors=True) as folder:
+        tallies = kill_all(Path(folder), arguments.seed, arguments.kills)
+    print(HEADER + "\n".join(tally.row() for tally in tallies))
+    for tally in tallies:
+        if late := tally.drawn - len(tally.moments):
+            print(f"{tally.stage}: {late} kills came after the end, and were drawn anew")
+        if tally.left_over:
+            print(f"{tally.stage}: {tally.left_over} kills left a folder, half removed, to gc")
+    sys.exit(any(tally.faults for tally in tallies))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Work done by processes of their own that are killed: forked from one that has imported what takes long already."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_IMPORTED = [
+    *("deepspeed", "deepspeed.runtime.zero.muon.original_muon", "torch._dynamo", "torch._inductor.compile_fx"),
+    *("torch.distributed.fsdp", "torch.utils.tensorboard", "fsspec.implementations.local"),
+    *("t5train.train.loop", "t5train.consolidate", "t5train.publish", "infra.node_local.storage"),
+]
+_QUIET_SECONDS = 30.0
+Work = Callable[..., None]
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(_IMPORTED)
+
+
+def seconds_of(work: Work, *arguments: Any) -> float:
+    """How long it takes in a process of its own, which must end well."""
+    process, ours = _begun(work, *arguments)
+    began, ended = ours.recv(), ours.recv()
+    process.join()
+    assert process.exitcode == 0, f"{work.__name__} ended with {process.exitcode}"
+    return float(ended - began)
+
+
+def is_struck(work: Work, *arguments: Any, moment: float) -> bool:
+    """Have a process of its own do it, and SIGKILL that so many seconds after; False where it had ended before."""
+    process, ours = _begun(work, *arguments)
+    ours.recv()
+    time.sleep(moment)
+    process.kill()
+    process.join()
+    return process.exitcode == -signal.SIGKILL
+
+
+def await_quiet(folder: Path) -> None:
+    """Wait until no process is left that has the folder in its command line: what a killed one had started."""
+    deadline, me, wanted = time.monotonic() + _QUIET_SECONDS, str(os.getpid()), os.fsencode(folder)
+    while any(wanted in _command_line(each) for each in Path("/proc").glob("[0-9]*") if each.name != me):
+        assert time.monotonic() < deadline, f"processes of {folder} do not end"
+        time.sleep(0.02)
+
+
+def _begun(work: Work, *arguments: Any) -> tuple[Any, Connection]:
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_do, args=(theirs, work, arguments), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _do(told: Connection, work: Work, arguments: tuple[Any, ...]) -> None:
+    logging.disable(logging.WARNING)
+    told.send(time.monotonic())
+    work(*arguments)
+    told.send(time.monotonic())
+
+
+def _command_line(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:  # it has just ended
+        return b""
