@@ -24,7 +24,7 @@ from t5train.progress import silent
 from t5train.train.job import TrainJob, step_of, tag_of
 
 _BETWEEN_SECONDS = 0.1
-_FEW_STEPS = 16
+_FEW_STEPS = 8
 _LONGEST_SECONDS = 300.0
 Saved = Mapping[str, Mapping[str, str]]
 """The sha256 of each file, by tag and name."""
@@ -63,7 +63,11 @@ class Ranks:
 
     def await_saving(self, step: int) -> None:
         """Until it begins to. AssertionError if it never does."""
-        assert any((what, of) == ("saving", step) for what, of, _ in self.heard()), f"step {step} is never saved"
+        assert self.tell_of("saving", step), f"step {step} is never saved"
+
+    def tell_of(self, what: str, step: int) -> bool:
+        """Whether that is heard before they end."""
+        return any(each[:2] == (what, step) for each in self.heard())
 
     def kill(self, first: int, pause: float) -> None:
         """SIGKILL one, and the other so many seconds later."""
@@ -103,7 +107,7 @@ def undisturbed(site: Site) -> tuple[float, Saved]:
 def kill_saves(site: Site, saved: Saved, tally: Tally, kills: int) -> None:
     """Kill that often: ranks go on from the newest complete tag, save once, and are killed as they save again."""
     chance, ranks = random.Random(f"{tally.seed} whom, and how long before the other"), Ranks(site)
-    while len(tally.moments) < kills:
+    while len(tally.moments) < kills and ranks.step + 2 < site.spec.optimizer.num_steps:
         ranks.begin()
         ranks.await_saving(ranks.step + 2)
         moment = tally.draw()
@@ -115,7 +119,7 @@ def kill_saves(site: Site, saved: Saved, tally: Tally, kills: int) -> None:
             "complete lost": sorted(before - after),
             "ended otherwise": otherwise_saved(site, saved),
         }
-        tally.note(moment, found)
+        tally.note(moment, found, counts=not ranks.tell_of("saved", ranks.step + 2))
         try:
             ranks = Ranks(site)
         except T5TrainError as error:

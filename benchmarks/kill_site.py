@@ -27,8 +27,8 @@ HOSTS = ("a", "b")
 SETTINGS = {
     "name": "killed",
     "tokenizer.vocab_size": 500,
-    "model.d_model": 192,
-    "model.d_ff": 384,
+    "model.d_model": 128,
+    "model.d_ff": 256,
     "model.dropout_rate": 0.1,
     "objective.input_tokens": 32,
     "optimizer.warmup_steps": 2,

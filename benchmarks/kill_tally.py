@@ -38,9 +38,9 @@ class Tally:
         self.drawn += 1
         return self._chance.uniform(0, self.seconds)
 
-    def note(self, moment: float, found: Found) -> None:
-        """What was found after a kill."""
-        self.moments.append(moment)
+    def note(self, moment: float, found: Found, *, counts: bool = True) -> None:
+        """What was found after a kill; one that came after the end of the stage does not count."""
+        self.moments += [moment] if counts else []
         print(f"{self.stage}: kill {len(self.moments)} after {moment:.3f} s", flush=True)
         self.note_faults(f"killed after {moment:.3f} s", found)
 

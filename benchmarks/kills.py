@@ -56,7 +56,7 @@ def certified(site: Site, tokenizer: TokenizerFiles, folder: Path) -> Export:
 
 def kill_all(folder: Path, seed: int, kills: int) -> list[Tally]:
     """One stage after the other, each on what the one before has made."""
-    site, tokenizer = made(folder, num_steps=2 * kills + 4)
+    site, tokenizer = made(folder, num_steps=3 * kills // 2 + 6)
     tallies, trial = [killed_saves(site, folder, seed, kills)], folder / "trial"
     tallies.append(kill_stage("gather", seed, kills, trial, lambda into: Gathered(site, into)))
     exported = certified(site, tokenizer, folder)
