@@ -62,7 +62,8 @@ faults: setup ## All that can happen to a run over hosts, done on the test clust
 
 resumes: setup ## All that can have become of checkpoints when a run goes on (root): the table in docs/resumes.md
 	@$(BIN)/python benchmarks/resume_table.py --into docs/resumes.md
-kills: setup ## 200 kills of processes that save, gather, consolidate and publish, at random moments; ten minutes
+
+kills: setup ## 200 kills of processes that save, gather, consolidate and publish, at random moments
 	@$(BIN)/python benchmarks/kills.py
 
 up: setup ## Prefect server, pool and worker for this machine

@@ -2,7 +2,7 @@
 
 ::
 
-    python benchmarks/kills.py                     fifty of each; about ten minutes on two cores
+    python benchmarks/kills.py                     fifty of each
     python benchmarks/kills.py --kills 3 --seed 1
 
 Two DeepSpeed ranks on two hosts that are folders of this machine train a small T5 and save after every step; hosts are
