@@ -1,5 +1,6 @@
 """``t5-pretrain preflight`` over real ssh: what is wrong with hosts is named, and nothing is left on them."""
 
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from infra.testcluster import Cluster
+from infra.testcluster.view import operators
 
 pytestmark = pytest.mark.cluster
 
@@ -61,7 +63,7 @@ def test_hosts_without_a_fault_pass_every_check(cluster: Cluster, preflight: Pre
 
 
 def test_every_fault_is_named_at_once(cluster: Cluster, preflight: Preflight, on: On) -> None:
-    lock = "/root/.cache/torch_extensions/py311_cpu/left_behind/lock"
+    lock = f"{os.environ.get('TORCH_EXTENSIONS_DIR') or operators() + '/py311_cpu'}/left_behind/lock"
     on("node1", "mkdir", "-p", str(Path(lock).parent))
     on("node1", "touch", lock)
     twice = f"{cluster.address('node0')} slots=1\n"
