@@ -13,6 +13,7 @@ from typing import Any
 from cluster_runs import Ended, Stage, Started
 
 from infra.testcluster import Cluster
+from infra.testcluster.view import HOME, HOSTFILE
 from t5train import sidecar
 from t5train.run_files import ATTEMPT_SPEC, ATTEMPTS, CHECKPOINTS, WITNESS_FOLDER
 from t5train.train.job import TrainJob
@@ -28,11 +29,11 @@ SETTINGS: dict[str, Any] = {
     "cluster.lease_seconds": 10,
     "cluster.grace_seconds": 1,
 }
-TWO_NODES = ("--hostfile", "/root/hosts", "--num-nodes", "2")
+TWO_NODES = ("--hostfile", HOSTFILE, "--num-nodes", "2")
 SECONDS = 400
 SLOW = "8mbit"
 """Of a cable, so that steps take a second, and a gather a few."""
-_ROOT = "/root/work"
+_ROOT = f"{HOME}/work"
 _LOOK_SECONDS = 0.002
 
 Files = Mapping[tuple[str, str, str], int]

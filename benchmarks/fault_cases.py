@@ -17,13 +17,13 @@ from pathlib import Path
 from cluster_runs import Stage, Started
 
 from infra.testcluster import view
+from infra.testcluster.view import HOME, HOSTFILE
 
 LEASE_SECONDS = 10
 MASTER_PORT = 29555
 SECRET = "s3cr3t-f0r-n0b0dy"  # noqa: S105 - stands for one
 TRICK = """it's "quoted" $(touch executed) `touch executed`; touch executed #"""
 RANK, LAUNCHER, PDSH, HEAD = "t5train.train", "deepspeed.launcher.runner", "pdsh", "t5-pretrain"
-_HOSTS = "/root/hosts"
 
 Strike = Callable[[Stage, Started], None]
 Wrong = Callable[[Stage], AbstractContextManager[None]]
@@ -162,9 +162,9 @@ def hostfile(text: str) -> Wrong:
 
     @contextmanager
     def wrong(stage: Stage) -> Iterator[None]:
-        stage.cluster.disk("head", _HOSTS).write_text(text)
+        stage.cluster.disk("head", HOSTFILE).write_text(text)
         yield
-        stage.cluster.disk("head", _HOSTS).write_text(stage.cluster.hostfile())
+        stage.cluster.disk("head", HOSTFILE).write_text(stage.cluster.hostfile())
 
     return wrong
 
@@ -175,8 +175,8 @@ def other_torch(stage: Stage) -> Iterator[None]:
     torch = distribution("torch")
     metadata = str(torch.locate_file(f"torch-{torch.version}.dist-info/METADATA"))
     other = re.sub("^Version: .*$", "Version: 2.0.1", Path(metadata).read_text("utf-8"), count=1, flags=re.MULTILINE)
-    stage.cluster.disk("node1", "/root/METADATA").write_text(other, "utf-8")
-    stage.cluster.exec("node1", ["mount", "--bind", "/root/METADATA", metadata]).check_returncode()
+    stage.cluster.disk("node1", f"{HOME}/METADATA").write_text(other, "utf-8")
+    stage.cluster.exec("node1", ["mount", "--bind", f"{HOME}/METADATA", metadata]).check_returncode()
     yield
     stage.cluster.exec("node1", ["umount", metadata]).check_returncode()
 

@@ -22,6 +22,7 @@ from fault_cases import FAULTS, LEASE_SECONDS, RANK, Fault, pids
 
 from infra.testcluster import Cluster
 from infra.testcluster.host import Process
+from infra.testcluster.view import HOME, HOSTFILE
 from t5train.run_files import WITNESS_FOLDER
 
 STRIKE_AT, SLOW = 25, "8mbit"
@@ -34,7 +35,7 @@ SETTINGS = {
     "cluster.retries": 0,
 }
 ALLOWED_SECONDS, LONGEST_SECONDS = 20, 400
-_OPTIONS = ["--hostfile", "/root/hosts"]
+_OPTIONS = ["--hostfile", HOSTFILE]
 _HEADER = """\
 | what is done | ranks ended after | command ended after | what the user is told | exit code | left | then bit-equal |
 |---|---|---|---|---|---|---|
@@ -58,7 +59,7 @@ class Outcome:
         """A line of the table."""
         ranks = f"{self.ranks_seconds:.1f} s" if self.fault.ends_ranks else ""
         seconds = f"{self.seconds:.1f} s" if self.fault.exit_code else ""
-        told = self.told.replace("|", "\\|") if self.fault.told else ""
+        told = self.told.replace(HOME, "~").replace("|", "\\|") if self.fault.told else ""
         left = "; ".join(self.left) or "0"
         what = self.fault.what
         return f"| {what} | {ranks} | {seconds} | {told} | {self.exit_code} | {left} | {equal} |"
@@ -147,7 +148,7 @@ def main() -> None:
         rows = [outcome.row("yes" if ends[outcome.fault.run] == undisturbed else "NO") for outcome in outcomes]
     print(_HEADER + "\n".join(rows))
     if chosen.into:
-        write_table(chosen.into, rows)
+        write_table(chosen.into, _HEADER, rows)
 
 
 def _told(outcome: Outcome) -> Outcome:
@@ -167,10 +168,10 @@ def staged() -> Iterator[Stage]:
             yield stage
 
 
-def write_table(document: Path, rows: list[str]) -> None:
+def write_table(document: Path, header: str, rows: list[str]) -> None:
     """Replace the table, which is all of the document's lines that begin with a bar."""
     text = document.read_text("utf-8")
-    table = _HEADER + "".join(f"{row}\n" for row in rows)
+    table = header + "".join(f"{row}\n" for row in rows)
     document.write_text(re.sub(r"(^\|.*\n)+", lambda _: table, text, count=1, flags=re.MULTILINE), "utf-8")
 
 

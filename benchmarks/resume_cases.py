@@ -17,6 +17,7 @@ from cluster_runs import Started
 from fault_cases import RANK, pids
 
 from infra.testcluster import sshd
+from infra.testcluster.view import HOSTFILE
 
 SEED, NUM_CUTS, LONGEST_SAVE_SECONDS = 6, 10, 0.06
 SHARD = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -179,7 +180,7 @@ CASES = [
         "a node is lost for good, and replaced by a spare",
         strikes=(lost_for_good,),
         command="run",
-        options=("--hostfile", "/root/hosts", "--spares", "1"),
+        options=("--hostfile", HOSTFILE, "--spares", "1"),
     ),
     Case("a tag is half written: ten times in a row a node loses power while it saves", strikes=cuts()),
 ]

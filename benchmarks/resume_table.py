@@ -16,6 +16,7 @@ from typing import Any
 
 from apart_runs import SECONDS, Apart, Files, apart, interrupt, require_success
 from cluster_runs import Ended, Started, weights
+from fault_table import write_table
 from resume_cases import CASES, Case
 
 _SAID = re.compile(r"passed over|takes its place|still at work|resuming .* from")
@@ -116,14 +117,7 @@ def main() -> None:
                 rows.append(_row(it, case, undisturbed))
                 print(rows[-1], flush=True)
                 if chosen.into:
-                    write_table(chosen.into, rows)
-
-
-def write_table(document: Path, rows: list[str]) -> None:
-    """Replace the table, which is all of the document's lines that begin with a bar."""
-    text = document.read_text("utf-8")
-    table = _HEADER + "".join(f"{row}\n" for row in rows)
-    document.write_text(re.sub(r"(^\|.*\n)+", lambda _: table, text, count=1, flags=re.MULTILINE), "utf-8")
+                    write_table(chosen.into, _HEADER, rows)
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ class Cluster:
         if HEAD in names:
             sshd.write_client(self.host(HEAD).disk, self._user_key)
             self._tell_host_keys()
-            self.disk(HEAD, "/root/hosts").write_text(self.hostfile(), "utf-8")
+            self.disk(HEAD, view.HOSTFILE).write_text(self.hostfile(), "utf-8")
 
     def _tell_host_keys(self) -> None:
         keys = {name: self.host(name).etc / "host_key" for name in self.hosts}

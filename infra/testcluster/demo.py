@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infra.testcluster.cluster import Cluster
+from infra.testcluster.view import HOME, HOSTFILE
 from t5train.errors import TestClusterError
 
-_HEAD_ROOT = "/root/work"
+_HEAD_ROOT = f"{HOME}/work"
 _RUN = "demo-cluster"
 
 
@@ -20,7 +21,7 @@ def demo(root: Path, arguments: Sequence[str] = ()) -> None:
     is left with a process of the run.
     """
     with Cluster.temporary(f"{_RUN}-{os.getpid()}") as cluster:
-        where = ["--root", _HEAD_ROOT, "--name", _RUN, "--hostfile", "/root/hosts"]
+        where = ["--root", _HEAD_ROOT, "--name", _RUN, "--hostfile", HOSTFILE]
         # What it publishes on the head's disk goes with the head.
         chain = cluster.start("head", ["t5-pretrain", "run", "smoke", *where, *arguments])
         _require(chain.wait() == 0, "the chain did not come to its end: see what it said")

@@ -11,7 +11,11 @@ from infra.op_cache import cache_folder
 from infra.testcluster import network, sshd
 from infra.testcluster.mounts import Mount
 
-_MODES = {"/tmp": 0o1777, "/var/tmp": 0o1777, "/root": 0o700, "/home": 0o755, "/run": 0o755}  # noqa: S108 - the host's own
+HOME = "/root"
+"""Of the user that a host has."""
+HOSTFILE = f"{HOME}/hosts"
+"""On the head: all nodes, with a slot each."""
+_MODES = {"/tmp": 0o1777, "/var/tmp": 0o1777, HOME: 0o700, "/home": 0o755, "/run": 0o755}  # noqa: S108 - the host's own
 """Folders of a host's own, besides /dev/shm."""
 _FILES = {
     "hosts": "/etc/hosts",
@@ -28,7 +32,7 @@ def environment() -> dict[str, str]:
     """Of commands on a host: this Python first on PATH, and the code and operators that this process uses."""
     path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     kept = {name: os.environ[name] for name in _KEPT if os.environ.get(name)}
-    return {"PATH": path, "HOME": "/root", "USER": "root", "LANG": "C.UTF-8", **kept}
+    return {"PATH": path, "HOME": HOME, "USER": "root", "LANG": "C.UTF-8", **kept}
 
 
 def make_disk(disk: Path) -> None:
@@ -97,7 +101,7 @@ def _code() -> list[str]:
 
 def operators() -> str:
     """Where a host looks for compiled operators."""
-    return os.environ.get("TORCH_EXTENSIONS_DIR") or "/root/.cache/torch_extensions"
+    return os.environ.get("TORCH_EXTENSIONS_DIR") or f"{HOME}/.cache/torch_extensions"
 
 
 def _make_place(place: Path, is_folder: bool) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from infra.node_store.paths import tag_place
 from infra.testcluster import Cluster
+from infra.testcluster.view import HOSTFILE
 from t5train import sidecar
 from t5train.train.job import tag_of
 from tests.infra.node_store.conftest import digest, make_sidecar
@@ -58,7 +59,7 @@ def test_shards_go_to_nodes_and_checkpoints_come_to_the_head_and_go_back(
     assert shards == [bytes(range(256)) * 40_000] * 2
     sidecar.require_complete(cluster.disk("head", f"/var/tmp/head/checkpoints/{tag_of(8)}"))
     assert (cluster.disk("node0", place) / "part-1.pt").read_bytes() == bytes([1]) * 3_000_000
-    gc = ["gc", "--root", "/var/tmp/head", "--hostfile", "/root/hosts", "--include", "node0@node1"]
+    gc = ["gc", "--root", "/var/tmp/head", "--hostfile", HOSTFILE, "--include", "node0@node1"]
     said = on("head", PROGRAM, *gc, "--set", f"storage.scratch={SCRATCH}", "--free")
     assert said.splitlines()[-1] == "2 removed", said
     assert not any(cluster.disk(node, f"{SCRATCH}/shards/some").exists() for node in nodes)

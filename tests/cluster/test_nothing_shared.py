@@ -14,6 +14,7 @@ from cluster_runs import SETTINGS, Ended, Stage, Started, weights
 from infra.node_local.ledger import last_seen
 from infra.testcluster import Cluster
 from infra.testcluster.demo import demo
+from infra.testcluster.view import HOME, HOSTFILE
 from t5train import sidecar
 from t5train.certificate import CERTIFICATE, Certificate
 from t5train.train import metrics
@@ -26,7 +27,7 @@ RUN, FIRST, LAST = "apart", "step-00000015", "step-00000030"
 SCRATCH = "/var/tmp/t5-pretrain-0/scratch"
 SHARD_OF_0 = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 SHARD_OF_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-HOSTS = ["--hostfile", "/root/hosts", "--num-nodes", "2"]
+HOSTS = ["--hostfile", HOSTFILE, "--num-nodes", "2"]
 SECONDS = 400
 VARIANTS: dict[str, dict[str, Any]] = {
     "moe": {
@@ -46,7 +47,7 @@ class Apart:
 
     def __init__(self, cluster: Cluster, prepared: Path, name: str = RUN, **settings: Any) -> None:
         self.cluster, self.name = cluster, name
-        self.root = cluster.disk("head", "/root/work")
+        self.root = cluster.disk("head", f"{HOME}/work")
         if not self.root.exists():
             shutil.copytree(prepared / "shards", self.root / "shards")
         self.stage = Stage(cluster, prepared, settings)
@@ -54,7 +55,7 @@ class Apart:
 
     def start(self, command: str, options: list[str]) -> Started:
         """Start it on the head."""
-        return self.stage.start(command, self.name, options, root=Path("/root/work"))
+        return self.stage.start(command, self.name, options, root=Path(f"{HOME}/work"))
 
     def train(self, options: list[str] = HOSTS) -> Ended:
         """Start it, and wait for its end."""
@@ -113,7 +114,7 @@ def flip(path: Path) -> None:
 
 def test_hosts_that_share_nothing_train_what_one_host_trains(trained: Apart, undisturbed: Any) -> None:
     assert weights(trained.folder) == undisturbed
-    assert not trained.cluster.disk("node0", "/root/work").exists()
+    assert not trained.cluster.disk("node0", f"{HOME}/work").exists()
     assert [line["step"] for line in metrics.read(trained.folder / "metrics.jsonl") if "loss" in line] == [
         *range(1, 31)
     ]
@@ -154,7 +155,7 @@ def test_what_was_never_gathered_is_taken_from_nodes_and_a_half_written_tag_is_p
 def test_a_node_that_is_lost_twice_is_replaced_by_a_spare_and_the_run_goes_on(trained: Apart, undisturbed: Any) -> None:
     trained.take_back(["node0", "node1"])
     quick = ["--set", "cluster.lease_seconds=10", "--set", "cluster.grace_seconds=1"]
-    started = trained.start("run", ["--hostfile", "/root/hosts", "--spares", "1", *quick])
+    started = trained.start("run", ["--hostfile", HOSTFILE, "--spares", "1", *quick])
     attempts = trained.cluster.disk("node1", "/var/tmp/t5-pretrain-0/attempts")
     while not list(attempts.glob("*/rank-00001.pid")):
         assert started.process.poll() is None, started.log.read_text()[-4000:]
@@ -182,8 +183,8 @@ def test_where_nothing_is_complete_any_more_it_is_told_what_is_missing_and_where
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_few_nodes_have_reaches_all_that_read_it(apart: Apart, variant: str) -> None:
     run = Apart(apart.cluster, apart.stage.root, variant, **VARIANTS[variant])
-    apart.cluster.disk("head", "/root/two-slots").write_text(apart.cluster.hostfile(slots=2))
-    hosts = ["--hostfile", "/root/two-slots", "--include", "node0@node2"]
+    apart.cluster.disk("head", f"{HOME}/two-slots").write_text(apart.cluster.hostfile(slots=2))
+    hosts = ["--hostfile", f"{HOME}/two-slots", "--include", "node0@node2"]
     first = run.train(hosts)
     assert first.exit_code == 0, first.output[-4000:]
     undisturbed = weights(run.folder)

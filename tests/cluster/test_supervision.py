@@ -9,11 +9,12 @@ import pytest
 from cluster_runs import Stage, Started
 
 from infra.testcluster import Cluster
+from infra.testcluster.view import HOSTFILE
 
 pytestmark = pytest.mark.cluster
 
 LONG = {"optimizer.num_steps": 100_000, "storage.checkpoint_every_steps": 200, "storage.validate_every_steps": 100_000}
-OPTIONS = ["--hostfile", "/root/hosts", "--num-nodes", "2"]
+OPTIONS = ["--hostfile", HOSTFILE, "--num-nodes", "2"]
 
 
 def settings(**changes: object) -> list[str]:

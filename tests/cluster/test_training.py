@@ -6,15 +6,16 @@ from typing import Any
 import pytest
 from cluster_runs import Stage, weights
 
+from infra.testcluster.view import HOME, HOSTFILE
 from t5train.verify import verify
 
 pytestmark = pytest.mark.cluster
 
 Train = Callable[..., Any]
 LAYOUTS = {
-    "two-hosts": (2, ["--hostfile", "/root/hosts", "--num-nodes", "2"]),
-    "four-hosts": (4, ["--hostfile", "/root/hosts"]),
-    "two-hosts-of-two": (4, ["--hostfile", "/root/two-slots", "--include", "node1@node2"]),
+    "two-hosts": (2, ["--hostfile", HOSTFILE, "--num-nodes", "2"]),
+    "four-hosts": (4, ["--hostfile", HOSTFILE]),
+    "two-hosts-of-two": (4, ["--hostfile", f"{HOME}/two-slots", "--include", "node1@node2"]),
 }
 
 
@@ -41,7 +42,7 @@ def one_host(train: Train) -> dict[int, Any]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_hosts_train_what_one_host_trains(layout: str, stage: Stage, train: Train, one_host: dict[int, Any]) -> None:
     ranks, options = LAYOUTS[layout]
-    stage.cluster.disk("head", "/root/two-slots").write_text(stage.cluster.hostfile(slots=2))
+    stage.cluster.disk("head", f"{HOME}/two-slots").write_text(stage.cluster.hostfile(slots=2))
     command = "run" if layout == "two-hosts" else "train"  # `run` goes through Prefect
     assert train(command, layout, options) == one_host[ranks]
     if command == "run":
