@@ -26,7 +26,7 @@ from t5train.train import metrics
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS, SAVED_EVERY = 60, 10
+NUM_STEPS, SAVED_EVERY = 100, 10
 SETTINGS = {
     "tokenizer.vocab_size": 500,
     "model.d_model": 32,
@@ -51,22 +51,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero2_offload": {"layout.zero_stage": 2, "layout.offload": "optimizer"},
     "zero3": {"layout.zero_stage": 3, "layout.offload": "all"},
 }
+SAVED_WHEN_TOLD = {"storage.checkpoint_every_steps": NUM_STEPS}
 ALLOWED_SECONDS = 20
 RUN = "killed"
 
 
-def _command(root: Path, variant: str = "zero1") -> list[str]:
-    settings = SETTINGS | VARIANTS[variant]
-    changes = [argument for name, value in settings.items() for argument in ("--set", f"{name}={value}")]
+def _command(root: Path, settings: dict[str, Any]) -> list[str]:
+    changes = [argument for name, value in (SETTINGS | settings).items() for argument in ("--set", f"{name}={value}")]
     program = [sys.executable, "-c", "from flows.cli import main; main()"]
     return [*program, "run", "smoke", "--root", str(root), "--name", RUN, *changes]
 
 
 @contextmanager
-def _started(root: Path, variant: str = "zero1") -> Iterator[subprocess.Popen[bytes]]:
+def _started(root: Path, settings: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
     with open(root / "output.log", "ab") as log:
         process = subprocess.Popen(
-            _command(root, variant), cwd=root, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            _command(root, settings), cwd=root, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     try:
         yield process
@@ -93,7 +93,7 @@ def variant(pytestconfig: pytest.Config) -> str:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, variant: str) -> Any:
     """Digests of the final weights of a run that nobody disturbs."""
     root = tmp_path_factory.mktemp("undisturbed")
-    with _started(root, variant) as process:
+    with _started(root, VARIANTS[variant]) as process:
         _finish(process, root)
     return _final_weights(root)
 
@@ -108,11 +108,11 @@ def test_a_run_killed_three_times_leaves_nothing_and_ends_with_the_same_weights(
 ) -> None:
     steps = sorted(random.Random(seed).sample(range(2, NUM_STEPS - 2), 3))
     run = tmp_path / "runs" / RUN
-    with _started(tmp_path, variant) as flow:
+    with _started(tmp_path, VARIANTS[variant]) as flow:
         rank_gone = _kill("rank", _wait_for(run, steps[0], 1), flow)
         launcher_gone = _kill("launcher", _wait_for(run, steps[1], 2), flow)
         flow_gone = _kill("flow", _wait_for(run, steps[2], 3), flow)
-    with _started(tmp_path, variant) as flow:
+    with _started(tmp_path, VARIANTS[variant]) as flow:
         _finish(flow, tmp_path)
     resumed = [json.loads((attempt_folder(run, n) / "spec.json").read_text())["resume_tag"] for n in (2, 3, 4)]
     # The last lines before a kill may tell of a step that was not saved any more, never of one more than that.
@@ -128,29 +128,39 @@ def test_a_run_killed_three_times_leaves_nothing_and_ends_with_the_same_weights(
 
 def test_a_run_that_is_told_to_end_saves_and_one_that_is_stopped_is_found(tmp_path: Path, undisturbed: Any) -> None:
     run = tmp_path / "runs" / RUN
-    with _started(tmp_path) as flow:
-        first = _wait_for(run, 13, 1)
-        os.kill(_pid(first, "rank-00001", "process"), signal.SIGTERM)
-        second = _wait_for(run, 23, 2)
-        os.kill(_pid(second, "launcher", "process"), signal.SIGTERM)
-        third = _wait_for(run, 33, 3)
-        os.kill(_pid(third, "rank-00000", "process"), signal.SIGSTOP)
-        _wait_for(run, 35, 4)
+    with _started(tmp_path, SAVED_WHEN_TOLD) as flow:
+        os.kill(_pid(_wait_for(run, 5, 1), "rank-00001", "process"), signal.SIGTERM)
+        os.kill(_pid(_wait_for(run, 3 + _resumed_from(run, 2), 2), "launcher", "process"), signal.SIGTERM)
+        stopped = _wait_for(run, 3 + _resumed_from(run, 3), 3)
+        os.kill(_pid(stopped, "rank-00000", "process"), signal.SIGSTOP)
+        _resumed_from(run, 4)
+        # The stopped attempt's lines stay until the next one has written its own.
+        _wait_for(run, 3 + _last_step(run), 4)
         flow.terminate()
         assert flow.wait(60) == -signal.SIGTERM
-    with _started(tmp_path) as flow:
+    with _started(tmp_path, SAVED_WHEN_TOLD) as flow:
         _finish(flow, tmp_path)
-    tags = [json.loads((attempt_folder(run, n) / "spec.json").read_text())["resume_tag"] for n in (2, 3, 4, 5)]
-    steps = [int(tag[-8:]) for tag in tags]
-    assert all(said < step <= said + 8 for said, step in zip((12, 22, 34), (steps[0], steps[1], steps[3]), strict=True))
-    assert steps[2] % SAVED_EVERY == 0  # the stopped one saved nothing
-    record = third.exit_record("rank-00000")
+    output = (tmp_path / "output.log").read_text()
+    # No checkpoint is due before the end: each that was resumed from was saved because somebody said so.
+    first, second, third, fourth = (_resumed_from(run, number) for number in (2, 3, 4, 5))
+    assert 5 <= first < second == third < fourth < NUM_STEPS
+    assert all(f"did so after step {step}, which is saved" in output for step in (first, second, fourth))
+    record = stopped.exit_record("rank-00000")
     assert record is not None
     assert record.cause == Cause.BEAT
-    output = (tmp_path / "output.log").read_text()
-    assert f"did so after step {steps[3]}, which is saved" in output
     assert "no sign of life for 11 s" in output
     assert _final_weights(tmp_path) == undisturbed
+
+
+def _resumed_from(run: Path, number: int) -> int:
+    """The step of the checkpoint that the attempt of that number began with, once there is one."""
+    spec, deadline = attempt_folder(run, number) / "spec.json", time.monotonic() + 120
+    while not spec.exists():
+        assert time.monotonic() < deadline, (
+            f"{spec} was not written: {(run.parents[1] / 'output.log').read_text()[-4000:]}"
+        )
+        time.sleep(0.05)
+    return int(json.loads(spec.read_text())["resume_tag"][-8:])
 
 
 def _pid(attempt: Attempt, name: str, role: str) -> int:
@@ -158,13 +168,13 @@ def _pid(attempt: Attempt, name: str, role: str) -> int:
 
 
 def test_a_second_start_is_refused_while_one_lives(tmp_path: Path) -> None:
-    with _started(tmp_path) as flow:
+    with _started(tmp_path, {}) as flow:
         while not (tmp_path / "runs" / RUN / "lock").exists():
             assert flow.poll() is None
             time.sleep(0.1)
         time.sleep(1)
         again = subprocess.run(
-            _command(tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+            _command(tmp_path, {}), cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
         )
     assert again.returncode == 1
     assert f"process {flow.pid}" in again.stderr or str(flow.pid) in again.stderr
@@ -176,11 +186,16 @@ def _wait_for(run: Path, step: int, number: int) -> Attempt:
     """The attempt of that number, once it has taken that step."""
     folder, deadline = attempt_folder(run, number), time.monotonic() + 300  # ample, for machines that do other work too
     while time.monotonic() < deadline:
-        lines = metrics.read(run / "metrics.jsonl")
-        if (folder / "rank-00001.pid").exists() and lines and (lines[-1]["step"] or 0) >= step:
+        if (folder / "rank-00001.pid").exists() and _last_step(run) >= step:
             return read(folder)
         time.sleep(0.02)
     raise AssertionError(f"{folder} did not reach step {step}: {(run.parents[1] / 'output.log').read_text()[-4000:]}")
+
+
+def _last_step(run: Path) -> int:
+    """The last step that the run's metrics tell of."""
+    lines = metrics.read(run / "metrics.jsonl")
+    return int(lines[-1]["step"] or 0) if lines else 0
 
 
 def _kill(victim: str, attempt: Attempt, flow: subprocess.Popen[bytes]) -> float:
