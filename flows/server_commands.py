@@ -14,8 +14,12 @@ from flows import prefect_server
 from flows.options import RootOption, root_of
 from flows.terminal import progress_display, say
 from flows.work import STOP_SECONDS
+from infra import processes
 from t5train.errors import LaunchError, SpecError
 from t5train.recipes import RECIPES
+
+RUN_SECONDS = 60.0
+"""For a run to save and end in order, as after a SIGTERM to `t5-pretrain run`."""
 
 
 def register(app: typer.Typer) -> None:
@@ -58,7 +62,7 @@ def up(
 
 @contextmanager
 def _worker(log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker of the pool, alive for the block; its runs end with it."""
+    """A worker of the pool, alive for the block; its runs are told to end before it, which else kills them."""
     from flows.deploy import POOL
 
     with open(log, "ab") as output:
@@ -72,7 +76,14 @@ def _worker(log: Path) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield worker
     finally:
+        _end_runs(processes.child_of(worker.pid))
         prefect_server.stop(worker, STOP_SECONDS)
+
+
+def _end_runs(of_worker: processes.Belongs) -> None:
+    if processes.find(of_worker):
+        say(f"runs save and end, for which they have {RUN_SECONDS:.0f} s; Ctrl-C ends them at once")
+        processes.end(of_worker, RUN_SECONDS)
 
 
 def _close_abandoned_runs() -> None:

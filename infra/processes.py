@@ -96,6 +96,19 @@ def in_run(run_id: str) -> Belongs:
     return belongs
 
 
+def child_of(parent: int) -> Belongs:
+    """Processes that a process started itself and that still run."""
+
+    def belongs(pid: int) -> bool:
+        try:
+            stat = _stat(pid)
+        except ProcessLookupError:
+            return False
+        return stat.parent == parent and stat.state not in "ZX"
+
+    return belongs
+
+
 def given(argument: str) -> Belongs:
     """This user's processes that have ``argument``, exactly, on their command line."""
     entry, user = argument.encode(), os.getuid()
@@ -166,6 +179,7 @@ def activity(pid: int) -> Activity:
 @dataclass(frozen=True)
 class _Stat:
     state: str
+    parent: int
     group: int
     cpu_ticks: int
     start_time: int
@@ -178,7 +192,13 @@ def _stat(pid: int) -> _Stat:
         raise ProcessLookupError(f"no process {pid}") from None
     fields = text.rpartition(")")[2].split()  # the program's name before it may hold spaces and brackets
     cpu_ticks = int(fields[11]) + int(fields[12])
-    return _Stat(state=fields[0], group=int(fields[2]), cpu_ticks=cpu_ticks, start_time=int(fields[19]))
+    return _Stat(
+        state=fields[0],
+        parent=int(fields[1]),
+        group=int(fields[2]),
+        cpu_ticks=cpu_ticks,
+        start_time=int(fields[19]),
+    )
 
 
 def _signal_until_gone(belongs: Belongs, number: int, seconds: float) -> set[int]:

@@ -1,0 +1,114 @@
+"""Runs of a deployment over hosts, cancelled in Prefect, or ended with `t5-pretrain up`: they are saved, and go on."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_runs import ENVIRONMENT, SETTINGS, Stage
+
+from infra.testcluster.view import HOSTFILE
+from t5train.run_files import METRICS
+from t5train.train import metrics
+
+pytestmark = pytest.mark.cluster
+
+URL = "http://127.0.0.1:4200/api"
+NAME = "cancelled"
+SECONDS = 180.0  # ample, for a machine that does other work too
+LONG = {"optimizer.num_steps": 1_000_000, "storage.checkpoint_every_steps": 1_000_000}
+OVER_HOSTS = {"cluster.hostfile": HOSTFILE, "cluster.num_nodes": 2, "storage.validate_every_steps": 1_000_000}
+ASK = """
+import json, sys, urllib.request
+url, method, body = sys.argv[1:]
+request = urllib.request.Request(url, body.encode() or None, {"content-type": "application/json"}, method=method)
+print(urllib.request.urlopen(request, timeout=30).read().decode())
+"""
+
+
+class Prefect:
+    """The server and the worker on the head, as a browser there would speak to them."""
+
+    def __init__(self, stage: Stage) -> None:
+        """Start them."""
+        self._stage, self._log = stage, stage.root / "up.log"
+        with open(self._log, "wb") as output:
+            argv = ["t5-pretrain", "up", "--root", str(stage.root)]
+            self._process = stage.cluster.start("head", argv, output.fileno(), ENVIRONMENT)
+        self._await(lambda: "To start a run, type" in self._log.read_text("utf-8"))
+
+    def end(self) -> None:
+        """Stop them, as a service manager does."""
+        for process in self._stage.cluster.processes("head"):
+            if "up" in process.argv:
+                os.kill(process.pid, signal.SIGTERM)
+        self._process.wait(120)
+
+    def run(self) -> str:
+        """Start a run of the deployment; its id."""
+        (deployment,) = (each for each in self.ask("deployments/filter", {}) if each["name"] == "smoke")
+        parameters = {"run_name": NAME, "settings": {**SETTINGS, **LONG, **OVER_HOSTS}}
+        return str(self.ask(f"deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})["id"])
+
+    def cancel(self, run: str) -> None:
+        """What the button of a run's page asks for."""
+        self.ask(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": False})
+
+    def await_state(self, run: str, state: str) -> None:
+        self._await(lambda: self.ask(f"flow_runs/{run}")["state_type"] == state)
+
+    def await_step(self, run_folder: Path, step: int) -> None:
+        self._await(lambda: last_step(run_folder) >= step)
+
+    def ask(self, path: str, body: dict[str, object] | None = None) -> Any:
+        """The API's answer to a GET, or to a POST if there is something to be said."""
+        argv = ["python", "-c", ASK, f"{URL}/{path}"]
+        argv += ["GET", ""] if body is None else ["POST", json.dumps(body)]
+        answer = self._stage.cluster.exec("head", argv, timeout=60)
+        assert answer.returncode == 0, answer.stderr
+        return json.loads(answer.stdout)
+
+    def _await(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, self._log.read_text("utf-8")
+            time.sleep(0.3)
+
+
+@pytest.fixture
+def prefect(stage: Stage) -> Iterator[Prefect]:
+    prefect = Prefect(stage)
+    try:
+        yield prefect
+    finally:
+        prefect.end()
+
+
+def test_a_run_that_is_cancelled_or_whose_worker_is_stopped_saves_ends_everywhere_and_goes_on(
+    prefect: Prefect, stage: Stage
+) -> None:
+    folder = stage.root / "runs" / NAME
+    first = prefect.run()
+    prefect.await_step(folder, 20)
+    prefect.cancel(first)
+    prefect.await_state(first, "CANCELLED")
+    assert not [host for host, _ in stage.processes() if host != "head"]
+    saved = last_step(folder)
+    assert (folder / "checkpoints" / f"step-{saved:08d}").is_dir()
+    prefect.run()
+    prefect.await_step(folder, saved + 20)
+    second = json.loads((folder / "attempts" / "0002" / "spec.json").read_text("utf-8"))
+    assert second["resume_tag"] == f"step-{saved:08d}"
+    prefect.end()
+    assert not stage.processes()
+    assert (folder / "checkpoints" / f"step-{last_step(folder):08d}").is_dir()
+
+
+def last_step(run_folder: Path) -> int:
+    """That the run's metrics tell of."""
+    lines = metrics.read(run_folder / METRICS)
+    return int(lines[-1]["step"] or 0) if lines else 0
