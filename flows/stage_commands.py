@@ -23,7 +23,7 @@ from flows.options import (
 )
 from flows.preflight import hold_ready_run
 from flows.resolve import resolve
-from flows.terminal import progress_display, say
+from flows.terminal import say, stage_display
 from t5train.certify import certify_in_fresh_process
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
@@ -59,7 +59,7 @@ def corpus(
     """Find or make the text, and verify every file of it."""
     chosen = [*(changes or []), *([f"corpus.source={source}"] if source else [])]
     spec = spec_of(recipe, chosen, root)
-    with progress_display() as progress:
+    with stage_display() as progress:
         made = build_corpus(spec.corpus, spec.storage.root, progress)
     _say(made)
 
@@ -67,7 +67,7 @@ def corpus(
 def tokenizer(recipe: DataRecipe = "smoke", changes: SetOption = None, root: RootOption = None) -> None:
     """Train the vocabulary of a recipe on its text, or take the given one."""
     spec = spec_of(recipe, changes, root)
-    with progress_display() as progress:
+    with stage_display() as progress:
         text = build_corpus(spec.corpus, spec.storage.root, progress)
         made = build_tokenizer(spec.tokenizer, spec.corpus, text, spec.storage.root, progress)
     _say(made)
@@ -82,7 +82,7 @@ def tokenize(
 ) -> None:
     """Turn text into files of token ids with a given vocabulary."""
     text_spec, root = CorpusSpec(source=source, workers=workers), out.absolute()
-    with progress_display() as progress:
+    with stage_display() as progress:
         pieces = given_tokenizer(vocabulary, root, progress, out=root / "tokenizer")
         text = build_corpus(text_spec, root, progress, out=root / "corpus")
         shards = ShardsSpec(workers=workers, shard_tokens=shard_tokens)
@@ -109,7 +109,7 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
     changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares)
     spec = resolve(recipe, changed, root=root, run_name=name)
     tokens = TokenShards.load(shards or _only_shards(spec.storage.root))
-    with hold_ready_run(spec), progress_display() as progress:
+    with hold_ready_run(spec), stage_display() as progress:
         tokens.verify(progress)
         made = train_run(spec, tokens, progress)
     for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):
@@ -130,7 +130,7 @@ def consolidate(
     from t5train.consolidate import consolidate as consolidate_checkpoint  # brings torch
 
     size = _bytes(shard_size) if shard_size else None
-    with progress_display() as progress:
+    with stage_display() as progress:
         made = consolidate_checkpoint(checkpoint, out, tag=tag, shard_bytes=size, moments=moments, progress=progress)
     _say(made)
 
@@ -143,7 +143,7 @@ def export(
 ) -> None:
     """Write a Hugging Face folder from consolidated weights."""
     spec = begun_spec(run)
-    with progress_display() as progress:
+    with stage_display() as progress:
         files = TokenizerFiles.load(vocabulary)
         made = export_folder(Weights.load(weights), files, run / WITNESS_FOLDER, spec, out, progress)
     _say(made)
@@ -154,7 +154,7 @@ def certify(
     witness: Annotated[Path, typer.Argument(metavar="WITNESS", help="Folder `witness` of the run")],
 ) -> None:
     """Prove in a fresh process that an export is the model that was trained."""
-    with progress_display() as progress:
+    with stage_display() as progress:
         made = certify_in_fresh_process(Export.load(exported), witness, progress)
     _say(made)
 
@@ -164,14 +164,14 @@ def publish(
     url: Annotated[str, typer.Argument(metavar="URL", help="Folder or fsspec URL")],
 ) -> None:
     """Publish a certified export, its manifest last."""
-    with progress_display() as progress:
+    with stage_display() as progress:
         made = publish_export(Export.load(exported), url, progress)
     say(f"published: {made.url}")
 
 
 def verify(place: Annotated[str, typer.Argument(metavar="PATH_OR_URL", help="Folder or fsspec URL")]) -> None:
     """Compare every byte of a finished folder or publication with its manifest."""
-    with progress_display() as progress:
+    with stage_display() as progress:
         record = verify_record(place, progress)
     total = sum(digest.size for digest in record.files.values())
     say(f"verified: {record.kind} {place}, {len(record.files)} files, {total:,} bytes")

@@ -1,5 +1,6 @@
 """What a person at a terminal sees of a long stage: a bar there, a line now and then in a file or pipe."""
 
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -12,13 +13,14 @@ from rich.table import Column, Table
 from t5train.progress import Progress as ProgressCallback
 
 SECONDS_BETWEEN_LINES = 5.0
+_LOGGERS = ("t5train", "infra")
 
 
 class LineProgress:
     """Progress as plain lines, at most one every few seconds."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
+        self.console = console
         self._written_at = time.monotonic()
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
@@ -28,7 +30,7 @@ class LineProgress:
             return
         self._written_at = now
         share = f" of {total:,} ({100 * done / total:.0f} %)" if total else ""
-        self._console.print(f"{done:,}{share} {what}")
+        self.console.print(f"{done:,}{share} {what}")
 
 
 class BarProgress:
@@ -54,8 +56,38 @@ class BarProgress:
         return self._bars.console
 
 
+class LogAbove(logging.Handler):
+    """Log lines on a console, above a bar rather than across it."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the message alone."""
+        self._console.print(record.getMessage(), soft_wrap=True)
+
+
 @contextmanager
-def progress_display() -> Iterator[ProgressCallback]:
+def stage_display() -> Iterator[ProgressCallback]:
+    """``progress_display`` with what the library logs, from INFO on; in a flow that is in the log of the run."""
+    with progress_display() as progress:
+        handler = LogAbove(progress.console)
+        loggers = [logging.getLogger(name) for name in _LOGGERS]
+        before = [logger.level for logger in loggers]
+        for logger in loggers:
+            logger.addHandler(handler)
+            logger.setLevel(logging.INFO)
+        try:
+            yield progress
+        finally:
+            for logger, level in zip(loggers, before, strict=True):
+                logger.removeHandler(handler)
+                logger.setLevel(level)
+
+
+@contextmanager
+def progress_display() -> Iterator[LineProgress | BarProgress]:
     """A progress callback that shows on standard error what a stage reports, as long as the block lasts."""
     console = Console(stderr=True, markup=False, highlight=False)
     if not console.is_terminal:

@@ -116,6 +116,7 @@ def test_a_table_shows_what_each_stage_made(watched: Watched, page: Any) -> None
 def test_the_summary_shows_the_losses_and_the_curve(watched: Watched, page: Any) -> None:
     page.open(watched.artifact("summary"))
     page.text("validation, non-sentinel targets", "unigram frequencies", "inputs shuffled", watched.published)
+    page.text("checkpoints, for which training stood still")
     page.wait_until("document.querySelector('img[alt=\"Training and validation loss\"]')?.naturalWidth > 0")
 
 
