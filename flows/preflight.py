@@ -9,6 +9,7 @@ from infra import ports
 from infra.cluster.attachment import hold_run
 from infra.cluster.hosts import read_hosts
 from infra.cluster.remote import Ssh, Transport
+from infra.node_store.garbage import size_of
 from infra.preflight.needs import Needs
 from infra.preflight.preflight import require_agreement
 from t5train import start_from
@@ -24,12 +25,13 @@ from t5train.model import shape
 from t5train.model.shape import T5Shape
 from t5train.model.stages import stage_bounds
 from t5train.records import digest_file
+from t5train.run_files import CHECKPOINTS
 from t5train.spec import ClusterSpec, RunSpec
 from t5train.storage_space import require_space
 from t5train.train import memory
-from t5train.train.run import require_same_settings
+from t5train.train.checkpoint_bytes import bytes_held
+from t5train.train.run import has_finished, require_same_settings
 
-_CHECKPOINT_BYTES_A_PARAMETER = 16  # fp32 masters, two moments, and the weights the forward pass uses
 _WEIGHT_BYTES = 4
 _RELEASES = 3  # weights, export and publication, where the disk has no hard links
 _REST_BYTES = 512 << 20  # Python's documentation, logs, and the server's database
@@ -51,11 +53,11 @@ def require_ready(spec: RunSpec) -> None:
     if spec.cluster.hostfile is None:
         _require_this_machine(spec, of_model)
     parameters = shape.count_parameters(of_model)
-    text_bytes = 0 if spec.corpus.source == PYDOCS else require_source(spec.corpus.source)
-    require_space(spec.storage.root, _needed_bytes(spec, parameters, text_bytes), f"run {spec.run_name!r}")
+    text_bytes = require_text(spec)
+    require_space(spec.storage.root, _needed_bytes(spec, of_model, text_bytes), f"run {spec.run_name!r}")
     check_destination(publish_url(spec), _WEIGHT_BYTES * parameters, spec.fingerprint())
     if spec.cluster.hostfile is not None:
-        with hosts_of(spec) as (needs, transport):
+        with hosts_of(spec, text_bytes) as (needs, transport):
             require_agreement(needs, transport)
 
 
@@ -74,11 +76,19 @@ def hold_ready_run(spec: RunSpec) -> Iterator[None]:
 
 
 @contextmanager
-def hosts_of(spec: RunSpec) -> Iterator[tuple[Needs, Transport]]:
-    """What the run asks of its hosts, and the way to them; SpecError without a hostfile, or for one that is wrong."""
+def hosts_of(spec: RunSpec, text_bytes: int) -> Iterator[tuple[Needs, Transport]]:
+    """What the run asks of its hosts, and the way to them; SpecError without a hostfile, or for one that is wrong.
+
+    Token shards take no more room than plain text does.
+    """
     hosts, of_model = read_hosts(spec.cluster), _require_model(spec)
     with tempfile.TemporaryDirectory(prefix="t5-preflight-") as folder:
-        yield Needs.of_run(spec, hosts, of_model), Ssh.configured(spec.cluster, Path(folder))
+        yield Needs.of_run(spec, hosts, of_model, text_bytes), Ssh.configured(spec.cluster, Path(folder))
+
+
+def require_text(spec: RunSpec) -> int:
+    """Bytes of the text, as far as they are known; InputError where there is none."""
+    return 0 if spec.corpus.source == PYDOCS else require_source(spec.corpus.source)
 
 
 def publish_url(spec: RunSpec) -> str:
@@ -147,7 +157,20 @@ def _require_arithmetic(spec: RunSpec) -> None:
         )
 
 
-def _needed_bytes(spec: RunSpec, parameters: int, text_bytes: int) -> int:
-    checkpoints = spec.storage.keep_last + 1  # the newest is complete before the oldest is removed
-    model = parameters * (_CHECKPOINT_BYTES_A_PARAMETER * checkpoints + _WEIGHT_BYTES * _RELEASES)
-    return model + text_bytes + _REST_BYTES  # tokens take half the bytes of plain text, more of compressed text
+def _require_text(spec: RunSpec) -> int:
+    """Its bytes, where it is not one that is made; InputError without any."""
+    return 0 if spec.corpus.source == PYDOCS else require_source(spec.corpus.source)
+
+
+def _needed_bytes(spec: RunSpec, of_model: T5Shape, text_bytes: int) -> int:
+    releases = _WEIGHT_BYTES * _RELEASES * shape.count_parameters(of_model)
+    # Tokens take half the bytes of plain text, more of compressed text.
+    return _checkpoint_bytes(spec, of_model) + releases + text_bytes + _REST_BYTES
+
+
+def _checkpoint_bytes(spec: RunSpec, of_model: T5Shape) -> int:
+    """Those still to come: a run that goes on is not refused for what it has."""
+    if has_finished(spec.run_folder):
+        return 0
+    held = size_of(spec.run_folder / CHECKPOINTS)
+    return max(0, bytes_held(spec, of_model, range(spec.cluster.ranks)) - held)

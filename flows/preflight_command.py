@@ -16,7 +16,7 @@ from flows.options import (
     host_settings,
     settings,
 )
-from flows.preflight import hosts_of, require_possible
+from flows.preflight import hosts_of, require_possible, require_text
 from flows.resolve import resolve
 from flows.terminal import complain, show_table
 from infra.preflight.preflight import COLUMNS
@@ -43,7 +43,7 @@ def preflight(  # noqa: PLR0913, PLR0917 - one for each option
     changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares)
     spec = resolve(recipe, changed, root=root)
     require_possible(spec)
-    with hosts_of(spec) as (needs, transport):
+    with hosts_of(spec, require_text(spec)) as (needs, transport):
         report = ask_hosts(needs, transport)
     show_table(COLUMNS, report.rows())
     if report.problems:

@@ -1,5 +1,6 @@
 """Which complete checkpoints are kept. Standard library only."""
 
+import math
 from collections.abc import Mapping
 
 
@@ -22,3 +23,14 @@ def kept(
 def _with_the_next(chosen: list[int], sizes: Mapping[int, int]) -> int:
     """The next is complete before an old one goes."""
     return sum(sizes[step] for step in chosen) + sizes[chosen[0]]
+
+
+def most_held(num_steps: int, save_every: int, keep_last: int, keep_every: int | None = None) -> int:
+    """How many checkpoints a run has at a time at most: those that are ``kept``, and the one that it writes.
+
+    It saves every ``save_every`` steps and at the last, when it has the most.
+    """
+    num_before = -(-num_steps // save_every) - 1
+    older = max(0, num_before - keep_last)
+    marked = older * save_every // math.lcm(save_every, keep_every) if keep_every else 0
+    return min(num_before, keep_last) + marked + 1

@@ -57,6 +57,8 @@ def _train(spec: RunSpec, shards: TokenShards, progress: Progress) -> None:
 
 def _on_hosts(spec: RunSpec, shards: TokenShards, job: Callable[[Path], Path], progress: Progress) -> ClusterLaunchSpec:
     hosts = training_hosts(spec)
+    shape = resolve(spec.model, int(shards.counts["vocab_size"]))
+    shard_bytes = sum(digest.size for digest in shards.files.values())
 
     def storage(transport: Transport, is_node_local: bool) -> RunStorage:
         if not is_node_local:
@@ -67,7 +69,7 @@ def _on_hosts(spec: RunSpec, shards: TokenShards, job: Callable[[Path], Path], p
         run_folder=spec.run_folder,
         cluster=spec.cluster,
         hosts=hosts,
-        needs=Needs.of_run(spec, hosts, resolve(spec.model, int(shards.counts["vocab_size"]))),
+        needs=Needs.of_run(spec, hosts, shape, shard_bytes),
         storage=storage,
         program=rank_program,
         is_same_job=lambda attempt_folder: run.is_job_of(spec, shards, attempt_folder),

@@ -7,7 +7,7 @@ address, whose colons mean something else to DeepSpeed and to pdsh, needs a name
 
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from t5train.errors import SpecError
@@ -42,6 +42,12 @@ class Hosts:
     def names(self) -> tuple[str, ...]:
         """The hosts' names."""
         return tuple(host.name for host in self.all)
+
+    def ranks(self) -> Iterator[range]:
+        """Global ranks of each host."""
+        first = 0
+        for host in self.all:
+            yield range(first, first := first + len(host.slots))
 
     def host_of(self, rank: int) -> Host:
         """The host that global rank ``rank`` runs on."""

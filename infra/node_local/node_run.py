@@ -55,9 +55,7 @@ class NodeRun:
 
     def ranks_of(self, host: Host) -> range:
         """Global ranks."""
-        before = self.hosts.all[: self.hosts.all.index(host)]
-        first = sum(len(each.slots) for each in before)
-        return range(first, first + len(host.slots))
+        return dict(zip(self.hosts.all, self.hosts.ranks(), strict=True))[host]
 
     def told(self, job: TrainJob) -> TrainJob:
         """The job as ranks on nodes are to read it."""

@@ -3,7 +3,9 @@
 What this cannot judge is left: a run of which the head that asks knows nothing may be another head's.
 """
 
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +38,13 @@ def free(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in a folder."""
-    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+    """Bytes of all files in a folder; what goes away meanwhile does not count."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += Path(parent, name).lstat().st_size
+    return total
 
 
 def _found(scratch: Path, finished: Sequence[str]) -> Iterator[Garbage]:

@@ -13,6 +13,10 @@ class Question:
     """A file under the root that the head has just written."""
     scratch: str | None = None
     """Folder on the node's own disk, where that file is not there; the default one when None."""
+    head: str = ""
+    """Identity of the head's machine, which has that file and yet a disk of its own for what its ranks write."""
+    run_on_nodes: str | None = None
+    """The run's name there, once it was begun."""
     accelerator: str | None = None
     """DeepSpeed's name for it; the node finds it when None."""
     slots: list[int] = field(default_factory=list)
@@ -130,6 +134,8 @@ class Room:
     scratch_error: str = ""
     """Why it is of no use, and what to do; empty when it can be written."""
     scratch_free_bytes: int = 0
+    scratch_yielding_bytes: int = 0
+    """What lies there and gives way to the run: its own checkpoints, and what was staged and no other run uses."""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,12 @@ from typing import Any, Self
 
 from infra.cluster.hosts import Hosts
 from infra.environment import settings_of_head
+from infra.node_store.paths import name_on_nodes
 from t5train.model.shape import T5Shape
 from t5train.spec import RunSpec
+from t5train.train.checkpoint_bytes import bytes_held
 from t5train.train.memory import host_bytes
+from t5train.train.run import begun_fingerprint
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,12 @@ class Needs:
     """The run's, as JSON."""
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     """Host memory that the ranks of each host take."""
+    checkpoint_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Room that checkpoints of the ranks of each host take on its own disk, should it not share the root."""
+    staged_bytes: int = 0
+    """Of token shards that each host is brought then."""
+    run_on_nodes: str | None = None
+    """The run's name there, once it was begun."""
     operators: tuple[str, ...] = ()
     """DeepSpeed's compiled operators that ranks load."""
     master_address: str | None = None
@@ -36,13 +45,10 @@ class Needs:
     launcher: str = "pdsh"
 
     @classmethod
-    def of_run(cls, spec: RunSpec, hosts: Hosts, shape: T5Shape) -> Self:
-        """Those of a run whose model has that shape."""
-        cluster, memory_bytes, first_rank = spec.cluster, {}, 0
-        for host in hosts.all:
-            ranks = range(first_rank, first_rank + len(host.slots))
-            memory_bytes[host.name] = host_bytes(spec, shape, ranks)
-            first_rank = ranks.stop
+    def of_run(cls, spec: RunSpec, hosts: Hosts, shape: T5Shape, staged_bytes: int = 0) -> Self:
+        """Those of a run whose model has that shape, and whose token shards have ``staged_bytes``."""
+        cluster, begun = spec.cluster, begun_fingerprint(spec.run_folder)
+        ranks = dict(zip(hosts.names, hosts.ranks(), strict=True))
         return cls(
             slots={host.name: host.slots for host in hosts.all},
             root=spec.storage.root,
@@ -50,7 +56,10 @@ class Needs:
             accelerator=cluster.accelerator,
             environment=settings_of_head(cluster.environment),
             spec=spec.model_dump(mode="json"),
-            memory_bytes=memory_bytes,
+            memory_bytes={host: host_bytes(spec, shape, its) for host, its in ranks.items()},
+            checkpoint_bytes={host: bytes_held(spec, shape, its) for host, its in ranks.items()},
+            staged_bytes=staged_bytes,
+            run_on_nodes=name_on_nodes(spec.run_name, begun) if begun else None,
             operators=_operators(spec),
             master_address=cluster.master_address,
             master_port=cluster.master_port,

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Self
 
 from infra.node_folder import node_folder
-from infra.node_store.paths import scratch_folder
+from infra.node_store.garbage import size_of
+from infra.node_store.occupancy import staged_places, users
+from infra.node_store.paths import run_place, scratch_folder, within
 from infra.preflight.facts import Question, Room
+from infra.preflight.machine import identity
 from t5train.errors import StorageError
 from t5train.host_memory import host_memory_bytes
 
@@ -23,7 +26,8 @@ def room(question: Question) -> Room:
     """What there is, and what the head's nonce says here."""
     root, nonce = Path(question.root), _read(Path(question.nonce_path))
     folder, folder_error = _node_folder()
-    scratch = _Scratch.of(question.scratch) if nonce is None else _Scratch()
+    has_own = nonce is None or identity() == question.head
+    scratch = _Scratch.of(question.scratch, question.run_on_nodes) if has_own else _Scratch()
     return Room(
         memory_bytes=host_memory_bytes(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -37,6 +41,7 @@ def room(question: Question) -> Room:
         scratch_mark=scratch.mark,
         scratch_error=scratch.error,
         scratch_free_bytes=_free_bytes(Path(scratch.path)),
+        scratch_yielding_bytes=scratch.yielding_bytes,
     )
 
 
@@ -57,9 +62,10 @@ class _Scratch:
     path: str = ""
     mark: str = ""
     error: str = ""
+    yielding_bytes: int = 0
 
     @classmethod
-    def of(cls, chosen: str | None) -> Self:
+    def of(cls, chosen: str | None, run_name: str | None) -> Self:
         """Make it if it is not there, and see whether it can be written."""
         try:
             folder = scratch_folder(chosen)
@@ -68,7 +74,13 @@ class _Scratch:
         except StorageError as error:
             return cls(error=str(error))
         remedy = f"{folder} cannot be written ({reason}): make room there, or choose another storage.scratch"
-        return cls(str(folder), mark, remedy if reason else "")
+        return cls(str(folder), mark, remedy if reason else "", _yielding_bytes(folder, run_name))
+
+
+def _yielding_bytes(scratch: Path, run_name: str | None) -> int:
+    unused = [place for place in staged_places(scratch) if not set(users(scratch, place)) - {run_name}]
+    own = [run_place(run_name)] if run_name else []
+    return sum(size_of(within(scratch, place)) for place in [*own, *unused])
 
 
 def _mark(path: Path) -> str:

@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from infra.node_folder import place
-from infra.preflight.facts import Facts
+from infra.node_store.room import SPARE_BYTES
+from infra.preflight.facts import Facts, Room
 from infra.preflight.findings import Heards, names, of_each
 from infra.preflight.needs import Needs
 
 _NODE_FOLDER_BYTES = 1 << 30
 _ROOT_BYTES = 1 << 30  # how much a run will write there is asked on the head
+_SCRATCH_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def remark(storage: Storage) -> Iterator[str]:
 def disks(heards: Heards, needs: Needs, storage: Storage) -> Iterator[str]:
     """Room where the run will write, and for logs in the node's own folder."""
 
-    def complaint(_: str, facts: Facts) -> str | None:
+    def complaint(host: str, facts: Facts) -> str | None:
         room = facts.room
         if room.node_folder_error:
             return room.node_folder_error
@@ -69,17 +71,27 @@ def disks(heards: Heards, needs: Needs, storage: Storage) -> Iterator[str]:
                 f"{room.node_folder} has {_gigabytes(room.node_folder_free_bytes)} free, logs want "
                 f"{_gigabytes(_NODE_FOLDER_BYTES)}: make room there"
             )
-        folder, free, error = (
-            (room.scratch, room.scratch_free_bytes, room.scratch_error)
-            if storage.is_node_local
-            else (str(needs.root), room.root_free_bytes, room.root_error)
-        )
-        if folder and not error and free < _ROOT_BYTES:
-            setting = "storage.scratch" if storage.is_node_local else "root"
-            return f"{folder} has {_gigabytes(free)} free, a run wants more: make room, or choose another {setting}"
+        if storage.is_node_local:
+            return _scratch_room(room, needs.checkpoint_bytes.get(host, 0) + needs.staged_bytes)
+        if not room.root_error and room.root_free_bytes < _ROOT_BYTES:
+            free = _gigabytes(room.root_free_bytes)
+            return f"{needs.root} has {free} free, a run wants more: make room, or choose another root"
         return None
 
     yield from of_each(heards, complaint)
+
+
+def _scratch_room(room: Room, run_bytes: int) -> str | None:
+    """What a run that goes on has there already is no reason to refuse it."""
+    needed, yielding = run_bytes + SPARE_BYTES, room.scratch_yielding_bytes
+    if not room.scratch or room.scratch_error or room.scratch_free_bytes + yielding >= max(needed, _SCRATCH_BYTES):
+        return None
+    more = f" and {_gigabytes(yielding)} that give way" if yielding else ""
+    return (
+        f"{room.scratch} has {_gigabytes(room.scratch_free_bytes)} free{more}, its ranks' checkpoints and token shards "
+        f"need {_gigabytes(max(needed, _SCRATCH_BYTES))}: make room, keep fewer (storage.keep_last, "
+        "storage.keep_every_steps, storage.checkpoint_gigabytes), or choose another storage.scratch"
+    )
 
 
 def _write_error(facts: Facts, needs: Needs) -> str | None:

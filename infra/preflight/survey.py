@@ -63,6 +63,8 @@ def _question(needs: Needs, host: str, nonce_path: Path) -> Question:
         root=str(needs.root),
         nonce_path=str(nonce_path),
         scratch=str(needs.scratch) if needs.scratch else None,
+        head=identity(),
+        run_on_nodes=needs.run_on_nodes,
         accelerator=needs.accelerator,
         slots=list(needs.slots[host]),
         environment=dict(needs.environment),

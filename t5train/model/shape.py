@@ -128,20 +128,28 @@ def _require_switch_can_count(shape: T5Shape, setting: str) -> None:
 
 def count_parameters(shape: T5Shape) -> int:
     """Elements of all parameters, tied ones once."""
-    attention = 4 * shape.d_model * shape.inner
-    feed_forward = (3 if shape.gated else 2) * shape.d_model * shape.d_ff
+    encoder, decoder = block_parameters(shape)
+    blocks = shape.num_layers * encoder + shape.num_decoder_layers * decoder
     sparse = shape.count_sparse(shape.num_layers) + shape.count_sparse(shape.num_decoder_layers)
-    experts = sparse * ((shape.moe.num_experts - 1) * feed_forward + shape.moe.num_experts * shape.d_model)
-    encoder = shape.num_layers * (attention + feed_forward + 2 * shape.d_model)
-    decoder = shape.num_decoder_layers * (2 * attention + feed_forward + 3 * shape.d_model)
+    more_experts = sparse * ((shape.moe.num_experts - 1) * _feed_forward(shape) + shape.moe.num_experts * shape.d_model)
     embeddings = (1 if shape.tied else 2) * shape.vocab_size * shape.d_model
-    return encoder + decoder + experts + embeddings + 2 * (shape.d_model + RELATIVE_BUCKETS * shape.num_heads)
+    return blocks + more_experts + embeddings + 2 * (shape.d_model + RELATIVE_BUCKETS * shape.num_heads)
+
+
+def block_parameters(shape: T5Shape) -> tuple[int, int]:
+    """Elements of a block of the encoder and of the decoder, without experts; the first ones' biases are not theirs."""
+    attention, feed_forward = 4 * shape.d_model * shape.inner, _feed_forward(shape)
+    return attention + feed_forward + 2 * shape.d_model, 2 * attention + feed_forward + 3 * shape.d_model
+
+
+def _feed_forward(shape: T5Shape) -> int:
+    return (3 if shape.gated else 2) * shape.d_model * shape.d_ff
 
 
 def count_expert_parameters(shape: T5Shape) -> int:
     """Of these the experts', which expert-parallel ranks share out; routers are not among them."""
     sparse = shape.count_sparse(shape.num_layers) + shape.count_sparse(shape.num_decoder_layers)
-    return sparse * shape.moe.num_experts * (3 if shape.gated else 2) * shape.d_model * shape.d_ff
+    return sparse * shape.moe.num_experts * _feed_forward(shape)
 
 
 def huggingface_config(shape: T5Shape, pad_id: int, eos_id: int) -> dict[str, Any]:

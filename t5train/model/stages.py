@@ -1,11 +1,11 @@
 """Which layers of a T5 each stage of a pipeline holds."""
 
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from t5train.data.span_corruption import Geometry
 from t5train.errors import SpecError
-from t5train.model.shape import T5Shape
+from t5train.model.shape import RELATIVE_BUCKETS, T5Shape, block_parameters
 
 
 def stage_bounds(shape: T5Shape, num_stages: int, sample: Geometry) -> list[int]:
@@ -20,6 +20,20 @@ def stage_bounds(shape: T5Shape, num_stages: int, sample: Geometry) -> list[int]
             f"{shape.num_decoder_layers} decoder blocks and an output to spread, {len(costs)} in all"
         )
     return balanced(costs, num_stages)
+
+
+def stage_parameters(shape: T5Shape, num_stages: int, sample: Geometry) -> list[int]:
+    """Parameters of each stage at most: of its units, the embedding in the first and, if tied, the last one; biases."""
+    bounds = stage_bounds(shape, num_stages, sample)
+    embedding = shape.vocab_size * shape.d_model
+    encoder, decoder = block_parameters(shape)
+    units = [encoder] * shape.num_layers + [decoder] * shape.num_decoder_layers + [0 if shape.tied else embedding]
+    embeds = {0, len(units) - 1} if shape.tied else {0}
+    rest = 2 * (shape.d_model + RELATIVE_BUCKETS * shape.num_heads)
+    return [
+        sum(units[start:stop]) + rest + (embedding if embeds.intersection(range(start, stop)) else 0)
+        for start, stop in pairwise(bounds)
+    ]
 
 
 def unit_costs(shape: T5Shape, sample: Geometry) -> list[int]:

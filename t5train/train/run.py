@@ -11,7 +11,7 @@ from typing import Any
 
 from t5train import run_files, sidecar
 from t5train.atomic import write_json, write_text
-from t5train.errors import IncompleteCheckpoint, LaunchError, RunChanged, SpecError
+from t5train.errors import IncompleteCheckpoint, LaunchError, RecordError, RunChanged, SpecError
 from t5train.fingerprint import differences, fingerprint
 from t5train.progress import Progress, silent
 from t5train.records import Checkpoint, FileDigest, TokenShards, digest_files, reusable
@@ -60,6 +60,25 @@ def open_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
         )
         return
     require_same(spec.run_name, path, identity)
+
+
+def begun_fingerprint(run_folder: Path) -> str | None:
+    """The ``run_fingerprint`` that a run was begun with, if it was; SpecError when its file is damaged."""
+    path = run_folder / run_files.RUN
+    try:
+        return str(json.loads(path.read_text("utf-8"))["fingerprint"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise SpecError(f"{path} cannot be read ({error}): move the folder away or choose another --name") from error
+
+
+def has_finished(run_folder: Path) -> bool:
+    """Whether the end of training is recorded; ``finished`` sees whether what is recorded is there."""
+    try:
+        return Checkpoint.load(run_folder).fingerprint == begun_fingerprint(run_folder)
+    except RecordError:
+        return False
 
 
 def begun_spec(run_folder: Path) -> RunSpec:

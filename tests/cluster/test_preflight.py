@@ -66,15 +66,19 @@ def test_every_fault_is_named_at_once(cluster: Cluster, preflight: Preflight, on
     lock = f"{os.environ.get('TORCH_EXTENSIONS_DIR') or operators() + '/py311_cpu'}/left_behind/lock"
     on("node1", "mkdir", "-p", str(Path(lock).parent))
     on("node1", "touch", lock)
+    on("node1", "mkdir", small := "/var/tmp/small")
+    on("node1", "mount", "-t", "tmpfs", "-o", "size=1200m", "tmpfs", small)
     twice = f"{cluster.address('node0')} slots=1\n"
     started_at = time.monotonic()
     result = preflight(
         f"{TWO}nowhere slots=1\n{twice}",
-        *("--set", "model.preset=11b", "--set", "model.version=v1.1"),
+        *("--set", "model.preset=11b", "--set", "model.version=v1.1", "--set", f"storage.scratch={small}"),
         root=Path("/root/only-on-the-head"),
     )
+    on("node1", "umount", small)
     found = rows(result)
     assert result.returncode == 1
+    assert f"node1: {small} has 1.3 GB free, its ranks' checkpoints and token shards need " in result.stdout
     assert time.monotonic() - started_at < 30
     assert found["reachable"][1].startswith("nowhere: its name is unknown here")
     assert found["machines"][1].startswith(f"node0, {cluster.address('node0')}: names of one machine")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t5train.retention import kept
+from t5train.retention import kept, most_held
 
 STEPS = dict.fromkeys((4, 8, 12, 16, 20), 10)
 
@@ -40,3 +40,21 @@ def test_the_newest_is_kept_and_the_rest_fits_with_the_next(
         assert max(sizes) in found
     if most_bytes is not None and len(found) > 1:
         assert sum(sizes[step] for step in found) + sizes[max(found)] <= most_bytes
+
+
+@given(
+    num_steps=st.integers(1, 60),
+    save_every=st.integers(1, 20),
+    keep_last=st.integers(1, 4),
+    keep_every=st.none() | st.integers(1, 20),
+)
+def test_no_more_are_held_than_is_said_and_at_the_last_step_so_many(
+    num_steps: int, save_every: int, keep_last: int, keep_every: int | None
+) -> None:
+    held, most = set[int](), 0
+    for step in range(1, num_steps + 1):
+        if step % save_every == 0 or step == num_steps:
+            held.add(step)
+            most = max(most, len(held))
+            held = kept(dict.fromkeys(held, 1), keep_last, keep_every)
+    assert most_held(num_steps, save_every, keep_last, keep_every) == most

@@ -190,12 +190,29 @@ def test_hosts_that_share_nothing_pass_whatever_the_root_is_on_them() -> None:
     [
         ("root", apart("node1"), "node1, node3: /disk/scratch is one and the same folder: choose a storage.scratch"),
         ("root", apart("", scratch_error="/x belongs to user 7: choose"), "node3: /x belongs to user 7: choose"),
-        ("disks", apart("3", scratch_free_bytes=1), "node3: /disk/scratch has 0.0 GB free, a run wants more"),
+        ("disks", apart("3", scratch_free_bytes=1), "node3: /disk/scratch has 0.0 GB free, its ranks' checkpoints and"),
     ],
 )
 def test_a_host_without_a_disk_of_its_own_is_named(check: str, change: Change, text: str) -> None:
     found = findings({host: apart(host) for host in HOSTS} | {"node3": change})
     assert [(one.check, text in one.text) for one in found if one.is_problem] == [(check, True)]
+
+
+def test_checkpoints_and_shards_that_will_not_fit_beside_what_gives_way_to_them_are_told() -> None:
+    needs = replace(NEEDS, checkpoint_bytes=dict.fromkeys(HOSTS, 30 * 10**9), staged_bytes=10**9)
+    full = {host: apart(host, scratch_free_bytes=12 * 10**9) for host in HOSTS}
+    (found,) = (one for one in findings(full, needs) if one.is_problem)
+    assert found.text == (
+        "node0, node1, node2, node3: /disk/scratch has 12.0 GB free, its ranks' checkpoints and token shards need "
+        "31.3 GB: make room, keep fewer (storage.keep_last, storage.keep_every_steps, storage.checkpoint_gigabytes), "
+        "or choose another storage.scratch"
+    )
+    goes_on = {
+        host: apart(host, scratch_free_bytes=12 * 10**9, scratch_yielding_bytes=size)
+        for host, size in zip(HOSTS, (20 * 10**9, 20 * 10**9, 20 * 10**9, 19 * 10**9), strict=True)
+    }
+    (found,) = (one for one in findings(goes_on, needs) if one.is_problem)
+    assert found.text.startswith("node3: /disk/scratch has 12.0 GB free and 19.0 GB that give way, its ranks'")
 
 
 def test_a_name_that_means_loopback_is_a_remark_where_ranks_are_told_an_interface() -> None:

@@ -7,12 +7,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 
+from infra.node_store.occupancy import pin
 from infra.preflight import devices, network, software
 from infra.preflight.facts import Facts, Question
 from infra.preflight.gather import gather
@@ -125,3 +127,27 @@ def test_ninja_is_looked_for_where_ranks_will(question: Question, monkeypatch: p
 def test_two_names_of_this_machine_are_one(question: Question) -> None:
     assert gather(question).identity == gather(question).identity
     assert str(Path("/proc/self/ns/net").readlink()) in gather(question).identity
+
+
+def test_what_gives_way_on_a_disk_of_its_own_is_the_runs_and_what_no_other_run_uses(
+    question: Question, tmp_path: Path
+) -> None:
+    scratch = tmp_path / "scratch"
+    for place, size in (("runs/it-f00d/checkpoints/step-00000001", 1), ("runs/other-f00d", 10)):
+        (scratch / place).mkdir(parents=True)
+        (scratch / place / "file").write_bytes(bytes(size))
+    for name, user in (("its", "it-f00d"), ("others", "other-f00d"), ("nobodys", None)):
+        (scratch / "shards" / name).mkdir(parents=True)
+        (scratch / "shards" / name / "file").write_bytes(bytes(100))
+        if user:
+            pin(scratch, f"shards/{name}", user)
+    apart = replace(question, nonce_path=str(tmp_path / "gone"), scratch=str(scratch))
+    for run, expected in (("it-f00d", 201), (None, 100)):
+        room = gather(replace(apart, run_on_nodes=run)).room
+        assert (room.scratch, room.scratch_error, room.scratch_yielding_bytes) == (str(scratch), "", expected)
+
+
+def test_the_head_too_has_a_disk_of_its_own_where_its_ranks_write(question: Question) -> None:
+    facts, scratch = gather(question), f"{question.root}/scratch"
+    assert facts.room.scratch == ""
+    assert gather(replace(question, head=facts.identity, scratch=scratch)).room.scratch == scratch

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from t5train.data.span_corruption import geometry
 from t5train.errors import SpecError
-from t5train.model.shape import T5Shape, resolve
-from t5train.model.stages import balanced, stage_bounds, unit_costs
+from t5train.model.shape import T5Shape, count_parameters, resolve
+from t5train.model.stages import balanced, stage_bounds, stage_parameters, unit_costs
 from t5train.spec import ModelSpec, ObjectiveSpec
 
 SAMPLE = geometry(ObjectiveSpec())
@@ -49,3 +49,12 @@ def test_more_stages_than_layers_are_refused_with_both_numbers() -> None:
     assert stage_bounds(shape, 4, SAMPLE) == [0, 1, 2, 3, 4]
     with pytest.raises(SpecError, match=r"pipeline_stages is 5: the model has 1 encoder blocks, .* 4 in all"):
         stage_bounds(shape, 5, SAMPLE)
+
+
+@pytest.mark.parametrize("version", ["v1.0", "v1.1"])
+def test_stages_have_the_models_parameters_and_the_last_one_a_copy_of_a_tied_embedding(version: str) -> None:
+    shape = _base(version=version)
+    assert stage_parameters(shape, 1, SAMPLE) == [count_parameters(shape)]
+    first, last = stage_parameters(shape, 2, SAMPLE)
+    copies = first + last - count_parameters(shape)
+    assert copies - shape.tied * shape.vocab_size * shape.d_model < 10_000  # biases and norms

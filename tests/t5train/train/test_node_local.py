@@ -11,8 +11,10 @@ import pytest
 
 from t5train import sidecar
 from t5train.checkpoint_files import files_read_by
+from t5train.model.shape import resolve
 from t5train.records import TokenShards
 from t5train.sidecar import Sidecar, complete_tags
+from t5train.train.checkpoint_bytes import bytes_held
 from tests.t5train.train.test_training import Trained, _launch, _spec
 
 pytestmark = pytest.mark.slow
@@ -22,6 +24,7 @@ SHORT |= {"storage.keep_last": 1, "storage.validate_every_steps": 2}
 TAG, LAST = "step-00000001", "step-00000002"
 ONE_RANK_A_NODE = ["zero0-fp32", "zero1-bf16", "zero2-fp32-tied", "zero3-fp32", "zero2-bf16-offload"]
 ONE_RANK_A_NODE += ["zero3-bf16-offload", "zero2-fp32-ep1", "zero1-bf16-ep2", "zero1-fp32-pp2-tied"]
+FILE_BYTES = 40_000  # names, shapes and settings, at most
 TWO_RANKS_A_NODE = ["zero2-bf16", "zero2-fp32-ep2", "zero1-bf16-pp4"]
 REPLICATED = {"zero0-fp32", "zero1-bf16", "zero2-fp32-tied", "zero2-bf16-offload", "zero2-bf16"}
 CASES = [(layout, 1) for layout in ONE_RANK_A_NODE] + [(layout, 2) for layout in TWO_RANKS_A_NODE]
@@ -103,6 +106,21 @@ def test_every_file_of_a_node_is_answered_for_by_one_of_its_ranks(
         assert {name for one in written for name in one.replicas} == (
             {"mp_rank_00_model_states.pt"} if node == 1 and layout in REPLICATED else set()
         )
+
+
+@pytest.mark.parametrize(("layout", "ranks_a_node"), CASES)
+def test_a_checkpoint_takes_the_room_on_a_node_that_the_formula_says(
+    trained: OnNodes, layout: str, ranks_a_node: int, pydocs_shards: TokenShards
+) -> None:
+    once = {"optimizer.num_steps": 1, "optimizer.warmup_steps": 0}
+    spec = _spec(layout, ranks=2 * ranks_a_node).with_settings(SHORT | once)
+    shape = resolve(spec.model, int(pydocs_shards.counts["vocab_size"]))
+    for node in (0, 1):
+        folder = trained.root / f"{layout}.whole/node-{node}/checkpoints/{LAST}"
+        files = [path.stat().st_size for path in folder.glob("*.pt")]
+        tensors = sum(files) - len(files) * FILE_BYTES
+        said = bytes_held(spec, shape, range(node * ranks_a_node, (node + 1) * ranks_a_node))
+        assert tensors < said < 2 * sum(files)
 
 
 def test_ranks_leave_it_to_the_head_to_prune(trained: OnNodes) -> None:

@@ -1,0 +1,57 @@
+"""What is known before anything starts."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.preflight import require_ready
+from t5train.data.tokenizer import expected_vocab_size
+from t5train.errors import StorageError
+from t5train.model.shape import count_parameters, resolve
+from t5train.recipes import recipe
+from t5train.spec import RunSpec
+
+RUN = {"optimizer.num_steps": 100, "storage.checkpoint_every_steps": 10, "storage.keep_last": 2}
+SMOKE = recipe("smoke")
+PARAMETERS = count_parameters(resolve(SMOKE.model, expected_vocab_size(SMOKE.tokenizer)))
+CHECKPOINT = 16 * PARAMETERS
+REST = 3 * 4 * PARAMETERS + (512 << 20)
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No disk has any room."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))  # type: ignore[attr-defined] # the type of what it returns
+
+
+def needed(root: Path, **storage: Any) -> int:
+    """Bytes that the root is to have free."""
+    settings = {f"storage.{name}": json.dumps(value) for name, value in storage.items()}
+    with pytest.raises(StorageError, match=r"needs [\d.]+ GiB") as refused:
+        require_ready(_spec(root).with_settings(settings))
+    return int(re.findall(r"\((\d+) bytes\)", str(refused.value))[1])
+
+
+def _spec(root: Path) -> RunSpec:
+    return SMOKE.with_settings(RUN | {"storage.root": json.dumps(str(root)), "name": "it"})
+
+
+@pytest.mark.usefixtures("full")
+def test_a_run_needs_room_for_as_many_checkpoints_as_it_will_keep(tmp_path: Path) -> None:
+    assert needed(tmp_path) == 3 * CHECKPOINT + REST
+    assert needed(tmp_path, keep_every_steps=20) == 6 * CHECKPOINT + REST
+    assert needed(tmp_path, keep_every_steps=20, checkpoint_gigabytes=0.1) == 100_000_000 + REST
+    assert needed(tmp_path, keep_every_steps=20, checkpoint_gigabytes=0.01) == 2 * CHECKPOINT + REST
+    assert needed(tmp_path, checkpoint_every_steps=100) == CHECKPOINT + REST
+
+
+@pytest.mark.usefixtures("full")
+def test_a_run_that_goes_on_is_not_asked_for_the_room_of_what_it_has(tmp_path: Path) -> None:
+    folder = tmp_path / "runs/it/checkpoints/step-00000010"
+    folder.mkdir(parents=True)
+    (folder / "file").write_bytes(bytes(1_000_000))
+    assert needed(tmp_path) == 3 * CHECKPOINT + REST - 1_000_000
