@@ -1,17 +1,13 @@
 """Everything that is cheap to know is asked before anything expensive starts."""
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from flows.host_preflight import require_hosts
 from infra import ports
 from infra.cluster.attachment import hold_run
-from infra.cluster.hosts import read_hosts
-from infra.cluster.remote import Ssh, Transport
 from infra.node_store.garbage import size_of
-from infra.preflight.needs import Needs
-from infra.preflight.preflight import require_agreement
 from t5train import start_from
 from t5train.data.pydocs import PYDOCS
 from t5train.data.sources import require_source
@@ -56,9 +52,8 @@ def require_ready(spec: RunSpec) -> None:
     text_bytes = require_text(spec)
     require_space(spec.storage.root, _needed_bytes(spec, of_model, text_bytes), f"run {spec.run_name!r}")
     check_destination(publish_url(spec), _WEIGHT_BYTES * parameters, spec.fingerprint())
-    if spec.cluster.hostfile is not None:
-        with hosts_of(spec, text_bytes) as (needs, transport):
-            require_agreement(needs, transport)
+    if spec.cluster.hostfile is not None and not has_finished(spec.run_folder):
+        require_hosts(spec, of_model, text_bytes)
 
 
 @contextmanager
@@ -73,17 +68,6 @@ def hold_ready_run(spec: RunSpec) -> Iterator[None]:
         require_ready(spec)
         stack.enter_context(hold_run(spec.run_folder))
         yield
-
-
-@contextmanager
-def hosts_of(spec: RunSpec, text_bytes: int) -> Iterator[tuple[Needs, Transport]]:
-    """What the run asks of its hosts, and the way to them; SpecError without a hostfile, or for one that is wrong.
-
-    Token shards take no more room than plain text does.
-    """
-    hosts, of_model = read_hosts(spec.cluster), _require_model(spec)
-    with tempfile.TemporaryDirectory(prefix="t5-preflight-") as folder:
-        yield Needs.of_run(spec, hosts, of_model, text_bytes), Ssh.configured(spec.cluster, Path(folder))
 
 
 def require_text(spec: RunSpec) -> int:

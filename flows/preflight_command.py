@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from flows.host_preflight import asked
 from flows.options import (
     ExcludeOption,
     HostfileOption,
@@ -16,9 +17,10 @@ from flows.options import (
     host_settings,
     settings,
 )
-from flows.preflight import hosts_of, require_possible, require_text
+from flows.preflight import require_possible, require_text
 from flows.resolve import resolve
 from flows.terminal import complain, show_table
+from infra.cluster.hosts import read_hosts
 from infra.preflight.preflight import COLUMNS
 from infra.preflight.preflight import preflight as ask_hosts
 
@@ -42,8 +44,8 @@ def preflight(  # noqa: PLR0913, PLR0917 - one for each option
     """Ask every host of a hostfile what would break, and let all ranks meet; exit code 1 with problems."""
     changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares)
     spec = resolve(recipe, changed, root=root)
-    require_possible(spec)
-    with hosts_of(spec, require_text(spec)) as (needs, transport):
+    of_model = require_possible(spec)
+    with asked(spec, read_hosts(spec.cluster), of_model, require_text(spec)) as (needs, transport):
         report = ask_hosts(needs, transport)
     show_table(COLUMNS, report.rows())
     if report.problems:

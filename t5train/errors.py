@@ -14,6 +14,7 @@
     ├── WorkerLost               a process that shared a stage's work was killed or failed
     ├── HostError                a host does not answer as it should
     │   ├── HostUnreachable
+    │   │   └── HostMisconfigured  not for want of an answer, but by what is set
     │   ├── HostKeyMismatch
     │   ├── HostTimeout          not done in time
     │   └── RemoteFailed         a command failed there
@@ -105,6 +106,10 @@ class HostUnreachable(HostError):
     """No connection to a host came about, or it broke off."""
 
     retryable = True
+
+
+class HostMisconfigured(HostUnreachable):
+    """What is set about a host is wrong: its name, who may log in there, or how ssh is to."""
 
 
 class HostKeyMismatch(HostError):

@@ -79,10 +79,11 @@ def _on_hosts(spec: RunSpec, shards: TokenShards, job: Callable[[Path], Path], p
 def training_hosts(spec: RunSpec) -> Hosts:
     """Those that are to train; spares among them that an earlier head has put in the place of others stay."""
     hosts, spares = read_hosts(spec.cluster), spare_hosts(spec.cluster)
-    known, at_work = {*hosts.names, *spares.names}, hosts_at_work(spec.run_folder)
-    if spares.all and at_work and at_work.num_ranks == hosts.num_ranks and known.issuperset(at_work.names):
+    unfit, at_work = failure_history.unfit(spec.run_folder), hosts_at_work(spec.run_folder)
+    fit = {*hosts.names, *spares.names} - unfit.keys()
+    if spares.all and at_work and at_work.num_ranks == hosts.num_ranks and fit.issuperset(at_work.names):
         return at_work
-    return failure_history.with_spares(hosts, spares, failure_history.unfit(spec.run_folder))
+    return failure_history.with_spares(hosts, spares, unfit)
 
 
 def launch_spec(spec: RunSpec, program: Callable[[Path], tuple[str, ...]]) -> LaunchSpec:

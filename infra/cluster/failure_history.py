@@ -3,6 +3,7 @@
 import logging
 import re
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ class _Failure(NamedTuple):
 
 
 _failures: dict[Path, list[_Failure]] = {}
+_silent: dict[Path, set[str]] = {}
 
 
 def judged(run_folder: Path, error: T5TrainError) -> T5TrainError:
@@ -40,30 +42,42 @@ def judged(run_folder: Path, error: T5TrainError) -> T5TrainError:
     failures.append(_Failure(type(error).__name__, text, error.hosts, _newest_tag(run_folder)))
     if len(failures) >= MOST_ALIKE and len(set(failures[-MOST_ALIKE:])) == 1:
         return RepeatedFailure(f"this has failed alike {MOST_ALIKE} times in a row: {error}", error.hosts)
-    if named := [host for host in unfit(run_folder) if host in error.hosts]:
+    if named := [host for host in _failed_twice(run_folder) if host in error.hosts]:
         return type(error)(f"{_blame(run_folder, named)}: {error}", error.hosts)
     return error
 
 
-def unfit(run_folder: Path) -> list[str]:
-    """Hosts that failed twice."""
-    count = Counter(host for failure in _failures.get(run_folder, []) for host in set(failure.hosts))
-    return [host for host, times in count.items() if times >= _UNFIT]
+def set_aside(run_folder: Path, hosts: Iterable[str]) -> None:
+    """Do without hosts that did not answer before the run had begun: nothing is lost by not waiting for them."""
+    _silent.setdefault(run_folder, set()).update(hosts)
 
 
-def with_spares(hosts: Hosts, spares: Hosts, unfit_hosts: list[str]) -> Hosts:
+def unfit(run_folder: Path) -> dict[str, str]:
+    """Hosts to do without, and why: those that were set aside, or failed twice."""
+    silent = dict.fromkeys(sorted(_silent.get(run_folder, ())), "does not answer")
+    return silent | dict.fromkeys(_failed_twice(run_folder), "has failed twice")
+
+
+def with_spares(hosts: Hosts, spares: Hosts, unfit_hosts: Mapping[str, str]) -> Hosts:
     """The hosts, those that are unfit replaced by spares with slots enough, as far as there are any."""
     left = [spare for spare in spares.all if spare.name not in unfit_hosts]
-    return Hosts(tuple(_or_spare(host, left) if host.name in unfit_hosts else host for host in hosts.all))
+    return Hosts(
+        tuple(_or_spare(host, why, left) if (why := unfit_hosts.get(host.name)) else host for host in hosts.all)
+    )
 
 
-def _or_spare(host: Host, left: list[Host]) -> Host:
+def _or_spare(host: Host, why: str, left: list[Host]) -> Host:
     for spare in left:
         if len(spare.slots) >= len(host.slots):
             left.remove(spare)
-            _log.warning("%s has failed twice: %s takes its place", host.name, spare.name)
+            _log.warning("%s %s: %s takes its place", host.name, why, spare.name)
             return Host(spare.name, spare.slots[: len(host.slots)])
     return host
+
+
+def _failed_twice(run_folder: Path) -> list[str]:
+    count = Counter(host for failure in _failures.get(run_folder, []) for host in set(failure.hosts))
+    return [host for host, times in count.items() if times >= _UNFIT]
 
 
 def _newest_tag(run_folder: Path) -> str:

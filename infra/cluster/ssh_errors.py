@@ -2,7 +2,7 @@
 
 import re
 
-from t5train.errors import HostError, HostKeyMismatch, HostUnreachable
+from t5train.errors import HostError, HostKeyMismatch, HostMisconfigured, HostUnreachable
 
 SSH_FAILED = 255
 """Exit code by which ssh itself fails; any other is the command's."""
@@ -24,12 +24,12 @@ _FAILURES: tuple[tuple[str, _Kind, str], ...] = (
     ),
     (
         "Permission denied|Too many authentication failures",
-        HostUnreachable,
+        HostMisconfigured,
         "it accepts no key of this user: `ssh-copy-id {host}`, or set cluster.ssh_user",
     ),
     (
         "Could not resolve hostname",
-        HostUnreachable,
+        HostMisconfigured,
         "its name is unknown here: correct the hostfile, or add it to /etc/hosts or ssh's configuration",
     ),
     (
@@ -44,7 +44,7 @@ _FAILURES: tuple[tuple[str, _Kind, str], ...] = (
     ),
     (
         "Bad configuration option|terminating, .* bad configuration",
-        HostUnreachable,
+        HostMisconfigured,
         "ssh does not understand its configuration: repair ~/.ssh/config or /etc/ssh/ssh_config",
     ),
 )

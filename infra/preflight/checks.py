@@ -9,7 +9,7 @@ from infra.preflight.facts import Software
 from infra.preflight.findings import Finding, Heards
 from infra.preflight.needs import Needs
 from infra.preflight.storage import Storage
-from t5train.errors import HostError, HostKeyMismatch, PreflightError, RemoteFailed
+from t5train.errors import HostError, HostKeyMismatch, HostMisconfigured, PreflightError, RemoteFailed
 
 REACHABLE, HOST_KEY, PROGRAM, LAUNCHER, ALL_REDUCE = "reachable", "host key", "program", "launcher", "all-reduce"
 HOSTNAME, ADDRESS, PORT, IN_USE = "hostname", "address", "port", "in use"
@@ -94,7 +94,8 @@ def _seen(heards: Heards, place: Meeting | None, port: int | None) -> dict[str, 
 def of_error(error: HostError) -> Finding:
     """About a host that did not answer."""
     kinds = {HostKeyMismatch: HOST_KEY, RemoteFailed: PROGRAM}
-    return Finding(kinds.get(type(error), REACHABLE), str(error), hosts=error.hosts)
+    can_pass = bool(error.hosts) and error.retryable and not isinstance(error, HostMisconfigured)
+    return Finding(kinds.get(type(error), REACHABLE), str(error), hosts=error.hosts, can_pass=can_pass)
 
 
 def _problems(heards: Heards, needs: Needs, head: Software, found: Storage) -> Mapping[str, Iterator[str]]:

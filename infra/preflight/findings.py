@@ -19,6 +19,8 @@ class Finding:
     is_problem: bool = True
     hosts: tuple[str, ...] = ()
     """Those that did not answer."""
+    can_pass: bool = False
+    """Whether these may answer another time."""
 
 
 @dataclass(frozen=True)

@@ -58,13 +58,17 @@ def preflight(needs: Needs, transport: Transport) -> Report:
     return Report(judged, met, has_met=True)
 
 
-def require_agreement(needs: Needs, transport: Transport) -> None:
+def require_agreement(needs: Needs, transport: Transport) -> dict[str, str]:
     """PreflightError with every problem that can be known before the ranks' turn comes, in a second.
 
-    An attempt of this very run that is still going on is none: it holds accelerators and the port.
+    An attempt of this very run that is still going on is none: it holds accelerators and the port. Where the only
+    problem is that hosts do not answer, and that can pass, these are returned, with what there is to say of each.
     """
     found = survey(needs, transport).findings
-    _require_none([one for one in found if one.is_problem and one.check not in {IN_USE, PORT}])
+    problems = [one for one in found if one.is_problem and one.check not in {IN_USE, PORT}]
+    if not all(problem.can_pass for problem in problems):
+        _require_none(problems)
+    return {host: problem.text for problem in problems for host in problem.hosts}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 from prefect.states import Failed
 
+from infra.cluster import failure_history
 from infra.cluster.hosts import Host, Hosts
 from t5train.errors import LaunchError, NonFiniteLoss, SpecError
 from t5train.recipes import recipe
@@ -50,3 +51,6 @@ def test_a_spare_that_is_at_work_stays_when_the_head_starts_anew(
     for at_work, expected in ((None, a), (b, b), (c, c), (other, a), (Hosts((Host("a", (0,)),)), a)):
         monkeypatch.setattr(training_run, "hosts_at_work", lambda _, at_work=at_work: at_work)
         assert training_hosts(spec) == expected
+    failure_history.set_aside(spec.run_folder, ["b"])
+    monkeypatch.setattr(training_run, "hosts_at_work", lambda _: b)
+    assert training_hosts(spec) == c

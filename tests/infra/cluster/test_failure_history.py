@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.cluster.failure_history import judged, unfit, with_spares
+from infra.cluster.failure_history import judged, set_aside, unfit, with_spares
 from infra.cluster.hosts import Host, Hosts
 from t5train.errors import DiskFull, HostLost, HostUnreachable, RankKilled, RepeatedFailure
 
@@ -39,12 +39,21 @@ def test_failures_with_something_else_in_between_are_tried_again(tmp_path: Path,
 
 def test_a_host_that_failed_twice_is_named_and_replaced_by_a_spare_with_slots_enough(tmp_path: Path) -> None:
     judged(tmp_path, lost("a", 60))
-    assert unfit(tmp_path) == []
+    assert unfit(tmp_path) == {}
     judged(tmp_path, DiskFull("rank 3 of 4 on b", ["b"]))  # which no attempt follows
     told = judged(tmp_path, HostUnreachable("a: nothing answers", ["a"]))
     assert isinstance(told, HostUnreachable)
     assert str(told) == "a has failed 2 times (HostLost, HostUnreachable): a: nothing answers"
-    assert unfit(tmp_path) == ["a"]
-    assert with_spares(HOSTS, SPARES, ["a"]) == Hosts((Host("c", (0, 1)), Host("b", (0, 1))))
-    assert with_spares(HOSTS, SPARES, ["a", "c"]) == Hosts((Host("d", (0, 1)), Host("b", (0, 1))))
-    assert with_spares(HOSTS, Hosts(()), ["a"]) == HOSTS
+    assert unfit(tmp_path) == {"a": "has failed twice"}
+    assert with_spares(HOSTS, SPARES, unfit(tmp_path)) == Hosts((Host("c", (0, 1)), Host("b", (0, 1))))
+    assert with_spares(HOSTS, SPARES, {"a": "is", "c": "too"}) == Hosts((Host("d", (0, 1)), Host("b", (0, 1))))
+    assert with_spares(HOSTS, Hosts(()), unfit(tmp_path)) == HOSTS
+
+
+def test_a_host_that_did_not_answer_at_first_is_replaced_at_once_and_is_not_blamed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    set_aside(tmp_path, ["b"])
+    assert with_spares(HOSTS, SPARES, unfit(tmp_path)) == Hosts((Host("a", (0, 1)), Host("c", (0, 1))))
+    assert caplog.messages == ["b does not answer: c takes its place"]
+    assert str(judged(tmp_path, lost("b", 60))) == str(lost("b", 60))

@@ -282,7 +282,8 @@ def test_ranks_on_the_cpu_want_no_accelerator() -> None:
     ("error", "check"), [(HostUnreachable, "reachable"), (HostKeyMismatch, "host key"), (RemoteFailed, "program")]
 )
 def test_a_host_that_does_not_answer_is_found_with_its_error(error: type[HostError], check: str) -> None:
-    assert of_error(error("node2: no")) == Finding(check, "node2: no")
+    found = Finding(check, "node2: no", hosts=("node2",), can_pass=error is HostUnreachable)
+    assert of_error(error("node2: no", ["node2"])) == found
     remaining = {host: one for host, one in heard().items() if host != "node2"}
     assert judge(remaining, NEEDS, SOFTWARE, NONCE).findings == []
 

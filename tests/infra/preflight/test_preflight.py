@@ -12,6 +12,7 @@ from infra.preflight.preflight import Report, require_agreement, require_fit
 from infra.preflight.survey import survey
 from t5train.errors import HostUnreachable, PreflightError
 
+DENIES = "echo 'me@near: Permission denied (publickey).' >&2; exit 255"
 REFUSES = "echo 'ssh: connect to host near port 22: Connection refused' >&2; exit 255"
 
 
@@ -55,9 +56,20 @@ def test_hosts_that_cannot_be_reached_may_be_so_later(needs: Needs) -> None:
 
 
 def test_before_anything_begins_every_problem_is_in_one_error(needs: Needs) -> None:
-    with pytest.raises(PreflightError, match="cannot train together as they are:\n  reachable: near: nothing listens"):
-        require_agreement(needs, Says(REFUSES))
+    with pytest.raises(
+        PreflightError, match="cannot train together as they are:\n  reachable: near: it accepts no key"
+    ):
+        require_agreement(needs, Says(DENIES))
     assert not list(needs.root.iterdir())
+
+
+def test_hosts_that_may_answer_another_time_are_told_unless_there_are_other_problems(
+    needs: Needs, tmp_path: Path
+) -> None:
+    assert list(require_agreement(needs, Says(REFUSES))) == ["near"]
+    (tmp_path / "bin" / "pdsh").write_text("#!/bin/sh\necho 'rcmd modules: exec,rsh'\n", "utf-8")
+    with pytest.raises(PreflightError, match=r"launcher: pdsh .*\n  reachable: near: nothing listens"):
+        require_agreement(needs, Says(REFUSES))
 
 
 def test_an_answer_of_other_code_is_told(needs: Needs) -> None:

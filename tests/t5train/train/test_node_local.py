@@ -24,7 +24,6 @@ SHORT |= {"storage.keep_last": 1, "storage.validate_every_steps": 2}
 TAG, LAST = "step-00000001", "step-00000002"
 ONE_RANK_A_NODE = ["zero0-fp32", "zero1-bf16", "zero2-fp32-tied", "zero3-fp32", "zero2-bf16-offload"]
 ONE_RANK_A_NODE += ["zero3-bf16-offload", "zero2-fp32-ep1", "zero1-bf16-ep2", "zero1-fp32-pp2-tied"]
-FILE_BYTES = 40_000  # names, shapes and settings, at most
 TWO_RANKS_A_NODE = ["zero2-bf16", "zero2-fp32-ep2", "zero1-bf16-pp4"]
 REPLICATED = {"zero0-fp32", "zero1-bf16", "zero2-fp32-tied", "zero2-bf16-offload", "zero2-bf16"}
 CASES = [(layout, 1) for layout in ONE_RANK_A_NODE] + [(layout, 2) for layout in TWO_RANKS_A_NODE]
@@ -117,10 +116,9 @@ def test_a_checkpoint_takes_the_room_on_a_node_that_the_formula_says(
     shape = resolve(spec.model, int(pydocs_shards.counts["vocab_size"]))
     for node in (0, 1):
         folder = trained.root / f"{layout}.whole/node-{node}/checkpoints/{LAST}"
-        files = [path.stat().st_size for path in folder.glob("*.pt")]
-        tensors = sum(files) - len(files) * FILE_BYTES
+        takes = sum(path.stat().st_size for path in folder.glob("*.pt"))
         said = bytes_held(spec, shape, range(node * ranks_a_node, (node + 1) * ranks_a_node))
-        assert tensors < said < 2 * sum(files)
+        assert 0.95 * takes < said < 2 * takes  # names and shapes count in files of so small a model
 
 
 def test_ranks_leave_it_to_the_head_to_prune(trained: OnNodes) -> None:

@@ -1,0 +1,93 @@
+"""Hosts that are down before a run begins: spares stand in for them, or it is refused with what to do."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows import host_preflight
+from flows.host_preflight import require_hosts
+from flows.preflight import require_possible, require_ready
+from infra.preflight.needs import Needs
+from t5train.errors import PreflightError
+from t5train.recipes import recipe
+from t5train.records import Checkpoint
+from t5train.spec import RunSpec
+from tasks.training_run import training_hosts
+
+Asked = tuple[list[tuple[str, ...]], set[str]]
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Callable[[int], RunSpec]:
+    """Of a run on the first of four hosts, as many of which wait as spares as is said."""
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\nc slots=1\nd slots=1\n", "utf-8")
+
+    def spec(spares: int) -> RunSpec:
+        settings = {"storage.root": tmp_path, "cluster.hostfile": tmp_path / "hosts"}
+        as_text = {name: json.dumps(str(value)) for name, value in settings.items()}
+        numbers = {"cluster.ranks": 4 - spares, "cluster.spares": spares, "optimizer.global_batch_sequences": 12}
+        return recipe("smoke").with_settings({**as_text, **numbers, "layout.micro_batch_sequences": 1})
+
+    return spec
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """Hosts of each time that they are asked, and those that do not answer."""
+    times: list[tuple[str, ...]] = []
+    down = set[str]()
+
+    def require_agreement(needs: Needs, _: Any) -> dict[str, str]:
+        times.append(tuple(needs.slots))
+        return {host: f"{host}: nothing answers" for host in needs.slots if host in down}
+
+    monkeypatch.setattr(host_preflight, "require_agreement", require_agreement)
+    return times, down
+
+
+def test_a_spare_that_answers_takes_the_place_of_a_host_that_does_not(
+    spec: Callable[[int], RunSpec], asked: Asked, caplog: pytest.LogCaptureFixture
+) -> None:
+    times, down = asked
+    down.update("bc")
+    require_hosts(spec(2), require_possible(spec(2)), 0)
+    assert times == [("a", "b"), ("a", "c"), ("a", "d")]
+    assert caplog.messages[0] == "b: nothing answers"
+    assert caplog.messages[-1] == "b does not answer: d takes its place"
+    assert training_hosts(spec(2)).names == ("a", "d")
+
+
+def test_without_a_spare_that_answers_the_run_is_refused_with_what_to_do(
+    spec: Callable[[int], RunSpec], asked: Asked
+) -> None:
+    times, down = asked
+    down.update("bd")
+    with pytest.raises(
+        PreflightError, match=r"b: nothing answers\n  reachable: d: nothing answers\nMend .*--exclude.*--spares"
+    ):
+        require_hosts(spec(1), require_possible(spec(1)), 0)
+    assert times == [("a", "b", "c"), ("a", "d", "c")]
+    down.clear()
+    require_hosts(spec(1), require_possible(spec(1)), 0)
+
+
+def test_hosts_are_not_asked_by_a_run_that_has_been_trained(spec: Callable[[int], RunSpec], asked: Asked) -> None:
+    times, _ = asked
+    require_ready(spec(1))
+    assert len(times) == 1
+    begin(spec(1).run_folder, spec(1), "f00d")
+    require_ready(spec(1))
+    assert len(times) == 2
+    Checkpoint(path=spec(1).run_folder, fingerprint="f00d", files={}, step=1, tag="step-00000001").commit()
+    require_ready(spec(1))
+    assert len(times) == 2
+
+
+def begin(run_folder: Path, spec: RunSpec, fingerprint: str) -> None:
+    """As if it had been."""
+    run_folder.mkdir(parents=True)
+    begun = {"fingerprint": fingerprint, "identity": {}, "spec": spec.model_dump(mode="json")}
+    (run_folder / "run.json").write_text(json.dumps(begun), "utf-8")
