@@ -21,6 +21,7 @@ from t5train.model.names import expert_layers
 from t5train.records import FileDigest, current_provenance, digest_files
 from t5train.retention import kept
 from t5train.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.train.archive_checksums import fill_in, no_checksums
 from t5train.train.engine import model_of
 from t5train.train.job import TrainJob, step_of, tag_of
 from t5train.train.named_groups import named_groups
@@ -47,7 +48,8 @@ def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, An
     if job.node_local and engine.pipeline_parallelism:
         _have_every_stage_saved(engine, sharers[0])
     barrier()
-    engine.save_checkpoint(str(job.checkpoints_folder), tag=tag, save_latest=False)
+    with no_checksums():
+        engine.save_checkpoint(str(job.checkpoints_folder), tag=tag, save_latest=False)
     barrier()
     own, replicas = _answered_for(folder, _writers(engine, job), sharers)
     sidecar.write(
@@ -179,6 +181,7 @@ def _answered_for(folder: Path, writers: Writers, sharers: Sequence[int]) -> tup
 
 def _durable_digests(folder: Path, names: Sequence[str]) -> dict[str, FileDigest]:
     for name in names:
+        fill_in(folder / name)
         with open(folder / name, "rb") as file:
             os.fsync(file.fileno())
     return digest_files(folder, names)

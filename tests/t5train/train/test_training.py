@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -206,6 +207,15 @@ def test_all_ranks_end_with_the_same_weights(trained: Trained, layout: str) -> N
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_consolidation_gives_the_live_masters_bit_for_bit(trained: Trained, layout: str, tmp_path: Path) -> None:
     assert trained.consolidated(f"{layout}.whole", tmp_path) == trained.found(f"{layout}.whole")["masters"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_record_of_a_checkpoint_has_its_checksum(trained: Trained, layout: str) -> None:
+    archives = list((trained.root / f"{layout}.whole/checkpoints").glob("*/*.pt"))
+    assert archives
+    for path in archives:
+        with ZipFile(path) as archive:
+            assert archive.testzip() is None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

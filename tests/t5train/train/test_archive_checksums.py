@@ -1,0 +1,58 @@
+"""Archives get the CRC-32 that torch would have given them."""
+
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from t5train.errors import StorageError
+from t5train.train.archive_checksums import fill_in, no_checksums
+
+SERIALIZATION_ID = "archive/.data/serialization_id"  # made of checksums, and read by nobody
+
+
+def checksums(path: Path) -> dict[str, int]:
+    with ZipFile(path) as archive:
+        return {entry.filename: entry.CRC for entry in archive.infolist() if entry.filename != SERIALIZATION_ID}
+
+
+@given(sizes=st.lists(st.integers(0, 3000), max_size=5), text=st.text(max_size=50))
+def test_they_are_what_torch_writes_and_what_is_in_the_archive(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], text: str
+) -> None:
+    folder = tmp_path_factory.mktemp("archives")
+    tensors = [torch.arange(size, dtype=torch.bfloat16) for size in sizes]
+    state = {"tensors": tensors, "text": text}
+    theirs, ours = folder / "theirs" / "archive.pt", folder / "ours" / "archive.pt"  # the name is in the archive
+    for path in (theirs, ours):
+        path.parent.mkdir()
+    torch.save(state, theirs)
+    with no_checksums():
+        torch.save(state, ours)
+    assert set(checksums(ours).values()) == {0}
+    fill_in(ours)
+    assert checksums(ours) == checksums(theirs)
+    with ZipFile(ours) as archive:
+        assert archive.testzip() is None
+    assert ours.stat().st_size == theirs.stat().st_size
+    loaded = torch.load(ours, weights_only=True)
+    assert loaded["text"] == text
+    assert all(torch.equal(one, other) for one, other in zip(loaded["tensors"], tensors, strict=True))
+
+
+def test_torch_computes_them_again_after_a_save_that_failed() -> None:
+    with pytest.raises(OSError, match="full"), no_checksums():
+        raise OSError("the disk is full")
+    assert torch.serialization.get_crc32_options()
+
+
+def test_another_kind_of_archive_is_left_alone(tmp_path: Path) -> None:
+    with ZipFile(tmp_path / "other.pt", "w") as archive:
+        archive.writestr("name", b"content")
+    before = (tmp_path / "other.pt").read_bytes()
+    with pytest.raises(StorageError, match="no archive as torch writes them: name has no data descriptor"):
+        fill_in(tmp_path / "other.pt")
+    assert (tmp_path / "other.pt").read_bytes() == before
