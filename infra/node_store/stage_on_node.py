@@ -41,7 +41,8 @@ class _Upstream:
     """The node before this one, as long as it is to be had; then the head, at the byte where the other broke off."""
 
     def __init__(self, head: Channel, neighbour: Message | None, token: str) -> None:
-        self._head, self._neighbour = head, self._connected(neighbour, token) if neighbour else None
+        self._head = head
+        self._neighbour = self._connected(neighbour, token) if neighbour else None
 
     def read(self, name: str, offset: int, size: int) -> Iterator[bytes]:
         """As ``wire.Source`` has it."""

@@ -8,15 +8,17 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
-from infra.node_store import relay
+from infra.node_store import relay, stage_on_node
 from infra.node_store.nodes import Nodes
 from infra.node_store.pulling import Wanted, listed
 from infra.node_store.shelf import Shelf
 from infra.node_store.staging import stage_folder
 from infra.node_store.wire import BrokenOff, files_in
+from infra.ports import free_port
 from t5train.errors import HostUnreachable, RemoteFailed, StorageError
 from tests.infra.node_store.conftest import Site
 
@@ -108,6 +110,14 @@ while left > 0 and (chunk := sys.stdin.buffer.read1(min(left, 65536))):
 node.kill()
 sys.exit(255)
 """
+
+
+def test_a_node_that_cannot_reach_the_one_before_it_takes_from_the_head() -> None:
+    said, head = list[Any](), MagicMock(fetch=lambda *_: iter([b"some"]))
+    head.say = said.append
+    upstream = stage_on_node._Upstream(head, {"address": "127.0.0.1", "port": free_port()}, TOKEN)
+    assert list(upstream.read("train.bin", 0, 4)) == [b"some"]
+    assert [list(message) for message in said] == [["alone"]]
 
 
 def test_a_node_that_dies_in_the_chain_holds_up_no_other(
