@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -66,6 +67,17 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_sent(site: Site, sh
     with pytest.raises(RemoteFailed, match=r"^a: .*has .* GB free, shards/deadbeef needs"):
         stage_folder(site.nodes, shards, [Wanted("train.bin", 1 << 50, "0" * 64)], PLACE, "smoke")
     assert not (site.scratch("a") / PLACE).exists()
+
+
+def test_room_is_kept_for_what_the_run_will_write_beside_and_has_not_written_yet(site: Site, shards: Path) -> None:
+    files, disk = listed(shards, NAMES), shutil.disk_usage(site.scratch("b")).total
+    with pytest.raises(RemoteFailed, match=r"b: .* free, shards/deadbeef with .* GB for checkpoints needs"):
+        stage_folder(site.nodes, shards, files, PLACE, "smoke", beside={"b": disk})
+    written = site.scratch("b") / "runs/smoke/checkpoints/tag/file"
+    written.parent.mkdir(parents=True)
+    with open(written, "wb") as file:
+        file.truncate(disk)  # holes, which take no room
+    stage_folder(site.nodes, shards, files, PLACE, "smoke", beside={"b": disk})
 
 
 def test_who_does_not_know_the_token_gets_nothing(shards: Path) -> None:
