@@ -8,11 +8,21 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from flows.options import HostfileOption, IncludeOption, RootOption, SetOption, host_settings, root_of, settings
+from flows.options import (
+    HostfileOption,
+    IncludeOption,
+    RootOption,
+    SetOption,
+    ShipCodeOption,
+    host_settings,
+    root_of,
+    settings,
+)
 from flows.resolve import resolve
 from flows.terminal import complain, say, show_table
 from infra.cluster.hosts import read_hosts
 from infra.cluster.remote import Ssh
+from infra.cluster.shipping import ship, shipped_code
 from infra.node_store.collection import finished_runs, free_on, free_under, garbage_on, garbage_under
 from infra.node_store.garbage import Garbage
 from infra.node_store.nodes import Nodes
@@ -35,13 +45,15 @@ def gc(
     root: RootOption = None,
     hostfile: HostfileOption = None,
     include: IncludeOption = None,
+    ship_code: ShipCodeOption = None,
     free: Annotated[bool, typer.Option("--free", help="Remove it")] = False,
 ) -> None:
     """Show what no run needs, under the root and on the hosts of a hostfile, and remove it with --free."""
-    spec = resolve("smoke", settings(changes) | host_settings(hostfile, include, None, None, None), root=root)
+    changed = settings(changes) | host_settings(hostfile, include, None, None, None, ship_code=ship_code)
+    spec = resolve("smoke", changed, root=root)
     finished, own = finished_runs(root_of(root)), list(garbage_under(root_of(root)))
-    with _nodes(spec) as nodes:
-        answers = garbage_on(nodes, finished)
+    with _nodes(spec) as (nodes, lacking):
+        answers = lacking | garbage_on(nodes, finished)
         found = {_HEAD: own} | _heard(answers)
         show_table(_COLUMNS, [row for host, each in found.items() for row in _rows(host, each)])
         if free:
@@ -54,11 +66,16 @@ def gc(
 
 
 @contextmanager
-def _nodes(spec: RunSpec) -> Iterator[Nodes]:
-    """The hosts of the hostfile; none without one."""
+def _nodes(spec: RunSpec) -> Iterator[tuple[Nodes, dict[str, HostError]]]:
+    """The hosts of the hostfile, none without one; and why others of it did not get the code that they are to run."""
     hosts = read_hosts(spec.cluster).names if spec.cluster.hostfile else ()
     with tempfile.TemporaryDirectory(prefix="t5-gc-") as folder:
-        yield Nodes(Ssh.configured(spec.cluster, Path(folder)), tuple(hosts), spec.storage.scratch)
+        transport, code = Ssh.configured(spec.cluster, Path(folder)), shipped_code(spec.cluster)
+        lacking = ship(transport, hosts) if code else {}
+        yield (
+            Nodes(transport, tuple(host for host in hosts if host not in lacking), spec.storage.scratch, code),
+            lacking,
+        )
 
 
 def _heard(answers: dict[str, T | HostError]) -> dict[str, T]:

@@ -31,6 +31,9 @@ ExcludeOption = Annotated[
 ]
 NumNodesOption = Annotated[int | None, typer.Option("--num-nodes", help="So many hosts of it, from the first")]
 SparesOption = Annotated[int | None, typer.Option("--spares", help="Of these hosts the last so many wait in reserve")]
+ShipCodeOption = Annotated[
+    bool | None, typer.Option("--ship-code", help="Send this project's code to the hosts", show_default=False)
+]
 LauncherOption = Annotated[str | None, typer.Option("--launcher", help="pdsh, slurm or openmpi", show_default="pdsh")]
 
 
@@ -57,6 +60,7 @@ def host_settings(
     num_nodes: int | None,
     launcher: str | None,
     spares: int | None = None,
+    ship_code: bool | None = None,
 ) -> dict[str, str]:
     """The settings that the options for hosts stand for."""
     given = {
@@ -66,6 +70,7 @@ def host_settings(
         "cluster.num_nodes": num_nodes,
         "cluster.launcher": launcher,
         "cluster.spares": spares,
+        "cluster.ship_code": ship_code,
     }
     # Quoted, so that a name such as "2024" stays text when the setting is read as JSON.
     return {setting: json.dumps(value) for setting, value in given.items() if value is not None}

@@ -13,6 +13,7 @@ from flows.options import (
     NumNodesOption,
     RootOption,
     SetOption,
+    ShipCodeOption,
     SparesOption,
     host_settings,
     settings,
@@ -40,9 +41,10 @@ def preflight(  # noqa: PLR0913, PLR0917 - one for each option
     num_nodes: NumNodesOption = None,
     launcher: LauncherOption = None,
     spares: SparesOption = None,
+    ship_code: ShipCodeOption = None,
 ) -> None:
     """Ask every host of a hostfile what would break, and let all ranks meet; exit code 1 with problems."""
-    changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares)
+    changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
     spec = resolve(recipe, changed, root=root)
     of_model = require_possible(spec)
     with asked(spec, read_hosts(spec.cluster), of_model, require_text(spec)) as (needs, transport):

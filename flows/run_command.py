@@ -17,6 +17,7 @@ from flows.options import (
     RecipeArgument,
     RootOption,
     SetOption,
+    ShipCodeOption,
     SparesOption,
     host_settings,
     settings,
@@ -60,10 +61,11 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
     num_nodes: NumNodesOption = None,
     launcher: LauncherOption = None,
     spares: SparesOption = None,
+    ship_code: ShipCodeOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run; make nothing")] = False,
 ) -> None:
     """Run the whole chain: text to a published, certified checkpoint. What is done already is reused."""
-    changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares)
+    changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
     spec = resolve(recipe, changed, root=root, run_name=name, publish_to=publish_to)
     if dry_run:
         say(describe(spec))

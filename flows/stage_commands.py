@@ -16,6 +16,7 @@ from flows.options import (
     RecipeArgument,
     RootOption,
     SetOption,
+    ShipCodeOption,
     SparesOption,
     host_settings,
     settings,
@@ -104,9 +105,10 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
     num_nodes: NumNodesOption = None,
     launcher: LauncherOption = None,
     spares: SparesOption = None,
+    ship_code: ShipCodeOption = None,
 ) -> None:
     """Train on token shards that are there, from the newest complete checkpoint on."""
-    changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares)
+    changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
     spec = resolve(recipe, changed, root=root, run_name=name)
     tokens = TokenShards.load(shards or _only_shards(spec.storage.root))
     with hold_ready_run(spec), stage_display() as progress:

@@ -6,6 +6,7 @@
         attempts/{run_id}/              files of an attempt, named as infra.attempts.attempt says
         heads/{run_id}/                 on the head's machine, which may be one of the hosts: its launcher's files
         locks/{accelerator}-{slot}.lock held by the rank that uses the accelerator
+        code/{digest}/                  a head's code that was sent here (infra.cluster.shipping)
 
 Everybody may write to ``/var/tmp``, so what lies at that path is used only if it is surely this user's own.
 Standard library only, as the guards import it.
@@ -19,6 +20,7 @@ from t5train.errors import StorageError
 from t5train.private_folder import private_folder
 
 PARENT = Path("/var/tmp")  # noqa: S108 - outlives a reboot, is on a disk, and is there on every machine
+CODE = "code"
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}")
 
 
@@ -43,6 +45,11 @@ def attempts_folder() -> Path:
 def locks_folder() -> Path:
     """Where the locks of this machine's accelerators lie."""
     return private_folder(node_folder() / "locks")
+
+
+def code_folder(digest: str) -> Path:
+    """Where code of that digest lies that a head has sent, or would."""
+    return place(CODE, digest)
 
 
 def attempt_folder(run_id: str) -> Path:

@@ -85,15 +85,17 @@ def in_group(group: int) -> Belongs:
 
 def in_run(run_id: str) -> Belongs:
     """Processes whose environment carries ``run_id``; descendants do, whatever group they moved to."""
-    entry = f"{RUN_ID_VARIABLE}={run_id}".encode()
+    return lambda pid: variable(pid, RUN_ID_VARIABLE) == run_id
 
-    def belongs(pid: int) -> bool:
-        try:
-            return entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            return False  # ended meanwhile, or another user's, which this run's are not
 
-    return belongs
+def variable(pid: int, name: str) -> str:
+    """Of the environment that a process of this user was started with; empty where there is none."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return ""  # ended meanwhile, or another user's, which no run's are
+    values = (entry.removeprefix(start) for entry in entries if entry.startswith(start := f"{name}=".encode()))
+    return os.fsdecode(next(values, b""))
 
 
 def child_of(parent: int) -> Belongs:

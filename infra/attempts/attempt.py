@@ -64,6 +64,8 @@ class Attempt:
     host: str = field(default_factory=socket.gethostname)
     """This machine's name in the hostfile, or its own."""
     started_at: str = field(default_factory=now)
+    code: str | None = None
+    """Digest of the code that its hosts were sent; None where they have it installed."""
     hosts: Mapping[str, tuple[int, ...]] | None = None
     """Slots by the name of the host, in the order of ranks; only in the run's own folder, and None for one machine."""
 

@@ -5,6 +5,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from infra.attempts import attempt, lease
@@ -12,6 +13,8 @@ from infra.attempts.attempt import Attempt
 from infra.cluster.gathering import gather, keep_own
 from infra.cluster.launcher import ClusterLauncher
 from infra.cluster.remote import Transport, node_command, run_everywhere
+from infra.cluster.shipping import ship
+from infra.code_bundle import own_bundle
 from infra.node_folder import head_folder
 from t5train.atomic import write_json
 from t5train.errors import HostError
@@ -30,7 +33,8 @@ def end_earlier(run_folder: Path, transport: Transport, on_tick: Callable[[], No
 
     Hosts that do not answer are given the time in which ranks end by themselves.
     """
-    for this in unended(run_folder):
+    for found in unended(run_folder):
+        this = _by_own_code(found, transport)
         if unreachable := end(this, transport):
             _wait(this, unreachable, on_tick)
             end(this, transport)  # hosts that are back by now: what they have is gathered
@@ -65,7 +69,11 @@ def end_on_hosts(this: Attempt, transport: Transport, hosts: list[str]) -> list[
     """End the attempt on some hosts; names those that did not answer."""
     request = json.dumps({"run_id": this.run_id}).encode() + b"\n"
     replies = run_everywhere(
-        transport, hosts, node_command("end"), stdin_of=lambda _host: request, deadline_seconds=END_SECONDS
+        transport,
+        hosts,
+        node_command("end", this.code),
+        stdin_of=lambda _host: request,
+        deadline_seconds=END_SECONDS,
     )
     unreachable = []
     for host, reply in replies.items():
@@ -78,6 +86,14 @@ def end_on_hosts(this: Attempt, transport: Transport, hosts: list[str]) -> list[
             _log.warning("attempt %s may go on for a while on %s: %s", this.number, host, error)
             unreachable.append(host)
     return unreachable
+
+
+def _by_own_code(this: Attempt, transport: Transport) -> Attempt:
+    """An attempt whose code was sent to its hosts is ended by this head's: a host may have a new disk by now."""
+    if this.code is None:
+        return this
+    ship(transport, this.hosts or {})  # who does not get it is not reached in a moment, either
+    return replace(this, code=own_bundle().digest)
 
 
 def _conclude(this: Attempt) -> None:

@@ -28,7 +28,7 @@ def gather(this: Attempt, transport: Transport, hosts: Iterable[str]) -> None:
     replies = run_everywhere(
         transport,
         hosts,
-        node_command("logs"),
+        node_command("logs", this.code),
         stdin_of=lambda _host: request,
         deadline_seconds=_LOGS_SECONDS,
     )
@@ -49,7 +49,7 @@ def remove(this: Attempt, transport: Transport, hosts: Iterable[str]) -> None:
     run_everywhere(
         transport,
         hosts,
-        node_command("remove"),
+        node_command("remove", this.code),
         stdin_of=lambda _host: request,
         deadline_seconds=_REMOVE_SECONDS,
     )

@@ -28,6 +28,7 @@ from infra.cluster.launch_command import launch_command, write_hostfile
 from infra.cluster.launcher import ClusterLauncher
 from infra.cluster.remote import Answer, Ssh, Transport, node_command, run_everywhere
 from infra.cluster.run_storage import RunStorage
+from infra.cluster.shipping import path_to, shipped_code
 from infra.cluster.supervision import Supervision
 from infra.cluster.watch import ClusterWatch
 from infra.environment import travelling_environment
@@ -120,6 +121,7 @@ def _started(
         hosts=_slots(spec.hosts),
         grace_seconds=spec.cluster.grace_seconds,
         accelerator=spec.cluster.accelerator,
+        code=shipped_code(spec.cluster),
     )
     launcher, place = ClusterLauncher(this.run_id), attempt_folder(this.run_id)
     launcher.folder.mkdir(mode=0o700)
@@ -145,6 +147,7 @@ def _started(
 def _prepare(spec: ClusterLaunchSpec, this: Attempt, transport: Transport, fit: Fit, job: Path) -> dict[str, str]:
     """Have every host make its folder of the attempt; their boot ids."""
     environment = travelling_environment(this, accelerator=this.accelerator, names=spec.cluster.environment)
+    environment |= path_to(this.code)
 
     def request(host: Host) -> bytes:
         own = replace(this, host=host.name, slots=host.slots, hosts=None)
@@ -162,7 +165,7 @@ def _prepare(spec: ClusterLaunchSpec, this: Attempt, transport: Transport, fit: 
     replies = run_everywhere(
         transport,
         spec.hosts.names,
-        node_command("prepare"),
+        node_command("prepare", this.code),
         stdin_of=requests.__getitem__,
         deadline_seconds=_PREPARE_SECONDS,
     )

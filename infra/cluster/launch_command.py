@@ -12,6 +12,8 @@ from pathlib import Path
 
 from infra.cluster.hosts import Hosts, hostfile_text, include_argument
 from infra.cluster.remote import SSH_CONFIG, module_path
+from infra.cluster.shipping import path_to, shipped_code
+from infra.node_folder import code_folder
 from t5train.atomic import write_text
 from t5train.errors import SpecError
 from t5train.spec import ClusterSpec
@@ -37,6 +39,7 @@ def launch_command(
     require_launchable(cluster, hosts)
     _require_plain((str(folder), str(master[0]), *program))
     return [
+        *_environment(cluster),
         *(sys.executable, "-m", "deepspeed.launcher.runner"),
         *("--hostfile", str(folder / HOSTFILE), *_choice(cluster, hosts)),
         *("--launcher", cluster.launcher, "--force_multi", "--no_ssh_check"),
@@ -53,7 +56,7 @@ def launcher_variables(folder: Path) -> dict[str, str]:
 
 def require_launchable(cluster: ClusterSpec, hosts: Hosts) -> None:
     """SpecError for a Python that a shell would not find, and for slots that slurm and openmpi cannot be told of."""
-    _require_plain((sys.executable, *filter(None, [module_path()])))
+    _require_plain((sys.executable, *filter(None, [module_path(shipped_code(cluster))])))
     if cluster.launcher == "pdsh":
         return
     counts = {len(host.slots) for host in hosts.all}
@@ -70,6 +73,11 @@ def require_launchable(cluster: ClusterSpec, hosts: Hosts) -> None:
         )
 
 
+def _environment(cluster: ClusterSpec) -> list[str]:
+    """DeepSpeed's launcher gives all hosts its own PYTHONPATH, but the guard around it is not to have theirs."""
+    return [word for name, value in path_to(shipped_code(cluster)).items() for word in ("env", f"{name}={value}")]
+
+
 def _choice(cluster: ClusterSpec, hosts: Hosts) -> list[str]:
     """DeepSpeed refuses a choice for openmpi, whose hostfile says it all, and lets srun choose hosts without one."""
     return [] if cluster.launcher == "openmpi" else ["--include", include_argument(hosts)]
@@ -79,7 +87,9 @@ def _program(cluster: ClusterSpec, program: Sequence[str]) -> list[str]:
     """DeepSpeed does not know modules under slurm, only files."""
     module, *arguments = program
     if cluster.launcher == "slurm":
-        return [str(Path(__file__).parents[2] / f"{module.replace('.', '/')}.py"), *arguments]
+        code = shipped_code(cluster)
+        folder = Path(__file__).parents[2] if code is None else code_folder(code)
+        return [str(folder / f"{module.replace('.', '/')}.py"), *arguments]
     return ["--module", module, *arguments]
 
 

@@ -90,7 +90,7 @@ def _environment(folder: Path, run_id: str, accelerator: str | None) -> dict[str
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
     # These go to every host, by a shell (infra.cluster.launch_command refuses what that would change).
     environment |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
-    if path := module_path():
+    if path := module_path(None):
         environment["PYTHONPATH"] = path
     if accelerator is not None:
         environment["DS_ACCELERATOR"] = accelerator

@@ -7,6 +7,7 @@ one by itself, also when the network is gone.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typing import Any, Protocol, Self
 
 from infra.cluster.ssh_config import ssh_config
 from infra.cluster.ssh_errors import SSH_FAILED, failure_of_ssh, last_lines
+from infra.node_folder import code_folder
 from t5train.atomic import write_text
 from t5train.errors import HostError, HostTimeout, HostUnreachable, RemoteFailed
 from t5train.spec import ClusterSpec
@@ -28,6 +30,7 @@ SSH_CONFIG = "ssh_config"
 _FAN_OUT = 64
 _KILL_AFTER_SECONDS = 2
 _NOT_FOUND = 127
+_NOT_INSTALLED = re.compile(rb"No module named '?(infra|t5train)\b")
 _SHOWN_BYTES = 80
 
 
@@ -78,15 +81,20 @@ def quoted(argv: Sequence[str]) -> str:
     return " ".join("'" + argument.replace("'", "'\"'\"'") + "'" for argument in argv)
 
 
-def module_path() -> str:
-    """PYTHONPATH of this process, for others that have another current folder; empty where it has none."""
+def module_path(code: str | None) -> str:
+    """PYTHONPATH for hosts: where the code of that digest was sent to, which nothing installed there comes before.
+
+    With None, that of this process, for others that have another current folder; empty where it has none.
+    """
+    if code is not None:
+        return str(code_folder(code))
     places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join(os.path.abspath(place) for place in places if place)  # noqa: PTH100 - keeps links
 
 
-def node_command(action: str) -> list[str]:
-    """What runs ``infra.node`` on a node, with this Python and this module path."""
-    path = [f"PYTHONPATH={module_path()}"] if module_path() else []
+def node_command(action: str, code: str | None) -> list[str]:
+    """What runs ``infra.node`` on a node, with this Python and the ``module_path`` of that code."""
+    path = [f"PYTHONPATH={module_path(code)}"] if module_path(code) else []
     return ["env", "PYTHONSAFEPATH=1", "PYTHONUTF8=1", *path, sys.executable, "-m", "infra.node", action]
 
 
@@ -211,11 +219,19 @@ def failure_of(host: str, argv: Sequence[str], returncode: int, said: bytes) -> 
     """The error for a command that ended with that exit code, after it had said that on stderr."""
     if returncode == SSH_FAILED:
         return failure_of_ssh(host, said)
-    remedy = ": install the package there, at the same path as here" if returncode == _NOT_FOUND else ""
     return RemoteFailed(
-        f"{host}: {_short(argv)} ended with exit code {returncode}{remedy}. It said: {last_lines(said)}",
+        f"{host}: {_short(argv)} ended with exit code {returncode}{_remedy(returncode, said)}. It said: "
+        f"{last_lines(said)}",
         [host],
     )
+
+
+def _remedy(returncode: int, said: bytes) -> str:
+    if returncode == _NOT_FOUND:
+        return ": install the package there, at the same path as here"
+    if _NOT_INSTALLED.search(said):
+        return ": install the package there, at the same path as here, or have its code sent with --ship-code"
+    return ""
 
 
 def _short(argv: Sequence[str], most: int = 120) -> str:

@@ -54,7 +54,7 @@ class Supervision:
         self._news, self._lines = News(), RankLines()
         self._hosts = {
             host: _Host(
-                Window(transport, host, this.run_id, None if boot_ids is None else {}, self._news),
+                Window(transport, host, this, None if boot_ids is None else {}, self._news),
                 time.monotonic(),
                 boot_ids[host] if boot_ids else None,
             )

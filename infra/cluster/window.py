@@ -13,6 +13,7 @@ from itertools import chain, repeat
 from queue import SimpleQueue
 from typing import IO, Any, cast
 
+from infra.attempts.attempt import Attempt
 from infra.cluster.remote import Transport, connect, failure_of, kill, message_of, node_command
 from infra.node.log_tail import Offsets
 from t5train.errors import HostError, HostUnreachable
@@ -32,10 +33,11 @@ News = SimpleQueue[tuple[str, float, Message]]
 class Window:
     """A thread that talks with one host. What it hears goes to ``news``."""
 
-    def __init__(self, transport: Transport, host: str, run_id: str, offsets: Offsets | None, news: News) -> None:
-        """Open it; ``offsets`` as infra.node.log_tail has them."""
+    def __init__(self, transport: Transport, host: str, this: Attempt, offsets: Offsets | None, news: News) -> None:
+        """Open it on an attempt; ``offsets`` as infra.node.log_tail has them."""
         self.host = host
-        self._transport, self._run_id, self._offsets, self._news = transport, run_id, offsets, news
+        self._command = node_command("watch", this.code)
+        self._transport, self._run_id, self._offsets, self._news = transport, this.run_id, offsets, news
         self._order: Message | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._stay_open, name=f"window on {host}", daemon=True)
@@ -64,7 +66,7 @@ class Window:
 
     def _converse(self) -> None:
         """Talk until it is closed; raises HostError when the connection does not come about, or breaks."""
-        conversation = _Conversation(self.host, connect(self._transport, self.host, node_command("watch")))
+        conversation = _Conversation(self.host, self._command, connect(self._transport, self.host, self._command))
         told = None
         try:
             conversation.say({"run_id": self._run_id, "offsets": self._offsets})
@@ -87,8 +89,8 @@ class Window:
 class _Conversation:
     """Lines to and from the process at the other end; HostError when it is not there any more."""
 
-    def __init__(self, host: str, process: subprocess.Popen[bytes]) -> None:
-        self._host, self._process = host, process
+    def __init__(self, host: str, command: list[str], process: subprocess.Popen[bytes]) -> None:
+        self._host, self._command, self._process = host, command, process
         self._stdin, self._stdout = (cast("IO[bytes]", pipe).fileno() for pipe in (process.stdin, process.stdout))
         self._rest = b""
         self._heard_at, self._renewed_at = time.monotonic(), -RENEW_SECONDS
@@ -127,4 +129,4 @@ class _Conversation:
         except subprocess.TimeoutExpired:
             kill(self._process)
             _, said = self._process.communicate()
-        return failure_of(self._host, node_command("watch"), self._process.returncode, said)
+        return failure_of(self._host, self._command, self._process.returncode, said)

@@ -1,12 +1,12 @@
 """A run on nodes with disks of their own: its names there, and what its ranks are told of them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Self
 
 from infra.cluster.hosts import Host, Hosts
 from infra.cluster.remote import Transport
+from infra.cluster.shipping import shipped_code
 from infra.node_folder import place
 from infra.node_store.nodes import Nodes
 from infra.node_store.paths import name_on_nodes, run_place, shards_place, staged_place
@@ -27,26 +27,16 @@ class NodeRun:
     nodes: Nodes
     keep: StorageSpec
     """Which checkpoints."""
-    checkpoint_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Room that these take on each host."""
 
     @classmethod
-    def of(
-        cls,
-        spec: RunSpec,
-        run_fingerprint: str,
-        hosts: Hosts,
-        transport: Transport,
-        checkpoint_bytes: Mapping[str, int],
-    ) -> Self:
+    def of(cls, spec: RunSpec, run_fingerprint: str, hosts: Hosts, transport: Transport) -> Self:
         """The run of that spec."""
         return cls(
             name=name_on_nodes(spec.run_name, run_fingerprint),
             folder=spec.run_folder,
             hosts=hosts,
-            nodes=Nodes(transport, hosts.names, spec.storage.scratch),
+            nodes=Nodes(transport, hosts.names, spec.storage.scratch, shipped_code(spec.cluster)),
             keep=spec.storage,
-            checkpoint_bytes=checkpoint_bytes,
         )
 
     @property

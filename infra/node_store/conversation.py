@@ -24,7 +24,7 @@ def conversation(nodes: Nodes, host: str, action: str, request: Request) -> Iter
 
     What breaks within the block because the action or the way to it failed becomes the HostError that tells why.
     """
-    argv = node_command(action)
+    argv = node_command(action, nodes.code)
     process = remote.connect(nodes.transport, host, argv)
     said: list[bytes] = []
     stdin, stdout, stderr = (cast(IO[bytes], pipe) for pipe in (process.stdin, process.stdout, process.stderr))

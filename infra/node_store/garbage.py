@@ -10,15 +10,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from infra.node_folder import CODE, node_folder
 from infra.node_store.occupancy import is_at_work, remove_unused, staged_places, users
 from infra.node_store.paths import SHARDS, STAGED, run_place, scratch_folder, within
+from infra.node_store.sent_code import remove_code, unused_code
 from t5train.atomic_folder import discard
 from t5train.run_files import CHECKPOINTS, RUNS
 
 
 @dataclass(frozen=True)
 class Garbage:
-    """A folder by its place within the scratch folder, or on the head within the root; its size in bytes."""
+    """A folder by its place within the scratch folder, or on the head within the root; its size in bytes.
+
+    Code that was sent lies within the node folder.
+    """
 
     place: str
     size: int
@@ -54,12 +59,16 @@ def _found(scratch: Path, finished: Sequence[str]) -> Iterator[Garbage]:
     for folder in sorted((scratch / RUNS).glob("[!.]*")):
         if folder.name in finished and not is_at_work(folder.name):
             yield Garbage(run_place(folder.name), size_of(folder), "the head has the finished run")
+    for folder in unused_code():
+        yield Garbage(f"{CODE}/{folder.name}", size_of(folder), "code that was sent, and is used by no attempt")
     for parent in (SHARDS, STAGED, RUNS, f"{RUNS}/*/{CHECKPOINTS}"):
         for folder in sorted(scratch.glob(f"{parent}/.*.discarded")):
             yield Garbage(str(folder.relative_to(scratch)), size_of(folder), "left by a removal that was killed")
 
 
 def _remove(scratch: Path, place: str) -> bool:
+    if place.startswith(f"{CODE}/"):
+        return remove_code(within(node_folder(), place))
     if place in staged_places(scratch):
         return remove_unused(scratch, place)
     discard(within(scratch, place))

@@ -14,11 +14,15 @@ Request = dict[str, Any]
 
 @dataclass(frozen=True)
 class Nodes:
-    """Hosts that share no storage, the way to them, and their scratch folder (None: the default of each)."""
+    """Hosts that share no storage, the way to them, and their scratch folder (None: the default of each).
+
+    ``code`` is the digest of what they were sent, None where it is installed there.
+    """
 
     transport: Transport
     hosts: tuple[str, ...]
     scratch: Path | None = None
+    code: str | None = None
 
     def on(self, *hosts: str) -> Self:
         """Some of them."""
@@ -35,7 +39,7 @@ class Nodes:
         replies = run_everywhere(
             self.transport,
             self.hosts,
-            node_command(action),
+            node_command(action, self.code),
             stdin_of=lambda host: line_of(request_of(host)),
             deadline_seconds=deadline_seconds,
         )

@@ -52,9 +52,13 @@ def same_accelerators(heards: Heards) -> Iterator[str]:
     yield from _differing(heards, "accelerator", lambda facts: facts.devices.kind, remedy)
 
 
-def same_code(heards: Heards, head: Software) -> Iterator[str]:
-    """Our own modules, against the head's."""
-    remedy = "install the head's version of this package there"
+def same_code(heards: Heards, head: Software, is_sent: bool) -> Iterator[str]:
+    """Our own modules, against the head's. What was sent was whole a moment ago."""
+    remedy = (
+        "another copy comes before the one that was sent: remove it from Python's site-packages there"
+        if is_sent
+        else "install the head's version of this package there, or have it sent with --ship-code"
+    )
     yield from _unlike_head(heards, "code", lambda facts: facts.software.code_digest, head.code_digest, remedy)
 
 

@@ -52,19 +52,19 @@ def all_reduce(
         if not ended and _fails(reply):
             time.sleep(_SETTLE_SECONDS)
             ended.update(other for other in needs.slots if other not in replies)
-            _end(transport, ended, run_id)
+            _end(needs, transport, ended, run_id)
 
     try:
         run_everywhere(
             transport,
             needs.slots,
-            node_command("probe"),
+            node_command("probe", needs.code),
             stdin_of=lambda host: requests[host],
             deadline_seconds=deadline_seconds + _ANSWER_SECONDS,
             on_answer=on_answer,
         )
     finally:
-        _end(transport, {host for host in needs.slots if host not in replies}, run_id)
+        _end(needs, transport, {host for host in needs.slots if host not in replies}, run_id)
     return _findings(replies, ended, deadline_seconds)
 
 
@@ -105,11 +105,15 @@ def _requests(needs: Needs, meeting: Meeting, port: int, run_id: str, deadline_s
     return requests
 
 
-def _end(transport: Transport, hosts: set[str], run_id: str) -> None:
+def _end(needs: Needs, transport: Transport, hosts: set[str], run_id: str) -> None:
     """Hosts that do not answer to this end their ranks at the deadline."""
     stdin = json.dumps({"run_id": run_id}).encode() + b"\n"
     run_everywhere(
-        transport, hosts, node_command("end_probe"), stdin_of=lambda _: stdin, deadline_seconds=_ANSWER_SECONDS
+        transport,
+        hosts,
+        node_command("end_probe", needs.code),
+        stdin_of=lambda _: stdin,
+        deadline_seconds=_ANSWER_SECONDS,
     )
 
 

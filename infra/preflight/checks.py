@@ -105,7 +105,7 @@ def _problems(heards: Heards, needs: Needs, head: Software, found: Storage) -> M
         "python": agreement.same_python(heards, head),
         "packages": agreement.same_packages(heards, head),
         "runtime": agreement.same_runtime(heards),
-        "code": agreement.same_code(heards, head),
+        "code": agreement.same_code(heards, head, needs.code is not None),
         "spec": agreement.same_spec(heards, head),
         "accelerators": _accelerators(heards, needs),
         IN_USE: capacity.accelerators_in_use(heards),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from infra.cluster.hosts import Hosts
+from infra.cluster.shipping import path_to, shipped_code
 from infra.environment import settings_of_head
 from infra.node_store.paths import name_on_nodes
 from t5train.model.shape import T5Shape
@@ -26,6 +27,8 @@ class Needs:
     """On each node's own disk, should it not share the root."""
     accelerator: str | None = None
     """DeepSpeed's name for it; found on the nodes when None."""
+    code: str | None = None
+    """Digest of this process's code, which the hosts are sent; None where they have it installed."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that ranks get from the head."""
     spec: Mapping[str, Any] = field(default_factory=dict)
@@ -54,7 +57,8 @@ class Needs:
             root=spec.storage.root,
             scratch=spec.storage.scratch,
             accelerator=cluster.accelerator,
-            environment=settings_of_head(cluster.environment),
+            code=shipped_code(cluster),
+            environment=settings_of_head(cluster.environment) | path_to(shipped_code(cluster)),
             spec=spec.model_dump(mode="json"),
             memory_bytes={host: host_bytes(spec, shape, its) for host, its in ranks.items()},
             checkpoint_bytes={host: bytes_held(spec, shape, its) for host, its in ranks.items()},

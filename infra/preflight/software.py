@@ -1,7 +1,6 @@
 """What a node would run: versions without importing what is large, and digests of our own code and of the run."""
 
 import ctypes
-import hashlib
 import platform
 import runpy
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
 
+from infra.code_bundle import bundle
 from infra.preflight.facts import Software
 from t5train.errors import SpecError
 from t5train.fingerprint import fingerprint
@@ -19,7 +19,8 @@ PACKAGES = (
     *("sentencepiece", "fsspec", "isal", "tensorboard"),
 )
 """What ranks import: others may differ."""
-_SOURCES = ("t5train", "infra")
+_CODE = Path(__file__).parent.parent.parent
+"""Where it is imported from."""
 _RUNTIMES = ("cuda", "hip", "xpu")
 
 
@@ -30,19 +31,10 @@ def software(spec: dict[str, Any]) -> Software:
         machine=platform.machine(),
         packages={name: _version(name) for name in PACKAGES},
         runtime=torch_runtime(),
-        code_digest=code_digest(),
+        code_digest=bundle(_CODE).digest,
         spec_digest=spec_digest(spec),
         libgomp_error=_libgomp_error(),
     )
-
-
-def code_digest(packages_folder: Path = Path(__file__).parent.parent.parent) -> str:
-    """sha256 over the names and bytes of all modules that a rank or a guard may run."""
-    digest = hashlib.sha256()
-    for path in sorted(path for top in _SOURCES for path in (packages_folder / top).rglob("*.py")):
-        content = hashlib.sha256(path.read_bytes()).hexdigest()
-        digest.update(f"{path.relative_to(packages_folder).as_posix()} {content}\n".encode())
-    return digest.hexdigest()
 
 
 def spec_digest(spec: dict[str, Any]) -> str:

@@ -11,8 +11,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from infra.cluster.remote import Answer, Reply, Transport, node_command, run_everywhere
+from infra.cluster.shipping import ship
 from infra.preflight.checks import LAUNCHER, Judgement, judge, of_error
-from infra.preflight.facts import Facts, Question
+from infra.preflight.facts import Facts, Question, Software
 from infra.preflight.findings import Finding, Heard
 from infra.preflight.machine import identity
 from infra.preflight.needs import Needs
@@ -25,10 +26,14 @@ _STARTERS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}
 
 
 def survey(needs: Needs, transport: Transport) -> Judgement:
-    """Ask every host, and judge what those say that answer; StorageError if the root cannot be written here."""
+    """Ask every host, and judge what those say that answer; StorageError if the root cannot be written here.
+
+    Hosts that are to be sent their code are sent it first.
+    """
     asked_at: dict[str, float] = {}
     heards: dict[str, Heard] = {}
-    findings = list(_launcher(needs.launcher))
+    lacking = ship(transport, needs.slots) if needs.code else {}
+    findings = [*_launcher(needs.launcher), *map(of_error, lacking.values())]
     with _nonce(needs.root) as (nonce, path):
 
         def question(host: str) -> bytes:
@@ -46,15 +51,21 @@ def survey(needs: Needs, transport: Transport) -> Judgement:
 
         run_everywhere(
             transport,
-            needs.slots,
-            node_command("facts"),
+            [host for host in needs.slots if host not in lacking],
+            node_command("facts", needs.code),
             stdin_of=question,
             deadline_seconds=_DEADLINE_SECONDS,
             on_answer=on_answer,
         )
     in_order = {host: heards[host] for host in needs.slots if host in heards}
-    judged = judge(in_order, needs, software(dict(needs.spec)), nonce, identity())
+    judged = judge(in_order, needs, _own(needs), nonce, identity())
     return replace(judged, findings=[*findings, *judged.findings])
+
+
+def _own(needs: Needs) -> Software:
+    """The head's software. While it runs others may have changed its code on disk, of which it has sent what it is."""
+    found = software(dict(needs.spec))
+    return found if needs.code is None else replace(found, code_digest=needs.code)
 
 
 def _question(needs: Needs, host: str, nonce_path: Path) -> Question:
@@ -80,7 +91,8 @@ def _facts(answer: Answer) -> Facts:
         return Facts.from_json(answer.message())
     except (KeyError, TypeError):  # other code there has other facts to tell
         raise RemoteFailed(
-            f"{answer.host}: its answer is of another version of this package: install the head's there",
+            f"{answer.host}: its answer is of another version of this package: install the head's there, or have it "
+            "sent with --ship-code",
             [answer.host],
         ) from None
 

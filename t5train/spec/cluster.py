@@ -29,7 +29,7 @@ class ClusterSpec(SpecPart):
     execution = frozenset(
         {
             *("ranks", "accelerator", "master_port", "retries", "hostfile", "include", "exclude", "num_nodes"),
-            "spares",
+            *("spares", "ship_code"),
             *("launcher", "ssh_user", "ssh_port", "known_hosts", "master_address", "environment"),
             *("lease_seconds", "grace_seconds", "deadlines"),
         }
@@ -56,6 +56,9 @@ class ClusterSpec(SpecPart):
     )
     launcher: Literal["pdsh", "slurm", "openmpi"] = Field(
         "pdsh", title="Launcher", description="What DeepSpeed starts the hosts' processes with"
+    )
+    ship_code: bool = Field(
+        False, title="Ship code", description="Send this project's own code to the hosts, else it is installed there"
     )
     ssh_user: str | None = Field(
         None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$", title="ssh user", description="Else as ssh is configured"
@@ -104,6 +107,11 @@ class ClusterSpec(SpecPart):
             raise ValueError(
                 f"cluster.spares is {self.spares}, and cluster.hostfile is left out: give --hostfile, or leave "
                 "cluster.spares out"
+            )
+        if self.ship_code and self.hostfile is None:
+            raise ValueError(
+                "cluster.ship_code is true, and cluster.hostfile is left out: give --hostfile, or leave "
+                "cluster.ship_code out"
             )
         if len(chosen) > 1:
             raise ValueError(

@@ -64,8 +64,9 @@ def test_hosts_that_cannot_be_are_refused_before_anything_starts(
 def test_a_choice_without_a_hostfile_is_refused(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert t5_pretrain("run", "smoke", "--dry-run", "--num-nodes", "2") == 1
-    assert "cluster.hostfile is left out: give --hostfile" in capsys.readouterr().err
+    for option in (("--num-nodes", "2"), ("--ship-code",)):
+        assert t5_pretrain("run", "smoke", "--dry-run", *option) == 1
+        assert "cluster.hostfile is left out: give --hostfile" in capsys.readouterr().err
 
 
 def test_ranks_follow_from_the_hosts_and_paths_are_absolute(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,7 @@ OTHER_HOSTS: dict[str, Any] = {
     "cluster.exclude": "node1:1",
     "cluster.num_nodes": 2,
     "cluster.spares": 1,
+    "cluster.ship_code": True,
 }
 # The same for what does not go with other values above.
 OTHER_ALONE: dict[str, Any] = {"layout.pipeline_stages": 2}

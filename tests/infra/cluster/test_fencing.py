@@ -13,6 +13,8 @@ from infra.attempts import attempt, lease
 from infra.attempts.attempt import Attempt
 from infra.cluster import fencing
 from infra.cluster.remote import Transport, node_command, run
+from infra.cluster.shipping import COMMAND
+from infra.code_bundle import own_bundle
 
 HOSTS = {"a": (0,), "b": (0,)}
 
@@ -31,6 +33,17 @@ class Severed:
         return ["sh", "-c", "exit 255"] if host == "b" and self.is_cut else self.way.command(host, argv)
 
 
+class Recorded:
+    """By what code hosts are asked: its PYTHONPATH, or the program that takes it."""
+
+    def __init__(self, way: Transport) -> None:
+        self.way, self.asked = way, list[str]()
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        self.asked.append(next((word for word in argv if word.startswith("PYTHONPATH=")), argv[-1]))
+        return self.way.command(host, argv)
+
+
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "head").mkdir()
@@ -46,7 +59,13 @@ def this(tmp_path: Path, local_hosts: Hosts) -> Attempt:
             "run_id": this.run_id, "attempt": replace(this, host=host, hosts=None).facts(), "environment": {},
             "meeting": {"address": "127.0.0.1", "port": 20001}, "files": {},
         }  # fmt: skip
-        run(local_hosts, host, node_command("prepare"), stdin=json.dumps(request).encode() + b"\n", deadline_seconds=20)
+        run(
+            local_hosts,
+            host,
+            node_command("prepare", None),
+            stdin=json.dumps(request).encode() + b"\n",
+            deadline_seconds=20,
+        )
         log = "before s3cret-value after\n" if host == "a" else "of b\n"
         (local_hosts.attempt_folder(host, this.run_id) / f"rank-0000{'ab'.index(host)}.log").write_text(log)
     folder = node_folder.head_folder(this.run_id)
@@ -76,6 +95,18 @@ def test_what_an_earlier_attempt_left_is_ended_gathered_without_secrets_and_remo
     assert not local_hosts.attempt_folder("a", this.run_id).exists()
     assert not node_folder.head_folder(this.run_id).exists()
     assert not list(fencing.unended(tmp_path / "run"))
+
+
+def test_an_attempt_whose_code_may_be_gone_is_ended_by_that_of_this_head(
+    this: Attempt, local_hosts: Hosts, tmp_path: Path
+) -> None:
+    replace(this, code="0ld").write()
+    way = Recorded(local_hosts)
+    fencing.end_earlier(tmp_path / "run", way, lambda: None)
+    assert not list(fencing.unended(tmp_path / "run"))
+    assert way.asked[:2] == [COMMAND[-1]] * 2  # the code first
+    path = f"PYTHONPATH={node_folder.code_folder(own_bundle().digest)}"
+    assert way.asked[2:] == [path] * 6  # `end`, `logs` and `remove` on both
 
 
 def test_a_host_that_does_not_answer_is_given_the_time_in_which_ranks_end_by_themselves(

@@ -16,11 +16,14 @@ import infra
 from infra.cluster.hosts import Host, Hosts, parse
 from infra.cluster.launch_command import launch_command, launcher_variables, require_launchable, write_hostfile
 from infra.cluster.remote import Ssh
+from infra.code_bundle import own_bundle
+from infra.node_folder import code_folder
 from t5train.errors import SpecError
 from t5train.spec import ClusterSpec
 
 EQUAL = parse("node1 slots=2\nnode2 slots=2\n", "hosts")
 CHOSEN = Hosts((Host("node2", (1, 3)), Host("node1", (0,))))
+SENT = code_folder(own_bundle().digest)
 MASTER = ("10.0.0.1", 29500)
 PROGRAM = ("infra.guard", "/nodes/folder", sys.executable, "-m", "t5train.train")
 # DeepSpeed's launcher up to the point at which it would start srun, mpirun or pdsh.
@@ -98,6 +101,19 @@ def test_mpirun_starts_a_rank_for_each_slot_of_the_hostfile(started: dict[str, d
 
 def test_no_file_of_the_user_adds_to_what_is_run(started: dict[str, dict[str, Any]]) -> None:
     assert "SECRET" not in str([one["argv"] for one in started.values()])
+
+
+def test_code_that_was_sent_is_what_every_launcher_starts() -> None:
+    for launcher, program in (("pdsh", PROGRAM[0]), ("openmpi", PROGRAM[0]), ("slurm", f"{SENT}/infra/guard.py")):
+        cluster = ClusterSpec(launcher=launcher, ship_code=True, hostfile=Path("hosts"))
+        argv = launch_command(cluster, EQUAL, Path("/nodes/folder"), master=MASTER, program=PROGRAM)
+        assert argv[:3] == ["env", f"PYTHONPATH={SENT}", sys.executable]
+        assert program in argv
+
+
+def test_a_path_of_the_head_may_be_any_where_hosts_are_sent_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/my code")
+    require_launchable(ClusterSpec(ship_code=True, hostfile=Path("hosts")), EQUAL)
 
 
 @pytest.mark.parametrize(

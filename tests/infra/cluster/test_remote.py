@@ -19,6 +19,7 @@ from infra import processes
 from infra.cluster import remote
 from infra.cluster.remote import Answer, Ssh, quoted, run, run_everywhere
 from infra.cluster.ssh_config import ssh_config
+from infra.node_folder import place
 from t5train.errors import HostKeyMismatch, HostTimeout, HostUnreachable, RemoteFailed, SpecError
 from t5train.spec import ClusterSpec
 
@@ -198,11 +199,24 @@ def test_a_machine_without_ssh_says_what_to_install(monkeypatch: pytest.MonkeyPa
 def test_the_node_program_runs_by_this_python_and_its_absolute_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:some/where")
     path = f"PYTHONPATH={Path.cwd()}:{Path.cwd()}/some/where"
-    assert remote.node_command("facts") == [
+    assert remote.node_command("facts", None) == [
         *("env", "PYTHONSAFEPATH=1", "PYTHONUTF8=1", path, sys.executable, "-m", "infra.node", "facts")
     ]
     monkeypatch.delenv("PYTHONPATH")
-    assert not any(word.startswith("PYTHONPATH") for word in remote.node_command("facts"))
+    assert not any(word.startswith("PYTHONPATH") for word in remote.node_command("facts", None))
+
+
+def test_code_that_was_sent_comes_before_all_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/checkout")
+    said = [word for word in remote.node_command("facts", "c0de") if word.startswith("PYTHONPATH=")]
+    assert said == [f"PYTHONPATH={place('code', 'c0de')}"]
+
+
+def test_a_host_without_the_package_is_told_from_one_without_python() -> None:
+    missing = b"/usr/bin/python3: Error while finding module specification for 'infra.node' (No module named 'infra')"
+    assert "or have its code sent with --ship-code" in str(remote.failure_of("a", ["python"], 1, missing))
+    assert "--ship-code" not in str(remote.failure_of("a", ["python"], 1, b"No module named 'infrared'"))
+    assert "at the same path as here. It" in str(remote.failure_of("a", ["python"], 127, b"python: not found"))
 
 
 @given(lease_seconds=st.floats(5, 1e6))

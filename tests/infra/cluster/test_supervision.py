@@ -43,7 +43,13 @@ def this(tmp_path: Path, local_hosts: Hosts) -> Attempt:
             "run_id": this.run_id, "attempt": replace(this, host=host, hosts=None).facts(), "environment": {},
             "meeting": {"address": "127.0.0.1", "port": 20001}, "files": {},
         }  # fmt: skip
-        run(local_hosts, host, node_command("prepare"), stdin=json.dumps(request).encode() + b"\n", deadline_seconds=20)
+        run(
+            local_hosts,
+            host,
+            node_command("prepare", None),
+            stdin=json.dumps(request).encode() + b"\n",
+            deadline_seconds=20,
+        )
     return this
 
 

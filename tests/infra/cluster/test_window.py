@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from infra.attempts.attempt import Attempt
 from infra.cluster.window import News, Window
 
 
@@ -26,9 +27,9 @@ class Runs:
         (("/dev/null",), "a: /dev/null cannot be started on this machine: Permission denied"),
     ],
 )
-def test_what_breaks_a_window_is_told_and_it_is_opened_again(argv: tuple[str, ...], words: str) -> None:
+def test_what_breaks_a_window_is_told_and_it_is_opened_again(argv: tuple[str, ...], words: str, this: Attempt) -> None:
     news = News()
-    window = Window(Runs(argv), "a", "run", {}, news)
+    window = Window(Runs(argv), "a", this, {}, news)
     for _ in range(2):
         host, heard_at, message = news.get(timeout=10)
         assert host == "a"

@@ -1,9 +1,14 @@
 """What no run needs is found and freed; what somebody may need is left, whoever that is."""
 
+import os
+import subprocess
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from infra.attempts.attempt import Attempt
 from infra.node_store.collection import finished_runs, free_on, free_under, garbage_on, garbage_under
 from infra.node_store.gather import gather
 from infra.node_store.paths import run_place
@@ -64,6 +69,46 @@ def test_what_came_by_now_to_be_used_is_not_freed(site: Site, finished: list[str
     stage(site, tmp_path)
     assert free_on(site.nodes, [], found) == {"a": [], "b": []}
     assert (site.scratch("a") / PLACE / "train.bin").exists()
+
+
+def send(site: Site, host: str, digest: str, hours_ago: float) -> Path:
+    folder = site.scratch(host).parent / "code" / digest
+    (folder / "infra").mkdir(parents=True)
+    (folder / "infra/guard.py").write_bytes(bytes(10))
+    then = time.time() - 3600 * hours_ago
+    os.utime(folder, (then, then))
+    return folder
+
+
+def test_code_that_was_sent_is_freed_when_nothing_uses_it(site: Site) -> None:
+    unused, left, fresh, of_attempt, at_work = (
+        send(site, "a", name, hours) for name, hours in (("0", 2), (".1.partial", 2), ("2", 0.5), ("3", 2), ("4", 2))
+    )
+    attempts = of_attempt.parents[1] / "attempts"
+    (attempts / "id").mkdir(parents=True, mode=0o700)
+    attempts.chmod(0o700)
+    Attempt(attempts / "id", "id", RUN, 1, None, 60.0, code="3").write()
+    sleeps = subprocess.Popen(["sleep", "60"], env={"PYTHONPATH": f"/:{at_work}"})
+    try:
+        found = garbage_on(site.nodes, [])
+        assert [(each.place, each.size) for each in found["a"]] == [("code/.1.partial", 10), ("code/0", 10)]
+        assert free_on(site.nodes, [], {"a": [*found["a"], replace(found["a"][0], place="code/4")]})["a"] == [
+            f"code/{left.name}",
+            f"code/{unused.name}",
+        ]
+    finally:
+        sleeps.kill()
+        sleeps.wait()
+    assert {path.name for path in fresh.parent.iterdir()} == {fresh.name, of_attempt.name, at_work.name}
+    assert [each.place for each in garbage_on(site.nodes, [])["a"]] == ["code/4"]
+
+
+def test_code_that_a_head_wants_by_now_is_not_freed(site: Site) -> None:
+    folder = send(site, "a", "0", hours_ago=2)
+    found = garbage_on(site.nodes, [])
+    os.utime(folder)
+    assert free_on(site.nodes, [], found)["a"] == []
+    assert folder.is_dir()
 
 
 def test_under_the_root_only_what_is_older_than_a_whole_checkpoint_goes(site: Site, finished: list[str]) -> None:

@@ -59,7 +59,7 @@ CULPRITS: list[tuple[str, str, Change, str]] = [
         "code",
         "node1",
         with_("software", code_digest="d" * 64),
-        "node1: code dddddddddddd, the head's cccccccccccc: inst",
+        "node1: code dddddddddddd, the head's cccccccccccc: install the head's version of this package there, or have",
     ),
     (
         "spec",

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import shutil
 import socket
 import sys
 import time
@@ -14,6 +13,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from infra.code_bundle import own_bundle
 from infra.node_store.occupancy import pin
 from infra.preflight import devices, network, software
 from infra.preflight.facts import Facts, Question
@@ -67,15 +67,8 @@ def test_no_large_package_is_imported_to_tell_of_a_host_without_accelerators(
     assert result.returncode == 0, result.stderr
 
 
-def test_the_code_digest_sees_every_module(tmp_path: Path) -> None:
-    for top in ("t5train", "infra"):
-        (tmp_path / top / "part").mkdir(parents=True)
-        (tmp_path / top / "part" / "module.py").write_text("x = 1\n", "utf-8")
-    first = software.code_digest(tmp_path)
-    (tmp_path / "infra" / "part" / "module.py").write_text("x = 2\n", "utf-8")
-    changed = software.code_digest(tmp_path)
-    shutil.move(tmp_path / "infra" / "part" / "module.py", tmp_path / "infra" / "part" / "renamed.py")
-    assert len({first, changed, software.code_digest(tmp_path)}) == 3
+def test_the_code_is_known_by_the_digest_of_its_bundle() -> None:
+    assert software.software({}).code_digest == own_bundle().digest
 
 
 def test_a_spec_that_the_nodes_code_does_not_know_is_told() -> None:

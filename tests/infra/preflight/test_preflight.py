@@ -1,6 +1,7 @@
 """From the head's side: what becomes of findings, and what is asked of the head itself."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,13 @@ def test_hosts_that_may_answer_another_time_are_told_unless_there_are_other_prob
 
 def test_an_answer_of_other_code_is_told(needs: Needs) -> None:
     (found,) = survey(needs, Says("echo '{}'")).findings
-    assert found.text == "near: its answer is of another version of this package: install the head's there"
+    assert found.text.startswith("near: its answer is of another version of this package: install the head's there")
+    assert found.text.endswith("or have it sent with --ship-code")
+
+
+def test_a_host_that_cannot_take_the_code_is_asked_nothing_else(needs: Needs) -> None:
+    found = survey(replace(needs, code="c0de"), Says("echo no room >&2; exit 1")).findings
+    assert [(one.check, one.text.rpartition(". ")[2]) for one in found] == [("program", "It said: no room")]
 
 
 def test_a_login_shell_that_prints_something_is_told_as_that(needs: Needs) -> None:

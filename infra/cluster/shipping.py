@@ -1,0 +1,56 @@
+"""Brings the head's own code to hosts, so that it need not be installed there.
+
+Python, torch and all else that is not this project's must be; infra.preflight sees to that. The text of the program
+that takes the code is always the same; digest and code travel on stdin.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from infra.cluster import code_on_node
+from infra.cluster.remote import Reply, Transport, module_path, run_everywhere
+from infra.code_bundle import own_bundle
+from infra.node_folder import place
+from t5train.errors import HostError
+from t5train.spec import ClusterSpec
+
+# Isolated and without site-packages: whatever is installed there has no say in what becomes of the code.
+COMMAND = [sys.executable, "-I", "-S", "-X", "utf8", "-c", Path(code_on_node.__file__).read_text("utf-8")]
+_SECONDS = 60.0
+
+
+def shipped_code(cluster: ClusterSpec) -> str | None:
+    """Digest of the code that hosts are sent; None where they have theirs installed."""
+    return own_bundle().digest if cluster.ship_code else None
+
+
+def path_to(code: str | None) -> dict[str, str]:
+    """The variable by which other processes than infra.node find code that was sent."""
+    return {} if code is None else {"PYTHONPATH": module_path(code)}
+
+
+def ship(transport: Transport, hosts: Iterable[str]) -> dict[str, HostError]:
+    """Have the code of this process on all hosts, and send it to those that lack it; the errors of those that still do.
+
+    What ``infra.cluster.remote.module_path`` names exists there then, whole.
+    """
+    asked = _ask(transport, hosts, b"")
+    sent = _ask(transport, [host for host, held in asked.items() if held is False], own_bundle().content)
+    return {host: found for host, found in (asked | sent).items() if isinstance(found, HostError)}
+
+
+def _ask(transport: Transport, hosts: Iterable[str], content: bytes) -> dict[str, bool | HostError]:
+    request = {"user": os.getuid(), "place": str(place()), "digest": own_bundle().digest}
+    stdin = json.dumps(request).encode() + b"\n" + content
+    replies = run_everywhere(transport, hosts, COMMAND, stdin_of=lambda _host: stdin, deadline_seconds=_SECONDS)
+    return {host: _held(reply) for host, reply in replies.items()}
+
+
+def _held(reply: Reply) -> bool | HostError:
+    try:
+        return reply if isinstance(reply, HostError) else bool(reply.message()["held"])
+    except HostError as error:
+        return error
