@@ -141,11 +141,6 @@ def _require_arithmetic(spec: RunSpec) -> None:
         )
 
 
-def _require_text(spec: RunSpec) -> int:
-    """Its bytes, where it is not one that is made; InputError without any."""
-    return 0 if spec.corpus.source == PYDOCS else require_source(spec.corpus.source)
-
-
 def _needed_bytes(spec: RunSpec, of_model: T5Shape, text_bytes: int) -> int:
     releases = _WEIGHT_BYTES * _RELEASES * shape.count_parameters(of_model)
     # Tokens take half the bytes of plain text, more of compressed text.

@@ -58,6 +58,15 @@ def discard(path: Path) -> None:
         raise StorageError(f"{path} cannot be removed: {error}; remove it yourself, then try again") from error
 
 
+def remove_discarded(parent: Path) -> None:
+    """Remove what ``discard`` has left of folders in ``parent`` when it was killed; not what has their names by now."""
+    for aside in parent.glob(".*.discarded"):
+        try:
+            shutil.rmtree(aside)
+        except OSError as error:
+            raise StorageError(f"{aside} cannot be removed: {error}; remove it yourself") from error
+
+
 def copy_durably(source: Path, target: Path) -> None:
     """Copy the bytes of a file to a new name and wait until they are on disk."""
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -58,18 +58,19 @@ def _train(spec: RunSpec, shards: TokenShards, progress: Progress) -> None:
 def _on_hosts(spec: RunSpec, shards: TokenShards, job: Callable[[Path], Path], progress: Progress) -> ClusterLaunchSpec:
     hosts = training_hosts(spec)
     shape = resolve(spec.model, int(shards.counts["vocab_size"]))
-    shard_bytes = sum(digest.size for digest in shards.files.values())
+    needs = Needs.of_run(spec, hosts, shape, sum(digest.size for digest in shards.files.values()))
 
     def storage(transport: Transport, is_node_local: bool) -> RunStorage:
         if not is_node_local:
             return SharedStorage(job)
-        return NodeLocalStorage(NodeRun.of(spec, run.run_fingerprint(spec, shards), hosts, transport), job, progress)
+        begun = run.run_fingerprint(spec, shards)
+        return NodeLocalStorage(NodeRun.of(spec, begun, hosts, transport, needs.checkpoint_bytes), job, progress)
 
     return ClusterLaunchSpec(
         run_folder=spec.run_folder,
         cluster=spec.cluster,
         hosts=hosts,
-        needs=Needs.of_run(spec, hosts, shape, shard_bytes),
+        needs=needs,
         storage=storage,
         program=rank_program,
         is_same_job=lambda attempt_folder: run.is_job_of(spec, shards, attempt_folder),

@@ -14,7 +14,7 @@ from infra.node_store.gather import gather
 from infra.node_store.inventory import HEAD, inventory_of
 from infra.node_store.survey import Survey, prune_on, survey
 from infra.node_store.tags import FoundTag, Inventories, complete_tags, superfluous
-from t5train.atomic_folder import discard
+from t5train.atomic_folder import discard, remove_discarded
 from t5train.errors import IncompleteCheckpoint
 from t5train.progress import Progress
 from t5train.run_files import METRICS, TENSORBOARD
@@ -106,7 +106,10 @@ def bring_metrics(run: NodeRun) -> None:
 
 
 def prune(run: NodeRun, found: Survey) -> None:
-    """Remove checkpoints that are not to be kept, on nodes and head; those not gathered yet are left alone."""
+    """Remove checkpoints that are not to be kept, on nodes and head, and what removals that were killed have left.
+
+    Those not gathered yet are left alone.
+    """
     gathered = complete_tags({HEAD: inventory_of(run.checkpoints)})
     if not gathered:
         return
@@ -114,10 +117,10 @@ def prune(run: NodeRun, found: Survey) -> None:
         place: {tag: copy for tag, copy in inventory.items() if _TAG.fullmatch(tag) and tag <= gathered[0].name}
         for place, inventory in {**found.found, HEAD: inventory_of(run.checkpoints)}.items()
     }
-    if not (tags := _superfluous(run, old)):
-        return
+    tags = _superfluous(run, old)
     for host, error in prune_on(run.nodes, run.name, tags).items():
         if error is not None:
-            _log.warning("%s keeps checkpoints %s for now: %s", host, ", ".join(tags), error)
+            _log.warning("%s keeps old checkpoints (%s) for now: %s", host, ", ".join(tags), error)
     for tag in tags:
         discard(run.checkpoints / tag)
+    remove_discarded(run.checkpoints)

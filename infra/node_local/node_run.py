@@ -1,6 +1,7 @@
 """A run on nodes with disks of their own: its names there, and what its ranks are told of them."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Self
 
@@ -27,9 +28,18 @@ class NodeRun:
     nodes: Nodes
     keep: StorageSpec
     """Which checkpoints."""
+    checkpoint_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Room that these take on each host."""
 
     @classmethod
-    def of(cls, spec: RunSpec, run_fingerprint: str, hosts: Hosts, transport: Transport) -> Self:
+    def of(
+        cls,
+        spec: RunSpec,
+        run_fingerprint: str,
+        hosts: Hosts,
+        transport: Transport,
+        checkpoint_bytes: Mapping[str, int],
+    ) -> Self:
         """The run of that spec."""
         return cls(
             name=name_on_nodes(spec.run_name, run_fingerprint),
@@ -37,6 +47,7 @@ class NodeRun:
             hosts=hosts,
             nodes=Nodes(transport, hosts.names, spec.storage.scratch, shipped_code(spec.cluster)),
             keep=spec.storage,
+            checkpoint_bytes=checkpoint_bytes,
         )
 
     @property

@@ -32,7 +32,7 @@ def provide(run: NodeRun, job: TrainJob, progress: Progress) -> None:
 
 
 def _stage(run: NodeRun, folder: Path, files: list[Wanted], place: str, progress: Progress) -> None:
-    stage_folder(run.nodes, folder, files, place, run.name, progress)
+    stage_folder(run.nodes, folder, files, place, run.name, progress, run.checkpoint_bytes)
 
 
 def _visible(folder: Path) -> list[str]:

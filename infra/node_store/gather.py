@@ -35,7 +35,8 @@ def gather(nodes: Nodes, run_name: str, tag: FoundTag, checkpoints: Path, progre
     require_space(folder, missing_bytes(folder, lacking), f"checkpoint {tag.name}")
     _Gathering(nodes, tag_place(run_name, tag.name), folder, lacking, progress).run(tag.places)
     for name, text in sorted(tag.texts.items()):
-        write_text(folder / name, text)
+        if not (folder / name).exists():  # else it is this one: others have been removed
+            write_text(folder / name, text)
     sync_folder(checkpoints)
 
 
@@ -58,7 +59,7 @@ def _lacking(folder: Path, wanted: list[Wanted], progress: Progress) -> list[Wan
 def _remove_strangers(folder: Path, tag: FoundTag) -> None:
     """What was gathered of another saving of this tag: its sidecars first, so it is never taken for complete."""
     for path in folder.glob("rank-*.json"):
-        if tag.texts.get(path.name) != path.read_text("utf-8", "replace"):
+        if tag.texts.get(path.name, "").encode() != path.read_bytes():
             path.unlink()
     for path in folder.glob("*.pt"):
         if path.name not in tag.files:

@@ -10,7 +10,7 @@ from infra.node_store.paths import run_place, scratch_folder, within
 from infra.node_store.pulling import Wanted, is_whole, listed, missing_bytes, pull
 from infra.node_store.room import require_room
 from infra.node_store.wire import files_in
-from t5train.atomic_folder import discard
+from t5train.atomic_folder import discard, remove_discarded
 from t5train.run_files import CHECKPOINTS
 
 
@@ -27,9 +27,11 @@ def verify(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def prune(request: dict[str, Any]) -> dict[str, Any]:
-    """Remove the ``tags`` from this node."""
+    """Remove the ``tags`` from this node, and what removals that were killed have left."""
+    checkpoints = _checkpoints(request)
     for tag in request["tags"]:
-        discard(within(_checkpoints(request), tag))
+        discard(within(checkpoints, tag))
+    remove_discarded(checkpoints)
     return {}
 
 

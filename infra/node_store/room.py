@@ -10,22 +10,23 @@ SPARE_BYTES = 256 << 20
 """Left free, for logs and for what else uses the disk."""
 
 
-def require_room(scratch: Path, needed_bytes: int, what: str) -> None:
-    """Raise StorageError unless that many bytes fit on the disk of the scratch folder.
+def require_room(scratch: Path, needed_bytes: int, what: str, beside_bytes: int = 0) -> None:
+    """Raise StorageError unless that many bytes fit on the disk of the scratch folder, and leave ``beside_bytes``.
 
-    For that, folders that were staged and that no run uses are removed, the least recently used first, other than
-    ``what``.
+    These are for what a run will write there. For that, folders that were staged and that no run uses are removed, the
+    least recently used first, other than ``what``.
     """
-    needed = needed_bytes + SPARE_BYTES
+    needed = needed_bytes + beside_bytes + SPARE_BYTES
     for place in staged_places(scratch):
         if shutil.disk_usage(scratch).free >= needed:
             return
         if place != what:
             remove_unused(scratch, place)
     if (free := shutil.disk_usage(scratch).free) < needed:
+        also = f"with {_gigabytes(beside_bytes)} for checkpoints " if beside_bytes else ""
         raise StorageError(
-            f"{scratch} has {_gigabytes(free)} free, {what} needs {_gigabytes(needed)}, and what else was staged there "
-            "is in use: make room, or choose another storage.scratch"
+            f"{scratch} has {_gigabytes(free)} free, {what} {also}needs {_gigabytes(needed)}, and what else was "
+            "staged there is in use: make room, or choose another storage.scratch"
         )
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from infra.node_store import relay
+from infra.node_store.garbage import size_of
 from infra.node_store.node_channel import Telling, node_channel
 from infra.node_store.occupancy import pin, staging_lock, unpin
-from infra.node_store.paths import scratch_folder, within
+from infra.node_store.paths import run_place, scratch_folder, within
 from infra.node_store.pulling import Wanted, Watcher, missing_bytes, pull
 from infra.node_store.room import require_room
 from infra.node_store.shelf import Shelf
@@ -20,7 +21,7 @@ def stage(request: dict[str, Any]) -> None:
     scratch, place = scratch_folder(request["scratch"]), str(request["place"])
     folder, wanted = within(scratch, place), [Wanted(**each) for each in request["files"]]
     with staging_lock(scratch, place):
-        require_room(scratch, missing_bytes(folder, wanted), place)
+        require_room(scratch, missing_bytes(folder, wanted), place, _still_to_write(scratch, request))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         head, shelf = node_channel(), Shelf(folder)
         head.say({"listening": asdict(relay.serve(shelf.read, request["token"]))})
@@ -29,6 +30,12 @@ def stage(request: dict[str, Any]) -> None:
         pin(scratch, place, request["run_name"])
     head.say({"done": True})
     head.hear()  # others may read what is here until stdin ends
+
+
+def _still_to_write(scratch: Path, request: Message) -> int:
+    """Bytes that the run will write beside, less what it has written."""
+    own = size_of(within(scratch, run_place(request["run_name"])))
+    return max(0, int(request["beside_bytes"]) - own)
 
 
 def release(request: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,12 +22,19 @@ def files_of_record(record: Record) -> list[Wanted]:
 
 
 def stage_folder(
-    nodes: Nodes, source: Path, files: Sequence[Wanted], place: str, run_name: str, progress: Progress = silent
+    nodes: Nodes,
+    source: Path,
+    files: Sequence[Wanted],
+    place: str,
+    run_name: str,
+    progress: Progress = silent,
+    beside: Mapping[str, int] | None = None,
 ) -> None:
     """Have every node hold these files of the folder ``source`` in its ``place``, verified, pinned for the run.
 
-    What a node has whole is not sent again, and what broke off goes on where it stood. A node that does not reach the
-    one before it takes from the head. Raises the HostError of the first node that does not get there.
+    Each keeps room for as many bytes as the run will write ``beside`` on that host. What a node has whole is not sent
+    again, and what broke off goes on where it stood. A node that does not reach the one before it takes from the head.
+    Raises the HostError of the first node that does not get there.
     """
     if not nodes.hosts:
         return
@@ -35,8 +42,9 @@ def stage_folder(
     request = nodes.request(
         place=place, run_name=run_name, token=secrets.token_hex(32), files=[each.to_json() for each in files]
     )
+    requests = [{**request, "beside_bytes": (beside or {}).get(host, 0)} for host in nodes.hosts]
     with ThreadPoolExecutor(len(nodes.hosts), thread_name_prefix="stage") as threads:
-        results = [threads.submit(staging.one, number, request) for number in range(len(nodes.hosts))]
+        results = [threads.submit(staging.one, number, request) for number, request in enumerate(requests)]
     for result in results:
         result.result()
 

@@ -50,6 +50,6 @@ def verify_on(
 
 
 def prune_on(nodes: Nodes, run_name: str, tags: list[str]) -> dict[str, HostError | None]:
-    """Remove these tags from all nodes; the error of each that did not."""
+    """Remove these tags from all nodes, and what is left of others; the error of each that did not."""
     answers = nodes.ask("prune", lambda _: nodes.request(run_name=run_name, tags=tags), _DEADLINE_SECONDS)
     return {host: each if isinstance(each, HostError) else None for host, each in answers.items()}

@@ -168,6 +168,20 @@ def test_a_node_that_is_lost_twice_is_replaced_by_a_spare_and_the_run_goes_on(tr
     assert weights(trained.folder) == undisturbed
 
 
+def test_a_node_that_is_down_from_the_beginning_is_replaced_by_a_spare_and_not_missed_at_the_end(
+    trained: Apart, undisturbed: Any
+) -> None:
+    trained.take_back(["node0", "node1", "node2"])
+    trained.cluster.power_cut("node1")
+    ended = trained.train(["--hostfile", HOSTFILE, "--spares", "1"])
+    again = trained.train()
+    trained.cluster.boot("node1")
+    assert ended.exit_code == again.exit_code == 0, ended.output[-4000:] + again.output[-4000:]
+    assert "node1 does not answer: node2 takes its place" in ended.output
+    assert "node1" not in again.output
+    assert weights(trained.folder) == undisturbed
+
+
 def test_where_nothing_is_complete_any_more_it_is_told_what_is_missing_and_where_it_was(trained: Apart) -> None:
     trained.take_back(["node0", "node1", "node2"])
     shutil.rmtree(trained.folder / "checkpoints")

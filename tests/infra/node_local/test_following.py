@@ -55,6 +55,16 @@ def test_the_newest_complete_checkpoint_is_gathered_and_older_ones_go_everywhere
     assert tags(site.tag("a", 8).parent) == [tag_of(24)]
 
 
+def test_what_removals_that_were_killed_have_left_goes_also_where_nothing_else_does(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    for checkpoints in (run.checkpoints, site.tag("a", 8).parent):
+        (checkpoints / f".{tag_of(8)}.discarded").mkdir(parents=True)
+        (checkpoints / f".{tag_of(8)}.discarded" / PART_OF_B).touch()
+    keep_up(run, silent)
+    for checkpoints in (run.checkpoints, site.tag("a", 8).parent):
+        assert [path.name for path in checkpoints.iterdir()] == [tag_of(8)]
+
+
 def test_all_that_are_to_be_kept_are_gathered_also_those_that_were_saved_in_between(run: NodeRun, site: Site) -> None:
     for step in (8, 16, 24):
         site.save(step)

@@ -64,6 +64,9 @@ def test_what_lies_in_parts_on_nodes_is_gathered_into_one_checkpoint(site: Site)
     assert [one.rank for one in sidecar.require_complete(folder)] == [0, 1]
     assert {path.name: path.read_bytes() for path in folder.glob("*.pt")} == contents
     assert told[-1] == sum(map(len, contents.values()))
+    written = {path.name: path.stat().st_ino for path in folder.iterdir()}
+    gather(site.nodes, RUN, site.newest(), site.checkpoints)
+    assert {path.name: path.stat().st_ino for path in folder.iterdir()} == written, "what is there is left alone"
 
 
 def test_a_transfer_that_broke_off_goes_on_where_it_stood(site: Site) -> None:

@@ -2,16 +2,18 @@
 
 import json
 import os
+import shutil
 import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
-from infra.node_store import relay, staging
+from infra.node_store import relay, stage_on_node
 from infra.node_store.nodes import Nodes
 from infra.node_store.pulling import Wanted, listed
 from infra.node_store.shelf import Shelf
@@ -67,6 +69,17 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_sent(site: Site, sh
     assert not (site.scratch("a") / PLACE).exists()
 
 
+def test_room_is_kept_for_what_the_run_will_write_beside_and_has_not_written_yet(site: Site, shards: Path) -> None:
+    files, disk = listed(shards, NAMES), shutil.disk_usage(site.scratch("b")).total
+    with pytest.raises(RemoteFailed, match=r"b: .* free, shards/deadbeef with .* GB for checkpoints needs"):
+        stage_folder(site.nodes, shards, files, PLACE, "smoke", beside={"b": disk})
+    written = site.scratch("b") / "runs/smoke/checkpoints/tag/file"
+    written.parent.mkdir(parents=True)
+    with open(written, "wb") as file:
+        file.truncate(disk)  # holes, which take no room
+    stage_folder(site.nodes, shards, files, PLACE, "smoke", beside={"b": disk})
+
+
 def test_who_does_not_know_the_token_gets_nothing(shards: Path) -> None:
     server = relay.serve(files_in(shards), TOKEN)
     with socket.create_connection((server.address, server.port), timeout=10) as liar, liar.makefile("rwb") as lines:
@@ -111,6 +124,14 @@ sys.exit(255)
 """
 
 
+def test_a_node_that_cannot_reach_the_one_before_it_takes_from_the_head() -> None:
+    said, head = list[Any](), MagicMock(fetch=lambda *_: iter([b"some"]))
+    head.say = said.append
+    upstream = stage_on_node._Upstream(head, {"address": "127.0.0.1", "port": free_port()}, TOKEN)
+    assert list(upstream.read("train.bin", 0, 4)) == [b"some"]
+    assert [list(message) for message in said] == [["alone"]]
+
+
 def test_a_node_that_dies_in_the_chain_holds_up_no_other(
     site: Site, shards: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -125,16 +146,6 @@ def test_a_node_that_dies_in_the_chain_holds_up_no_other(
     stage_folder(site.nodes, shards, listed(shards, NAMES), PLACE, "smoke")
     assert contents(site.scratch("a") / PLACE) == contents(shards)
     assert (site.scratch("a") / PLACE / "train.bin").stat().st_ino == inode, "it did not go on where it stood"
-
-
-def test_a_node_that_never_reaches_the_one_before_it_takes_from_the_head(
-    site: Site, shards: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    told = staging._server
-    monkeypatch.setattr(staging, "_server", lambda channel: told(channel) | {"port": free_port()})
-    stage_folder(site.nodes, shards, listed(shards, NAMES), PLACE, "smoke")
-    assert all(contents(site.scratch(host) / PLACE) == contents(shards) for host in "ab")
-    assert "b takes from the head" in caplog.text
 
 
 def test_what_still_comes_can_be_read_and_what_came_damaged_is_not_passed_on(tmp_path: Path) -> None:
