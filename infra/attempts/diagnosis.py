@@ -49,7 +49,9 @@ _BY_CAUSE = {
     ),
 }
 _DISK_FULL = Diagnosis(
-    DiskFull, "its disk is full: make room where the output names a path, or choose another storage.root"
+    DiskFull,
+    "its disk is full: make room where the output names a path, or choose another storage.root; storage.scratch, where "
+    "hosts have disks of their own",
 )
 # By what the last lines of an output hold, the more telling first.
 _BY_WORDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
