@@ -1,17 +1,18 @@
 """Hosts without this package, or with another version, are refused; with the head's code sent to them they train."""
 
-import json
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster_runs import Ended, Stage, Started
+from cluster_runs import Stage, Started
 
+from infra.attempts import attempt
+from infra.attempts.attempt import Attempt
 from infra.code_bundle import bundle, own_bundle
 from infra.node_folder import CODE
 from infra.testcluster import Cluster
@@ -21,8 +22,8 @@ pytestmark = pytest.mark.cluster
 
 SENT = f"/var/tmp/t5-pretrain-0/{CODE}/{own_bundle().digest}"
 WHERE = "import infra.guard, pathlib; print(pathlib.Path(infra.guard.__file__).parents[1])"
-# Long enough that a head can come back to it.
-STEPS = ["--set", "optimizer.num_steps=600", "--set", "storage.checkpoint_every_steps=300"]
+# So long that a head can come back to it.
+LONG = ["--set", "optimizer.num_steps=100000", "--set", "storage.checkpoint_every_steps=100000"]
 SECONDS = 300
 
 
@@ -60,8 +61,33 @@ def change(host: str, cluster: Cluster) -> None:
     cluster.exec(host, ["mount", "--bind", "/run/infra", str(packages / "infra")]).check_returncode()
 
 
-def start(stage: Stage, *options: str) -> Started:
-    return stage.start("train", "shipped", ["--hostfile", HOSTFILE, *STEPS, *options], root=Path(f"{HOME}/work"))
+def start(stage: Stage, name: str, *options: str) -> Started:
+    return stage.start("train", name, ["--hostfile", HOSTFILE, *options], root=Path(f"{HOME}/work"))
+
+
+def attempts(stage: Stage, name: str) -> list[Attempt]:
+    folders = stage.cluster.disk("head", f"{HOME}/work/runs/{name}/attempts").iterdir()
+    return [attempt.read(folder) for folder in sorted(folders)]
+
+
+def is_at_work(stage: Stage, started: Started) -> bool:
+    """Whether a rank takes steps; AssertionError if the head is not there any more."""
+    assert started.process.poll() is None, started.log.read_text()
+    beats = stage.cluster.disk("node0", "/var/tmp/t5-pretrain-0/attempts").glob("*/rank-00000.beat")
+    return any('"phase": "step"' in beat.read_text() for beat in beats)
+
+
+def end_head(stage: Stage, started: Started, number: int) -> int:
+    head = next(one for one in stage.cluster.processes("head") if {"train", "smoke"} <= set(one.argv))
+    os.kill(head.pid, number)
+    return started.wait(SECONDS).exit_code
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def t5_pretrain(stage: Stage, *arguments: str) -> tuple[int, str]:
@@ -70,20 +96,8 @@ def t5_pretrain(stage: Stage, *arguments: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
-def come_back(stage: Stage, started: Started) -> Ended:
-    """Kill the head as soon as ranks have taken steps, and start it again."""
-    deadline = time.monotonic() + SECONDS
-    while not list(stage.cluster.disk("node0", "/var/tmp/t5-pretrain-0/scratch/runs").glob("shipped-*/metrics.jsonl")):
-        assert time.monotonic() < deadline, started.log.read_text()
-        time.sleep(0.1)
-    head = next(one for one in stage.cluster.processes("head") if {"train", "smoke"} <= set(one.argv))
-    os.kill(head.pid, signal.SIGKILL)
-    started.wait(SECONDS)
-    return start(stage, "--ship-code").wait(SECONDS)
-
-
 def test_hosts_without_the_heads_code_are_told_how_they_can_have_it(stage: Stage) -> None:
-    ended = start(stage).wait(SECONDS)
+    ended = start(stage, "refused").wait(SECONDS)
     assert ended.exit_code == 1
     lines = {line.split(": ")[1]: line for line in ended.output.splitlines() if line.startswith("  ") and ": " in line}
     assert "program: " in lines["node0"]
@@ -95,14 +109,26 @@ def test_hosts_without_the_heads_code_are_told_how_they_can_have_it(stage: Stage
     assert not any(stage.cluster.disk(host, SENT).exists() for host in ("node0", "node1"))
 
 
-def test_hosts_train_by_the_code_that_was_sent_also_when_their_head_is_killed_and_comes_back(stage: Stage) -> None:
-    ended = come_back(stage, start(stage, "--ship-code"))
+def test_hosts_train_by_the_code_that_was_sent(stage: Stage) -> None:
+    ended = start(stage, "shipped", "--ship-code").wait(SECONDS)
     assert ended.exit_code == 0, ended.output[-4000:]
-    assert "attempt 1 of shipped is still at work: going on with it" in ended.output
     assert not stage.processes()
-    (attempt,) = stage.cluster.disk("head", f"{HOME}/work/runs/shipped/attempts").iterdir()
-    assert json.loads((attempt / "attempt.json").read_text())["code"] == own_bundle().digest
+    assert [each.code for each in attempts(stage, "shipped")] == [own_bundle().digest]
     assert (stage.cluster.disk("node0", SENT) / "t5train/train/__pycache__").is_dir()
+
+
+def test_a_head_that_comes_back_goes_on_with_the_code_that_was_sent(stage: Stage) -> None:
+    first = start(stage, "attached", "--ship-code", *LONG)
+    until(lambda: is_at_work(stage, first))
+    end_head(stage, first, signal.SIGKILL)
+    metrics = stage.cluster.disk("head", f"{HOME}/work/runs/attached/metrics.jsonl")
+    known = metrics.stat().st_size if metrics.exists() else 0
+    second = start(stage, "attached", "--ship-code", *LONG)
+    until(lambda: "attempt 1 of attached is still at work: going on with it" in second.log.read_text())
+    until(lambda: metrics.exists() and metrics.stat().st_size > known)  # it follows them
+    assert end_head(stage, second, signal.SIGTERM) == 128 + signal.SIGTERM
+    assert not stage.processes()
+    assert [each.code for each in attempts(stage, "attached")] == [own_bundle().digest]
 
 
 def test_code_that_was_changed_or_removed_on_a_host_is_sent_again(stage: Stage) -> None:
