@@ -76,7 +76,8 @@ class Attempt:
     def facts(self) -> dict[str, Any]:
         """What attempt.json tells of it."""
         facts = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "folder"}
-        return facts | {"head": self.head and asdict(self.head), "hosts": self.hosts and dict(self.hosts)}
+        hosts = self.hosts and list(self.hosts.items())  # names of an object would be sorted
+        return facts | {"head": self.head and asdict(self.head), "hosts": hosts}
 
     def rank_files(self, name: str) -> Path:
         """Where a rank of that name leaves files of its own, up to their suffix."""
@@ -172,7 +173,7 @@ def of_facts(folder: Path, facts: Mapping[str, Any]) -> Attempt:
     parsed = {
         "head": head and ProcessIdentity(**head),
         "slots": tuple(facts["slots"]),
-        "hosts": hosts and {name: tuple(slots) for name, slots in hosts.items()},
+        "hosts": hosts and {name: tuple(slots) for name, slots in dict(hosts).items()},
     }
     return Attempt(folder=folder, **{**facts, **parsed})
 

@@ -23,10 +23,11 @@ def test_an_attempt_is_read_back_from_its_folder(this: Attempt) -> None:
 
 
 def test_an_attempt_over_hosts_is_read_back_with_what_its_machines_are_told(tmp_path: Path) -> None:
-    slots = {"node1": (0, 1), "node2": (3,)}
+    slots = {"node9": (0, 1), "node10": (3,)}
     this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts=slots, accelerator="cpu", grace_seconds=5.0)
-    assert attempt.read(this.folder) == this
-    there = replace(this, folder=tmp_path / "there", host="node2", slots=(3,), hosts=None)
+    assert (found := attempt.read(this.folder)) == this
+    assert list(found.hosts or ()) == list(slots)  # the order of ranks
+    there = replace(this, folder=tmp_path / "there", host="node10", slots=(3,), hosts=None)
     there.folder.mkdir()
     there.write()
     assert attempt.read(there.folder) == there
