@@ -6,11 +6,12 @@ twenty times as fast. What stands in the file is the same: zip's local data desc
 """
 
 import mmap
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from struct import Struct
-from zipfile import ZipFile, ZipInfo
+from zipfile import BadZipFile, ZipFile, ZipInfo
 
 import torch
 from isal.isal_zlib import crc32
@@ -38,24 +39,33 @@ def no_checksums() -> Iterator[None]:
 
 def fill_in(path: Path) -> None:
     """Write the CRC-32 of each record into an archive of torch's; StorageError where it is none."""
-    with open(path, "r+b") as file, ZipFile(file) as archive, mmap.mmap(file.fileno(), 0) as data:
+    try:
+        with open(path, "r+b") as file, ZipFile(file) as archive:
+            _fill_in_all(path, file.fileno(), archive)
+    except BadZipFile as error:
+        raise StorageError(f"{path} is no archive as torch writes them: {error}") from error
+
+
+def _fill_in_all(path: Path, file: int, archive: ZipFile) -> None:
+    """Read by a mapping, written without: a disk that has no room for a page is an OSError then, and no SIGBUS."""
+    with mmap.mmap(file, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as data:
         place = archive.start_dir
         for entry in archive.infolist():
             if entry.file_size:  # that of nothing is 0, and torch writes no descriptor then
-                _fill_in(path, data, entry, place)
+                _fill_in(path, file, data, entry, place)
             place += _CENTRAL_BYTES + sum(_CENTRAL_LENGTHS.unpack_from(data, place))
 
 
-def _fill_in(path: Path, data: mmap.mmap, entry: ZipInfo, place: int) -> None:
+def _fill_in(path: Path, file: int, data: mmap.mmap, entry: ZipInfo, place: int) -> None:
     """Of one record, of which the central directory tells at ``place``."""
     start = _start_of_data(data, entry)
     descriptor = start + entry.file_size
     if data[descriptor : descriptor + 4] != _DESCRIPTOR or data[place : place + 4] != _CENTRAL:
         raise StorageError(f"{path} is no archive as torch writes them: {entry.filename} has no data descriptor")
     with memoryview(data)[start:descriptor] as record:
-        checksum = crc32(record)
-    _CHECKSUM.pack_into(data, descriptor + len(_DESCRIPTOR), checksum)
-    _CHECKSUM.pack_into(data, place + _CENTRAL_CHECKSUM_AT, checksum)
+        checksum = _CHECKSUM.pack(crc32(record))
+    os.pwrite(file, checksum, descriptor + len(_DESCRIPTOR))
+    os.pwrite(file, checksum, place + _CENTRAL_CHECKSUM_AT)
 
 
 def _start_of_data(data: mmap.mmap, entry: ZipInfo) -> int:

@@ -1,5 +1,6 @@
 """Archives get the CRC-32 that torch would have given them."""
 
+import os
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -56,3 +57,22 @@ def test_another_kind_of_archive_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="no archive as torch writes them: name has no data descriptor"):
         fill_in(tmp_path / "other.pt")
     assert (tmp_path / "other.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"", b"something else"])
+def test_what_is_no_archive_is_told_by_its_name(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "state.pt"
+    path.write_bytes(content)
+    with pytest.raises(StorageError, match=r"state\.pt is no archive as torch writes them: File is not a zip file"):
+        fill_in(path)
+    assert path.read_bytes() == content
+
+
+def test_a_disk_that_takes_no_more_is_an_error_and_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError("No space left on device")
+
+    torch.save({"tensor": torch.ones(3)}, tmp_path / "state.pt")
+    monkeypatch.setattr(os, "pwrite", full)  # a mapping that is written cannot be refused
+    with pytest.raises(OSError, match="No space left"):
+        fill_in(tmp_path / "state.pt")
