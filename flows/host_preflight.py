@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from infra.cluster import failure_history
+from infra.cluster.attachment import hosts_at_work
 from infra.cluster.hosts import Hosts
 from infra.cluster.remote import Ssh, Transport
 from infra.preflight.needs import Needs
@@ -23,8 +24,11 @@ def require_hosts(spec: RunSpec, of_model: T5Shape, text_bytes: int) -> None:
     """PreflightError unless those that are to train can train together, as far as that can be known now.
 
     One that does not answer, which can pass, is done without if a spare can take its place, and the spare is asked.
+    Those whose ranks are at work were asked when these began, and are not given up for what may have come up since.
     """
     hosts, silent = training_hosts(spec), dict[str, str]()
+    if hosts == hosts_at_work(spec.run_folder):
+        return
     while found := _silent(spec, hosts, of_model, text_bytes):
         for said in found.values():
             _log.warning("%s", said)

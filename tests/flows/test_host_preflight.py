@@ -3,13 +3,17 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from flows import host_preflight
 from flows.host_preflight import require_hosts
 from flows.preflight import require_possible, require_ready
+from infra.attempts.attempt import Attempt
+from infra.cluster import attachment
+from infra.cluster.supervision import Supervision
 from infra.preflight.needs import Needs
 from t5train.errors import PreflightError
 from t5train.recipes import recipe
@@ -72,6 +76,20 @@ def test_without_a_spare_that_answers_the_run_is_refused_with_what_to_do(
     assert times == [("a", "b", "c"), ("a", "d", "c")]
     down.clear()
     require_hosts(spec(1), require_possible(spec(1)), 0)
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_hosts_whose_ranks_are_at_work_are_not_given_up_for_a_moment_without_an_answer(
+    spec: Callable[[int], RunSpec], asked: Asked, monkeypatch: pytest.MonkeyPatch, spares: int
+) -> None:
+    times, down = asked
+    down.add("b")
+    hosts = training_hosts(spec(spares))
+    this = Attempt(Path(), "id", "run", 1, None, 30.0, hosts={host.name: host.slots for host in hosts.all})
+    monkeypatch.setitem(attachment._kept, spec(spares).run_folder, cast(Supervision, SimpleNamespace(this=this)))
+    require_hosts(spec(spares), require_possible(spec(spares)), 0)
+    assert times == []
+    assert training_hosts(spec(spares)) == hosts
 
 
 def test_hosts_are_not_asked_by_a_run_that_has_been_trained(spec: Callable[[int], RunSpec], asked: Asked) -> None:

@@ -2,15 +2,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
 from infra import node_folder
 from infra.attempts import attempt, lease
 from infra.attempts.attempt import Attempt
+from infra.cluster import attachment
+from infra.cluster import launch as cluster_launch
 from infra.cluster.attachment import adopt, hold_run
+from infra.cluster.hosts import Host, Hosts
 from infra.cluster.launcher import ClusterLauncher
 from infra.cluster.supervision import Supervision
+from t5train.train.job import TrainJob
 
 Until = Callable[..., None]
 PROGRAM = """
@@ -87,6 +92,19 @@ def test_ranks_that_were_adopted_are_their_adopters(
     assert isinstance(supervision, Supervision)
     supervision.close()
     assert launcher.is_alive
+
+
+def test_hosts_of_ranks_that_are_gone_on_with_get_the_code_of_the_head_that_came_back(
+    this: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[str, ...]] = []
+    monkeypatch.setattr(cluster_launch, "ship", lambda _, hosts: sent.append(hosts))
+    monkeypatch.setattr(attachment, "adopt", lambda _: MagicMock(this=this))
+    monkeypatch.setattr(TrainJob, "read", MagicMock())
+    spec = MagicMock(hosts=Hosts((Host("localhost", (0,)),)))
+    for spec.needs.code in (None, "c0de"):
+        assert cluster_launch._continued(spec, MagicMock(), lambda: None) is not None
+    assert sent == [("localhost",)]
 
 
 def test_ranks_whose_lease_is_over_are_not_gone_on_with(
