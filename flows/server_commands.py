@@ -76,8 +76,10 @@ def _worker(log: Path) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield worker
     finally:
-        _end_runs(processes.child_of(worker.pid))
-        prefect_server.stop(worker, STOP_SECONDS)
+        try:
+            _end_runs(processes.child_of(worker.pid))
+        finally:  # also after another Ctrl-C: the worker kills what still runs
+            prefect_server.stop(worker, STOP_SECONDS)
 
 
 def _end_runs(of_worker: processes.Belongs) -> None:
