@@ -4,7 +4,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -90,11 +90,10 @@ class Apart:
         return (self.folder() / WITNESS_FOLDER).exists()
 
     def await_saving(self, run: Started, host: str = "node1") -> str:
-        """Wait until a node begins to save; which tag."""
-        folder = self.checkpoints(host)
-        before = set(folder.glob("step-*"))
-        await_truth(run, lambda: len(set(folder.glob("step-*")) - before) > 0)
-        return max(folder.glob("step-*")).name
+        """Wait until a node begins to save, be it a tag of which it has some already; which tag. Its rank is there."""
+        folder, since = self.checkpoints(host), time.time_ns()
+        await_truth(run, lambda: _newer(folder, since) is not None)
+        return str(_newer(folder, since))
 
     def power_cycle(self) -> None:
         """All hosts lose power at once, and come back with their disks."""
@@ -162,6 +161,15 @@ def await_truth(run: Started, holds: Callable[[], bool]) -> None:
 def require_success(ended: Ended) -> None:
     """AssertionError with the output of a command that failed."""
     assert ended.exit_code == 0, ended.output[-4000:]
+
+
+def _newer(checkpoints: Path, since_ns: int) -> str | None:
+    """Name of a tag whose folder has been made, or changed, since that time of day."""
+    for folder in checkpoints.glob("step-*"):
+        with suppress(FileNotFoundError):  # just taken away, for its tag to be saved anew
+            if folder.stat().st_mtime_ns > since_ns:
+                return folder.name
+    return None
 
 
 def _copy(source: Path, target: Path) -> None:

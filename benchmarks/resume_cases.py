@@ -19,7 +19,7 @@ from fault_cases import RANK, pids
 from infra.testcluster import sshd
 from infra.testcluster.view import HOSTFILE
 
-SEED, NUM_CUTS, LONGEST_SAVE_SECONDS = 6, 10, 0.06
+SEED, NUM_CUTS, LONGEST_SAVE_SECONDS = 6, 10, 0.04
 SHARD = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 _FILES_OF_A_NODE = 3
 """Weights, the rank's shard, and its sidecar."""
@@ -131,6 +131,7 @@ def lost_for_good(it: Apart, run: Started) -> str:
 def head_lost_while_gathering(it: Apart, run: Started) -> str:
     """It is off as soon as some of a new checkpoint has come to it, and on again at once."""
     gathered = it.checkpoints("head")
+    await_truth(run, lambda: bool(pids(it.stage, "node1", RANK)))
     it.await_saving(run)
     it.cluster.set_rate("node0", SLOW)
     await_truth(run, lambda: any(path.stat().st_size for path in gathered.glob("step-*/.*.part")))
