@@ -171,7 +171,7 @@ def test_a_node_that_is_lost_twice_is_replaced_by_a_spare_and_the_run_goes_on(tr
 def test_a_node_that_is_down_from_the_beginning_is_replaced_by_a_spare_and_not_missed_at_the_end(
     trained: Apart, undisturbed: Any
 ) -> None:
-    trained.take_back(["node0", "node1", "node2"])
+    trained.take_back(["node0", "node1"])
     trained.cluster.power_cut("node1")
     ended = trained.train(["--hostfile", HOSTFILE, "--spares", "1"])
     again = trained.train()

@@ -67,7 +67,7 @@ def test_every_fault_is_named_at_once(cluster: Cluster, preflight: Preflight, on
     on("node1", "mkdir", "-p", str(Path(lock).parent))
     on("node1", "touch", lock)
     on("node1", "mkdir", small := "/var/tmp/small")
-    on("node1", "mount", "-t", "tmpfs", "-o", "size=1200m", "tmpfs", small)
+    on("node1", "mount", "-t", "tmpfs", "-o", "size=1200m,mode=700", "tmpfs", small)
     twice = f"{cluster.address('node0')} slots=1\n"
     started_at = time.monotonic()
     result = preflight(
