@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from infra.attempts import attempt
+from infra.cluster.shipping import ship
 from infra.node_local import ledger
 from infra.node_local.node_run import NodeRun
 from infra.node_store.collect import collect
@@ -29,7 +30,10 @@ def recover(run: NodeRun, progress: Progress) -> None:
     Asked are also hosts that had something of it and are not among the run's any more. Raises IncompleteCheckpoint
     where checkpoints were complete and are no more, and HostError when a host of the run does not answer.
     """
-    nodes = replace(run.nodes, hosts=tuple(dict.fromkeys([*run.nodes.hosts, *_former(run.folder)])))
+    former = [host for host in dict.fromkeys(_former(run.folder)) if host not in run.nodes.hosts]
+    if run.nodes.code is not None:  # a launch has sent it to its own hosts alone
+        ship(run.nodes.transport, former)
+    nodes = replace(run.nodes, hosts=(*run.nodes.hosts, *former))
     found = _survey(run, nodes)
     damaged = []
     for tag in complete_tags(found.found):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infra.cluster.hosts import Host, Hosts
-from infra.node_local import ledger
+from infra.node_local import ledger, recovery
 from infra.node_local.node_run import NodeRun
 from infra.node_local.recovery import recover
 from t5train import sidecar
@@ -40,12 +40,18 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: NodeRun, site: Si
     assert sidecar.complete_tags(run.checkpoints) == [tag_of(8)]
 
 
-def test_hosts_that_have_left_the_run_are_asked_for_their_parts(run: NodeRun, site: Site) -> None:
+@pytest.mark.parametrize(("code", "are_sent"), [(None, []), ("c0de", ["b"])])
+def test_hosts_that_have_left_the_run_are_asked_for_their_parts_by_the_code_that_others_were_sent(
+    run: NodeRun, site: Site, monkeypatch: pytest.MonkeyPatch, code: str | None, are_sent: list[str]
+) -> None:
+    sent: list[str] = []
+    monkeypatch.setattr(recovery, "ship", lambda _, hosts: sent.extend(hosts))
     site.save(8)
     ledger.note(run.folder, site.newest())
-    alone = replace(run, hosts=Hosts((Host("a", (0, 1)),)), nodes=run.nodes.on("a"))
+    alone = replace(run, hosts=Hosts((Host("a", (0, 1)),)), nodes=replace(run.nodes.on("a"), code=code))
     recover(alone, silent)
     assert sidecar.complete_tags(run.checkpoints) == [tag_of(8)]
+    assert sent == are_sent
 
 
 def test_what_is_nowhere_any_more_is_named_with_where_it_was_last_seen(run: NodeRun, site: Site) -> None:
