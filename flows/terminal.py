@@ -89,7 +89,7 @@ def stage_display() -> Iterator[ProgressCallback]:
 @contextmanager
 def progress_display() -> Iterator[LineProgress | BarProgress]:
     """A progress callback that shows on standard error what a stage reports, as long as the block lasts."""
-    console = Console(stderr=True, markup=False, highlight=False)
+    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         yield LineProgress(console)
         return
@@ -115,7 +115,7 @@ def complain(line: str) -> None:
 
 def show_table(columns: list[str], rows: list[list[str]]) -> None:
     """A table for people on standard output; tab-separated when nobody is at a terminal."""
-    console = Console()
+    console = Console(emoji=False)
     if not console.is_terminal:
         for row in [columns, *rows]:
             say("\t".join(row))
