@@ -32,6 +32,7 @@ _KILL_AFTER_SECONDS = 2
 _NOT_FOUND = 127
 _NOT_INSTALLED = re.compile(rb"No module named '?(infra|t5train)\b")
 _SHOWN_BYTES = 80
+_OWN = Path(__file__).resolve().parents[2]
 
 
 class Transport(Protocol):
@@ -82,14 +83,15 @@ def quoted(argv: Sequence[str]) -> str:
 
 
 def module_path(code: str | None) -> str:
-    """PYTHONPATH for hosts: where the code of that digest was sent to, which nothing installed there comes before.
+    """PYTHONPATH for hosts: that of this process, for others that have another current folder; empty for none.
 
-    With None, that of this process, for others that have another current folder; empty where it has none.
+    With the digest of code that was sent, where that lies comes first and the head's own copy is left out.
     """
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    places = [os.path.abspath(place) for place in named if place]  # noqa: PTH100 - keeps links
     if code is not None:
-        return str(code_folder(code))
-    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join(os.path.abspath(place) for place in places if place)  # noqa: PTH100 - keeps links
+        places = [str(code_folder(code)), *(place for place in places if Path(place).resolve() != _OWN)]
+    return os.pathsep.join(places)
 
 
 def node_command(action: str, code: str | None) -> list[str]:

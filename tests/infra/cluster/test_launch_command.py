@@ -111,11 +111,6 @@ def test_code_that_was_sent_is_what_every_launcher_starts() -> None:
         assert program in argv
 
 
-def test_a_path_of_the_head_may_be_any_where_hosts_are_sent_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/my code")
-    require_launchable(ClusterSpec(ship_code=True, hostfile=Path("hosts")), EQUAL)
-
-
 @pytest.mark.parametrize(
     ("launcher", "hosts", "words"),
     [

@@ -140,10 +140,10 @@ def test_a_program_that_is_missing_there_is_to_be_installed(sshd: Sshd) -> None:
 def test_a_command_that_hangs_is_ended_there_too(sshd: Sshd, until: Callable[..., None], stubborn: str) -> None:
     run_id, started = secrets.token_hex(8), time.monotonic()
     hanging = ["env", f"{processes.RUN_ID_VARIABLE}={run_id}", "sh", "-c", f"{stubborn}echo begun >&2; sleep 600"]
-    with pytest.raises(HostTimeout, match=r"127\.0\.0\.1: .* had not ended after 1 s: .* It said: begun"):
-        run(sshd(), HERE, hanging, deadline_seconds=1)
-    assert time.monotonic() - started < 3
-    until(lambda: not processes.find(processes.in_run(run_id)), seconds=5)
+    with pytest.raises(HostTimeout, match=r"127\.0\.0\.1: .* had not ended after 3 s: .* It said: begun"):
+        run(sshd(), HERE, hanging, deadline_seconds=3)  # in which it has begun, also on a machine that does other work
+    assert time.monotonic() - started < 6
+    until(lambda: not processes.find(processes.in_run(run_id)), seconds=10)
 
 
 def test_a_connection_that_breaks_is_told(sshd: Sshd) -> None:
@@ -207,9 +207,10 @@ def test_the_node_program_runs_by_this_python_and_its_absolute_path(monkeypatch:
 
 
 def test_code_that_was_sent_comes_before_all_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/checkout")
+    checkout = Path(remote.__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", f"{checkout}:/torch")
     said = [word for word in remote.node_command("facts", "c0de") if word.startswith("PYTHONPATH=")]
-    assert said == [f"PYTHONPATH={place('code', 'c0de')}"]
+    assert said == [f"PYTHONPATH={place('code', 'c0de')}:/torch"]
 
 
 def test_a_host_without_the_package_is_told_from_one_without_python() -> None:
