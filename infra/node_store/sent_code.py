@@ -40,7 +40,10 @@ def remove_code(folder: Path) -> bool:
 
 
 def _is_old(folder: Path) -> bool:
-    return time.time() - folder.lstat().st_mtime > _KEPT_SECONDS
+    try:
+        return time.time() - folder.lstat().st_mtime > _KEPT_SECONDS
+    except FileNotFoundError:  # somebody else's partial folder, which has its name now
+        return False
 
 
 def _runs_from(folder: Path) -> processes.Belongs:
