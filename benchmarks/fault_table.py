@@ -2,7 +2,7 @@
 
 ::
 
-    python benchmarks/fault_table.py --into docs/faults.md         all of it, as root; about twenty minutes on two cores
+    python benchmarks/fault_table.py --into docs/faults.md         all of it, as root; about ten minutes on two cores
     python benchmarks/fault_table.py --only "a rank is killed"
 """
 
