@@ -1,9 +1,11 @@
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from infra import processes
 from infra.attempts import attempt
 from infra.attempts.attempt import Attempt
-from infra.cluster.remote import Ssh
+from infra.cluster.remote import Ssh, node_command, run
 from infra.ports import free_port
 from infra.processes import ProcessIdentity
 from t5train.spec import ClusterSpec
@@ -77,6 +79,7 @@ def survivors() -> Callable[[str], set[int]]:
 
 NODE = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from infra import node_folder
 node_folder.PARENT = Path(sys.argv.pop(1))
@@ -98,6 +101,16 @@ class LocalHosts:
 
     def attempt_folder(self, host: str, run_id: str) -> Path:
         return self.folder / host / f"t5-pretrain-{os.getuid()}" / "attempts" / run_id
+
+    def prepare(self, this: Attempt) -> None:
+        """Have each host make its folder of an attempt."""
+        for host in this.hosts or {}:
+            request = {
+                "run_id": this.run_id, "attempt": replace(this, host=host, hosts=None).facts(), "environment": {},
+                "meeting": {"address": "127.0.0.1", "port": 20001}, "files": {},
+            }  # fmt: skip
+            stdin = json.dumps(request).encode() + b"\n"
+            run(self, host, node_command("prepare", None), stdin=stdin, deadline_seconds=20)
 
 
 @pytest.fixture

@@ -1,4 +1,3 @@
-import json
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from infra import node_folder
 from infra.attempts import attempt, lease
 from infra.attempts.attempt import Attempt
 from infra.cluster import fencing
-from infra.cluster.remote import Transport, node_command, run
+from infra.cluster.remote import Transport
 from infra.cluster.shipping import COMMAND
 from infra.code_bundle import own_bundle
 
@@ -21,6 +20,8 @@ HOSTS = {"a": (0,), "b": (0,)}
 
 class Hosts(Transport, Protocol):
     def attempt_folder(self, host: str, run_id: str) -> Path: ...
+
+    def prepare(self, this: Attempt) -> None: ...
 
 
 class Severed:
@@ -54,18 +55,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def this(tmp_path: Path, local_hosts: Hosts) -> Attempt:
     """An attempt of a head that was killed, over two hosts on which it left files."""
     this = attempt.begin(tmp_path / "run", None, 5.0, HOSTS, grace_seconds=1.0)
+    local_hosts.prepare(this)
     for host in HOSTS:
-        request = {
-            "run_id": this.run_id, "attempt": replace(this, host=host, hosts=None).facts(), "environment": {},
-            "meeting": {"address": "127.0.0.1", "port": 20001}, "files": {},
-        }  # fmt: skip
-        run(
-            local_hosts,
-            host,
-            node_command("prepare", None),
-            stdin=json.dumps(request).encode() + b"\n",
-            deadline_seconds=20,
-        )
         log = "before s3cret-value after\n" if host == "a" else "of b\n"
         (local_hosts.attempt_folder(host, this.run_id) / f"rank-0000{'ab'.index(host)}.log").write_text(log)
     folder = node_folder.head_folder(this.run_id)

@@ -13,7 +13,7 @@ from infra.attempts import attempt, lease
 from infra.attempts.attempt import Attempt
 from infra.attempts.exit_record import Cause, ExitRecord
 from infra.cluster import window
-from infra.cluster.remote import Transport, node_command, run
+from infra.cluster.remote import Transport
 from infra.cluster.supervision import Supervision
 from t5train.errors import HostLost
 
@@ -22,6 +22,8 @@ HOSTS = {"a": (0,), "b": (0,)}
 
 class Hosts(Transport, Protocol):
     def attempt_folder(self, host: str, run_id: str) -> Path: ...
+
+    def prepare(self, this: Attempt) -> None: ...
 
 
 class Unsteady:
@@ -38,18 +40,7 @@ class Unsteady:
 def this(tmp_path: Path, local_hosts: Hosts) -> Attempt:
     """An attempt that two hosts are prepared for."""
     this = attempt.begin(tmp_path / "run", None, 3.0, HOSTS)
-    for host in HOSTS:
-        request = {
-            "run_id": this.run_id, "attempt": replace(this, host=host, hosts=None).facts(), "environment": {},
-            "meeting": {"address": "127.0.0.1", "port": 20001}, "files": {},
-        }  # fmt: skip
-        run(
-            local_hosts,
-            host,
-            node_command("prepare", None),
-            stdin=json.dumps(request).encode() + b"\n",
-            deadline_seconds=20,
-        )
+    local_hosts.prepare(this)
     return this
 
 
