@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 
 from t5train.errors import T5TrainError
@@ -27,6 +28,8 @@ def main() -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    # New names of collectives, told once for each rank and call: only DeepSpeed can use them.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     faulthandler.register(signal.SIGUSR1)  # asked by the guard of a rank that hangs: where it does goes to its log
     try:
         with Told() as told, Heartbeat.of_rank(job.spec.cluster.deadlines) as heart:

@@ -27,6 +27,7 @@ def train(stage: Stage) -> Train:
         started = stage.start(command, name, options)
         ended = started.wait(240)
         assert ended.exit_code == 0, ended.output[-4000:]
+        assert "FutureWarning" not in ended.output  # which a user can do nothing about
         assert not stage.processes()
         return weights(started.run_folder)
 
