@@ -12,14 +12,15 @@ from typing import Any
 
 from cluster_runs import Ended, Stage, Started
 
+from infra import node_folder
 from infra.testcluster import Cluster
-from infra.testcluster.view import HOME, HOSTFILE
+from infra.testcluster.view import HOSTFILE, ROOT
 from t5train import sidecar
 from t5train.run_files import ATTEMPT_SPEC, ATTEMPTS, CHECKPOINTS, WITNESS_FOLDER
 from t5train.train.job import TrainJob
 
 RUN = "resumed"
-NODE_FOLDER = "/var/tmp/t5-pretrain-0"  # noqa: S108 - a host's own
+NODE_FOLDER = str(node_folder.place())
 SCRATCH = f"{NODE_FOLDER}/scratch"
 SETTINGS: dict[str, Any] = {
     "optimizer.num_steps": 90,
@@ -33,7 +34,6 @@ TWO_NODES = ("--hostfile", HOSTFILE, "--num-nodes", "2")
 SECONDS = 400
 SLOW = "8mbit"
 """Of a cable, so that steps take a second, and a gather a few."""
-_ROOT = f"{HOME}/work"
 _LOOK_SECONDS = 0.002
 
 Files = Mapping[tuple[str, str, str], int]
@@ -51,11 +51,11 @@ class Apart:
 
     def start(self, command: str = "train", options: tuple[str, ...] = TWO_NODES, name: str = RUN) -> Started:
         """Start it on the head, or go on with it."""
-        return self.stage.start(command, name, options, root=Path(_ROOT))
+        return self.stage.start(command, name, options, root=Path(ROOT))
 
     def folder(self, name: str = RUN) -> Path:
         """Of the run, on the head."""
-        return self.cluster.disk("head", f"{_ROOT}/runs/{name}")
+        return self.cluster.disk("head", f"{ROOT}/runs/{name}")
 
     def checkpoints(self, host: str) -> Path:
         """What a host has of them, the head's being the gathered copy; a folder that is not there where it has none."""
@@ -120,7 +120,7 @@ class Apart:
             self.cluster.power_cut(host)
 
     def _places(self, host: str) -> list[Path]:
-        return [self.cluster.disk(host, place) for place in (_ROOT, NODE_FOLDER)]
+        return [self.cluster.disk(host, place) for place in (ROOT, NODE_FOLDER)]
 
 
 @contextmanager
@@ -131,7 +131,7 @@ def apart() -> Iterator[Apart]:
         prepared.mkdir()
         stage = Stage(cluster, prepared, SETTINGS)
         stage.prepare()
-        _copy(prepared, cluster.disk("head", _ROOT))
+        _copy(prepared, cluster.disk("head", ROOT))
         yield Apart(cluster, stage, kept)
 
 

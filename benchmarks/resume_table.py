@@ -19,7 +19,7 @@ from cluster_runs import Ended, Started, weights
 from fault_table import write_table
 from resume_cases import CASES, Case
 
-from infra.testcluster.view import HOME
+from infra.testcluster.view import ROOT
 
 _SAID = re.compile(r"passed over|takes its place|still at work")
 _BY_PREFECT = re.compile(r"^[0-9:.]+ \| .*? run '[^']*' - ")
@@ -47,7 +47,7 @@ class Outcome:
     def row(self) -> str:
         """A line of the table."""
         what = f"{self.case.what}: {'; '.join(self.notes)}" if any(self.notes) else self.case.what
-        said = " / ".join(dict.fromkeys(self.said)).replace(HOME, "~").replace("|", "\\|")
+        said = " / ".join(dict.fromkeys(self.said)).replace(ROOT, "{root}").replace("|", "\\|")
         tags = ", ".join(tag.replace("step-000000", "step ") for tag in self.resumed_from)
         return f"| {what} | {said} | {tags} | {self.brought} | {self.exit_code} | {'yes' if self.is_equal else 'NO'} |"
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infra.testcluster.cluster import Cluster
-from infra.testcluster.view import HOME, HOSTFILE
+from infra.testcluster.view import HOSTFILE, ROOT
 from t5train.errors import TestClusterError
 
-_HEAD_ROOT = f"{HOME}/work"
 _RUN = "demo-cluster"
 
 
@@ -21,13 +20,13 @@ def demo(root: Path, arguments: Sequence[str] = ()) -> None:
     is left with a process of the run.
     """
     with Cluster.temporary(f"{_RUN}-{os.getpid()}") as cluster:
-        where = ["--root", _HEAD_ROOT, "--name", _RUN, "--hostfile", HOSTFILE]
+        where = ["--root", ROOT, "--name", _RUN, "--hostfile", HOSTFILE]
         # What it publishes on the head's disk goes with the head.
         chain = cluster.start("head", ["t5-pretrain", "run", "smoke", *where, *arguments])
         _require(chain.wait() == 0, "the chain did not come to its end: see what it said")
-        _require(not cluster.disk("node0", _HEAD_ROOT).exists(), f"node0 has {_HEAD_ROOT}: the hosts share it")
+        _require(not cluster.disk("node0", ROOT).exists(), f"node0 has {ROOT}: the hosts share it")
         _require_no_processes(cluster)
-        export = cluster.disk("head", f"{_HEAD_ROOT}/runs/{_RUN}/export")
+        export = cluster.disk("head", f"{ROOT}/runs/{_RUN}/export")
         command = Path(sys.executable).with_name("t5-pretrain")
         place = root.absolute() / "published" / _RUN
         published = subprocess.run([command, "publish", export, place], check=False)

@@ -15,6 +15,8 @@ HOME = "/root"
 """Of the user that a host has."""
 HOSTFILE = f"{HOME}/hosts"
 """On the head: all nodes, with a slot each."""
+ROOT = f"{HOME}/t5"
+"""On the head, of runs whose hosts share nothing."""
 _MODES = {"/tmp": 0o1777, "/var/tmp": 0o1777, HOME: 0o700, "/home": 0o755, "/run": 0o755}  # noqa: S108 - the host's own
 """Folders of a host's own, besides /dev/shm."""
 _FILES = {

@@ -14,7 +14,7 @@ from cluster_runs import SETTINGS, Ended, Stage, Started, weights
 from infra.node_local.ledger import last_seen
 from infra.testcluster import Cluster
 from infra.testcluster.demo import demo
-from infra.testcluster.view import HOME, HOSTFILE
+from infra.testcluster.view import HOME, HOSTFILE, ROOT
 from t5train import sidecar
 from t5train.certificate import CERTIFICATE, Certificate
 from t5train.train import metrics
@@ -47,7 +47,7 @@ class Apart:
 
     def __init__(self, cluster: Cluster, prepared: Path, name: str = RUN, **settings: Any) -> None:
         self.cluster, self.name = cluster, name
-        self.root = cluster.disk("head", f"{HOME}/work")
+        self.root = cluster.disk("head", ROOT)
         if not self.root.exists():
             shutil.copytree(prepared / "shards", self.root / "shards")
         self.stage = Stage(cluster, prepared, settings)
@@ -55,7 +55,7 @@ class Apart:
 
     def start(self, command: str, options: list[str]) -> Started:
         """Start it on the head."""
-        return self.stage.start(command, self.name, options, root=Path(f"{HOME}/work"))
+        return self.stage.start(command, self.name, options, root=Path(ROOT))
 
     def train(self, options: list[str] = HOSTS) -> Ended:
         """Start it, and wait for its end."""
@@ -114,7 +114,7 @@ def flip(path: Path) -> None:
 
 def test_hosts_that_share_nothing_train_what_one_host_trains(trained: Apart, undisturbed: Any) -> None:
     assert weights(trained.folder) == undisturbed
-    assert not trained.cluster.disk("node0", f"{HOME}/work").exists()
+    assert not trained.cluster.disk("node0", ROOT).exists()
     assert [line["step"] for line in metrics.read(trained.folder / "metrics.jsonl") if "loss" in line] == [
         *range(1, 31)
     ]

@@ -16,7 +16,7 @@ from infra.attempts.attempt import Attempt
 from infra.code_bundle import bundle, own_bundle
 from infra.node_folder import CODE
 from infra.testcluster import Cluster
-from infra.testcluster.view import HOME, HOSTFILE
+from infra.testcluster.view import HOSTFILE, ROOT
 
 pytestmark = pytest.mark.cluster
 
@@ -34,7 +34,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     with Cluster.temporary(f"shipped-{os.getpid()}", nodes=2) as cluster:
         stage = Stage(cluster, prepared)
         stage.prepare()
-        shutil.copytree(prepared / "shards", cluster.disk("head", f"{HOME}/work/shards"))
+        shutil.copytree(prepared / "shards", cluster.disk("head", f"{ROOT}/shards"))
         hide("node0", cluster)
         change("node1", cluster)
         yield stage
@@ -62,11 +62,11 @@ def change(host: str, cluster: Cluster) -> None:
 
 
 def start(stage: Stage, name: str, *options: str) -> Started:
-    return stage.start("train", name, ["--hostfile", HOSTFILE, *options], root=Path(f"{HOME}/work"))
+    return stage.start("train", name, ["--hostfile", HOSTFILE, *options], root=Path(ROOT))
 
 
 def attempts(stage: Stage, name: str) -> list[Attempt]:
-    folders = stage.cluster.disk("head", f"{HOME}/work/runs/{name}/attempts").iterdir()
+    folders = stage.cluster.disk("head", f"{ROOT}/runs/{name}/attempts").iterdir()
     return [attempt.read(folder) for folder in sorted(folders)]
 
 
@@ -91,7 +91,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def t5_pretrain(stage: Stage, *arguments: str) -> tuple[int, str]:
-    argv = ["t5-pretrain", *arguments, "--hostfile", HOSTFILE, "--root", f"{HOME}/work", "--ship-code"]
+    argv = ["t5-pretrain", *arguments, "--hostfile", HOSTFILE, "--root", ROOT, "--ship-code"]
     ended = stage.cluster.exec("head", argv, timeout=SECONDS)
     return ended.returncode, ended.stdout + ended.stderr
 
@@ -121,7 +121,7 @@ def test_a_head_that_comes_back_goes_on_with_the_code_that_was_sent(stage: Stage
     first = start(stage, "attached", "--ship-code", *LONG)
     until(lambda: is_at_work(stage, first))
     end_head(stage, first, signal.SIGKILL)
-    metrics = stage.cluster.disk("head", f"{HOME}/work/runs/attached/metrics.jsonl")
+    metrics = stage.cluster.disk("head", f"{ROOT}/runs/attached/metrics.jsonl")
     known = metrics.stat().st_size if metrics.exists() else 0
     second = start(stage, "attached", "--ship-code", *LONG)
     until(lambda: "attempt 1 of attached is still at work: going on with it" in second.log.read_text())

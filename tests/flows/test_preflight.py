@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ REST = 3 * 4 * PARAMETERS + (512 << 20)
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> None:
     """No disk has any room."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))  # type: ignore[attr-defined] # the type of what it returns
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1, used=1, free=0))
 
 
 def needed(root: Path, **storage: Any) -> int:

@@ -12,8 +12,8 @@ def job(**facts: object) -> TrainJob:
     values = {
         "spec": recipe("smoke"),
         "run_fingerprint": "f" * 64,
-        "run_folder": "/root/work/runs/smoke",
-        "shards_folder": "/root/work/shards/pydocs-1",
+        "run_folder": "/data/t5/runs/smoke",
+        "shards_folder": "/data/t5/shards/pydocs-1",
         "resume_tag": None,
     }
     return TrainJob.model_validate(values | facts)
