@@ -21,7 +21,8 @@ from t5train.records import TokenizerFiles, TokenShards
 from t5train.run_files import CHECKPOINTS
 from t5train.spec import RunSpec
 from t5train.train.job import TrainJob
-from t5train.train.run import newest_verified_tag, run_fingerprint, write_job
+from t5train.train.resume_point import newest_verified_tag
+from t5train.train.run import run_fingerprint, write_job
 
 HOSTS = ("a", "b")
 SETTINGS = {
@@ -123,7 +124,7 @@ def wrongly_chosen(site: Site) -> list[str]:
     """Choices of a tag that is not whole, over hosts and head or on the head alone, or that is not the newest whole."""
     wrong = []
     choices = {"hosts and head": (chosen_by_all(site), site.places)}
-    choices["the head"] = (newest_verified_tag(site.spec, silent), [site.checkpoints])
+    choices["the head"] = (newest_verified_tag(site.spec.run_folder, silent), [site.checkpoints])
     for where, (chosen, places) in choices.items():
         newest = max(whole_tags(places), default=None)
         if chosen != newest:

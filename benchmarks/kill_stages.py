@@ -21,7 +21,7 @@ from t5train.errors import T5TrainError
 from t5train.progress import silent
 from t5train.publish import publish
 from t5train.records import MANIFEST, Export
-from t5train.train.run import newest_verified_tag
+from t5train.train.resume_point import newest_verified_tag
 
 _WHEN_MADE = ("provenance", "seal")
 """In a manifest: when it was made, and a digest over all it says."""
@@ -110,7 +110,7 @@ class Gathered:
     def again(self) -> None:
         """As the next launch and its follower do."""
         recover(self._site.run, silent)
-        if (tag := newest_verified_tag(self._site.spec, silent)) != self._kept[-1]:
+        if (tag := newest_verified_tag(self._site.spec.run_folder, silent)) != self._kept[-1]:
             raise T5TrainError(f"{tag} would be resumed, not {self._kept[-1]}")
         keep_up(self._site.run, silent)
 

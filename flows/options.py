@@ -34,6 +34,10 @@ SparesOption = Annotated[int | None, typer.Option("--spares", help="Of these hos
 ShipCodeOption = Annotated[
     bool | None, typer.Option("--ship-code", help="Send this project's code to the hosts", show_default=False)
 ]
+BeginAgainOption = Annotated[
+    bool,
+    typer.Option("--begin-again", help="Move all checkpoints of the run aside, delete none, and train from step 0"),
+]
 LauncherOption = Annotated[str | None, typer.Option("--launcher", help="pdsh, slurm or openmpi", show_default="pdsh")]
 
 

@@ -8,6 +8,7 @@ import typer
 from flows import prefect_server
 from flows.dry_run import describe
 from flows.options import (
+    BeginAgainOption,
     ExcludeOption,
     HostfileOption,
     IncludeOption,
@@ -32,6 +33,7 @@ from t5train.run_files import WITNESS_FOLDER
 from t5train.spec import RunSpec
 from t5train.witness import Witness
 from tasks.loss_lines import loss_lines
+from tasks.training_run import train_again
 
 
 def register(app: typer.Typer) -> None:
@@ -62,6 +64,7 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
     launcher: LauncherOption = None,
     spares: SparesOption = None,
     ship_code: ShipCodeOption = None,
+    begin_again: BeginAgainOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run; make nothing")] = False,
 ) -> None:
     """Run the whole chain: text to a published, certified checkpoint. What is done already is reused."""
@@ -76,6 +79,8 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
         progress_display() as progress,
         prefect_server.any_server(spec.storage.root, progress) as api_url,
     ):
+        if begin_again:
+            train_again(spec)
         complain(f"watch it at {api_url.removesuffix('/api')}")
         publication = _run_flow(spec, changed, progress)
     for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):

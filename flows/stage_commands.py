@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from flows.options import (
+    BeginAgainOption,
     ExcludeOption,
     HostfileOption,
     IncludeOption,
@@ -39,7 +40,7 @@ from t5train.train.run import begun_spec
 from t5train.verify import verify as verify_record
 from t5train.witness import Witness
 from tasks.loss_lines import loss_lines
-from tasks.training_run import train_run
+from tasks.training_run import train_again, train_run
 
 DataRecipe = Annotated[str, typer.Argument(metavar="[RECIPE]", help="Where the settings begin; see `recipes`")]
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -106,6 +107,7 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
     launcher: LauncherOption = None,
     spares: SparesOption = None,
     ship_code: ShipCodeOption = None,
+    begin_again: BeginAgainOption = False,
 ) -> None:
     """Train on token shards that are there, from the newest complete checkpoint on."""
     changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
@@ -113,6 +115,8 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
     tokens = TokenShards.load(shards or _only_shards(spec.storage.root))
     with hold_ready_run(spec), stage_display() as progress:
         tokens.verify(progress)
+        if begin_again:
+            train_again(spec)
         made = train_run(spec, tokens, progress)
     for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):
         say(line)

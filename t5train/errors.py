@@ -6,9 +6,12 @@
     ├── SpecError                a setting is unknown, of the wrong type, or contradicts another
     │   └── RunChanged           a run of this name exists with another spec
     ├── InputError               what the user handed in cannot be used
-    │   └── DigestMismatch       a file is not the one that was recorded
-    ├── RecordError              a manifest is absent, unreadable or of another kind
+    │   ├── DigestMismatch       a file is not the one that was recorded
+    │   └── UnlistedFile         a checkpoint holds a file that no rank recorded
+    ├── RecordError              a manifest is absent, damaged or of another kind
+    ├── UnknownVersion           an intact file was written by a version of this project that has other fields
     ├── StorageError             a folder cannot be written, or is too small for what is to come
+    │   └── Unreadable           the operating system cannot read a file or folder at the moment
     ├── RunLocked                another process is working on this run
     ├── AcceleratorBusy          another run is using an accelerator
     ├── WorkerLost               a process that shared a stage's work was killed or failed
@@ -37,6 +40,7 @@
     │   └── RanksDisagree
     ├── ConsolidationError       a checkpoint cannot be turned into weights
     │   ├── IncompleteCheckpoint
+    │   │   └── NothingVerifies  a run has checkpoints, and none of them is complete and intact
     │   └── UnknownLayout
     ├── CertificationError       the exported model is not the one that was trained
     └── PublicationError         a published folder is incomplete, damaged or in the way
@@ -76,12 +80,29 @@ class DigestMismatch(InputError):
     """A file's size or sha256 is not the recorded one."""
 
 
+class UnlistedFile(InputError):
+    """A checkpoint holds a file that no rank recorded, and that DeepSpeed would unpickle."""
+
+
 class RecordError(T5TrainError):
-    """A manifest is absent, unreadable or of another kind."""
+    """A manifest is absent, damaged or of another kind."""
+
+
+class UnknownVersion(T5TrainError):
+    """A file is intact, but has a schema version or a field that this version of the project does not know."""
 
 
 class StorageError(T5TrainError):
     """A folder cannot be written, or is too small for what is to come."""
+
+
+class Unreadable(StorageError):
+    """The operating system cannot read a file or folder at the moment, so nothing is known about its content.
+
+    That is never a reason to remove it, to make it again, or to use something older in its place.
+    """
+
+    retryable = True
 
 
 class RunLocked(T5TrainError):
@@ -210,6 +231,10 @@ class ConsolidationError(T5TrainError):
 
 class IncompleteCheckpoint(ConsolidationError):
     """A checkpoint lacks files, or its files are not of one run, step and layout."""
+
+
+class NothingVerifies(IncompleteCheckpoint):
+    """A run has checkpoints, and none of them is complete and intact: it neither resumes nor starts again unasked."""
 
 
 class UnknownLayout(ConsolidationError):

@@ -22,6 +22,17 @@ def fingerprint(value: Any) -> str:
     return hashlib.sha256(canonical_json(value).encode("utf-8")).hexdigest()
 
 
+def is_sealed(document: Mapping[str, Any], seal: str) -> bool:
+    """Whether the value of the key ``seal`` is the fingerprint of everything else: the document is as it was written.
+
+    That holds for documents of other versions too, with fields that this one does not know.
+    """
+    try:
+        return document.get(seal) == fingerprint({key: value for key, value in document.items() if key != seal})
+    except (TypeError, ValueError):  # NaN, which no version writes
+        return False
+
+
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
     """``"part.key: old -> new"`` for everything that differs between two identities."""
     found = []

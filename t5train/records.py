@@ -5,9 +5,11 @@ result may be reused when its manifest is there, its fingerprint is the wanted o
 """
 
 import hashlib
+import json
 import logging
 import os
 import platform
+import stat
 import subprocess
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -19,8 +21,9 @@ from typing import Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from t5train.atomic import write_text
-from t5train.errors import DigestMismatch, RecordError
-from t5train.fingerprint import fingerprint
+from t5train.errors import DigestMismatch, RecordError, UnknownVersion
+from t5train.fingerprint import fingerprint, is_sealed
+from t5train.presence import ABSENT, is_there, reading
 from t5train.progress import Progress, silent
 from t5train.safetensors_digest import SafetensorsDigest, digest_safetensors
 
@@ -107,17 +110,22 @@ class Record(BaseModel):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read the manifest of ``folder``; RecordError when there is none of this kind, or it was altered."""
+        """Read the manifest of ``folder``.
+
+        Raises RecordError when there is none of this kind, or it was altered; Unreadable when it cannot be read now;
+        UnknownVersion when it is intact and of a version with other fields.
+        """
         manifest = folder / MANIFEST
         try:
-            record = cls.model_validate_json(manifest.read_bytes())
-        except FileNotFoundError:
+            with reading(manifest):
+                content = manifest.read_bytes()
+        except ABSENT:
             raise RecordError(f"{manifest} does not exist: {folder} is not a finished {_kind(cls)}") from None
-        except OSError as error:
-            raise RecordError(
-                f"{manifest} cannot be read ({error.strerror}): repair the disk or the permissions, or make it again"
-            ) from error
+        try:
+            record = cls.model_validate_json(content)
         except ValidationError as error:
+            if is_intact(content, cls.model_fields["kind"].default):
+                raise unknown_version(str(manifest), error) from error
             raise RecordError(f"{manifest} is not the manifest of a {_kind(cls)}: {_first(error)}") from error
         if not record.is_as_written():
             raise RecordError(f"{manifest} is damaged: its seal does not fit what it says")
@@ -221,9 +229,10 @@ def reusable(
 ) -> R | None:
     """The finished record in ``folder`` if it has this fingerprint and its files verify, else None (and a log line).
 
-    ``known`` as of ``Record.verify``.
+    ``known`` as of ``Record.verify``. Raises Unreadable and UnknownVersion: what cannot be read now, or only by another
+    version, is not made again over what is there.
     """
-    if not os.path.exists(folder / MANIFEST):  # noqa: PTH110 - Path's raises where the folder may not be searched
+    if not is_there(folder / MANIFEST):
         return None
     try:
         record = kind.load(folder)
@@ -243,21 +252,44 @@ def _first(error: ValidationError) -> str:
     return f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}".removeprefix(": ")
 
 
-def verify_file(path: Path, expected: FileDigest | SafetensorsDigest) -> None:
-    """DigestMismatch unless ``path`` can be read and has this size and digest."""
+def is_intact(content: bytes, kind: str | None) -> bool:
+    """Whether this is a manifest as some version wrote it, of this kind (None: of any)."""
     try:
-        size = path.stat().st_size
-        if size != expected.size:
-            raise DigestMismatch(f"{path} has {size} bytes, {expected.size} were recorded: restore it or make it again")
-        found = digest_file(path) if isinstance(expected, FileDigest) else digest_safetensors(path)
-    except FileNotFoundError:
+        document = json.loads(content)
+    except ValueError:
+        return False
+    return isinstance(document, dict) and kind in {None, document.get("kind")} and is_sealed(document, "seal")
+
+
+def unknown_version(where: str, error: ValidationError) -> UnknownVersion:
+    """The error for an intact document that this version of the project cannot make sense of."""
+    fields = dict.fromkeys(".".join(map(str, each["loc"])) for each in error.errors())
+    versions = [f" {each['input']}" for each in error.errors() if each["loc"] == ("schema_version",)]
+    return UnknownVersion(
+        f"{where} is intact, but another version of t5-pretrain wrote it: this one does not know its "
+        f"{', '.join(fields)}{''.join(versions)}. Use the version that wrote it; nothing was changed"
+    )
+
+
+def verify_file(path: Path, expected: FileDigest | SafetensorsDigest) -> None:
+    """Compare a file with its size and digest.
+
+    Raises DigestMismatch when it is missing or was read and differs, and Unreadable when it cannot be read now.
+    """
+    try:
+        with reading(path):
+            found = path.stat()
+            if not stat.S_ISREG(found.st_mode):
+                raise DigestMismatch(f"{path} is not a file; {expected.size} bytes were recorded: restore it")
+            if found.st_size != expected.size:
+                raise DigestMismatch(
+                    f"{path} has {found.st_size} bytes, {expected.size} were recorded: restore it or make it again"
+                )
+            digest = digest_file(path) if isinstance(expected, FileDigest) else digest_safetensors(path)
+    except ABSENT:
         raise DigestMismatch(f"{path} is missing; {expected.size} bytes were recorded") from None
-    except OSError as error:  # a bad disk is damage like any other: who has something else to take can take it
-        raise DigestMismatch(
-            f"{path} cannot be read ({error.strerror}): repair the disk or the permissions, or make it again"
-        ) from error
-    if found != expected:
-        raise DigestMismatch(f"{path} has {found}, {expected} was recorded: restore it or make it again")
+    if digest != expected:
+        raise DigestMismatch(f"{path} has {digest}, {expected} was recorded: restore it or make it again")
 
 
 def digest_file(path: Path) -> FileDigest:

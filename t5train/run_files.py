@@ -15,6 +15,15 @@ TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
 """DeepSpeed's save folder: a folder a tag."""
 
+SET_ASIDE = "set-aside"
+"""Folder for what must neither be used nor deleted, such as a damaged checkpoint; beside a run's checkpoints."""
+
+LAST_COMPLETE = "last-seen.json"
+"""Which checkpoint was the last that was known to be complete."""
+
+BEGIN_AGAIN = "begin-again"
+"""File that asks the next start to move all checkpoints aside and to begin at step 0."""
+
 RELAYOUT = "relayout"
 """Folder with the consolidated checkpoint that ranks of another layout begin from, until they have saved their own."""
 

@@ -4,6 +4,10 @@ DeepSpeed's own files name neither the run nor the place of each parameter, carr
 are never written in some layouts. A *sidecar* (``rank-00000.json``, written last and atomically by each rank)
 says all of it. A tag is complete when the sidecars of every rank, of one run, step and layout, are there and
 their files verify; that, and never DeepSpeed's file ``latest``, decides what may be resumed or consolidated.
+
+There are three answers to whether a tag is complete: yes; no, because something is absent or was read and differs
+(IncompleteCheckpoint); and that this cannot be known now: a file cannot be read (Unreadable), a sidecar is of another
+version (UnknownVersion), or the tag holds a file that nobody recorded (UnlistedFile).
 """
 
 import json
@@ -14,14 +18,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from t5train.atomic import write_json
 from t5train.cores import num_cores
 from t5train.errors import DigestMismatch, IncompleteCheckpoint
-from t5train.fingerprint import fingerprint
+from t5train.fingerprint import fingerprint, is_sealed
+from t5train.presence import ABSENT, file_size, is_folder, names_in, reading
 from t5train.progress import Progress, silent
-from t5train.records import FileDigest, verify_file
+from t5train.records import FileDigest, unknown_version, verify_file
+from t5train.unlisted_files import require_listed
 
 Precision = Literal["fp32", "bf16", "fp16"]
 _OWN_DIGEST = "sha256"
@@ -239,25 +245,25 @@ def write(folder: Path, sidecar: Sidecar) -> None:
 
 
 def read(folder: Path, rank: int) -> Sidecar:
-    """One rank's sidecar of a tag; IncompleteCheckpoint where there is none that is intact."""
+    """One rank's sidecar of a tag; errors as of ``parsed``, and Unreadable."""
     return _read(folder / sidecar_name(rank))
 
 
 def read_all(folder: Path) -> list[Sidecar]:
-    """All sidecars of a tag by rank; IncompleteCheckpoint for an unreadable one. Empty when there are none."""
+    """All sidecars of a tag by rank; empty when there are none. Errors as of ``read``."""
     return sorted((_read(path) for path in _paths(folder)), key=lambda sidecar: sidecar.rank)
 
 
 def require_complete(folder: Path, progress: Progress = silent) -> list[Sidecar]:
     """Every rank's sidecar, by rank, after every file was compared with its digest.
 
-    Raises IncompleteCheckpoint that names the rank or file: absent, altered, or of another run, step or layout; or
-    one that no rank wrote, which DeepSpeed, who finds files by pattern, would unpickle all the same.
+    Raises IncompleteCheckpoint that names the rank or file: absent, altered, or of another run, step or layout;
+    Unreadable for a file that cannot be read now; UnknownVersion for a sidecar of another version; and UnlistedFile for
+    a file that no rank wrote, which DeepSpeed, who finds files by pattern, would unpickle all the same.
     """
     sidecars = require_agreement(read_all(folder), folder)
     files = files_of(sidecars)
-    if strangers := sorted({path.name for path in folder.glob("*.pt")} - files.keys()):
-        raise IncompleteCheckpoint(f"checkpoint {folder} holds {strangers[0]}, which no rank recorded: move it away")
+    require_listed(f"checkpoint {folder}", names_in(folder), files)
     try:
         _verify(folder, files, progress)
     except DigestMismatch as error:
@@ -279,15 +285,15 @@ def complete_tags(checkpoints: Path) -> list[str]:
     """Names of the complete tags in a DeepSpeed save folder, the newest step first.
 
     Sidecars must agree and files have their sizes; ``require_complete`` then reads the chosen one's digests. A tag
-    that was renamed is none: a run renames what it is about to remove, and may be killed before it has.
+    that was renamed is none: a run renames what it is about to remove, and may be killed before it has. Raises
+    Unreadable and UnknownVersion for a tag of which this cannot be known: an older one must not take its place.
     """
     found: list[tuple[int, str]] = []
-    if not checkpoints.is_dir():
-        return []
-    for folder in checkpoints.iterdir():
-        sidecars = _if_complete(folder) if folder.is_dir() else None
+    for name in names_in(checkpoints):
+        folder = checkpoints / name
+        sidecars = _if_complete(folder) if is_folder(folder) else None
         if sidecars is not None:
-            found.append((sidecars[0].step, folder.name))
+            found.append((sidecars[0].step, name))
     return [name for _, name in sorted(found, reverse=True)]
 
 
@@ -309,12 +315,8 @@ def _if_complete(folder: Path) -> list[Sidecar] | None:
         files = files_of(sidecars)
     except IncompleteCheckpoint:
         return None
-    whole = all(_has_size(folder / name, digest.size) for name, digest in files.items())
+    whole = all(file_size(folder / name) == digest.size for name, digest in files.items())
     return sidecars if whole and sidecars[0].tag == folder.name else None
-
-
-def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
 
 
 def require_agreement(sidecars: list[Sidecar], where: Path | str) -> list[Sidecar]:
@@ -343,27 +345,43 @@ def _require_same(where: Path | str, first: Sidecar, other: Sidecar) -> None:
         )
 
 
+def is_sidecar(name: str) -> bool:
+    """Whether a file of a tag is a sidecar, by its name."""
+    return PurePosixPath(name).match("rank-*.json")
+
+
 def _paths(folder: Path) -> list[Path]:
-    return sorted(folder.glob("rank-*.json"))
+    return [folder / name for name in names_in(folder) if is_sidecar(name)]
 
 
 def _read(path: Path) -> Sidecar:
     try:
-        return parsed(path.read_text("utf-8"), path)
-    except (OSError, UnicodeError) as error:
+        with reading(path):
+            text = path.read_text("utf-8")
+    except ABSENT:
+        raise IncompleteCheckpoint(f"{path} is missing: its rank has not finished") from None
+    except UnicodeError as error:
         raise IncompleteCheckpoint(f"{path} is not a sidecar: {error}") from error
+    return parsed(text, path)
 
 
 def parsed(text: str, path: Path) -> Sidecar:
-    """The sidecar that ``text`` is, which lies at ``path``, here or elsewhere; IncompleteCheckpoint if it is none."""
+    """The sidecar that ``text`` is, which lies at ``path``, here or elsewhere.
+
+    Its own sha256 tells damage from the unknown: IncompleteCheckpoint when that does not fit, UnknownVersion when it
+    does and this version cannot make sense of the rest.
+    """
     try:
         document = json.loads(text)
-        intact = document.pop(_OWN_DIGEST, None) == fingerprint(document)
-        sidecar = Sidecar.model_validate(document)
-    except (ValueError, AttributeError, TypeError) as error:
+    except ValueError as error:
         raise IncompleteCheckpoint(f"{path} is not a sidecar: {error}") from error
-    if not intact:
+    if not isinstance(document, dict) or not is_sealed(document, _OWN_DIGEST):
         raise IncompleteCheckpoint(f"{path} is damaged: its content has not the sha256 it was written with")
+    del document[_OWN_DIGEST]
+    try:
+        sidecar = Sidecar.model_validate(document)
+    except ValidationError as error:
+        raise unknown_version(str(path), error) from error
     if path.name != sidecar_name(sidecar.rank):
         raise IncompleteCheckpoint(f"{path} speaks for rank {sidecar.rank}: it was renamed or copied")
     return sidecar

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from t5train.certificate import CERTIFICATE, Certificate
 from t5train.errors import CertificationError, DigestMismatch, PublicationError, RecordError
 from t5train.locations import explained, local_folder, redacted, remote_folder
+from t5train.presence import ABSENT, reading
 from t5train.progress import Progress, silent
 from t5train.records import (
     MANIFEST,
@@ -22,6 +23,8 @@ from t5train.records import (
     TokenizerFiles,
     TokenShards,
     Weights,
+    is_intact,
+    unknown_version,
 )
 from t5train.safetensors_digest import SafetensorsDigest, digest_safetensors_stream
 
@@ -47,13 +50,10 @@ def verify(path_or_url: str | Path, progress: Progress = silent) -> Record:
 def verify_local(folder: Path, progress: Progress = silent) -> Record:
     """``verify`` for a folder on this machine."""
     try:
-        content = (folder / MANIFEST).read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
+        with reading(folder / MANIFEST):
+            content = (folder / MANIFEST).read_bytes()
+    except ABSENT as error:
         raise RecordError(f"{folder / MANIFEST} cannot be read: {error.strerror}; nothing was finished here") from None
-    except OSError as error:
-        raise RecordError(
-            f"{folder / MANIFEST} cannot be read ({error.strerror}): repair the disk or the permissions"
-        ) from error
     record = parse_manifest(content, str(folder / MANIFEST)).model_copy(update={"path": folder})
     if not isinstance(record, Corpus):  # whose text may be used where it lies
         _require_inside(record)
@@ -87,13 +87,19 @@ def verify_remote(url: str, progress: Progress = silent) -> Record:
 
 
 def parse_manifest(content: bytes, where: str) -> Record:
-    """The record that ``content`` describes; RecordError when it is none, DigestMismatch when its seal is broken."""
+    """The record that ``content`` describes.
+
+    Raises RecordError when it is none, DigestMismatch when its seal is broken, and UnknownVersion when it is intact and
+    of a version with other fields.
+    """
     try:
         kind = Record.model_validate_json(content, extra="ignore").kind
         if kind not in _KINDS:
             raise RecordError(f"{where} is of the kind {kind!r}: there are {', '.join(_KINDS)}")
         record = _KINDS[kind].model_validate_json(content)
     except ValidationError as error:
+        if is_intact(content, None):
+            raise unknown_version(where, error) from error
         raise RecordError(f"{where} is damaged, or not a manifest: {error.errors()[0]['msg']}") from error
     if record.sealed().manifest_text().encode() != content:
         raise DigestMismatch(f"{where} is not as it was written: its seal does not fit what it says")

@@ -21,6 +21,7 @@ from t5train.run_files import METRICS
 from t5train.spec import RunSpec
 from t5train.train import run
 from t5train.train.metrics import Values, parse_line
+from t5train.train.resume_point import ask_to_begin_again
 
 _TAIL_BYTES = 64 << 10
 
@@ -41,6 +42,15 @@ def train_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -
         raise failure_history.judged(spec.run_folder, error) from error
     _tell(spec, progress)
     return run.conclude(spec, shards, progress)
+
+
+def train_again(spec: RunSpec) -> None:
+    """Have ``train_run`` begin at step 0 the next time, with all checkpoints moved aside; the caller holds the run.
+
+    Ranks that an earlier command left at work are ended first.
+    """
+    end_all(spec.run_folder, spec.cluster, on_tick=lambda: None)
+    ask_to_begin_again(spec.run_folder)
 
 
 def _train(spec: RunSpec, shards: TokenShards, progress: Progress) -> None:

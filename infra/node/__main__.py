@@ -15,6 +15,7 @@ and, where hosts share no storage (infra.node_store)::
     inventory what it holds of a run's checkpoints
     verify    which files of one are not as they should be
     prune     remove some
+    move_aside  move some where nothing uses or removes them
     listing   other files of a run
     send      send files that the head asks for
     receive   ask the head for files

@@ -42,7 +42,8 @@ def _visible(folder: Path) -> list[str]:
 def _restore(run: NodeRun, name: str, progress: Progress) -> None:
     tag = next(tag for tag in complete_tags({HEAD: inventory_of(run.checkpoints)}) if tag.name == name)
     parts = {host.name: part(tag, _read_by(tag, run.ranks_of(host)), run.ranks_of(host)) for host in run.hosts.all}
-    restore(run.nodes, tag_place(run.name, name), parts, run.checkpoints / name, progress)
+    place = tag_place(run.name, name)
+    restore(run.nodes, run.name, place, parts, run.checkpoints / name, progress, recorded=tag.files)
 
 
 def _read_by(tag: FoundTag, ranks: range) -> set[str]:
@@ -54,4 +55,4 @@ def _continue_metrics(run: NodeRun, job: TrainJob, progress: Progress) -> None:
     step = job.consolidated.clock.step if job.consolidated else step_of(job.resume_tag) if job.resume_tag else 0
     drop_after(run.folder / METRICS, step)
     wanted = {host: listed(run.folder, [METRICS]) if host == run.first else [] for host in run.nodes.hosts}
-    restore(run.nodes, run.place, wanted, run.folder, progress)
+    restore(run.nodes, run.name, run.place, wanted, run.folder, progress)

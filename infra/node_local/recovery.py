@@ -1,7 +1,7 @@
 """Before ranks start: the newest complete checkpoint, wherever its parts are, is had on the head, verified."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,12 +13,15 @@ from infra.node_local.node_run import NodeRun
 from infra.node_store.collect import collect
 from infra.node_store.gather import gather
 from infra.node_store.nodes import Nodes
-from infra.node_store.survey import Survey, survey
-from infra.node_store.tags import complete_tags, shortcomings
-from t5train.errors import IncompleteCheckpoint
+from infra.node_store.survey import Survey, move_aside_on, survey
+from infra.node_store.tags import FoundTag, complete_tags, finished_once, require_listed, shortcomings, unreadable
+from t5train.errors import HostError, IncompleteCheckpoint, Unreadable
 from t5train.progress import Progress
-from t5train.run_files import ATTEMPTS, METRICS
+from t5train.run_files import ATTEMPTS, METRICS, SET_ASIDE
+from t5train.set_aside import set_aside
 from t5train.train import metrics
+from t5train.train.last_complete import last_complete
+from t5train.train.resume_point import is_asked_to_begin_again, is_tag
 
 _FORMER_ATTEMPTS = 3
 _log = logging.getLogger(__name__)
@@ -27,27 +30,74 @@ _log = logging.getLogger(__name__)
 def recover(run: NodeRun, progress: Progress) -> None:
     """Have the gathered copy hold the newest checkpoint that is complete anywhere; none where none ever was.
 
-    Asked are also hosts that had something of it and are not among the run's any more. Raises IncompleteCheckpoint
-    where checkpoints were complete and are no more, and HostError when a host of the run does not answer.
+    Asked are also hosts that had something of it and are not among the run's any more. Damaged checkpoints that are
+    newer are moved aside everywhere; all are where the user asked to begin again. Raises NothingVerifies where
+    checkpoints were complete and are no more, Unreadable, UnknownVersion and UnlistedFile where that cannot be known,
+    and HostError when a host of the run does not answer.
     """
     former = [host for host in dict.fromkeys(_former(run.folder)) if host not in run.nodes.hosts]
     if run.nodes.code is not None:  # a launch has sent it to its own hosts alone
         ship(run.nodes.transport, former)
     nodes = replace(run.nodes, hosts=(*run.nodes.hosts, *former))
+    if is_asked_to_begin_again(run.folder):  # what the head has is moved when it comes to choose
+        _move_aside(run, nodes, None, "the run begins again at step 0")
+        return
     found = _survey(run, nodes)
-    damaged = []
-    for tag in complete_tags(found.found):
+    tag = _gathered(run, nodes, found, progress)
+    if tag is None:
+        return
+    if newer := _once_complete_and_newer(run, found, tag.name):
+        _move_aside(run, nodes, newer, f"it is damaged, and newer than {tag.name}, from which training resumes")
+    ledger.note(run.folder, tag)
+    _collect_metrics(run)
+
+
+def _gathered(run: NodeRun, nodes: Nodes, found: Survey, progress: Progress) -> FoundTag | None:
+    """The newest checkpoint that is whole, which the head has then; None where none ever was complete."""
+    doubtful, damaged = unreadable(found.found), list[str]()
+    complete = complete_tags(found.found)
+    unknown = sorted(doubtful.keys() - {tag.name for tag in complete}, reverse=True)
+    for tag in complete:
+        _require_known(doubtful, [name for name in unknown if name > tag.name])
+        require_listed(tag, found.found)
         try:
             gather(nodes, run.name, tag, run.checkpoints, progress)
         except IncompleteCheckpoint as error:
+            _require_known(doubtful, [tag.name] if tag.name in doubtful else [])
             _log.warning("%s is passed over: %s", tag.name, error)
             damaged.append(f"{tag.name}: {error}")
             continue
-        ledger.note(run.folder, tag)
-        _collect_metrics(run)
-        return
+        return tag
+    _require_known(doubtful, unknown)
     if (lost := ledger.nothing_complete(run.folder, found, damaged)) is not None:
         raise lost
+    return None
+
+
+def _require_known(doubtful: Mapping[str, str], names: Sequence[str]) -> None:
+    """Unreadable for the first of these tags, which may be complete: an older one must not take its place."""
+    for name in names:
+        if is_tag(name):
+            raise Unreadable(f"{name} may be complete, and this cannot be known now: {doubtful[name]}")
+
+
+def _once_complete_and_newer(run: NodeRun, found: Survey, chosen: str) -> list[str]:
+    """Tags that were complete once; one that never was, as of a save that was killed, may be written again."""
+    last, finished = last_complete(run.folder), finished_once(found.found)
+    names = sorted({name for inventory in found.found.values() for name in inventory if is_tag(name)})
+    return [name for name in names if name > chosen and (name in finished or (last is not None and name <= last.tag))]
+
+
+def _move_aside(run: NodeRun, nodes: Nodes, tags: list[str] | None, why: str) -> None:
+    for host, answer in move_aside_on(nodes, run.name, tags, why).items():
+        if not isinstance(answer, HostError):
+            _log.warning("%s moved %s aside: %s", host, ", ".join(answer) or "nothing", why)
+        elif host in run.nodes.hosts:
+            raise answer
+        else:
+            _log.warning("%s, which has trained this run before, keeps its checkpoints: %s", host, answer)
+    for tag in tags or ():
+        set_aside(run.checkpoints / tag, run.folder / SET_ASIDE, why)
 
 
 def _survey(run: NodeRun, nodes: Nodes) -> Survey:
@@ -63,8 +113,7 @@ def _survey(run: NodeRun, nodes: Nodes) -> Survey:
 
 def _former(run_folder: Path) -> Iterator[str]:
     """Hosts that may have parts of checkpoints."""
-    if (seen := ledger.last_seen(run_folder)) is not None:
-        yield from sorted(seen.hosts)
+    yield from ledger.former_hosts(run_folder)
     for path in sorted((run_folder / ATTEMPTS).glob(f"*/{attempt.ATTEMPT}"))[-_FORMER_ATTEMPTS:]:
         yield from attempt.read(path.parent).hosts or ()
 

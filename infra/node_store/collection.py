@@ -1,5 +1,6 @@
 """The head finds and frees what no run needs: on all nodes, and under its own root."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -10,11 +11,12 @@ from infra.node_store.paths import name_on_nodes
 from infra.node_store.tags import superfluous
 from infra.run_lock import holder
 from t5train.atomic_folder import discard
-from t5train.errors import HostError, RecordError
+from t5train.errors import HostError, RecordError, UnknownVersion, Unreadable
 from t5train.records import Checkpoint
 from t5train.run_files import CHECKPOINTS, RUNS
 
 _DEADLINE_SECONDS = 600.0
+_log = logging.getLogger(__name__)
 
 
 def finished_runs(root: Path) -> list[str]:
@@ -25,6 +27,8 @@ def finished_runs(root: Path) -> list[str]:
             found.append(name_on_nodes(folder.name, Checkpoint.load(folder).fingerprint))
         except RecordError:
             continue
+        except (Unreadable, UnknownVersion) as error:
+            _log.warning("what hosts have of %s is kept: %s", folder.name, error)
     return found
 
 

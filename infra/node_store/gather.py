@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from infra.node_store.conversation import conversation
@@ -11,12 +12,17 @@ from infra.node_store.nodes import Nodes
 from infra.node_store.paths import tag_place
 from infra.node_store.pulling import Wanted, Watcher, is_whole, missing_bytes, pull
 from infra.node_store.tags import FoundTag
-from infra.node_store.wire import Refused
+from infra.node_store.wire import CannotRead, Refused
 from t5train.atomic import sync_folder, write_text
 from t5train.cores import num_cores
-from t5train.errors import DigestMismatch, HostError, IncompleteCheckpoint, T5TrainError
+from t5train.errors import DigestMismatch, HostError, IncompleteCheckpoint, T5TrainError, Unreadable
+from t5train.presence import is_there, names_in, reading
 from t5train.progress import Progress, silent
+from t5train.run_files import SET_ASIDE
+from t5train.set_aside import set_aside
+from t5train.sidecar import is_sidecar
 from t5train.storage_space import require_space
+from t5train.unlisted_files import unlisted
 
 _AT_ONCE = 16
 """Nodes that send at the same time."""
@@ -25,55 +31,88 @@ _AT_ONCE = 16
 def gather(nodes: Nodes, run_name: str, tag: FoundTag, checkpoints: Path, progress: Progress = silent) -> None:
     """Make ``checkpoints / tag`` complete: every file verified, sidecars last; gone on with after a break.
 
-    Raises IncompleteCheckpoint when a file is nowhere as it was recorded, naming where it was looked for, StorageError
-    when the disk is full, and HostError when a node that alone has something does not send it.
+    What is in the way, of another saving of this tag or not to be read now, is moved aside and not removed. Raises
+    IncompleteCheckpoint when a file is nowhere as it was recorded, naming where it was looked for, Unreadable when that
+    cannot be known, StorageError when the disk is full, and HostError when a node that alone has something does not
+    send it.
     """
     folder = checkpoints / tag.name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _remove_strangers(folder, tag)
+    _move_strangers(folder, tag)
     lacking = _lacking(folder, _wanted(tag), progress)
-    require_space(folder, missing_bytes(folder, lacking), f"checkpoint {tag.name}")
+    require_space(folder, missing_bytes(folder, lacking.wanted), f"checkpoint {tag.name}")
     _Gathering(nodes, tag_place(run_name, tag.name), folder, lacking, progress).run(tag.places)
     for name, text in sorted(tag.texts.items()):
-        if not (folder / name).exists():  # else it is this one: others have been removed
+        if not is_there(folder / name):  # else it is this one: others have been moved
             write_text(folder / name, text)
     sync_folder(checkpoints)
+
+
+@dataclass(frozen=True)
+class _Lacking:
+    """What is to come, and of that what is there and cannot be read now."""
+
+    wanted: list[Wanted]
+    unreadable: Mapping[str, Unreadable]
 
 
 def _wanted(tag: FoundTag) -> list[Wanted]:
     return [Wanted.of(name, digest) for name, digest in sorted(tag.files.items())]
 
 
-def _lacking(folder: Path, wanted: list[Wanted], progress: Progress) -> list[Wanted]:
+def _lacking(folder: Path, wanted: list[Wanted], progress: Progress) -> _Lacking:
     """What is not there whole; what is there is read, one file on each core."""
     total, done, missing = sum(each.size for each in wanted), 0, []
+    unreadable = dict[str, Unreadable]()
+
+    def whole(each: Wanted) -> bool:
+        try:
+            return is_whole(folder, each)
+        except Unreadable as error:
+            unreadable[each.name] = error
+            return False
+
     with ThreadPoolExecutor(num_cores()) as threads:
-        for each, whole in zip(wanted, threads.map(lambda one: is_whole(folder, one), wanted), strict=True):
+        for each, there in zip(wanted, threads.map(whole, wanted), strict=True):
             done += each.size
             progress("checkpoint bytes verified", done, total)
-            if not whole:
+            if not there:
                 missing.append(each)
-    return missing
+    return _Lacking(missing, unreadable)
 
 
-def _remove_strangers(folder: Path, tag: FoundTag) -> None:
+def _move_strangers(folder: Path, tag: FoundTag) -> None:
     """What was gathered of another saving of this tag: its sidecars first, so it is never taken for complete."""
-    for path in folder.glob("rank-*.json"):
-        if tag.texts.get(path.name, "").encode() != path.read_bytes():
-            path.unlink()
-    for path in folder.glob("*.pt"):
-        if path.name not in tag.files:
-            path.unlink()
+    names = names_in(folder)
+    for name in (name for name in names if is_sidecar(name)):
+        if not _holds(folder / name, tag.texts.get(name)):
+            set_aside(folder / name, _aside(folder), f"it is not of the saving of {tag.name} that is gathered")
+    for name in unlisted(names, tag.files):
+        set_aside(folder / name, _aside(folder), f"no rank recorded it as a part of {tag.name}")
+
+
+def _holds(path: Path, text: str | None) -> bool:
+    try:
+        with reading(path):
+            return text is not None and path.read_bytes() == text.encode()
+    except Unreadable:
+        return False
+
+
+def _aside(folder: Path) -> Path:
+    """Where what is in the way in a tag of a run on the head is kept."""
+    return folder.parent.parent / SET_ASIDE
 
 
 class _Gathering(Watcher):
     """Files still to come, and why those that did not come did not."""
 
-    def __init__(self, nodes: Nodes, place: str, folder: Path, lacking: list[Wanted], progress: Progress) -> None:
+    def __init__(self, nodes: Nodes, place: str, folder: Path, lacking: _Lacking, progress: Progress) -> None:
         self._nodes, self._place, self._folder, self._progress = nodes, place, folder, progress
-        self._lacking = {each.name: each for each in lacking}
-        self._total, self._done = sum(each.size for each in lacking), 0
-        self._failures: dict[str, list[T5TrainError]] = {each.name: [] for each in lacking}
+        self._lacking = {each.name: each for each in lacking.wanted}
+        self._total, self._done = sum(each.size for each in lacking.wanted), 0
+        self._failures: dict[str, list[T5TrainError]] = {each.name: [] for each in lacking.wanted}
+        self._unreadable = lacking.unreadable
         self._lock = threading.Lock()
 
     def run(self, places: Mapping[str, Iterable[str]]) -> None:
@@ -115,7 +154,7 @@ class _Gathering(Watcher):
             with conversation(self._nodes, host, "send", self._nodes.request(place=self._place)) as channel:
                 for each in share:
                     try:
-                        pull(channel.fetch, [each], self._folder, self)
+                        pull(channel.fetch, [each], self._folder, self, _aside(self._folder))
                     except (DigestMismatch, Refused) as error:
                         self._failures[each.name].append(error)
         except HostError as error:
@@ -126,6 +165,11 @@ class _Gathering(Watcher):
         for error in self._failures[name]:
             if isinstance(error, HostError):
                 return error
+        cannot = [str(each) for each in self._failures[name] if isinstance(each, CannotRead)]
+        if name in self._unreadable:
+            cannot.append(str(self._unreadable[name]))
+        if cannot:
+            return Unreadable(f"{name} may be whole, and is not to be had now: {'; '.join(cannot)}")
         where = ", ".join(place or "the head" for place in places if place != HEAD) or "no node"
         said = "; ".join(map(str, self._failures[name])) or "what the head has of it is damaged"
         return IncompleteCheckpoint(f"{name} is nowhere as it was recorded ({where} had it): {said}")

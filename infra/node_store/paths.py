@@ -6,6 +6,7 @@
         shards/{name}/                  staged token shards, named as on the root
         staged/{name}-{fingerprint}/    other folders that a run begins from, staged
         runs/{name}/checkpoints/        by ``name_on_nodes``: what this node's ranks wrote, a folder a tag
+        set-aside/{name}/               what of it must neither be used nor deleted; nothing prunes or frees it
 
 The scratch folder is ``storage.scratch``, by default within the node folder.
 """
@@ -17,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from infra.node_folder import node_folder
 from t5train.errors import StorageError
-from t5train.run_files import CHECKPOINTS, RUNS
+from t5train.run_files import CHECKPOINTS, RUNS, SET_ASIDE
 
 SHARDS = "shards"
 STAGED = "staged"
@@ -71,6 +72,11 @@ def run_place(run_name: str) -> str:
 def tag_place(run_name: str, tag: str) -> str:
     """Place of a tag of a run within the scratch folder."""
     return f"{RUNS}/{run_name}/{CHECKPOINTS}/{tag}"
+
+
+def aside_place(run_name: str) -> str:
+    """Place within the scratch folder for what of a run must neither be used nor deleted."""
+    return f"{SET_ASIDE}/{run_name}"
 
 
 def within(folder: Path, name: str) -> Path:

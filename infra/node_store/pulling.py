@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Self
 from infra.node_store.paths import within
 from infra.node_store.wire import CHUNK_BYTES, Refused, Source
 from t5train.atomic import sync_folder
-from t5train.errors import DigestMismatch, StorageError
+from t5train.errors import DigestMismatch, StorageError, Unreadable
+from t5train.presence import ABSENT, file_size, reading
+from t5train.set_aside import set_aside
 
 if TYPE_CHECKING:
     from t5train.records import FileDigest
@@ -68,12 +71,15 @@ def partial_path(path: Path) -> Path:
 
 
 def is_whole(folder: Path, wanted: Wanted, on_bytes: Callable[[int], None] = lambda _: None) -> bool:
-    """Whether the file is there with this very content, or one as good."""
+    """Whether the file is there with this very content, or one as good. Raises Unreadable when that cannot be known."""
     path = within(folder, wanted.name)
     good = {(wanted.size, wanted.sha256), *((size, sha256) for size, sha256 in wanted.as_good)}
-    if not path.is_file() or path.stat().st_size not in {size for size, _ in good}:
+    if file_size(path) not in {size for size, _ in good}:
         return False
-    digest, size = _hash_of(path, on_bytes)
+    try:
+        digest, size = _hash_of(path, on_bytes)
+    except ABSENT:
+        return False
     return (size, digest.hexdigest()) in good
 
 
@@ -82,39 +88,48 @@ def missing_bytes(folder: Path, wanted: Iterable[Wanted]) -> int:
     return sum(max(0, each.size - _size(within(folder, each.name), each.size)) for each in wanted)
 
 
-def pull(source: Source, wanted: Iterable[Wanted], folder: Path, watcher: Watcher) -> None:
+def pull(source: Source, wanted: Iterable[Wanted], folder: Path, watcher: Watcher, aside: Path | None = None) -> None:
     """Take what ``folder`` lacks, in that order; what is there whole is left.
 
-    Raises DigestMismatch where what comes has another digest twice, Refused where nothing does, StorageError when the
-    disk is full, and what ``source`` raises; what has come stays for the next time.
+    What is there and cannot be read now is kept in the folder ``aside``, once a good copy has come. Raises Unreadable
+    where there is no such folder, DigestMismatch where what comes has another digest twice, Refused where nothing does,
+    StorageError when it cannot be written, and what ``source`` raises; what has come stays for the next time.
     """
     for each in wanted:
-        path = within(folder, each.name)
-        if not is_whole(folder, each):
+        path, keep = within(folder, each.name), None
+        try:
+            whole = is_whole(folder, each)
+        except Unreadable:
+            if aside is None:
+                raise
+            whole, keep = False, aside
+        if not whole:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _pull_file(source, each, path, watcher)
+            _pull_file(source, each, path, watcher, keep)
         watcher.whole(each)
 
 
-def _pull_file(source: Source, wanted: Wanted, path: Path, watcher: Watcher) -> None:
+def _pull_file(source: Source, wanted: Wanted, path: Path, watcher: Watcher, keep: Path | None) -> None:
+    """Take a file; what is in its place goes into the folder ``keep``, if there is to be one."""
     partial = partial_path(path)
     for last in (False, True):  # a part that was there may be damaged, so it gets a second try
         try:
             found = _grow(source, wanted, partial, watcher)
+            if found == wanted.sha256:
+                if keep is not None:
+                    set_aside(path, keep, "it could not be read, and a good copy of it has come")
+                partial.replace(path)
+                sync_folder(path.parent)
+                return
         except Refused:
             if last:
                 raise
             found = "none"  # what had come was damaged there, and is there anew
         except OSError as error:
-            if error.errno in _NO_ROOM:
-                raise StorageError(
-                    f"{path} cannot be written: {error.strerror}; make room, then start again"
-                ) from error
-            raise
-        if found == wanted.sha256:
-            partial.replace(path)
-            sync_folder(path.parent)
-            return
+            if isinstance(error, ConnectionError):
+                raise
+            remedy = "make room" if error.errno in _NO_ROOM else "see to the disk and the permissions"
+            raise StorageError(f"{path} cannot be written: {error.strerror}; {remedy}, then start again") from error
         partial.unlink(missing_ok=True)
         if last:
             raise DigestMismatch(
@@ -152,7 +167,7 @@ def _private(path: str, flags: int) -> int:
 
 def _hash_of(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> "tuple[hashlib._Hash, int]":
     digest, size = hashlib.sha256(), 0
-    with open(path, "rb", buffering=0) as file:
+    with reading(path), open(path, "rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
             size += len(chunk)
@@ -161,10 +176,11 @@ def _hash_of(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> "t
 
 
 def _size(path: Path, most: int) -> int:
-    """Bytes of it that are there, whole or in part."""
+    """Bytes of it that are there, whole or in part; what cannot be read now is to come again."""
     for each in (path, partial_path(path)):
-        if each.is_file():
-            return min(each.stat().st_size, most)
+        with suppress(Unreadable):
+            if (size := file_size(each)) is not None:
+                return min(size, most)
     return 0
 
 

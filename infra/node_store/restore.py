@@ -1,7 +1,7 @@
 """A node that was replaced, wiped or damaged gets its part of a checkpoint back from the gathered copy."""
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
@@ -35,17 +35,26 @@ def part(tag: FoundTag, names: Iterable[str], ranks: Sequence[int]) -> list[Want
 
 
 def restore(
-    nodes: Nodes, place: str, parts: Mapping[str, Sequence[Wanted]], source: Path, progress: Progress = silent
+    nodes: Nodes,
+    run_name: str,
+    place: str,
+    parts: Mapping[str, Sequence[Wanted]],
+    source: Path,
+    progress: Progress = silent,
+    recorded: Collection[str] | None = None,
 ) -> None:
     """Give each host what it lacks, or has damaged, of its part: copies of files of the folder ``source``, verified.
 
     ``place`` is the folder there, such as ``paths.tag_place``. Files come in the order of the part, so sidecars last.
-    Raises the first HostError, after all hosts have ended.
+    A copy there that cannot be read now is moved aside, and so is a pickle that is not ``recorded``, where that is
+    given. Raises the first HostError, after all hosts have ended.
     """
     telling = _Restored(progress, sum(each.size for wanted in parts.values() for each in wanted))
 
     def give(host: str) -> None:
-        request = nodes.request(place=place, files=[each.to_json() for each in parts[host]])
+        files = [each.to_json() for each in parts[host]]
+        names = None if recorded is None else sorted(recorded)
+        request = nodes.request(run_name=run_name, place=place, files=files, recorded=names)
         _give(nodes, host, request, source, telling)
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="restore") as threads:

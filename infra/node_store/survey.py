@@ -53,3 +53,10 @@ def prune_on(nodes: Nodes, run_name: str, tags: list[str]) -> dict[str, HostErro
     """Remove these tags from all nodes, and what is left of others; the error of each that did not."""
     answers = nodes.ask("prune", lambda _: nodes.request(run_name=run_name, tags=tags), _DEADLINE_SECONDS)
     return {host: each if isinstance(each, HostError) else None for host, each in answers.items()}
+
+
+def move_aside_on(nodes: Nodes, run_name: str, tags: list[str] | None, why: str) -> dict[str, list[str] | HostError]:
+    """Have all nodes move these tags (None: all) where nothing uses or removes them; those that each had."""
+    request = nodes.request(run_name=run_name, tags=tags, why=why)
+    answers = nodes.ask("move_aside", lambda _: request, _DEADLINE_SECONDS)
+    return {host: each if isinstance(each, HostError) else each["tags"] for host, each in answers.items()}

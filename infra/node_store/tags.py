@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.node_store.inventory import HEAD, Inventory
-from t5train import sidecar
+from t5train import sidecar, unlisted_files
 from t5train.errors import IncompleteCheckpoint
 from t5train.records import FileDigest
 from t5train.retention import kept
@@ -54,13 +54,48 @@ def superfluous(
 ) -> list[str]:
     """Tags to remove: complete ones that are not ``kept``, ``most_bytes`` being those of each place.
 
-    Of incomplete tags those that are older than the newest complete one: a newer one may be being written.
+    Of incomplete tags those that are older than the newest complete one: a newer one may be being written. A tag of
+    which something cannot be read now stays.
     """
     steps = {tag.name: tag.step for tag in complete_tags(found)}
     keep = kept({step: _size(name, found) for name, step in steps.items()}, keep_last, keep_every, most_bytes)
     newest = max(steps, key=lambda name: steps[name], default="")
-    left_over = {name for name in _names(found) - steps.keys() if _OURS.fullmatch(name) and name < newest}
+    incomplete = _names(found) - steps.keys() - unreadable(found).keys()
+    left_over = {name for name in incomplete if _OURS.fullmatch(name) and name < newest}
     return sorted({name for name, step in steps.items() if step not in keep} | left_over)
+
+
+def unreadable(found: Inventories) -> dict[str, str]:
+    """Tags of which something cannot be read now somewhere, and why."""
+    return {
+        name: f"{_called(place)}: {next(iter(copy.unreadable.values()))}"
+        for place, inventory in found.items()
+        for name, copy in inventory.items()
+        if copy.unreadable
+    }
+
+
+def finished_once(found: Inventories) -> set[str]:
+    """Tags of which the sidecars of all ranks are there: they were complete, whatever has become of their files."""
+    return {name for name in _names(found) for places in _versions(found) if _is_finished(name, places, found)}
+
+
+def _is_finished(name: str, places: Sequence[str], found: Inventories) -> bool:
+    try:
+        return _sidecars(name, _texts(name, places, found))[0].tag == name
+    except IncompleteCheckpoint:
+        return False
+
+
+def require_listed(tag: FoundTag, found: Inventories) -> None:
+    """UnlistedFile that names a pickle which lies among the files of this saving somewhere, and that nobody recorded.
+
+    What lies where nobody has finished this saving is left of another one; a restore moves it aside.
+    """
+    for place, inventory in found.items():
+        copy = inventory.get(tag.name)
+        if copy and any(copy.sidecars.get(name) == text for name, text in tag.texts.items()):
+            unlisted_files.require_listed(f"checkpoint {tag.name} on {_called(place)}", copy.files, tag.files)
 
 
 def _size(name: str, found: Inventories) -> int:
@@ -94,8 +129,7 @@ def _versions(found: Inventories) -> list[list[str]]:
 def _version(name: str, places: Sequence[str], found: Inventories) -> FoundTag:
     """The tag, by the sidecars of those places; IncompleteCheckpoint says what is wrong with it."""
     texts = _texts(name, places, found)
-    parsed = [sidecar.parsed(text, Path(name) / file) for file, text in sorted(texts.items())]
-    sidecars = sidecar.require_agreement(parsed, name)
+    sidecars = _sidecars(name, texts)
     if sidecars[0].tag != name:
         raise IncompleteCheckpoint(f"{name} was {sidecars[0].tag} before: it was renamed")
     files = sidecar.files_of(sidecars)
@@ -104,6 +138,11 @@ def _version(name: str, places: Sequence[str], found: Inventories) -> FoundTag:
         if not where:
             raise IncompleteCheckpoint(f"{name} lacks {file}, which {_writer(file, sidecars)} wrote: it is nowhere")
     return FoundTag(name, sidecars[0].step, texts, sidecars, files, holders)
+
+
+def _sidecars(name: str, texts: Mapping[str, str]) -> list[Sidecar]:
+    parsed = [sidecar.parsed(text, Path(name) / file) for file, text in sorted(texts.items())]
+    return sidecar.require_agreement(parsed, name)
 
 
 def _texts(name: str, places: Sequence[str], found: Inventories) -> dict[str, str]:

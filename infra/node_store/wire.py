@@ -2,7 +2,8 @@
 
 Messages are lines of JSON. Who wants bytes says ``{"name", "offset", "size"}``: bytes ``offset`` to ``size`` of that
 file. The answer is any number of ``{"bytes": n}``, each followed by n bytes, then ``{"end": true}``; or ``{"error":
-text}`` at any point, after which the file can be asked for again.
+text}`` at any point, after which the file can be asked for again; with ``"unreadable": true`` when that file may be
+whole, and cannot be read now.
 """
 
 import json
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from infra.node_store.paths import within
-from t5train.errors import StorageError, T5TrainError
+from t5train.errors import StorageError, T5TrainError, Unreadable
+from t5train.presence import reading
 
 CHUNK_BYTES = 1 << 20
 _MOST_LINE_BYTES = 64 << 20  # of a message; far above any, and below what memory takes
@@ -29,6 +31,10 @@ class BrokenOff(ConnectionError):
 
 class Refused(StorageError):
     """The other side cannot send what was asked of it."""
+
+
+class CannotRead(Refused):
+    """The other side has what was asked of it, and cannot read it now."""
 
 
 class Channel:
@@ -72,7 +78,7 @@ class Channel:
         self.say({"name": name, "offset": offset, "size": size})
         while (message := self.hear()) is not None:
             if "error" in message:
-                raise Refused(str(message["error"]))
+                raise (CannotRead if message.get("unreadable") else Refused)(str(message["error"]))
             if "end" in message:
                 return
             if (count := int(message["bytes"])) > CHUNK_BYTES:
@@ -88,7 +94,7 @@ class Channel:
         except (T5TrainError, OSError) as error:
             if isinstance(error, ConnectionError):
                 raise
-            self.say({"error": str(error)})
+            self.say({"error": str(error), "unreadable": isinstance(error, Unreadable)})
         else:
             self.say({"end": True})
 
@@ -97,10 +103,15 @@ def files_in(folder: Path) -> Source:
     """The files of a folder, as they are."""
 
     def read(name: str, offset: int, size: int) -> Iterator[bytes]:
-        with open(within(folder, name), "rb") as file:
-            file.seek(offset)
+        path = within(folder, name)
+        with reading(path):
+            file = open(path, "rb")  # noqa: SIM115 - closed below; what follows is told apart from errors of who reads
+        with file:
+            with reading(path):
+                file.seek(offset)
             while offset < size:
-                chunk = file.read(min(CHUNK_BYTES, size - offset))
+                with reading(path):
+                    chunk = file.read(min(CHUNK_BYTES, size - offset))
                 if not chunk:
                     raise StorageError(f"{folder / name} ends after {offset} of {size} bytes: it was cut short")
                 offset += len(chunk)

@@ -11,11 +11,20 @@ from typing import Any
 from t5train.consolidate.metadata import read_metadata
 from t5train.consolidate.state_files import StateFile, numbered
 from t5train.errors import ConsolidationError, IncompleteCheckpoint, InputError
+from t5train.presence import is_folder, names_in
 from t5train.progress import Progress
-from t5train.sidecar import Sidecar, complete_tags, files_of, huggingface_name, read_all, require_complete
+from t5train.sidecar import (
+    Sidecar,
+    complete_tags,
+    files_of,
+    huggingface_name,
+    is_sidecar,
+    read_all,
+    require_complete,
+)
 
 LATEST = "latest"
-_STATES = "*_states.pt"
+_STATES = "_states.pt"
 _log = logging.getLogger(__name__)
 
 
@@ -70,11 +79,12 @@ def open_checkpoint(checkpoint: Path, tag: str | None, progress: Progress) -> Op
 
     Without ``tag`` it is the newest complete tag by its sidecars. A checkpoint of another program has none:
     there ``latest`` chooses, and everything it leads to is still checked. Raises InputError when there is no such
-    folder or tag, IncompleteCheckpoint when ranks or files are missing, altered or of different checkpoints.
+    folder or tag, IncompleteCheckpoint when ranks or files are missing, altered or of different checkpoints, and
+    errors of ``require_complete`` where that cannot be known.
     """
     folder = _tag_folder(checkpoint, tag)
     if not read_all(folder):
-        return OpenedCheckpoint(folder, frozenset(path.name for path in folder.glob(_STATES)), ())
+        return OpenedCheckpoint(folder, frozenset(name for name in names_in(folder) if name.endswith(_STATES)), ())
     sidecars = require_complete(folder, progress)
     return OpenedCheckpoint(folder, frozenset(files_of(sidecars)), sidecars)
 
@@ -100,7 +110,7 @@ def _tag_folder(checkpoint: Path, tag: str | None) -> Path:
         if tag not in (None, checkpoint.name):
             raise InputError(f"{checkpoint} is the tag {checkpoint.name!r} itself, not {tag!r}")
         return checkpoint
-    tags = sorted(path.name for path in checkpoint.iterdir() if path.is_dir() and _is_tag(path))
+    tags = [name for name in names_in(checkpoint) if is_folder(checkpoint / name) and _is_tag(checkpoint / name)]
     chosen = tag if tag is not None else _newest(checkpoint, tags)
     if chosen not in tags:
         raise InputError(f"{checkpoint} has no tag {chosen!r}; it has {tags}")
@@ -128,4 +138,4 @@ def _newest(checkpoint: Path, tags: Sequence[str]) -> str:
 
 
 def _is_tag(folder: Path) -> bool:
-    return any(folder.glob("rank-*.json")) or any(folder.glob(_STATES))
+    return any(is_sidecar(name) or name.endswith(_STATES) for name in names_in(folder))

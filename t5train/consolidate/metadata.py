@@ -6,6 +6,7 @@ users commonly into ``client_state``, are let in under stubs: nothing of theirs 
 The offsets are checked against the zip's directory.
 """
 
+import errno
 import itertools
 import math
 import os
@@ -22,6 +23,7 @@ import torch
 
 from t5train.consolidate.plan import ITEM_BYTES, Extent, Source
 from t5train.errors import ConsolidationError, IncompleteCheckpoint, UnknownLayout
+from t5train.presence import unreadable
 
 TORCH_DTYPES = {
     "F64": torch.float64, "I64": torch.int64, "U64": torch.uint64, "F32": torch.float32, "I32": torch.int32,
@@ -115,11 +117,18 @@ def read_metadata(file: Path) -> dict[str, Any]:
             "origin is trusted, load it there, remove what it names from client_state, and save it under the same name"
         ) from error
     except Exception as error:  # a damaged pickle can make torch raise nearly anything
+        _require_readable(file, error)
         raise IncompleteCheckpoint(f"{file} cannot be read as a torch checkpoint: {_cause(error)}") from error
     if not isinstance(content, dict):
         raise UnknownLayout(f"{file} holds a {type(content).__name__}: DeepSpeed's files hold a dictionary")
     located: dict[str, Any] = _located(content, file, records)
     return located
+
+
+def _require_readable(file: Path, error: Exception) -> None:
+    """Unreadable for an error that says nothing about the content; a damaged archive may name impossible offsets."""
+    if isinstance(error, OSError) and error.errno not in {None, errno.EINVAL, errno.ENOENT}:
+        raise unreadable(file, error) from error
 
 
 def record_checksums(file: Path) -> dict[int, tuple[int, int]]:
@@ -155,6 +164,7 @@ def _records(file: Path) -> dict[int, int]:
     except FileNotFoundError:
         raise IncompleteCheckpoint(f"{file} does not exist") from None
     except Exception as error:  # damage can make zipfile raise nearly anything
+        _require_readable(file, error)
         raise IncompleteCheckpoint(f"{file} is truncated or damaged, or no torch checkpoint: {error}") from error
     if compressed or not little:
         raise UnknownLayout(f"{file} holds compressed or big-endian tensors: save it again on a little-endian machine")

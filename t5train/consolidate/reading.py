@@ -7,6 +7,7 @@ from typing import IO, Self
 
 from t5train.consolidate.plan import Extent, Source
 from t5train.errors import IncompleteCheckpoint
+from t5train.presence import reading
 
 _PIECE_BYTES = 1 << 20
 _MOST_OPEN = 16  # files: each of many threads has a reader, and a checkpoint may be of thousands of ranks
@@ -26,15 +27,11 @@ class Reader:
             filled += extent.size
 
     def read_extent(self, extent: Extent, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of an extent; IncompleteCheckpoint when the file or the disk has them not."""
+        """Fill ``buffer`` with the bytes of an extent. Raises IncompleteCheckpoint when the file is shorter."""
         descriptor, done = self._descriptor(extent.file), 0
         while done < extent.size:
-            try:
+            with reading(extent.file):
                 count = os.preadv(descriptor, [buffer[done:]], extent.offset + done)
-            except OSError as error:
-                raise IncompleteCheckpoint(
-                    f"{extent.file} cannot be read ({error.strerror}): repair the disk, or choose another tag"
-                ) from error
             if not count:
                 raise IncompleteCheckpoint(f"{extent.file} ends at byte {extent.offset + done}: it was truncated")
             done += count
@@ -43,7 +40,8 @@ class Reader:
         if path not in self._open:
             if len(self._open) == _MOST_OPEN:
                 self._open.pop(next(iter(self._open))).close()
-            file = self._open[path] = path.open("rb", buffering=0)
+            with reading(path):
+                file = self._open[path] = path.open("rb", buffering=0)
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return self._open[path].fileno()
 

@@ -16,17 +16,22 @@ from deepspeed.accelerator import get_accelerator
 from t5train import sidecar
 from t5train.atomic import sync_folder
 from t5train.checkpoint_files import Writers
-from t5train.errors import RanksDisagree
+from t5train.errors import RanksDisagree, StorageError, UnknownVersion
 from t5train.model.names import expert_layers
+from t5train.presence import file_size, is_folder, is_there, names_in, reading
 from t5train.records import FileDigest, current_provenance, digest_files
 from t5train.retention import kept
+from t5train.run_files import SET_ASIDE
+from t5train.set_aside import set_aside
 from t5train.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.train import last_complete
 from t5train.train.archive_checksums import fill_in, no_checksums
 from t5train.train.engine import model_of
 from t5train.train.job import TrainJob, step_of, tag_of
 from t5train.train.named_groups import named_groups
 from t5train.train.ranks import barrier, data_rank, digest64, expert_rank, gather, rank, ranks_of_node, world_size
 from t5train.train.relayout import discard_consolidated
+from t5train.train.resume_point import is_unfinished
 from t5train.train.stored_state import StoredState
 
 _log = logging.getLogger(__name__)
@@ -79,6 +84,8 @@ def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, An
         ),
     )
     barrier()
+    if rank() == 0 and not job.node_local:  # else the head records what is complete over all hosts
+        last_complete.note(job.run_folder, tag)
     return tag
 
 
@@ -90,15 +97,16 @@ def _drawn_by_rank_0() -> str:
 def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
     """Load the tag of the job on every rank, or the ``stored`` state, and return its step; 0 without either.
 
-    Raises RanksDisagree unless all ranks were told the same and loaded the same step and run.
+    Raises RanksDisagree unless all ranks were told the same and loaded the same step and run, and Unreadable.
     """
     consolidated = job.consolidated.fingerprint if job.consolidated else None
     _require_one_voice("resume tag", str(job.resume_tag or consolidated or job.start_fingerprint))
     if job.resume_tag is None:
         return _begin(engine, job, stored) if stored else 0
-    step = step_of(job.resume_tag)
-    own = sidecar.read(job.checkpoints_folder / job.resume_tag, rank())
-    path, _ = engine.load_checkpoint(str(job.checkpoints_folder), tag=job.resume_tag)
+    step, folder = step_of(job.resume_tag), job.checkpoints_folder / job.resume_tag
+    own = sidecar.read(folder, rank())
+    with reading(folder):
+        path, _ = engine.load_checkpoint(str(job.checkpoints_folder), tag=job.resume_tag)
     loaded = f"{Path(path or 'nothing').parent.name} of run {own.run_fingerprint}, step {own.step}, saving {own.saving}"
     _require_one_voice("loaded checkpoint", loaded)
     if path is None or not engine.global_steps == own.step == step or own.run_fingerprint != job.run_fingerprint:
@@ -120,35 +128,61 @@ def _begin(engine: Any, job: TrainJob, stored: StoredState) -> int:
 def prune(job: TrainJob, newest_step: int) -> None:
     """On rank 0, remove all checkpoints but those that are ``kept``, and what no sidecar completes.
 
-    A folder of any other name is somebody's copy or note, and stays. What was consolidated for this layout has had its
-    use, and goes. Where nodes share no disk, no rank sees whether a checkpoint is complete: that is left to the head.
+    What is damaged and newer than the checkpoint that this attempt began from is moved aside instead. A folder of any
+    other name is somebody's copy or note, and stays. What was consolidated for this layout has had its use, and goes.
+    Where nodes share no disk, no rank sees whether a checkpoint is complete: that is left to the head. What cannot be
+    read or removed now is a warning, and no reason to end a training that has just saved.
     """
     if rank() != 0 or job.node_local:
         return
-    complete = [tag for tag in sidecar.complete_tags(job.checkpoints_folder) if step_of(tag) <= newest_step]
+    try:
+        _prune(job, newest_step)
+        discard_consolidated(job.run_folder)
+    except (StorageError, UnknownVersion) as error:
+        _log.warning("old checkpoints are kept for now: %s", error)
+
+
+def _prune(job: TrainJob, newest_step: int) -> None:
+    checkpoints, begun_from = job.checkpoints_folder, tag_of(_first_step(job))
+    complete = [tag for tag in sidecar.complete_tags(checkpoints) if step_of(tag) <= newest_step]
     keep = _kept(job, complete)
-    for folder in job.checkpoints_folder.iterdir():
-        if folder.is_dir() and folder.name not in keep and _OURS_TO_REMOVE.fullmatch(folder.name):
-            _log.info("removing checkpoint %s", folder.name)
+    for name in names_in(checkpoints):
+        folder = checkpoints / name
+        if name in keep or not _OURS_TO_REMOVE.fullmatch(name) or not is_folder(folder):
+            continue
+        if name not in complete and name.startswith("step-") and name > begun_from and not is_unfinished(folder):
+            why = f"it is damaged, or newer than step {newest_step} of a training that began from {begun_from}"
+            set_aside(folder, job.run_folder / SET_ASIDE, why)
+        else:
+            _log.info("removing checkpoint %s", name)
             _discard(folder)
-    discard_consolidated(job.run_folder)
+
+
+def _first_step(job: TrainJob) -> int:
+    """The step this attempt began from."""
+    return job.consolidated.clock.step if job.consolidated else step_of(job.resume_tag) if job.resume_tag else 0
 
 
 def _kept(job: TrainJob, complete: list[str]) -> set[str]:
+    folders = [job.checkpoints_folder / tag for tag in complete]
     sizes = {
-        step_of(tag): sum(path.stat().st_size for path in (job.checkpoints_folder / tag).iterdir()) for tag in complete
+        step_of(folder.name): sum(file_size(folder / name) or 0 for name in names_in(folder)) for folder in folders
     }
     storage = job.spec.storage
     return {tag_of(step) for step in kept(sizes, storage.keep_last, storage.keep_every_steps, storage.checkpoint_bytes)}
 
 
 def _discard(folder: Path) -> None:
-    """Take a tag away; it stops being complete with the first act."""
-    if folder.exists():
-        doomed = folder.with_name(f"removed-{secrets.token_hex(4)}")
+    """Take a tag away; it stops being complete with the first act. Raises StorageError."""
+    if not is_there(folder):
+        return
+    doomed = folder.with_name(f"removed-{secrets.token_hex(4)}")
+    try:
         folder.rename(doomed)
         sync_folder(folder.parent)
         shutil.rmtree(doomed)
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be removed: {error}; see to the disk and the permissions") from error
 
 
 def _loss_scaler(engine: Any) -> dict[str, int | float]:

@@ -5,24 +5,27 @@ Nothing here imports torch.
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from t5train import run_files, sidecar
 from t5train.atomic import write_json, write_text
 from t5train.errors import IncompleteCheckpoint, LaunchError, RecordError, RunChanged, SpecError
 from t5train.fingerprint import differences, fingerprint
+from t5train.presence import ABSENT, is_there, reading
 from t5train.progress import Progress, silent
 from t5train.records import Checkpoint, FileDigest, TokenShards, digest_files, reusable
 from t5train.spec import RunSpec, build
 from t5train.start_from import require_fit, require_vocabulary, start_fingerprint
 from t5train.train.job import TrainJob, tag_of
 from t5train.train.relayout import consolidated_for, discard_consolidated
+from t5train.train.resume_point import resume_tag, tags_in
 from t5train.witness import WITNESS, WITNESS_TENSORS
 
 _WITNESS_FILES = tuple(f"{run_files.WITNESS_FOLDER}/{name}" for name in (WITNESS, WITNESS_TENSORS))
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def run_fingerprint(spec: RunSpec, shards: TokenShards) -> str:
@@ -53,7 +56,7 @@ def open_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
         require_fit(spec.model, int(shards.counts["vocab_size"]))
         require_vocabulary(spec.model, shards.inputs["vocabulary"])
     identity = run_identity(spec, shards)
-    if not path.exists():
+    if not is_there(path):
         spec.run_folder.mkdir(parents=True, exist_ok=True)
         write_json(
             path, {"fingerprint": fingerprint(identity), "identity": identity, "spec": spec.model_dump(mode="json")}
@@ -65,12 +68,7 @@ def open_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
 def begun_fingerprint(run_folder: Path) -> str | None:
     """The ``run_fingerprint`` that a run was begun with, if it was; SpecError when its file is damaged."""
     path = run_folder / run_files.RUN
-    try:
-        return str(json.loads(path.read_text("utf-8"))["fingerprint"])
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise SpecError(f"{path} cannot be read ({error}): move the folder away or choose another --name") from error
+    return _begun(path, lambda begun: str(begun["fingerprint"])) if is_there(path) else None
 
 
 def has_finished(run_folder: Path) -> bool:
@@ -83,20 +81,24 @@ def has_finished(run_folder: Path) -> bool:
 
 def begun_spec(run_folder: Path) -> RunSpec:
     """The spec a run was begun with; SpecError that names the file when it is absent or damaged."""
-    path = run_folder / run_files.RUN
-    try:
-        return build(json.loads(path.read_text("utf-8"))["spec"])
-    except (ValueError, KeyError, TypeError, OSError, SpecError) as error:
-        raise SpecError(f"{path} cannot be read ({error}): {run_folder} is not the folder of a run") from error
+    return _begun(run_folder / run_files.RUN, lambda begun: build(begun["spec"]))
 
 
 def require_same(name: str, path: Path, identity: Mapping[str, Any]) -> None:
     """RunChanged unless the run file holds this identity, as far as ``identity`` goes."""
-    try:
-        begun = dict(json.loads(path.read_text("utf-8"))["identity"])
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise SpecError(f"{path} cannot be read ({error}): move the folder away or choose another --name") from error
+    begun = _begun(path, lambda begun: dict(begun["identity"]))
     _refuse_changes(name, differences({part: begun.get(part) for part in identity}, identity))
+
+
+def _begun(path: Path, part: Callable[[Any], T]) -> T:
+    """A part of what a run was begun as. Raises SpecError when the file is absent or damaged, and Unreadable."""
+    try:
+        with reading(path):
+            return part(json.loads(path.read_bytes()))
+    except ABSENT:
+        raise SpecError(f"{path} does not exist: {path.parent} is not the folder of a run") from None
+    except (ValueError, KeyError, TypeError, SpecError) as error:
+        raise SpecError(f"{path} is damaged ({error}): restore it, or choose another --name") from error
 
 
 def require_same_settings(spec: RunSpec) -> None:
@@ -104,7 +106,7 @@ def require_same_settings(spec: RunSpec) -> None:
 
     This is known before there are tokens. Not asked is where the text lies: it may have been moved.
     """
-    if (spec.run_folder / run_files.RUN).exists():
+    if is_there(spec.run_folder / run_files.RUN):
         _refuse_changes(spec.run_name, differences(_settings(begun_spec(spec.run_folder)), _settings(spec)))
 
 
@@ -131,10 +133,10 @@ def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress
     """Choose the newest complete checkpoint, verify it, and write the file that tells the ranks their job.
 
     One that was written in another layout than the spec asks for is consolidated for them. Raises RunChanged when a
-    checkpoint of another run lies among them.
+    checkpoint of another run lies among them, and errors of ``newest_verified_tag``.
     """
     _require_own_checkpoints(spec, shards)
-    tag = newest_verified_tag(spec, progress)
+    tag = resume_tag(spec.run_folder, progress)
     consolidated = None
     if tag is not None:
         _log.info("resuming %s from %s", spec.run_name, tag)
@@ -164,27 +166,6 @@ def is_job_of(spec: RunSpec, shards: TokenShards, attempt_folder: Path) -> bool:
     return told == spec and job.run_fingerprint == run_fingerprint(spec, shards)
 
 
-def newest_verified_tag(spec: RunSpec, progress: Progress = silent) -> str | None:
-    """The newest tag whose every file has its digest; one that is unfinished or damaged is passed over with a warning.
-
-    A further warning says so when checkpoints are there and none is whole: training begins anew.
-    """
-    folder = spec.run_folder / run_files.CHECKPOINTS
-    found = sorted((path.name for path in folder.glob("step-" + "[0-9]" * 8)), reverse=True)
-    whole = sidecar.complete_tags(folder)  # none that was renamed
-    for tag in found:
-        try:
-            sidecar.require_complete(folder / tag, progress)
-        except IncompleteCheckpoint as error:
-            _log.warning("%s is passed over: %s", tag, error)
-            continue
-        if tag in whole:
-            return tag
-    if found:
-        _log.warning("no checkpoint in %s is whole: %s begins anew", folder, spec.run_name)
-    return None
-
-
 def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -> Checkpoint:
     """Verify what the ranks left and write the run's manifest: the one sign that training has ended.
 
@@ -193,7 +174,7 @@ def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
     folder, step = spec.run_folder, spec.optimizer.num_steps
     tag = tag_of(step)
     for name in _WITNESS_FILES:
-        if not (folder / name).exists():
+        if not is_there(folder / name):
             raise LaunchError(f"every rank ended well, but {folder / name} is missing: run it again")
     sidecars = sidecar.require_complete(folder / run_files.CHECKPOINTS / tag, progress)
     discard_consolidated(folder)
@@ -214,9 +195,13 @@ def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
 
 def _require_own_checkpoints(spec: RunSpec, shards: TokenShards) -> None:
     """A folder whose ``run.json`` was removed or swapped must not lend its weights to another run."""
-    folder = spec.run_folder / run_files.CHECKPOINTS
-    for tag in sidecar.complete_tags(folder):
-        if sidecar.read_all(folder / tag)[0].run_fingerprint != run_fingerprint(spec, shards):
+    folder, own = spec.run_folder / run_files.CHECKPOINTS, run_fingerprint(spec, shards)
+    for tag in tags_in(folder):
+        try:
+            written = sidecar.require_agreement(sidecar.read_all(folder / tag), folder / tag)
+        except IncompleteCheckpoint:
+            continue  # nothing is resumed from it
+        if written[0].run_fingerprint != own:
             raise RunChanged(
                 f"{folder / tag} is a checkpoint of another run than {spec.run_name!r}: move it away, or choose "
                 "another --name"

@@ -39,7 +39,7 @@ stage_folder(nodes, head, listed(head, ["train.bin"]), "shards/some", "smoke")
 tag = complete_tags(survey(nodes, "smoke", head / "checkpoints").found)[0]
 gather(nodes, "smoke", tag, head / "checkpoints")
 parts = {"node0": part(tag, ["part-0.pt", "part-1.pt"], [0])}
-restore(nodes, tag_place("smoke", tag.name), parts, head / "checkpoints" / tag.name)
+restore(nodes, "smoke", tag_place("smoke", tag.name), parts, head / "checkpoints" / tag.name)
 release(nodes, "smoke")
 """
 

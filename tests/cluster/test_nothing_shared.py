@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from cluster_runs import SETTINGS, Ended, Stage, Started, weights
 
-from infra.node_local.ledger import last_seen
 from infra.testcluster import Cluster
 from infra.testcluster.demo import demo
 from infra.testcluster.view import HOME, HOSTFILE, ROOT
@@ -19,6 +18,7 @@ from t5train import sidecar
 from t5train.certificate import CERTIFICATE, Certificate
 from t5train.train import metrics
 from t5train.train.job import TrainJob
+from t5train.train.last_complete import last_complete
 from t5train.verify import verify
 
 pytestmark = pytest.mark.cluster
@@ -182,7 +182,9 @@ def test_a_node_that_is_down_from_the_beginning_is_replaced_by_a_spare_and_not_m
     assert weights(trained.folder) == undisturbed
 
 
-def test_where_nothing_is_complete_any_more_it_is_told_what_is_missing_and_where_it_was(trained: Apart) -> None:
+def test_where_nothing_is_complete_any_more_what_is_missing_is_named_and_the_run_begins_again_only_when_asked_to(
+    trained: Apart, undisturbed: Any
+) -> None:
     trained.take_back(["node0", "node1", "node2"])
     shutil.rmtree(trained.folder / "checkpoints")
     trained.wipe("node1")
@@ -190,8 +192,14 @@ def test_where_nothing_is_complete_any_more_it_is_told_what_is_missing_and_where
     ended = trained.train()
     assert ended.exit_code == 1
     assert re.search(rf"{SHARD_OF_1} \(last seen [^)]* on [^)]*node2\)", ended.told)
-    assert (seen := last_seen(trained.folder)) is not None
+    assert (seen := last_complete(trained.folder)) is not None
     assert seen.tag == LAST
+    left = [path.name for path in (trained.on("node0") / "checkpoints").iterdir()]
+    ended = trained.train([*HOSTS, "--begin-again"])
+    assert ended.exit_code == 0, ended.output[-4000:]
+    assert weights(trained.folder) == undisturbed
+    aside = trained.cluster.disk("node0", f"{SCRATCH}/set-aside") / trained.on("node0").name
+    assert sorted(path.name.partition(".")[0] for path in aside.iterdir()) == sorted(left)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

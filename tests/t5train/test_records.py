@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from t5train.errors import DigestMismatch, RecordError
+from t5train.errors import DigestMismatch, RecordError, UnknownVersion, Unreadable
+from t5train.fingerprint import fingerprint
 from t5train.records import MANIFEST, Corpus, FileDigest, TokenShards, digest_file, digest_files, reusable
 from t5train.verify import verify
 
@@ -120,19 +122,29 @@ def test_a_count_is_a_whole_number(tmp_path: Path) -> None:
         Corpus.model_validate({"path": tmp_path, "fingerprint": FINGERPRINT, "files": {}, "counts": {"share": 0.25}})
 
 
-def test_what_cannot_be_read_is_not_reused(tmp_path: Path) -> None:
+def test_a_folder_in_the_place_of_a_file_is_damage(tmp_path: Path) -> None:
     corpus = finished(tmp_path / "corpus")
     name, digest = next(iter(corpus.files.items()))
     (tmp_path / "corpus" / name).unlink()
     (tmp_path / "corpus" / name).mkdir()
     folder_sized = digest.model_copy(update={"size": (tmp_path / "corpus" / name).stat().st_size})
     unreadable = corpus.model_copy(update={"files": {name: folder_sized}}).commit()
-    with pytest.raises(DigestMismatch, match=f"{name} cannot be read"):
+    with pytest.raises(DigestMismatch, match=f"{name} is not a file"):
         unreadable.verify()
     assert reusable(Corpus, tmp_path / "corpus", FINGERPRINT) is None
-    (tmp_path / "corpus" / MANIFEST).unlink()
-    (tmp_path / "corpus" / MANIFEST).mkdir()
-    assert reusable(Corpus, tmp_path / "corpus", FINGERPRINT) is None
+
+
+def test_what_cannot_be_read_now_is_not_made_again(tmp_path: Path) -> None:
+    corpus = finished(tmp_path / "corpus")
+    for name in (*corpus.files, MANIFEST):
+        path = corpus.path / name
+        path.rename(tmp_path / "kept")
+        path.symlink_to(path.name)  # which cannot be opened, and is there
+        with pytest.raises(Unreadable, match=rf"{name} cannot be read now \(Too many levels of symbolic links\)"):
+            reusable(Corpus, corpus.path, FINGERPRINT)
+        path.unlink()
+        (tmp_path / "kept").rename(path)
+    assert reusable(Corpus, corpus.path, FINGERPRINT) is not None
 
 
 def fails_to_read(path: Path, reason: int) -> Callable[..., bytes]:
@@ -154,7 +166,9 @@ def test_a_manifest_that_cannot_be_read_is_named_with_what_to_do(
     corpus = finished(tmp_path / "corpus")
     monkeypatch.setattr(Path, "read_bytes", fails_to_read(corpus.path / MANIFEST, reason))
     for read in (Corpus.load, verify):
-        with pytest.raises(RecordError, match=rf"{MANIFEST} cannot be read \(.*\): repair the disk or the permissions"):
+        with pytest.raises(
+            Unreadable, match=rf"{MANIFEST} cannot be read now \(.*\): (check the disk|grant this user)"
+        ):
             read(corpus.path)
 
 
@@ -167,7 +181,7 @@ def test_a_file_that_cannot_be_read_is_named_with_what_to_do(
 
     corpus = finished(tmp_path / "corpus")
     monkeypatch.setattr("t5train.records.digest_file", fails)
-    with pytest.raises(DigestMismatch, match=r"one\.txt cannot be read \(.*\): repair the disk or the permissions"):
+    with pytest.raises(Unreadable, match=r"one\.txt cannot be read now \(.*\): (check the disk|grant this user)"):
         corpus.verify()
 
 
@@ -183,6 +197,19 @@ def test_a_manifest_of_a_later_schema_is_refused(tmp_path: Path) -> None:
     manifest.write_text(manifest.read_text().replace('"schema_version": 1', '"schema_version": 2'))
     with pytest.raises(RecordError, match="schema_version"):
         Corpus.load(tmp_path / "corpus")
+
+
+def test_an_intact_manifest_of_another_version_is_neither_damaged_nor_made_again(tmp_path: Path) -> None:
+    finished(tmp_path / "corpus")
+    manifest = tmp_path / "corpus" / MANIFEST
+    document = json.loads(manifest.read_text()) | {"schema_version": 2, "languages": ["en"]}
+    del document["seal"]
+    manifest.write_text(json.dumps(document | {"seal": fingerprint(document)}))
+    for look in (lambda: Corpus.load(manifest.parent), lambda: reusable(Corpus, manifest.parent, FINGERPRINT)):
+        with pytest.raises(UnknownVersion, match=r"does not know its schema_version, languages 2"):
+            look()
+    with pytest.raises(RecordError, match="is not the manifest of a TokenShards"):
+        TokenShards.load(manifest.parent)
 
 
 def test_progress_is_told_in_bytes_up_to_the_total(tmp_path: Path) -> None:

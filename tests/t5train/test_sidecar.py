@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from t5train import sidecar
-from t5train.errors import IncompleteCheckpoint
+from t5train.errors import IncompleteCheckpoint, UnknownVersion, UnlistedFile, Unreadable
 from t5train.fingerprint import fingerprint
 from t5train.records import digest_files
 from t5train.sidecar import (
@@ -126,7 +126,7 @@ def test_ranks_of_different_checkpoints_do_not_make_one(tmp_path: Path, field: s
 def test_a_pickle_that_no_rank_wrote_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, 400)
     (folder / "mp_rank_01_model_states.pt").write_bytes(b"hostile")
-    with pytest.raises(IncompleteCheckpoint, match=r"mp_rank_01_model_states\.pt, which no rank recorded"):
+    with pytest.raises(UnlistedFile, match=r"mp_rank_01_model_states\.pt, which no rank recorded"):
         require_complete(folder)
 
 
@@ -164,6 +164,32 @@ def test_an_altered_sidecar_is_named(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"shared.weight"', '"shared.weighs"'))
     with pytest.raises(IncompleteCheckpoint, match=r"rank-00001\.json is damaged"):
         require_complete(path.parent)
+
+
+def test_a_rank_that_cannot_read_its_sidecar_names_it(tmp_path: Path) -> None:
+    folder = save(tmp_path, 400)
+    (folder / "rank-00001.json").unlink()
+    (folder / "rank-00001.json").symlink_to("/proc/self/mem")  # whose first page no process can read
+    with pytest.raises(Unreadable, match=r"rank-00001\.json cannot be read now \(Input/output error\): check the disk"):
+        sidecar.read(folder, 1)
+    with pytest.raises(Unreadable, match=r"rank-00001\.json"):
+        complete_tags(tmp_path)
+    (folder / "rank-00001.json").unlink()
+    with pytest.raises(IncompleteCheckpoint, match=r"rank-00001\.json is missing"):
+        sidecar.read(folder, 1)
+
+
+def test_an_intact_sidecar_with_an_unknown_field_is_of_another_version_and_not_damaged(tmp_path: Path) -> None:
+    path = save(tmp_path, 400) / "rank-00000.json"
+    document = json.loads(path.read_text()) | {"optimizer_rank": 3}
+    path.write_text(json.dumps(document))
+    with pytest.raises(IncompleteCheckpoint, match="is damaged"):
+        sidecar.read(path.parent, 0)
+    del document["sha256"]
+    path.write_text(json.dumps(document | {"sha256": fingerprint(document)}))
+    for look in (lambda: sidecar.read(path.parent, 0), lambda: complete_tags(tmp_path)):
+        with pytest.raises(UnknownVersion, match=r"rank-00000\.json is intact, .* does not know its optimizer_rank"):
+            look()
 
 
 @pytest.mark.parametrize("name", ["../part0.pt", "/etc/passwd", "a/b.pt", "..", ""])

@@ -9,12 +9,14 @@ import pytest
 
 from infra.cluster.hosts import Host, Hosts
 from infra.node_local import ledger, recovery
+from infra.node_local.following import keep_up
 from infra.node_local.node_run import NodeRun
 from infra.node_local.recovery import recover
 from t5train import sidecar
-from t5train.errors import IncompleteCheckpoint
+from t5train.errors import NothingVerifies, UnlistedFile, Unreadable
 from t5train.progress import silent
 from t5train.train.job import tag_of
+from t5train.train.resume_point import ask_to_begin_again, resume_tag
 from tests.infra.node_store.conftest import Site
 
 PART_OF_B = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -38,6 +40,68 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: NodeRun, site: Si
     (site.tag("b", 16) / PART_OF_B).write_bytes(bytes(300_000))
     recover(run, silent)
     assert sidecar.complete_tags(run.checkpoints) == [tag_of(8)]
+    for host in "ab":  # what is newer would else be the newest that pruning knows of, and cost the one resumed from
+        assert not site.tag(host, 16).exists()
+        (aside,) = (site.scratch(host) / "set-aside" / run.name).iterdir()
+        assert aside.name.startswith(f"{tag_of(16)}.")
+        assert len(list(aside.iterdir())) == 3
+    keep_up(run, silent)
+    assert sidecar.complete_tags(run.checkpoints) == [tag_of(8)]
+
+
+def loop(path: Path) -> None:
+    """A link to itself: the operating system says that it cannot be opened, not that it is absent."""
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("name", [PART_OF_B, "rank-00001.json"])
+def test_an_older_checkpoint_does_not_take_the_place_of_one_that_cannot_be_read_now(
+    run: NodeRun, site: Site, name: str
+) -> None:
+    site.save(8)
+    site.save(16)
+    loop(site.tag("b", 16) / name)
+    with pytest.raises(Unreadable, match=rf"{tag_of(16)} may be complete.* b: .*{name} cannot be read now"):
+        recover(run, silent)
+    assert site.tag("a", 16).exists()
+    assert site.tag("a", 8).exists()
+
+
+@pytest.mark.parametrize("name", [PART_OF_B, "rank-00001.json"])
+def test_where_the_heads_copy_cannot_be_read_that_of_the_hosts_is_taken(run: NodeRun, site: Site, name: str) -> None:
+    site.save(8)
+    site.save(16)
+    recover(run, silent)
+    loop(run.checkpoints / tag_of(16) / name)
+    recover(run, silent)
+    sidecar.require_complete(run.checkpoints / tag_of(16))
+    (aside,) = (run.folder / "set-aside").iterdir()
+    assert aside.name.startswith(f"{tag_of(16)}-{name}.")
+
+
+def test_a_file_that_no_rank_recorded_on_a_host_is_refused_and_named(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    site.save(16)
+    (site.tag("b", 16) / "mp_rank_01_model_states.pt").write_bytes(b"stray")
+    with pytest.raises(UnlistedFile, match=rf"{tag_of(16)} on b holds mp_rank_01_model_states\.pt, which no rank"):
+        recover(run, silent)
+    assert (site.tag("b", 16) / "mp_rank_01_model_states.pt").exists()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_begins_again_only_when_asked_to(run: NodeRun, site: Site) -> None:
+    (run.folder / "run.json").write_text("{}")
+    site.save(8)
+    (site.tag("b", 8) / PART_OF_B).write_bytes(bytes(300_000))
+    with pytest.raises(NothingVerifies, match=rf"{PART_OF_B} is nowhere as it was recorded.*--begin-again"):
+        recover(run, silent)
+    ask_to_begin_again(run.folder)
+    recover(run, silent)
+    assert resume_tag(run.folder) is None
+    assert not any(site.tag(host, 8).exists() for host in "ab")
+    assert all(len(list((site.scratch(host) / "set-aside" / run.name).iterdir())) == 1 for host in "ab")
+    recover(run, silent)
+    assert resume_tag(run.folder) is None, "the run may be killed before its first checkpoint"
 
 
 @pytest.mark.parametrize(("code", "are_sent"), [(None, []), ("c0de", ["b"])])
@@ -58,7 +122,7 @@ def test_what_is_nowhere_any_more_is_named_with_where_it_was_last_seen(run: Node
     site.save(8)
     ledger.note(run.folder, site.newest())
     shutil.rmtree(site.tag("b", 8))
-    with pytest.raises(IncompleteCheckpoint, match=rf"{tag_of(8)} lacks {PART_OF_B} \(last seen \S+ on b\)"):
+    with pytest.raises(NothingVerifies, match=rf"{tag_of(8)} lacks {PART_OF_B} \(last seen \S+ on b\)"):
         recover(run, silent)
 
 

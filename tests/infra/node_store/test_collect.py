@@ -23,5 +23,5 @@ def test_files_and_folders_are_copied_and_what_has_grown_comes_again(site: Site)
 def test_a_node_that_takes_another_ones_place_is_given_them(site: Site) -> None:
     here = site.checkpoints.parent
     (here / "metrics.jsonl").write_bytes(b"one\n")
-    restore(site.nodes, run_place(RUN), {"b": listed(here, NAMES)}, here)
+    restore(site.nodes, RUN, run_place(RUN), {"b": listed(here, NAMES)}, here)
     assert (site.scratch("b") / run_place(RUN) / "metrics.jsonl").read_bytes() == b"one\n"

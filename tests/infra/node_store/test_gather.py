@@ -17,7 +17,7 @@ from infra.node_store.pulling import Wanted, Watcher, partial_path, pull
 from infra.node_store.tags import complete_tags
 from infra.node_store.wire import files_in
 from t5train import sidecar
-from t5train.errors import HostUnreachable, IncompleteCheckpoint, StorageError
+from t5train.errors import HostUnreachable, IncompleteCheckpoint, StorageError, Unreadable
 from t5train.train.job import tag_of
 from tests.infra.node_store.conftest import RUN, Site, digest
 
@@ -100,6 +100,44 @@ def test_a_damaged_file_is_taken_from_where_it_is_whole(site: Site, damage: Call
     damage(folder / PART_OF_B)
     gather(site.nodes, RUN, site.newest(), site.checkpoints)
     assert (folder / PART_OF_B).read_bytes() == contents[PART_OF_B]
+
+
+def loop(path: Path) -> None:
+    """A link to itself: the operating system says that it cannot be opened, not that it is absent."""
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def test_a_copy_that_cannot_be_read_is_replaced_from_a_node_and_kept(site: Site) -> None:
+    contents, folder = site.save(8), site.checkpoints / tag_of(8)
+    gather(site.nodes, RUN, site.newest(), site.checkpoints)
+    for name in (PART_OF_B, "rank-00001.json"):
+        loop(folder / name)
+    gather(site.nodes, RUN, site.newest(), site.checkpoints)
+    sidecar.require_complete(folder)
+    assert (folder / PART_OF_B).read_bytes() == contents[PART_OF_B]
+    aside = sorted((folder.parent.parent / "set-aside").iterdir())
+    assert [path.is_symlink() for path in aside] == [True, True]
+    assert aside[1].name.startswith(f"{tag_of(8)}-{PART_OF_B}.")
+
+
+def test_a_copy_that_nobody_else_has_and_that_cannot_be_read_is_not_taken_for_damaged(site: Site) -> None:
+    site.save(8)
+    gather(site.nodes, RUN, tag := site.newest(), site.checkpoints)
+    loop(site.checkpoints / tag_of(8) / PART_OF_B)
+    for damage in (flip, Path.unlink):
+        damage(site.tag("b", 8) / PART_OF_B)
+        with pytest.raises(Unreadable, match=rf"{PART_OF_B} may be whole.*{PART_OF_B} cannot be read now"):
+            gather(site.nodes, RUN, tag, site.checkpoints)
+        assert (site.checkpoints / tag_of(8) / PART_OF_B).is_symlink()
+
+
+def test_a_node_that_cannot_read_what_it_alone_has_is_named(site: Site) -> None:
+    site.save(8)
+    tag = site.newest()
+    loop(site.tag("b", 8) / PART_OF_B)
+    with pytest.raises(Unreadable, match=rf"b/.*{PART_OF_B} cannot be read now \(Too many levels"):
+        gather(site.nodes, RUN, tag, site.checkpoints)
 
 
 def test_a_file_that_is_damaged_everywhere_is_named_with_its_places_and_the_tag_stays_incomplete(site: Site) -> None:

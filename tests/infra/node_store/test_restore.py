@@ -15,7 +15,8 @@ def restored(site: Site, rank: int) -> int:
     tag = site.newest()
     gather(site.nodes, RUN, tag, site.checkpoints)
     wanted = part(tag, files_read_by(rank, tag.sidecars), [rank])
-    restore(site.nodes, tag_place(RUN, tag.name), {site.nodes.hosts[rank]: wanted}, site.checkpoints / tag.name)
+    place, parts = tag_place(RUN, tag.name), {site.nodes.hosts[rank]: wanted}
+    restore(site.nodes, RUN, place, parts, site.checkpoints / tag.name, recorded=tag.files)
     return len(wanted)
 
 
@@ -47,3 +48,21 @@ def test_a_flipped_bit_on_a_node_is_mended(site: Site) -> None:
     (site.tag("b", 8) / name).write_bytes(damaged)
     restored(site, 1)
     assert (site.tag("b", 8) / name).read_bytes() == contents[name]
+
+
+def test_a_copy_on_a_node_that_cannot_be_read_is_replaced_and_kept_and_no_unrecorded_pickle_stays(site: Site) -> None:
+    contents = site.save(8)
+    name, folder = "zero_pp_rank_1_mp_rank_00_optim_states.pt", site.tag("b", 8)
+    gather(site.nodes, RUN, site.newest(), site.checkpoints)
+    (folder / name).unlink()
+    (folder / name).symlink_to(name)  # which cannot be opened, and is there
+    (folder / "zero_pp_rank_2_mp_rank_00_optim_states.pt").write_bytes(b"of a saving by three ranks")
+    restored(site, 1)
+    assert (folder / name).read_bytes() == contents[name]
+    aside = sorted((site.scratch("b") / "set-aside" / RUN).iterdir())
+    assert [path.name.rpartition(".")[0] for path in aside] == [
+        f"{tag_of(8)}-{name}",
+        f"{tag_of(8)}-zero_pp_rank_2_mp_rank_00_optim_states.pt",
+    ]
+    assert aside[0].is_symlink()
+    assert aside[1].read_bytes() == b"of a saving by three ranks"

@@ -118,3 +118,10 @@ def test_what_somebody_else_put_beside_checkpoints_is_left() -> None:
 def test_why_a_tag_is_not_complete_is_told(sidecars: Places, files: Places, why: str) -> None:
     told = shortcomings(inventories(sidecars, files))
     assert re.search(why, told[tag_of(8)])
+
+
+def test_a_tag_of_which_something_cannot_be_read_now_is_not_pruned() -> None:
+    found = whole((8, 16, 24))
+    doubtful = Copy({}, {"part-0.pt": 1}, {"rank-00000.json": "it cannot be read now"})
+    assert superfluous({"a": {**found["a"], tag_of(8): Copy({}, {"part-0.pt": 1})}}, 2) == [tag_of(8)]
+    assert superfluous({"a": {**found["a"], tag_of(8): doubtful}}, 2) == []

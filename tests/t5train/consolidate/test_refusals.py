@@ -18,6 +18,7 @@ from t5train.errors import (
     StorageError,
     T5TrainError,
     UnknownLayout,
+    Unreadable,
 )
 
 MODEL = "mp_rank_00_model_states.pt"
@@ -296,7 +297,7 @@ def test_frozen_parameters_at_zero_0_without_sidecars_are_refused_with_the_numbe
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        ("preadv", IncompleteCheckpoint, r"_states\.pt cannot be read \(Input/output error\): repair the disk"),
+        ("preadv", Unreadable, r"_states\.pt cannot be read now \(Input/output error\): check the disk"),
         ("pwrite", StorageError, "out cannot be written: .*Input/output error"),
     ],
 )

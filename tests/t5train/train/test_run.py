@@ -1,5 +1,10 @@
 """What a run's folder lets the next attempt begin from."""
 
+import errno
+import json
+import os
+import resource
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -8,15 +13,17 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 from t5train import sidecar
-from t5train.errors import RunChanged, SpecError
+from t5train.errors import NothingVerifies, RunChanged, SpecError, UnknownVersion, UnlistedFile, Unreadable
+from t5train.fingerprint import fingerprint
 from t5train.recipes import recipe
-from t5train.records import TokenShards, digest_file
+from t5train.records import FileDigest, TokenShards, digest_file
 from t5train.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.spec import RunSpec
 from t5train.start_from import start_fingerprint
-from t5train.train import checkpointing
+from t5train.train import checkpointing, last_complete
 from t5train.train.job import TrainJob, tag_of
 from t5train.train.relayout import discard_consolidated
+from t5train.train.resume_point import ask_to_begin_again
 from t5train.train.run import open_run, require_same_settings, run_fingerprint, write_job
 
 
@@ -67,7 +74,7 @@ def test_a_damaged_run_file_is_named(spec: RunSpec, shards: TokenShards, damage:
     spec.run_folder.mkdir(parents=True)
     (spec.run_folder / "run.json").write_bytes(damage)
     for look in (lambda: require_same_settings(spec), lambda: open_run(spec, shards)):
-        with pytest.raises(SpecError, match=r"run\.json cannot be read"):
+        with pytest.raises(SpecError, match=r"run\.json is damaged"):
             look()
 
 
@@ -81,21 +88,192 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
     assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
 
 
-@pytest.mark.parametrize(("name", "content"), [("mp_rank_00_model_states.pt", b"st"), ("rank-00001.json", b"{")])
-def test_a_checkpoint_that_was_cut_off_is_passed_over_with_a_warning(
-    spec: RunSpec,
-    shards: TokenShards,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    name: str,
-    content: bytes,
+MODEL = "mp_rank_00_model_states.pt"
+
+
+def _loop(path: Path) -> None:
+    """A link to itself: the operating system says that it cannot be opened, not that it is absent."""
+    path.unlink(missing_ok=True)
+    path.symlink_to(path.name)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("name", [MODEL, "rank-00001.json"])
+def test_a_file_that_cannot_be_read_now_stops_the_start_and_costs_no_checkpoint(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path, name: str
 ) -> None:
+    own = run_fingerprint(spec, shards)
+    _checkpoint(spec, 100, own)
+    newest = _checkpoint(spec, 200, own)
+    content = (newest / name).read_bytes()
+    _loop(newest / name)
+    before = _contents(spec.run_folder)
+    with pytest.raises(Unreadable, match=rf"{tag_of(200)}/{name} cannot be read now \(Too many levels"):
+        write_job(spec, shards, tmp_path)
+    assert _contents(spec.run_folder) == before
+    (newest / name).unlink()
+    (newest / name).write_bytes(content)
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(200)
+
+
+def test_a_process_without_descriptors_does_not_take_checkpoints_for_damaged(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path
+) -> None:
+    _checkpoint(spec, 100, run_fingerprint(spec, shards))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(Unreadable, match=r"Too many open files\): raise the limit of open files"):
+            write_job(spec, shards, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
+
+
+@pytest.mark.parametrize("reason", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_disk_that_fails_while_a_checkpoint_is_verified_is_named(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
+    def fails(path: Path) -> FileDigest:
+        raise OSError(reason, os.strerror(reason))
+
+    own = run_fingerprint(spec, shards)
+    _checkpoint(spec, 100, own)
+    monkeypatch.setattr("t5train.records.digest_file", fails)
+    with pytest.raises(Unreadable, match=rf"{tag_of(100)}/{MODEL} cannot be read now"):
+        write_job(spec, shards, tmp_path)
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_listed_is_not_an_empty_one(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path
+) -> None:
+    spec.run_folder.mkdir(parents=True)
+    _loop(spec.run_folder / "checkpoints")
+    with pytest.raises(Unreadable, match="checkpoints cannot be read now"):
+        write_job(spec, shards, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [({"schema_version": 2}, "schema_version 2"), ({"tensor_parallel": 4}, "tensor_parallel")]
+)
+def test_a_sidecar_of_another_version_stops_the_start(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path, change: dict[str, object], words: str
+) -> None:
+    own = run_fingerprint(spec, shards)
+    _checkpoint(spec, 100, own)
+    path = _checkpoint(spec, 200, own) / "rank-00001.json"
+    document = json.loads(path.read_text()) | change
+    del document["sha256"]
+    path.write_text(json.dumps(document | {"sha256": fingerprint(document)}))
+    with pytest.raises(UnknownVersion, match=rf"{path.name} is intact, .* know its {words}\. Use the version"):
+        write_job(spec, shards, tmp_path)
+
+
+def test_a_checkpoint_with_a_file_that_no_rank_recorded_is_neither_loaded_nor_passed_over(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path
+) -> None:
+    own = run_fingerprint(spec, shards)
+    _checkpoint(spec, 100, own)
+    (_checkpoint(spec, 200, own) / "mp_rank_01_model_states.pt").write_bytes(b"stray")
+    before = _contents(spec.run_folder)
+    with pytest.raises(UnlistedFile, match=r"holds mp_rank_01_model_states\.pt, which no rank recorded"):
+        write_job(spec, shards, tmp_path)
+    assert _contents(spec.run_folder) == before
+
+
+@pytest.mark.parametrize(("name", "content"), [(MODEL, b"st"), (MODEL, b"stats"), ("rank-00001.json", b"{")])
+def test_a_run_whose_only_checkpoint_is_damaged_begins_again_only_when_asked_to(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path, name: str, content: bytes
+) -> None:
+    open_run(spec, shards)
     (_checkpoint(spec, 100, run_fingerprint(spec, shards)) / name).write_bytes(content)
+    kept = _contents(spec.run_folder / "checkpoints" / tag_of(100))
+    with pytest.raises(NothingVerifies, match=rf"(?s){name}.*begin at step 0 with --begin-again"):
+        write_job(spec, shards, tmp_path)
+    ask_to_begin_again(spec.run_folder)
     assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag is None
-    passed_over, anew = (record.getMessage() for record in caplog.records)
-    assert passed_over.startswith("step-00000100 is passed over")
-    assert name in passed_over
-    assert anew.endswith("checkpoints is whole: run begins anew")
+    (aside,) = (spec.run_folder / "set-aside").iterdir()
+    assert _contents(aside) == kept
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag is None, "asked for once, done once"
+    _checkpoint(spec, 100, run_fingerprint(spec, shards))
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_quietly_begin_again(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path
+) -> None:
+    only = _checkpoint(spec, 100, run_fingerprint(spec, shards))
+    write_job(spec, shards, tmp_path)
+    shutil.rmtree(only)
+    with pytest.raises(NothingVerifies, match=rf"{tag_of(100)}, which was complete at \S+, is missing"):
+        write_job(spec, shards, tmp_path)
+
+
+@pytest.mark.parametrize("lost", [["rank-00000.json", "rank-00001.json"], ["rank-00001.json"]])
+def test_a_run_that_was_killed_in_its_first_save_begins_at_step_0(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path, lost: list[str]
+) -> None:
+    folder = _checkpoint(spec, 100, run_fingerprint(spec, shards))
+    for name in lost:
+        (folder / name).unlink()
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag is None
+    last_complete.note(spec.run_folder, tag_of(100))
+    with pytest.raises(NothingVerifies, match=r"rank-0000\d\.json"):
+        write_job(spec, shards, tmp_path)
+
+
+def test_damaged_checkpoints_that_are_newer_than_the_one_resumed_from_are_moved_aside(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = run_fingerprint(spec, shards)
+    for step in (100, 200, 300, 400):
+        _checkpoint(spec, step, own)
+    last_complete.note(spec.run_folder, tag_of(300))
+    checkpoints = spec.run_folder / "checkpoints"
+    (checkpoints / tag_of(200) / MODEL).write_bytes(b"stats")
+    for step in (300, 400):  # the first was complete, the second never
+        (checkpoints / tag_of(step) / "rank-00000.json").unlink()
+    kept = [_contents(checkpoints / tag_of(step)) for step in (200, 300)]
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
+    assert sorted(path.name for path in checkpoints.iterdir()) == [tag_of(100), tag_of(400)]
+    aside = sorted((spec.run_folder / "set-aside").iterdir())
+    assert [_contents(folder) for folder in aside] == kept
+    assert all(f"was moved to {folder}: it is damaged, and newer than {tag_of(100)}" in caplog.text for folder in aside)
+
+
+def _prune(spec: RunSpec, own: str, resumed: str | None, newest_step: int) -> list[str]:
+    job = TrainJob(
+        spec=spec, run_fingerprint=own, run_folder=spec.run_folder, shards_folder=spec.run_folder, resume_tag=resumed
+    )
+    with mock.patch.object(checkpointing, "rank", return_value=0):
+        checkpointing.prune(job, newest_step)
+    return sorted(path.name for path in (spec.run_folder / "checkpoints").iterdir())
+
+
+def test_pruning_never_deletes_a_checkpoint_newer_than_the_one_training_resumed_from(
+    spec: RunSpec, shards: TokenShards
+) -> None:
+    own = run_fingerprint(spec, shards)
+    for step in (100, 150, 200):
+        _checkpoint(spec, step, own)
+    kept = _contents(spec.run_folder / "checkpoints" / tag_of(200))
+    left = _prune(spec.with_settings({"storage.keep_last": 1}), own, tag_of(100), 150)
+    assert left == [tag_of(150)]
+    (aside,) = (spec.run_folder / "set-aside").iterdir()
+    assert _contents(aside) == kept
+
+
+def test_pruning_leaves_everything_while_something_cannot_be_read(
+    spec: RunSpec, shards: TokenShards, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = run_fingerprint(spec, shards)
+    tags = [_checkpoint(spec, step, own) for step in (1, 2, 3, 4)]
+    _loop(tags[1] / MODEL)
+    assert _prune(spec, own, None, 4) == [tag_of(step) for step in (1, 2, 3, 4)]
+    assert f"{tag_of(2)}/{MODEL} cannot be read now" in caplog.text
 
 
 def test_pruning_removes_old_and_unfinished_checkpoints_and_what_was_consolidated_and_nobodys_copies(

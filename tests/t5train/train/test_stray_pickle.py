@@ -9,7 +9,7 @@ import pytest
 from infra import shared_memory
 from infra.ports import free_port
 from t5train import sidecar
-from t5train.errors import IncompleteCheckpoint
+from t5train.errors import UnlistedFile
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def test_deepspeed_unpickles_a_stray_file_and_a_tag_that_holds_one_is_refused(
     tag = tmp_path / "tag"
     own = [path.name for path in tag.iterdir() if path.name != STRAY]
     record_alone(tag, own, [], zero_stage=1)
-    with pytest.raises(IncompleteCheckpoint, match=f"holds {STRAY}, which no rank recorded"):
+    with pytest.raises(UnlistedFile, match=f"holds {STRAY}, which no rank recorded"):
         sidecar.require_complete(tag)
     (tag / STRAY).unlink()
     sidecar.require_complete(tag)

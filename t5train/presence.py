@@ -1,0 +1,79 @@
+"""What is on disk, told apart from what cannot be read at the moment. Standard library only, as nodes import it.
+
+``Path.glob`` and ``os.path.exists`` answer "nothing there" to some errors, and a bare ``OSError`` from a read does not
+even name the file. Whatever decides about checkpoints or results asks here: the answer is what is there, or "absent"
+because the operating system said so (ENOENT), or ``Unreadable`` with path, cause and remedy.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from t5train.errors import Unreadable
+
+ABSENT = (FileNotFoundError, NotADirectoryError)
+"""Errors that prove that nothing has this path."""
+
+_REMEDIES = {
+    errno.EACCES: "grant this user read access",
+    errno.EPERM: "grant this user read access",
+    errno.EIO: "check the disk and the kernel's log",
+    errno.ESTALE: "mount the file system again",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the system's limit of open files (fs.file-max)",
+    errno.ENOMEM: "free some memory",
+}
+
+
+def unreadable(path: Path, error: OSError) -> Unreadable:
+    """The error to raise for a file or folder that could not be read."""
+    remedy = _REMEDIES.get(error.errno or 0, "repair the disk or the permissions")
+    return Unreadable(f"{path} cannot be read now ({error.strerror or error}): {remedy}, then start again")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn errors of the operating system into Unreadable for ``path``, except those that prove that it is absent."""
+    try:
+        yield
+    except (*ABSENT, ConnectionError):
+        raise
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names of everything in a folder, sorted; empty when there is no such folder. Raises Unreadable."""
+    try:
+        with reading(folder):
+            return sorted(path.name for path in folder.iterdir())
+    except ABSENT:
+        return []
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there. Raises Unreadable."""
+    found = _stat(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def is_there(path: Path) -> bool:
+    """Whether anything is there. Raises Unreadable."""
+    return _stat(path) is not None
+
+
+def file_size(path: Path) -> int | None:
+    """Size of a regular file in bytes; None when there is none. Raises Unreadable."""
+    found = _stat(path)
+    return found.st_size if found is not None and stat.S_ISREG(found.st_mode) else None
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        with reading(path):
+            return path.stat()
+    except ABSENT:
+        return None
