@@ -10,6 +10,7 @@ import typer
 from flows import gc_command, preflight_command, run_command, server_commands, stage_commands, status_command
 from flows.terminal import complain
 from t5train.errors import T5TrainError
+from t5train.os_errors import explain
 
 app = typer.Typer(
     name="t5-pretrain",
@@ -36,4 +37,6 @@ def main() -> NoReturn:
     except BrokenPipeError:
         # Who read our output has gone; without this, Python complains once more while it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        complain(f"error: {explain(error)}")
     sys.exit(1)

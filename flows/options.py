@@ -15,13 +15,17 @@ SetOption = Annotated[
     typer.Option("--set", metavar="PART.KEY=VALUE", help="A setting to change; may be given again", show_default=False),
 ]
 RootOption = Annotated[
-    Path | None, typer.Option("--root", help="Folder that holds everything a run makes", show_default="work")
+    Path | None,
+    typer.Option("--root", help="Folder that holds everything a run makes", show_default="work", readable=False),
 ]
 NameOption = Annotated[
     str | None, typer.Option("--name", help="Name of the run", show_default="made of recipe and settings")
 ]
 HostfileOption = Annotated[
-    Path | None, typer.Option("--hostfile", help="Hosts to train on: lines 'name slots=N'", show_default="this machine")
+    Path | None,
+    typer.Option(
+        "--hostfile", help="Hosts to train on: lines 'name slots=N'", show_default="this machine", readable=False
+    ),
 ]
 IncludeOption = Annotated[
     str | None, typer.Option("--include", metavar="NAME[:SLOT,...][@...]", help="Hosts and slots of it to use")

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from flows.preflight import hold_ready_run, publish_url, require_possible
 from flows.resolve import resolve
+from t5train.os_errors import as_storage_errors
 from t5train.records import Publication
 from t5train.spec import RUN_NAME_PATTERN
 from tasks.data import make_corpus, make_shards, make_tokenizer
@@ -40,6 +41,7 @@ def _flow_run_name() -> str:
 
 
 @flow(name="t5-pretrain", flow_run_name=_flow_run_name)
+@as_storage_errors()
 def pretrain(
     recipe: RecipeName,
     root: Path,

@@ -32,6 +32,7 @@ from t5train.data.shards import build_shards
 from t5train.data.tokenizer import build_tokenizer, given_tokenizer
 from t5train.errors import InputError
 from t5train.export import export as export_folder
+from t5train.listing import entries
 from t5train.publish import publish as publish_export
 from t5train.records import MANIFEST, Export, Record, TokenizerFiles, TokenShards, Weights
 from t5train.run_files import WITNESS_FOLDER
@@ -77,8 +78,12 @@ def tokenizer(recipe: DataRecipe = "smoke", changes: SetOption = None, root: Roo
 
 def tokenize(
     source: Annotated[str, typer.Option("--corpus", metavar="FILES", help="Text: path, pattern or URL")],
-    vocabulary: Annotated[Path, typer.Option("--tokenizer", help="A spiece.model or a Hugging Face folder")],
-    out: Annotated[Path, typer.Option(help="Folder for shards, and for the records of corpus and tokenizer")],
+    vocabulary: Annotated[
+        Path, typer.Option("--tokenizer", help="A spiece.model or a Hugging Face folder", readable=False)
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Folder for shards, and for the records of corpus and tokenizer", readable=False)
+    ],
     workers: Annotated[int | None, typer.Option(min=1, help="Processes", show_default="all cores")] = None,
     shard_tokens: Annotated[int, typer.Option(min=4096, help="Tokens a shard, aimed at")] = ShardsSpec().shard_tokens,
 ) -> None:
@@ -98,7 +103,8 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
     root: RootOption = None,
     name: NameOption = None,
     shards: Annotated[
-        Path | None, typer.Option(help="Folder of token shards", show_default="the only one under the root")
+        Path | None,
+        typer.Option(help="Folder of token shards", show_default="the only one under the root", readable=False),
     ] = None,
     hostfile: HostfileOption = None,
     include: IncludeOption = None,
@@ -124,8 +130,10 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
 
 
 def consolidate(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT_DIR", help="Folder with tags, or of one tag")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the fp32 safetensors")],
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT_DIR", help="Folder with tags, or of one tag", readable=False)
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the fp32 safetensors", readable=False)],
     tag: Annotated[str | None, typer.Option(help="Tag", show_default="the newest complete one")] = None,
     shard_size: Annotated[
         str | None, typer.Option(help="Largest file, such as 5G or 500Mi", show_default="one file")
@@ -142,10 +150,10 @@ def consolidate(
 
 
 def export(
-    weights: Annotated[Path, typer.Argument(metavar="WEIGHTS", help="Folder made by `consolidate`")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the Hugging Face model")],
-    run: Annotated[Path, typer.Option(help="Folder of the run that trained it")],
-    vocabulary: Annotated[Path, typer.Option("--tokenizer", help="Folder made by `tokenizer`")],
+    weights: Annotated[Path, typer.Argument(metavar="WEIGHTS", help="Folder made by `consolidate`", readable=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the Hugging Face model", readable=False)],
+    run: Annotated[Path, typer.Option(help="Folder of the run that trained it", readable=False)],
+    vocabulary: Annotated[Path, typer.Option("--tokenizer", help="Folder made by `tokenizer`", readable=False)],
 ) -> None:
     """Write a Hugging Face folder from consolidated weights."""
     spec = begun_spec(run)
@@ -156,8 +164,8 @@ def export(
 
 
 def certify(
-    exported: Annotated[Path, typer.Argument(metavar="EXPORT", help="Folder made by `export`")],
-    witness: Annotated[Path, typer.Argument(metavar="WITNESS", help="Folder `witness` of the run")],
+    exported: Annotated[Path, typer.Argument(metavar="EXPORT", help="Folder made by `export`", readable=False)],
+    witness: Annotated[Path, typer.Argument(metavar="WITNESS", help="Folder `witness` of the run", readable=False)],
 ) -> None:
     """Prove in a fresh process that an export is the model that was trained."""
     with stage_display() as progress:
@@ -166,7 +174,7 @@ def certify(
 
 
 def publish(
-    exported: Annotated[Path, typer.Argument(metavar="EXPORT", help="Certified folder")],
+    exported: Annotated[Path, typer.Argument(metavar="EXPORT", help="Certified folder", readable=False)],
     url: Annotated[str, typer.Argument(metavar="URL", help="Folder or fsspec URL")],
 ) -> None:
     """Publish a certified export, its manifest last."""
@@ -184,7 +192,7 @@ def verify(place: Annotated[str, typer.Argument(metavar="PATH_OR_URL", help="Fol
 
 
 def _only_shards(root: Path) -> Path:
-    found = sorted(path.parent for path in (root / "shards").glob(f"*/{MANIFEST}"))
+    found = [folder for folder in entries(root / "shards") if (folder / MANIFEST).exists()]
     if not found:
         raise InputError(f"there are no token shards under {root / 'shards'}: make them with `tokenize`, or use `run`")
     if len(found) > 1:

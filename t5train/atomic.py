@@ -5,13 +5,14 @@ import json
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from t5train.errors import StorageError
+from t5train.os_errors import explain, path_of
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+_CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
 @contextmanager
@@ -19,7 +20,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Open a new file beside ``path`` that takes its place on success and vanishes on failure.
 
     The data is on disk before the name is: fsync of the file, rename, fsync of the folder. Raises StorageError
-    when the disk is full or read-only.
+    when the disk is full or read-only, else an OSError that names ``path``.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -28,12 +29,27 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            raise StorageError(f"{path} cannot be written: {error.strerror}; make room, then start again") from error
+    except OSError as error:
+        _remove(temporary)
+        named = _naming(path, temporary, error)
+        raise (StorageError(explain(named)) if error.errno in _CANNOT_WRITE else named) from error
+    except BaseException:
+        _remove(temporary)
         raise
     sync_folder(path.parent)
+
+
+def _remove(temporary: Path) -> None:
+    with suppress(OSError):  # the first error says more, and the name says that the file is nobody's
+        temporary.unlink()
+
+
+def _naming(path: Path, temporary: Path, error: OSError) -> OSError:
+    """The error, about ``path``; one about another file, from which the block may have read, stays as it is."""
+    about = path_of(error) if error.errno is not None else None
+    if error.errno is None or (about is not None and str(temporary) not in about and error.errno not in _CANNOT_WRITE):
+        return error
+    return OSError(error.errno, error.strerror, str(path))
 
 
 def write_text(path: Path, text: str) -> None:

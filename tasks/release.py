@@ -13,6 +13,7 @@ from t5train.certify import certify_in_fresh_process
 from t5train.derived import remove_damaged
 from t5train.export import export
 from t5train.fingerprint import fingerprint
+from t5train.os_errors import as_storage_errors
 from t5train.publish import publish
 from t5train.records import Checkpoint, Export, Publication, TokenizerFiles, Weights
 from t5train.spec import RunSpec
@@ -20,6 +21,7 @@ from tasks.stage_progress import StageProgress
 
 
 @task(name="consolidate", cache_policy=NO_CACHE)
+@as_storage_errors()
 def consolidate_weights(spec: RunSpec, checkpoint: Checkpoint) -> Weights:
     """Join the ranks' parts of the fp32 masters to safetensors."""
     from t5train.consolidate import consolidate  # brings torch, which a flow that reuses everything does without
@@ -33,6 +35,7 @@ def consolidate_weights(spec: RunSpec, checkpoint: Checkpoint) -> Weights:
 
 
 @task(name="export", cache_policy=NO_CACHE)
+@as_storage_errors()
 def export_model(spec: RunSpec, weights: Weights, tokenizer: TokenizerFiles) -> Export:
     """Write the Hugging Face folder."""
     witness, out = spec.run_folder / run_files.WITNESS_FOLDER, spec.run_folder / run_files.EXPORT
@@ -41,12 +44,14 @@ def export_model(spec: RunSpec, weights: Weights, tokenizer: TokenizerFiles) -> 
 
 
 @task(name="certify", cache_policy=NO_CACHE)
+@as_storage_errors()
 def certify_export(spec: RunSpec, exported: Export) -> Export:
     """Let a fresh process prove that the export is the model that was trained."""
     return certify_in_fresh_process(exported, spec.run_folder / run_files.WITNESS_FOLDER, StageProgress("certify"))
 
 
 @task(name="publish", cache_policy=NO_CACHE)
+@as_storage_errors()
 def publish_export(spec: RunSpec, exported: Export, url: str) -> Publication:
     """Put the certified export where others find it, its manifest last; the run notes where."""
     publication = publish(exported, url, StageProgress("publish"))

@@ -7,6 +7,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 
 from t5train.errors import T5TrainError
+from t5train.os_errors import as_storage_errors
 from t5train.records import Checkpoint, TokenShards
 from t5train.spec import RunSpec
 from tasks.stage_progress import StageProgress
@@ -22,6 +23,7 @@ def can_pass(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
 
 
 @task(name="train", cache_policy=NO_CACHE, retry_delay_seconds=SECONDS_BEFORE_RETRY, retry_condition_fn=can_pass)
+@as_storage_errors()
 def train(spec: RunSpec, shards: TokenShards) -> Checkpoint:
     """Train to the last step, from the newest complete checkpoint on; the caller holds the run's lock."""
     return train_run(spec, shards, StageProgress("train"))

@@ -40,7 +40,8 @@ from infra.node.end import end
 from infra.node.watch import watch
 from infra.node_store import actions as node_store
 from infra.preflight.actions import end_probe, facts, probe
-from t5train.errors import T5TrainError
+from t5train.errors import StorageError, T5TrainError
+from t5train.os_errors import explain
 
 Request = dict[str, Any]
 Action = Callable[[Request], Request | None]
@@ -69,6 +70,9 @@ def main() -> int:
         answer = ACTIONS[sys.argv[1]](request)
     except T5TrainError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 1
+    except OSError as error:
+        sys.stderr.write(f"{StorageError.__name__}: {explain(error)}\n")
         return 1
     if answer is not None:
         sys.stdout.write(json.dumps(answer) + "\n")

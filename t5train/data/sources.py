@@ -34,7 +34,7 @@ def local_files(source: str, revision: str, cache: Path, progress: Progress) -> 
         filesystem, found = _matched(source)
         base = os.path.commonpath([PurePosixPath(each).parent for each in found])
         names = [str(PurePosixPath(each).relative_to(base)) for each in found]
-        if "file" in _protocols(filesystem):
+        if _is_local(filesystem):
             return [SourceFile(Path(each), name) for each, name in zip(found, names, strict=True)]
         key = hashlib.sha256(f"{redacted(source)}\n{revision}".encode()).hexdigest()[:16]
         return [
@@ -64,7 +64,8 @@ def _found(filesystem: Any, path: str, shown: str) -> list[str]:
     if filesystem.isfile(path):
         found = [path]
     elif filesystem.isdir(path):
-        entries = filesystem.find(path, detail=True)
+        # fsspec passes over folders that cannot be read, unless it is told not to; only on disks is that an error.
+        entries = filesystem.find(path, detail=True, **({"on_error": "raise"} if _is_local(filesystem) else {}))
         found = [each for each, entry in entries.items() if format_of(each) and not _is_device(entry)]
     else:
         found = [each for each in filesystem.glob(path) if filesystem.isfile(each)]
@@ -131,9 +132,9 @@ def _unchanged(local: Path, note: Path, size: int | None, state: str) -> bool:
     return True
 
 
-def _protocols(filesystem: Any) -> tuple[str, ...]:
+def _is_local(filesystem: Any) -> bool:
     protocol = filesystem.protocol
-    return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+    return "file" in ((protocol,) if isinstance(protocol, str) else tuple(protocol))
 
 
 def _explained(source: str) -> AbstractContextManager[None]:

@@ -124,6 +124,6 @@ def test_a_full_disk_is_told_in_words_and_leaves_the_old_file(tmp_path: Path, mo
 
     (tmp_path / "file").write_text("old")
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StorageError, match="file cannot be written: No space left on device"):
+    with pytest.raises(StorageError, match="file: No space left on device; free some space"):
         write_text(tmp_path / "file", "new")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]

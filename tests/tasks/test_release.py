@@ -83,3 +83,12 @@ def test_what_is_no_damaged_result_is_left_alone(spec: RunSpec, checkpoint: Chec
     with pytest.raises(StorageError, match="no finished result of consolidation"):
         release.consolidate_weights.fn(spec, checkpoint)
     assert sorted(path.name for path in made.path.iterdir()) == sorted(names)
+
+
+def test_an_error_of_the_disk_fails_a_task_with_one_line_that_names_path_and_remedy(
+    spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The address 0 of this process is mapped nowhere: the kernel answers a read of it with EIO.
+    monkeypatch.setattr(release, "certify_in_fresh_process", lambda *_: Path("/proc/self/mem").read_bytes())
+    with pytest.raises(StorageError, match="^/proc/self/mem: Input/output error; the disk or the way to it fails: "):
+        release.certify_export.fn(spec, Export(path=spec.run_folder / "export", fingerprint="e" * 64, files={}))

@@ -1,0 +1,104 @@
+"""One line for an error of the operating system: the path, what is wrong with it, and what to do.
+
+Standard library only, as guards and nodes import it.
+"""
+
+import errno
+import io
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import PurePath
+from types import FrameType
+
+from t5train.errors import StorageError
+
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""The disk works, and is full."""
+DISK_FAILED = frozenset({errno.EIO, errno.EROFS, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EUCLEAN})
+"""The disk does not work, or its kernel has stopped writing to it."""
+
+_PERMISSION = "give this user permission (`ls -ld` shows the mode of it and of the folders above), or use another path"
+_REMEDIES = {
+    errno.EACCES: _PERMISSION,
+    errno.EPERM: _PERMISSION,
+    errno.ENOSPC: "free some space there, or use another folder",
+    errno.EDQUOT: "free some of this user's quota there, or use another folder",
+    errno.EROFS: "`dmesg` shows whether a disk error made it so; repair the disk and remount it, or use another folder",
+    errno.EIO: "the disk or the way to it fails: see `dmesg` and `smartctl -a`, then start again or use another folder",
+    errno.ESTALE: "the file server no longer knows it: mount the folder again, then start again",
+    errno.EMFILE: "this process may not open more files: raise the limit (`ulimit -n`), then start again",
+    errno.ENFILE: "this machine may not open more files: raise fs.file-max (`sysctl fs.file-max`)",
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "a part of the path is a file: move it away, or use another path",
+    errno.EISDIR: "a file is expected there: move the folder away, or use another path",
+    errno.ELOOP: "its symbolic links lead in a circle: remove one of them",
+    errno.ENAMETOOLONG: "use a shorter path or name",
+    errno.EFBIG: "raise the limit on file sizes (`ulimit -f`), or use another file system",
+    errno.ENOLCK: "the file system has no locks left, or none at all: see how it is mounted",
+    errno.ENXIO: "its device is gone: see `dmesg`",
+    errno.ENODEV: "its device is gone: see `dmesg`",
+    errno.EUCLEAN: "its file system is damaged: see `dmesg`, and run fsck",
+    errno.ENOMEM: "free some memory on this machine",
+}
+
+
+def explain(error: OSError) -> str:
+    """One line: the path if it is known, what the system says, and the remedy."""
+    said = error.strerror or " ".join(str(error).split()) or type(error).__name__
+    path = None if isinstance(error, ConnectionError | TimeoutError) or error.errno is None else path_of(error)
+    remedy = _REMEDIES.get(error.errno or 0)
+    return (f"{path}: {said}" if path else said) + (f"; {remedy}" if remedy else "")
+
+
+def path_of(error: OSError) -> str | None:
+    """The path that an error is about.
+
+    The system names none for a read, a write or a sync. Then it is that of the file, or else the path, that the
+    innermost function was working on.
+    """
+    named = [_text(name) for name in (error.filename, error.filename2) if name is not None]
+    if named:
+        return " -> ".join(named)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    found = (names for frame in reversed(frames) if (names := _open_files(frame) or _paths(frame)))
+    return " or ".join(next(found, [])) or None
+
+
+@contextmanager
+def as_storage_errors() -> Iterator[None]:
+    """Within the block, or the function that it decorates, an error of a file system becomes a StorageError."""
+    try:
+        yield
+    except (ConnectionError, TimeoutError):  # of the network
+        raise
+    except OSError as error:
+        raise StorageError(explain(error)) from error
+
+
+def cause_of(error: BaseException) -> OSError | None:
+    """The error of the operating system that an error is, or was raised from."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__
+    return found
+
+
+def _text(name: object) -> str:
+    if isinstance(name, int):  # a descriptor was given in place of a path
+        return f"file descriptor {name}"
+    return os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) else str(name)
+
+
+def _open_files(frame: FrameType) -> list[str]:
+    files = [value for value in frame.f_locals.values() if isinstance(value, io.IOBase)]
+    return _distinct(name for file in files if isinstance(name := getattr(file, "name", None), str))
+
+
+def _paths(frame: FrameType) -> list[str]:
+    return _distinct(str(value) for value in frame.f_locals.values() if isinstance(value, PurePath))[:1]
+
+
+def _distinct(names: Iterator[str]) -> list[str]:
+    return list(dict.fromkeys(names))

@@ -1,0 +1,103 @@
+"""Errors of the operating system, each one real, are told in a line that names the path and the remedy."""
+
+import resource
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from t5train.atomic import write_text
+from t5train.errors import StorageError
+from t5train.os_errors import as_storage_errors, cause_of, explain
+
+
+def _read_bad_sector(_: Path) -> None:
+    """The address 0 of this process is mapped nowhere: the kernel answers a read with EIO."""
+    with open("/proc/self/mem", "rb") as memory:
+        memory.read(1)
+
+
+def _write_to_a_full_disk(_: Path) -> None:
+    with open("/dev/full", "wb") as disk:
+        disk.write(b"x")
+        disk.flush()
+
+
+def _copy_to_a_full_disk(folder: Path) -> None:
+    (folder / "source").write_bytes(bytes(1 << 20))
+    with open(folder / "source", "rb") as source, open("/dev/full", "wb") as disk:
+        shutil.copyfileobj(source, disk)
+
+
+def _loop(folder: Path) -> None:
+    (folder / "loop").symlink_to("loop")
+    (folder / "loop").read_text()
+
+
+def _rename_over_folder(folder: Path) -> None:
+    (folder / "file").write_text("")
+    (folder / "full" / "entry").mkdir(parents=True)
+    (folder / "file").replace(folder / "full")
+
+
+def _too_many_files(folder: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 2, limits[1]))
+    try:
+        files = [open(folder / f"{number}", "w") for number in range(1000)]  # noqa: SIM115 - the last one fails
+        assert not files
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("act", "path", "words"),
+    [
+        (_read_bad_sector, "/proc/self/mem", "Input/output error; the disk or the way to it fails: see `dmesg`"),
+        (_write_to_a_full_disk, "/dev/full", "No space left on device; free some space there"),
+        (_copy_to_a_full_disk, "/dev/full", "No space left on device; free some space there"),
+        (_loop, "loop", "Too many levels of symbolic links; its symbolic links lead in a circle"),
+        (lambda folder: (folder / ("n" * 300)).read_text(), "nnnn", "File name too long; use a shorter path"),
+        (lambda folder: folder.read_text(), "", "Is a directory; a file is expected there"),
+        (_rename_over_folder, "file -> ", "Is a directory"),
+        (_too_many_files, "", "Too many open files; this process may not open more files: raise the limit"),
+        (lambda folder: (folder / "absent").read_text(), "absent", "No such file or directory; check the path"),
+    ],
+)
+def test_an_error_is_told_with_path_and_remedy(
+    tmp_path: Path, act: Callable[[Path], object], path: str, words: str
+) -> None:
+    with pytest.raises(StorageError) as told, as_storage_errors():
+        act(tmp_path)
+    line = str(told.value)
+    assert path in line
+    assert words in line
+    assert "/" in line.partition(":")[0]
+    assert "\n" not in line
+    cause = cause_of(told.value)
+    assert cause is not None
+    assert explain(cause) == line
+
+
+def test_a_file_that_cannot_be_replaced_is_named_and_not_its_temporary(tmp_path: Path) -> None:
+    (tmp_path / "folder" / "entry").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError) as told:
+        write_text(tmp_path / "folder", "text")
+    assert explain(told.value).startswith(f"{tmp_path / 'folder'}: Is a directory; ")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_an_error_of_the_network_is_not_one_of_storage() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+    with pytest.raises(ConnectionRefusedError) as told, as_storage_errors():
+        socket.create_connection(address)
+    assert explain(told.value) == "Connection refused"
+
+
+def test_an_error_of_a_library_that_has_no_number_is_told_as_it_is() -> None:
+    assert explain(OSError('Not found: "x":\n No such thing')) == 'Not found: "x": No such thing'
