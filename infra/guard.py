@@ -24,13 +24,14 @@ from functools import partial
 from pathlib import Path
 
 from infra import processes, shared_memory
-from infra.attempts import attempt, lease
+from infra.attempts import attempt, guard_failure, lease
 from infra.attempts.attempt import Attempt
 from infra.attempts.exit_record import Cause, ExitRecord
 from infra.attempts.vigil import Verdict, Vigil
 from infra.environment import variables_of_rank
 from infra.processes import ProcessIdentity
 from infra.run_lock import ranks_lock
+from t5train.errors import StorageError
 
 LAUNCHER_OPTION = "--launcher"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -165,7 +166,15 @@ def main() -> None:
     arguments = sys.argv[1:]
     is_launcher = arguments[0] == LAUNCHER_OPTION
     folder, *argv = arguments[is_launcher:]
-    record = guard(Path(folder), argv, is_launcher)
+    try:
+        record = guard(Path(folder), argv, is_launcher)
+    except (
+        OSError,
+        StorageError,
+    ) as error:  # where its folder is, nothing can be written down: the launcher's log is elsewhere
+        name = attempt.LAUNCHER if is_launcher else attempt.rank_name(int(os.environ["RANK"]))
+        sys.stderr.write(guard_failure.line(name, error))
+        sys.exit(1)
     sys.exit(0 if record.succeeded else 1)
 
 

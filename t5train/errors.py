@@ -31,6 +31,7 @@
     │   ├── HostLost             a host, or the way to it
     │   ├── Preempted            told to end, with time to save
     │   ├── DiskFull
+    │   ├── DiskFailed           or was mounted read-only
     │   └── RepeatedFailure      the same, again and again
     ├── TrainingError            training went on, but not honestly
     │   ├── NonFiniteLoss
@@ -193,6 +194,10 @@ class DiskFull(LaunchError):
     """A rank could not write: its disk is full."""
 
     retryable = False
+
+
+class DiskFailed(LaunchError):
+    """A rank's disk returned an error, or its file system was made read-only."""
 
 
 class RepeatedFailure(LaunchError):

@@ -12,12 +12,10 @@ from contextlib import contextmanager
 from pathlib import PurePath
 from types import FrameType
 
-from t5train.errors import StorageError
+from t5train.errors import DiskFailed, DiskFull, StorageError, T5TrainError
 
-NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""The disk works, and is full."""
-DISK_FAILED = frozenset({errno.EIO, errno.EROFS, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EUCLEAN})
-"""The disk does not work, or its kernel has stopped writing to it."""
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_DISK_FAILED = frozenset({errno.EIO, errno.EROFS, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EUCLEAN})
 
 _PERMISSION = "give this user permission (`ls -ld` shows the mode of it and of the folders above), or use another path"
 _REMEDIES = {
@@ -64,6 +62,15 @@ def path_of(error: OSError) -> str | None:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     found = (names for frame in reversed(frames) if (names := _open_files(frame) or _paths(frame)))
     return " or ".join(next(found, [])) or None
+
+
+def of_rank(error: OSError) -> T5TrainError:
+    """What an error means that ended a rank: its disk is full, has failed, or may not be used so."""
+    kinds: dict[bool, type[T5TrainError]] = {
+        error.errno in _NO_SPACE: DiskFull,
+        error.errno in _DISK_FAILED: DiskFailed,
+    }
+    return kinds.get(True, StorageError)(explain(error))
 
 
 @contextmanager

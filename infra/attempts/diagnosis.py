@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from infra.attempts.exit_record import Cause, ExitRecord
 from t5train.errors import (
     CollectiveTimeout,
+    DiskFailed,
     DiskFull,
     HostLost,
     LaunchError,
@@ -55,10 +56,16 @@ _DISK_FULL = Diagnosis(
 )
 # By what the last lines of an output hold, the more telling first.
 _BY_WORDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
+    (re.compile(r"No space left on device|Disk quota exceeded"), _DISK_FULL),
     (
-        re.compile(r"No space left on device|Disk quota exceeded|\[enforce fail at inline_container\.cc"),
-        _DISK_FULL,
+        re.compile(r"Read-only file system|Input/output error|Stale file handle"),
+        Diagnosis(
+            DiskFailed,
+            "its disk fails or was made read-only, and its output names the path: see `dmesg` there, repair and "
+            "remount the disk, or choose another storage.root or storage.scratch",
+        ),
     ),
+    (re.compile(r"\[enforce fail at inline_container\.cc"), _DISK_FULL),
     (re.compile(r"\bMemoryError|Cannot allocate memory|can't allocate memory|std::bad_alloc"), _HOST_MEMORY),
     (
         re.compile(r"OutOfMemoryError|out of memory|OUT_OF_MEMORY", re.IGNORECASE),

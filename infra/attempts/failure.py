@@ -1,16 +1,20 @@
 """Why an attempt failed: the one error to raise, from what its ranks and guards left behind."""
 
+import os
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import TypeGuard
 
+from infra.attempts import guard_failure
 from infra.attempts.attempt import LAUNCHER, Attempt, rank_name
 from infra.attempts.diagnosis import Diagnosis, diagnose
 from infra.attempts.exit_record import Cause, ExitRecord
 from infra.attempts.log_lines import shown_lines
 from infra.attempts.vigil import TOLD_TO_SAVE
 from infra.environment import redact
-from t5train.errors import LaunchError, Preempted, RankKilled, T5TrainError
+from t5train.errors import DiskFailed, DiskFull, LaunchError, Preempted, RankKilled, StorageError, T5TrainError
+from t5train.os_errors import of_rank
 from t5train.train import error_report
 
 _TAIL_BYTES = 16 << 10
@@ -26,9 +30,9 @@ def failure_of(this: Attempt, num_ranks: int) -> T5TrainError:
     read = {rank: error_report.read(this.rank_files(rank_name(rank))) for rank in range(num_ranks)}
     reported = {rank: error for rank, error in read.items() if error is not None}
     # That they did what they were told is the reason only if there is no other.
-    for error in reported.values():
+    for rank, error in (reported | _of_guards(this, num_ranks)).items():
         if not isinstance(error, Preempted):
-            return error
+            return _on_its_host(this, rank, num_ranks, error)
     if (found := _first_failure(this, num_ranks, reported.keys())) is None:
         return next(iter(reported.values()), None) or _launcher_failure(this, num_ranks)
     kind, what, log, hosts = found
@@ -36,7 +40,22 @@ def failure_of(this: Attempt, num_ranks: int) -> T5TrainError:
     return kind(text, hosts)
 
 
-_Found = tuple[type[LaunchError], str, Path, list[str]]
+def _of_guards(this: Attempt, num_ranks: int) -> dict[int, T5TrainError]:
+    """What guards said who could not write it down."""
+    said = guard_failure.read(this.log(LAUNCHER))
+    return {rank: said[rank_name(rank)] for rank in range(num_ranks) if rank_name(rank) in said}
+
+
+def _on_its_host(this: Attempt, rank: int, num_ranks: int, error: T5TrainError) -> T5TrainError:
+    """An error of a disk with the rank, its host and what to do without it; any other as it is."""
+    if not isinstance(error, DiskFull | DiskFailed | StorageError):
+        return error
+    hosts = _host_of(this, rank)
+    remedy = "".join(f"; or do without {host}: --exclude {host}" for host in hosts)
+    return type(error)(f"{_who(this, rank, num_ranks, None)}: {error}{remedy}", hosts)
+
+
+_Found = tuple[type[T5TrainError], str, Path, list[str]]
 
 
 def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) -> _Found | None:
@@ -49,12 +68,10 @@ def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) ->
     for rank, record in records.items():
         if record is None and (this.folder / f"{rank_name(rank)}.pid").exists():
             who = _who(this, rank, num_ranks, None)
-            return (
-                RankKilled,
-                f"{who} left no exit record: its guard was killed",
-                this.log(rank_name(rank)),
-                _host_of(this, rank),
-            )
+            if (reason := _disk_failure(this.folder)) is not None:
+                return type(reason), f"{who} could not write its exit record: {reason}", this.log(rank_name(rank)), []
+            what = f"{who} left no exit record: its guard was killed"
+            return RankKilled, what, this.log(rank_name(rank)), _host_of(this, rank)
     failed = [
         (_diagnosis(this, record), record, rank)
         for rank, record in records.items()
@@ -66,6 +83,18 @@ def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) ->
     what = f"{_who(this, rank, num_ranks, record)} {record}"
     blamed = _host_of(this, rank) if diagnosis.hops == 0 else []  # else it is another's fault, and not known whose
     return diagnosis.kind, f"{what}: {diagnosis.advice}" if diagnosis.advice else what, this.log(record.name), blamed
+
+
+def _disk_failure(folder: Path) -> T5TrainError | None:
+    """Why nothing can be written to a folder; None if something can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return of_rank(error)
+    return None
 
 
 def _diagnosis(this: Attempt, record: ExitRecord) -> Diagnosis:

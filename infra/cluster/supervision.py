@@ -20,7 +20,7 @@ from infra.cluster.remote import Transport
 from infra.cluster.window import RENEW_SECONDS, Message, News, Window
 from infra.environment import redact
 from t5train.atomic import write_json
-from t5train.errors import HostLost, LaunchError
+from t5train.errors import DiskFailed, HostLost, LaunchError
 
 _SILENT_SECONDS = 5.0
 _log = logging.getLogger(__name__)
@@ -138,6 +138,8 @@ class Supervision:
         host.heard_at = heard_at
         if "hello" in message:
             self._greet(name, host, message["hello"]["boot_id"])
+        if "disk" in message:
+            self._fail(DiskFailed(f"{name}: {redact(message['disk'])}; or do without {name}: --exclude {name}", [name]))
         if "error" in message and self._is_of_a_rank(message["error"]):
             self._keep_error(**message["error"])
         if "exit" in message and self._is_of_a_rank(message["exit"]):

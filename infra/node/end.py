@@ -1,6 +1,7 @@
 """Ends attempts on this machine: every process of theirs, whether it has begun its work or not."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ def end_attempt(folder: Path) -> set[int]:
     A guard that is told to end and finds no lease knows that there is no time to save, ends its rank and writes down
     how; one that starts now starts nothing.
     """
-    (folder / lease.LEASE).unlink(missing_ok=True)
+    with suppress(OSError):  # on a disk that cannot be written the lease runs out by itself
+        (folder / lease.LEASE).unlink(missing_ok=True)
     # Of a head on this machine that was fenced: on SIGTERM it would end processes of every host by their name.
     processes.end(processes.in_run(attempt.launcher_run_id(folder.name)), grace_seconds=0)
     processes.end(processes.given(str(folder)), GUARDS_SECONDS)

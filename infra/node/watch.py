@@ -22,6 +22,7 @@ from infra.node.end import end_attempt
 from infra.node.log_tail import LogTails
 from infra.node_folder import attempt_folder
 from infra.processes import ProcessIdentity
+from t5train.os_errors import explain
 from t5train.run_files import ATTEMPT_SPEC, CHECKPOINTS
 
 _TICK_SECONDS = 1.0
@@ -75,7 +76,10 @@ class _Window:
             for guard in self._this.guards():
                 guard.send(signal.SIGTERM)
         if "renew" in order:
-            lease.renew(self._this.folder)
+            try:
+                lease.renew(self._this.folder)
+            except OSError as error:  # ranks there cannot write, either; without a lease they end
+                _tell({"disk": explain(error)})
         self._arm()
         return None
 

@@ -9,8 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from t5train.errors import T5TrainError
-from t5train.train.error_report import report
+from t5train.train.error_report import report, told_of
 from t5train.train.heartbeat import Heartbeat
 from t5train.train.job import TrainJob
 from t5train.train.preemption import Told
@@ -35,10 +34,12 @@ def main() -> int:
         with Told() as told, Heartbeat.of_rank(job.spec.cluster.deadlines) as heart:
             _train(job, heart, told)
     except BaseException as error:
+        if (told := told_of(error)) is not None:
+            # First to the log: a report cannot be written to a disk that has failed.
+            logging.getLogger(__name__).error("%s: %s", type(told).__name__, told)  # noqa: TRY400 - the message is whole
         if rank_files := os.environ.get(RANK_FILES):
             report(Path(rank_files), error)
-        if isinstance(error, T5TrainError):
-            logging.getLogger(__name__).error("%s: %s", type(error).__name__, error)  # noqa: TRY400 - the message is whole
+        if told is not None:
             return 1
         raise
     return 0

@@ -32,6 +32,7 @@ from t5train.train.named_groups import named_groups
 from t5train.train.ranks import barrier, data_rank, digest64, expert_rank, gather, rank, ranks_of_node, world_size
 from t5train.train.relayout import discard_consolidated
 from t5train.train.resume_point import is_unfinished
+from t5train.train.save_errors import naming_folder
 from t5train.train.stored_state import StoredState
 
 _log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, An
     if job.node_local and engine.pipeline_parallelism:
         _have_every_stage_saved(engine, sharers[0])
     barrier()
-    with no_checksums():
+    with no_checksums(), naming_folder(folder):
         engine.save_checkpoint(str(job.checkpoints_folder), tag=tag, save_latest=False)
     barrier()
     own, replicas = _answered_for(folder, _writers(engine, job), sharers)

@@ -8,17 +8,25 @@ from pathlib import Path
 
 from t5train import errors
 from t5train.atomic import write_json
-from t5train.errors import T5TrainError
+from t5train.errors import StorageError, T5TrainError
+from t5train.os_errors import cause_of, of_rank
 
 
 def report(rank_files: Path, error: BaseException) -> None:
     """Leave ``error`` for the launching process to raise as its own.
 
-    Only this project's errors are left: their text is fit to show; any other is explained by its traceback
-    in the rank's log.
+    Only this project's errors and those of disks are left; any other is explained by its traceback in the rank's log.
     """
-    if isinstance(error, T5TrainError):
-        write_json(_path(rank_files), {"type": type(error).__name__, "message": str(error)})
+    if (told := told_of(error)) is not None:
+        write_json(_path(rank_files), {"type": type(told).__name__, "message": str(told)})
+
+
+def told_of(error: BaseException) -> T5TrainError | None:
+    """What is told of an error: a T5TrainError as it is, one of a disk in words; None of any other."""
+    cause = cause_of(error)
+    if isinstance(error, OSError | StorageError) and cause is not None and not isinstance(cause, ConnectionError):
+        return of_rank(cause)
+    return error if isinstance(error, T5TrainError) else None
 
 
 def read(rank_files: Path) -> T5TrainError | None:

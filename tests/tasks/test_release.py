@@ -90,5 +90,5 @@ def test_an_error_of_the_disk_fails_a_task_with_one_line_that_names_path_and_rem
 ) -> None:
     # The address 0 of this process is mapped nowhere: the kernel answers a read of it with EIO.
     monkeypatch.setattr(release, "certify_in_fresh_process", lambda *_: Path("/proc/self/mem").read_bytes())
-    with pytest.raises(StorageError, match="^/proc/self/mem: Input/output error; the disk or the way to it fails: "):
+    with pytest.raises(StorageError, match=r"^/proc/self/mem: Input/output error; the disk or the way to it fails: "):
         release.certify_export.fn(spec, Export(path=spec.run_folder / "export", fingerprint="e" * 64, files={}))

@@ -15,7 +15,7 @@ from infra.attempts.exit_record import Cause, ExitRecord
 from infra.cluster import window
 from infra.cluster.remote import Transport
 from infra.cluster.supervision import Supervision
-from t5train.errors import HostLost
+from t5train.errors import DiskFailed, HostLost
 
 HOSTS = {"a": (0,), "b": (0,)}
 
@@ -236,3 +236,17 @@ def test_what_hosts_told_while_nobody_looked_is_heard_before_one_is_called_silen
     assert not supervision.failed
     assert supervision.silent == []
     supervision.close()
+
+
+def test_a_host_whose_disk_cannot_be_written_is_named_at_once(
+    this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]
+) -> None:
+    supervision, lost = supervise(), local_hosts.attempt_folder("b", this.run_id) / lease.LEASE
+    begun = lost.read_text()
+    look_until(supervision, lambda: lost.read_text() != begun)
+    lost.unlink()
+    lost.symlink_to(lost.name)  # no file of that name can be opened any more
+    look_until(supervision, lambda: supervision.failed)
+    assert type(supervision.failure) is DiskFailed
+    assert str(supervision.failure).startswith(f"b: {lost}: Too many levels of symbolic links; ")
+    assert supervision.failure.hosts == ("b",)
