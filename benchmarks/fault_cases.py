@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from infra.testcluster import view
 from infra.testcluster.view import HOME, HOSTFILE
 
 LEASE_SECONDS = 10
+_AGAIN_SECONDS = 0.3
 MASTER_PORT = 29555
 SECRET = "s3cr3t-f0r-n0b0dy"  # noqa: S105 - stands for one
 TRICK = """it's "quoted" $(touch executed) `touch executed`; touch executed #"""
@@ -79,6 +81,13 @@ def pids(stage: Stage, host: str, program: str) -> list[int]:
         if program in names and "infra.guard" not in names:
             found.append(process.pid)
     return found
+
+
+def interrupted_twice(stage: Stage, started: Started) -> None:
+    """Press Ctrl-C, and again while the hosts are told to end their ranks."""
+    for _ in range(2):
+        signalled("head", HEAD, signal.SIGINT)(stage, started)
+        time.sleep(_AGAIN_SECONDS)
 
 
 def power_cut(stage: Stage, _: Started) -> None:
@@ -225,6 +234,7 @@ FAULTS = [
     Fault("a node's cable is pulled", "node1", link_down, linked_again),
     Fault("sshd of a node stops while it trains", "", sshd_down, sshd_again, exit_code=0),
     Fault("Ctrl-C", "interrupted", signalled("head", HEAD, signal.SIGINT), exit_code=130),
+    Fault("Ctrl-C, twice", "interrupted", interrupted_twice, exit_code=130),
     Fault("sshd of a node is down", "node1.*refused", wrong=without_sshd),
     Fault("a node has another host key", "node1.*key", wrong=other_key, in_ci=True),
     Fault("the port is taken", str(MASTER_PORT), wrong=port_taken, settings=(f"cluster.master_port={MASTER_PORT}",)),

@@ -25,11 +25,16 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> NoReturn:
-    """Run a command: 0 when it succeeded, 1 with one line for an error, 2 for wrong usage, 130 for Ctrl-C."""
+    """Run a command.
+
+    The exit code is 0 when it succeeded, 1 with one line for an error, 2 for wrong usage, 3 when training is done and
+    its result is still to be gathered, and 130 for Ctrl-C.
+    """
     try:
         app()
     except T5TrainError as error:
         complain(f"error: {error}")
+        sys.exit(error.exit_code)
     except SystemExit as ended:
         if ended.code == _INTERRUPTED:  # what typer makes of Ctrl-C, without a word
             complain("interrupted")

@@ -29,7 +29,7 @@ from infra.environment import rank_environment
 from infra.guard import LAUNCHER_OPTION
 from infra.op_cache import clear_stale_locks
 from infra.processes import ProcessIdentity
-from infra.stop_signal import is_stop, stoppable
+from infra.stop_signal import is_stop, stoppable, undisturbed
 
 _TICK_SECONDS = 0.5
 _LOOK_SECONDS = 0.1
@@ -168,6 +168,11 @@ def _await(launcher: subprocess.Popen[bytes]) -> None:
 
 def _end(this: Attempt, launcher: subprocess.Popen[bytes], port: int | None) -> None:
     """End what is left: guards first, who end their programs and write down how, then all that is left at once."""
+    with undisturbed("ending the ranks, which takes some seconds"):
+        _end_here(this, launcher, port)
+
+
+def _end_here(this: Attempt, launcher: subprocess.Popen[bytes], port: int | None) -> None:
     deadline = time.monotonic() + _GUARDS_SECONDS
     for guard in this.guards():
         guard.send(signal.SIGINT)

@@ -1,10 +1,13 @@
 """SIGTERM to a head: ranks get the time to save before it has its effect."""
 
+import logging
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
+
+_log = logging.getLogger(__name__)
 
 
 class Stopped(BaseException):
@@ -29,6 +32,31 @@ def stoppable() -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def undisturbed(what: str) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait until the end of the block, which must not be left half done and takes bounded time.
+
+    ``what`` is under way, in words for whoever presses Ctrl-C again. Other threads never get these signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        came.append(number)
+        _log.warning("%s: please wait", what)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 def is_stop(error: BaseException) -> bool:

@@ -20,6 +20,7 @@
     │   │   └── HostMisconfigured  not for want of an answer, but by what is set
     │   ├── HostKeyMismatch
     │   ├── HostTimeout          not done in time
+    │   ├── NotGathered          training is done; what a host has of its result is still there alone
     │   └── RemoteFailed         a command failed there
     ├── PreflightError           hosts that cannot train together
     ├── TestClusterError         hosts of the test cluster cannot be made here, or are not there
@@ -32,6 +33,7 @@
     │   ├── Preempted            told to end, with time to save
     │   ├── DiskFull
     │   ├── DiskFailed           or was mounted read-only
+    │   ├── HostReplaced         by a spare, after it has failed repeatedly
     │   └── RepeatedFailure      the same, again and again
     ├── TrainingError            training went on, but not honestly
     │   ├── NonFiniteLoss
@@ -58,6 +60,8 @@ class T5TrainError(Exception):
     """Base of all deliberate errors; its text is fit to show to a user as it is."""
 
     retryable: ClassVar[bool] = False
+    exit_code: ClassVar[int] = 1
+    """Of the command that it ends."""
 
     def __init__(self, message: str, hosts: Iterable[str] = ()) -> None:
         """``hosts`` are those that it is about, where it is known which."""
@@ -144,6 +148,12 @@ class HostTimeout(HostError):
     retryable = True
 
 
+class NotGathered(HostError):
+    """Training is done, but a host was lost before the head had all of the result."""
+
+    exit_code = 3
+
+
 class RemoteFailed(HostError):
     """A command ran on a host, and failed there."""
 
@@ -198,6 +208,10 @@ class DiskFull(LaunchError):
 
 class DiskFailed(LaunchError):
     """A rank's disk returned an error, or its file system was made read-only."""
+
+
+class HostReplaced(LaunchError):
+    """A host failed repeatedly in a way that is not tried again there; a spare takes its place."""
 
 
 class RepeatedFailure(LaunchError):

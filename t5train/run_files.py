@@ -30,6 +30,9 @@ RELAYOUT = "relayout"
 ATTEMPTS = "attempts"
 """Folder with one folder for each start of the ranks."""
 
+FAILURES = "failures.jsonl"
+"""One JSON line for each failure of an attempt (infra.cluster.failure_history)."""
+
 ATTEMPT_SPEC = "spec.json"
 """In the folder of an attempt: what its ranks are told."""
 

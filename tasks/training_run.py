@@ -1,6 +1,7 @@
 """Training to its end, here or on hosts: without Prefect, for the flow's task and for the command line alike."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from infra.cluster import failure_history
@@ -31,7 +32,7 @@ def train_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -
 
     Hold ``hold_run`` around it. Raises RunChanged when the run was begun with other settings, a TrainingError when
     training was not honest, and LaunchError or HostError, after most of which trying again can help. A host that has
-    failed twice in this process is named then, and replaced by a spare the next time.
+    failed twice in the last week is named then, and replaced by a spare the next time.
     """
     run.open_run(spec, shards, progress)
     if (checkpoint := run.finished(spec, shards, progress)) is not None:
@@ -39,7 +40,7 @@ def train_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -
     try:
         _train(spec, shards, progress)
     except (LaunchError, HostError) as error:
-        raise failure_history.judged(spec.run_folder, error) from error
+        raise failure_history.judged(spec.run_folder, error, partial(_is_replaced, spec)) from error
     _tell(spec, progress)
     return run.conclude(spec, shards, progress)
 
@@ -95,6 +96,10 @@ def training_hosts(spec: RunSpec) -> Hosts:
     if spares.all and at_work and at_work.num_ranks == hosts.num_ranks and fit.issuperset(at_work.names):
         return at_work
     return failure_history.with_spares(hosts, spares, unfit)
+
+
+def _is_replaced(spec: RunSpec, host: str) -> bool:
+    return spec.cluster.hostfile is not None and host not in training_hosts(spec).names
 
 
 def launch_spec(spec: RunSpec, program: Callable[[Path], tuple[str, ...]]) -> LaunchSpec:

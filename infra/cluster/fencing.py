@@ -16,6 +16,7 @@ from infra.cluster.remote import Transport, node_command, run_everywhere
 from infra.cluster.shipping import ship
 from infra.code_bundle import own_bundle
 from infra.node_folder import head_folder
+from infra.stop_signal import undisturbed
 from t5train.atomic import write_json
 from t5train.errors import HostError
 from t5train.run_files import ATTEMPTS
@@ -51,8 +52,9 @@ def unended(run_folder: Path) -> Iterator[Attempt]:
 
 def end(this: Attempt, transport: Transport) -> list[str]:
     """End one attempt wherever that can be reached, and gather what it left; names the hosts that did not answer."""
-    ClusterLauncher(this.run_id).end()
-    unreachable = end_on_hosts(this, transport, list(this.hosts or {}))
+    with undisturbed("ending the ranks on all hosts, which takes a minute at most"):
+        ClusterLauncher(this.run_id).end()
+        unreachable = end_on_hosts(this, transport, list(this.hosts or {}))
     settle(this, transport, unreachable)
     return unreachable
 

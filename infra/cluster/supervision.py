@@ -197,4 +197,8 @@ class Supervision:
             )
 
     def _fail(self, failure: LaunchError) -> None:
-        self.failure = self.failure or failure
+        """Keep the first failure; of hosts that were lost together, all."""
+        if self.failure is None:
+            self.failure = failure
+        elif isinstance(self.failure, HostLost) and not {*failure.hosts} <= {*self.failure.hosts}:
+            self.failure = HostLost(f"{self.failure}; {failure}", [*self.failure.hosts, *failure.hosts])

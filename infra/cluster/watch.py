@@ -10,7 +10,8 @@ from infra.cluster import fencing
 from infra.cluster.launcher import ClusterLauncher
 from infra.cluster.remote import Transport
 from infra.cluster.supervision import Supervision
-from t5train.errors import HostLost, T5TrainError
+from infra.stop_signal import undisturbed
+from t5train.errors import HostLost, LaunchError, T5TrainError
 
 _LOOK_SECONDS = 0.5
 _SETTLE_SECONDS = 2.0
@@ -63,6 +64,11 @@ class ClusterWatch:
 
     def end(self) -> None:
         """Leave nothing of the attempt wherever that can be reached, and gather what its ranks have written."""
+        with undisturbed("ending the ranks on all hosts, which takes a minute at most"):
+            self._end_on_hosts()
+        fencing.settle(self.this, self._transport, self._unreachable)
+
+    def _end_on_hosts(self) -> None:
         self._launcher.end()
         self._supervision.order({"end": True})
         deadline = time.monotonic() + fencing.END_SECONDS
@@ -74,19 +80,24 @@ class ClusterWatch:
             _log.warning("attempt %s may go on until its lease is over on %s", self.this.number, ", ".join(silent))
         asked = [host for host in missing if host not in silent]
         self._unreachable = silent + fencing.end_on_hosts(self.this, self._transport, asked)
-        fencing.settle(self.this, self._transport, self._unreachable)
 
     def failure(self) -> T5TrainError | None:
         """What to raise, once all has ended; None for success."""
         if self._supervision.succeeded:
             return None
-        if self._supervision.failure is not None:
-            return self._supervision.failure
+        if (failure := self._supervision.failure) is not None:
+            return self._with_others_lost(failure)
         found = failure_of(self.this, len(self._supervision.ranks))
         if self._unreachable:
             lost = "; ".join(f"{host} is lost: {self._supervision.broken(host)}" for host in self._unreachable)
             return HostLost(f"{lost}. What others said: {found}", self._unreachable)
         return found
+
+    def _with_others_lost(self, failure: LaunchError) -> LaunchError:
+        """The failure, and which other hosts were lost with those that it names."""
+        others = [host for host in self._unreachable if host not in failure.hosts]
+        lost = "".join(f"; {host} is lost too: {self._supervision.broken(host)}" for host in others)
+        return type(failure)(f"{failure}{lost}", [*failure.hosts, *others]) if others else failure
 
     def _look(self) -> None:
         self._supervision.look(_LOOK_SECONDS)

@@ -1,6 +1,7 @@
 """Storage of a run whose hosts have disks of their own, as a launch asks for it."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,14 +15,18 @@ from infra.node_local.providing import provide
 from infra.node_local.recovery import recover
 from infra.node_local.telling import told_here
 from infra.node_store.collect import collect
+from infra.node_store.inventory import HEAD, inventory_of
 from infra.node_store.staging import release
+from infra.node_store.tags import complete_tags
 from infra.stop_signal import is_stop
 from t5train.atomic import write_text
-from t5train.errors import T5TrainError
+from t5train.errors import HostError, NotGathered, T5TrainError
 from t5train.progress import Progress
 from t5train.run_files import METRICS, TENSORBOARD, WITNESS_FOLDER
 from t5train.train.job import TrainJob
 
+_AGAIN_SECONDS = (5.0, 15.0)
+"""After which a host that did not answer is asked again, when all that is left is to gather what it has."""
 _log = logging.getLogger(__name__)
 
 
@@ -63,10 +68,34 @@ class NodeLocalStorage:
             _log.warning("what was saved last is on the hosts alone: %s", error)
 
     def take_home(self) -> None:
-        """Gather the last checkpoint, and collect the witness and the metrics. Raises HostError.
+        """Gather the last checkpoint, and collect the witness and the metrics.
 
-        From then on what was staged for the run may give way to others.
+        From then on what was staged for the run may give way to others. Raises NotGathered if a host does not answer,
+        also when it is asked again.
         """
+        for seconds in _AGAIN_SECONDS:
+            try:
+                return self._take_home()
+            except HostError as error:
+                _log.warning("training is done, and its result is not gathered yet: %s", error)
+            time.sleep(seconds)
+        try:
+            self._take_home()
+        except HostError as error:
+            raise self._not_gathered(error) from error
+
+    def _not_gathered(self, error: HostError) -> NotGathered:
+        held = complete_tags({HEAD: inventory_of(self.run.checkpoints)})
+        lost = ", ".join(error.hosts) or "the host"
+        return NotGathered(
+            f"training is done, but {lost} was lost before the head had all of the result: {error}. Start the same "
+            f"command again when {lost} answers: it gathers the rest, and no step is trained again. If {lost} is gone "
+            f"for good, let another host take its place (--exclude, --spares): training then goes on from "
+            f"{held[0].name if held else 'the beginning'}",
+            error.hosts,
+        )
+
+    def _take_home(self) -> None:
         told_here(partial(following.keep_up, self.run), self.progress)
         names = [METRICS, TENSORBOARD, WITNESS_FOLDER]
         collect(self.run.nodes, self.run.first, self.run.place, names, self.run.folder)

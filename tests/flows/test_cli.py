@@ -10,11 +10,12 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from flows import run_command
+from flows import cli, run_command
 from flows.status_command import run_status
 from infra.run_lock import run_lock
 from t5train import host_memory
 from t5train.data.spiece import train
+from t5train.errors import NotGathered
 from t5train.model.shape import huggingface_config, resolve
 from t5train.progress import silent
 from t5train.recipes import recipe
@@ -271,3 +272,14 @@ def test_text_that_does_not_fit_under_the_root_is_refused_before_anything_starts
         file.truncate(1 << 43)  # a sparse file: nobody reads it
     assert t5_pretrain("run", "smoke", "--set", "corpus.source=text.txt") == 1
     assert "choose another root" in capsys.readouterr().err
+
+
+def test_the_exit_code_says_that_training_is_done_though_its_result_is_not_gathered(
+    t5_pretrain: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose_a_host() -> None:
+        raise NotGathered("training is done, but node1 was lost")
+
+    monkeypatch.setattr(cli, "app", lose_a_host)
+    assert t5_pretrain("run") == 3
+    assert capsys.readouterr().err == "error: training is done, but node1 was lost\n"

@@ -1,10 +1,14 @@
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from infra.cluster.failure_history import judged, set_aside, unfit, with_spares
+from infra.cluster.failure_history import MOST_ALIKE, judged, set_aside, unfit, with_spares
 from infra.cluster.hosts import Host, Hosts
 from t5train.errors import DiskFull, HostLost, HostUnreachable, RankKilled, RepeatedFailure
+from t5train.run_files import FAILURES
 
 HOSTS = Hosts((Host("a", (0, 1)), Host("b", (0, 1))))
 SPARES = Hosts((Host("small", (0,)), Host("c", (0, 1, 2)), Host("d", (0, 1))))
@@ -43,11 +47,53 @@ def test_a_host_that_failed_twice_is_named_and_replaced_by_a_spare_with_slots_en
     judged(tmp_path, DiskFull("rank 3 of 4 on b", ["b"]))  # which no attempt follows
     told = judged(tmp_path, HostUnreachable("a: nothing answers", ["a"]))
     assert isinstance(told, HostUnreachable)
-    assert str(told) == "a has failed 2 times (HostLost, HostUnreachable): a: nothing answers"
+    assert str(told) == (
+        "a has failed 2 times (HostLost, HostUnreachable); use --exclude a, or --spares to have other hosts take over: "
+        "a: nothing answers"
+    )
     assert unfit(tmp_path) == {"a": "has failed twice"}
     assert with_spares(HOSTS, SPARES, unfit(tmp_path)) == Hosts((Host("c", (0, 1)), Host("b", (0, 1))))
     assert with_spares(HOSTS, SPARES, {"a": "is", "c": "too"}) == Hosts((Host("d", (0, 1)), Host("b", (0, 1))))
     assert with_spares(HOSTS, Hosts(()), unfit(tmp_path)) == HOSTS
+
+
+COMMAND = """
+import sys
+from pathlib import Path
+from infra.cluster.failure_history import judged, unfit
+from t5train.errors import OutOfMemory
+error = judged(Path(sys.argv[1]), OutOfMemory("rank 0 of 4 on a", ["a"]), lambda host: sys.argv[2:] == [host])
+print(type(error).__name__, error.retryable, sorted(unfit(Path(sys.argv[1]))), error, sep="|")
+"""
+
+
+def failed_command(run_folder: Path, *replaced: str) -> list[str]:
+    command = [sys.executable, "-c", COMMAND, str(run_folder), *replaced]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().split("|")
+
+
+def test_a_host_that_runs_out_of_memory_in_two_commands_is_named_and_done_without(tmp_path: Path) -> None:
+    assert failed_command(tmp_path) == ["OutOfMemory", "False", "[]", "rank 0 of 4 on a"]
+    kind, again, hosts, text = failed_command(tmp_path)
+    assert (kind, again, hosts) == ("OutOfMemory", "False", "['a']")
+    assert text.startswith("a has failed 2 times (OutOfMemory, OutOfMemory); use --exclude a, or --spares")
+    assert failed_command(tmp_path, "a")[:3] == ["HostReplaced", "True", "['a']"]
+
+
+def test_failures_of_other_commands_do_not_count_as_tries_of_this_one(tmp_path: Path) -> None:
+    for _ in range(MOST_ALIKE):
+        assert failed_command(tmp_path)[0] == "OutOfMemory"
+    first = judged(tmp_path, lost("a", 60))
+    assert first.retryable
+
+
+def test_a_failure_of_a_host_is_forgotten_after_a_week_and_a_torn_line_at_once(tmp_path: Path) -> None:
+    for _ in range(2):
+        judged(tmp_path, lost("a", 60))
+    assert unfit(tmp_path) == {"a": "has failed twice"}
+    recorded = (tmp_path / FAILURES).read_text("utf-8")
+    (tmp_path / FAILURES).write_text(re.sub(r'"at": "\d+-', '"at": "2001-', recorded) + recorded[:40])
+    assert unfit(tmp_path) == {}
 
 
 def test_a_host_that_did_not_answer_at_first_is_replaced_at_once_and_is_not_blamed(

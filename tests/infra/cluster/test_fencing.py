@@ -1,4 +1,7 @@
+import os
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,6 +35,16 @@ class Severed:
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
         return ["sh", "-c", "exit 255"] if host == "b" and self.is_cut else self.way.command(host, argv)
+
+
+class Slow:
+    """Takes a second to reach a host."""
+
+    def __init__(self, way: Transport) -> None:
+        self.way = way
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        return ["sh", "-c", 'sleep 1; exec "$@"', "sh", *self.way.command(host, argv)]
 
 
 class Recorded:
@@ -131,3 +144,17 @@ def test_an_attempt_that_could_not_be_ended_everywhere_is_ended_by_the_next_head
     assert [one.run_id for one in fencing.unended(tmp_path / "run")] == [this.run_id]
     fencing.end_earlier(tmp_path / "run", local_hosts, lambda: None)
     assert (this.folder / "rank-00001.log").read_text() == "of b\n"
+
+
+def test_ctrl_c_pressed_again_does_not_keep_ranks_on_hosts_from_being_ended(
+    this: Attempt, local_hosts: Hosts, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    rank = start("-c", "import time; time.sleep(600)", T5_RUN_ID=this.run_id)
+    again = [threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)) for seconds in (0.3, 0.6)]
+    for each in again:
+        each.start()
+    with pytest.raises(KeyboardInterrupt):
+        fencing.end(this, Slow(local_hosts))
+    assert rank.wait(1) == -9
+    for host in HOSTS:
+        assert not (local_hosts.attempt_folder(host, this.run_id) / lease.LEASE).exists()

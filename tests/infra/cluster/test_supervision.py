@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +14,10 @@ from infra.attempts import attempt, lease
 from infra.attempts.attempt import Attempt
 from infra.attempts.exit_record import Cause, ExitRecord
 from infra.cluster import window
+from infra.cluster.launcher import ClusterLauncher
 from infra.cluster.remote import Transport
 from infra.cluster.supervision import Supervision
+from infra.cluster.watch import ClusterWatch
 from t5train.errors import DiskFailed, HostLost
 
 HOSTS = {"a": (0,), "b": (0,)}
@@ -27,13 +30,13 @@ class Hosts(Transport, Protocol):
 
 
 class Unsteady:
-    """Reaches hosts by another way; one of them not while ``silent`` is its name."""
+    """Reaches hosts by another way, but for those whose letter is in ``silent``."""
 
     def __init__(self, way: Transport) -> None:
         self.way, self.silent, self.instead = way, "", ["sleep", "600"]
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        return self.instead if host == self.silent else self.way.command(host, argv)
+        return self.instead if host in self.silent else self.way.command(host, argv)
 
 
 @pytest.fixture
@@ -250,3 +253,29 @@ def test_a_host_whose_disk_cannot_be_written_is_named_at_once(
     assert type(supervision.failure) is DiskFailed
     assert str(supervision.failure).startswith(f"b: {lost}: Too many levels of symbolic links; ")
     assert supervision.failure.hosts == ("b",)
+
+
+def test_hosts_that_are_lost_together_are_all_named(way: Unsteady, supervise: Callable[..., Supervision]) -> None:
+    way.silent = "ab"
+    supervision = supervise()
+    look_until(supervision, lambda: supervision.failed and supervision.failure and len(supervision.failure.hosts) == 2)
+    supervision.look(0.5)
+    assert supervision.failure is not None
+    assert supervision.failure.hosts == ("a", "b")
+    assert re.fullmatch(r"a has not been heard of for \d s; .*; b has not .* for \d s; .*", str(supervision.failure))
+
+
+def test_a_host_that_cannot_be_reached_when_another_is_lost_is_named_with_it(
+    way: Unsteady, supervise: Callable[..., Supervision], this: Attempt
+) -> None:
+    way.silent = "b"
+    supervision = supervise(a="another")
+    supervision.this = replace(this, lease_seconds=60.0)
+    watch = ClusterWatch(supervision, ClusterLauncher(this.run_id), way, lambda: None)
+    look_until(supervision, lambda: supervision.failed)
+    way.silent, way.instead = "b", ["sh", "-c", "exit 255"]
+    watch.end()
+    failure = watch.failure()
+    assert isinstance(failure, HostLost)
+    assert failure.hosts == ("a", "b")
+    assert str(failure).startswith("a was started anew while its ranks were at work; b is lost too: ")

@@ -1,15 +1,19 @@
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from infra.cluster.remote import Transport
+from infra.node_local import following
 from infra.node_local.node_run import NodeRun
 from infra.node_local.storage import NodeLocalStorage
 from infra.node_local.telling import told_here
 from infra.stop_signal import Stopped
 from t5train import sidecar
-from t5train.errors import RankKilled
+from t5train.errors import NotGathered, RankKilled
 from t5train.progress import Progress, silent
 from t5train.train.job import tag_of
 from tests.infra.node_store.conftest import Site
@@ -27,6 +31,34 @@ def test_what_ranks_saved_that_were_told_to_end_is_gathered_before_their_hosts_g
     with pytest.raises(type(error)):
         train(NodeLocalStorage(run, lambda folder: folder, silent))
     assert sidecar.complete_tags(run.checkpoints) == gathered
+
+
+class Severed:
+    """No way to host b; counts how often it was tried."""
+
+    def __init__(self, way: Transport) -> None:
+        self.way, self.tried = way, 0
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        self.tried += host == "b"
+        return ["sh", "-c", "exit 255"] if host == "b" else self.way.command(host, argv)
+
+
+def test_a_host_that_is_lost_at_the_last_gather_is_told_with_what_is_done_and_what_remains(
+    run: NodeRun, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.node_local.storage._AGAIN_SECONDS", (0.0, 0.0))
+    site.save(4)
+    following.keep_up(run, silent)
+    site.save(8)
+    way = Severed(site.nodes.transport)
+    cut = replace(run, nodes=replace(run.nodes, transport=way))
+    with pytest.raises(NotGathered) as told:
+        NodeLocalStorage(cut, lambda folder: folder, silent).take_home()
+    assert str(told.value).startswith("training is done, but b was lost before the head had all of the result: b: ")
+    assert "Start the same command again when b answers" in str(told.value)
+    assert str(told.value).endswith(f"training then goes on from {tag_of(4)}")
+    assert (told.value.hosts, told.value.exit_code, told.value.retryable, way.tried) == (("b",), 3, False, 3)
 
 
 def test_progress_of_other_threads_is_told_in_this_one() -> None:
