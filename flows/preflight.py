@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from flows.host_preflight import require_hosts
-from infra import ports
+from infra import ports, shared_memory
 from infra.cluster.attachment import hold_run
 from infra.node_store.garbage import size_of
 from t5train import start_from
@@ -104,6 +104,8 @@ def _require_vocabulary_of_start(spec: RunSpec) -> None:
 def _require_this_machine(spec: RunSpec, of_model: T5Shape) -> None:
     _require_accelerators(spec.cluster)
     _require_arithmetic(spec)
+    if spec.cluster.accelerator == "cpu":
+        shared_memory.require_room(spec.cluster.ranks)
     require_host_memory(memory.host_bytes(spec, of_model), "layout.offload, cluster.ranks and the model's shape")
     if spec.cluster.master_port is not None:
         ports.require_free(spec.cluster.master_port)

@@ -74,7 +74,9 @@ def guard(folder: Path, argv: list[str], is_launcher: bool = False) -> ExitRecor
             start = partial(_start, this, name, argv, environment, lock)
             returncode, verdict = _run(this, name, start, _Alarms(head, told, parent))
         killed, free_bytes = processes.oom_kills() - oom_kills, shutil.disk_usage(folder).free
-        record = ExitRecord(name, returncode, *verdict, started_at, attempt.now(), this.host, killed, free_bytes)
+        shared = shared_memory.room() or (None, None)
+        ended = (name, returncode, *verdict, started_at, attempt.now(), this.host)
+        record = ExitRecord(*ended, killed, free_bytes, *shared)
         this.write_exit(record)
     if not is_launcher:
         shared_memory.remove_of_rank(environment)

@@ -66,6 +66,8 @@ def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Atte
     """
     port = _port(spec)
     shared_memory.remove_all(_ADDRESS, port)  # nothing listens there, so what lies there is a dead run's
+    if spec.accelerator == "cpu":
+        shared_memory.require_room(spec.num_ranks)
     spec = replace(spec, master_port=port)
     this = attempt.begin(spec.run_folder, ProcessIdentity.of(os.getpid()), grace_seconds=spec.grace_seconds)
     environment = rank_environment(this, num_ranks=spec.num_ranks, accelerator=spec.accelerator, extra=spec.environment)

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from infra.attempts.exit_record import Cause, ExitRecord
+from infra.shared_memory import REMEDY, SEGMENTS, Room
 from t5train.errors import (
     CollectiveTimeout,
     DiskFailed,
@@ -16,7 +17,7 @@ from t5train.errors import (
     RankStopped,
 )
 
-_SIGKILL, _SIGBUS = -9, -7
+_SIGKILL, _SIGBUS, _SIGSEGV = -9, -7, -11
 _FULL_BYTES = 1 << 20
 
 
@@ -90,6 +91,8 @@ _BY_WORDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
         Diagnosis(LaunchError, "another rank was gone: see the others' output", hops=2),
     ),
 )
+# NCCL's and torch's words for it.
+_SHARED_MEMORY = re.compile(rf"{SEGMENTS}|shared memory|No space left on device")
 _IN_A_COLLECTIVE = re.compile(r'File "[^"]*(torch/distributed|deepspeed/comm)/')
 
 
@@ -101,6 +104,8 @@ def diagnose(record: ExitRecord, output: str) -> Diagnosis:
         return _BY_CAUSE[record.cause]
     if record.returncode is not None and record.returncode < 0:
         return _of_signal(record)
+    if _SHARED_MEMORY.search(output) and (full := _shared_memory(record)) is not None:
+        return full
     # Of a disk that is full, its own output could not tell.
     is_full = record.free_bytes is not None and record.free_bytes < _FULL_BYTES
     unknown = _DISK_FULL if is_full else Diagnosis(LaunchError, "")
@@ -110,6 +115,16 @@ def diagnose(record: ExitRecord, output: str) -> Diagnosis:
 def _of_signal(record: ExitRecord) -> Diagnosis:
     if record.returncode == _SIGKILL and record.oom_kills:
         return _HOST_MEMORY
+    if record.returncode in (_SIGBUS, _SIGSEGV) and (full := _shared_memory(record)) is not None:
+        return full
     if record.returncode == _SIGBUS:
         return Diagnosis(RankKilled, "a file in memory or on a full disk could not grow: see /dev/shm and its disks")
     return Diagnosis(RankKilled, "")
+
+
+def _shared_memory(record: ExitRecord) -> Diagnosis | None:
+    """That /dev/shm is full, where it is."""
+    free, total = record.shared_memory_free_bytes, record.shared_memory_bytes
+    if free is None or total is None or free >= _FULL_BYTES:
+        return None
+    return Diagnosis(DiskFull, f"{SEGMENTS} on {record.host or 'its host'} is full ({Room(free, total)}): {REMEDY}")

@@ -53,6 +53,9 @@ class ExitRecord:
     """Processes that the kernel of its machine killed meanwhile for want of memory, whosever they were."""
     free_bytes: int | None = None
     """Of the attempt's disk, at the end."""
+    shared_memory_free_bytes: int | None = None
+    """Of /dev/shm, at the end; None where there is none."""
+    shared_memory_bytes: int | None = None
 
     @property
     def succeeded(self) -> bool:

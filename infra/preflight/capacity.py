@@ -7,6 +7,7 @@ from infra.preflight.devices import CPU
 from infra.preflight.facts import Facts
 from infra.preflight.findings import Heards, of_each
 from infra.preflight.needs import Needs
+from infra.shared_memory import Room, shortage
 
 _CLOCK_SECONDS = 5.0
 _IN_USE_BYTES = 2 << 30  # what drivers, displays and our own look at it take is less
@@ -56,6 +57,16 @@ def memory(heards: Heards, needs: Needs) -> Iterator[str]:
             return None
         short = f"{_gigabytes(found)} of memory, its ranks need {_gigabytes(needed)}"
         return f"{short}: give it fewer slots, or offload less"
+
+    yield from of_each(heards, complaint)
+
+
+def shared_memory(heards: Heards, needs: Needs) -> Iterator[str]:
+    """Of /dev/shm, for collectives of the ranks there."""
+
+    def complaint(host: str, facts: Facts) -> str | None:
+        found = Room(facts.room.shared_memory_free_bytes, facts.room.shared_memory_bytes)
+        return shortage(found, needs.shared_memory_bytes.get(host, 0))
 
     yield from of_each(heards, complaint)
 

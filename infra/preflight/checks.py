@@ -37,6 +37,7 @@ CHECKS = {
     "root": "every host sees the head's, or none; and can write there, or to a disk of its own",
     "disks": "room where the run writes, and in the node folder",
     "memory": "enough for the ranks of each host",
+    "shared memory": "enough of /dev/shm for the ranks of each host",
     "open files": "enough for connections to all ranks",
     "clock": "within 5 s of the head's",
     ALL_REDUCE: "all ranks meet and get the right sum",
@@ -117,6 +118,7 @@ def _problems(heards: Heards, needs: Needs, head: Software, found: Storage) -> M
         "root": storage.problems(heards, needs, found),
         "disks": storage.disks(heards, needs, found),
         "memory": capacity.memory(heards, needs),
+        "shared memory": capacity.shared_memory(heards, needs),
         "open files": capacity.open_files(heards, needs),
         "clock": capacity.clocks(heards),
     }

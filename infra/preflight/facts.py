@@ -120,6 +120,9 @@ class Room:
     open_files: int
     nonce: str | None
     """What the head's file holds; None where it is not there."""
+    shared_memory_bytes: int
+    """Size of /dev/shm; 0 where there is none."""
+    shared_memory_free_bytes: int
     root_error: str
     """Why nothing can be written under the root; empty when it can."""
     root_free_bytes: int

@@ -9,6 +9,8 @@ from infra.cluster.hosts import Hosts
 from infra.cluster.shipping import path_to, shipped_code
 from infra.environment import settings_of_head
 from infra.node_store.paths import name_on_nodes
+from infra.preflight.devices import CPU
+from infra.shared_memory import RANK_BYTES
 from t5train.model.shape import T5Shape
 from t5train.spec import RunSpec
 from t5train.train.checkpoint_bytes import bytes_held
@@ -35,6 +37,8 @@ class Needs:
     """The run's, as JSON."""
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     """Host memory that the ranks of each host take."""
+    shared_memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Of /dev/shm that collectives of the ranks of each host take."""
     checkpoint_bytes: Mapping[str, int] = field(default_factory=dict)
     """Room that checkpoints of the ranks of each host take on its own disk, should it not share the root."""
     staged_bytes: int = 0
@@ -61,6 +65,7 @@ class Needs:
             environment=settings_of_head(cluster.environment) | path_to(shipped_code(cluster)),
             spec=spec.model_dump(mode="json"),
             memory_bytes={host: host_bytes(spec, shape, its) for host, its in ranks.items()},
+            shared_memory_bytes=_shared_memory(spec, hosts),
             checkpoint_bytes={host: bytes_held(spec, shape, its) for host, its in ranks.items()},
             staged_bytes=staged_bytes,
             run_on_nodes=name_on_nodes(spec.run_name, begun) if begun else None,
@@ -79,6 +84,13 @@ class Needs:
     def num_ranks(self) -> int:
         """On all hosts."""
         return sum(len(slots) for slots in self.slots.values())
+
+
+def _shared_memory(spec: RunSpec, hosts: Hosts) -> dict[str, int]:
+    """DeepSpeed's collectives on the CPU use it only where all ranks are on one host."""
+    if spec.cluster.accelerator != CPU or len(hosts.all) > 1:
+        return {}
+    return {host.name: len(host.slots) * RANK_BYTES for host in hosts.all}
 
 
 def _operators(spec: RunSpec) -> tuple[str, ...]:

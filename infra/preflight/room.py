@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from infra import shared_memory
 from infra.node_folder import node_folder
 from infra.node_store.garbage import size_of
 from infra.node_store.occupancy import staged_places, users
@@ -28,8 +29,11 @@ def room(question: Question) -> Room:
     folder, folder_error = _node_folder()
     has_own = nonce is None or identity() == question.head
     scratch = _Scratch.of(question.scratch, question.run_on_nodes) if has_own else _Scratch()
+    shared = shared_memory.room() or shared_memory.Room(0, 0)
     return Room(
         memory_bytes=host_memory_bytes(),
+        shared_memory_bytes=shared.total,
+        shared_memory_free_bytes=shared.free,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         nonce=nonce,
         root_error=_write_error(root),

@@ -34,12 +34,12 @@ def main() -> int:
         with Told() as told, Heartbeat.of_rank(job.spec.cluster.deadlines) as heart:
             _train(job, heart, told)
     except BaseException as error:
-        if (told := told_of(error)) is not None:
+        if (explained := told_of(error)) is not None:
             # First to the log: a report cannot be written to a disk that has failed.
-            logging.getLogger(__name__).error("%s: %s", type(told).__name__, told)  # noqa: TRY400 - the message is whole
+            logging.getLogger(__name__).error("%s: %s", type(explained).__name__, explained)  # noqa: TRY400 - the message is whole
         if rank_files := os.environ.get(RANK_FILES):
             report(Path(rank_files), error)
-        if told is not None:
+        if explained is not None:
             return 1
         raise
     return 0

@@ -31,6 +31,7 @@ def started(this: Attempt, rank: int) -> None:
     this.write_process(rank_name(rank), ProcessIdentity(1, 0), ProcessIdentity(1, 0))
 
 
+FULL = {"shared_memory_free_bytes": 4096, "shared_memory_bytes": 64 << 20, "host": "node1"}
 # How a rank ended, what its output held, and what that is.
 CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
     (
@@ -48,6 +49,11 @@ CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
     ({"returncode": -9, "oom_kills": 1}, "", OutOfMemory, "host has too little memory"),
     ({"returncode": -9}, "", RankKilled, "was killed by SIGKILL"),
     ({"returncode": -7}, "", RankKilled, "a file in memory"),
+    ({"returncode": -7, **FULL}, "", DiskFull, "was killed by SIGBUS: /dev/shm on node1 is full (0 of 64 MiB free): "),
+    ({"returncode": -11, **FULL}, "", DiskFull, "was killed by SIGSEGV: /dev/shm on node1 is full (0 of 64 MiB free)"),
+    ({"returncode": -11, **FULL, "shared_memory_free_bytes": 9 << 20}, "", RankKilled, "was killed by SIGSEGV (att"),
+    (FULL, "Error while creating shared memory segment /dev/shm/nccl-a1b2c3 (size 9637888)", DiskFull, "is full (0 of"),
+    (FULL, "ValueError: something else", LaunchError, "ended with exit code 1 (att"),
     ({}, "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)", CollectiveTimeout, "in vain"),
     ({}, "RuntimeError: [../gloo/transport/tcp] Timed out waiting 1800000ms for recv", CollectiveTimeout, "in vain"),
     ({}, "OSError: [Errno 28] No space left on device: '/r/x.pt'", DiskFull, "make room"),

@@ -27,6 +27,7 @@ NEEDS = Needs(
     root=ROOT,
     accelerator="cuda",
     memory_bytes=dict.fromkeys(HOSTS, 8 << 30),
+    shared_memory_bytes=dict.fromkeys(HOSTS, 20 << 20),
     operators=("cpu_adam",),
 )
 
@@ -55,7 +56,7 @@ def facts(number: int) -> Facts:
         software=SOFTWARE,
         devices=Devices("cuda", 2, {"0": 1 << 20, "1": 1 << 20}, {"0": 80 << 30, "1": 80 << 30}, {}, ""),
         build=Build("/usr/bin/ninja", "/usr/bin/c++", ["cpu_adam"], [], []),
-        room=Room(64 << 30, 65536, NONCE, "", 1 << 40, str(place()), "", 1 << 40),
+        room=Room(64 << 30, 65536, NONCE, 64 << 20, 64 << 20, "", 1 << 40, str(place()), "", 1 << 40),
     )
 
 

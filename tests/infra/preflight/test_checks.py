@@ -136,6 +136,12 @@ CULPRITS: list[tuple[str, str, Change, str]] = [
     ("disks", "node3", with_("room", node_folder="/disk/t5-pretrain-7"), "the user there has another user id; give"),
     ("memory", "node0", with_("room", memory_bytes=1 << 30), "node0: 1.1 GB of memory, its ranks need 8.6 GB: giv"),
     (
+        "shared memory",
+        "node3",
+        with_("room", shared_memory_free_bytes=3 << 20),
+        "node3: /dev/shm has 3 of 64 MiB free, its ranks' collectives need 20 MiB: enlarge it (docker run --shm-size",
+    ),
+    (
         "open files",
         "node0",
         with_("room", open_files=256),
