@@ -64,13 +64,14 @@ def path_of(error: OSError) -> str | None:
     return " or ".join(next(found, [])) or None
 
 
-def of_rank(error: OSError) -> T5TrainError:
+def of_rank(error: OSError | StorageError) -> T5TrainError:
     """What an error means that ended a rank: its disk is full, has failed, or may not be used so."""
-    kinds: dict[bool, type[T5TrainError]] = {
-        error.errno in _NO_SPACE: DiskFull,
-        error.errno in _DISK_FAILED: DiskFailed,
-    }
-    return kinds.get(True, StorageError)(explain(error))
+    cause = cause_of(error)
+    number = cause.errno if cause else None
+    text = explain(error) if isinstance(error, OSError) else str(error)
+    if number in _NO_SPACE:
+        return DiskFull(text)
+    return DiskFailed(text) if number in _DISK_FAILED else StorageError(text)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 from t5train import errors
 from t5train.atomic import write_json
 from t5train.errors import StorageError, T5TrainError
-from t5train.os_errors import cause_of, of_rank
+from t5train.os_errors import of_rank
 
 
 def report(rank_files: Path, error: BaseException) -> None:
@@ -23,9 +23,8 @@ def report(rank_files: Path, error: BaseException) -> None:
 
 def told_of(error: BaseException) -> T5TrainError | None:
     """What is told of an error: a T5TrainError as it is, one of a disk in words; None of any other."""
-    cause = cause_of(error)
-    if isinstance(error, OSError | StorageError) and cause is not None and not isinstance(cause, ConnectionError):
-        return of_rank(cause)
+    if isinstance(error, OSError | StorageError) and not isinstance(error, ConnectionError | TimeoutError):
+        return of_rank(error)
     return error if isinstance(error, T5TrainError) else None
 
 

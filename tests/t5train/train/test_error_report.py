@@ -1,9 +1,11 @@
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from t5train.errors import RanksDisagree
+from t5train.errors import DiskFull, RanksDisagree, StorageError
 from t5train.train import error_report
 
 
@@ -12,6 +14,15 @@ def test_an_error_of_ours_is_read_back_as_it_was(tmp_path: Path) -> None:
     error = error_report.read(tmp_path / "rank-00003")
     assert type(error) is RanksDisagree
     assert str(error) == "rank 3 resumed from step 7, rank 0 from step 8"
+
+
+def test_an_error_of_a_disk_keeps_the_words_that_it_was_given_and_gets_the_class_of_its_cause(tmp_path: Path) -> None:
+    full = StorageError("/r/file: No space left on device; free some space")
+    full.__cause__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/r/.file.0a1b.tmp")
+    error_report.report(tmp_path / "rank-00000", full)
+    told = error_report.read(tmp_path / "rank-00000")
+    assert type(told) is DiskFull
+    assert str(told) == "/r/file: No space left on device; free some space"
 
 
 def test_any_other_error_is_left_to_its_traceback(tmp_path: Path) -> None:
