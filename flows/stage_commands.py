@@ -32,7 +32,7 @@ from t5train.data.shards import build_shards
 from t5train.data.tokenizer import build_tokenizer, given_tokenizer
 from t5train.errors import InputError
 from t5train.export import export as export_folder
-from t5train.listing import entries
+from t5train.presence import visible_in
 from t5train.publish import publish as publish_export
 from t5train.records import MANIFEST, Export, Record, TokenizerFiles, TokenShards, Weights
 from t5train.run_files import WITNESS_FOLDER
@@ -192,7 +192,7 @@ def verify(place: Annotated[str, typer.Argument(metavar="PATH_OR_URL", help="Fol
 
 
 def _only_shards(root: Path) -> Path:
-    found = [folder for folder in entries(root / "shards") if (folder / MANIFEST).exists()]
+    found = [folder for folder in visible_in(root / "shards") if (folder / MANIFEST).exists()]
     if not found:
         raise InputError(f"there are no token shards under {root / 'shards'}: make them with `tokenize`, or use `run`")
     if len(found) > 1:

@@ -10,7 +10,7 @@ from flows.options import RootOption, root_of
 from flows.terminal import say, show_table
 from infra.run_lock import holder
 from t5train.certificate import CERTIFICATE
-from t5train.listing import entries
+from t5train.presence import visible_in
 from t5train.records import MANIFEST
 from t5train.run_files import EXPORT, METRICS, PUBLISHED, RUNS, WEIGHTS
 from tasks.training_run import last_metrics
@@ -36,7 +36,7 @@ def register(app: typer.Typer) -> None:
 def status(root: RootOption = None) -> None:
     """List the runs under a root: stage reached, step, last loss, who works on it, where it is published."""
     runs = root_of(root) / RUNS
-    folders = [path for path in entries(runs) if path.is_dir()]
+    folders = [path for path in visible_in(runs) if path.is_dir()]
     if not folders:
         say(f"there are no runs in {runs}")
         return
@@ -61,7 +61,7 @@ def run_status(folder: Path) -> RunStatus:
 
 def _stage(folder: Path) -> str:
     """Every stage leaves a file as its last act; the newest one tells."""
-    consolidated = [weights / MANIFEST for weights in entries(folder / WEIGHTS)]
+    consolidated = [weights / MANIFEST for weights in visible_in(folder / WEIGHTS)]
     signs = {
         "published": [folder / PUBLISHED],
         "certified": [folder / EXPORT / CERTIFICATE],

@@ -54,6 +54,11 @@ def names_in(folder: Path) -> list[str]:
         return []
 
 
+def visible_in(folder: Path) -> list[Path]:
+    """Everything in a folder by name, except hidden entries; empty when there is no such folder. Raises Unreadable."""
+    return [folder / name for name in names_in(folder) if not name.startswith(".")]
+
+
 def is_folder(path: Path) -> bool:
     """Whether a folder is there. Raises Unreadable."""
     found = _stat(path)

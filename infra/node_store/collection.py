@@ -12,7 +12,7 @@ from infra.node_store.tags import superfluous
 from infra.run_lock import holder
 from t5train.atomic_folder import discard
 from t5train.errors import HostError, RecordError, UnknownVersion, Unreadable
-from t5train.listing import entries
+from t5train.presence import visible_in
 from t5train.records import Checkpoint
 from t5train.run_files import CHECKPOINTS, RUNS
 
@@ -79,4 +79,4 @@ def _half_removed(checkpoints: Path) -> list[str]:
 
 def _runs(root: Path) -> Iterator[Path]:
     """Runs that nobody works on."""
-    return (folder for folder in entries(root / RUNS) if folder.is_dir() and holder(folder) is None)
+    return (folder for folder in visible_in(root / RUNS) if folder.is_dir() and holder(folder) is None)
