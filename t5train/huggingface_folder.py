@@ -1,9 +1,10 @@
 """A folder with a model of Hugging Face's: its configuration, and where each of its tensors lies. None is read."""
 
 import json
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from t5train.confined import child
 from t5train.errors import InputError
 from t5train.tensor_files import StoredTensor, list_tensors
 
@@ -42,11 +43,12 @@ def _weight_files(folder: Path) -> list[Path]:
         raise InputError(_without_weights(folder))
     places = _read_json(folder / _INDEX).get("weight_map")
     names = set(places.values()) if isinstance(places, dict) else set()
-    if not names or any(not isinstance(name, str) or PurePosixPath(name).name != name for name in names):
+    if not names or not all(isinstance(name, str) for name in names):
         raise InputError(f"{folder / _INDEX} does not name the files of weights beside it: restore it")
-    if missing := sorted(name for name in names if not (folder / name).is_file()):
+    files = {name: child(folder, name, str(folder / _INDEX), InputError) for name in sorted(names)}
+    if missing := [name for name, file in files.items() if not file.is_file()]:
         raise InputError(f"{folder} lacks {missing[0]}, which {_INDEX} names: copy it there too")
-    return [folder / name for name in sorted(names)]
+    return list(files.values())
 
 
 def _without_weights(folder: Path) -> str:

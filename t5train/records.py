@@ -16,11 +16,12 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from t5train.atomic import write_text
+from t5train.confined import confined
 from t5train.errors import DigestMismatch, RecordError, UnknownVersion
 from t5train.fingerprint import fingerprint, is_sealed
 from t5train.presence import ABSENT, is_there, reading
@@ -92,11 +93,12 @@ def _git_commit() -> str | None:
 class Record(BaseModel):
     """A past fact: these files hold the result of one stage for one fingerprint.
 
-    Names in ``files`` are relative to ``path``; absolute names stand for files used in place. ``seal`` covers what
-    no file's digest does: the counts and fingerprints that the next stages believe.
+    Names in ``files`` lie below ``path``; a kind with ``may_use_files_in_place`` can also name absolute paths. ``seal``
+    covers what no file's digest does: the counts and fingerprints that the next stages believe.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    may_use_files_in_place: ClassVar[bool] = False
     kind: str
     schema_version: Literal[1] = SCHEMA_VERSION
     path: Path
@@ -107,6 +109,16 @@ class Record(BaseModel):
     provenance: Provenance = Field(default_factory=current_provenance)
     seal: str = ""
     reused: bool = Field(default=False, exclude=True)
+
+    @field_validator("files")
+    @classmethod
+    def _files_lie_in_the_folder(
+        cls, files: Mapping[str, FileDigest | SafetensorsDigest]
+    ) -> Mapping[str, FileDigest | SafetensorsDigest]:
+        for name in files:
+            if not (cls.may_use_files_in_place and Path(name).is_absolute() and ".." not in Path(name).parts):
+                confined(Path(), name, "the manifest", RecordError)
+        return files
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -127,6 +139,8 @@ class Record(BaseModel):
             if is_intact(content, cls.model_fields["kind"].default):
                 raise unknown_version(str(manifest), error) from error
             raise RecordError(f"{manifest} is not the manifest of a {_kind(cls)}: {_first(error)}") from error
+        except RecordError as error:
+            raise RecordError(f"{manifest} cannot be used: {error}") from error
         if not record.is_as_written():
             raise RecordError(f"{manifest} is damaged: its seal does not fit what it says")
         return record.model_copy(update={"path": folder})
@@ -170,8 +184,9 @@ class PlainRecord(Record):
 
 
 class Corpus(PlainRecord):
-    """Verified text: files of passages."""
+    """Verified text: files of passages, which may be used where they lie."""
 
+    may_use_files_in_place = True
     kind: Literal["corpus"] = "corpus"
 
 

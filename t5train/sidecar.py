@@ -15,14 +15,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from t5train.atomic import write_json
+from t5train.confined import child
 from t5train.cores import num_cores
-from t5train.errors import DigestMismatch, IncompleteCheckpoint
+from t5train.errors import DigestMismatch, IncompleteCheckpoint, StorageError
 from t5train.fingerprint import fingerprint, is_sealed
 from t5train.presence import ABSENT, file_size, is_folder, names_in, reading
 from t5train.progress import Progress, silent
@@ -177,9 +178,14 @@ class Sidecar(_Part):
     @classmethod
     def _files_lie_in_the_folder(cls, files: dict[str, FileDigest]) -> dict[str, FileDigest]:
         for name in files:
-            if PurePosixPath(name).name != name or name in {"", ".."}:
-                raise ValueError(f"{name!r} is not the plain name of a file")
+            _require_plain(name)
         return files
+
+    @field_validator("tag")
+    @classmethod
+    def _tag_is_a_folder(cls, tag: str) -> str:
+        _require_plain(tag)
+        return tag
 
     @field_validator("pipeline_layers")
     @classmethod
@@ -214,6 +220,14 @@ class Sidecar(_Part):
         if self.rank >= self.world_size:
             raise ValueError(f"rank is {self.rank}: it must be below world_size ({self.world_size})")
         return self
+
+
+def _require_plain(name: str) -> None:
+    """Sidecars also come from other machines, and their names are joined to folders here."""
+    try:
+        child(Path(), name, "the sidecar")
+    except StorageError as error:
+        raise ValueError(str(error)) from error
 
 
 def huggingface_name(name: str, model_prefix: str, pipeline_layers: Mapping[str, str]) -> str:

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from t5train.certificate import CERTIFICATE, Certificate
+from t5train.confined import confined
 from t5train.errors import CertificationError, DigestMismatch, PublicationError, RecordError
 from t5train.locations import explained, local_folder, redacted, remote_folder
 from t5train.presence import ABSENT, reading
@@ -35,6 +36,12 @@ _KINDS: dict[str, type[Record]] = {
 }
 
 
+class _AnyRecord(BaseModel):
+    """What tells kinds of records apart."""
+
+    kind: str
+
+
 def verify(path_or_url: str | Path, progress: Progress = silent) -> Record:
     """The record of a folder or URL, once every file of it has the recorded size and sha256.
 
@@ -55,8 +62,6 @@ def verify_local(folder: Path, progress: Progress = silent) -> Record:
     except ABSENT as error:
         raise RecordError(f"{folder / MANIFEST} cannot be read: {error.strerror}; nothing was finished here") from None
     record = parse_manifest(content, str(folder / MANIFEST)).model_copy(update={"path": folder})
-    if not isinstance(record, Corpus):  # whose text may be used where it lies
-        _require_inside(record)
     record.verify(progress)
     if isinstance(record, Publication):
         present = (str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
@@ -76,7 +81,8 @@ def verify_remote(url: str, progress: Progress = silent) -> Record:
         except FileNotFoundError:
             raise RecordError(f"{where}/{MANIFEST} does not exist: nothing was finished there") from None
         record = parse_manifest(content, f"{where}/{MANIFEST}")
-        _require_inside(record)
+        for name in record.files:  # those of a corpus could be anywhere, but only on its own machine
+            confined(Path(folder), name, f"{where}/{MANIFEST}", RecordError)
         for name, digest in record.files.items():
             verify_object(filesystem, f"{folder}/{name}", digest, f"{where}/{name}", progress)
         if isinstance(record, Publication):
@@ -93,17 +99,23 @@ def parse_manifest(content: bytes, where: str) -> Record:
     of a version with other fields.
     """
     try:
-        kind = Record.model_validate_json(content, extra="ignore").kind
-        if kind not in _KINDS:
-            raise RecordError(f"{where} is of the kind {kind!r}: there are {', '.join(_KINDS)}")
-        record = _KINDS[kind].model_validate_json(content)
+        record = _kind(content).model_validate_json(content)
     except ValidationError as error:
         if is_intact(content, None):
             raise unknown_version(where, error) from error
         raise RecordError(f"{where} is damaged, or not a manifest: {error.errors()[0]['msg']}") from error
+    except RecordError as error:
+        raise RecordError(f"{where} cannot be used: {error}") from error
     if record.sealed().manifest_text().encode() != content:
         raise DigestMismatch(f"{where} is not as it was written: its seal does not fit what it says")
     return record
+
+
+def _kind(content: bytes) -> type[Record]:
+    kind = _AnyRecord.model_validate_json(content).kind
+    if kind not in _KINDS:
+        raise RecordError(f"it is of the kind {kind!r}, and there are {', '.join(_KINDS)}")
+    return _KINDS[kind]
 
 
 def verify_object(
@@ -141,15 +153,6 @@ def object_names(filesystem: Any, folder: str) -> list[str]:
         return []  # a web server need not list its folders
     prefix = filesystem._strip_protocol(folder).rstrip("/") + "/"
     return [str(path).removeprefix(prefix) for path in filesystem.find(folder)]
-
-
-def _require_inside(record: Record) -> None:
-    for path in map(PurePosixPath, record.files):
-        if path.is_absolute() or ".." in path.parts:
-            raise RecordError(
-                f"the manifest names '{path}', which does not lie in its folder: this project writes no such manifest, "
-                "so do not use what came with it"
-            )
 
 
 def _require_whole(record: Publication, present: Iterable[str], where: str) -> None:

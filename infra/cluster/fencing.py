@@ -4,7 +4,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from infra.attempts.attempt import Attempt
 from infra.cluster.gathering import gather, keep_own
 from infra.cluster.launcher import ClusterLauncher
 from infra.cluster.remote import Transport, node_command, run_everywhere
-from infra.cluster.shipping import ship
+from infra.cluster.shipping import hosts_with_code
 from infra.code_bundle import own_bundle
 from infra.node_folder import head_folder
 from infra.stop_signal import undisturbed
@@ -35,11 +35,10 @@ def end_earlier(run_folder: Path, transport: Transport, on_tick: Callable[[], No
     Hosts that do not answer are given the time in which ranks end by themselves.
     """
     for found in unended(run_folder):
-        this = _by_own_code(found, transport)
-        if unreachable := end(this, transport):
-            _wait(this, unreachable, on_tick)
-            end(this, transport)  # hosts that are back by now: what they have is gathered
-            _conclude(this)
+        if unreachable := _end_by_own_code(found, transport):
+            _wait(found, unreachable, on_tick)
+            _end_by_own_code(found, transport)  # hosts that are back by now: what they have is gathered
+            _conclude(found)
 
 
 def unended(run_folder: Path) -> Iterator[Attempt]:
@@ -50,11 +49,15 @@ def unended(run_folder: Path) -> Iterator[Attempt]:
             yield this
 
 
-def end(this: Attempt, transport: Transport) -> list[str]:
-    """End one attempt wherever that can be reached, and gather what it left; names the hosts that did not answer."""
+def end(this: Attempt, transport: Transport, without: Collection[str] = ()) -> list[str]:
+    """End one attempt wherever that can be reached, and gather what it left; names the hosts that did not answer.
+
+    Hosts ``without`` the code to do so are not asked, and are among those.
+    """
     with undisturbed("ending the ranks on all hosts, which takes a minute at most"):
         ClusterLauncher(this.run_id).end()
-        unreachable = end_on_hosts(this, transport, list(this.hosts or {}))
+        asked = [host for host in this.hosts or {} if host not in without]
+        unreachable = [*without, *end_on_hosts(this, transport, asked)]
     settle(this, transport, unreachable)
     return unreachable
 
@@ -90,12 +93,14 @@ def end_on_hosts(this: Attempt, transport: Transport, hosts: list[str]) -> list[
     return unreachable
 
 
-def _by_own_code(this: Attempt, transport: Transport) -> Attempt:
+def _end_by_own_code(this: Attempt, transport: Transport) -> list[str]:
     """An attempt whose code was sent to its hosts is ended by this head's: a host may have a new disk by now."""
     if this.code is None:
-        return this
-    ship(transport, this.hosts or {})  # who does not get it is not reached in a moment, either
-    return replace(this, code=own_bundle().digest)
+        return end(this, transport)
+    hosts = list(this.hosts or {})
+    having = hosts_with_code(transport, hosts, f"attempt {this.number} may go on for a while on a host")
+    own = replace(this, code=own_bundle().digest)
+    return end(own, transport, without=[host for host in hosts if host not in having])
 
 
 def _conclude(this: Attempt) -> None:

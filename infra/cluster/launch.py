@@ -28,7 +28,7 @@ from infra.cluster.launch_command import launch_command, write_hostfile
 from infra.cluster.launcher import ClusterLauncher
 from infra.cluster.remote import Answer, Ssh, Transport, node_command, run_everywhere
 from infra.cluster.run_storage import RunStorage
-from infra.cluster.shipping import path_to, ship, shipped_code
+from infra.cluster.shipping import hosts_with_code, path_to, shipped_code
 from infra.cluster.supervision import Supervision
 from infra.cluster.watch import ClusterWatch
 from infra.environment import travelling_environment
@@ -103,7 +103,7 @@ def _continued(
         found.close()
         return None
     if spec.needs.code is not None:  # ranks go on with theirs; by this head's its files are staged in and gathered
-        ship(transport, spec.hosts.names)
+        hosts_with_code(transport, spec.hosts.names, "ranks go on, but their checkpoints stay on this host for now")
     storage = spec.storage(transport, TrainJob.read(found.this.folder / ATTEMPT_SPEC).node_local)
     watch = ClusterWatch(found, ClusterLauncher(found.this.run_id), attachment.transport_of(found.this), on_tick)
     return watch, storage

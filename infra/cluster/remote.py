@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from infra.cluster import private_code
 from infra.cluster.ssh_config import ssh_config
 from infra.cluster.ssh_errors import SSH_FAILED, failure_of_ssh, last_lines
 from infra.node_folder import code_folder
@@ -33,6 +34,7 @@ _NOT_FOUND = 127
 _NOT_INSTALLED = re.compile(rb"No module named '?(infra|t5train)\b")
 _SHOWN_BYTES = 80
 _OWN = Path(__file__).resolve().parents[2]
+_CHECK = Path(private_code.__file__).read_text("utf-8")
 
 
 class Transport(Protocol):
@@ -95,9 +97,13 @@ def module_path(code: str | None) -> str:
 
 
 def node_command(action: str, code: str | None) -> list[str]:
-    """What runs ``infra.node`` on a node, with this Python and the ``module_path`` of that code."""
+    """What runs ``infra.node`` on a node, with this Python and the ``module_path`` of that code.
+
+    Code that was sent is used only from a folder that is surely the user's own, which is checked there and then.
+    """
     path = [f"PYTHONPATH={module_path(code)}"] if module_path(code) else []
-    return ["env", "PYTHONSAFEPATH=1", "PYTHONUTF8=1", *path, sys.executable, "-m", "infra.node", action]
+    check = [] if code is None else [sys.executable, "-I", "-S", "-c", _CHECK, str(code_folder(code))]
+    return [*check, "env", "PYTHONSAFEPATH=1", "PYTHONUTF8=1", *path, sys.executable, "-m", "infra.node", action]
 
 
 def message_of(host: str, said: bytes) -> dict[str, Any]:
@@ -237,5 +243,5 @@ def _remedy(returncode: int, said: bytes) -> str:
 
 
 def _short(argv: Sequence[str], most: int = 120) -> str:
-    line = " ".join(argv)
+    line = " ".join("..." if "\n" in word else word for word in argv)  # the text of a program is of no help
     return repr(line if len(line) <= most else f"{line[:most]}...")

@@ -5,6 +5,7 @@ that takes the code is always the same; digest and code travel on stdin.
 """
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from t5train.spec import ClusterSpec
 # Isolated and without site-packages: whatever is installed there has no say in what becomes of the code.
 COMMAND = [sys.executable, "-I", "-S", "-X", "utf8", "-c", Path(code_on_node.__file__).read_text("utf-8")]
 _SECONDS = 60.0
+_log = logging.getLogger(__name__)
 
 
 def shipped_code(cluster: ClusterSpec) -> str | None:
@@ -40,6 +42,15 @@ def ship(transport: Transport, hosts: Iterable[str]) -> dict[str, HostError]:
     asked = _ask(transport, hosts, b"")
     sent = _ask(transport, [host for host, held in asked.items() if held is False], own_bundle().content)
     return {host: found for host, found in (asked | sent).items() if isinstance(found, HostError)}
+
+
+def hosts_with_code(transport: Transport, hosts: Iterable[str], consequence: str) -> list[str]:
+    """``ship``, then the hosts that have the code; of each other one a warning says why, and what follows from that."""
+    names = list(hosts)
+    lacking = ship(transport, names)
+    for error in lacking.values():
+        _log.warning("%s: %s", consequence, error)
+    return [name for name in names if name not in lacking]
 
 
 def _ask(transport: Transport, hosts: Iterable[str], content: bytes) -> dict[str, bool | HostError]:

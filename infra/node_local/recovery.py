@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from infra.attempts import attempt
-from infra.cluster.shipping import ship
+from infra.cluster.shipping import hosts_with_code
 from infra.node_local import ledger
 from infra.node_local.node_run import NodeRun
 from infra.node_store.collect import collect
@@ -37,7 +37,7 @@ def recover(run: NodeRun, progress: Progress) -> None:
     """
     former = [host for host in dict.fromkeys(_former(run.folder)) if host not in run.nodes.hosts]
     if run.nodes.code is not None:  # a launch has sent it to its own hosts alone
-        ship(run.nodes.transport, former)
+        former = hosts_with_code(run.nodes.transport, former, "a former host is not asked for checkpoints")
     nodes = replace(run.nodes, hosts=(*run.nodes.hosts, *former))
     if is_asked_to_begin_again(run.folder):  # what the head has is moved when it comes to choose
         _move_aside(run, nodes, None, "the run begins again at step 0")

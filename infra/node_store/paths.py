@@ -12,17 +12,16 @@ The scratch folder is ``storage.scratch``, by default within the node folder.
 """
 
 import os
-import re
 import stat
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from infra.node_folder import node_folder
+from t5train.confined import confined
 from t5train.errors import StorageError
 from t5train.run_files import CHECKPOINTS, RUNS, SET_ASIDE
 
 SHARDS = "shards"
 STAGED = "staged"
-_PART = re.compile(r"[^\x00-\x1f/]{1,200}")
 
 
 def scratch_folder(chosen: Path | str | None) -> Path:
@@ -80,8 +79,5 @@ def aside_place(run_name: str) -> str:
 
 
 def within(folder: Path, name: str) -> Path:
-    """``folder / name``, which surely lies in that folder; StorageError for a name that would lead out of it."""
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or any(part in {".", ".."} or not _PART.fullmatch(part) for part in parts):
-        raise StorageError(f"{name!r} is not the name of a file within {folder}: the other side is of another version")
-    return folder.joinpath(*parts)
+    """``folder / name`` for a name that another machine sent; StorageError for one that leads out of the folder."""
+    return confined(folder, name, "the other machine")

@@ -1,17 +1,22 @@
 """What all places hold of a run's checkpoints, asked, verified and pruned from the head."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from infra.node_store.inventory import HEAD, Copy, Inventory, inventory_of
 from infra.node_store.nodes import Nodes
 from infra.node_store.pulling import Wanted
-from t5train.errors import HostError
+from t5train.confined import child
+from t5train.errors import HostError, StorageError
 
 _DEADLINE_SECONDS = 120.0
 _VERIFY_SECONDS = 3600.0
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,11 +34,28 @@ def survey(nodes: Nodes, run_name: str, checkpoints: Path) -> Survey:
     answers = nodes.ask("inventory", lambda _: nodes.request(run_name=run_name), _DEADLINE_SECONDS)
     silent = {host: answer for host, answer in answers.items() if isinstance(answer, HostError)}
     heard = {
-        host: {tag: Copy(**copy) for tag, copy in answer["tags"].items()}
+        host: {tag: _copy(host, copy) for tag, copy in _plainly_named(host, answer["tags"]).items()}
         for host, answer in answers.items()
         if not isinstance(answer, HostError)
     }
     return Survey({HEAD: inventory_of(checkpoints), **heard}, silent)
+
+
+def _copy(host: str, told: Mapping[str, Any]) -> Copy:
+    return Copy(_plainly_named(host, told["sidecars"]), _plainly_named(host, told["files"]))
+
+
+def _plainly_named(host: str, told: Mapping[str, T]) -> dict[str, T]:
+    """What a host lists, without names that would lead out of the folder of checkpoints here."""
+    found = {}
+    for name, each in told.items():
+        try:
+            child(Path(), name, host)
+        except StorageError as error:
+            _log.warning("left out of the checkpoints on %s: %s", host, error)
+            continue
+        found[name] = each
+    return found
 
 
 def verify_on(

@@ -61,7 +61,10 @@ class Channel:
         line = self._reader.readline(most_bytes)
         if not line.endswith(b"\n"):
             return None
-        message = json.loads(line)
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
         if not isinstance(message, dict):
             raise BrokenOff(f"the other side said {line[:80]!r}, which is no message")
         return message
@@ -76,13 +79,16 @@ class Channel:
     def fetch(self, name: str, offset: int, size: int) -> Iterator[bytes]:
         """Ask for bytes of a file, as ``Source`` has it. Raises Refused, or BrokenOff."""
         self.say({"name": name, "offset": offset, "size": size})
+        left = size - offset
         while (message := self.hear()) is not None:
             if "error" in message:
                 raise (CannotRead if message.get("unreadable") else Refused)(str(message["error"]))
             if "end" in message:
                 return
-            if (count := int(message["bytes"])) > CHUNK_BYTES:
-                raise BrokenOff(f"the other side would send {count} bytes at once: it is of another version")
+            count = message.get("bytes")
+            if not isinstance(count, int) or not 0 <= count <= min(CHUNK_BYTES, left):
+                raise BrokenOff(f"the other side would send {count} bytes of {name}, of which {left} were asked for")
+            left -= count
             yield self.take(count)
         raise BrokenOff(f"the other side ended while it sent {name}")
 

@@ -13,6 +13,7 @@ from typing import Any
 import fsspec
 
 from t5train.atomic import replacing, write_json
+from t5train.confined import confined, require_distinct
 from t5train.data.passages import SourceFile
 from t5train.data.readers import FORMATS, format_of
 from t5train.data.stage_folder import lock_or_wait
@@ -37,9 +38,10 @@ def local_files(source: str, revision: str, cache: Path, progress: Progress) -> 
         if _is_local(filesystem):
             return [SourceFile(Path(each), name) for each, name in zip(found, names, strict=True)]
         key = hashlib.sha256(f"{redacted(source)}\n{revision}".encode()).hexdigest()[:16]
+        places = _places(cache / key, names, f"corpus.source {redacted(source)!r}")
         return [
-            SourceFile(_downloaded(filesystem, each, cache / key / name, progress), name)
-            for each, name in zip(found, names, strict=True)
+            SourceFile(_downloaded(filesystem, each, place, progress), name)
+            for each, name, place in zip(found, names, places, strict=True)
         ]
 
 
@@ -80,6 +82,16 @@ def _found(filesystem: Any, path: str, shown: str) -> list[str]:
 def _is_device(entry: Mapping[str, Any]) -> bool:
     """Whether it is a pipe, socket or device, which would be read for ever; a link is "other" to fsspec as well."""
     return bool(entry["type"] == "other" and not entry.get("islink"))
+
+
+def _places(folder: Path, names: list[str], shown: str) -> list[Path]:
+    """Where downloads go. All names are checked before anything is written: a server chooses them."""
+    require_distinct(names, shown, InputError)
+    places = [confined(folder, name, shown, InputError) for name in names]
+    for parent in {parent for place in places for parent in place.parents if parent.is_relative_to(folder)}:
+        if parent.is_symlink():
+            raise InputError(f"{parent} in the cache is a link, and {shown} would be downloaded through it: remove it")
+    return places
 
 
 def _downloaded(filesystem: Any, remote: str, local: Path, progress: Progress) -> Path:

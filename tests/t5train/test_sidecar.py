@@ -195,8 +195,14 @@ def test_an_intact_sidecar_with_an_unknown_field_is_of_another_version_and_not_d
 @pytest.mark.parametrize("name", ["../part0.pt", "/etc/passwd", "a/b.pt", "..", ""])
 def test_a_sidecar_cannot_point_outside_its_folder(tmp_path: Path, name: str) -> None:
     digest = digest_files(save(tmp_path, 1), ["part0.pt"])["part0.pt"]
-    with pytest.raises(ValidationError, match="plain name"):
+    with pytest.raises(ValidationError, match="the sidecar names"):
         save(tmp_path, 2, files={name: digest})
+
+
+@pytest.mark.parametrize("tag", ["../step-00000001", "/etc", "..", "a/b"])
+def test_a_sidecar_cannot_be_of_a_tag_outside_its_folder(tmp_path: Path, tag: str) -> None:
+    with pytest.raises(ValidationError, match="the sidecar names"):
+        save(tmp_path, 2, tag=tag)
 
 
 def test_two_ranks_cannot_claim_one_file_with_different_content(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def _of_another_form(folder: Path) -> None:
         (_of_integers, r"shared\.weight are no floating-point numbers"),
         (_misshapen, r"shared\.weight have another shape"),
         (_untied, r"lm_head\.weight is tied to shared\.weight, and the files hold other values"),
-        (_leading_out, "does not name the files of weights beside it"),
+        (_leading_out, "names '../other.safetensors', which is not the plain name"),
         (_of_another_family, "model_type 'bart': there are t5 and switch_transformers"),
         (_of_another_form, "no settings ask for a model of that form"),
     ],

@@ -1,0 +1,70 @@
+"""Runs a command on a host, provided that the code it is to import lies where only this user can have put it.
+
+::
+
+    python -I -S -c TEXT FOLDER COMMAND...
+
+TEXT is that of this module, as there is nothing of ours on the host that could be trusted yet. FOLDER is
+``/var/tmp/t5-pretrain-{uid}/code/{digest}``: that path can be guessed, and everybody may create folders in
+``/var/tmp``. Once it is known to be private nobody else can change it, so there is no gap between check and use.
+Standard library only, and nothing of ours.
+"""
+
+import os
+import stat
+import sys
+
+_OWN_LEVELS = 3  # the node folder, "code", and the digest
+_NOT_FOUND, _NOT_PRIVATE = 127, 1
+
+
+def fault(folder: str) -> str | None:
+    """Why the code in a folder may be somebody else's; None if it is surely this user's."""
+    own = [folder]
+    while len(own) < _OWN_LEVELS:
+        own.insert(0, os.path.dirname(own[0]))  # noqa: PTH120 - pathlib takes long to import
+    path = os.path.realpath(os.path.dirname(own[0]))  # noqa: PTH120
+    above = [path]
+    while path != "/":
+        above.insert(0, path := os.path.dirname(path))  # noqa: PTH120
+    try:
+        return next(filter(None, [*map(_is_open, above), *map(_is_not_private, own)]), None)
+    except OSError as error:
+        return f"{error.filename} cannot be examined ({error.strerror})"
+
+
+def _is_not_private(folder: str) -> str | None:
+    found = os.lstat(folder)
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+        return None
+    return f"{folder} is not a folder of user {os.getuid()} alone ({_described(found)})"
+
+
+def _is_open(folder: str) -> str | None:
+    """Of a folder above: whether others could replace what lies in it."""
+    found = os.lstat(folder)
+    is_trusted = found.st_uid in {0, os.getuid()}
+    if is_trusted and (not found.st_mode & 0o022 or found.st_mode & stat.S_ISVTX):
+        return None
+    return f"others can replace what lies in {folder} ({_described(found)})"
+
+
+def _described(found: os.stat_result) -> str:
+    return f"its owner is {found.st_uid}, its mode {stat.filemode(found.st_mode)}"
+
+
+def main() -> None:
+    """Check, then become the command."""
+    folder, *command = sys.argv[1:]
+    if (found := fault(folder)) is not None:
+        sys.stderr.write(f"code is not run from {folder}: {found}. Move that folder away, then start again\n")
+        sys.exit(_NOT_PRIVATE)
+    try:
+        os.execvp(command[0], command)  # noqa: S606 - no shell
+    except OSError as error:
+        sys.stderr.write(f"{command[0]} cannot be started: {error.strerror}\n")
+        sys.exit(_NOT_FOUND)
+
+
+if __name__ == "__main__":
+    main()

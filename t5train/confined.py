@@ -1,0 +1,82 @@
+"""Names that come from outside (listings, archives, manifests, other hosts), confined to the folder they are meant for.
+
+Standard library only, as nodes import it.
+"""
+
+import os
+import re
+import unicodedata
+from collections.abc import Iterable
+from pathlib import Path
+
+from t5train.errors import StorageError, T5TrainError
+
+_MAX_PART_BYTES = 200  # file systems take 255, and temporary files add to a name
+_MAX_NAME_BYTES = 2048
+_UNFIT = re.compile(r"[\x00-\x1f\x7f-\x9f\\]")
+_DRIVE = re.compile(r"[A-Za-z]:")
+
+
+def confined(folder: Path, name: str, source: str, kind: type[T5TrainError] = StorageError) -> Path:
+    """``folder / name``, provided that it lies below the folder; an error of that kind names ``source`` if it does not.
+
+    A name has the parts of a relative POSIX path, such as ``a/b.txt``. Links within the folder are not resolved.
+    """
+    if (fault := _fault(name)) is not None:
+        raise kind(f"{source} names {_shown(name)}, which {fault}: do not use what came from there until you know why")
+    return folder / name
+
+
+def child(folder: Path, name: str, source: str, kind: type[T5TrainError] = StorageError) -> Path:
+    """As ``confined``, for the name of something that lies directly in the folder."""
+    if "/" in name:
+        raise kind(f"{source} names {_shown(name)}, which is not the plain name of a file or folder")
+    return confined(folder, name, source, kind)
+
+
+def require_distinct(names: Iterable[str], source: str, kind: type[T5TrainError] = StorageError) -> None:
+    """Refuse two names that some file system keeps as one: by case, or by how an accent is encoded."""
+    seen: dict[str, str] = {}
+    for name in names:
+        if (key := _folded(name)) in seen:
+            raise kind(
+                f"{source} names both {_shown(seen[key])} and {_shown(name)}, which not every file system tells apart: "
+                "rename one of them there"
+            )
+        seen[key] = name
+
+
+def _fault(name: str) -> str | None:
+    """What is wrong with a name; None for a good one."""
+    parts = name.split("/")
+    faults = {
+        "is not a relative path": name.startswith("/") or _DRIVE.match(name),
+        "leads out of its folder, or to the folder itself": {".", ".."} & set(parts),
+        "has an empty part": "" in parts,
+        "has a control character or a backslash": _UNFIT.search(name),
+        "is not valid Unicode": not _is_encodable(name),
+        f"is too long (at most {_MAX_PART_BYTES} bytes a part, {_MAX_NAME_BYTES} in all)": _is_too_long(parts),
+    }
+    return next((fault for fault, is_so in faults.items() if is_so), None)
+
+
+def _is_encodable(name: str) -> bool:
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_too_long(parts: list[str]) -> bool:
+    sizes = [len(part.encode("utf-8", "surrogatepass")) for part in parts]
+    return max(sizes) > _MAX_PART_BYTES or sum(sizes) + len(sizes) > _MAX_NAME_BYTES
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+
+
+def _shown(name: str, most: int = 120) -> str:
+    shown = ascii(name)
+    return shown if len(shown) <= most else f"{shown[:most]}..."

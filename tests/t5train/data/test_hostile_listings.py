@@ -1,0 +1,100 @@
+"""Whoever writes the listing of a source does not choose where its files are written here."""
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFile
+
+from t5train.data.sources import local_files
+from t5train.errors import InputError
+from t5train.progress import silent
+
+
+class Handler(BaseHTTPRequestHandler):
+    """An index of links at /texts/, and some text wherever a link leads."""
+
+    links: list[str]
+
+    def do_HEAD(self) -> None:
+        is_index = self.path.rstrip("/") == "/texts"
+        content = "".join(f'<a href="{link}">x</a>' for link in self.links) if is_index else "text\n"
+        self.send_response(404 if "*" in unquote(self.path) else 200)
+        self.send_header("Content-Type", "text/html" if is_index else "text/plain")
+        self.send_header("Content-Length", str(len(content.encode())))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content.encode())
+
+    do_GET = do_HEAD
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def index() -> Iterator[str]:
+    Handler.links = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/texts"
+        server.shutdown()
+
+
+def written(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_files_of_an_index_lie_in_the_cache(index: str, tmp_path: Path) -> None:
+    Handler.links = ["one.txt", "two.txt"]
+    found = local_files(f"{index}/*.txt", "", tmp_path / "cache", silent)
+    assert [file.name for file in found] == ["one.txt", "two.txt"]
+    assert all(file.path.is_relative_to(tmp_path / "cache") for file in found)
+
+
+@pytest.mark.parametrize(
+    "link", ["../../../../escaped.txt", "{index}/../../../../escaped.txt", "a\\..\\..\\escaped.txt"]
+)
+@pytest.mark.parametrize("pattern", ["/**", "/**/*.txt"])
+def test_an_index_cannot_name_files_outside_the_cache(index: str, tmp_path: Path, link: str, pattern: str) -> None:
+    Handler.links = ["good.txt", link.format(index=index)]
+    with pytest.raises(InputError, match=r"corpus\.source 'http://.*' names '.*escaped\.txt'"):
+        local_files(index + pattern, "", tmp_path / "deep" / "cache", silent)
+    assert not written(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["a.txt", "../../escaped.txt"],
+        ["a.txt", "b\0.txt"],
+        ["a.txt", "b\n.txt"],
+        ["a.txt", "A.txt"],
+        ["caf\u00e9.txt", "cafe\u0301.txt"],
+        ["a.txt", "x" * 300 + ".txt"],
+    ],
+)
+def test_keys_of_a_store_cannot_name_files_outside_the_cache(tmp_path: Path, keys: list[str]) -> None:
+    store = fsspec.filesystem("memory")
+    store.store.clear()
+    for key in keys:
+        store.store[f"/bucket/{key}"] = MemoryFile(store, f"/bucket/{key}", b"text\n")
+    with pytest.raises(InputError, match=r"corpus\.source 'memory://bucket/?' names"):
+        local_files("memory://bucket", "", tmp_path / "deep" / "cache", silent)
+    assert not written(tmp_path)
+
+
+def test_a_link_in_the_cache_does_not_lead_a_download_elsewhere(index: str, tmp_path: Path) -> None:
+    Handler.links = ["one.txt", "two.txt"]
+    (first, _) = local_files(f"{index}/*.txt", "", tmp_path / "cache", silent)
+    elsewhere = tmp_path / "elsewhere"
+    first.path.parent.rename(elsewhere)
+    first.path.parent.symlink_to(elsewhere)
+    (elsewhere / "one.txt").unlink()
+    with pytest.raises(InputError, match="is a link"):
+        local_files(f"{index}/*.txt", "", tmp_path / "cache", silent)
+    assert not (elsewhere / "one.txt").exists()
