@@ -1,0 +1,81 @@
+"""Whoever does not know the token of a run costs the node that listens little, and keeps nobody out."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from infra.node_store import relay
+from infra.node_store.relay import Server, connect, serve
+from infra.node_store.wire import files_in
+
+TOKEN = "ab" * 32
+
+
+@pytest.fixture
+def threads_before() -> int:
+    """Those of servers of other tests."""
+    return relay_threads()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    (tmp_path / "file").write_bytes(b"content")
+    return serve(files_in(tmp_path), TOKEN)
+
+
+@pytest.fixture
+def strangers(server: Server) -> Iterator[list[socket.socket]]:
+    """200 connections that say nothing."""
+    with ExitStack() as open_until_the_end:
+        yield [
+            open_until_the_end.enter_context(socket.create_connection((server.address, server.port), timeout=10))
+            for _ in range(200)
+        ]
+
+
+def relay_threads() -> int:
+    return sum(thread.name == "relay" for thread in threading.enumerate())
+
+
+def test_200_silent_connections_take_few_threads_and_a_peer_is_served_at_once(
+    threads_before: int, server: Server, strangers: list[socket.socket]
+) -> None:
+    started = time.monotonic()
+    channel = connect(server.address, server.port, TOKEN)
+    assert b"".join(channel.fetch("file", 0, 7)) == b"content"
+    assert time.monotonic() - started < 5
+    assert relay_threads() - threads_before <= 40
+    channel.close()
+    assert len(strangers) == 200
+
+
+def test_a_peer_that_is_being_served_is_not_hung_up_on(server: Server) -> None:
+    channel = connect(server.address, server.port, TOKEN)
+    with ExitStack() as strangers:
+        for _ in range(3 * relay._MOST_HANDSHAKES):
+            strangers.enter_context(socket.create_connection((server.address, server.port), timeout=10))
+        assert b"".join(channel.fetch("file", 0, 7)) == b"content"
+    channel.close()
+
+
+def test_a_handshake_that_drags_on_is_broken_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]
+) -> None:
+    monkeypatch.setattr(relay, "_HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr(relay, "_LOOK_SECONDS", 0.1)
+    server = serve(files_in(tmp_path), TOKEN)
+    with socket.create_connection((server.address, server.port), timeout=10) as slow:
+
+        def is_refused() -> bool:
+            try:
+                slow.sendall(b"x")  # each within the time that a single read may take
+            except OSError:
+                return True
+            return False
+
+        until(is_refused, 10)
