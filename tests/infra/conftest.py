@@ -95,7 +95,9 @@ class LocalHosts:
         self.folder = folder
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        """An action of infra.node, as if on that host."""
+        """An action of infra.node, as if on that host; the program that takes code is run as it is."""
+        if "\n" in argv[-1]:
+            return list(argv)
         (self.folder / host).mkdir(exist_ok=True)
         return [sys.executable, "-c", NODE, str(self.folder / host), argv[-1]]
 

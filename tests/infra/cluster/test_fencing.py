@@ -108,9 +108,9 @@ def test_an_attempt_whose_code_may_be_gone_is_ended_by_that_of_this_head(
     way = Recorded(local_hosts)
     fencing.end_earlier(tmp_path / "run", way, lambda: None)
     assert not list(fencing.unended(tmp_path / "run"))
-    assert way.asked[:2] == [COMMAND[-1]] * 2  # the code first
+    assert way.asked[:4] == [COMMAND[-1]] * 4  # the code first: both are asked, then both get it
     path = f"PYTHONPATH={node_folder.code_folder(own_bundle().digest)}"
-    assert way.asked[2:] == [path] * 6  # `end`, `logs` and `remove` on both
+    assert way.asked[4:] == [path] * 6  # `end`, `logs` and `remove` on both
 
 
 def test_a_host_that_does_not_answer_is_given_the_time_in_which_ranks_end_by_themselves(
@@ -158,3 +158,21 @@ def test_ctrl_c_pressed_again_does_not_keep_ranks_on_hosts_from_being_ended(
     assert rank.wait(1) == -9
     for host in HOSTS:
         assert not (local_hosts.attempt_folder(host, this.run_id) / lease.LEASE).exists()
+
+
+def test_a_host_that_did_not_get_the_code_is_not_asked_to_run_it(
+    this: Attempt, local_hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever lies at the path of the code there may be another user's."""
+    shipped = replace(this, code="0" * 64)
+    asked: list[str] = []
+
+    def ended_on(_this: Attempt, _transport: Transport, hosts: list[str]) -> list[str]:
+        asked.extend(hosts)
+        return []
+
+    monkeypatch.setattr(fencing, "unended", lambda _folder: [shipped])
+    monkeypatch.setattr(fencing, "end_on_hosts", ended_on)
+    monkeypatch.setattr(fencing, "_wait", lambda *_: None)
+    fencing.end_earlier(this.folder.parent.parent, Severed(local_hosts), lambda: None)
+    assert asked == ["a", "a"]

@@ -30,7 +30,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(content.encode())
 
-    do_GET = do_HEAD
+    def do_GET(self) -> None:
+        self.do_HEAD()
 
     def log_message(self, *_: object) -> None:
         """Nothing."""
