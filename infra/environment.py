@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from infra import node_folder
+from infra import operator_folder as operators
 from infra.attempts.attempt import Attempt, rank_name
 from infra.processes import RUN_ID_VARIABLE
 from t5train.errors import LaunchError
@@ -70,6 +71,7 @@ def rank_environment(
     # Ranks of one machine meet on loopback: a hostname that resolves to 127.0.1.1 would make gloo wait in vain.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment.setdefault("HF_HUB_OFFLINE", "1")
+    environment.setdefault(operators.VARIABLE, str(operators.operator_folder(environment)))
     environment |= _ALWAYS
     if accelerator is not None:
         environment["DS_ACCELERATOR"] = accelerator
@@ -111,6 +113,7 @@ def variables_of_rank(attempt: Attempt, own: Mapping[str, str]) -> dict[str, str
         environment = {name: value for name, value in own.items() if _is_own(name)}
         environment |= {"PATH": _path(own), "OMP_NUM_THREADS": _threads(max(1, len(attempt.slots)))}
         environment |= given | {name: own[name] for name in _OF_THE_LAUNCH if name in own}
+        environment.setdefault(operators.VARIABLE, str(operators.operator_folder(environment)))
     environment |= _numbers(own)
     environment |= {LOCKS: str(node_folder.place("locks"))}
     return environment | {RANK_FILES: str(attempt.rank_files(rank_name(int(environment["RANK"]))))}

@@ -27,7 +27,7 @@ from infra.attempts.attempt import Attempt
 from infra.attempts.failure import failure_of
 from infra.environment import rank_environment
 from infra.guard import LAUNCHER_OPTION
-from infra.op_cache import clear_stale_locks
+from infra.op_cache import clear_stale_locks, missing
 from infra.processes import ProcessIdentity
 from infra.stop_signal import is_stop, stoppable, undisturbed
 
@@ -56,6 +56,8 @@ class LaunchSpec:
     """How long the ranks may take to save when they are told to end."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for the ranks, beyond what infra.environment lets through."""
+    operators: tuple[str, ...] = ()
+    """DeepSpeed's compiled operators that ranks load."""
 
 
 def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Attempt:
@@ -72,6 +74,8 @@ def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Atte
     this = attempt.begin(spec.run_folder, ProcessIdentity.of(os.getpid()), grace_seconds=spec.grace_seconds)
     environment = rank_environment(this, num_ranks=spec.num_ranks, accelerator=spec.accelerator, extra=spec.environment)
     clear_stale_locks(environment)
+    if to_compile := missing(spec.operators, environment):
+        _log.warning("%s compiles %s, which takes about a minute each", this.host, ", ".join(to_compile))
     with stoppable():
         launcher = _start(this, command(spec, this.folder), environment)
         succeeded = _supervise(this, spec, launcher, on_tick)

@@ -7,6 +7,7 @@
         heads/{run_id}/                 on the head's machine, which may be one of the hosts: its launcher's files
         locks/{accelerator}-{slot}.lock held by the rank that uses the accelerator
         code/{digest}/                  a head's code that was sent here (infra.cluster.shipping)
+        operators/{key}/                what DeepSpeed has compiled (infra.operator_folder)
 
 Everybody may write to ``/var/tmp``, so what lies at that path is used only if it is surely this user's own.
 Standard library only, as the guards import it.

@@ -5,8 +5,8 @@
     python -m infra.op_cache        compile them now (about two minutes), so that the first run need not
 
 torch takes a file named ``lock`` as a sign that another process compiles, and waits for it to vanish, for ever.
-The process that compiles keeps that file open, which tells a live compile from a killed one. The cache must
-therefore be on a disk of this machine.
+The process that compiles keeps that file open, which tells a live compile from a killed one, provided that it runs on
+this machine: so locks on a disk that machines share are left alone.
 """
 
 import fcntl
@@ -14,8 +14,11 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+
+from infra.local_disk import is_on_local_disk
+from infra.operator_folder import VARIABLE, operator_folder
 
 _log = logging.getLogger(__name__)
 _RELEASE_SECONDS = 0.5
@@ -26,6 +29,16 @@ def clear_stale_locks(environment: Mapping[str, str] = os.environ) -> list[Path]
     return [lock for lock in _files(environment, "lock") if _clear(lock)]
 
 
+def shared_locks(environment: Mapping[str, str] = os.environ) -> list[Path]:
+    """Locks in that cache that a process of another machine may hold."""
+    return [lock for lock in _files(environment, "lock") if not is_on_local_disk(lock)]
+
+
+def missing(names: Iterable[str], environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Those of these operators that will have to be compiled."""
+    return sorted(set(names) - set(compiled(environment)))
+
+
 def foreign_locks(environment: Mapping[str, str] = os.environ) -> list[Path]:
     """Locks in that cache that another user made, and only that user can remove."""
     return [lock for lock in _files(environment, "lock") if _owner(lock) not in {os.getuid(), None}]
@@ -33,32 +46,24 @@ def foreign_locks(environment: Mapping[str, str] = os.environ) -> list[Path]:
 
 def compiled(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Names of the operators that lie compiled in that cache."""
-    return sorted(path.stem for path in _files(environment, "*.so"))
+    return sorted({path.stem for path in _files(environment, "*.so")})
 
 
 def warm() -> None:
-    """Compile DeepSpeed's shared-memory collectives for CPU ranks, and Adam, into torch's cache of extensions."""
+    """Compile DeepSpeed's shared-memory collectives for CPU ranks, and Adam, where ranks look for them."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    os.environ[VARIABLE] = str(operator_folder())
     clear_stale_locks()
+    _log.info("%s: compiling what is missing of DeepSpeed's operators, about a minute each", os.environ[VARIABLE])
     from deepspeed.accelerator import get_accelerator
 
     for builder in ("ShareMemCommBuilder", "CPUAdamBuilder"):
         get_accelerator().create_op_builder(builder).load()
 
 
-def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Where torch keeps operators: TORCH_EXTENSIONS_DIR, else a folder in the user's cache."""
-    if given := environment.get("TORCH_EXTENSIONS_DIR"):
-        return Path(given)
-    cache = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~")).expanduser() / ".cache"
-    return Path(cache) / "torch_extensions"
-
-
 def _files(environment: Mapping[str, str], pattern: str) -> Iterator[Path]:
-    """In the user's cache, unlike TORCH_EXTENSIONS_DIR, there is a folder for each Python and CUDA."""
-    depth = "*" if environment.get("TORCH_EXTENSIONS_DIR") else "*/*"
-    return cache_folder(environment).glob(f"{depth}/{pattern}")
+    return operator_folder(environment).glob(f"*/{pattern}")
 
 
 def _clear(lock: Path) -> bool:
@@ -92,6 +97,13 @@ def _is_stale(lock: Path) -> bool:
     try:
         status = lock.stat()
     except FileNotFoundError:
+        return False
+    if not is_on_local_disk(lock):
+        _log.warning(
+            "%s is on a disk that other machines may use, so a compile there may hold it: if none does and runs hang "
+            "at their start, remove it",
+            lock,
+        )
         return False
     if status.st_uid != os.getuid():
         _log.warning("%s is another user's: if runs hang at their start, that user must remove it", lock)

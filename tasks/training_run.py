@@ -13,7 +13,7 @@ from infra.cluster.run_storage import RunStorage, SharedStorage
 from infra.launch import LaunchSpec, launch
 from infra.node_local.node_run import NodeRun
 from infra.node_local.storage import NodeLocalStorage
-from infra.preflight.needs import Needs
+from infra.preflight.needs import Needs, operators_of
 from t5train.errors import HostError, LaunchError
 from t5train.model.shape import resolve
 from t5train.progress import Progress, silent
@@ -111,6 +111,7 @@ def launch_spec(spec: RunSpec, program: Callable[[Path], tuple[str, ...]]) -> La
         accelerator=spec.cluster.accelerator,
         master_port=spec.cluster.master_port,
         grace_seconds=spec.cluster.grace_seconds,
+        operators=operators_of(spec),
     )
 
 

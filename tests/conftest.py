@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import pytest
 from hypothesis import settings
 
+from infra.operator_folder import VARIABLE, operator_folder
 from infra.ports import free_port
 from infra.testcluster import requirements
 from t5train import sidecar
@@ -21,6 +22,8 @@ from t5train.sidecar import DataState, ParallelLayout, ParameterSlot, Sidecar
 
 # Its ninja first, as ranks have it: what another one has compiled it compiles again, for minutes.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+# Tests that start ranks by themselves use what `make setup` has compiled, too.
+os.environ[VARIABLE] = str(operator_folder())
 
 GOLDEN = Path(__file__).parent / "golden"
 WEED = Path(sys.executable).with_name("weed")

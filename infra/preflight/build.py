@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from infra import op_cache
+from infra.operator_folder import VARIABLE, operator_folder
 from infra.preflight.facts import Build
+from t5train.errors import StorageError
 
 
 def build(given: Mapping[str, str]) -> Build:
@@ -17,6 +19,10 @@ def build(given: Mapping[str, str]) -> Build:
     """
     environment = {**os.environ, **given}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    try:
+        environment |= {VARIABLE: str(operator_folder(environment))}
+    except StorageError:  # which preflight/room.py reports
+        environment |= {VARIABLE: os.devnull}
     cleared, foreign = op_cache.clear_stale_locks(environment), op_cache.foreign_locks(environment)
     return Build(
         ninja=shutil.which("ninja", path=path),
@@ -24,4 +30,5 @@ def build(given: Mapping[str, str]) -> Build:
         compiled=op_cache.compiled(environment),
         cleared_locks=[str(lock) for lock in cleared],
         foreign_locks=[str(lock) for lock in foreign],
+        shared_locks=[str(lock) for lock in op_cache.shared_locks(environment)],
     )

@@ -38,7 +38,7 @@ def operators_to_compile(heards: Heards, needs: Needs) -> Iterator[str]:
         missing = sorted(set(needs.operators) - set(facts.build.compiled))
         if not missing or not facts.build.compiler:
             return None
-        return f"{', '.join(missing)} will be compiled at the start, for a minute or two"
+        return f"compiles {', '.join(missing)} when its ranks start, which takes about a minute each"
 
     yield from of_each(heards, remark)
 
@@ -59,8 +59,13 @@ def cleared_locks(heards: Heards) -> Iterator[str]:
     """Which a rank would have waited for, for ever."""
 
     def remark(_: str, facts: Facts) -> str | None:
-        locks = facts.build.cleared_locks
-        return f"removed {', '.join(locks)}, left behind by a compile that was killed" if locks else None
+        cleared, shared = facts.build.cleared_locks, facts.build.shared_locks
+        if shared:
+            return (
+                f"{', '.join(shared)} is on a disk that other machines may use, and ranks wait for it: if nobody "
+                "compiles there, remove it, or unset TORCH_EXTENSIONS_DIR"
+            )
+        return f"removed {', '.join(cleared)}, left behind by a compile that was killed" if cleared else None
 
     yield from of_each(heards, remark)
 

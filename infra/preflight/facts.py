@@ -110,6 +110,8 @@ class Build:
     """Left by killed compiles, and now removed."""
     foreign_locks: list[str]
     """Of other users: they can hang a start, and only these users can remove them."""
+    shared_locks: list[str]
+    """On a disk that machines share: a compile on another one may hold them."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class Needs:
             checkpoint_bytes={host: bytes_held(spec, shape, its) for host, its in ranks.items()},
             staged_bytes=staged_bytes,
             run_on_nodes=name_on_nodes(spec.run_name, begun) if begun else None,
-            operators=_operators(spec),
+            operators=operators_of(spec),
             master_address=cluster.master_address,
             master_port=cluster.master_port,
             launcher=cluster.launcher,
@@ -93,7 +93,7 @@ def _shared_memory(spec: RunSpec, hosts: Hosts) -> dict[str, int]:
     return {host.name: len(host.slots) * RANK_BYTES for host in hosts.all}
 
 
-def _operators(spec: RunSpec) -> tuple[str, ...]:
+def operators_of(spec: RunSpec) -> tuple[str, ...]:
     """What DeepSpeed compiles for ranks on the CPU, and for an optimizer in host memory."""
     of_cpu = ("deepspeed_shm_comm",) if spec.cluster.accelerator == "cpu" else ()
     return (*of_cpu, *(("cpu_adam",) if spec.layout.offload != "none" else ()))

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from infra.op_cache import cache_folder
+from infra.operator_folder import VARIABLE, operator_folder
 from infra.testcluster import network, sshd
 from infra.testcluster.mounts import Mount
 
@@ -27,14 +27,14 @@ _FILES = {
     "shadow": "/etc/shadow",
 }
 """Files below a host's ``etc``, and where the host has them."""
-_KEPT = ("LD_LIBRARY_PATH", "PYTHONPATH", "TORCH_EXTENSIONS_DIR")
+_KEPT = ("LD_LIBRARY_PATH", "PYTHONPATH")
 
 
 def environment() -> dict[str, str]:
     """Of commands on a host: this Python first on PATH, and the code and operators that this process uses."""
     path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     kept = {name: os.environ[name] for name in _KEPT if os.environ.get(name)}
-    return {"PATH": path, "HOME": HOME, "USER": "root", "LANG": "C.UTF-8", **kept}
+    return {"PATH": path, "HOME": HOME, "USER": "root", "LANG": "C.UTF-8", VARIABLE: operators(), **kept}
 
 
 def make_disk(disk: Path) -> None:
@@ -42,7 +42,7 @@ def make_disk(disk: Path) -> None:
     for folder, mode in _MODES.items():
         (disk / folder[1:]).mkdir(parents=True, exist_ok=True)
         (disk / folder[1:]).chmod(mode)
-    compiled = cache_folder(os.environ)
+    compiled = operator_folder()
     if compiled.is_dir():  # a lock would be one that nobody holds; files' times tell ninja that they are new
         copy = disk / operators()[1:]
         shutil.copytree(compiled, copy, ignore=shutil.ignore_patterns("lock"), dirs_exist_ok=True)
@@ -103,7 +103,7 @@ def _code() -> list[str]:
 
 def operators() -> str:
     """Where a host looks for compiled operators."""
-    return os.environ.get("TORCH_EXTENSIONS_DIR") or f"{HOME}/.cache/torch_extensions"
+    return os.environ.get(VARIABLE) or f"{HOME}/.cache/torch_extensions"
 
 
 def _make_place(place: Path, is_folder: bool) -> None:

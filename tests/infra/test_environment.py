@@ -1,11 +1,13 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from infra.attempts.attempt import Attempt
 from infra.environment import rank_environment, redact, travelling_environment, variables_of_rank
+from infra.node_folder import place
 from t5train.errors import LaunchError
 
 SECRETS = {
@@ -43,6 +45,12 @@ def test_what_a_rank_needs_is_let_through(this: Attempt) -> None:
         "NCCL_DEBUG": "INFO", "TORCH_EXTENSIONS_DIR": "/t", "XDG_CACHE_HOME": "/x", "TMPDIR": "/m",
     }  # fmt: skip
     assert environment(this, **needed).items() >= needed.items()
+
+
+def test_ranks_keep_compiled_operators_on_a_disk_of_their_machine(this: Attempt) -> None:
+    folder = environment(this, HOME="/h")["TORCH_EXTENSIONS_DIR"]
+    assert Path(folder).parent == place("operators")
+    assert environment(this, HOME="/other")["TORCH_EXTENSIONS_DIR"] == folder
 
 
 def test_variables_of_another_launcher_do_not_reach_a_rank(this: Attempt) -> None:

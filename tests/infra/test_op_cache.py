@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.op_cache import clear_stale_locks
+from infra import local_disk
+from infra.op_cache import clear_stale_locks, missing, shared_locks
 
 Start = Callable[..., subprocess.Popen[bytes]]
 Until = Callable[..., None]
@@ -55,10 +56,30 @@ def test_another_users_lock_stays(tmp_path: Path, lock: Path, monkeypatch: pytes
     assert lock.exists()
 
 
-@pytest.mark.parametrize("variable", ["HOME", "XDG_CACHE_HOME"])
-def test_torchs_default_cache_is_looked_into(tmp_path: Path, variable: str) -> None:
-    cache = tmp_path / ".cache" if variable == "HOME" else tmp_path
-    lock = cache / "torch_extensions" / "py311_cpu" / "deepspeed_shm_comm" / "lock"
-    lock.parent.mkdir(parents=True)
+def test_a_lock_that_another_machine_may_hold_stays(
+    tmp_path: Path, lock: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     lock.touch()
-    assert clear_stale_locks({variable: str(tmp_path)}) == [lock]
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "1 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
+        f"2 1 0:50 / {str(tmp_path).replace(' ', chr(92) + '040')} rw,relatime shared:5 - nfs4 server:/home rw\n"
+    )
+    monkeypatch.setattr(local_disk, "_MOUNTS", mounts)
+    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    assert clear_stale_locks(environment) == []
+    assert lock.exists()
+    assert f"{lock} is on a disk that other machines may use" in caplog.text
+    assert shared_locks(environment) == [lock]
+
+
+def test_the_disk_of_this_machine_is_told_from_others() -> None:
+    assert local_disk.is_on_local_disk(Path("/dev/shm"))  # noqa: S108 - looked at
+    assert not local_disk.is_on_local_disk(Path("/proc/self"))
+
+
+def test_what_lies_compiled_is_not_missing(tmp_path: Path) -> None:
+    (tmp_path / "cpu_adam").mkdir()
+    (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
+    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    assert missing(["deepspeed_shm_comm", "cpu_adam"], environment) == ["deepspeed_shm_comm"]

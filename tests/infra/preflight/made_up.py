@@ -55,7 +55,7 @@ def facts(number: int) -> Facts:
         network=network(number),
         software=SOFTWARE,
         devices=Devices("cuda", 2, {"0": 1 << 20, "1": 1 << 20}, {"0": 80 << 30, "1": 80 << 30}, {}, ""),
-        build=Build("/usr/bin/ninja", "/usr/bin/c++", ["cpu_adam"], [], []),
+        build=Build("/usr/bin/ninja", "/usr/bin/c++", ["cpu_adam"], [], [], []),
         room=Room(64 << 30, 65536, NONCE, 64 << 20, 64 << 20, "", 1 << 40, str(place()), "", 1 << 40),
     )
 

@@ -240,8 +240,14 @@ def test_a_name_that_means_loopback_is_a_problem_where_no_interface_is_known(add
 def test_an_operator_that_can_be_compiled_and_a_lock_that_was_removed_are_remarks() -> None:
     found = findings({"node1": with_("build", compiled=[], cleared_locks=["/c/lock"])})
     assert [(one.check, one.is_problem) for one in found] == [("operators", False), ("compile locks", False)]
-    assert "cpu_adam will be compiled at the start" in found[0].text
+    assert "node1: compiles cpu_adam when its ranks start" in found[0].text
     assert "removed /c/lock" in found[1].text
+
+
+def test_a_lock_on_a_disk_that_machines_share_is_a_remark_with_a_remedy() -> None:
+    (found,) = findings({"node1": with_("build", shared_locks=["/nfs/lock"])})
+    assert (found.check, found.is_problem) == ("compile locks", False)
+    assert "/nfs/lock is on a disk that other machines may use" in found.text
 
 
 @pytest.mark.parametrize("given", ["9.0a", "Hopper", "8.0,9.0", "9", "8.0+ptx"])

@@ -1,0 +1,78 @@
+"""Operators are kept by what they are compiled from, on a disk of this machine, where nobody else can put any."""
+
+import sys
+from collections.abc import Callable
+from importlib.metadata import Distribution
+from pathlib import Path
+
+import pytest
+
+from infra import node_folder, operator_folder
+from t5train.errors import StorageError
+
+Folder = Callable[..., Path]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """That of an environment."""
+    monkeypatch.setattr(node_folder, "PARENT", tmp_path)
+
+    def folder(**environment: str) -> Path:
+        operator_folder._package.cache_clear()
+        operator_folder._cpu.cache_clear()
+        return operator_folder.operator_folder(environment)
+
+    return folder
+
+
+def test_a_folder_that_the_user_has_chosen_is_used_as_it_is(folder: Folder, tmp_path: Path) -> None:
+    assert folder(TORCH_EXTENSIONS_DIR="/chosen") == Path("/chosen")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_same_environment_has_the_same_folder_wherever_its_home_is(folder: Folder, tmp_path: Path) -> None:
+    assert folder(HOME="/a") == folder(HOME="/b", XDG_CACHE_HOME="/c")
+    assert folder().parent == node_folder.place("operators")
+    assert folder().is_relative_to(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["CXX", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST"])
+def test_another_compiler_has_another_folder(folder: Folder, name: str) -> None:
+    assert folder(**{name: "x"}) != folder()
+
+
+def test_another_python_environment_has_another_folder(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its paths are in the commands, so ninja would compile anew, over what the other environment uses."""
+    before = folder()
+    monkeypatch.setattr(sys, "prefix", "/another/.venv")
+    assert folder() != before
+
+
+def test_other_processor_flags_have_another_folder(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = folder()
+    monkeypatch.setattr(operator_folder, "_flags", lambda: iter(["another flag"]))
+    assert folder() != before
+
+
+@pytest.mark.parametrize(
+    "line", ["deepspeed/ops/csrc/x.cpp,sha256=new,1", "deepspeed/ops/op_builder/x.py,sha256=new,1"]
+)
+def test_other_sources_have_another_folder(folder: Folder, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    before = folder()
+    kind = type(operator_folder.distribution("deepspeed"))
+    read_text = kind.read_text
+
+    def with_a_line(found: Distribution, name: str) -> str | None:
+        text = read_text(found, name)
+        return f"{text}{line}\n" if name == "RECORD" else text
+
+    monkeypatch.setattr(kind, "read_text", with_a_line)
+    assert folder() != before
+
+
+def test_operators_are_not_loaded_from_where_others_can_write(folder: Folder) -> None:
+    folder()
+    node_folder.place("operators").chmod(0o777)
+    with pytest.raises(StorageError, match="operators is not a folder of user"):
+        folder()
