@@ -51,13 +51,16 @@ def _train(job: TrainJob, heart: Heartbeat, told: Told) -> None:
 
     from t5train.train.accelerator_lock import lock_accelerator
     from t5train.train.loop import Trainer
+    from t5train.train.rendezvous import listen_on_loopback
 
     lock_accelerator()
+    store = listen_on_loopback()
     deepspeed.init_distributed()
     Trainer(job, heart, told).run()
     comm.barrier()
     # After an error it would wait for other ranks, which wait for this one; the end of the process frees all it holds.
     comm.destroy_process_group()
+    del store  # served the others until here
 
 
 if __name__ == "__main__":
