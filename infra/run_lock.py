@@ -2,35 +2,39 @@
 
 ``{run}/lock`` is held by the head, the process that answers for the run. ``{run}/ranks.lock`` is shared by
 every guard and its rank, so a head that follows a killed one can wait until the last of them is gone.
-Both are flocks: the kernel lets go when the holder dies, and the text in the file is for people only.
-The run folder must be on a disk of this machine.
+Both are flocks: the kernel releases them when the holder dies. Where the folder is shared and its file system keeps
+locks local to each client, the lease (infra.run_lease) excludes heads on other machines.
 """
 
 import fcntl
 import logging
 import os
-import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-from infra.attempts.attempt import living_processes, now
+from infra import run_lease
+from infra.attempts.attempt import living_processes
+from infra.run_lease import RunLease
 from t5train.errors import RunLocked, StorageError
-from t5train.file_lock import is_locked, try_lock
+from t5train.file_lock import flock, is_locked, try_lock
 
 _LOCK, _RANKS_LOCK = "lock", "ranks.lock"
 _MOMENT_SECONDS = 0.5  # who asks for the holder shares the lock for an instant
 _log = logging.getLogger(__name__)
 _held: ContextVar[frozenset[Path]] = ContextVar("held", default=frozenset())
+_leases: dict[Path, RunLease] = {}
+_at_release: dict[Path, ExitStack] = {}
 
 
 @contextmanager
 def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[None]:
     """Hold a run for this process; makes the folder if need be. Within the block it may be taken again.
 
-    Ranks that a killed head left behind are waited for. Raises RunLocked if another process holds the
-    run, or if such ranks outlive ``wait_seconds``, and StorageError where the folder cannot be written.
+    Ranks that a killed head left behind are waited for. Raises RunLocked if another process holds the run, on this
+    machine or another, or if such ranks outlive ``wait_seconds``, and StorageError where the folder cannot be written
+    or locked.
     """
     if run_folder in _held.get():
         yield
@@ -42,25 +46,56 @@ def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[None]:
                 f"run {run_folder} is being worked on by {_signature(run_folder)}: wait for it to end, or stop it "
                 "(kill that process)"
             )
-        _sign(descriptor)
-        _wait_for_ranks(run_folder, wait_seconds)
-        token = _held.set(_held.get() | {run_folder})
-        try:
-            yield
-        finally:
-            _held.reset(token)
+        with _leased(run_folder):
+            _wait_for_ranks(run_folder, wait_seconds)
+            token = _held.set(_held.get() | {run_folder})
+            try:
+                yield
+            finally:
+                _held.reset(token)
+
+
+def require_held(run_folder: Path) -> None:
+    """Raise RunLocked if a head on another machine has taken over the run that this process holds."""
+    lease = _leases.get(run_folder)
+    if lease is not None and lease.lost_to is not None:
+        raise RunLocked(
+            f"run {run_folder} was taken over by {lease.lost_to}, as this process could not renew "
+            f"{run_folder / run_lease.HOLDER} for {run_lease.LEASE_SECONDS:.0f} s: let that process go on, or stop it "
+            "before you start the run here again"
+        )
+
+
+def at_release(run_folder: Path) -> ExitStack:
+    """What is closed when this process releases the run that it holds."""
+    return _at_release[run_folder]
 
 
 def holder(run_folder: Path) -> str | None:
-    """Who works on a run, in words; None when nobody does."""
-    return _signature(run_folder) if is_locked(run_folder / _LOCK) else None
+    """Who works on a run, on this machine or another, in words; None when nobody does."""
+    if is_locked(run_folder / _LOCK):
+        return _signature(run_folder)
+    found = run_lease.holder_elsewhere(run_folder)
+    return None if found is None else str(found)
+
+
+@contextmanager
+def _leased(run_folder: Path) -> Iterator[None]:
+    lease = _leases[run_folder] = RunLease(run_folder)
+    try:
+        with ExitStack() as stack:
+            _at_release[run_folder] = stack
+            yield
+    finally:
+        del _leases[run_folder], _at_release[run_folder]
+        lease.release()
 
 
 @contextmanager
 def ranks_lock(run_folder: Path) -> Iterator[int]:
     """Hold the guards' shared lock; yields its descriptor, which the rank is to inherit."""
     with _opened(run_folder / _RANKS_LOCK) as descriptor:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        flock(descriptor, fcntl.LOCK_SH)
         yield descriptor
 
 
@@ -93,13 +128,8 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _sign(descriptor: int) -> None:
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {now()}".encode(), 0)
-
-
 def _signature(run_folder: Path) -> str:
-    return (run_folder / _LOCK).read_text("utf-8") or "a process that started just now"
+    return str(run_lease.read(run_folder) or "a process that started just now")
 
 
 def _survivors(run_folder: Path, wait_seconds: float) -> str:

@@ -14,6 +14,7 @@ from infra.launch import LaunchSpec, launch
 from infra.node_local.node_run import NodeRun
 from infra.node_local.storage import NodeLocalStorage
 from infra.preflight.needs import Needs, operators_of
+from infra.run_lock import require_held
 from t5train.errors import HostError, LaunchError
 from t5train.model.shape import resolve
 from t5train.progress import Progress, silent
@@ -39,6 +40,7 @@ def train_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -
         return checkpoint
     try:
         _train(spec, shards, progress)
+        require_held(spec.run_folder)
     except (LaunchError, HostError) as error:
         raise failure_history.judged(spec.run_folder, error, partial(_is_replaced, spec)) from error
     _tell(spec, progress)
@@ -58,12 +60,16 @@ def _train(spec: RunSpec, shards: TokenShards, progress: Progress) -> None:
     def job(attempt_folder: Path) -> Path:
         return run.write_job(spec, shards, attempt_folder, progress)
 
+    def on_tick() -> None:
+        require_held(spec.run_folder)
+        _tell(spec, progress)
+
+    require_held(spec.run_folder)  # before what seems to be left of an earlier attempt is ended
     if spec.cluster.hostfile is None:
-        end_all(spec.run_folder, spec.cluster, on_tick=lambda: _tell(spec, progress))
-        here = launch_spec(spec, lambda attempt_folder: rank_program(job(attempt_folder)))
-        launch(here, on_tick=lambda: _tell(spec, progress))
+        end_all(spec.run_folder, spec.cluster, on_tick)
+        launch(launch_spec(spec, lambda attempt_folder: rank_program(job(attempt_folder))), on_tick)
     else:
-        launch_on_hosts(_on_hosts(spec, shards, job, progress), on_tick=lambda: _tell(spec, progress))
+        launch_on_hosts(_on_hosts(spec, shards, job, progress), on_tick)
 
 
 def _on_hosts(spec: RunSpec, shards: TokenShards, job: Callable[[Path], Path], progress: Progress) -> ClusterLaunchSpec:

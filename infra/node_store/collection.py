@@ -1,7 +1,7 @@
 """The head finds and frees what no run needs: on all nodes, and under its own root."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from infra.node_store.garbage import Garbage, size_of
@@ -9,9 +9,9 @@ from infra.node_store.inventory import HEAD, inventory_of
 from infra.node_store.nodes import Nodes
 from infra.node_store.paths import name_on_nodes
 from infra.node_store.tags import superfluous
-from infra.run_lock import holder
+from infra.run_lock import holder, run_lock
 from t5train.atomic_folder import discard
-from t5train.errors import HostError, RecordError, UnknownVersion, Unreadable
+from t5train.errors import HostError, RecordError, RunLocked, UnknownVersion, Unreadable
 from t5train.presence import visible_in
 from t5train.records import Checkpoint
 from t5train.run_files import CHECKPOINTS, RUNS
@@ -57,20 +57,34 @@ def free_on(
 def garbage_under(root: Path) -> Iterator[Garbage]:
     """What no run needs of the checkpoints under a root: what was never finished and is older than one that was."""
     for run in _runs(root):
-        checkpoints = run / CHECKPOINTS
-        tags = {HEAD: inventory_of(checkpoints)}
-        names = [*superfluous(tags, keep_last=len(tags[HEAD]) or 1), *_half_removed(checkpoints)]
-        for folder in (checkpoints / name for name in names):
-            yield Garbage(str(folder.relative_to(root)), size_of(folder), "a checkpoint that is not whole")
+        yield from _garbage_in(root, run)
 
 
 def free_under(root: Path, found: Sequence[Garbage]) -> list[str]:
     """Remove that, as far as no run has come to need it; the places that were removed."""
-    now = {each.place for each in garbage_under(root)}
-    freed = [each.place for each in found if each.place in now]
+    asked, freed = {each.place for each in found}, list[str]()
+    for run in _runs(root):
+        try:
+            with run_lock(run, wait_seconds=0):
+                freed += _free_in(root, run, asked)
+        except RunLocked as error:
+            _log.warning("%s", error)
+    return freed
+
+
+def _free_in(root: Path, run: Path, asked: Collection[str]) -> list[str]:
+    freed = [each.place for each in _garbage_in(root, run) if each.place in asked]
     for place in freed:
         discard(root / place)
     return freed
+
+
+def _garbage_in(root: Path, run: Path) -> Iterator[Garbage]:
+    checkpoints = run / CHECKPOINTS
+    tags = {HEAD: inventory_of(checkpoints)}
+    names = [*superfluous(tags, keep_last=len(tags[HEAD]) or 1), *_half_removed(checkpoints)]
+    for folder in (checkpoints / name for name in names):
+        yield Garbage(str(folder.relative_to(root)), size_of(folder), "a checkpoint that is not whole")
 
 
 def _half_removed(checkpoints: Path) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from t5train.errors import StorageError
-from t5train.file_lock import try_lock
+from t5train.file_lock import flock, try_lock
 
 _CLAIM = ".claim"
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def lock_or_wait(descriptor: int, result: Path) -> None:
     """Have the exclusive lock of an open file or folder; the log tells who waits what for."""
     if not try_lock(descriptor):
         _log.warning("%s is being made by another process: waiting for it", result)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        flock(descriptor, fcntl.LOCK_EX)
 
 
 def _open_claim(folder: Path) -> TextIO:

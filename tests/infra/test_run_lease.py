@@ -1,0 +1,154 @@
+"""Two heads on two machines whose locks do not exclude each other: flock is local to each client, as on some NFS.
+
+The second machine is a process with another boot id and a library that lets every flock succeed.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra import run_lease
+from infra.run_lock import holder, require_held, run_lock
+from t5train.errors import RunLocked, StorageError
+
+Start = Callable[..., subprocess.Popen[bytes]]
+Until = Callable[..., None]
+
+ELSEWHERE = """
+import sys, time
+from pathlib import Path
+from infra import run_lease
+from infra.run_lock import holder, require_held, run_lock
+run_lease.boot_id = lambda: "another machine"
+run_lease.LEASE_SECONDS = float(sys.argv[2])
+run_lease._RENEW_SECONDS = 0.2
+run = Path(sys.argv[1])
+"""
+HOLD = ELSEWHERE + "with run_lock(run):\n (run / 'held').touch()\n sys.stdin.read()\n require_held(run)\n"
+
+
+@pytest.fixture
+def local_flock(tmp_path: Path) -> dict[str, str]:
+    """Variables with which every flock of a process succeeds, whoever else holds it."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler on this machine")
+    source, library = tmp_path / "flock.c", tmp_path / "flock.so"
+    source.write_text("int flock(int descriptor, int operation) { return 0; }\n")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    return {"LD_PRELOAD": str(library)}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lease, "_RENEW_SECONDS", 0.2)
+    monkeypatch.setattr(run_lease, "_GLANCE_SECONDS", 3.0)
+    monkeypatch.setattr(run_lease, "LEASE_SECONDS", 2.0)
+
+
+def run_elsewhere(local_flock: dict[str, str], code: str, run: Path, lease: float) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-c", ELSEWHERE + code, str(run), str(lease)]
+    return subprocess.run(argv, env=os.environ | local_flock, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_a_head_on_another_machine_is_refused_with_who_holds_the_run(
+    tmp_path: Path, local_flock: dict[str, str]
+) -> None:
+    run = tmp_path / "run"
+    with run_lock(run):
+        refused = run_elsewhere(local_flock, "with run_lock(run): print('in')", run, 20)
+        seen = run_elsewhere(local_flock, "print(holder(run))", run, 20)
+        require_held(run)
+    assert f"being worked on by process {os.getpid()} on {os.uname().nodename} since" in refused.stderr
+    assert "in" not in refused.stdout.split()
+    assert seen.stdout.startswith(f"process {os.getpid()} on "), "status and gc see a holder on another machine, too"
+
+
+def test_a_run_that_was_released_is_free_for_another_machine_at_once(
+    tmp_path: Path, local_flock: dict[str, str]
+) -> None:
+    with run_lock(tmp_path):
+        pass
+    began = time.monotonic()
+    free = run_elsewhere(local_flock, "print(holder(run))\nwith run_lock(run): print('in')", tmp_path, 600)
+    assert free.stdout.split() == ["None", "in"], free.stderr
+    assert time.monotonic() - began < 30
+
+
+def test_the_run_of_a_dead_head_on_another_machine_is_taken_over_after_the_lease_and_no_earlier(
+    tmp_path: Path, start: Start, until: Until, local_flock: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    dead = start("-c", HOLD.replace("sys.stdin.read()", "time.sleep(600)"), str(tmp_path), "2", **local_flock)
+    until((tmp_path / "held").exists)
+    dead.kill()
+    dead.wait()
+    assert holder(tmp_path) is None
+    began = time.monotonic()
+    with run_lock(tmp_path):
+        assert time.monotonic() - began >= run_lease.LEASE_SECONDS
+    assert f"is taken over: process {dead.pid} on" in caplog.text
+
+
+def test_a_restart_after_a_kill_on_the_same_machine_waits_for_no_lease(
+    tmp_path: Path, start: Start, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lease, "LEASE_SECONDS", 600.0)
+    here = HOLD.replace('run_lease.boot_id = lambda: "another machine"', "").replace(
+        "sys.stdin.read()", "time.sleep(9)"
+    )
+    killed = start("-c", here, str(tmp_path), "600")
+    until((tmp_path / "held").exists)
+    killed.kill()
+    killed.wait()
+    with run_lock(tmp_path):
+        pass
+
+
+def test_a_head_that_slept_through_its_lease_notices_that_another_has_the_run(
+    tmp_path: Path, start: Start, until: Until, local_flock: dict[str, str]
+) -> None:
+    with run_lock(tmp_path):
+        lease = json.loads((tmp_path / "holder.json").read_text())
+        another = run_lease.Holder(host="far", boot_id="another machine", since="then")
+        (tmp_path / "holder.json").write_text(json.dumps(vars(another)).ljust(1024))
+        until(lambda: _is_lost(tmp_path))
+        with pytest.raises(RunLocked, match=r"was taken over by process .* on far since then"):
+            require_held(tmp_path)
+    left = json.loads((tmp_path / "holder.json").read_text())
+    assert left["nonce"] == another.nonce != lease["nonce"], "the record of the other head is left alone"
+    assert not left["is_released"]
+
+
+def _is_lost(run: Path) -> bool:
+    try:
+        require_held(run)
+    except RunLocked:
+        return True
+    return False
+
+
+def test_a_stopped_head_does_not_keep_the_run_and_is_told_when_it_goes_on(
+    tmp_path: Path, start: Start, until: Until, local_flock: dict[str, str]
+) -> None:
+    stopped = start("-c", HOLD.replace("sys.stdin.read()", "time.sleep(5)"), str(tmp_path), "2", **local_flock)
+    until((tmp_path / "held").exists)
+    stopped.send_signal(signal.SIGSTOP)
+    with run_lock(tmp_path):
+        stopped.send_signal(signal.SIGCONT)
+        assert stopped.wait(30) == 1
+        require_held(tmp_path)
+    assert f"was taken over by process {os.getpid()} on" in (tmp_path / "output.txt").read_text()
+
+
+def test_a_record_that_cannot_be_read_is_no_reason_to_take_the_run(tmp_path: Path) -> None:
+    (tmp_path / "holder.json").mkdir()
+    with pytest.raises(StorageError, match=r"holder\.json cannot be read .*unknown whether another machine works"):
+        run_lock(tmp_path).__enter__()
