@@ -84,7 +84,7 @@ class Site:
     def run(self) -> NodeRun:
         """As a launch over hosts has it."""
         hosts = Hosts(tuple(Host(name, (0,)) for name in HOSTS))
-        return NodeRun.of(self.spec, run_fingerprint(self.spec, self.shards), hosts, self.transport, {})
+        return NodeRun.of(self.spec, run_fingerprint(self.spec, self.shards), "0" * 32, hosts, self.transport, {})
 
     @property
     def storage(self) -> NodeLocalStorage:

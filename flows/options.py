@@ -42,6 +42,10 @@ BeginAgainOption = Annotated[
     bool,
     typer.Option("--begin-again", help="Move all checkpoints of the run aside, delete none, and train from step 0"),
 ]
+AdoptOption = Annotated[
+    bool,
+    typer.Option("--adopt", help="Take over a run whose checkpoints on the hosts belong to another head that has died"),
+]
 LauncherOption = Annotated[str | None, typer.Option("--launcher", help="pdsh, slurm or openmpi", show_default="pdsh")]
 
 

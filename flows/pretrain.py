@@ -48,6 +48,7 @@ def pretrain(
     settings: dict[str, Any] | None = None,
     run_name: Annotated[str, Field(pattern=RUN_NAME_PATTERN)] | None = None,
     publish_to: Annotated[str, Field(min_length=1)] | None = None,
+    adopt: bool = False,
 ) -> Publication:
     """Text to a published, certified T5 checkpoint; every stage that is done already is verified and reused.
 
@@ -57,6 +58,7 @@ def pretrain(
         settings: Changes to the recipe, as "part.key": value, such as {"optimizer.num_steps": 1000}.
         run_name: Name of the run's folder below root/runs; made of recipe and settings when left out.
         publish_to: Folder or fsspec URL; a folder of the run's name in root/published when left out.
+        adopt: Take over a run whose checkpoints on hosts belong to another head that has died.
 
     """
     drop_needless_tracebacks()
@@ -67,7 +69,7 @@ def pretrain(
         corpus = stages.add("corpus", make_corpus(spec))
         tokenizer = stages.add("tokenizer", make_tokenizer(spec, corpus))
         shards = stages.add("shards", make_shards(spec, corpus, tokenizer))
-        checkpoint = stages.add("train", train.with_options(retries=spec.cluster.retries)(spec, shards))
+        checkpoint = stages.add("train", train.with_options(retries=spec.cluster.retries)(spec, shards, adopt))
         weights = stages.add("consolidate", consolidate_weights(spec, checkpoint))
         exported = stages.add("export", export_model(spec, weights, tokenizer))
         certified = stages.add("certify", certify_export(spec, exported))

@@ -8,6 +8,7 @@ import typer
 from flows import prefect_server
 from flows.dry_run import describe
 from flows.options import (
+    AdoptOption,
     BeginAgainOption,
     ExcludeOption,
     HostfileOption,
@@ -65,6 +66,7 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
     spares: SparesOption = None,
     ship_code: ShipCodeOption = None,
     begin_again: BeginAgainOption = False,
+    adopt: AdoptOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run; make nothing")] = False,
 ) -> None:
     """Run the whole chain: text to a published, certified checkpoint. What is done already is reused."""
@@ -82,13 +84,13 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
         if begin_again:
             train_again(spec)
         complain(f"watch it at {api_url.removesuffix('/api')}")
-        publication = _run_flow(spec, changed, progress)
+        publication = _run_flow(spec, changed, progress, adopt)
     for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):
         say(line)
     say(f"published: {publication.url}")
 
 
-def _run_flow(spec: RunSpec, changes: dict[str, str], progress: Progress) -> Publication:
+def _run_flow(spec: RunSpec, changes: dict[str, str], progress: Progress, adopt: bool) -> Publication:
     from flows.pretrain import pretrain  # brings Prefect, which reads its settings when it is imported
     from tasks.stage_progress import watched_by
 
@@ -102,6 +104,7 @@ def _run_flow(spec: RunSpec, changes: dict[str, str], progress: Progress) -> Pub
             settings=changes,
             run_name=spec.name,
             publish_to=spec.storage.publish_to,
+            adopt=adopt,
         )
 
 

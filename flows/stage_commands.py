@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from flows.options import (
+    AdoptOption,
     BeginAgainOption,
     ExcludeOption,
     HostfileOption,
@@ -114,6 +115,7 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
     spares: SparesOption = None,
     ship_code: ShipCodeOption = None,
     begin_again: BeginAgainOption = False,
+    adopt: AdoptOption = False,
 ) -> None:
     """Train on token shards that are there, from the newest complete checkpoint on."""
     changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
@@ -123,7 +125,7 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
         tokens.verify(progress)
         if begin_again:
             train_again(spec)
-        made = train_run(spec, tokens, progress)
+        made = train_run(spec, tokens, progress, adopt=adopt)
     for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):
         say(line)
     _say(made)

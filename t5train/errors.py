@@ -13,6 +13,7 @@
     ├── StorageError             a folder cannot be written, or is too small for what is to come
     │   └── Unreadable           the operating system cannot read a file or folder at the moment
     ├── RunLocked                another process is working on this run
+    │   └── RunOwned             its files on the hosts belong to another head
     ├── AcceleratorBusy          another run is using an accelerator
     ├── WorkerLost               a process that shared a stage's work was killed or failed
     ├── HostError                a host does not answer as it should
@@ -112,6 +113,10 @@ class Unreadable(StorageError):
 
 class RunLocked(T5TrainError):
     """Another live process is working on this run."""
+
+
+class RunOwned(RunLocked):
+    """The files of this run on its hosts belong to a run of another root."""
 
 
 class AcceleratorBusy(T5TrainError):

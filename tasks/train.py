@@ -24,6 +24,6 @@ def can_pass(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
 
 @task(name="train", cache_policy=NO_CACHE, retry_delay_seconds=SECONDS_BEFORE_RETRY, retry_condition_fn=can_pass)
 @as_storage_errors()
-def train(spec: RunSpec, shards: TokenShards) -> Checkpoint:
+def train(spec: RunSpec, shards: TokenShards, adopt: bool = False) -> Checkpoint:
     """Train to the last step, from the newest complete checkpoint on; the caller holds the run's lock."""
-    return train_run(spec, shards, StageProgress("train"))
+    return train_run(spec, shards, StageProgress("train"), adopt=adopt)

@@ -3,18 +3,19 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from infra.cluster import failure_history
 from infra.cluster.attachment import end_all, hosts_at_work
 from infra.cluster.hosts import Hosts, read_hosts, spare_hosts
 from infra.cluster.launch import ClusterLaunchSpec, launch_on_hosts
-from infra.cluster.remote import Transport
+from infra.cluster.remote import Ssh
 from infra.cluster.run_storage import RunStorage, SharedStorage
 from infra.launch import LaunchSpec, launch
 from infra.node_local.node_run import NodeRun
 from infra.node_local.storage import NodeLocalStorage
 from infra.preflight.needs import Needs, operators_of
-from infra.run_lock import require_held
+from infra.run_lock import at_release, require_held
 from t5train.errors import HostError, LaunchError
 from t5train.model.shape import resolve
 from t5train.progress import Progress, silent
@@ -28,18 +29,19 @@ from t5train.train.resume_point import ask_to_begin_again
 _TAIL_BYTES = 64 << 10
 
 
-def train_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -> Checkpoint:
+def train_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent, *, adopt: bool = False) -> Checkpoint:
     """The run's last checkpoint: reused, or trained from the newest complete one on.
 
-    Hold ``hold_run`` around it. Raises RunChanged when the run was begun with other settings, a TrainingError when
-    training was not honest, and LaunchError or HostError, after most of which trying again can help. A host that has
-    failed twice in the last week is named then, and replaced by a spare the next time.
+    ``adopt`` takes the run's files on hosts over from another head whose lease has expired. Hold ``hold_run`` around
+    it. Raises RunChanged when the run was begun with other settings, RunOwned when another head has its files on hosts,
+    a TrainingError when training was not honest, and LaunchError or HostError, after most of which trying again can
+    help. A host that has failed twice in the last week is named then, and replaced by a spare the next time.
     """
     run.open_run(spec, shards, progress)
     if (checkpoint := run.finished(spec, shards, progress)) is not None:
         return checkpoint
     try:
-        _train(spec, shards, progress)
+        _train(spec, shards, progress, adopt)
         require_held(spec.run_folder)
     except (LaunchError, HostError) as error:
         raise failure_history.judged(spec.run_folder, error, partial(_is_replaced, spec)) from error
@@ -56,7 +58,7 @@ def train_again(spec: RunSpec) -> None:
     ask_to_begin_again(spec.run_folder)
 
 
-def _train(spec: RunSpec, shards: TokenShards, progress: Progress) -> None:
+def _train(spec: RunSpec, shards: TokenShards, progress: Progress, adopt: bool) -> None:
     def job(attempt_folder: Path) -> Path:
         return run.write_job(spec, shards, attempt_folder, progress)
 
@@ -69,19 +71,25 @@ def _train(spec: RunSpec, shards: TokenShards, progress: Progress) -> None:
         end_all(spec.run_folder, spec.cluster, on_tick)
         launch(launch_spec(spec, lambda attempt_folder: rank_program(job(attempt_folder))), on_tick)
     else:
-        launch_on_hosts(_on_hosts(spec, shards, job, progress), on_tick)
+        launch_on_hosts(_on_hosts(spec, shards, job, progress, adopt), on_tick)
 
 
-def _on_hosts(spec: RunSpec, shards: TokenShards, job: Callable[[Path], Path], progress: Progress) -> ClusterLaunchSpec:
+def _on_hosts(
+    spec: RunSpec, shards: TokenShards, job: Callable[[Path], Path], progress: Progress, adopt: bool
+) -> ClusterLaunchSpec:
     hosts = training_hosts(spec)
     shape = resolve(spec.model, int(shards.counts["vocab_size"]))
     needs = Needs.of_run(spec, hosts, shape, sum(digest.size for digest in shards.files.values()))
 
-    def storage(transport: Transport, is_node_local: bool) -> RunStorage:
+    def storage(is_node_local: bool) -> RunStorage:
         if not is_node_local:
             return SharedStorage(job)
-        begun = run.run_fingerprint(spec, shards)
-        return NodeLocalStorage(NodeRun.of(spec, begun, hosts, transport, needs.checkpoint_bytes), job, progress)
+        # The claim on the hosts is renewed between two launches, too.
+        folder = at_release(spec.run_folder).enter_context(TemporaryDirectory(prefix="t5-hosts-"))
+        transport = Ssh.configured(spec.cluster, Path(folder))
+        begun, unique_id = run.run_fingerprint(spec, shards), run.unique_id(spec.run_folder)
+        of_nodes = NodeRun.of(spec, begun, str(unique_id), hosts, transport, needs.checkpoint_bytes)
+        return NodeLocalStorage(of_nodes, job, progress, adopt)
 
     return ClusterLaunchSpec(
         run_folder=spec.run_folder,

@@ -53,9 +53,9 @@ class ClusterLaunchSpec:
     cluster: ClusterSpec
     hosts: Hosts
     needs: Needs
-    storage: Callable[[Transport, bool], RunStorage]
-    """Given the way to the hosts, and whether these have disks of their own alone: how ranks get their files. The job
-    that it makes ready goes to every host."""
+    storage: Callable[[bool], RunStorage]
+    """Given whether the hosts have disks of their own alone: how ranks get their files. The job that it makes ready
+    goes to every host."""
     program: Callable[[Path], tuple[str, ...]]
     """Given where that file is on a host: arguments of the Python interpreter in every rank."""
     is_same_job: Callable[[Path], bool]
@@ -104,9 +104,15 @@ def _continued(
         return None
     if spec.needs.code is not None:  # ranks go on with theirs; by this head's its files are staged in and gathered
         hosts_with_code(transport, spec.hosts.names, "ranks go on, but their checkpoints stay on this host for now")
-    storage = spec.storage(transport, TrainJob.read(found.this.folder / ATTEMPT_SPEC).node_local)
-    watch = ClusterWatch(found, ClusterLauncher(found.this.run_id), attachment.transport_of(found.this), on_tick)
-    return watch, storage
+    storage = spec.storage(TrainJob.read(found.this.folder / ATTEMPT_SPEC).node_local)
+    try:
+        storage.claim(are_ranks_at_work=True)
+    except BaseException:
+        found.close()
+        fencing.end(found.this, transport)
+        raise
+    launcher, way = ClusterLauncher(found.this.run_id), attachment.transport_of(found.this)
+    return ClusterWatch(found, launcher, way, _with_claim(storage, on_tick)), storage
 
 
 def _started(
@@ -115,7 +121,8 @@ def _started(
     """Make sure that nothing earlier is left and that the hosts are fit; prepare them; start the launcher."""
     fencing.end_earlier(spec.run_folder, transport, on_tick)
     fit = require_fit(spec.needs, transport)
-    storage = spec.storage(transport, fit.is_node_local)
+    storage = spec.storage(fit.is_node_local)
+    storage.claim(are_ranks_at_work=False)
     this = attempt.begin(
         spec.run_folder,
         None,
@@ -140,10 +147,18 @@ def _started(
         lease.renew(launcher.folder)  # what came before may have taken long
         launcher.start(this, argv, spec.cluster.accelerator)
         supervision = Supervision(this, transport, launcher.folder, boot_ids)
-        return ClusterWatch(supervision, launcher, transport, on_tick), storage
+        return ClusterWatch(supervision, launcher, transport, _with_claim(storage, on_tick)), storage
     except BaseException:
         fencing.end(this, transport)
         raise
+
+
+def _with_claim(storage: RunStorage, on_tick: Callable[[], None]) -> Callable[[], None]:
+    def tick() -> None:
+        storage.require_claimed()
+        on_tick()
+
+    return tick
 
 
 def _prepare(spec: ClusterLaunchSpec, this: Attempt, transport: Transport, fit: Fit, job: Path) -> dict[str, str]:

@@ -10,6 +10,17 @@ from typing import Protocol
 class RunStorage(Protocol):
     """Where the files of a run are while its ranks are at work."""
 
+    def claim(self, are_ranks_at_work: bool) -> None:
+        """Have the run's files on its hosts for this head alone; RunOwned if another head has them.
+
+        Where ranks of this head are at work already, a host that does not answer for a while is no obstacle.
+        """
+        ...
+
+    def require_claimed(self) -> None:
+        """Raise RunOwned if another head has taken them over since."""
+        ...
+
     def make_ready(self, attempt_folder: Path) -> Path:
         """Have what ranks begin from where they read it, and the file that tells them their job, in that folder."""
         ...
@@ -28,6 +39,12 @@ class SharedStorage:
     """The root itself, which every host has."""
 
     write_job: Callable[[Path], Path]
+
+    def claim(self, are_ranks_at_work: bool) -> None:
+        """The lock of the run's folder is enough."""
+
+    def require_claimed(self) -> None:
+        """As above."""
 
     def make_ready(self, attempt_folder: Path) -> Path:
         """Nothing has to move."""

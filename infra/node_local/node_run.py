@@ -1,15 +1,18 @@
 """A run on nodes with disks of their own: its names there, and what its ranks are told of them."""
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Self
 
+from infra.attempts.attempt import now
 from infra.cluster.hosts import Host, Hosts
 from infra.cluster.remote import Transport
 from infra.cluster.shipping import shipped_code
 from infra.node_folder import place
 from infra.node_store.nodes import Nodes
+from infra.node_store.ownership import Owner
 from infra.node_store.paths import name_on_nodes, run_place, shards_place, staged_place
 from t5train.run_files import CHECKPOINTS
 from t5train.spec import RunSpec, StorageSpec
@@ -21,13 +24,15 @@ class NodeRun:
     """One run, on the head and on its nodes."""
 
     name: str
-    """On the nodes: with the fingerprint, so that another run of this name does not meet its files."""
+    """On the nodes: with the fingerprint, so that a run of this name and other settings does not meet its files."""
     folder: Path
     """On the head."""
     hosts: Hosts
     nodes: Nodes
     keep: StorageSpec
     """Which checkpoints."""
+    owner: Owner
+    """Whom its files on the nodes belong to."""
     checkpoint_bytes: Mapping[str, int] = field(default_factory=dict)
     """Room that these take on each host."""
 
@@ -36,6 +41,7 @@ class NodeRun:
         cls,
         spec: RunSpec,
         run_fingerprint: str,
+        unique_id: str,
         hosts: Hosts,
         transport: Transport,
         checkpoint_bytes: Mapping[str, int],
@@ -45,8 +51,9 @@ class NodeRun:
             name=name_on_nodes(spec.run_name, run_fingerprint),
             folder=spec.run_folder,
             hosts=hosts,
-            nodes=Nodes(transport, hosts.names, spec.storage.scratch, shipped_code(spec.cluster)),
+            nodes=Nodes(transport, hosts.names, spec.storage.scratch, shipped_code(spec.cluster), unique_id),
             keep=spec.storage,
+            owner=Owner(unique_id, socket.gethostname(), str(spec.storage.root), now(), spec.cluster.lease_seconds),
             checkpoint_bytes=checkpoint_bytes,
         )
 

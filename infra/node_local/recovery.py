@@ -35,7 +35,7 @@ def recover(run: NodeRun, progress: Progress) -> None:
     checkpoints were complete and are no more, Unreadable, UnknownVersion and UnlistedFile where that cannot be known,
     and HostError when a host of the run does not answer.
     """
-    former = [host for host in dict.fromkeys(_former(run.folder)) if host not in run.nodes.hosts]
+    former = former_hosts(run)
     if run.nodes.code is not None:  # a launch has sent it to its own hosts alone
         former = hosts_with_code(run.nodes.transport, former, "a former host is not asked for checkpoints")
     nodes = replace(run.nodes, hosts=(*run.nodes.hosts, *former))
@@ -98,6 +98,11 @@ def _move_aside(run: NodeRun, nodes: Nodes, tags: list[str] | None, why: str) ->
             _log.warning("%s, which has trained this run before, keeps its checkpoints: %s", host, answer)
     for tag in tags or ():
         set_aside(run.checkpoints / tag, run.folder / SET_ASIDE, why)
+
+
+def former_hosts(run: NodeRun) -> list[str]:
+    """Hosts that may have parts of checkpoints and are not among the run's any more."""
+    return [host for host in dict.fromkeys(_former(run.folder)) if host not in run.nodes.hosts]
 
 
 def _survey(run: NodeRun, nodes: Nodes) -> Survey:

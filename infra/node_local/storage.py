@@ -2,21 +2,25 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from infra.cluster.shipping import ship
 from infra.node_local import following
+from infra.node_local.claim import claim, end_claim, require_claimed
 from infra.node_local.following import Follower
 from infra.node_local.node_run import NodeRun
 from infra.node_local.providing import provide
-from infra.node_local.recovery import recover
+from infra.node_local.recovery import former_hosts, recover
 from infra.node_local.telling import told_here
 from infra.node_store.collect import collect
 from infra.node_store.inventory import HEAD, inventory_of
+from infra.node_store.ownership import Owner
 from infra.node_store.staging import release
+from infra.node_store.survey import survey
 from infra.node_store.tags import complete_tags
 from infra.stop_signal import is_stop
 from t5train.atomic import write_text
@@ -38,6 +42,33 @@ class NodeLocalStorage:
     write_job: Callable[[Path], Path]
     """Writes the job that ranks on the head would have, in the folder of an attempt."""
     progress: Progress
+    adopt: bool = False
+    """Whether to take the run over from another head whose lease has expired."""
+
+    def claim(self, are_ranks_at_work: bool) -> None:
+        """On the hosts of the run, and on those that have left it and answer."""
+        former = former_hosts(self.run)
+        if self.run.nodes.code is not None:  # a launch has sent it to its own hosts alone
+            lacking = ship(self.run.nodes.transport, former)
+            former = [host for host in former if host not in lacking]
+        hosts = self.run.nodes.hosts
+        required, others = ((), (*hosts, *former)) if are_ranks_at_work else (hosts, former)
+        if adopted := claim(self.run, required, others, self.adopt):
+            self._report(adopted)
+
+    def _report(self, adopted: Sequence[Owner]) -> None:
+        found = complete_tags(survey(self.run.nodes, self.run.name, self.run.checkpoints).found)
+        tags = list(dict.fromkeys(tag.name for tag in found))
+        what = (
+            f"{', '.join(tags)} complete, goes on from {tags[0]}"
+            if tags
+            else "no checkpoint complete, begins at step 0"
+        )
+        _log.warning("run %s is adopted from %s: %s", self.run.folder.name, "; ".join(map(str, adopted)), what)
+
+    def require_claimed(self) -> None:
+        """Asked while ranks are at work."""
+        require_claimed(self.run.folder)
 
     def make_ready(self, attempt_folder: Path) -> Path:
         """Recover the newest checkpoint, and bring it and the token shards to those who read them."""
@@ -97,8 +128,10 @@ class NodeLocalStorage:
 
     def _take_home(self) -> None:
         told_here(partial(following.keep_up, self.run), self.progress)
+        self.require_claimed()
         names = [METRICS, TENSORBOARD, WITNESS_FOLDER]
         collect(self.run.nodes, self.run.first, self.run.place, names, self.run.folder)
+        end_claim(self.run.folder)
         for host, error in release(self.run.nodes, self.run.name).items():
             if error is not None:
                 _log.warning("what was staged on %s for this run stays: %s", host, error)

@@ -6,6 +6,7 @@ from typing import Any
 
 _MODULES = {
     **dict.fromkeys(("inventory", "verify", "prune", "move_aside", "listing", "send", "receive"), "on_node"),
+    **dict.fromkeys(("claim", "disown"), "ownership"),
     **dict.fromkeys(("stage", "release"), "stage_on_node"),
     **dict.fromkeys(("garbage", "free"), "garbage"),
 }

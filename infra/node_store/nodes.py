@@ -16,13 +16,15 @@ Request = dict[str, Any]
 class Nodes:
     """Hosts that share no storage, the way to them, and their scratch folder (None: the default of each).
 
-    ``code`` is the digest of what they were sent, None where it is installed there.
+    ``code`` is the digest of what they were sent, None where it is installed there. ``owner`` is the unique id of the
+    run whose files are read and written there.
     """
 
     transport: Transport
     hosts: tuple[str, ...]
     scratch: Path | None = None
     code: str | None = None
+    owner: str | None = None
 
     def on(self, *hosts: str) -> Self:
         """Some of them."""
@@ -30,7 +32,7 @@ class Nodes:
 
     def request(self, **facts: Any) -> Request:
         """What an action is told."""
-        return {"scratch": self.scratch and str(self.scratch), **facts}
+        return {"scratch": self.scratch and str(self.scratch), "owner": self.owner, **facts}
 
     def ask(
         self, action: str, request_of: Callable[[str], Request], deadline_seconds: float

@@ -1,8 +1,9 @@
 """Who uses what was staged on this node: it stays as long as somebody does.
 
 Who stages a folder holds its lock, which the kernel lets go of with its process. From then on a *pin* holds it for
-the run: a file that counts as long as the run has guards on this node, or was pinned within the last hour and since
-this machine was started, which covers the time before the start and between two attempts. No pin outlives its owner.
+the run: a file that counts as long as the run has guards on this node, its head renews its lease
+(infra.node_store.ownership), or it was pinned within the last hour and since this machine was started, which covers the
+time before the start and between two attempts. No pin outlives its owner.
 """
 
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from infra.attempts import attempt
 from infra.node_folder import attempts_folder
+from infra.node_store.ownership import is_held
 from infra.node_store.paths import SHARDS, STAGED, run_name_of, within
 from infra.processes import boot_id
 from t5train.atomic import write_text
@@ -92,7 +94,9 @@ def _opened_lock(scratch: Path, place: str) -> Iterator[int]:
 def _counts(pinned: Path) -> bool:
     if pinned.read_text("utf-8") != boot_id():
         return False
-    return time.time() - pinned.stat().st_mtime < _PIN_SECONDS or is_at_work(pinned.name)
+    if time.time() - pinned.stat().st_mtime < _PIN_SECONDS or is_at_work(pinned.name):
+        return True
+    return is_held(pinned.parents[2], pinned.name)
 
 
 def _used_at(scratch: Path, place: str) -> float:

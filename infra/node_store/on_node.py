@@ -7,6 +7,7 @@ from typing import Any
 
 from infra.node_store.inventory import inventory_of
 from infra.node_store.node_channel import Telling, node_channel
+from infra.node_store.ownership import require_owner
 from infra.node_store.paths import aside_place, run_place, scratch_folder, within
 from infra.node_store.pulling import Wanted, is_whole, listed, missing_bytes, pull
 from infra.node_store.room import require_room
@@ -43,7 +44,7 @@ def prune(request: dict[str, Any]) -> dict[str, Any]:
 
 def move_aside(request: dict[str, Any]) -> dict[str, Any]:
     """Move the ``tags`` where nothing uses or removes them (None: all of the run); the answer says which were here."""
-    checkpoints = _checkpoints(request)
+    checkpoints = _checkpoints(request)  # which asks for the owner
     here = [name for name in names_in(checkpoints) if _TAG.fullmatch(name)]
     chosen = [tag for tag in here if request["tags"] is None or tag in request["tags"]]
     for tag in chosen:
@@ -53,14 +54,14 @@ def move_aside(request: dict[str, Any]) -> dict[str, Any]:
 
 def listing(request: dict[str, Any]) -> dict[str, Any]:
     """The files ``names`` of ``place``, with their digests."""
-    folder = within(scratch_folder(request["scratch"]), request["place"])
+    _, folder = _place(request)
     return {"files": [each.to_json() for each in listed(folder, request["names"])]}
 
 
 def send(request: dict[str, Any]) -> None:
     """Send what is asked for of the folder ``place``, until stdin ends."""
     channel = node_channel()
-    folder = within(scratch_folder(request["scratch"]), request["place"])
+    _, folder = _place(request)
     while (message := channel.hear()) is not None:
         channel.answer(message, files_in(folder))
 
@@ -70,8 +71,8 @@ def receive(request: dict[str, Any]) -> None:
 
     What cannot be read now is moved aside; so is a pickle that is not one of ``recorded``, unless that is None.
     """
-    scratch = scratch_folder(request["scratch"])
-    folder, wanted = within(scratch, request["place"]), [Wanted(**each) for each in request["files"]]
+    scratch, folder = _place(request)
+    wanted = [Wanted(**each) for each in request["files"]]
     if request["recorded"] is not None:
         for name in unlisted(names_in(folder), request["recorded"]):
             set_aside(folder / name, _aside(request), "it is of another saving than the one that is resumed")
@@ -88,4 +89,12 @@ def _aside(request: dict[str, Any]) -> Path:
 
 
 def _checkpoints(request: dict[str, Any]) -> Path:
-    return within(within(scratch_folder(request["scratch"]), run_place(request["run_name"])), CHECKPOINTS)
+    _, folder = _place(request | {"place": run_place(request["run_name"])})
+    return within(folder, CHECKPOINTS)
+
+
+def _place(request: dict[str, Any]) -> tuple[Path, Path]:
+    """The scratch folder, and the folder within it that is asked for; RunOwned if that is of another head's run."""
+    scratch = scratch_folder(request["scratch"])
+    require_owner(scratch, request["place"], request["owner"])
+    return scratch, within(scratch, request["place"])

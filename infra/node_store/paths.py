@@ -6,6 +6,7 @@
         shards/{name}/                  staged token shards, named as on the root
         staged/{name}-{fingerprint}/    other folders that a run begins from, staged
         runs/{name}/checkpoints/        by ``name_on_nodes``: what this node's ranks wrote, a folder a tag
+        runs/{name}/owner.json          which run that belongs to (infra.node_store.ownership)
         set-aside/{name}/               what of it must neither be used nor deleted; nothing prunes or frees it
 
 The scratch folder is ``storage.scratch``, by default within the node folder.
@@ -54,7 +55,9 @@ def staged_place(name: str, fingerprint: str) -> str:
 
 
 def name_on_nodes(run_name: str, run_fingerprint: str) -> str:
-    """How a run is called on nodes, so that another of its name, from another root, does not meet its files."""
+    """What a run is called on nodes. One of the same name and settings under another root is called the same, and is
+    told apart by its owner (infra.node_store.ownership).
+    """
     return f"{run_name}-{run_fingerprint[:12]}"
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from infra.node_store import relay
+from infra.node_store import ownership, relay
 from infra.node_store.garbage import size_of
 from infra.node_store.node_channel import Telling, node_channel
 from infra.node_store.occupancy import pin, staging_lock, unpin
@@ -20,6 +20,7 @@ def stage(request: dict[str, Any]) -> None:
     """Take ``files`` into ``place`` for run ``run_name``, and serve them to who knows ``token`` until stdin ends."""
     scratch, place = scratch_folder(request["scratch"]), str(request["place"])
     folder, wanted = within(scratch, place), [Wanted(**each) for each in request["files"]]
+    ownership.require_owner(scratch, run_place(request["run_name"]), request["owner"])
     with staging_lock(scratch, place):
         require_room(scratch, missing_bytes(folder, wanted), place, _still_to_write(scratch, request))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -40,7 +41,10 @@ def _still_to_write(scratch: Path, request: Message) -> int:
 
 def release(request: dict[str, Any]) -> dict[str, Any]:
     """Run ``run_name`` has ended: what was staged for it may go when room is needed."""
-    unpin(scratch_folder(request["scratch"]), request["run_name"])
+    scratch, run_name = scratch_folder(request["scratch"]), request["run_name"]
+    ownership.require_owner(scratch, run_place(run_name), request["owner"])
+    unpin(scratch, run_name)
+    ownership.release(scratch, run_name)
     return {}
 
 

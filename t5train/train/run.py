@@ -5,6 +5,7 @@ Nothing here imports torch.
 
 import json
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,11 +59,23 @@ def open_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
     identity = run_identity(spec, shards)
     if not is_there(path):
         spec.run_folder.mkdir(parents=True, exist_ok=True)
-        write_json(
-            path, {"fingerprint": fingerprint(identity), "identity": identity, "spec": spec.model_dump(mode="json")}
-        )
+        begun = {"fingerprint": fingerprint(identity), "identity": identity, "spec": spec.model_dump(mode="json")}
+        write_json(path, begun | {"unique_id": _new_id()})
         return
     require_same(spec.run_name, path, identity)
+    if unique_id(spec.run_folder) is None:  # begun by a version that gave runs none
+        write_json(path, json.loads(path.read_text("utf-8")) | {"unique_id": _new_id()})
+
+
+def unique_id(run_folder: Path) -> str | None:
+    """What tells a run from others of its name and settings under other roots; None before it has begun."""
+    path = run_folder / run_files.RUN
+    found = _begun(path, lambda begun: begun.get("unique_id")) if is_there(path) else None
+    return None if found is None else str(found)
+
+
+def _new_id() -> str:
+    return secrets.token_hex(16)
 
 
 def begun_fingerprint(run_folder: Path) -> str | None:

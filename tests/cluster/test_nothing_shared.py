@@ -127,6 +127,17 @@ def test_what_was_saved_is_gathered_whole_and_lies_on_nodes_in_parts(trained: Ap
     assert not (trained.on("node0") / "checkpoints" / LAST / SHARD_OF_1).exists()
 
 
+def test_another_head_with_a_run_of_that_name_and_settings_is_kept_away_from_its_checkpoints(trained: Apart) -> None:
+    other = f"{ROOT}-other"
+    shutil.copytree(trained.root / "shards", trained.cluster.disk("head", other) / "shards")
+    ended = trained.stage.start("train", RUN, HOSTS, root=Path(other)).wait(SECONDS)
+    assert ended.exit_code == 1
+    assert re.search(
+        rf"on node0, node1 are owned by head \S+, root {ROOT}, since 20.*--adopt.*another --name", ended.told
+    )
+    assert not trained.cluster.disk("head", f"{other}/runs/{RUN}/attempts").exists(), "no attempt was begun"
+
+
 def test_a_wiped_node_a_flipped_bit_and_another_ones_latest_are_made_good_from_the_gathered_copy(
     trained: Apart, undisturbed: Any
 ) -> None:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -5,8 +6,11 @@ import pytest
 
 from infra.cluster.hosts import Host, Hosts
 from infra.node_local.node_run import NodeRun
+from infra.node_store.ownership import Owner
 from t5train.spec import StorageSpec
 from tests.infra.node_store.conftest import RUN, Site
+
+OWNER = Owner("1" * 32, "this-head", "/this/root", "2026-01-01T00:00:00", lease_seconds=60.0)
 
 
 @pytest.fixture
@@ -19,4 +23,5 @@ def site(tmp_path: Path, local_hosts: Any) -> Site:
 def run(site: Site) -> NodeRun:
     """The run, of which a checkpoint is kept."""
     hosts = Hosts(tuple(Host(name, (0,)) for name in site.nodes.hosts))
-    return NodeRun(RUN, site.checkpoints.parent, hosts, site.nodes, StorageSpec(keep_last=1))
+    nodes = replace(site.nodes, owner=OWNER.unique_id)
+    return NodeRun(RUN, site.checkpoints.parent, hosts, nodes, StorageSpec(keep_last=1), OWNER)

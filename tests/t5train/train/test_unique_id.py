@@ -1,0 +1,46 @@
+"""Every run is told apart from others of its name and settings."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from t5train.recipes import recipe
+from t5train.records import TokenShards
+from t5train.spec import RunSpec
+from t5train.train.run import begun_fingerprint, open_run, unique_id
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> TokenShards:
+    return TokenShards(path=tmp_path / "shards", fingerprint="5" * 64, files={})
+
+
+def spec_in(root: Path) -> RunSpec:
+    return recipe("smoke").with_settings({"storage.root": str(root), "name": "run"})
+
+
+def test_runs_of_one_name_and_settings_under_two_roots_have_ids_of_their_own(
+    tmp_path: Path, shards: TokenShards
+) -> None:
+    specs = [spec_in(tmp_path / root) for root in "ab"]
+    assert unique_id(specs[0].run_folder) is None
+    for spec in specs * 2:  # the second time they go on
+        open_run(spec, shards)
+    ids = [unique_id(spec.run_folder) for spec in specs]
+    assert [len(bytes.fromhex(each or "")) * 8 for each in ids] == [128, 128]
+    assert ids[0] != ids[1]
+    assert len({begun_fingerprint(spec.run_folder) for spec in specs}) == 1
+    again = unique_id(specs[0].run_folder)
+    assert again == ids[0], "an id stays for good"
+
+
+def test_a_run_of_an_earlier_version_gets_an_id_at_its_next_start(tmp_path: Path, shards: TokenShards) -> None:
+    spec = spec_in(tmp_path)
+    open_run(spec, shards)
+    path = spec.run_folder / "run.json"
+    begun = json.loads(path.read_text())
+    del begun["unique_id"]
+    path.write_text(json.dumps(begun))
+    open_run(spec, shards)
+    assert json.loads(path.read_text()) == begun | {"unique_id": unique_id(spec.run_folder)}
