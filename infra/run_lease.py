@@ -85,7 +85,12 @@ class RunLease:
         self.lost_to: Holder | None = None
         """Who has taken the run over, after this process could not renew its record for too long."""
         self._await_silence()
-        self._write(os.O_CREAT)
+        try:
+            self._write(os.O_CREAT)
+        except OSError as error:
+            raise StorageError(
+                f"{run_folder / HOLDER} cannot be written: {error.strerror}; make room, or repair its permissions"
+            ) from error
         self._settle()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease of the run", daemon=True)

@@ -143,7 +143,7 @@ def _started(
         argv = launch_command(
             spec.cluster, spec.hosts, launcher.folder, master=(fit.meeting.address, fit.port), program=program
         )
-        boot_ids = _prepare(spec, this, transport, fit, job)
+        boot_ids = _prepare(spec, this, transport, fit, job, storage.owner)
         lease.renew(launcher.folder)  # what came before may have taken long
         launcher.start(this, argv, spec.cluster.accelerator)
         supervision = Supervision(this, transport, launcher.folder, boot_ids)
@@ -161,7 +161,9 @@ def _with_claim(storage: RunStorage, on_tick: Callable[[], None]) -> Callable[[]
     return tick
 
 
-def _prepare(spec: ClusterLaunchSpec, this: Attempt, transport: Transport, fit: Fit, job: Path) -> dict[str, str]:
+def _prepare(
+    spec: ClusterLaunchSpec, this: Attempt, transport: Transport, fit: Fit, job: Path, owner: str | None
+) -> dict[str, str]:
     """Have every host make its folder of the attempt; their boot ids."""
     environment = travelling_environment(this, accelerator=this.accelerator, names=spec.cluster.environment)
     environment |= path_to(this.code)
@@ -174,6 +176,7 @@ def _prepare(spec: ClusterLaunchSpec, this: Attempt, transport: Transport, fit: 
                 "attempt": own.facts(),
                 "environment": _interface(fit.meeting.interfaces[host.name]) | environment,
                 "meeting": {"address": fit.meeting.address, "port": fit.port},
+                "owner": owner,
                 "files": {job.name: job.read_text("utf-8")},
             }
         )

@@ -10,6 +10,11 @@ from typing import Protocol
 class RunStorage(Protocol):
     """Where the files of a run are while its ranks are at work."""
 
+    @property
+    def owner(self) -> str | None:
+        """Unique id of the run that files on the hosts' own disks belong to; None where there are none."""
+        ...
+
     def claim(self, are_ranks_at_work: bool) -> None:
         """Have the run's files on its hosts for this head alone; RunOwned if another head has them.
 
@@ -39,6 +44,10 @@ class SharedStorage:
     """The root itself, which every host has."""
 
     write_job: Callable[[Path], Path]
+
+    @property
+    def owner(self) -> None:
+        """Hosts have no files of their own."""
 
     def claim(self, are_ranks_at_work: bool) -> None:
         """The lock of the run's folder is enough."""

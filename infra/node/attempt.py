@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import json
 import shutil
 import sys
 import tarfile
@@ -13,8 +14,10 @@ from infra.attempts import attempt, lease
 from infra.environment import ENVIRONMENT
 from infra.node.end import MEETING, remove_segments
 from infra.node_folder import attempt_folder
+from infra.node_store.ownership import require_owner_of
 from t5train.atomic import write_json, write_text
 from t5train.errors import StorageError
+from t5train.run_files import ATTEMPT_SPEC
 
 _KEPT_BYTES = 32 << 20
 """Of a log that is longer, the end is gathered."""
@@ -23,8 +26,10 @@ _KEPT_BYTES = 32 << 20
 def prepare(request: dict[str, Any]) -> dict[str, Any]:
     """Make the folder of attempt ``run_id``, with what guard and ranks are to know; it must not be there yet.
 
-    ``attempt``, ``environment`` and ``meeting`` are JSON, ``files`` are texts by name.
+    ``attempt``, ``environment`` and ``meeting`` are JSON, ``files`` are texts by name. ``owner`` is the unique id of
+    the run, if its ranks write on this machine's own disk; RunOwned is raised if another head has the run there by now.
     """
+    _require_own_run(request)
     folder = attempt_folder(request["run_id"])
     try:
         folder.mkdir(mode=0o700)
@@ -38,6 +43,12 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     remove_segments(folder)  # nothing listens there, so what lies there is a dead run's
     lease.begin(folder)
     return {"folder": str(folder), "boot_id": processes.boot_id()}
+
+
+def _require_own_run(request: dict[str, Any]) -> None:
+    if request["owner"] is not None:
+        job = json.loads(request["files"][ATTEMPT_SPEC])
+        require_owner_of(Path(job["run_folder"]), request["owner"])
 
 
 def logs(request: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from t5train.errors import HostError, RunOwned
 _DEADLINE_SECONDS = 60.0
 _SHORTEST_DEADLINE_SECONDS = 5.0
 _RENEWALS_IN_A_LEASE = 4
+_END_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 _claims: dict[Path, "Claim"] = {}
 
@@ -85,9 +86,9 @@ class Claim:
         self._thread.start()
 
     def end(self) -> None:
-        """Renew nothing from now on."""
+        """Renew nothing from now on; a renewal that a host does not answer is not waited for."""
         self._ended.set()
-        self._thread.join()
+        self._thread.join(_END_SECONDS)
 
     def _renew(self) -> None:
         interval = self._run.owner.lease_seconds / _RENEWALS_IN_A_LEASE

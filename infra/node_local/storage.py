@@ -45,6 +45,11 @@ class NodeLocalStorage:
     adopt: bool = False
     """Whether to take the run over from another head whose lease has expired."""
 
+    @property
+    def owner(self) -> str:
+        """As RunStorage has it."""
+        return self.run.owner.unique_id
+
     def claim(self, are_ranks_at_work: bool) -> None:
         """On the hosts of the run, and on those that have left it and answer."""
         former = former_hosts(self.run)

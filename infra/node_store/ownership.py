@@ -85,9 +85,12 @@ def disown(request: dict[str, Any]) -> dict[str, Any]:
 def require_owner(scratch: Path, place: str, unique_id: str | None) -> None:
     """Raise RunOwned if ``place`` is of a run that belongs to another than the one with that id."""
     parts = PurePosixPath(place).parts
-    if parts[:1] != (RUNS,) or len(parts) == 1:
-        return
-    folder = within(scratch, run_place(parts[1]))
+    if parts[:1] == (RUNS,) and len(parts) > 1:
+        require_owner_of(within(scratch, run_place(parts[1])), unique_id)
+
+
+def require_owner_of(folder: Path, unique_id: str | None) -> None:
+    """Raise RunOwned if the run's folder on this node belongs to another than the one with that id."""
     found = owner_of(folder)
     if found is not None and found.unique_id != unique_id:
         raise RunOwned(f"{folder} belongs to {found}: start the run under another --name")
@@ -100,7 +103,11 @@ def release(scratch: Path, run_name: str) -> None:
 
 def is_held(scratch: Path, run_name: str) -> bool:
     """Whether the head of a run has renewed its lease in time, or ranks of the run are at work here."""
-    folder = within(scratch, run_place(run_name))
+    return is_held_at(within(scratch, run_place(run_name)))
+
+
+def is_held_at(folder: Path) -> bool:
+    """The same of a run whose folder on this node is known."""
     found = owner_of(folder)
     return found is not None and _left_seconds(folder, found) > 0
 
@@ -143,7 +150,9 @@ def _writes_into(folder: Path, spec: Path) -> bool:
         job = json.loads(spec.read_text("utf-8"))
         if not job.get("node_local") or Path(job["run_folder"]).resolve() != folder.resolve():
             return False
-        return bool(attempt.read(spec.parent).guards())
+        this = attempt.read(spec.parent)
+        # Before guards are there, the attempt's own lease tells that ranks are about to start.
+        return bool(this.guards()) or lease.age_seconds(spec.parent) <= (this.lease_seconds or 0)
     except FileNotFoundError:  # it is just being prepared or removed
         return False
 

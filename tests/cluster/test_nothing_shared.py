@@ -70,7 +70,7 @@ class Apart:
 
     def take_back(self, hosts: list[str]) -> None:
         """Let the run have ended after its first checkpoint."""
-        (self.folder / "manifest.json").unlink()
+        (self.folder / "manifest.json").unlink(missing_ok=True)
         for folder in (self.folder, *map(self.on, hosts)):
             shutil.rmtree(folder / "checkpoints" / LAST, ignore_errors=True)
             shutil.rmtree(folder / "witness", ignore_errors=True)
@@ -127,7 +127,9 @@ def test_what_was_saved_is_gathered_whole_and_lies_on_nodes_in_parts(trained: Ap
     assert not (trained.on("node0") / "checkpoints" / LAST / SHARD_OF_1).exists()
 
 
-def test_another_head_with_a_run_of_that_name_and_settings_is_kept_away_from_its_checkpoints(trained: Apart) -> None:
+def test_another_head_is_kept_away_from_the_checkpoints_of_a_run_of_that_name_until_it_adopts_them(
+    trained: Apart, undisturbed: Any
+) -> None:
     other = f"{ROOT}-other"
     shutil.copytree(trained.root / "shards", trained.cluster.disk("head", other) / "shards")
     ended = trained.stage.start("train", RUN, HOSTS, root=Path(other)).wait(SECONDS)
@@ -136,6 +138,16 @@ def test_another_head_with_a_run_of_that_name_and_settings_is_kept_away_from_its
         rf"on node0, node1 are owned by head \S+, root {ROOT}, since 20.*--adopt.*another --name", ended.told
     )
     assert not trained.cluster.disk("head", f"{other}/runs/{RUN}/attempts").exists(), "no attempt was begun"
+    adopting = trained.stage.start("train", RUN, [*HOSTS, "--adopt"], root=Path(other)).wait(SECONDS)
+    assert adopting.exit_code == 0, adopting.output[-4000:]
+    assert re.search(rf"is adopted from head \S+, root {ROOT}, since \S+: {LAST}", adopting.output)
+    folder = trained.cluster.disk("head", f"{other}/runs/{RUN}")
+    assert TrainJob.read(folder / "attempts/0001/spec.json").resume_tag == LAST
+    assert weights(folder) == undisturbed
+    (trained.folder / "manifest.json").unlink()
+    back = trained.train()
+    assert back.exit_code == 1
+    assert f"root {other}, since" in back.told
 
 
 def test_a_wiped_node_a_flipped_bit_and_another_ones_latest_are_made_good_from_the_gathered_copy(
@@ -145,7 +157,7 @@ def test_a_wiped_node_a_flipped_bit_and_another_ones_latest_are_made_good_from_t
     trained.wipe("node1")
     flip(trained.on("node0") / "checkpoints" / FIRST / SHARD_OF_0)
     (trained.on("node0") / "checkpoints" / "latest").write_text("step-00000099")
-    ended = trained.train()
+    ended = trained.train([*HOSTS, "--adopt"])  # from the other head, if there was one
     assert ended.exit_code == 0, ended.output[-4000:]
     assert weights(trained.folder) == undisturbed
 

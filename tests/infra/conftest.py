@@ -109,7 +109,7 @@ class LocalHosts:
         for host in this.hosts or {}:
             request = {
                 "run_id": this.run_id, "attempt": replace(this, host=host, hosts=None).facts(), "environment": {},
-                "meeting": {"address": "127.0.0.1", "port": 20001}, "files": {},
+                "meeting": {"address": "127.0.0.1", "port": 20001}, "files": {}, "owner": None,
             }  # fmt: skip
             stdin = json.dumps(request).encode() + b"\n"
             run(self, host, node_command("prepare", None), stdin=stdin, deadline_seconds=20)

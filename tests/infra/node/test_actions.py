@@ -58,8 +58,9 @@ def prepared(local_hosts: Hosts, act: Act) -> Path:
     }  # fmt: skip
     meeting = {"address": "127.0.0.1", "port": 20001}
     answer = act(
-        "prepare", run_id=RUN_ID, attempt=facts, environment={"A": "1"}, meeting=meeting, files={"spec.json": "{}\n"}
-    )
+        "prepare", run_id=RUN_ID, attempt=facts, environment={"A": "1"}, meeting=meeting, owner=None,
+        files={"spec.json": "{}\n"},
+    )  # fmt: skip
     folder = local_hosts.attempt_folder("a", RUN_ID)
     assert answer["folder"] == str(folder)
     return folder
@@ -109,7 +110,18 @@ def test_an_attempt_is_prepared_once_with_all_that_its_ranks_are_to_know(prepare
     )
     assert lease.age_seconds(prepared) < 5
     with pytest.raises(AssertionError, match=r"StorageError.*is there already"):
-        act("prepare", run_id=RUN_ID)
+        act("prepare", run_id=RUN_ID, owner=None)
+
+
+def test_no_ranks_are_prepared_for_a_run_that_another_head_has_taken_over(
+    local_hosts: Hosts, act: Act, tmp_path: Path
+) -> None:
+    owner = {"unique_id": "2" * 32, "head": "other", "root": "/root", "since": "then", "lease_seconds": 60.0}
+    (tmp_path / "owner.json").write_text(json.dumps(owner))
+    files = {"spec.json": json.dumps({"node_local": True, "run_folder": str(tmp_path)})}
+    with pytest.raises(AssertionError, match=r"RunOwned: .* belongs to head other, root /root, since then"):
+        act("prepare", run_id=RUN_ID, owner="1" * 32, files=files)
+    assert not local_hosts.attempt_folder("a", RUN_ID).exists()
 
 
 def test_a_window_tells_of_lines_errors_and_ends_and_goes_on_where_the_last_one_was(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from infra.attempts.attempt import Attempt
+from infra.attempts.lease import LEASE
 from infra.node_local.claim import claim, end_claim, require_claimed
 from infra.node_local.node_run import NodeRun
 from infra.node_local.storage import NodeLocalStorage
@@ -37,17 +38,16 @@ def _is_lost(run: NodeRun) -> bool:
 
 @pytest.fixture
 def first(run: NodeRun) -> Iterator[NodeRun]:
-    """The run of a head, with a short lease."""
-    first = replace(run, owner=replace(run.owner, lease_seconds=SECONDS))
-    with run_lock(first.folder):
-        yield first
+    """The run of a head."""
+    with run_lock(run.folder):
+        yield run
 
 
 @pytest.fixture
 def second(run: NodeRun, tmp_path: Path) -> Iterator[NodeRun]:
     """A run of the same name and settings, of another head with another root."""
     folder = tmp_path / "other-root" / "runs" / "smoke"
-    owner = Owner("2" * 32, "other-head", str(tmp_path / "other-root"), "2026-02-02T00:00:00", SECONDS)
+    owner = Owner("2" * 32, "other-head", str(tmp_path / "other-root"), "2026-02-02T00:00:00", 60.0)
     with run_lock(folder):
         yield replace(run, folder=folder, owner=owner, nodes=replace(run.nodes, owner=owner.unique_id))
 
@@ -56,9 +56,15 @@ def claimed(run: NodeRun, adopt: bool = False) -> list[Owner]:
     return claim(run, run.nodes.hosts, (), adopt)
 
 
-def die(run: NodeRun) -> None:
-    """What a head that was killed does from then on."""
+def quick(run: NodeRun) -> NodeRun:
+    return replace(run, owner=replace(run.owner, lease_seconds=SECONDS))
+
+
+def die(site: Site, run: NodeRun) -> None:
+    """What a head does that was killed long ago."""
     end_claim(run.folder)
+    for host in site.nodes.hosts:
+        (site.scratch(host) / run.place / LEASE).write_text(f"{time.monotonic() - 61:<24.3f}")
 
 
 def owners(site: Site, run: NodeRun) -> list[str]:
@@ -73,8 +79,7 @@ def test_a_second_head_is_refused_with_the_owner_and_what_to_do(site: Site, firs
         claimed(second)
     with pytest.raises(RunOwned, match="that head is alive"):
         claimed(second, adopt=True)
-    die(first)
-    time.sleep(SECONDS + 0.2)
+    die(site, first)
     with pytest.raises(RunOwned, match="its lease has expired: take the run over with --adopt, or choose another"):
         claimed(second)
     assert owners(site, first) == [first.owner.unique_id] * 2
@@ -105,8 +110,7 @@ def test_a_dead_heads_run_is_adopted_with_its_checkpoints_and_the_dead_head_stay
 ) -> None:
     claimed(first)
     site.save(8)
-    end_claim(first.folder)
-    time.sleep(SECONDS + 0.2)
+    die(site, first)
 
     def write_job(folder: Path) -> Path:
         raise StopIteration(sidecar.complete_tags(second.checkpoints))
@@ -125,7 +129,7 @@ def test_a_dead_heads_run_is_adopted_with_its_checkpoints_and_the_dead_head_stay
 
 
 def test_a_head_that_is_superseded_while_it_works_notices_it(site: Site, first: NodeRun, until: Until) -> None:
-    claimed(first)
+    claimed(quick(first))
     require_claimed(first.folder)
     path = site.scratch("b") / first.place / OWNER
     path.write_text(json.dumps(json.loads(path.read_text()) | {"unique_id": "2" * 32, "head": "other-head"}))
@@ -138,7 +142,7 @@ def test_a_head_that_is_superseded_while_it_works_notices_it(site: Site, first: 
 def test_the_lease_is_renewed_for_as_long_as_the_run_is_held_and_expires_afterwards(
     run: NodeRun, second: NodeRun
 ) -> None:
-    first = replace(run, owner=replace(run.owner, lease_seconds=SECONDS))
+    first = quick(run)
     with run_lock(first.folder):
         claimed(first)
         time.sleep(SECONDS + 1)  # as between two attempts, and while the head verifies what it has
@@ -149,10 +153,9 @@ def test_the_lease_is_renewed_for_as_long_as_the_run_is_held_and_expires_afterwa
 
 
 def test_a_finished_run_can_be_adopted_at_once(first: NodeRun, second: NodeRun) -> None:
-    slow = replace(first, owner=replace(first.owner, lease_seconds=600.0))
-    claimed(slow)
-    end_claim(slow.folder)
-    assert not any(release(slow.nodes, slow.name).values())
+    claimed(first)
+    end_claim(first.folder)
+    assert not any(release(first.nodes, first.name).values())
     assert [owner.head for owner in claimed(second, adopt=True)] == ["this-head"]
 
 
@@ -173,15 +176,14 @@ def test_folders_of_earlier_versions_belong_to_the_first_that_comes(
 
 
 def test_the_run_of_a_copied_root_is_refused_while_the_first_is_alive(
-    first: NodeRun, run: NodeRun, tmp_path: Path
+    site: Site, first: NodeRun, tmp_path: Path
 ) -> None:
     claimed(first)
     copy = replace(first, folder=tmp_path / "copy", owner=replace(first.owner, head="copy-head"))
     with run_lock(copy.folder):
         with pytest.raises(RunOwned, match=r"owned by head this-head.*alive"):
             claimed(copy)
-        die(first)
-        time.sleep(SECONDS + 0.2)
+        die(site, first)
         assert claimed(copy) == [], "then it has moved"
 
 
@@ -189,7 +191,7 @@ def test_ranks_that_outlive_their_head_keep_the_run(
     site: Site, first: NodeRun, second: NodeRun, local_hosts: Any, until: Until, start: Callable[..., Any]
 ) -> None:
     claimed(first)
-    die(first)
+    die(site, first)
     this = Attempt(local_hosts.attempt_folder("a", "id"), "id", "smoke", 1, None, 60.0)
     this.folder.mkdir(parents=True, mode=0o700)
     this.folder.parent.chmod(0o700)
@@ -199,7 +201,6 @@ def test_ranks_that_outlive_their_head_keep_the_run(
     guard = start("-c", "import time; time.sleep(600)")
     identity = ProcessIdentity.of(guard.pid)
     this.write_process("rank-00000", identity, identity)
-    time.sleep(SECONDS + 0.2)
     with pytest.raises(RunOwned, match="alive: its lease on a"):
         claimed(second, adopt=True)
     guard.kill()
