@@ -1,9 +1,9 @@
 """``gc``: what no run needs, on this machine and on hosts, and how much room it takes."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, TypeVar
 
 import typer
@@ -18,16 +18,24 @@ from flows.options import (
     root_of,
     settings,
 )
-from flows.resolve import resolve
-from flows.terminal import complain, say, show_table
-from infra.cluster.hosts import read_hosts
+from flows.terminal import complain, say, show_table, stage_display
+from infra.cluster.hosts import chosen_hosts, spare_hosts
 from infra.cluster.remote import Ssh
 from infra.cluster.shipping import ship, shipped_code
-from infra.node_store.collection import finished_runs, free_on, free_under, garbage_on, garbage_under
+from infra.node_store.collection import (
+    free_of_heads,
+    free_on,
+    free_under,
+    garbage_of_heads,
+    garbage_on,
+    garbage_under,
+)
+from infra.node_store.finished import FinishedRun, finished_runs, known_attempts, verified
 from infra.node_store.garbage import Garbage
 from infra.node_store.nodes import Nodes
 from t5train.errors import HostError
-from t5train.spec import RunSpec
+from t5train.run_files import RUNS
+from t5train.spec import MachinesSpec
 
 _COLUMNS = ["host", "what", "size", "why"]
 _HEAD = "this machine"
@@ -50,32 +58,49 @@ def gc(
 ) -> None:
     """Show what no run needs, under the root and on the hosts of a hostfile, and remove it with --free."""
     changed = settings(changes) | host_settings(hostfile, include, None, None, None, ship_code=ship_code)
-    spec = resolve("smoke", changed, root=root)
-    finished, own = finished_runs(root_of(root)), list(garbage_under(root_of(root)))
-    with _nodes(spec) as (nodes, lacking):
-        answers = lacking | garbage_on(nodes, finished)
-        found = {_HEAD: own} | _heard(answers)
+    machines, place = MachinesSpec.of(changed), root_of(root)
+    finished, attempts = finished_runs(place), known_attempts(place)
+    own, of_heads = list(garbage_under(place)), list(garbage_of_heads(attempts))
+    with _nodes(machines) as (nodes, lacking):
+        answers = lacking | garbage_on(nodes, finished, attempts)
+        found = {_HEAD: [*own, *of_heads]} | _heard(answers)
         show_table(_COLUMNS, [row for host, each in found.items() for row in _rows(host, each)])
         if free:
-            freed = {_HEAD: free_under(root_of(root), own)} | _heard(free_on(nodes, finished, found))
+            verified_runs = _verified(finished, found)
+            freed = {_HEAD: free_under(place, own) + free_of_heads(attempts, of_heads)}
+            freed |= _heard(free_on(nodes, verified_runs, attempts, found))
             say(f"{sum(map(len, freed.values()))} removed")
         else:
-            say(_summary(sum(each.size for share in found.values() for each in share)))
+            say(_summary(sum(each.size for share in found.values() for each in share if not each.is_kept)))
     if len(found) <= len(answers):
         raise typer.Exit(1)
 
 
+def _verified(finished: list[FinishedRun], found: Mapping[str, Iterable[Garbage]]) -> list[FinishedRun]:
+    """The finished runs, where the head's copy is verified of those that hosts are to remove; a line for each fault."""
+    names = {PurePath(each.place).name for share in found.values() for each in share if _is_run(each)}
+    with stage_display() as progress:
+        checked = list(verified(finished, names, progress))
+    for before, run in zip(finished, checked, strict=True):
+        if run.fault and not before.fault:
+            complain(f"kept on all hosts: {run.name}, as the head's copy is not whole: {run.fault}")
+    return checked
+
+
+def _is_run(garbage: Garbage) -> bool:
+    return not garbage.is_kept and garbage.place.startswith(f"{RUNS}/")
+
+
 @contextmanager
-def _nodes(spec: RunSpec) -> Iterator[tuple[Nodes, dict[str, HostError]]]:
+def _nodes(machines: MachinesSpec) -> Iterator[tuple[Nodes, dict[str, HostError]]]:
     """The hosts of the hostfile, none without one; and why others of it did not get the code that they are to run."""
-    hosts = read_hosts(spec.cluster).names if spec.cluster.hostfile else ()
+    cluster = machines.cluster
+    hosts = (*chosen_hosts(cluster).names, *spare_hosts(cluster).names) if cluster.hostfile else ()
     with tempfile.TemporaryDirectory(prefix="t5-gc-") as folder:
-        transport, code = Ssh.configured(spec.cluster, Path(folder)), shipped_code(spec.cluster)
+        transport, code = Ssh.configured(cluster, Path(folder)), shipped_code(cluster)
         lacking = ship(transport, hosts) if code else {}
-        yield (
-            Nodes(transport, tuple(host for host in hosts if host not in lacking), spec.storage.scratch, code),
-            lacking,
-        )
+        reached = tuple(host for host in hosts if host not in lacking)
+        yield Nodes(transport, reached, machines.storage.scratch, code), lacking
 
 
 def _heard(answers: dict[str, T | HostError]) -> dict[str, T]:

@@ -21,7 +21,7 @@ from t5train.errors import StorageError
 from t5train.private_folder import private_folder
 
 PARENT = Path("/var/tmp")  # noqa: S108 - outlives a reboot, is on a disk, and is there on every machine
-CODE = "code"
+ATTEMPTS, CODE, HEADS = "attempts", "code", "heads"
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}")
 
 
@@ -40,7 +40,7 @@ def node_folder() -> Path:
 
 def attempts_folder() -> Path:
     """Where attempts of this machine lie, one folder a run id."""
-    return private_folder(node_folder() / "attempts")
+    return private_folder(node_folder() / ATTEMPTS)
 
 
 def locks_folder() -> Path:
@@ -60,7 +60,12 @@ def attempt_folder(run_id: str) -> Path:
 
 def head_folder(run_id: str) -> Path:
     """Where the head keeps what is its own of that attempt; StorageError if the id is not fit for a name."""
-    return private_folder(node_folder() / "heads") / _fit(run_id)
+    return heads_folder() / _fit(run_id)
+
+
+def heads_folder() -> Path:
+    """Where heads of this machine keep what is their own, one folder a run id."""
+    return private_folder(node_folder() / HEADS)
 
 
 def _fit(run_id: str) -> str:

@@ -3,39 +3,29 @@
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from infra.node_folder import heads_folder
+from infra.node_store.finished import FinishedRun, idle_runs
 from infra.node_store.garbage import Garbage, size_of
 from infra.node_store.inventory import HEAD, inventory_of
+from infra.node_store.left_attempts import KnownAttempts, left_attempts
 from infra.node_store.nodes import Nodes
-from infra.node_store.paths import name_on_nodes
 from infra.node_store.tags import superfluous
-from infra.run_lock import holder, run_lock
+from infra.run_lock import run_lock
 from t5train.atomic_folder import discard
-from t5train.errors import HostError, RecordError, RunLocked, UnknownVersion, Unreadable
-from t5train.presence import visible_in
-from t5train.records import Checkpoint
-from t5train.run_files import CHECKPOINTS, RUNS
+from t5train.errors import HostError, RunLocked
+from t5train.run_files import CHECKPOINTS
 
 _DEADLINE_SECONDS = 600.0
 _log = logging.getLogger(__name__)
 
 
-def finished_runs(root: Path) -> list[str]:
-    """The runs under a root that have ended and that nobody works on, by ``name_on_nodes``."""
-    found = []
-    for folder in _runs(root):
-        try:
-            found.append(name_on_nodes(folder.name, Checkpoint.load(folder).fingerprint))
-        except RecordError:
-            continue
-        except (Unreadable, UnknownVersion) as error:
-            _log.warning("what hosts have of %s is kept: %s", folder.name, error)
-    return found
-
-
-def garbage_on(nodes: Nodes, finished: Sequence[str]) -> dict[str, list[Garbage] | HostError]:
+def garbage_on(
+    nodes: Nodes, finished: Sequence[FinishedRun], attempts: KnownAttempts
+) -> dict[str, list[Garbage] | HostError]:
     """What no run needs on each host; of one that does not answer, the error."""
-    answers = nodes.ask("garbage", lambda _: nodes.request(finished=list(finished)), _DEADLINE_SECONDS)
+    answers = nodes.ask("garbage", lambda _: _request(nodes, finished, attempts), _DEADLINE_SECONDS)
     return {
         host: each if isinstance(each, HostError) else [Garbage(**one) for one in each["found"]]
         for host, each in answers.items()
@@ -43,27 +33,54 @@ def garbage_on(nodes: Nodes, finished: Sequence[str]) -> dict[str, list[Garbage]
 
 
 def free_on(
-    nodes: Nodes, finished: Sequence[str], found: Mapping[str, Sequence[Garbage]]
+    nodes: Nodes,
+    finished: Sequence[FinishedRun],
+    attempts: KnownAttempts,
+    found: Mapping[str, Sequence[Garbage]],
 ) -> dict[str, list[str] | HostError]:
-    """Remove that, as far as no run has come to need it; the places that were removed, by host."""
+    """Remove that, as far as no run has come to need it; the places that were removed, by host.
 
-    def request(host: str) -> dict[str, object]:
-        return nodes.request(finished=list(finished), places=[each.place for each in found.get(host, [])])
+    The head's copy of ``finished`` runs must be ``verified``.
+    """
+
+    def request(host: str) -> dict[str, Any]:
+        places = [each.place for each in found.get(host, []) if not each.is_kept]
+        return _request(nodes, finished, attempts, places=places)
 
     answers = nodes.ask("free", request, _DEADLINE_SECONDS)
     return {host: each if isinstance(each, HostError) else each["freed"] for host, each in answers.items()}
 
 
+def _request(nodes: Nodes, finished: Sequence[FinishedRun], attempts: KnownAttempts, **facts: Any) -> dict[str, Any]:
+    runs = {run.name: run.to_json() for run in finished}
+    return nodes.request(finished=runs, attempts=attempts.to_json(), **facts)
+
+
+def garbage_of_heads(attempts: KnownAttempts) -> Iterator[Garbage]:
+    """What heads of this machine have left of attempts over hosts; places are absolute."""
+    for folder, why in left_attempts(heads_folder(), attempts):
+        yield Garbage(str(folder), size_of(folder), why)
+
+
+def free_of_heads(attempts: KnownAttempts, found: Sequence[Garbage]) -> list[str]:
+    """Remove that, as far as nobody has come to need it."""
+    asked = {each.place for each in found}
+    freed = [each.place for each in garbage_of_heads(attempts) if each.place in asked]
+    for place in freed:
+        discard(Path(place))
+    return freed
+
+
 def garbage_under(root: Path) -> Iterator[Garbage]:
     """What no run needs of the checkpoints under a root: what was never finished and is older than one that was."""
-    for run in _runs(root):
+    for run in idle_runs(root):
         yield from _garbage_in(root, run)
 
 
 def free_under(root: Path, found: Sequence[Garbage]) -> list[str]:
     """Remove that, as far as no run has come to need it; the places that were removed."""
     asked, freed = {each.place for each in found}, list[str]()
-    for run in _runs(root):
+    for run in idle_runs(root):
         try:
             with run_lock(run, wait_seconds=0):
                 freed += _free_in(root, run, asked)
@@ -89,8 +106,3 @@ def _garbage_in(root: Path, run: Path) -> Iterator[Garbage]:
 
 def _half_removed(checkpoints: Path) -> list[str]:
     return sorted(path.name for path in checkpoints.glob(".*.discarded"))
-
-
-def _runs(root: Path) -> Iterator[Path]:
-    """Runs that nobody works on."""
-    return (folder for folder in visible_in(root / RUNS) if folder.is_dir() and holder(folder) is None)

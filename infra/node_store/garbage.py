@@ -4,14 +4,16 @@ What this cannot judge is left: a run of which the head that asks knows nothing 
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.node_folder import CODE, node_folder
+from infra.node_folder import ATTEMPTS, CODE, attempts_folder, node_folder
+from infra.node_store.left_attempts import KnownAttempts, left_attempts
 from infra.node_store.occupancy import is_at_work, remove_unused, staged_places, users
+from infra.node_store.ownership import is_held_at, owner_of
 from infra.node_store.paths import SHARDS, STAGED, run_place, scratch_folder, within
 from infra.node_store.sent_code import remove_code, unused_code
 from t5train.atomic_folder import discard
@@ -22,23 +24,25 @@ from t5train.run_files import CHECKPOINTS, RUNS
 class Garbage:
     """A folder by its place within the scratch folder, or on the head within the root; its size in bytes.
 
-    Code that was sent lies within the node folder.
+    Code that was sent, and folders of attempts, lie within the node folder.
     """
 
     place: str
     size: int
     why: str
+    is_kept: bool = False
+    """Whether it is only listed: ``why`` says what stands against removing it."""
 
 
 def garbage(request: dict[str, Any]) -> dict[str, Any]:
-    """What no run needs here; ``finished`` are runs whose last checkpoint the head has, by ``name_on_nodes``."""
-    return {"found": [asdict(each) for each in _found(scratch_folder(request["scratch"]), request["finished"])]}
+    """What no run needs here; ``finished`` are the head's ``FinishedRun`` by name, ``attempts`` its KnownAttempts."""
+    return {"found": [asdict(each) for each in _found(scratch_folder(request["scratch"]), request)]}
 
 
 def free(request: dict[str, Any]) -> dict[str, Any]:
     """Remove ``places``, as far as no run needs them now; the answer says which were removed."""
     scratch = scratch_folder(request["scratch"])
-    found = [each for each in _found(scratch, request["finished"]) if each.place in request["places"]]
+    found = [each for each in _found(scratch, request) if each.place in request["places"] and not each.is_kept]
     return {"freed": [each.place for each in found if _remove(scratch, each.place)]}
 
 
@@ -52,13 +56,15 @@ def size_of(folder: Path) -> int:
     return total
 
 
-def _found(scratch: Path, finished: Sequence[str]) -> Iterator[Garbage]:
+def _found(scratch: Path, request: Mapping[str, Any]) -> Iterator[Garbage]:
     for place in staged_places(scratch):
         if not users(scratch, place):
             yield Garbage(place, size_of(within(scratch, place)), "staged, and used by no run")
     for folder in sorted((scratch / RUNS).glob("[!.]*")):
-        if folder.name in finished and not is_at_work(folder.name):
-            yield Garbage(run_place(folder.name), size_of(folder), "the head has the finished run")
+        if folder.name in request["finished"] and not is_at_work(folder.name):
+            yield from _of_run(folder, **request["finished"][folder.name])
+    for folder, why in left_attempts(attempts_folder(), KnownAttempts(**request["attempts"])):
+        yield Garbage(f"{ATTEMPTS}/{folder.name}", size_of(folder), why)
     for folder in unused_code():
         yield Garbage(f"{CODE}/{folder.name}", size_of(folder), "code that was sent, and is used by no attempt")
     for parent in (SHARDS, STAGED, RUNS, f"{RUNS}/*/{CHECKPOINTS}"):
@@ -66,9 +72,30 @@ def _found(scratch: Path, finished: Sequence[str]) -> Iterator[Garbage]:
             yield Garbage(str(folder.relative_to(scratch)), size_of(folder), "left by a removal that was killed")
 
 
+def _of_run(folder: Path, unique_id: str | None, fault: str) -> Iterator[Garbage]:
+    """What this node has of a run that has ended on the head; nothing if it is another head's run of that name."""
+    owner, place, size = owner_of(folder), run_place(folder.name), size_of(folder)
+    if owner is None:
+        why = (
+            "kept: no head has claimed it, as an earlier version wrote it; remove it yourself if no other root needs it"
+        )
+        yield Garbage(place, size, why, is_kept=True)
+    elif owner.unique_id != unique_id or is_held_at(folder):
+        return
+    elif fault:
+        yield Garbage(
+            place, size, f"kept: the run is finished, but the head's copy is not whole: {fault}", is_kept=True
+        )
+    else:
+        yield Garbage(place, size, "the head has the finished run")
+
+
 def _remove(scratch: Path, place: str) -> bool:
     if place.startswith(f"{CODE}/"):
         return remove_code(within(node_folder(), place))
+    if place.startswith(f"{ATTEMPTS}/"):
+        discard(within(node_folder(), place))
+        return True
     if place in staged_places(scratch):
         return remove_unused(scratch, place)
     discard(within(scratch, place))

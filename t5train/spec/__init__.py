@@ -2,6 +2,7 @@
 
 from t5train.spec.cluster import Accelerator, ClusterSpec, DeadlinesSpec
 from t5train.spec.experts import ExpertsSpec
+from t5train.spec.machines import MachinesSpec
 from t5train.spec.part import SpecPart
 from t5train.spec.parts import (
     NUM_SENTINELS,
@@ -27,6 +28,7 @@ __all__ = [
     "DeadlinesSpec",
     "ExpertsSpec",
     "LayoutSpec",
+    "MachinesSpec",
     "ModelSpec",
     "ObjectiveSpec",
     "OptimizerSpec",

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from infra.node_store.finished import FinishedRun
+from infra.node_store.garbage import Garbage
 from t5train import sidecar
+from t5train.records import Checkpoint, digest_files
 from tests.infra.node_store.conftest import make_sidecar
 
 
@@ -33,6 +36,39 @@ def test_gc_shows_first_and_removes_when_told(
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000008"]
     assert t5_pretrain("gc") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "there is nothing that no run needs"
+
+
+def test_any_number_of_hosts_will_do_and_only_settings_of_machines_are_known(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "hosts").write_text("".join(f"nowhere{number}.invalid slots=1\n" for number in range(3)))
+    assert t5_pretrain("gc", "--hostfile", "hosts", "--set", "cluster.spares=1", "--set", "cluster.ssh_port=2222") == 1
+    said = capsys.readouterr().err
+    assert all(f"left out: nowhere{number}.invalid: " in said for number in range(3)), said
+    assert t5_pretrain("gc", "--set", "optimizer.seed=1") == 1
+    assert "unknown setting 'optimizer.seed'" in capsys.readouterr().err
+
+
+def test_hosts_keep_a_finished_run_of_which_the_heads_copy_does_not_verify(
+    t5_pretrain: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    checkpoints: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, name = checkpoints.parent, f"mine-{'f' * 12}"
+    files = digest_files(run, [str(path.relative_to(run)) for path in checkpoints.glob("step-00000008/*")])
+    Checkpoint(path=run, fingerprint="f" * 64, step=8, tag="step-00000008", files=files).commit()
+    asked: list[FinishedRun] = []
+    monkeypatch.setattr(
+        "flows.gc_command.garbage_on", lambda *_: {"a": [Garbage(f"runs/{name}", 9, "the head has it")]}
+    )
+    monkeypatch.setattr("flows.gc_command.free_on", lambda _nodes, finished, *_: asked.extend(finished) or {"a": []})
+    (damaged,) = checkpoints.glob("step-00000008/*")
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    assert t5_pretrain("gc") == 0, "sizes fit: nothing is read before something is to be removed"
+    assert t5_pretrain("gc", "--free") == 0
+    assert f"kept on all hosts: {name}, as the head's copy is not whole: {damaged}" in capsys.readouterr().err
+    assert [str(damaged) in run.fault for run in asked] == [True]
 
 
 def test_a_host_that_does_not_answer_is_told(
