@@ -1,5 +1,6 @@
 """Runs that have ended, as far as the head's copy of the last checkpoint may stand in for that of the hosts."""
 
+import logging
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,11 +10,14 @@ from infra.attempts import attempt
 from infra.node_store.left_attempts import KnownAttempts
 from infra.node_store.paths import name_on_nodes
 from infra.run_lock import holder
-from t5train.errors import RecordError, T5TrainError
+from t5train.errors import RecordError, T5TrainError, UnknownVersion, Unreadable
+from t5train.presence import visible_in
 from t5train.progress import Progress
 from t5train.records import Checkpoint
 from t5train.run_files import ATTEMPTS, RUNS
 from t5train.train.run import unique_id
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,9 @@ def finished_runs(root: Path) -> list[FinishedRun]:
         try:
             record = Checkpoint.load(folder)
         except RecordError:
+            continue
+        except (Unreadable, UnknownVersion) as error:
+            _log.warning("what hosts have of %s is kept: %s", folder.name, error)
             continue
         name = name_on_nodes(folder.name, record.fingerprint)
         found.append(FinishedRun(folder, name, unique_id(folder), _fault(record)))
@@ -72,7 +79,7 @@ def known_attempts(root: Path) -> KnownAttempts:
 
 
 def _folders(root: Path) -> list[Path]:
-    return [folder for folder in sorted((root / RUNS).glob("*")) if folder.is_dir()]
+    return [folder for folder in visible_in(root / RUNS) if folder.is_dir()]
 
 
 def _attempts(runs: Iterable[Path]) -> list[str]:
