@@ -1,8 +1,9 @@
-"""Runs that a worker left behind: nobody works on them, and yet they hold the places of their queue."""
+"""Flow runs whose process is gone: Prefect shows them as Running, and they hold their places in a queue."""
 
 import asyncio
+from uuid import UUID
 
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterState,
@@ -10,33 +11,75 @@ from prefect.client.schemas.filters import (
     WorkPoolFilter,
     WorkPoolFilterName,
 )
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Crashed
 
+from flows import run_records
 from flows.deploy import POOL
+from flows.prefect_server import records_folder
+from flows.run_records import RunRecord
 
 _AT_WORK = FlowRunFilter(
     state=FlowRunFilterState(
         type=FlowRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING, StateType.CANCELLING])
     )
 )
-_WHY = "The worker of this run ended before it."
+_WHY = "The process of this run ended before the run did."
 _OF_THE_POOL = WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL]))
 
 
 def close_abandoned_runs() -> list[str]:
-    """End, for Prefect, the runs of the pool that seem to be at work; their names.
+    """Close, in Prefect, the runs that a process of this machine worked on until it was killed; their names."""
+    with run_records.abandoned(records_folder()) as records:
+        return asyncio.run(_close_recorded(records)) if records else []
+
+
+def close_runs_of_pool() -> list[str]:
+    """Close the pool's runs that seem to be at work and have no living process; their names.
 
     To be called by the one who starts the pool's only worker, before that starts: a worker's runs end with it, and
-    often before they can tell.
+    often before they can report.
     """
-    return asyncio.run(_close())
+    return asyncio.run(_close_pool(run_records.living(records_folder())))
 
 
-async def _close() -> list[str]:
+async def _close_recorded(records: dict[UUID, RunRecord]) -> list[str]:
+    closed = []
     async with get_client() as client:
-        runs = await client.read_flow_runs(flow_run_filter=_AT_WORK, work_pool_filter=_OF_THE_POOL)
+        for flow_run_id, record in records.items():
+            run = await _read(client, flow_run_id)
+            if run is not None and _is_left(run, record):
+                await _close(client, run)
+                closed.append(run.name)
+            elif run is not None and run.state_type == StateType.RUNNING:
+                continue  # started again, by a process that has yet to take the record over
+            run_records.forget(records_folder(), flow_run_id)
+    return closed
+
+
+def _is_left(run: FlowRun, record: RunRecord) -> bool:
+    if run.state_type == StateType.CANCELLING:
+        return True
+    return run.state_type == StateType.RUNNING and run.state is not None and str(run.state.id) == record.state_id
+
+
+async def _read(client: PrefectClient, flow_run_id: UUID) -> FlowRun | None:
+    try:
+        return await client.read_flow_run(flow_run_id)
+    except ObjectNotFound:
+        return None
+
+
+async def _close_pool(living: set[UUID]) -> list[str]:
+    async with get_client() as client:
+        found = await client.read_flow_runs(flow_run_filter=_AT_WORK, work_pool_filter=_OF_THE_POOL)
+        runs = [run for run in found if run.id not in living]
         for run in runs:
-            ended = Cancelled if run.state_type == StateType.CANCELLING else Crashed
-            await client.set_flow_run_state(run.id, ended(message=_WHY), force=True)
+            await _close(client, run)
     return [run.name for run in runs]
+
+
+async def _close(client: PrefectClient, run: FlowRun) -> None:
+    ended = Cancelled if run.state_type == StateType.CANCELLING else Crashed
+    await client.set_flow_run_state(run.id, ended(message=_WHY), force=True)

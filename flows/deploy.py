@@ -16,6 +16,9 @@ from t5train.errors import LaunchError
 
 POOL, QUEUE = "t5-pretrain", "training"
 ROOT_VARIABLE = "T5_PRETRAIN_ROOT"
+_NOT_FROM_OUTSIDE = ("command", "env", "working_dir")
+"""What a run could otherwise set to execute code of its own: these are in neither half of the job template."""
+
 RUNS_AT_A_TIME = 1
 """A queue's limit, as that of a deployment is a lease that a restart of the server takes from a long run."""
 
@@ -60,8 +63,11 @@ async def _limit_queue(client: PrefectClient) -> None:
 
 
 def _job_template() -> dict[str, object]:
-    """Prefect's own, but runs do not write into the worker's output, with which they would die."""
+    """Prefect's own, without what would change the program; output does not go to the worker, as a run dies with it."""
     template = ProcessWorker.get_default_base_job_template()
+    for name in _NOT_FROM_OUTSIDE:
+        del template["variables"]["properties"][name]
+        del template["job_configuration"][name]
     template["variables"]["properties"]["stream_output"]["default"] = False
     return template
 

@@ -7,14 +7,18 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+from flows import api_key, run_records
+from flows.prefect_profile import UserProfiles
 from infra.ports import free_port
 from t5train.errors import InputError, LaunchError, RunLocked, StorageError
 from t5train.file_lock import is_locked, try_lock
@@ -56,13 +60,37 @@ def configured_api_url() -> str | None:
     return get_current_settings().api.url
 
 
-def require_answer(api_url: str) -> None:
-    """LaunchError unless a Prefect server answers under this URL."""
+def join(root: Path, api_url: str) -> None:
+    """Make this process a client of a server that runs already, with the key of the one that ``up`` runs for ``root``.
+
+    Raises LaunchError unless the server answers and admits this client.
+    """
     if not answers(api_url):
         raise LaunchError(
             f"no Prefect server answers at {api_url}: start it, or unset PREFECT_API_URL "
             "(or `prefect config unset PREFECT_API_URL`) to use an embedded one"
         )
+    home = root / HOME
+    if os.access(home, os.R_OK | os.X_OK) and (there := _running(home)) is not None and there.api_url == api_url:
+        become_client(home, api_url)
+    _require_admission(api_url)
+
+
+def _require_admission(api_url: str) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    with get_client(sync_client=True) as client:
+        try:
+            client.read_flows(limit=1)
+        except PrefectHTTPStatusError as error:
+            if error.response.status_code not in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+                raise
+            raise LaunchError(
+                f"the Prefect server at {api_url} does not admit this client (HTTP {error.response.status_code}): set "
+                "PREFECT_API_AUTH_STRING, use the profile that has it (`prefect profile use NAME`), or give the --root "
+                "of the server"
+            ) from error
 
 
 def answers(api_url: str) -> bool:
@@ -79,16 +107,17 @@ def require_free_port(port: int) -> None:
     try:
         socket.create_server((HOST, port)).close()
     except OSError as error:
-        raise InputError(
-            f"port {port} of {HOST} cannot be used ({error.strerror}): choose another with --port"
-        ) from error
+        raise InputError(_port_in_use(port, error)) from error
 
 
 @contextmanager
 def any_server(root: Path, progress: Progress) -> Iterator[str]:
-    """The API's URL of the configured server, else of one that ``up`` runs for ``root``, else of one of our own."""
-    if (configured := configured_api_url()) is not None:
-        require_answer(configured)
+    """The API's URL of the configured server, else of one that ``up`` runs for ``root``, else of one of our own.
+
+    The profile that ``up`` writes configures the command line only: ``run`` needs no server that keeps running.
+    """
+    if (configured := configured_api_url()) is not None and not UserProfiles.find().is_ours(configured):
+        join(root, configured)
         yield configured
         return
     home = next(home for home in _homes(root) if (there := _running(home)) is None or there.lasting)
@@ -107,14 +136,15 @@ def own_server(home: Path, port: int, progress: Progress, *, lasting: bool = Fal
     Yields the API's URL. The server ends with the block, and also when this process is killed. RunLocked when
     another server uses ``home``, LaunchError with the end of its log when it does not start.
     """
-    environment = server_environment(home, port)
-    with _held(home, RunningServer(environment["PREFECT_API_URL"], lasting)):
-        server = _start(home, port, environment)
+    api_url = f"http://{HOST}:{port}/api"
+    with _held(home, RunningServer(api_url, lasting)), _listening(port) as listening:
+        server = _start(home, listening, server_environment(home, port, _key(home)))
+        threading.Thread(target=_refuse_after, args=(server, listening), daemon=True).start()
         try:
-            _await_health(server, environment["PREFECT_API_URL"], home / LOG, progress)
-            become_client(home, environment["PREFECT_API_URL"])
+            _await_health(server, api_url, home / LOG, progress)
+            become_client(home, api_url)
             try:
-                yield environment["PREFECT_API_URL"]
+                yield api_url
             finally:
                 _flush()
         finally:
@@ -122,31 +152,101 @@ def own_server(home: Path, port: int, progress: Progress, *, lasting: bool = Fal
 
 
 def become_client(home: Path, api_url: str) -> None:
-    """Make this process, and those that it starts, clients of a server.
+    """Make this process, and those that it starts, clients of an embedded server.
 
     Prefect reads the environment once, and ``configured_api_url`` made it do so.
     """
     from prefect.context import refresh_global_settings_context
 
-    os.environ.update({"PREFECT_HOME": str(home), "PREFECT_API_URL": api_url})
+    os.environ.pop("PREFECT_PROFILE", None)  # one of the user's own home, which this home lacks
+    os.environ.update(_client_environment(home, api_url, api_key.read(home)))
     refresh_global_settings_context()
 
 
-def server_environment(home: Path, port: int) -> dict[str, str]:
-    """Prefect's settings for a server in ``home`` and for its clients.
+def key_file(api_url: str) -> Path | None:
+    """The key's file of the embedded server that this process is a client of; None where another one is configured."""
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings()
+    is_ours = settings.api.url == api_url and _is_embedded(settings.home)
+    return api_key.path_of(settings.home) if is_ours else None
+
+
+def _is_embedded(home: Path) -> bool:
+    return (home / _LOCK).exists()
+
+
+def records_folder() -> Path:
+    """Where records of the flow runs of the server that this process is a client of are kept."""
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings()
+    return run_records.folder_of(settings.home, None if _is_embedded(settings.home) else settings.api.url)
+
+
+def server_environment(home: Path, port: int, key: str) -> dict[str, str]:
+    """Prefect's settings for a server in ``home``, which only holders of the key may use.
 
     The page asks the API at the URL it is told, which a port other than 4200 makes necessary to tell. The page's
-    files are copied into the home, as Prefect itself may be installed where we cannot write.
+    files are copied into the home, as Prefect itself may be installed where we cannot write. Of a setting's names
+    the one that Prefect looks up first is set, so that no other in the user's environment goes before it.
     """
-    api_url = f"http://{HOST}:{port}/api"
+    server = f"http://{HOST}:{port}"
+    return _client_environment(home, f"{server}/api", key) | {
+        "PREFECT_SERVER_API_HOST": HOST,
+        "PREFECT_SERVER_API_PORT": str(port),
+        "PREFECT_SERVER_API_AUTH_STRING": key,
+        "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": server,
+        "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": "true",
+        "PREFECT_SERVER_UI_API_URL": f"{server}/api",
+        "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
+    }
+
+
+def _client_environment(home: Path, api_url: str, key: str) -> dict[str, str]:
     return QUIET | {
         "PREFECT_HOME": str(home),
         "PREFECT_API_URL": api_url,
-        "PREFECT_SERVER_API_HOST": HOST,
-        "PREFECT_SERVER_API_PORT": str(port),
-        "PREFECT_SERVER_UI_API_URL": api_url,
-        "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
+        "PREFECT_API_AUTH_STRING": key,
+        "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "true",
     }
+
+
+def _key(home: Path) -> str:
+    """A new key for each start of a server, unless flows that outlived the last one still use its key.
+
+    A port is free for anybody once its server has ended, and clients would show the old key to whoever listens there.
+    """
+    if run_records.living(run_records.folder_of(home, None)):
+        with suppress(StorageError):  # what cannot be trusted is replaced
+            return api_key.read(home)
+    return api_key.renew(home)
+
+
+@contextmanager
+def _listening(port: int) -> Iterator[socket.socket]:
+    """Bound before the server's process starts and after it has ended, so that nobody else can answer in its place."""
+    try:
+        listening = socket.create_server((HOST, port))
+    except OSError as error:
+        raise InputError(_port_in_use(port, error)) from error
+    with listening:
+        yield listening
+
+
+def _refuse_after(server: subprocess.Popen[bytes], listening: socket.socket) -> None:
+    """Have clients of a server that has died refused at once, rather than wait; the port stays ours.
+
+    Linux keeps a port for a socket that was bound to it by number, unless both that and the next allow its reuse.
+    """
+    server.wait()
+    with suppress(OSError):  # closed by now, where the server was ended on purpose
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+def _port_in_use(port: int, error: OSError) -> str:
+    return f"port {port} of {HOST} cannot be used ({error.strerror}): choose another with --port"
 
 
 def _flush() -> None:
@@ -192,14 +292,15 @@ def _running(home: Path) -> RunningServer | None:
     return RunningServer(**json.loads(said)) if said else RunningServer("", lasting=False)  # begun this instant
 
 
-def _start(home: Path, port: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(home: Path, listening: socket.socket, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """In a session of its own: Ctrl-C must reach the flow, which then still reports to this server.
 
     With -P, as a stray module in the user's current folder would else be taken for a library's.
     """
     with open(home / LOG, "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "flows.serve", HOST, str(port)],
+            [sys.executable, "-P", "-m", "flows.serve", str(listening.fileno())],
+            pass_fds=[listening.fileno()],
             env=os.environ | environment,
             stdin=subprocess.DEVNULL,
             stdout=log,

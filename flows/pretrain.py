@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from prefect import flow
+from prefect.context import FlowRunContext
 from prefect.runtime import flow_run
 from pydantic import Field
 
+from flows import run_records
+from flows.prefect_server import records_folder
 from flows.preflight import hold_ready_run, publish_url, require_possible
 from flows.resolve import resolve
 from t5train.os_errors import as_storage_errors
@@ -61,6 +64,7 @@ def pretrain(
         adopt: Take over a run whose checkpoints on hosts belong to another head that has died.
 
     """
+    record_process()
     drop_needless_tracebacks()
     spec = resolve(recipe, settings or {}, root=root, run_name=run_name, publish_to=publish_to)
     require_possible(spec)
@@ -76,3 +80,10 @@ def pretrain(
         publication = stages.add("publish", publish_export(spec, certified, publish_url(spec)))
         summarise(spec, checkpoint, publication)
         return publication
+
+
+def record_process() -> None:
+    """Let others see when this process has ended without saying so to Prefect."""
+    context = FlowRunContext.get()
+    if context is not None and context.flow_run is not None and context.flow_run.state is not None:
+        run_records.hold(records_folder(), context.flow_run.id, context.flow_run.state.id)

@@ -1,6 +1,7 @@
 """``run`` and ``recipes``."""
 
 import logging
+import shlex
 from typing import Annotated, Any, cast
 
 import typer
@@ -83,11 +84,24 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
     ):
         if begin_again:
             train_again(spec)
-        complain(f"watch it at {api_url.removesuffix('/api')}")
+        complain(f"watch it at {api_url.removesuffix('/api')}{_login(api_url)}")
+        _close_abandoned_runs()
         publication = _run_flow(spec, changed, progress, adopt)
     for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):
         say(line)
     say(f"published: {publication.url}")
+
+
+def _login(api_url: str) -> str:
+    key = prefect_server.key_file(api_url)
+    return f" (to log in: cat {shlex.quote(str(key))})" if key is not None else ""
+
+
+def _close_abandoned_runs() -> None:
+    from flows.abandoned import close_abandoned_runs  # brings Prefect, as below
+
+    for name in close_abandoned_runs():
+        complain(f"run {name!r} was killed and is closed; the same run started again resumes where it stood")
 
 
 def _run_flow(spec: RunSpec, changes: dict[str, str], progress: Progress, adopt: bool) -> Publication:

@@ -1,6 +1,7 @@
-"""A Prefect server that ends with the process that started it: ``python -m flows.serve HOST PORT``.
+"""A Prefect server that ends with the process that started it: ``python -m flows.serve DESCRIPTOR``.
 
-The process that starts it (``flows.prefect_server``) sets Prefect's settings in the environment.
+The process that starts it (``flows.prefect_server``) sets Prefect's settings in the environment, and passes the
+socket on which the server is to listen.
 """
 
 import logging
@@ -21,10 +22,9 @@ def serve(listening: socket.socket) -> None:
 
 
 def main() -> None:
-    """Bind before the long imports, so that a port in use is told at once."""
+    """Serve on the inherited socket."""
     die_with_parent(signal.SIGKILL)
-    host, port = sys.argv[1], int(sys.argv[2])
-    with socket.create_server((host, port)) as listening:
+    with socket.socket(fileno=int(sys.argv[1])) as listening:
         serve(listening)
 
 

@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,15 +17,16 @@ _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def replacing(path: Path, *, mode: int = 0o666) -> Iterator[IO[bytes]]:
     """Open a new file beside ``path`` that takes its place on success and vanishes on failure.
 
-    The data is on disk before the name is: fsync of the file, rename, fsync of the folder. Raises StorageError
-    when the disk is full or read-only, else an OSError that names ``path``.
+    The data is on disk before the name is: fsync of the file, rename, fsync of the folder. The file has ``mode``,
+    less the umask, from the moment it exists. Raises StorageError when the disk is full or read-only, else an OSError
+    that names ``path``.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=partial(os.open, mode=mode)) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

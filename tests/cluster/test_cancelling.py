@@ -23,10 +23,16 @@ SECONDS = 180.0  # ample, for a machine that does other work too
 LONG = {"optimizer.num_steps": 1_000_000, "storage.checkpoint_every_steps": 1_000_000}
 OVER_HOSTS = {"cluster.hostfile": HOSTFILE, "cluster.num_nodes": 2, "storage.validate_every_steps": 1_000_000}
 ASK = """
-import json, sys, urllib.request
-url, method, body = sys.argv[1:]
-request = urllib.request.Request(url, body.encode() or None, {"content-type": "application/json"}, method=method)
-print(urllib.request.urlopen(request, timeout=30).read().decode())
+import base64, json, pathlib, sys, urllib.request
+api_url, key_file, path, method, body = sys.argv[1:]
+key = base64.b64encode(pathlib.Path(key_file).read_bytes().strip()).decode()
+headers = {"content-type": "application/json", "Authorization": f"Basic {key}"}
+def ask(path, body=None, method="GET"):
+    request = urllib.request.Request(f"{api_url}/{path}", body, headers, method=method)
+    return urllib.request.urlopen(request, timeout=30).read().decode()
+token = json.loads(ask("csrf-token?client=test"))["token"]
+headers |= {"Prefect-Csrf-Token": token, "Prefect-Csrf-Client": "test"}
+print(ask(path, body.encode() or None, method))
 """
 
 
@@ -66,7 +72,7 @@ class Prefect:
 
     def ask(self, path: str, body: dict[str, object] | None = None) -> Any:
         """The API's answer to a GET, or to a POST if there is something to be said."""
-        argv = ["python", "-c", ASK, f"{URL}/{path}"]
+        argv = ["python", "-c", ASK, URL, str(self._stage.root / "prefect/api-key"), path]
         argv += ["GET", ""] if body is None else ["POST", json.dumps(body)]
         answer = self._stage.cluster.exec("head", argv, timeout=60)
         assert answer.returncode == 0, answer.stderr

@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -18,8 +19,28 @@ import pytest
 from websockets.sync.client import ClientConnection, connect
 
 Up = Callable[..., AbstractContextManager[subprocess.Popen[str]]]
-Post = Callable[[str, dict[str, object]], Any]
+Ask = Callable[[Path, str, dict[str, object]], Any]
 
+FlowProcess = Callable[[Path, str], tuple[subprocess.Popen[str], str]]
+
+WAITING_FLOW = """
+import sys, time
+from pathlib import Path
+from flows.prefect_server import become_client
+become_client(Path(sys.argv[1]), sys.argv[2])
+
+from prefect import flow
+from prefect.runtime import flow_run
+from flows.pretrain import record_process
+
+@flow
+def waits():
+    record_process()
+    print(flow_run.id, flush=True)
+    time.sleep(600)
+
+waits()
+"""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SECONDS = 60.0  # ample: a page takes one or two
 CLICK = """
@@ -46,6 +67,13 @@ class Page:
         """Click what says exactly this, once it is there."""
         self.wait_until(f"({CLICK})({json.dumps(text)})")
 
+    def log_in(self, key: str) -> None:
+        """Give the server's login page the key."""
+        self.wait_until("document.querySelector('input[type=password]')?.form")
+        self.value("document.querySelector('input[type=password]').focus()")
+        self.send("Input.insertText", text=key)
+        self.click("Login")
+
     def text(self, *awaited: str) -> str:
         """The visible text, once it has all that is awaited."""
         conditions = [f"document.body.innerText.includes({json.dumps(each)})" for each in awaited]
@@ -53,8 +81,9 @@ class Page:
         return str(self.value("document.body.innerText"))
 
     def value(self, script: str) -> Any:
-        """What a JavaScript expression gives."""
-        return self.send("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value")
+        """What a JavaScript expression gives, and what a promise is resolved to."""
+        evaluated = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        return evaluated["result"].get("value")
 
     def wait_until(self, script: str) -> None:
         deadline = time.monotonic() + SECONDS
@@ -108,14 +137,19 @@ def _first_page(browser: subprocess.Popen[bytes], profile: Path) -> str:
 
 @pytest.fixture(scope="session")
 def up() -> Up:
-    """Runs ``t5-pretrain up`` on a root and a port, with more in its environment if wanted, until the block ends."""
+    """Runs ``t5-pretrain up`` on a root and a port, with more in its environment if wanted, until the block ends.
+
+    The user's own Prefect settings are in ``root/user``, unless that environment says otherwise.
+    """
 
     @contextmanager
     def up(root: Path, port: int, **more: str) -> Iterator[subprocess.Popen[str]]:
-        command = [sys.executable, "-c", "from flows.cli import main; main()", "up"]
+        program = "from flows import cli, prefect_server; prefect_server.START_SECONDS = 300; cli.main()"
+        command = [sys.executable, "-c", program, "up"]
         command += ["--root", str(root), "--port", str(port)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-        with subprocess.Popen(command, env=environment | more, stdout=subprocess.PIPE, text=True) as process:
+        environment |= {"PREFECT_HOME": str(root / "user")} | more
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert "deployed" in process.stdout.readline()
             try:
@@ -126,13 +160,35 @@ def up() -> Up:
     return up
 
 
+@pytest.fixture
+def flow_process() -> Iterator[FlowProcess]:
+    """Starts flows that only wait, as clients of the server in a home; gives process and flow run."""
+    with ExitStack() as stack:
+
+        def start(home: Path, api_url: str) -> tuple[subprocess.Popen[str], str]:
+            command = [sys.executable, "-c", WAITING_FLOW, str(home), api_url]
+            process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            return process, process.stdout.readline().strip()
+
+        yield start
+
+
 @pytest.fixture(scope="session")
-def post() -> Post:
-    """Asks Prefect's API."""
+def ask() -> Ask:
+    """Asks the API of the server in a home, as a client that has the key."""
 
-    def post(url: str, body: dict[str, object]) -> Any:
-        request = Request(url, json.dumps(body).encode(), {"content-type": "application/json"})  # noqa: S310 - the server of this test
-        with urlopen(request, timeout=30) as response:  # noqa: S310 - the server of this test
-            return json.load(response)
+    def ask(home: Path, url: str, body: dict[str, object]) -> Any:
+        key = b64encode((home / "api-key").read_text().strip().encode()).decode()
+        headers = {"content-type": "application/json", "Authorization": f"Basic {key}"}
+        token = _answer(Request(f"{url.partition('/api/')[0]}/api/csrf-token?client=test", headers=headers))  # noqa: S310 - the server of this test
+        headers |= {"Prefect-Csrf-Token": token["token"], "Prefect-Csrf-Client": "test"}
+        return _answer(Request(url, json.dumps(body).encode(), headers))  # noqa: S310 - as above
 
-    return post
+    return ask
+
+
+def _answer(request: Request) -> Any:
+    with urlopen(request, timeout=30) as response:  # noqa: S310 - the server of this test
+        return json.load(response)

@@ -1,18 +1,23 @@
 """A deployed run, from Prefect's own command to the pages that a person looks at, publishing to an object store."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import pytest
 
 from infra.ports import free_port
+from infra.processes import RUN_ID_VARIABLE
 from t5train.verify import verify
 
 pytestmark = pytest.mark.slow
@@ -41,6 +46,9 @@ class Watched(NamedTuple):
     artifacts_while_training: str
     command_lines: str
     """Of all processes of this machine while it trained."""
+    rank_environments: str
+    """Of the ranks of this run."""
+    root: Path
     ask: Callable[[str, dict[str, object]], Any]
 
     def artifact(self, key: str) -> str:
@@ -51,32 +59,35 @@ class Watched(NamedTuple):
 
 @pytest.fixture(scope="module")
 def watched(
-    page: Any, up: Any, post: Any, object_store: Any, tmp_path_factory: pytest.TempPathFactory
+    page: Any, up: Any, ask: Any, object_store: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Watched]:
-    root, port = tmp_path_factory.mktemp("root"), free_port()
+    root, user, port = tmp_path_factory.mktemp("root"), tmp_path_factory.mktemp("user"), free_port()
     server, published = f"http://127.0.0.1:{port}", f"{object_store.url}/watched/t5"
 
-    def ask(what: str, query: dict[str, object]) -> Any:
-        return post(f"{server}/api/{what}/filter", query)
+    def filtered(what: str, query: dict[str, object]) -> Any:
+        return ask(root / "prefect", f"{server}/api/{what}/filter", query)
 
-    with up(root, port, **object_store.environment):
-        _deployment_run(root / "prefect", f"{server}/api", {"settings": json.dumps(SETTINGS), "publish_to": published})
-        (run,) = ask("flow_runs", {})
-        _wait(lambda: _says(ask, "progress-train", "steps, loss"), ask)
+    with up(root, port, PREFECT_HOME=str(user / ".prefect"), **object_store.environment):
+        _deployment_run(user, {"settings": json.dumps(SETTINGS), "publish_to": published}, root / "pwned")
+        (run,) = filtered("flow_runs", {})
+        _wait(lambda: _says(filtered, "progress-train", "steps, loss"), filtered)
         page.open(f"{server}/runs/flow-run/{run['id']}")
+        page.log_in((root / "prefect/api-key").read_text().strip())
         page.click("Artifacts")
         seen = page.text("progress-train", "steps, loss")
-        assert ask("flow_runs", {})[0]["state_type"] == "RUNNING"
-        command_lines = _command_lines()
-        _wait(lambda: ask("flow_runs", {})[0]["state_type"] == "COMPLETED", ask)
-        yield Watched(server, run["id"], published, seen, command_lines, ask)
+        assert filtered("flow_runs", {})[0]["state_type"] == "RUNNING"
+        command_lines, rank_environments = _of_processes("cmdline"), _of_processes("environ", f"{RUN_ID_VARIABLE}=")
+        _wait(lambda: filtered("flow_runs", {})[0]["state_type"] == "COMPLETED", filtered)
+        yield Watched(server, run["id"], published, seen, command_lines, rank_environments, root, filtered)
 
 
-def _deployment_run(home: Path, api_url: str, parameters: dict[str, str]) -> None:
+def _deployment_run(user: Path, parameters: dict[str, str], marker: Path) -> None:
+    """In a fresh shell, of which only the user's home is set; with a command of its own to run instead of the flow."""
     command = [str(Path(sys.executable).with_name("prefect")), "deployment", "run", "t5-pretrain/smoke"]
     command += [word for name, value in parameters.items() for word in ("--param", f"{name}={value}")]
-    environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_API_URL": api_url, "DO_NOT_TRACK": "1"}
-    subprocess.run(command, env=environment, check=True, capture_output=True)
+    command += ["--job-variable", f"command=touch {marker}"]
+    result = subprocess.run(command, env={"HOME": str(user)}, cwd="/", capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def _wait(condition: Callable[[], bool], ask: Callable[[str, dict[str, object]], Any]) -> None:
@@ -92,13 +103,15 @@ def _says(ask: Callable[[str, dict[str, object]], Any], key: str, text: str) -> 
     return any(text in each["description"] for each in ask("artifacts", {"artifacts": {"key": {"any_": [key]}}}))
 
 
-def _command_lines() -> str:
+def _of_processes(file: str, wanted: str = "") -> str:
+    """What that file of /proc says of all processes whose environment has ``wanted``."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for path in Path("/proc").glob(f"[0-9]*/{file}"):
         try:
-            found.append(path.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace"))
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has just ended
+            if wanted.encode() in path.with_name("environ").read_bytes():
+                found.append(path.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace"))
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # it has just ended, or is another user's
     return "\n".join(found)
 
 
@@ -124,6 +137,57 @@ def test_the_published_place_is_told_and_verifies(watched: Watched, page: Any, s
     page.open(watched.artifact("published"))
     page.text(f"t5-pretrain verify {watched.published}", f"published: {watched.published}")
     verify(watched.published)
+
+
+def test_a_run_cannot_bring_a_command_of_its_own(watched: Watched) -> None:
+    (run,) = watched.ask("flow_runs", {})
+    assert "touch" in run["job_variables"]["command"]
+    assert not (watched.root / "pwned").exists()
+
+
+def test_a_page_of_another_origin_can_neither_read_nor_start_runs(watched: Watched, page: Any, tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("<title>elsewhere</title>")
+    (deployment, *_) = watched.ask("deployments", {})
+    create = f"{watched.server}/api/deployments/{deployment['id']}/create_flow_run"
+    key = json.dumps((watched.root / "prefect/api-key").read_text().strip())
+    authorized = f"{{method: 'POST', body: '{{}}', headers: {{Authorization: 'Basic ' + btoa({key})}}}}"
+    with _pages_of(tmp_path) as other:
+        page.open(other)
+        page.wait_until("document.title === 'elsewhere'")
+        assert (
+            page.value(f"fetch('{watched.server}/api/health').then(() => 'read', error => error.name)") == "TypeError"
+        )
+        assert page.value(f"fetch('{create}', {authorized}).then(() => 'sent', error => error.name)") == "TypeError"
+        blind = "{method: 'POST', body: '{}', mode: 'no-cors', credentials: 'include'}"  # goes out without being asked
+        assert page.value(f"fetch('{create}', {blind}).then(each => each.type)") == "opaque"
+    assert [run["id"] for run in watched.ask("flow_runs", {})] == [watched.id]
+    page.open(watched.server)
+    page.wait_until("document.title.includes('Prefect')")
+    assert page.value(f"fetch('{watched.server}/api/health').then(each => each.status)") == 200
+
+
+@contextmanager
+def _pages_of(folder: Path) -> Iterator[str]:
+    """A web server, on a port of its own, which makes it another origin."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=folder)) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/index.html"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_the_key_is_in_its_file_and_nowhere_else(watched: Watched) -> None:
+    key = (watched.root / "prefect/api-key").read_text().strip()
+    forms = [key.partition(":")[2].encode(), b64encode(key.encode())]
+    files = [path for path in watched.root.rglob("*") if path.is_file() and path.name != "api-key"]
+    assert {"prefect.db", "server.log", "worker.log"} < {path.name for path in files}
+    assert [path for path in files if any(form in path.read_bytes() for form in forms)] == []
+    assert "RANK=" in watched.rank_environments
+    for form in forms:
+        assert form.decode() not in watched.command_lines + watched.rank_environments
 
 
 def test_credentials_reach_neither_prefect_nor_a_command_line(watched: Watched, object_store: Any) -> None:

@@ -2,15 +2,23 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from base64 import b64encode
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+from websockets.typing import Subprotocol
 
 from flows.prefect_server import answers
 from infra.ports import free_port
@@ -18,12 +26,16 @@ from t5train.recipes import RECIPES
 
 pytestmark = pytest.mark.slow
 
+Ask = Callable[[Path, str, dict[str, object]], Any]
+
 SERVE = """
 import sys
 from pathlib import Path
+from flows import prefect_server
 from flows.prefect_server import own_server
 from t5train.progress import silent
 
+prefect_server.START_SECONDS = 300  # ample, for machines that do other work too
 with own_server(Path(sys.argv[1]), int(sys.argv[2]), silent, lasting=True) as api_url:
     print(api_url, flush=True)
     sys.stdin.read()
@@ -45,15 +57,56 @@ asyncio.run(main())
 """
 
 
+CLOSE = """
+import sys
+from pathlib import Path
+from flows.prefect_server import become_client
+become_client(Path(sys.argv[1]), sys.argv[2])
+
+from flows.abandoned import close_abandoned_runs
+print(len(close_abandoned_runs()))
+"""
+
+STRANGER = """
+import encodings.idna, os, sys, urllib.error, urllib.request
+key_file, api_url, deployment, user = sys.argv[1:]
+os.setgroups([])  # after the imports, as Python itself may be where only this user can read it
+os.setgid(int(user))
+os.setuid(int(user))
+try:
+    open(key_file).read()
+except OSError as error:
+    print(type(error).__name__)
+create = f"{api_url}/deployments/{deployment}/create_flow_run"
+guess = {"content-type": "application/json", "Prefect-Csrf-Token": "guess", "Prefect-Csrf-Client": "guess"}
+for url, body, headers in [
+    (f"{api_url}/csrf-token?client=guess", None, {}), (create, b"{}", {}), (create, b"{}", guess)
+]:
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=30)
+    except urllib.error.HTTPError as error:
+        print(error.code)
+"""
+NOBODY = "65534"
+
+
 def client_environment(home: Path, api_url: str) -> dict[str, str]:
-    return os.environ | {"PREFECT_HOME": str(home), "PREFECT_API_URL": api_url, "DO_NOT_TRACK": "1"}
+    """Of a user's shell, in which the server's URL is known, and the key is not."""
+    return os.environ | {"PREFECT_HOME": str(home.parent / "user"), "PREFECT_API_URL": api_url, "DO_NOT_TRACK": "1"}
 
 
-def ask(url: str, query: dict[str, object]) -> list[dict[str, object]]:
-    request = Request(url, json.dumps(query).encode(), {"content-type": "application/json"})  # noqa: S310 - the server of this test
-    with urlopen(request, timeout=30) as response:  # noqa: S310 - the server of this test
-        found: list[dict[str, object]] = json.load(response)
-        return found
+def status(url: str, *, method: str = "GET", **headers: str) -> int:
+    """The HTTP status that a request without a body gets."""
+    request = Request(url, method=method, headers={name.replace("_", "-"): value for name, value in headers.items()})  # noqa: S310 - the server of this test
+    try:
+        with urlopen(request, timeout=30) as response:  # noqa: S310 - as above
+            return int(response.status)
+    except HTTPError as error:
+        return error.code
+
+
+def basic(key: str) -> str:
+    return f"Basic {b64encode(key.encode()).decode()}"
 
 
 def start(home: Path) -> tuple[subprocess.Popen[str], str]:
@@ -66,8 +119,11 @@ def start(home: Path) -> tuple[subprocess.Popen[str], str]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    home = tmp_path_factory.mktemp("prefect")
+def server() -> Iterator[tuple[Path, str]]:
+    """Home and API of a server whose root anybody may look into, as roots often are."""
+    root = Path(tempfile.mkdtemp(prefix="prefect-"))
+    root.chmod(0o755)
+    home = root / "prefect"
     process, api_url = start(home)
     with process:
         yield home, api_url
@@ -75,52 +131,133 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str
         process.stdin.close()
         assert process.wait(30) == 0
     assert not answers(api_url)
+    shutil.rmtree(root)
 
 
-def deployed(home: Path, api_url: str, root: Path) -> list[dict[str, object]]:
-    command = [sys.executable, "-c", "from flows.cli import main; main()", "deploy", "--root", str(root)]
-    result = subprocess.run(
-        command, cwd=root, env=client_environment(home, api_url), capture_output=True, text=True, check=False
-    )
+def deployed(home: Path, api_url: str, ask: Ask) -> list[dict[str, Any]]:
+    command = [sys.executable, "-c", "from flows.cli import main; main()", "deploy", "--root", str(home.parent)]
+    environment = client_environment(home, api_url)
+    result = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    found = ask(f"{api_url}/deployments/filter", {})
+    found = ask(home, f"{api_url}/deployments/filter", {})
     moving = {"updated", "last_polled", "status"}
     for deployment in found:
-        for schedule in deployment["schedules"]:  # type: ignore[attr-defined]  # plain JSON
+        for schedule in deployment["schedules"]:
             schedule.pop("updated")
     return [{key: value for key, value in each.items() if key not in moving} for each in found]
 
 
-def test_deploying_twice_gives_the_same_deployments(server: tuple[Path, str], tmp_path: Path) -> None:
+def test_deploying_twice_gives_the_same_deployments(server: tuple[Path, str], ask: Ask) -> None:
     home, api_url = server
-    first = deployed(home, api_url, tmp_path)
+    first = deployed(home, api_url, ask)
     assert {each["name"] for each in first} == set(RECIPES)
-    assert deployed(home, api_url, tmp_path) == first
-    pool, *others = ask(f"{api_url}/work_pools/filter", {})
+    assert deployed(home, api_url, ask) == first
+    pool, *others = ask(home, f"{api_url}/work_pools/filter", {})
     assert (pool["name"], others) == ("t5-pretrain", [])
-    assert "false" in json.dumps(pool["base_job_template"]["variables"]["properties"]["stream_output"])  # type: ignore[index]  # plain JSON
-    queues = {each["name"]: each["concurrency_limit"] for each in ask(f"{api_url}/work_queues/filter", {})}
+    template = pool["base_job_template"]
+    assert template["variables"]["properties"]["stream_output"]["default"] is False
+    for half in (template["variables"]["properties"], template["job_configuration"]):
+        assert half
+        assert not {"command", "env", "working_dir"} & half.keys()
+    queues = {each["name"]: each["concurrency_limit"] for each in ask(home, f"{api_url}/work_queues/filter", {})}
     assert queues["training"] == 1
 
 
-def test_a_deployment_holds_no_folder_of_who_deployed_but_the_root(server: tuple[Path, str], tmp_path: Path) -> None:
-    smoke = next(each for each in deployed(*server, tmp_path) if each["name"] == "smoke")
+def test_a_deployment_holds_no_folder_of_who_deployed_but_the_root(server: tuple[Path, str], ask: Ask) -> None:
+    smoke = next(each for each in deployed(*server, ask) if each["name"] == "smoke")
     assert smoke["entrypoint"] == "flows.pretrain:pretrain"
-    assert smoke["parameters"] == {"recipe": "smoke", "root": str(tmp_path)}
-    assert [schedule["active"] for schedule in smoke["schedules"]] == [False]  # type: ignore[attr-defined]  # plain JSON
+    assert smoke["parameters"] == {"recipe": "smoke", "root": str(server[0].parent)}
+    assert [schedule["active"] for schedule in smoke["schedules"]] == [False]
     checkout = str(Path(__file__).parents[2])
     assert checkout not in json.dumps(smoke)
 
 
-def test_a_cron_deployment_gets_a_scheduled_run(server: tuple[Path, str]) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_another_user_cannot_read_the_key_and_cannot_start_a_run(server: tuple[Path, str], ask: Ask) -> None:
     home, api_url = server
-    subprocess.run([sys.executable, "-c", NIGHTLY], env=client_environment(home, api_url), check=True)
+    smoke = next(each for each in deployed(*server, ask) if each["name"] == "smoke")
+    create = f"{api_url}/deployments/{smoke['id']}/create_flow_run"
+    command = [sys.executable, "-c", STRANGER, str(home / "api-key"), api_url, smoke["id"], NOBODY]
+    result = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
+    # Without the key there is no CSRF token, and without that no change is even looked at.
+    assert result.stdout.split() == ["PermissionError", "401", "403", "403"], result.stderr
+    assert ask(home, f"{api_url}/flow_runs/filter", {"deployments": {"id": {"any_": [smoke["id"]]}}}) == []
+    assert ask(home, create, {})["deployment_id"] == smoke["id"]  # with the key it can be done
+
+
+def test_only_the_health_of_a_server_is_told_without_its_key(server: tuple[Path, str]) -> None:
+    home, api_url = server
+    key = (home / "api-key").read_text().strip()
+    assert status(f"{api_url}/health") == 200
+    for path in ("admin/version", "admin/settings", "csrf-token?client=me", "docs"):
+        assert status(f"{api_url}/{path}") == 401
+        assert status(f"{api_url}/{path}", Authorization=basic(key[:-1])) == 401
+        assert status(f"{api_url}/{path}", Authorization=basic(key)) == 200
+
+
+def test_a_change_needs_a_csrf_token_besides_the_key(server: tuple[Path, str]) -> None:
+    home, api_url = server
+    key = (home / "api-key").read_text().strip()
+    assert status(f"{api_url}/flow_runs/filter", method="POST", Authorization=basic(key)) == 403
+
+
+@pytest.mark.parametrize("path", ["events/in", "events/out", "logs/out"])
+def test_a_websocket_needs_the_key(server: tuple[Path, str], path: str) -> None:
+    home, api_url = server
+    key = (home / "api-key").read_text().strip()
+    for token, is_admitted in ((key[:-1], False), (key, True)):
+        with connect(f"ws{api_url.removeprefix('http')}/{path}", subprotocols=[Subprotocol("prefect")]) as socket:
+            socket.send(json.dumps({"type": "auth", "token": token}))
+            if is_admitted:
+                assert json.loads(socket.recv(30))["type"] == "auth_success"
+            else:
+                with pytest.raises(ConnectionClosed, match="1008"):
+                    socket.recv(30)
+
+
+def test_pages_of_other_origins_are_not_served(server: tuple[Path, str]) -> None:
+    own = server[1].removesuffix("/api")
+    preflight = {"method": "OPTIONS", "Access_Control_Request_Method": "POST"}
+    assert status(f"{server[1]}/flow_runs/", **preflight, Origin=own) == 200
+    for other in ("http://127.0.0.1:1", "http://localhost:4200", "null", own.replace("http", "https")):
+        assert status(f"{server[1]}/flow_runs/", **preflight, Origin=other) == 400
+
+
+def test_a_server_listens_on_loopback_alone(server: tuple[Path, str]) -> None:
+    port = f"{int(server[1].split(':')[2].removesuffix('/api')):04X}"
+    sockets = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
+    listening = [fields[1] for fields in sockets if fields[1].endswith(f":{port}") and fields[3] == "0A"]
+    assert listening == [f"0100007F:{port}"]
+
+
+def test_a_run_whose_process_is_killed_is_closed_and_one_that_lives_is_not(
+    server: tuple[Path, str], ask: Ask, flow_process: Any
+) -> None:
+    home, api_url = server
+    (doomed, killed), (_, living) = flow_process(home, api_url), flow_process(home, api_url)
+    doomed.kill()
+    doomed.wait()
+    closing = subprocess.run([sys.executable, "-c", CLOSE, str(home), api_url], capture_output=True, check=True)
+    found = ask(home, f"{api_url}/flow_runs/filter", {"flow_runs": {"id": {"any_": [killed, living]}}})
+    assert closing.stdout == b"1\n"
+    assert {run["id"]: run["state_type"] for run in found} == {killed: "CRASHED", living: "RUNNING"}
+
+
+def test_a_cron_deployment_gets_a_scheduled_run(server: tuple[Path, str], ask: Ask) -> None:
+    home, api_url = server
+    environment = client_environment(home, api_url)
+    refused = subprocess.run(
+        [sys.executable, "-c", NIGHTLY], env=environment, capture_output=True, text=True, check=False
+    )
+    assert "401 Unauthorized" in refused.stderr
+    environment["PREFECT_API_AUTH_STRING"] = (home / "api-key").read_text().strip()
+    subprocess.run([sys.executable, "-c", NIGHTLY], env=environment, check=True)
     query: dict[str, object] = {
         "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
         "deployments": {"name": {"any_": ["nightly"]}},
     }
     deadline = time.monotonic() + 90
-    while not (runs := ask(f"{api_url}/flow_runs/filter", query)) and time.monotonic() < deadline:
+    while not (runs := ask(home, f"{api_url}/flow_runs/filter", query)) and time.monotonic() < deadline:
         time.sleep(1)
     assert runs
 

@@ -61,17 +61,29 @@ def test_up_ends_in_order_when_a_service_manager_stops_it(up: Any, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_run_that_lost_its_worker_does_not_hold_up_the_queue_for_ever(up: Any, post: Any, tmp_path: Path) -> None:
-    port = free_port()
+def test_runs_that_lost_their_worker_or_their_process_are_closed(
+    up: Any, ask: Any, flow_process: Any, tmp_path: Path
+) -> None:
+    port, home = free_port(), tmp_path / "prefect"
     api_url = f"http://127.0.0.1:{port}/api"
     with up(tmp_path, port) as process:
         assert process.stdout is not None
         assert "Prefect is at" in process.stdout.readline()
-        deployment = post(f"{api_url}/deployments/filter", {})[0]
-        run = post(f"{api_url}/deployments/{deployment['id']}/create_flow_run", {"state": {"type": "RUNNING"}})
+        deployment = ask(home, f"{api_url}/deployments/filter", {})[0]
+        run = ask(home, f"{api_url}/deployments/{deployment['id']}/create_flow_run", {"state": {"type": "RUNNING"}})
         process.kill()
     with up(tmp_path, port) as process:
         assert process.stdout is not None
         assert f"run {run['name']!r} had lost its worker" in process.stdout.readline()
-        (found,) = post(f"{api_url}/flow_runs/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
+        (found,) = ask(home, f"{api_url}/flow_runs/filter", _with_id(run["id"]))
         assert found["state_type"] == "CRASHED"
+        client, killed = flow_process(home, api_url)
+        client.kill()
+        deadline = time.monotonic() + 90  # it is looked for every ten seconds
+        while ask(home, f"{api_url}/flow_runs/filter", _with_id(killed))[0]["state_type"] != "CRASHED":
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+
+
+def _with_id(run: str) -> dict[str, object]:
+    return {"flow_runs": {"id": {"any_": [run]}}}

@@ -8,11 +8,12 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +119,19 @@ def test_a_run_killed_three_times_leaves_nothing_and_ends_with_the_same_weights(
     # The last lines before a kill may tell of a step that was not saved any more, never of one more than that.
     for step, tag in zip(steps, resumed, strict=True):
         assert (0 if tag is None else int(tag[-8:])) >= step - step % SAVED_EVERY - SAVED_EVERY
+    assert _states_in_prefect(tmp_path) == ["CRASHED", "COMPLETED"]
     same = _final_weights(tmp_path) == undisturbed
     for victim, step, gone, tag in zip(
         ("rank", "launcher", "flow"), steps, (rank_gone, launcher_gone, flow_gone), resumed, strict=True
     ):
         kill_table.append(f"| {victim} | {step} | {gone:.1f} s | {tag or 'start'} | {'yes' if same else 'NO'} |")
     assert same
+
+
+def _states_in_prefect(root: Path) -> list[str]:
+    """What Prefect's database says of the flow runs, the first one first."""
+    with closing(sqlite3.connect(root / "prefect/prefect.db")) as database:
+        return [state for (state,) in database.execute("SELECT state_type FROM flow_run ORDER BY created")]
 
 
 def test_a_run_that_is_told_to_end_saves_and_one_that_is_stopped_is_found(tmp_path: Path, undisturbed: Any) -> None:

@@ -18,6 +18,8 @@ SECRETS = {
     "WANDB_API_KEY": "s3cret",
     "GITHUB_TOKEN": "s3cret",
     "PREFECT_API_KEY": "s3cret",
+    "PREFECT_API_AUTH_STRING": "s3cret",
+    "PREFECT_SERVER_API_AUTH_STRING": "s3cret",
     "PREFECT_API_URL": "http://user:s3cret@host",
     "PREFECT_SERVER_DATABASE_CONNECTION_URL": "s3cret",
     "PYTHON_KEYRING_PASSWORD": "s3cret",
@@ -35,8 +37,9 @@ def test_no_secret_of_the_parent_reaches_a_rank(this: Attempt) -> None:
 
 
 def test_what_seems_secret_is_not_told_however_its_name_is_written() -> None:
-    told = "hidden-one hidden-two http://me:hidden-three@host"
-    assert "hidden" not in redact(told, {"HF_TOKEN": "hidden-one", "db_password": "hidden-two"})
+    told = "hidden-one hidden-two http://me:hidden-three@host hidden-four"
+    secret = {"HF_TOKEN": "hidden-one", "db_password": "hidden-two", "PREFECT_API_AUTH_STRING": "hidden-four"}
+    assert "hidden" not in redact(told, secret)
 
 
 def test_what_a_rank_needs_is_let_through(this: Attempt) -> None:

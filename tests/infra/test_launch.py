@@ -83,6 +83,7 @@ def test_ranks_work_under_deepspeed_and_the_head_ticks(tmp_path: Path, survivors
 def test_secrets_of_the_head_reach_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cret")
     monkeypatch.setenv("PREFECT_API_KEY", "s3cret")
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "s3cret")
     program = "from pathlib import Path; import os\nfor pid in (os.getpid(), os.getppid()):"
     program += " print(Path(f'/proc/{pid}/environ').read_text())"
     this = launch(spec(tmp_path, program, num_ranks=1))

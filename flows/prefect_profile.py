@@ -1,0 +1,126 @@
+"""The profile ``t5-pretrain`` in the user's own Prefect settings, so that a plain ``prefect`` finds server and key."""
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from t5train import atomic
+from t5train.errors import InputError, StorageError
+
+NAME = "t5-pretrain"
+CHOOSING = ("PREFECT_PROFILE", "PREFECT_API_URL", "PREFECT_API_AUTH_STRING")
+"""Variables of the environment that go before the active profile."""
+
+_DEFAULT_NAME, _DEFAULT = "ephemeral", {"PREFECT_SERVER_EPHEMERAL_ENABLED": "true"}
+_TABLE = re.compile(r"\s*\[")
+_OUR_TABLE = re.compile(rf'\s*\[\s*profiles\s*\.\s*"?{NAME}"?\s*\]\s*(#.*)?')
+_OUR_LINE = re.compile(r'\s*"?(PREFECT_API_URL|PREFECT_API_AUTH_STRING)"?\s*=')
+_ACTIVE = re.compile(r"\s*active\s*=")
+
+
+@dataclass(frozen=True)
+class UserProfiles:
+    """The file of the user's profiles, and the variables that go before it: found before a server changes them."""
+
+    path: Path
+    overrides: tuple[str, ...]
+
+    @classmethod
+    def find(cls, environment: Mapping[str, str] = os.environ) -> "UserProfiles":
+        """Where Prefect looks for them, except that no file of the current folder is asked."""
+        home = environment.get("PREFECT_HOME") or Path.home() / ".prefect"
+        path = Path(environment.get("PREFECT_PROFILES_PATH") or Path(home) / "profiles.toml")
+        return cls(path, tuple(name for name in CHOOSING if environment.get(name)))
+
+    def is_ours(self, api_url: str) -> bool:
+        """Whether ``api_url`` is configured only because ``up`` has activated its profile."""
+        if self.overrides:
+            return False
+        found = _parse(self.path, self._text())
+        return found.get("active") == NAME and _settings(found).get("PREFECT_API_URL") == api_url
+
+    def write(self, api_url: str, key: str) -> bool:
+        """Add or update the profile; activate it unless the user has chosen another. Whether it is the one in use.
+
+        Other profiles, settings and comments stay as they are. Raises InputError or StorageError, with the file as it
+        was, where that is not possible.
+        """
+        text = self._text()
+        found = _parse(self.path, text)
+        is_free = not self.overrides and _has_no_choice(found)
+        settings = {"PREFECT_API_URL": api_url, "PREFECT_API_AUTH_STRING": key}
+        wanted = found | {"profiles": found.get("profiles", {}) | {NAME: _settings(found) | settings}}
+        wanted |= {"active": NAME} if is_free else {}
+        edited = "\n".join(_with_settings(text.splitlines(), settings)) + "\n"
+        edited = _activated(edited) if is_free else edited
+        if _parse(self.path, edited) != wanted:
+            raise InputError(f"{self.path} is written in a way that cannot be edited: add profile {NAME} yourself")
+        self._replace(edited)
+        return not self.overrides and bool(wanted.get("active") == NAME)
+
+    def _text(self) -> str:
+        try:
+            return self.path.read_text("utf-8")
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be read: {error.strerror}; repair its permissions") from error
+        except UnicodeDecodeError as error:
+            raise InputError(f"{self.path} is not UTF-8: correct it") from error
+
+    def _replace(self, text: str) -> None:
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with atomic.replacing(self.path.resolve(), mode=0o600) as file:  # where it is a link, it stays one
+                file.write(text.encode("utf-8"))
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be written: {error.strerror}; repair its permissions") from error
+
+
+def _parse(path: Path, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{path} is not TOML ({error}): correct it") from error
+
+
+def _settings(found: dict[str, Any]) -> dict[str, Any]:
+    settings: dict[str, Any] = found.get("profiles", {}).get(NAME, {})
+    return settings
+
+
+def _has_no_choice(found: dict[str, Any]) -> bool:
+    """Whether the active profile is none, or Prefect's default as it is delivered."""
+    profiles: dict[str, object] = found.get("profiles", {})
+    is_default = found.get("active", _DEFAULT_NAME) == _DEFAULT_NAME
+    return is_default and profiles.get(_DEFAULT_NAME, _DEFAULT) == _DEFAULT
+
+
+def _with_settings(lines: list[str], settings: dict[str, str]) -> Iterator[str]:
+    """The lines of a file with these settings in the profile's table, which is appended if it is not there."""
+    ours = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+    is_inside = is_written = False
+    for line in lines:
+        if _TABLE.match(line):
+            is_inside = _OUR_TABLE.fullmatch(line) is not None
+        if is_inside and _OUR_LINE.match(line):
+            continue
+        yield line
+        if is_inside and not is_written:
+            is_written = True
+            yield from ours
+    if not is_written:
+        yield from ([""] if lines and lines[-1].strip() else [])
+        yield from (f"[profiles.{NAME}]", *ours)
+
+
+def _activated(text: str) -> str:
+    lines = text.splitlines()
+    first_table = next(index for index, line in enumerate(lines) if _TABLE.match(line))
+    head = [line for line in lines[:first_table] if not _ACTIVE.match(line)]
+    return "\n".join([f'active = "{NAME}"', *head, *lines[first_table:]]) + "\n"

@@ -1,0 +1,118 @@
+"""The profile that ``up`` writes: found by a plain ``prefect``, and never in the way of what the user has chosen."""
+
+import stat
+from pathlib import Path
+
+import pytest
+from prefect.settings.profiles import _read_profiles_from
+
+from flows.prefect_profile import NAME, UserProfiles
+from t5train.errors import InputError
+
+URL, KEY = "http://127.0.0.1:4200/api", "t5-pretrain:key"
+OWN = """# mine
+active = "work"  # for now
+
+[profiles.work]
+# of the office
+PREFECT_API_URL = "https://prefect.example/api"
+PREFECT_LOGGING_LEVEL = "DEBUG"
+"""
+
+
+def profiles(tmp_path: Path, **environment: str) -> UserProfiles:
+    return UserProfiles.find({"PREFECT_HOME": str(tmp_path / "home"), **environment})
+
+
+def written(tmp_path: Path, text: str) -> UserProfiles:
+    found = profiles(tmp_path)
+    found.path.parent.mkdir()
+    found.path.write_text(text)
+    return found
+
+
+def settings(path: Path) -> dict[str, str]:
+    return _read_profiles_from(path)[NAME].to_environment_variables()
+
+
+def test_a_user_without_profiles_gets_one_that_is_active_and_private(tmp_path: Path) -> None:
+    found = profiles(tmp_path)
+    assert found.write(URL, KEY)
+    assert settings(found.path) == {"PREFECT_API_URL": URL, "PREFECT_API_AUTH_STRING": KEY}
+    assert _read_profiles_from(found.path).active_name == NAME
+    assert stat.S_IMODE(found.path.stat().st_mode) == 0o600
+    assert found.is_ours(URL)
+    assert not found.is_ours("http://127.0.0.1:4201/api")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'active = "ephemeral"\n',
+        '[profiles.ephemeral]\nPREFECT_SERVER_EPHEMERAL_ENABLED = "true"\n\n[profiles.other]\n',
+    ],
+)
+def test_prefects_untouched_default_is_no_choice_of_the_user(tmp_path: Path, text: str) -> None:
+    found = written(tmp_path, text)
+    assert found.write(URL, KEY)
+    assert _read_profiles_from(found.path).active_name == NAME
+
+
+@pytest.mark.parametrize("text", [OWN, 'active = "local"\n', '[profiles.ephemeral]\nPREFECT_LOGGING_LEVEL = "DEBUG"\n'])
+def test_a_profile_that_the_user_has_chosen_or_changed_stays_active(tmp_path: Path, text: str) -> None:
+    found = written(tmp_path, text)
+    before = _read_profiles_from(found.path).active_name
+    assert not found.write(URL, KEY)
+    assert _read_profiles_from(found.path).active_name == before
+    assert settings(found.path)["PREFECT_API_AUTH_STRING"] == KEY
+    assert not found.is_ours(URL)
+
+
+@pytest.mark.parametrize("name", ["PREFECT_PROFILE", "PREFECT_API_URL"])
+def test_a_choice_in_the_environment_is_one_too(tmp_path: Path, name: str) -> None:
+    found = profiles(tmp_path, **{name: "chosen"})
+    assert not found.write(URL, KEY)
+    assert _read_profiles_from(found.path).active_name is None
+    assert found.overrides == (name,)
+
+
+def test_comments_and_what_others_wrote_stay_as_they_are(tmp_path: Path) -> None:
+    found = written(tmp_path, OWN)
+    found.path.chmod(0o644)
+    found.write(URL, KEY)
+    assert found.path.read_text().startswith(OWN)
+    assert stat.S_IMODE(found.path.stat().st_mode) == 0o600
+
+
+def test_the_next_start_updates_the_profile_and_keeps_what_the_user_added_to_it(tmp_path: Path) -> None:
+    found = profiles(tmp_path)
+    found.write(URL, KEY)
+    found.path.write_text(found.path.read_text() + 'PREFECT_LOGGING_LEVEL = "DEBUG"\n\n[profiles.later]\n')
+    assert found.write("http://127.0.0.1:4300/api", "t5-pretrain:next")
+    assert settings(found.path) == {
+        "PREFECT_API_URL": "http://127.0.0.1:4300/api",
+        "PREFECT_API_AUTH_STRING": "t5-pretrain:next",
+        "PREFECT_LOGGING_LEVEL": "DEBUG",
+    }
+    assert "later" in _read_profiles_from(found.path).names
+    assert KEY not in found.path.read_text().split('"')
+
+
+@pytest.mark.parametrize("content", [b"profiles = [", b'profiles = {work = {PREFECT_API_URL = "x"}}\n', b"# \xff"])
+def test_a_file_that_cannot_be_edited_stays_as_it_is(tmp_path: Path, content: bytes) -> None:
+    found = written(tmp_path, "")
+    found.path.write_bytes(content)
+    with pytest.raises(InputError, match=r"profiles\.toml"):
+        found.write(URL, KEY)
+    assert found.path.read_bytes() == content
+    assert len(list(found.path.parent.iterdir())) == 1
+
+
+def test_a_link_to_the_file_stays_a_link(tmp_path: Path) -> None:
+    found = written(tmp_path, "")
+    target = tmp_path / "dotfiles.toml"
+    found.path.rename(target)
+    found.path.symlink_to(target)
+    found.write(URL, KEY)
+    assert found.path.is_symlink()
+    assert KEY in target.read_text()

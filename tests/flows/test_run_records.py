@@ -1,0 +1,74 @@
+"""Records of flow runs: what a killed process worked on is known, what lives or is elsewhere is left alone."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import UUID, uuid4
+
+from flows import run_records
+
+HOLDS = """
+import sys
+from pathlib import Path
+from uuid import UUID
+from flows import run_records
+
+run_records.hold(Path(sys.argv[1]), UUID(sys.argv[2]), UUID(sys.argv[3]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def working_on(folder: Path, run: UUID, state: UUID) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", HOLDS, str(folder), str(run), str(state)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_run_is_abandoned_once_its_process_is_killed_and_not_before(tmp_path: Path) -> None:
+    run, state = uuid4(), uuid4()
+    with working_on(tmp_path, run, state):
+        assert run_records.living(tmp_path) == {run}
+        with run_records.abandoned(tmp_path) as found:
+            assert found == {}
+    assert run_records.living(tmp_path) == set()
+    with run_records.abandoned(tmp_path) as found:
+        assert found[run].state_id == str(state)
+    run_records.forget(tmp_path, run)
+    with run_records.abandoned(tmp_path) as found:
+        assert found == {}
+
+
+def test_a_process_that_takes_a_run_up_again_makes_it_its_own(tmp_path: Path) -> None:
+    run, state = uuid4(), uuid4()
+    with working_on(tmp_path, run, uuid4()):
+        pass
+    with working_on(tmp_path, run, state):
+        assert run_records.living(tmp_path) == {run}
+    with run_records.abandoned(tmp_path) as found:
+        assert found[run].state_id == str(state)
+
+
+def test_what_another_machine_recorded_is_not_judged(tmp_path: Path) -> None:
+    run = uuid4()
+    (tmp_path / str(run)).write_text(f'["{uuid4()}", "another-machine", "{uuid4()}"]')
+    with run_records.abandoned(tmp_path) as found:
+        assert found == {}
+
+
+def test_a_record_that_is_being_made_is_not_judged(tmp_path: Path) -> None:
+    (tmp_path / str(uuid4())).touch()
+    with run_records.abandoned(tmp_path) as found:
+        assert found == {}
+
+
+def test_a_folder_that_is_not_there_has_no_records(tmp_path: Path) -> None:
+    assert run_records.living(tmp_path / "none") == set()
+    with run_records.abandoned(tmp_path / "none") as found:
+        assert found == {}
