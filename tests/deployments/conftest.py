@@ -67,12 +67,15 @@ class Page:
         """Click what says exactly this, once it is there."""
         self.wait_until(f"({CLICK})({json.dumps(text)})")
 
-    def log_in(self, key: str) -> None:
-        """Give the server's login page the key."""
-        self.wait_until("document.querySelector('input[type=password]')?.form")
-        self.value("document.querySelector('input[type=password]').focus()")
+    def log_in(self, server: str, key: str) -> None:
+        """Give the server's login page the key, and wait until it has been accepted."""
+        self.open(f"{server}/login")
+        field = "document.querySelector('input[type=password]')"
+        self.wait_until(f"Boolean({field}?.form)")
+        self.value(f"{field}.focus()")
         self.send("Input.insertText", text=key)
-        self.click("Login")
+        self.value(f"{field}.form.requestSubmit()")
+        self.wait_until("!location.pathname.startsWith('/login')")
 
     def text(self, *awaited: str) -> str:
         """The visible text, once it has all that is awaited."""

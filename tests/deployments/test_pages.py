@@ -71,8 +71,8 @@ def watched(
         _deployment_run(user, {"settings": json.dumps(SETTINGS), "publish_to": published}, root / "pwned")
         (run,) = filtered("flow_runs", {})
         _wait(lambda: _says(filtered, "progress-train", "steps, loss"), filtered)
+        page.log_in(server, (root / "prefect/api-key").read_text().strip())
         page.open(f"{server}/runs/flow-run/{run['id']}")
-        page.log_in((root / "prefect/api-key").read_text().strip())
         page.click("Artifacts")
         seen = page.text("progress-train", "steps, loss")
         assert filtered("flow_runs", {})[0]["state_type"] == "RUNNING"
