@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 from t5train.atomic import sync_folder
@@ -56,6 +57,20 @@ def discard(path: Path) -> None:
             shutil.rmtree(aside)
     except OSError as error:
         raise StorageError(f"{path} cannot be removed: {error}; remove it yourself, then try again") from error
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a file or folder to the first free ``{name}.aside-{number}`` beside it; that path."""
+    for number in count(1):
+        aside = path.with_name(f"{path.name}.aside-{number}")
+        if not os.path.lexists(aside):
+            break
+    try:
+        path.rename(aside)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be moved to {aside}: {error.strerror}; move it away yourself") from error
+    return aside
 
 
 def remove_discarded(parent: Path) -> None:

@@ -1,9 +1,9 @@
-"""Results that can be made again from what is kept: a damaged one makes room for the new one, and the log says so."""
+"""Results that can be made again: a damaged one is moved aside for the new one, and the log says where it is."""
 
 import logging
 from pathlib import Path
 
-from t5train.atomic_folder import discard
+from t5train.atomic_folder import set_aside
 from t5train.errors import DigestMismatch, RecordError
 from t5train.presence import ABSENT, reading
 from t5train.records import MANIFEST
@@ -12,8 +12,8 @@ from t5train.verify import parse_manifest
 _log = logging.getLogger(__name__)
 
 
-def remove_damaged(folder: Path) -> None:
-    """Remove a folder whose manifest is damaged; to be asked only of a place that belongs to the stage that fills it.
+def set_damaged_aside(folder: Path) -> None:
+    """Move a folder whose manifest is damaged aside: without it nobody can say which files somebody added or changed.
 
     A folder with a whole manifest of any kind, or with none, stays: the stage itself knows what to do with its own
     result, and refuses anything else. Raises Unreadable and UnknownVersion: such a manifest may be whole.
@@ -26,5 +26,4 @@ def remove_damaged(folder: Path) -> None:
     except ABSENT:
         return
     except (RecordError, DigestMismatch) as error:
-        _log.warning("%s: this stage is made again", error)
-        discard(folder)
+        _log.warning("%s: the folder was moved to %s, and is made again", error, set_aside(folder))

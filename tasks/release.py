@@ -1,7 +1,7 @@
 """A checkpoint to a published model, as Prefect tasks: one library call each.
 
-Weights and export lie in the run's own folder and can be made again from its checkpoint, so damaged ones give way. A
-checkpoint or a publication never does.
+Weights and export lie in the run's own folder and can be made again from its checkpoint, so damaged ones are moved
+aside. A checkpoint or a publication never is.
 """
 
 from prefect import task
@@ -10,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from t5train import run_files
 from t5train.atomic import write_json
 from t5train.certify import certify_in_fresh_process
-from t5train.derived import remove_damaged
+from t5train.derived import set_damaged_aside
 from t5train.export import export
 from t5train.fingerprint import fingerprint
 from t5train.os_errors import as_storage_errors
@@ -30,7 +30,7 @@ def consolidate_weights(spec: RunSpec, checkpoint: Checkpoint) -> Weights:
     content = fingerprint({name: digest.sha256 for name, digest in checkpoint.files.items()})
     out = spec.run_folder / run_files.WEIGHTS / f"{checkpoint.tag}-{content[:12]}"
     checkpoints = spec.run_folder / run_files.CHECKPOINTS
-    remove_damaged(out)
+    set_damaged_aside(out)
     return consolidate(checkpoints, out, tag=checkpoint.tag, progress=StageProgress("consolidate"))
 
 
@@ -39,7 +39,7 @@ def consolidate_weights(spec: RunSpec, checkpoint: Checkpoint) -> Weights:
 def export_model(spec: RunSpec, weights: Weights, tokenizer: TokenizerFiles) -> Export:
     """Write the Hugging Face folder."""
     witness, out = spec.run_folder / run_files.WITNESS_FOLDER, spec.run_folder / run_files.EXPORT
-    remove_damaged(out)
+    set_damaged_aside(out)
     return export(weights, tokenizer, witness, spec, out, StageProgress("export"))
 
 

@@ -1,16 +1,18 @@
 """The folder a result appears in: whole or not at all, and never over something else."""
 
 import errno
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from t5train.atomic import sync_folder
-from t5train.atomic_folder import discard, partial_folder
+from t5train.atomic_folder import partial_folder, set_aside
 from t5train.errors import RecordError, StorageError
 from t5train.records import MANIFEST, Weights
 
+_log = logging.getLogger(__name__)
 _SPARE_BYTES = 16 << 20
 _OURS_TO_REPORT = {
     errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EFBIG, errno.EIO,
@@ -66,8 +68,8 @@ def require_vacant(out: Path, fingerprint: str | None) -> None:
 
 
 def put_in_place(folder: Path, out: Path) -> None:
-    """Make ``folder`` the folder ``out``, durably; damaged weights that are there give way."""
+    """Make ``folder`` the folder ``out``, durably; damaged weights that are there are moved aside."""
     if out.is_dir() and any(out.iterdir()):
-        discard(out)
+        _log.warning("%s holds weights that are damaged or were changed: they were moved to %s", out, set_aside(out))
     folder.rename(out)
     sync_folder(out.parent)

@@ -16,6 +16,7 @@ from t5train.data.stage_folder import making, stage_folder
 from t5train.data.workers import Json, in_processes
 from t5train.errors import InputError
 from t5train.fingerprint import fingerprint
+from t5train.kept_files import keep_changed_files
 from t5train.locations import redacted
 from t5train.progress import Progress, silent
 from t5train.records import Corpus, FileDigest, digest_file, digest_files, reusable
@@ -43,6 +44,7 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
         recorded = {str(source.path): digest for source, digest in digests.items()}
         if found := reusable(Corpus, folder, identity, progress, known=recorded):
             return found
+        keep_changed_files(folder)
         if spec.source == pydocs.PYDOCS:
             pydocs.write_passages(folder / _PYDOCS_FILE, progress)
             sources = [SourceFile(folder / _PYDOCS_FILE, _PYDOCS_FILE)]

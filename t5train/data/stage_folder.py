@@ -28,7 +28,7 @@ def making(folder: Path, fingerprint: str) -> Iterator[None]:
     """
     with _open_claim(folder) as claim:
         lock_or_wait(claim.fileno(), folder)
-        for leftover in folder.glob(".*.tmp"):
+        for leftover in folder.glob(f".*.{'[0-9a-f]' * 8}.tmp"):
             leftover.unlink()
         _own(claim, folder, fingerprint)
         yield

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from t5train import run_files, sidecar
 from t5train.atomic_folder import discard
-from t5train.derived import remove_damaged
+from t5train.derived import set_damaged_aside
 from t5train.fingerprint import differences, fingerprint
 from t5train.progress import Progress
 from t5train.sidecar import Sidecar
@@ -71,7 +71,12 @@ def _changed(written: Sidecar, spec: RunSpec) -> list[str]:
 
 def _only(folder: Path, name: str) -> Path:
     """The place of that name in a folder, where what was consolidated of other checkpoints gives way."""
-    if folder.exists() and any(other.name not in (name, f".{name}.partial") for other in folder.iterdir()):
+    if folder.exists() and any(not _is_of(name, other.name) for other in folder.iterdir()):
         discard(folder)
-    remove_damaged(folder / name)
+    set_damaged_aside(folder / name)
     return folder / name
+
+
+def _is_of(name: str, other: str) -> bool:
+    """Whether an entry is the result of that name, in the making, or an earlier one that was moved aside."""
+    return other in {name, f".{name}.partial"} or other.startswith(f"{name}.aside-")
