@@ -14,7 +14,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo demo-cluster test test-fast test-cluster lint types bench corruptions bench-consolidate variants-table faults resumes kills up clean
+.PHONY: help setup demo demo-cluster test test-fast test-cluster lint types bench corruptions certificate-faults bench-consolidate variants-table faults resumes kills up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -50,6 +50,9 @@ bench: setup ## Every benchmark of the CPU, one after the other
 
 corruptions: setup ## 10,000 faults in small checkpoints: each refused before anything is unpickled
 	@$(BIN)/python tests/t5train/consolidate/corruptions.py
+
+certificate-faults: setup ## 600 single faults in published files, sealed in before certification: each refused
+	@$(BIN)/python tests/t5train/certificate/certificate_faults.py
 
 bench-consolidate: setup ## Consolidation of 1.1 billion parameters beside cp and zero_to_fp32, then 3 billion alone; 50 GB of disk
 	@$(BIN)/python benchmarks/consolidate.py --parameters 1.1e9 --rounds 5 --alone 0.25e9 1.1e9 3e9

@@ -21,11 +21,22 @@ class ProbeComparison(BaseModel):
     max_relative_difference: float
 
 
-class Certificate(BaseModel):
-    """What was compared by whom, and with which outcome. Tolerance 0 asks for equal bits."""
+class GenerationComparison(BaseModel):
+    """Greedy ``generate()`` of the export against that of the training engine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    schema_version: Literal[1] = 1
+    sequences: int
+    tokens_compared: int
+
+
+class Certificate(BaseModel):
+    """What was compared by whom, and with which outcome. Tolerance 0 asks for equal bits.
+
+    When the files already differ from what they should state, nothing is loaded, and ``probes`` are empty.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    schema_version: Literal[2] = 2
     passed: bool
     differences: list[str]
     export_fingerprint: str
@@ -37,8 +48,10 @@ class Certificate(BaseModel):
     tensors_compared: int
     elements_compared: int
     ties: dict[str, str]
-    tokenizer_ids: int
+    documents: tuple[str, ...]
+    passages_compared: int
     probes: dict[str, ProbeComparison]
+    generation: GenerationComparison | None
     relative_tolerance: float
     tolerance_reason: str = ""
     witness_device: str
@@ -48,10 +61,15 @@ class Certificate(BaseModel):
 
     @classmethod
     def parse(cls, content: bytes, where: str) -> Self:
-        """Read a certificate; CertificationError when ``content`` is none."""
+        """Read a certificate; CertificationError when ``content`` is none, or of an earlier version."""
         try:
             return cls.model_validate_json(content)
         except ValidationError as error:
+            if error.errors()[0]["loc"] == ("schema_version",):
+                raise CertificationError(
+                    f"{where} has schema version {error.errors()[0]['input']}, and this version of t5-pretrain reads "
+                    "2, which vouches for more: use the version that made it, or certify the export again"
+                ) from error
             raise CertificationError(
                 f"{where} is not a certificate: {error.errors()[0]['msg']}; certify the export again"
             ) from error

@@ -14,19 +14,24 @@ from pathlib import Path
 from typing import Any
 
 from t5train.atomic import write_text
-from t5train.certificate import CERTIFICATE, Certificate
+from t5train.certificate import CERTIFICATE, Certificate, GenerationComparison, ProbeComparison
 from t5train.comparison import (
+    compare_generation,
     compare_probes,
     differing_keys,
     differing_probes,
+    differing_settings,
     differing_tensors,
     differing_ties,
-    differing_tokenizer,
     expected_ties,
 )
+from t5train.data.tokenizer import SPIECE
 from t5train.errors import CertificationError, InputError, T5TrainError
+from t5train.folder_comparison import DOCUMENTS, differing_folder
+from t5train.model_card import README
 from t5train.progress import Progress, silent
 from t5train.records import Export, FileDigest, current_provenance, digest_file, digest_files
+from t5train.tokenizer_comparison import differing_tokenizer
 from t5train.witness import WITNESS, WITNESS_TENSORS, Witness
 
 FAILED_CERTIFICATE = "certificate.failed.json"
@@ -66,6 +71,7 @@ def certify(export_folder: Path, witness: Path, progress: Progress = silent) -> 
     """
     export = Export.load(export_folder)
     _require_its_witness(export, Witness.load(witness))
+    _require_same_transformers(export)
     files = _uncertified_files(export)
     export.model_copy(update={"files": files}).verify(progress)
     certificate = _compare(export, files, witness, progress)
@@ -83,20 +89,14 @@ def certify(export_folder: Path, witness: Path, progress: Progress = silent) -> 
 
 
 def _compare(export: Export, files: dict[str, FileDigest], folder: Path, progress: Progress) -> Certificate:
-    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-
     witness = Witness.load(folder)
     device = _device(witness)
-    model, loading = AutoModelForSeq2SeqLM.from_pretrained(export.path, output_loading_info=True)
-    model = model.eval().to(device)
-    tokenizer = AutoTokenizer.from_pretrained(export.path)
     tolerance, reason = _tolerance(witness, device)
-    differences = differing_keys(loading)
-    differences += differing_tensors(model, witness, progress)
-    differences += differing_ties(model, witness)
-    differences += differing_tokenizer(tokenizer, witness.huggingface_config)
-    probes = dict(compare_probes(model, witness, folder, device, progress))
-    differences += differing_probes(probes, tolerance)
+    differences = differing_folder(export, witness)
+    probes: dict[str, ProbeComparison] = {}
+    generation: GenerationComparison | None = None
+    if not differences:  # else nothing of it is fit to be loaded
+        differences, probes, generation = _compare_loaded(export.path, witness, folder, device, tolerance, progress)
     return Certificate(
         passed=not differences,
         differences=differences,
@@ -109,8 +109,10 @@ def _compare(export: Export, files: dict[str, FileDigest], folder: Path, progres
         tensors_compared=len(witness.tensors),
         elements_compared=witness.num_parameters,
         ties=expected_ties(witness),
-        tokenizer_ids=len(tokenizer),
+        documents=(*DOCUMENTS, README),
+        passages_compared=len(witness.passages),
         probes=probes,
+        generation=generation,
         relative_tolerance=tolerance,
         tolerance_reason=reason,
         witness_device=witness.device_type,
@@ -118,6 +120,25 @@ def _compare(export: Export, files: dict[str, FileDigest], folder: Path, progres
         num_threads=witness.num_threads,
         provenance=current_provenance(),
     )
+
+
+def _compare_loaded(
+    export: Path, witness: Witness, folder: Path, device: str, tolerance: float, progress: Progress
+) -> tuple[list[str], dict[str, ProbeComparison], GenerationComparison]:
+    """What plain transformers makes of the folder."""
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, T5TokenizerFast
+
+    model, loading = AutoModelForSeq2SeqLM.from_pretrained(export, output_loading_info=True)
+    model = model.eval().to(device)
+    differences = differing_keys(loading)
+    differences += differing_tensors(model, witness, progress)
+    differences += differing_ties(model, witness)
+    differences += differing_settings(model, witness)
+    for kind in (AutoTokenizer, T5TokenizerFast):
+        differences += differing_tokenizer(kind.from_pretrained(export), export / SPIECE, witness)
+    probes = dict(compare_probes(model, witness, folder, device, progress))
+    generation, generated_otherwise = compare_generation(model, witness, folder, device, tolerance)
+    return [*differences, *differing_probes(probes, tolerance), *generated_otherwise], probes, generation
 
 
 def _device(witness: Witness) -> str:
@@ -147,6 +168,16 @@ def _require_its_witness(export: Export, witness: Witness) -> None:
         raise InputError(
             f"{export.path} is of run {export.inputs['run'][:12]}, the witness of run {witness.run_fingerprint[:12]}: "
             "name the folder `witness` of the run that the export is of"
+        )
+
+
+def _require_same_transformers(export: Export) -> None:
+    """What another version would write into the same files is not known."""
+    made, here = (each.versions.get("transformers") for each in (export.provenance, current_provenance()))
+    if made != here:
+        raise InputError(
+            f"{export.path} was exported with transformers {made}, and {here} is installed: certify it with {made}, or "
+            "remove it and export again"
         )
 
 

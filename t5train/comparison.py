@@ -5,14 +5,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from t5train.certificate import ProbeComparison
+from t5train.certificate import GenerationComparison, ProbeComparison
+from t5train.folder_comparison import differing_values
 from t5train.progress import Progress
-from t5train.spec import NUM_SENTINELS
-from t5train.witness import WITNESS_TENSORS, Witness, digest_tensor
+from t5train.witness import GENERATED_PROBE, WITNESS_TENSORS, Witness, digest_tensor
 
 if TYPE_CHECKING:
     import torch
 
+CLOSE_CHOICE = 1e-4  # of the largest logit
 _SHARED = "shared.weight"
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
@@ -113,20 +114,63 @@ def differing_probes(probes: Mapping[str, ProbeComparison], relative_tolerance: 
     return found
 
 
-def differing_tokenizer(tokenizer: Any, config: Mapping[str, Any]) -> list[str]:
-    """Ids beyond the embedding, and pad, end and sentinel ids that are not where T5 has them."""
-    size = len(tokenizer)
-    expected = {f"<extra_id_{index}>": size - 1 - index for index in range(NUM_SENTINELS)}
-    wrong = [name for name, index in expected.items() if tokenizer.convert_tokens_to_ids(name) != index]
-    found = [f"the tokenizer has {size} ids, the model {config['vocab_size']}"] if size > config["vocab_size"] else []
-    if wrong:
-        found.append(f"{len(wrong)} sentinels do not count down from id {size - 1}: {_first(wrong)}")
-    found += [
-        f"the tokenizer's {key} is {getattr(tokenizer, key)}, the model's {config[key]}"
-        for key in ("pad_token_id", "eos_token_id")
-        if getattr(tokenizer, key) != config[key]
+def differing_settings(model: Any, witness: Witness) -> list[str]:
+    """Settings that a loaded model has otherwise than transformers gives them to the recorded configuration."""
+    from transformers import AutoConfig, GenerationConfig
+
+    pairs = {
+        "configuration": (AutoConfig.for_model(**witness.huggingface_config), model.config),
+        "generation configuration": (GenerationConfig(**witness.generation_config), model.generation_config),
+    }
+    return [
+        f"the loaded {what} differs: {_first(changed)}"
+        for what, (expected, found) in pairs.items()
+        if (changed := list(differing_values(_settings(expected), _settings(found))))
     ]
-    return found
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """All settings, defaults included, but for where the model lies and in which type it was asked for."""
+    return {key: value for key, value in config.to_dict().items() if key not in {"_name_or_path", "dtype"}}
+
+
+def compare_generation(
+    model: Any, witness: Witness, folder: Path, device: str, relative_tolerance: float
+) -> tuple[GenerationComparison, list[str]]:
+    """Greedy ``generate()`` as published against the recorded ids.
+
+    ``generate()`` keeps keys and values of earlier steps, so its logits may be rounded differently: a sequence is
+    compared up to the first choice that was as close as that.
+    """
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(folder / WITNESS_TENSORS, framework="pt", device="cpu") as recorded, torch.inference_mode():
+        inputs, expected, margins = (
+            recorded.get_tensor(f"{GENERATED_PROBE}.{key}") for key in ("input_ids", "generated", "margins")
+        )
+        found = model.generate(input_ids=inputs.to(device), max_new_tokens=margins.shape[1]).cpu()
+    close = max(relative_tolerance, CLOSE_CHOICE)
+    rows = [
+        _compare_sequence(one, other, margin, close, witness.generation_config["pad_token_id"])
+        for one, other, margin in zip(expected.tolist(), found.tolist(), margins.tolist(), strict=True)
+    ]
+    wrong = [place for _, place in rows if place is not None]
+    comparison = GenerationComparison(sequences=len(rows), tokens_compared=sum(tokens for tokens, _ in rows))
+    return comparison, (
+        [f"{len(wrong)} of {len(rows)} sequences are generated differently, first at token {wrong[0]}"] if wrong else []
+    )
+
+
+def _compare_sequence(
+    expected: list[int], found: list[int], margins: list[float], close: float, pad_id: int
+) -> tuple[int, int | None]:
+    """How many tokens were compared, and the first that differs though its choice was clear."""
+    padded = found + [pad_id] * (len(expected) - len(found))
+    for place, (one, other) in enumerate(zip(expected, padded, strict=False)):
+        if one != other:
+            return place, None if place and margins[place - 1] <= close else place
+    return len(expected), None if len(padded) == len(expected) else len(expected)
 
 
 def _first(names: "Iterator[str] | list[str]", count: int = 3) -> str:

@@ -3,16 +3,17 @@
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from t5train.atomic import write_json, write_text
-from t5train.atomic_folder import copy_durably, discard, filling
-from t5train.data.tokenizer import SPIECE
+from t5train.atomic_folder import copy_durably, discard, filling, set_aside
+from t5train.certificate import CERTIFICATE
+from t5train.data.tokenizer import HUGGING_FACE_FILES, SPIECE, write_hugging_face_files
 from t5train.errors import InputError, RecordError, SpecError, StorageError
 from t5train.fingerprint import fingerprint
-from t5train.model_card import model_card
+from t5train.kept_files import changed_files
+from t5train.model_card import README, model_card
 from t5train.progress import Progress, silent
 from t5train.records import (
     Export,
@@ -27,6 +28,8 @@ from t5train.records import (
 from t5train.spec import ModelSpec, RunSpec
 from t5train.witness import Witness
 
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+INDEX = "model.safetensors.index.json"
 _log = logging.getLogger(__name__)
 
 
@@ -36,30 +39,33 @@ def export(
     """Write ``out``: safetensors, config, generation config, tokenizer files, model card, manifest.
 
     ``witness`` is the folder with the training engine's witness, which decides the configuration. The result is
-    not certified yet: see ``t5train.certify``. An earlier export of the same run in ``out`` is replaced; anything else
-    there raises StorageError. Damaged inputs raise DigestMismatch, weights or a vocabulary that are not those of the
-    witness InputError, and a model that transformers has no class for SpecError.
+    not certified yet: see ``t5train.certify``. An earlier export of the same run in ``out`` is replaced, or moved aside
+    when somebody added files to it or changed some; anything else there raises StorageError. The tokenizer files are
+    made from the vocabulary once more. Damaged inputs raise DigestMismatch, weights or a vocabulary that are not those
+    of the witness InputError, and a model that transformers has no class for SpecError.
     """
     require_exportable(spec.model)
     seen = Witness.load(witness)
     _require_its_weights(weights, seen)
     _require_its_vocabulary(tokenizer, seen)
     _require_replaceable(out, seen)
-    lineage = _lineage(weights, tokenizer, seen, spec)
-    identity = fingerprint({"stage": "export", "schema_version": 1, "inputs": lineage})
+    lineage = _lineage(weights, seen, spec)
+    identity = export_fingerprint(lineage)
     if (existing := reusable(Export, out, identity, progress)) is not None:
         return existing
     with filling(out) as folder:
         _take_files(weights, _weight_names(weights), folder, progress)
-        _take_files(tokenizer, list(tokenizer.files), folder, progress)
-        _write_model_config(seen.huggingface_config, folder)
-        write_text(folder / "README.md", model_card(spec, seen, lineage, current_provenance()))
+        _take_files(tokenizer, [SPIECE], folder, progress)
+        write_model_files(seen, folder)
+        files, provenance = digest_files(folder, sorted(path.name for path in folder.iterdir())), current_provenance()
+        write_text(folder / README, model_card(seen, lineage, files, provenance))
         record = Export(
             path=out,
             fingerprint=identity,
             inputs=lineage,
-            files=digest_files(folder, sorted(path.name for path in folder.iterdir())),
-            counts={"num_parameters": seen.num_parameters, "step": seen.step, "tensors": len(seen.tensors)},
+            files=files | digest_files(folder, [README]),
+            counts=export_counts(seen),
+            provenance=provenance,
         ).commit(folder)
         _give_way(out)
     return record
@@ -72,6 +78,21 @@ def require_exportable(model: ModelSpec) -> None:
             f"model.moe.top_k is {model.moe.top_k}: SwitchTransformers in transformers has 1, so that such a model can "
             "be trained and consolidated (stages `train` and `consolidate`), and not exported; set model.moe.top_k=1"
         )
+
+
+def export_fingerprint(lineage: Mapping[str, str]) -> str:
+    """Identity of an export."""
+    return fingerprint({"stage": "export", "schema_version": 2, "inputs": dict(lineage)})
+
+
+def export_counts(witness: Witness) -> dict[str, int]:
+    """The counts that an export's manifest states."""
+    return {"num_parameters": witness.num_parameters, "step": witness.step, "tensors": len(witness.tensors)}
+
+
+def export_names(weights: Iterable[str]) -> set[str]:
+    """The names of all files of an uncertified export with these files of weights."""
+    return {*weights, CONFIG, GENERATION_CONFIG, SPIECE, *HUGGING_FACE_FILES, README}
 
 
 def _require_its_weights(weights: Weights, witness: Witness) -> None:
@@ -89,23 +110,20 @@ def _require_its_weights(weights: Weights, witness: Witness) -> None:
 
 def _require_its_vocabulary(tokenizer: TokenizerFiles, witness: Witness) -> None:
     """Another one of the same size would load, pass every comparison of weights, and make nonsense of text."""
-    expected, given = witness.inputs.get("vocabulary"), tokenizer.files.get(SPIECE)
-    if expected is not None and (given is None or given.sha256 != expected):
+    expected, given = witness.inputs["vocabulary"], tokenizer.files.get(SPIECE)
+    if given is None or given.sha256 != expected:
         raise InputError(
             f"{tokenizer.path} has another vocabulary than the model was trained with, whose {SPIECE} has sha256 "
             f"{expected}: take that one"
         )
 
 
-def _lineage(weights: Weights, tokenizer: TokenizerFiles, witness: Witness, spec: RunSpec) -> dict[str, str]:
+def _lineage(weights: Weights, witness: Witness, spec: RunSpec) -> dict[str, str]:
     """Fingerprints of all that decides the export, the stages before its own inputs among them."""
     return {
-        **tokenizer.inputs,
-        "tokenizer": tokenizer.fingerprint,
         **witness.inputs,
         "spec": spec.fingerprint(),
         "run": witness.run_fingerprint,
-        **weights.inputs,
         "weights": weights.fingerprint,
     }
 
@@ -133,18 +151,19 @@ def _take_files(record: Record, names: Iterable[str], folder: Path, progress: Pr
         progress(f"bytes of {record.kind} exported", done, total)
 
 
-def _write_model_config(settings: dict[str, Any], folder: Path) -> None:
-    """``config.json`` and ``generation_config.json``.
+def write_model_files(witness: Witness, folder: Path) -> None:
+    """Everything that transformers reads besides weights and spiece.model, which must be in ``folder`` already.
 
     ``tie_word_embeddings`` is written as the witness has it: transformers 5 sets it to true on every T5 and keeps
     whether the output is scaled (v1.0) apart, while older ones decide both tying and scaling by it.
     """
     from transformers import AutoConfig, GenerationConfig  # slow to import, needed here only
 
+    settings = witness.huggingface_config
     config = AutoConfig.for_model(**settings)
-    write_json(folder / "config.json", {**config.to_diff_dict(), **settings, "dtype": "float32"})
-    ids = {name: settings[name] for name in ("decoder_start_token_id", "eos_token_id", "pad_token_id")}
-    write_json(folder / "generation_config.json", GenerationConfig(**ids).to_diff_dict())
+    write_json(folder / CONFIG, {**config.to_diff_dict(), **settings, "dtype": "float32"})
+    write_json(folder / GENERATION_CONFIG, GenerationConfig(**witness.generation_config).to_diff_dict())
+    write_hugging_face_files(folder)
 
 
 def _require_replaceable(out: Path, witness: Witness) -> None:
@@ -163,6 +182,15 @@ def _require_replaceable(out: Path, witness: Witness) -> None:
 
 
 def _give_way(out: Path) -> None:
-    if out.exists() and any(out.iterdir()):
-        _log.warning("the export in %s is of other weights of this run, or damaged: it is replaced", out)
+    """Make ``out`` free: an export as it was written is removed, one that holds anything else is moved aside."""
+    if not out.exists() or not any(out.iterdir()):
+        return
+    if changed := [name for name in changed_files(Export.load(out)) if name != CERTIFICATE]:
+        aside = set_aside(out)
+        _log.warning(
+            "the export in %s holds files that were added or changed (%s): it was moved to %s",
+            out, ", ".join(changed[:5]), aside,
+        )  # fmt: skip
+    else:
+        _log.warning("the export in %s is of other weights of this run, or of another version: it is replaced", out)
         discard(out)

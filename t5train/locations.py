@@ -37,6 +37,12 @@ def local_folder(url: str) -> Path | None:
     return Path(rest).expanduser().absolute()
 
 
+def shareable_source(source: str) -> str:
+    """A corpus source without credentials, and without the folders of the machine it lay on."""
+    local = local_folder(source)
+    return redacted(source) if local is None else local.name
+
+
 def remote_folder(url: str) -> tuple[Any, str]:
     """The fsspec filesystem of a URL, and the folder's path in it.
 

@@ -1,21 +1,30 @@
-"""README.md of an export: what the model is, and everything it came from."""
+"""README.md of an export: what the model is, and everything it came from.
+
+Its front matter is for programs: fields of the Hugging Face Hub, and under ``t5_pretrain`` the facts that the rest of
+the card states in words. The whole text follows from the witness, the lineage and the digests of the other files, so a
+certificate can compare it.
+"""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from t5train.locations import local_folder, redacted
-from t5train.records import Provenance
-from t5train.spec import RunSpec
+import yaml
+
+from t5train.records import FileDigest, Provenance
 from t5train.witness import Witness
 
+README = "README.md"
+FACTS = "t5_pretrain"
+_HUB = {
+    "library_name": "transformers",
+    "pipeline_tag": "text2text-generation",
+    "license": "unknown",
+    "tags": ["t5", "span-corruption"],
+}
 _CARD = """\
 ---
-library_name: transformers
-pipeline_tag: text2text-generation
-tags:
-- t5
-- span-corruption
+{front_matter}
 ---
 
 # {name}
@@ -65,42 +74,84 @@ Recipe `{recipe}`. Each fingerprint is a sha256 over the settings and the inputs
 """
 
 
-def model_card(spec: RunSpec, witness: Witness, lineage: Mapping[str, str], provenance: Provenance) -> str:
-    """The card, in Markdown; the same text for the same model, made with the same versions."""
-    settings = spec.identity()
-    settings["corpus"]["source"] = shareable_source(spec.corpus.source)
+def model_card(
+    witness: Witness, lineage: Mapping[str, str], files: Mapping[str, FileDigest], provenance: Provenance
+) -> str:
+    """The card, in Markdown; ``files`` are the export's, of which the card and the certificate are left out."""
+    trained, corpus = witness.trained, witness.trained.settings["corpus"]
     versions = dict(provenance.versions) | ({"commit": provenance.git_commit} if provenance.git_commit else {})
     return _CARD.format(
-        name=spec.run_name,
-        family=_family(spec),
+        front_matter="\n".join(_yaml_lines(_HUB | {FACTS: _facts(witness, lineage, files)})),
+        name=trained.run_name,
+        family=_family(witness),
         num_parameters=witness.num_parameters,
-        origin=_origin(spec),
+        origin=_origin(witness),
         step=witness.step,
-        source=f"`{settings['corpus']['source']}`",
-        revision=f", revision `{spec.corpus.revision}`" if spec.corpus.revision else "",
+        source=f"`{corpus['source']}`",
+        revision=f", revision `{corpus['revision']}`" if corpus.get("revision") else "",
         validation=_table("measurement", witness.validation),
-        recipe=spec.recipe,
+        recipe=trained.recipe,
         lineage=_table("stage", lineage),
-        settings=json.dumps(settings, indent=1, sort_keys=True, ensure_ascii=False),
+        settings=json.dumps(trained.settings, indent=1, sort_keys=True, ensure_ascii=False),
         versions=_table("package", versions),
     )
 
 
-def shareable_source(source: str) -> str:
-    """A corpus source without credentials, and without the folders of the machine it lay on."""
-    local = local_folder(source)
-    return redacted(source) if local is None else local.name
+def read_front_matter(card: str) -> Any:
+    """What the front matter of a card parses to; ValueError when there is none."""
+    opening, front_matter, _ = (*card.split("---\n", 2), "", "")[:3]
+    if opening or not front_matter:
+        raise ValueError("it has no front matter")
+    try:
+        return yaml.safe_load(front_matter)
+    except yaml.YAMLError as error:
+        raise ValueError(f"its front matter is not YAML: {error}") from error
 
 
-def _family(spec: RunSpec) -> str:
-    experts = spec.model.moe.num_experts
-    return f"Switch Transformer (T5 with {experts} experts a sparse layer)" if experts else f"T5 {spec.model.version}"
+def _facts(witness: Witness, lineage: Mapping[str, str], files: Mapping[str, FileDigest]) -> dict[str, Any]:
+    return {
+        "run_name": witness.trained.run_name,
+        "recipe": witness.trained.recipe,
+        "run": witness.run_fingerprint,
+        "step": witness.step,
+        "model": _family(witness),
+        "num_parameters": witness.num_parameters,
+        "precision": "fp32",
+        "corpus_source": witness.trained.settings["corpus"]["source"],
+        "corpus_revision": witness.trained.settings["corpus"].get("revision"),
+        "started_from": witness.trained.start_from,
+        "held_out": witness.validation,
+        "lineage": dict(lineage),
+        "sha256": {name: digest.sha256 for name, digest in sorted(files.items())},
+    }
 
 
-def _origin(spec: RunSpec) -> str:
+def _yaml_lines(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """A mapping, whose scalars and lists stand as JSON, of which YAML is a superset."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{key}:"
+            yield from _yaml_lines(value, indent + "  ")
+        else:
+            yield f"{indent}{key}: {_scalar(value)}"
+
+
+def _scalar(value: Any) -> str:
+    """As JSON, but for small and large floats: YAML 1.1 takes ``1e-05`` for text, ``1.0e-05`` for a number."""
+    text = json.dumps(value)
+    return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
+
+
+def _family(witness: Witness) -> str:
+    model = witness.trained.settings["model"]
+    experts = model.get("moe", {}).get("num_experts", 0)
+    return f"Switch Transformer (T5 with {experts} experts a sparse layer)" if experts else f"T5 {model['version']}"
+
+
+def _origin(witness: Witness) -> str:
     """Lineage has the fingerprint of what the folder held."""
-    start = local_folder(spec.model.start_from) if spec.model.start_from else None
-    return f"from the weights of `{start.name}` on (`start_from` under Lineage)" if start else "from scratch"
+    start = witness.trained.start_from
+    return f"from the weights of `{start}` on (`start_from` under Lineage)" if start else "from scratch"
 
 
 def _table(heading: str, values: Mapping[str, Any]) -> str:

@@ -86,6 +86,12 @@ def start_fingerprint(model: ModelSpec, progress: Progress = silent) -> str | No
     return fingerprint({"config": told_by(folder.config, path / CONFIG), "files": digests})
 
 
+def start_name(model: ModelSpec) -> str | None:
+    """The name of the folder whose weights a run continues from; None without ``start_from``."""
+    folder = _folder(model)
+    return None if folder is None else folder.name
+
+
 def require_vocabulary(model: ModelSpec, spiece_sha256: str) -> None:
     """SpecError where the folder of ``start_from`` has another vocabulary than the run's: its ids mean other text."""
     path = _folder(model)

@@ -1,6 +1,7 @@
 """What the training engine says of its own weights at the last step: the reference an export is held against."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 WITNESS = "witness.json"
 WITNESS_TENSORS = "witness.safetensors"
+SCHEMA_VERSION: Literal[2] = 2
+GENERATED_PROBE = "heldout"
 
 
 class TensorDigest(BaseModel):
@@ -23,15 +26,44 @@ class TensorDigest(BaseModel):
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
+class EncodedPassage(BaseModel):
+    """A text and its training ids, EOS included."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    text: str
+    ids: list[int] = Field(min_length=1)
+
+
+class TrainedModel(BaseModel):
+    """What a model card states of the run: its name, its recipe and its settings, the corpus source made shareable.
+
+    ``start_from`` is the name of the folder whose weights training continued from.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    run_name: str
+    recipe: str
+    settings: dict[str, Any]
+    start_from: str | None = None
+
+
 class Witness(BaseModel):
     """``witness.json``; beside it ``witness.safetensors`` holds, for each probe, inputs and fp32 logits.
 
     ``{probe}.input_ids`` int64 [b, s], ``{probe}.decoder_input_ids`` int64 [b, t], ``{probe}.logits`` fp32
     [b, t, vocab]: a forward of the fp32 masters on ``device_type``, with ``num_threads`` threads on a CPU.
+
+    Greedy decoding of ``GENERATED_PROBE`` gives ``generated`` int64 [b, 1 + n], which begins with the decoder's start
+    id and has padding after the end id, and ``margins`` fp32 [b, n]: by how much the chosen logit exceeded the second
+    largest, relative to the largest absolute value.
+
+    ``huggingface_config`` and ``generation_config`` are what the two files of an export state, apart from what
+    transformers adds. ``inputs`` are the fingerprints of all stages before, and ``vocabulary``, the sha256 of the
+    spiece.model.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = SCHEMA_VERSION
     run_fingerprint: str
     step: int
     tag: str
@@ -41,8 +73,11 @@ class Witness(BaseModel):
     tensors: dict[str, TensorDigest] = Field(min_length=1)
     ties: dict[str, str]
     huggingface_config: dict[str, Any]
+    generation_config: dict[str, Any]
+    trained: TrainedModel
+    passages: list[EncodedPassage] = Field(min_length=1)
     probes: list[str] = Field(min_length=1)
-    inputs: dict[str, str] = {}
+    inputs: dict[str, str]
     validation: dict[str, Any]
 
     @classmethod
@@ -50,13 +85,30 @@ class Witness(BaseModel):
         """Read ``folder``/witness.json; InputError when there is none, or it is not a witness."""
         path = folder / WITNESS
         try:
-            return cls.model_validate_json(path.read_bytes())
+            content = path.read_bytes()
+            _require_current(path, content)
+            return cls.model_validate_json(content)
         except FileNotFoundError:
             raise InputError(f"{path} does not exist: name the folder `witness` of a run that has ended") from None
         except OSError as error:
             raise InputError(f"{path} cannot be read ({error.strerror}): repair the disk or the permissions") from error
         except ValidationError as error:
             raise InputError(f"{path} is not a witness of a training run: {error.errors()[0]['msg']}") from error
+
+
+def _require_current(path: Path, content: bytes) -> None:
+    """InputError for a witness of an earlier version, which recorded less than a certificate compares."""
+    try:
+        found = json.loads(content).get("schema_version")
+    except (ValueError, AttributeError):
+        return  # what it is instead, validation says
+    if isinstance(found, int) and found < SCHEMA_VERSION:
+        raise InputError(
+            f"{path} has schema version {found}, and this version of t5-pretrain needs {SCHEMA_VERSION}: it records "
+            "no held-out passages and no generation config, so the model cannot be certified. Only training writes a "
+            "witness: certify and publish this run with the version that trained it, or train again under another "
+            "--name; its weights remain usable through `consolidate`"
+        )
 
 
 def digest_tensor(tensor: "torch.Tensor") -> str:

@@ -4,25 +4,32 @@ Shard N is made of consecutive segments of the corpus and holds, for each split,
 (little-endian uint16, or uint32 where the vocabulary needs it; every document ends with EOS),
 ``{split}-NNNNN.len`` (little-endian uint32, tokens of each document, EOS included), and ``shard-NNNNN.json``,
 written last, which describes them. A restart makes only those shards again whose description does not verify.
+``held-out-passages.json`` holds some texts of the validation split with their ids, for the certificate.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from t5train.cores import num_cores
 from t5train.data.corpus import corpus_name
-from t5train.data.segments import FileSegments, Segment, read_segments
+from t5train.data.encoding import Encoder
+from t5train.data.held_out import HELD_OUT, comparable, write_held_out
+from t5train.data.passages import Passage, SourceFile
+from t5train.data.segments import FileSegments, Segment, passages_of, read_segments
 from t5train.data.spiece import EOS_ID, PAD_ID
-from t5train.data.splits import SPLITS
+from t5train.data.splits import SPLITS, SplitRule, split_of
 from t5train.data.stage_folder import making, stage_folder
-from t5train.data.tokenizer import SPIECE
+from t5train.data.tokenizer import SPIECE, TOKENIZER_JSON
 from t5train.data.workers import Json, in_processes
 from t5train.errors import DigestMismatch
 from t5train.fingerprint import fingerprint
+from t5train.kept_files import keep_changed_files
 from t5train.progress import Progress, silent
 from t5train.records import (
     MANIFEST,
@@ -37,8 +44,9 @@ from t5train.records import (
 from t5train.spec import NUM_SENTINELS, CorpusSpec, ShardsSpec
 from t5train.storage_space import require_space
 
-_STAGE_VERSION = 2  # raised when the same inputs would give other bytes
+_STAGE_VERSION = 3  # raised when the same inputs would give other bytes
 _TEXT_BYTES_PER_TOKEN = 4  # of English in T5's vocabulary; decides where shards end
+_SHARDS_WITH_PASSAGES, _PASSAGES_A_SHARD = 4, 250
 _log = logging.getLogger(__name__)
 
 
@@ -90,6 +98,7 @@ def build_shards(
     with making(folder, identity):
         if found := reusable(TokenShards, folder, identity, progress):
             return found
+        keep_changed_files(folder)
         (folder / MANIFEST).unlink(missing_ok=True)
         plan = plan_shards(read_segments(corpus.path), spec.shard_tokens)
         common = {
@@ -108,6 +117,7 @@ def build_shards(
         tokens = sum(_text_bytes(job) for job in jobs) // _TEXT_BYTES_PER_TOKEN
         require_space(folder, tokens * _bytes_per_token(tokenizer), "the token shards")
         _make(jobs, spec.workers or num_cores(), progress)
+        _record_held_out(folder, plan, corpus_spec, tokenizer)
         return _committed(folder, identity, len(plan), corpus, tokenizer)
 
 
@@ -195,11 +205,37 @@ def _text_bytes(job: Json) -> int:
     return sum(stretch.segment.text_bytes for stretch in job["stretches"])
 
 
+def _record_held_out(folder: Path, plan: list[list[Stretch]], rule: SplitRule, tokenizer: TokenizerFiles) -> None:
+    """Record passages of shards spread over the corpus."""
+    numbers = range(0, len(plan), -(-len(plan) // _SHARDS_WITH_PASSAGES))
+    dtype, encoder = np.dtype(f"<u{_bytes_per_token(tokenizer)}"), Encoder(tokenizer.path / SPIECE)
+    documents = (_validation_documents(folder, number, plan[number], rule, dtype) for number in numbers)
+    found = (passage for each in documents for passage in islice(comparable(each, encoder), _PASSAGES_A_SHARD))
+    write_held_out(folder, found, tokenizer.path / TOKENIZER_JSON)
+
+
+def _validation_documents(
+    folder: Path, number: int, stretches: list[Stretch], rule: SplitRule, dtype: np.dtype
+) -> Iterator[tuple[Passage, np.ndarray]]:
+    """The validation passages of a shard in order, each with the ids that the shard holds for it."""
+    tokens = np.fromfile(folder / tokens_name("validation", number), dtype)
+    ends = np.cumsum(np.fromfile(folder / lengths_name("validation", number), "<u4"), dtype=np.int64)
+    passages = (
+        passage
+        for stretch in stretches
+        for passage in passages_of(SourceFile(Path(stretch.path), stretch.name), stretch.segment)
+        if split_of(rule, passage.id) == "validation"
+    )
+    for passage, end, start in zip(passages, ends, [0, *ends[:-1]], strict=False):
+        yield passage, tokens[start:end]
+
+
 def _committed(folder: Path, identity: str, num_shards: int, corpus: Corpus, tokenizer: TokenizerFiles) -> TokenShards:
     files: dict[str, FileDigest] = {}
     for number in range(num_shards):
         files |= read_description(folder, number).files
         files[shard_name(number)] = digest_file(folder / shard_name(number))
+    files[HELD_OUT] = digest_file(folder / HELD_OUT)
     return TokenShards(
         path=folder,
         fingerprint=identity,

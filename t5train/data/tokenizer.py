@@ -15,11 +15,16 @@ from t5train.data.splits import split_of
 from t5train.data.stage_folder import making, stage_folder
 from t5train.errors import InputError, SpecError
 from t5train.fingerprint import fingerprint
+from t5train.kept_files import keep_changed_files
 from t5train.progress import Progress, silent
 from t5train.records import Corpus, TokenizerFiles, digest_files, reusable
 from t5train.spec import NUM_SENTINELS, CorpusSpec, TokenizerSpec
 
 SPIECE = "spiece.model"
+TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+HUGGING_FACE_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, "special_tokens_map.json")
+_OF_THIS_LOADING = {"is_local", "local_files_only"}  # where from, and whether offline: transformers writes that, too
 _STAGE_VERSION = 1  # raised when the same inputs would give other files
 _SAMPLE_BYTES = 200 << 20
 _MODEL_MAX_TOKENS = 512  # what T5 was pre-trained with; its relative positions set no limit of their own
@@ -107,7 +112,7 @@ def spiece_in(path: Path) -> Path:
             f"tokenizer.path is {path}: it has no {SPIECE}, from which the others are made; "
             "take the one that its vocabulary was published with"
         )
-    if (sentinels := _num_sentinels(path / "tokenizer_config.json")) != NUM_SENTINELS:
+    if (sentinels := _num_sentinels(path / TOKENIZER_CONFIG)) != NUM_SENTINELS:
         raise SpecError(
             f"tokenizer.path is {path}: its extra_ids is {sentinels}, and only {NUM_SENTINELS} are supported"
         )
@@ -139,25 +144,28 @@ def _training_texts(spec: CorpusSpec, corpus: Corpus, progress: Progress) -> Ite
 
 
 def _finished(folder: Path, proto: bytes, identity: str, inputs: dict[str, str]) -> TokenizerFiles:
+    keep_changed_files(folder)
     with replacing(folder / SPIECE) as file:
         file.write(proto)
-    _write_hugging_face_files(folder)
+    write_hugging_face_files(folder)
     tokenizer = Tokenizer.load(folder)
     return TokenizerFiles(
         path=folder,
         fingerprint=identity,
         inputs=inputs,
-        files=digest_files(folder, [SPIECE, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]),
+        files=digest_files(folder, [SPIECE, *HUGGING_FACE_FILES]),
         counts={"pieces": tokenizer.num_pieces, "vocab_size": tokenizer.vocab_size, "num_sentinels": NUM_SENTINELS},
     ).commit()
 
 
-def _write_hugging_face_files(folder: Path) -> None:
-    """Write what ``AutoTokenizer.from_pretrained(folder)`` reads, made by transformers from the spiece.model."""
+def write_hugging_face_files(folder: Path) -> None:
+    """Write HUGGING_FACE_FILES, which ``AutoTokenizer.from_pretrained`` reads, from the spiece.model in ``folder``."""
     from transformers import T5Tokenizer  # seconds to import, and only this stage needs it
 
     tokenizer = T5Tokenizer.from_pretrained(folder, extra_ids=NUM_SENTINELS, model_max_length=_MODEL_MAX_TOKENS)
     tokenizer.save_pretrained(folder)
+    config = json.loads((folder / TOKENIZER_CONFIG).read_bytes())
+    write_json(folder / TOKENIZER_CONFIG, {key: value for key, value in config.items() if key not in _OF_THIS_LOADING})
     pad, eos, unk = SPECIAL_PIECES
     sentinels = [f"<extra_id_{index}>" for index in range(NUM_SENTINELS)]
     write_json(

@@ -3,7 +3,7 @@
 v1.0: Raffel et al. 2020, table of the model sizes. v1.1: the t5.1.1 family released with the same code.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
@@ -175,6 +175,11 @@ def huggingface_config(shape: T5Shape, pad_id: int, eos_id: int) -> dict[str, An
         "decoder_start_token_id": pad_id,
         "use_cache": True,
     }
+
+
+def generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``generation_config.json`` for a configuration: ids alone, so that generation is greedy by default."""
+    return {name: config[name] for name in ("decoder_start_token_id", "eos_token_id", "pad_token_id")}
 
 
 def _t5_config(shape: T5Shape) -> dict[str, Any]:

@@ -61,7 +61,14 @@ class T5(nn.Module):
 
     def logits(self, inputs: Tensor, decoder_inputs: Tensor) -> Tensor:
         """Logits [b, t, vocab_size] in the arithmetic of the weights."""
-        memory = self.encoder(self.shared(inputs))
+        return self.decode(self.encode(inputs), decoder_inputs)
+
+    def encode(self, inputs: Tensor) -> Tensor:
+        """The encoder's states [b, s, d_model]."""
+        return cast(Tensor, self.encoder(self.shared(inputs)))
+
+    def decode(self, memory: Tensor, decoder_inputs: Tensor) -> Tensor:
+        """Logits as of ``logits``, given the encoder's states."""
         hidden = self.decoder(self.shared(decoder_inputs), memory)
         if self.shape.tied:
             return cast(Tensor, self.shared(hidden * self.shape.d_model**-0.5, is_output=True))

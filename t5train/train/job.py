@@ -42,7 +42,8 @@ class TrainJob(BaseModel):
     """One attempt at a run: what to train, on what, where, and from what.
 
     That is the checkpoint ``resume_tag``, or one of another layout, ``consolidated``, or neither: then the run begins,
-    where ``start_fingerprint`` says so with the weights of that content in ``spec.model.start_from``.
+    where ``start_fingerprint`` says so with the weights of that content in ``spec.model.start_from``, a folder that the
+    user calls ``start_name``.
     With ``node_local``, folders are on each node's own disk, and hold what its ranks wrote or were brought.
     """
 
@@ -55,6 +56,7 @@ class TrainJob(BaseModel):
     resume_tag: str | None
     consolidated: Consolidated | None = None
     start_fingerprint: str | None = None
+    start_name: str | None = None
 
     @classmethod
     def read(cls, path: Path) -> "TrainJob":

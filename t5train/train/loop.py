@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from t5train.data.held_out import read_held_out
 from t5train.data.loader import Batch, Prefetched, Samples
 from t5train.data.span_corruption import geometry
 from t5train.errors import InputError, Preempted
@@ -56,6 +57,7 @@ class Trainer:
         self.train_samples = self._samples("train", shuffle=True)
         self.held_out = self._samples("validation", shuffle=False)
         self._require_a_batch()
+        read_held_out(job.shards_folder)  # which the witness records at the end: refuse now what would be refused then
         # Dropout: other noise on every rank, the same in every run; weights and samples have their own keys.
         torch.manual_seed((self.spec.optimizer.seed << 20) + rank())
         stored = StoredState.of(job, self.shape)
@@ -179,7 +181,7 @@ class Trainer:
         }
         self._report(metrics, summary)
         self._report_experts(metrics)
-        inputs = {"shards": self.shards.fingerprint, "vocabulary": self.shards.inputs["vocabulary"]}
+        inputs = {**self.shards.inputs, "shards": self.shards.fingerprint}
         if self.job.start_fingerprint is not None:
             inputs["start_from"] = self.job.start_fingerprint
         facts = {

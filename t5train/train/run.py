@@ -18,7 +18,7 @@ from t5train.presence import ABSENT, is_there, reading
 from t5train.progress import Progress, silent
 from t5train.records import Checkpoint, FileDigest, TokenShards, digest_files, reusable
 from t5train.spec import RunSpec, build
-from t5train.start_from import require_fit, require_vocabulary, start_fingerprint
+from t5train.start_from import require_fit, require_vocabulary, start_fingerprint, start_name
 from t5train.train.job import TrainJob, tag_of
 from t5train.train.relayout import consolidated_for, discard_consolidated
 from t5train.train.resume_point import resume_tag, tags_in
@@ -162,6 +162,7 @@ def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress
         resume_tag=None if consolidated else tag,
         consolidated=consolidated,
         start_fingerprint=start_fingerprint(spec.model),
+        start_name=start_name(spec.model),
     )
     path = attempt_folder / run_files.ATTEMPT_SPEC
     write_text(path, job.model_dump_json(indent=1) + "\n")

@@ -14,16 +14,27 @@ from safetensors.torch import save
 from torch import Tensor
 
 from t5train.atomic import replacing, write_json
+from t5train.data.held_out import read_held_out
 from t5train.data.loader import Samples
+from t5train.locations import shareable_source
 from t5train.model.names import huggingface_names
-from t5train.model.shape import T5Shape, count_parameters
+from t5train.model.shape import T5Shape, count_parameters, generation_config
 from t5train.model.t5 import T5, shift_right
 from t5train.train.job import TrainJob
 from t5train.train.masters import full_masters
 from t5train.train.ranks import on_accelerator, rank
-from t5train.witness import WITNESS, WITNESS_TENSORS, TensorDigest, Witness, digest_tensor
+from t5train.witness import (
+    GENERATED_PROBE,
+    WITNESS,
+    WITNESS_TENSORS,
+    TensorDigest,
+    TrainedModel,
+    Witness,
+    digest_tensor,
+)
 
 PROBE_SEQUENCES = 2
+GENERATED_TOKENS = 12
 
 
 def record(
@@ -49,7 +60,9 @@ def record(
         return
     probes = _probes(held_out, shape, job.spec.optimizer.seed)
     job.witness_folder.mkdir(exist_ok=True)
-    _write_tensors(job.witness_folder / WITNESS_TENSORS, _forward(model, probes))
+    tensors = _forward(model, probes)
+    tensors |= _generate(model, tensors[f"{GENERATED_PROBE}.input_ids"], generation_config(huggingface_config))
+    _write_tensors(job.witness_folder / WITNESS_TENSORS, tensors)
     witness = Witness(
         device_type=torch.device(get_accelerator().current_device_name()).type,
         num_threads=torch.get_num_threads(),
@@ -57,10 +70,21 @@ def record(
         tensors=digests,
         ties={"lm_head.weight": "shared.weight"} if shape.tied else {},
         huggingface_config=huggingface_config,
+        generation_config=generation_config(huggingface_config),
+        trained=_trained(job),
+        passages=read_held_out(job.shards_folder),
         probes=list(probes),
         **facts,
     )
     write_json(job.witness_folder / WITNESS, witness.model_dump(mode="json"))
+
+
+def _trained(job: TrainJob) -> TrainedModel:
+    settings = job.spec.identity()
+    settings["corpus"]["source"] = shareable_source(job.spec.corpus.source)
+    return TrainedModel(
+        run_name=job.spec.run_name, recipe=job.spec.recipe, settings=settings, start_from=job.start_name
+    )
 
 
 def _places(model: T5) -> dict[str, Tensor]:
@@ -88,6 +112,24 @@ def _forward(model: T5, probes: dict[str, tuple[np.ndarray, np.ndarray]]) -> dic
         found = {"input_ids": input_ids, "decoder_input_ids": decoder_ids, "logits": logits}
         tensors.update({f"{name}.{key}": value.cpu().contiguous() for key, value in found.items()})
     return tensors
+
+
+def _generate(model: T5, input_ids: Tensor, ids: dict[str, int]) -> dict[str, Tensor]:
+    """Greedy decoding, and how clear each choice was."""
+    with torch.no_grad():
+        memory = model.encode(on_accelerator(input_ids.numpy()))
+        generated = torch.full_like(memory[:, :1, 0], ids["decoder_start_token_id"], dtype=torch.int64)
+        ended = torch.zeros_like(generated[:, 0], dtype=torch.bool)
+        margins = []
+        for _ in range(GENERATED_TOKENS):
+            logits = model.decode(memory, generated)[:, -1]
+            best, second = logits.topk(2).values.unbind(-1)
+            margins.append((best - second) / logits.abs().amax(-1).clamp_min(torch.finfo(logits.dtype).tiny))
+            chosen = logits.argmax(-1).masked_fill(ended, ids["pad_token_id"])
+            ended |= chosen == ids["eos_token_id"]
+            generated = torch.cat([generated, chosen[:, None]], dim=1)
+    found = {"generated": generated, "margins": torch.stack(margins, dim=1)}
+    return {f"{GENERATED_PROBE}.{key}": value.cpu().contiguous() for key, value in found.items()}
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

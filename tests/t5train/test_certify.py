@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from t5train.certificate import Certificate
 from t5train.certify import certify, certify_in_fresh_process
-from t5train.comparison import compare_logits, differing_probes, differing_ties, differing_tokenizer
+from t5train.comparison import (
+    compare_generation,
+    compare_logits,
+    differing_probes,
+    differing_settings,
+    differing_ties,
+)
 from t5train.errors import CertificationError, DigestMismatch, InputError
 from t5train.export import export
 from t5train.records import Export, digest_files
+from t5train.tokenizer_comparison import differing_passages, differing_tokenizer
 from t5train.witness import Witness
 
 MakeTrained = Callable[..., Any]
@@ -27,6 +36,22 @@ def rewrite_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def reseal(exported: Export, name: str) -> None:
+    """Write the manifest as if a changed file were right."""
+    files = exported.files | digest_files(exported.path, [name])
+    exported.model_copy(update={"files": files}).commit()
+
+
+def shuffle_vocabulary(path: Path) -> None:
+    told = json.loads(path.read_text())
+    pieces = told["model"]["vocab"]
+    plain = pieces[3:-100]
+    random.Random(0).shuffle(plain)
+    told["model"]["vocab"] = [*pieces[:3], *plain, *pieces[-100:]]
+    path.unlink()
+    path.write_text(json.dumps(told))
+
+
 def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
     """Rewrite the export's weights as another file, and its manifest as if that were right."""
     path = folder / "model.safetensors"
@@ -34,9 +59,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
     change(tensors)
     path.unlink()
     save_file(tensors, path, metadata={"format": "pt"})
-    exported = Export.load(folder)
-    files = exported.files | digest_files(folder, ["model.safetensors"])
-    exported.model_copy(update={"files": files}).commit()
+    reseal(Export.load(folder), "model.safetensors")
 
 
 def change_witness(folder: Path, relative: float) -> None:
@@ -95,7 +118,7 @@ def test_a_certificate_that_holds_is_kept_and_one_of_another_witness_is_not(
     exported = make_export()
     witness = exported.path.parent / "witness"
     assert certify_in_fresh_process(exported, witness).reused
-    rewrite_json(witness / "witness.json", validation={"validation_loss": 1.0})
+    rewrite_json(witness / "witness.json", tag="step-00000008")
     assert not certify_in_fresh_process(exported, witness).reused
 
 
@@ -136,7 +159,7 @@ def test_a_failed_certification_withdraws_the_certificate_there_was(make_export:
     exported = make_export()
     witness = exported.path.parent / "witness"
     rewrite_json(witness / "witness.json", num_parameters=1)
-    with pytest.raises(CertificationError, match="parameters, 1 were recorded"):
+    with pytest.raises(CertificationError, match=r"manifest\.json, counts: num_parameters is \d+ instead of 1"):
         certify(exported.path, witness)
     assert not (exported.path / "certificate.json").exists()
 
@@ -145,14 +168,14 @@ def test_a_missing_tensor_is_refused_by_name(make_export: MakeExport) -> None:
     exported = make_export(certified=False)
     name = "encoder.final_layer_norm.weight"
     change_tensors(exported.path, lambda tensors: tensors.pop(name))
-    with pytest.raises(CertificationError, match=f"missing keys while loading: {name}"):
+    with pytest.raises(CertificationError, match=f"recorded tensors are not in the files of weights: {name}"):
         certify(exported.path, exported.path.parent / "witness")
 
 
 def test_a_tensor_too_many_is_refused_by_name(make_export: MakeExport) -> None:
     exported = make_export(certified=False)
     change_tensors(exported.path, lambda tensors: tensors.update(stowaway=torch.zeros(2)))
-    with pytest.raises(CertificationError, match="unexpected keys while loading: stowaway"):
+    with pytest.raises(CertificationError, match=r"stowaway F32 \[2\] is not a recorded fp32 tensor"):
         certify(exported.path, exported.path.parent / "witness")
 
 
@@ -160,21 +183,19 @@ def test_a_tensor_too_many_is_refused_by_name(make_export: MakeExport) -> None:
 def test_weights_in_lower_precision_are_refused(make_export: MakeExport, loaded_as: str) -> None:
     exported = make_export(certified=False)
     rewrite_json(exported.path / "config.json", dtype=loaded_as)
-    files = exported.files | digest_files(exported.path, ["config.json"])
-    exported.model_copy(update={"files": files}).commit()
+    reseal(exported, "config.json")
     change_tensors(
         exported.path, lambda tensors: tensors.update({name: each.bfloat16() for name, each in tensors.items()})
     )
-    with pytest.raises(CertificationError, match="tensors are not the recorded fp32 masters"):
+    with pytest.raises(CertificationError, match=r"BF16 \[.*\] is not a recorded fp32 tensor"):
         certify(exported.path, exported.path.parent / "witness")
 
 
 def test_a_configuration_that_computes_something_else_is_refused(make_export: MakeExport) -> None:
     exported = make_export(certified=False)
     rewrite_json(exported.path / "config.json", layer_norm_epsilon=0.1)
-    files = exported.files | digest_files(exported.path, ["config.json"])
-    exported.model_copy(update={"files": files}).commit()
-    with pytest.raises(CertificationError, match="logits of probe 'random' differ"):
+    reseal(exported, "config.json")
+    with pytest.raises(CertificationError, match=r"config\.json: layer_norm_epsilon is 0\.1 instead of 1e-06"):
         certify(exported.path, exported.path.parent / "witness")
 
 
@@ -198,6 +219,11 @@ def test_a_certificate_vouches_for_these_files_of_this_export_only(make_export: 
     ]:
         with pytest.raises(CertificationError, match=complaint):
             certificate.require_vouching(fingerprint, files, str(path))
+
+
+def test_a_certificate_of_an_earlier_version_says_so() -> None:
+    with pytest.raises(CertificationError, match="has schema version 1, and this version of t5-pretrain reads 2"):
+        Certificate.parse(b'{"schema_version": 1, "passed": true}', "certificate.json")
 
 
 def test_another_kind_of_device_is_held_to_a_tolerance_and_says_so(make_export: MakeExport) -> None:
@@ -241,17 +267,112 @@ def test_broken_and_unwanted_ties_are_told_apart(make_export: MakeExport) -> Non
     ]
 
 
-def test_a_tokenizer_with_sentinels_elsewhere_is_refused() -> None:
-    class Counted(dict[str, int]):
-        pad_token_id, eos_token_id = 0, 2
-        convert_tokens_to_ids = dict.__getitem__
+def test_a_shuffled_tokenizer_is_refused_and_the_passages_alone_would_tell(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    witness = exported.path.parent / "witness"
+    shuffle_vocabulary(exported.path / "tokenizer.json")
+    reseal(exported, "tokenizer.json")
+    with pytest.raises(CertificationError, match=r"tokenizer\.json: model\.vocab\[\d+\]"):
+        certify(exported.path, witness)
+    tokenizer = AutoTokenizer.from_pretrained(exported.path)
+    passages = Witness.load(witness).passages
+    (difference,) = differing_passages(tokenizer, passages)
+    assert f"of {len(passages)} held-out passages have other ids than in training" in difference
+    found = differing_tokenizer(tokenizer, exported.path / "spiece.model", Witness.load(witness))
+    assert "ids stand for other pieces" in found[0]
 
-    ascending = Counted({f"<extra_id_{index}>": index for index in range(100)})
-    found = differing_tokenizer(ascending, {"vocab_size": 99, "pad_token_id": 0, "eos_token_id": 1})
-    assert len(found) == 3
-    assert "100 ids, the model 99" in found[0]
-    assert "100 sentinels do not count down from id 99" in found[1]
-    assert "eos_token_id is 2" in found[2]
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda told: told["added_tokens"].pop(), "the tokenizer has|sentinels in a text"),
+        (lambda told: told.update(post_processor=None), "does not end a text with </s>"),
+        (lambda told: told["pre_tokenizer"].update(type="Whitespace"), "held-out passages have other ids"),
+        (lambda told: told.update(normalizer={"type": "Lowercase"}), "held-out passages have other ids"),
+        (lambda told: told["decoder"].update(replacement="_"), "are decoded to another text"),
+    ],
+)
+def test_what_a_changed_tokenizer_does_to_text_is_noticed_by_itself(
+    make_export: MakeExport, change: Callable[[dict[str, Any]], None], complaint: str
+) -> None:
+    exported = make_export(certified=False)
+    path = exported.path / "tokenizer.json"
+    told = json.loads(path.read_text())
+    change(told)
+    path.unlink()
+    path.write_text(json.dumps(told))
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path), **special)
+    witness = Witness.load(exported.path.parent / "witness")
+    assert re.search(complaint, "; ".join(differing_tokenizer(tokenizer, exported.path / "spiece.model", witness)))
+
+
+@pytest.mark.parametrize("version", ["v1.1", "switch"])
+@pytest.mark.parametrize(
+    "changes", [{"decoder_start_token_id": 5}, {"forced_bos_token_id": 7}, {"suppress_tokens": "the first"}]
+)
+def test_settings_that_change_what_is_generated_are_noticed_by_generating(
+    make_export: MakeExport, version: str, changes: dict[str, Any]
+) -> None:
+    exported = make_export(version, certified=False)
+    folder = exported.path.parent / "witness"
+    witness, model = Witness.load(folder), AutoModelForSeq2SeqLM.from_pretrained(exported.path)
+    comparison, found = compare_generation(model, witness, folder, "cpu", 1e-5)
+    assert not found
+    assert comparison.tokens_compared
+    if "suppress_tokens" in changes:
+        first = load_file(folder / "witness.safetensors")["heldout.generated"][:, 1]
+        changes = {"suppress_tokens": sorted(set(first.tolist()))}
+    model.generation_config.update(**changes)
+    (difference,) = compare_generation(model, witness, folder, "cpu", 1e-5)[1]
+    assert "sequences are generated differently, first at token" in difference
+    assert any("generation configuration differs" in each for each in differing_settings(model, witness))
+
+
+def test_a_close_choice_may_fall_differently_and_a_clear_one_may_not(make_export: MakeExport, tmp_path: Path) -> None:
+    exported = make_export(certified=False)
+    folder = exported.path.parent / "witness"
+    witness, model = Witness.load(folder), AutoModelForSeq2SeqLM.from_pretrained(exported.path)
+    tensors = load_file(folder / "witness.safetensors")
+    tensors["heldout.generated"][0, 3] += 1
+    for margin, differs in [(1e-6, False), (1e-3, True)]:
+        tensors["heldout.margins"][0, 2] = margin
+        save_file(tensors, folder / "witness.safetensors")
+        assert bool(compare_generation(model, witness, folder, "cpu", 0.0)[1]) is differs
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("name", ["modeling_t5.py", "adapter_config.json", "pytorch_model.bin", "deep/more.jinja"])
+def test_a_file_that_does_not_belong_to_an_export_is_refused_before_anything_is_loaded(
+    make_export: MakeExport, monkeypatch: pytest.MonkeyPatch, name: str, listed: bool
+) -> None:
+    exported = make_export(certified=False)
+    (exported.path / name).parent.mkdir(exist_ok=True)
+    (exported.path / name).write_text("foreign")
+    if listed:
+        reseal(exported, name)
+    monkeypatch.setattr(AutoModelForSeq2SeqLM, "from_pretrained", None)
+    with pytest.raises(CertificationError, match=f"files that do not belong to an export: {name}"):
+        certify(exported.path, exported.path.parent / "witness")
+
+
+def test_a_witness_of_an_earlier_version_is_refused_with_what_remains_possible(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    witness = exported.path.parent / "witness"
+    told = json.loads((witness / "witness.json").read_text())
+    for name in ("passages", "generation_config", "trained"):
+        del told[name]
+    (witness / "witness.json").write_text(json.dumps(told | {"schema_version": 1}))
+    with pytest.raises(InputError, match=r"schema version 1, .* needs 2: .*train again under another --name"):
+        certify(exported.path, witness)
+
+
+def test_an_export_of_another_transformers_is_refused_by_both_versions(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    versions = exported.provenance.versions | {"transformers": "5.0.1"}
+    exported.model_copy(update={"provenance": exported.provenance.model_copy(update={"versions": versions})}).commit()
+    with pytest.raises(InputError, match=r"exported with transformers 5\.0\.1, and 5\.\S+ is installed"):
+        certify(exported.path, exported.path.parent / "witness")
 
 
 def test_what_ends_the_fresh_process_is_passed_on(make_export: MakeExport) -> None:

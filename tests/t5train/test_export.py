@@ -10,8 +10,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from t5train.derived import set_damaged_aside
 from t5train.errors import DigestMismatch, InputError, SpecError, StorageError
 from t5train.export import export
+from t5train.kept_files import changed_files
+from t5train.locations import shareable_source
+from t5train.model_card import read_front_matter
 from t5train.records import Export, FileDigest, digest_files
 
 MakeTrained = Callable[..., Any]
@@ -122,6 +126,38 @@ def test_an_export_of_other_weights_takes_the_place_of_the_old_one(make_trained:
     assert Export.load(tmp_path / "out").inputs["weights"] == "f" * 64
 
 
+@pytest.mark.parametrize("name", ["evaluation.json", "README.md", "results/mmlu.json"])
+def test_files_that_somebody_added_or_edited_are_never_removed(
+    make_trained: MakeTrained, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    trained = make_trained()
+    out = export(*trained, tmp_path / "out").path
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("mine")
+    changed = trained._replace(weights=trained.weights.model_copy(update={"fingerprint": "f" * 64}))
+    export(*changed, out).verify()
+    assert (tmp_path / "out.aside-1" / name).read_text() == "mine"
+    assert f"{name}): it was moved to {tmp_path / 'out.aside-1'}" in caplog.text
+    assert not changed_files(Export.load(out))
+
+
+def test_what_was_moved_aside_is_not_written_over(make_trained: MakeTrained, tmp_path: Path) -> None:
+    trained = make_trained()
+    for number in (1, 2):
+        (export(*trained, tmp_path / "out").path / "config.json").write_text(str(number))
+    export(*trained, tmp_path / "out")
+    assert [(tmp_path / f"out.aside-{number}/config.json").read_text() for number in (1, 2)] == ["1", "2"]
+
+
+def test_an_export_without_a_readable_manifest_is_moved_aside_whole(make_trained: MakeTrained, tmp_path: Path) -> None:
+    out = export(*make_trained(), tmp_path / "out").path
+    (out / "notes.txt").write_text("mine")
+    (out / "manifest.json").write_text("{")
+    set_damaged_aside(out)
+    assert (tmp_path / "out.aside-1/notes.txt").read_text() == "mine"
+    assert not out.exists()
+
+
 def test_an_export_of_another_run_is_left_alone_and_both_are_named(make_trained: MakeTrained, tmp_path: Path) -> None:
     trained = make_trained()
     theirs = export(*trained, tmp_path / "out")
@@ -180,30 +216,47 @@ def test_a_witness_that_is_none_is_refused(make_trained: MakeTrained, tmp_path: 
         export(*trained, tmp_path / "out")
 
 
-def test_the_card_tells_the_lineage_and_no_users_or_local_folders(make_trained: MakeTrained, tmp_path: Path) -> None:
-    trained = make_trained()
-    for source, shown in [
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
         ("sftp://somebody@host/text/*.txt", "sftp://host/text/*.txt"),
         ("/home/someone/private/text.jsonl", "text.jsonl"),
-    ]:
-        spec = trained.spec.with_settings({"corpus.source": source})
-        folder = export(trained.weights, trained.tokenizer, trained.witness, spec, tmp_path / "out").path
-        card = (folder / "README.md").read_text()
-        assert f"Trained on `{shown}`" in card
-        assert not any(word in card for word in ("somebody", "someone"))
-        assert "| validation_loss | 4.5678 |" in card
-        assert all(f"| `{digit * 64}` |" in card for digit in "01234")
+    ],
+)
+def test_a_corpus_source_is_shared_without_users_or_local_folders(source: str, shown: str) -> None:
+    assert shareable_source(source) == shown
+
+
+def test_the_card_states_the_measurements_and_the_lineage(make_trained: MakeTrained, tmp_path: Path) -> None:
+    card = (export(*make_trained(), tmp_path / "out").path / "README.md").read_text()
+    assert "Trained on `pydocs`" in card
+    assert "| validation_loss | 4.5678 |" in card
+    assert all(f"| `{digit * 64}` |" in card for digit in "01234")
+
+
+@pytest.mark.parametrize("loss", [4.5678, 1e-05, 3.0, 1.5e22])
+def test_programs_read_the_facts_in_the_front_matter_as_they_were_recorded(
+    make_trained: MakeTrained, tmp_path: Path, loss: float
+) -> None:
+    trained = make_trained()
+    _change_witness(trained, validation={"validation_loss": loss, "unigram_content_loss": None})
+    exported = export(*trained, tmp_path / "out")
+    front_matter = read_front_matter((exported.path / "README.md").read_text())
+    assert front_matter["license"] == "unknown"
+    facts = front_matter["t5_pretrain"]
+    assert facts["held_out"] == {"validation_loss": loss, "unigram_content_loss": None}
+    assert (facts["step"], facts["run"], facts["lineage"]) == (7, "3" * 64, exported.inputs)
+    assert facts["sha256"] == {name: digest.sha256 for name, digest in exported.files.items() if name != "README.md"}
 
 
 def test_the_card_names_what_was_continued_from(make_trained: MakeTrained, tmp_path: Path) -> None:
     trained = make_trained()
     witness = trained.witness / "witness.json"
     told = json.loads(witness.read_text())
+    told["trained"]["start_from"] = "t5-base"
     witness.write_text(json.dumps(told | {"inputs": told["inputs"] | {"start_from": "7" * 64}}))
-    spec = trained.spec.with_settings({"model.start_from": "/home/somebody/models/t5-base"})
-    exported = export(trained.weights, trained.tokenizer, trained.witness, spec, tmp_path / "out")
+    exported = export(*trained, tmp_path / "out")
     card = (exported.path / "README.md").read_text()
     assert "pre-trained from the weights of `t5-base` on" in card
     assert f"| start_from | `{'7' * 64}` |" in card
-    assert "somebody" not in card
     assert exported.inputs["start_from"] == "7" * 64

@@ -1,0 +1,111 @@
+"""Held-out passages with the ids that training reads for them: what a published tokenizer has to reproduce.
+
+They lie beside the token shards, because the ranks that write the witness may have nothing else of the data.
+"""
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from t5train.atomic import write_text
+from t5train.data.encoding import Encoder
+from t5train.data.passages import Passage
+from t5train.data.spiece import SPECIAL_PIECES, UNK_ID
+from t5train.errors import InputError
+from t5train.witness import EncodedPassage
+
+HELD_OUT = "held-out-passages.json"
+_MOST_PASSAGES = 32
+_CANDIDATES = 1000
+_MOST_CHARACTERS = 4000
+_LEAST_AGREEMENT = 0.9
+# transformers turns these into control ids, training does not; U+0085 is a space to one of them only.
+_READ_DIFFERENTLY = re.compile("|".join([*map(re.escape, SPECIAL_PIECES), "<extra_id_[0-9]+>", "\x85"]))
+_log = logging.getLogger(__name__)
+
+
+class HeldOutPassages(BaseModel):
+    """``held-out-passages.json``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    schema_version: Literal[1] = 1
+    passages: list[EncodedPassage]
+
+
+def read_held_out(shards_folder: Path) -> list[EncodedPassage]:
+    """The passages recorded in a folder of token shards; InputError when there are none."""
+    path = shards_folder / HELD_OUT
+    try:
+        passages = HeldOutPassages.model_validate_json(path.read_bytes()).passages
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist: make the token shards again with this version") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}): repair the disk or the permissions") from error
+    except ValidationError as error:
+        raise InputError(f"{path} is damaged ({error.errors()[0]['msg']}): make the token shards again") from error
+    if not passages:
+        raise InputError(
+            f"{path} holds no passage, and without one the published tokenizer cannot be certified: use more text, or "
+            "give validation a larger share (corpus.split)"
+        )
+    return passages
+
+
+def write_held_out(folder: Path, found: Iterable[EncodedPassage], tokenizer_json: Path) -> None:
+    """Choose among the first candidates and write them to ``folder``.
+
+    Only passages that Hugging Face's tokenizer encodes as training does are recorded: the two are known to differ on
+    rare mixtures of characters. InputError when they differ on more than that.
+    """
+    candidates = list(islice(found, _CANDIDATES))
+    agreed = _agreeing(candidates, tokenizer_json)
+    if len(agreed) < _LEAST_AGREEMENT * len(candidates):
+        raise InputError(
+            f"{tokenizer_json} encodes {len(candidates) - len(agreed)} of {len(candidates)} held-out passages "
+            "differently from the spiece.model beside it: remove that folder and make the tokenizer again"
+        )
+    chosen = HeldOutPassages(passages=choose(agreed))
+    _log.info("%d of %d held-out passages are recorded for the certificate", len(chosen.passages), len(candidates))
+    write_text(folder / HELD_OUT, chosen.model_dump_json(indent=1) + "\n")
+
+
+def comparable(passages: Iterable[tuple[Passage, np.ndarray]], encoder: Encoder) -> Iterator[EncodedPassage]:
+    """Those that both tokenizers read as plain text; of a long one its beginning."""
+    for passage, whole_ids in passages:
+        text, ids = passage.text, whole_ids
+        if len(text) > _MOST_CHARACTERS:
+            text = text[:_MOST_CHARACTERS].rsplit(" ", 1)[0]
+            (ids,) = encoder.encode([text], add_eos=True)
+        if not _READ_DIFFERENTLY.search(text):
+            yield EncodedPassage(text=text, ids=ids.tolist())
+
+
+def choose(candidates: Sequence[EncodedPassage], most: int = _MOST_PASSAGES) -> list[EncodedPassage]:
+    """Up to ``most`` candidates: some with unknown characters, some beyond ASCII, then those with most new pieces."""
+    unknown = [each for each in candidates if UNK_ID in each.ids][: most // 8]
+    foreign = [each for each in candidates if not each.text.isascii() and each not in unknown][: most // 4]
+    chosen = [*unknown, *foreign]
+    covered = {index for each in chosen for index in each.ids}
+    remaining = [(set(each.ids), each) for each in candidates if each not in chosen]
+    while remaining and len(chosen) < most:
+        best = max(range(len(remaining)), key=lambda place: len(remaining[place][0] - covered))
+        pieces, passage = remaining.pop(best)
+        covered |= pieces
+        chosen.append(passage)
+    return chosen
+
+
+def _agreeing(candidates: Sequence[EncodedPassage], tokenizer_json: Path) -> list[EncodedPassage]:
+    from tokenizers import Tokenizer  # only needed here
+
+    try:
+        reference = Tokenizer.from_file(str(tokenizer_json))
+    except Exception as error:  # tokenizers raises Exception itself
+        raise InputError(f"{tokenizer_json} cannot be read ({error}): make the tokenizer again") from error
+    return [each for each in candidates if reference.encode(each.text).ids == each.ids]
