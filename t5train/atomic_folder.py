@@ -59,7 +59,7 @@ def discard(path: Path) -> None:
         raise StorageError(f"{path} cannot be removed: {error}; remove it yourself, then try again") from error
 
 
-def set_aside(path: Path) -> Path:
+def rename_aside(path: Path) -> Path:
     """Rename a file or folder to the first free ``{name}.aside-{number}`` beside it; that path."""
     for number in count(1):
         aside = path.with_name(f"{path.name}.aside-{number}")

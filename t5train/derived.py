@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from t5train.atomic_folder import set_aside
+from t5train.atomic_folder import rename_aside
 from t5train.errors import DigestMismatch, RecordError
 from t5train.presence import ABSENT, reading
 from t5train.records import MANIFEST
@@ -26,4 +26,4 @@ def set_damaged_aside(folder: Path) -> None:
     except ABSENT:
         return
     except (RecordError, DigestMismatch) as error:
-        _log.warning("%s: the folder was moved to %s, and is made again", error, set_aside(folder))
+        _log.warning("%s: the folder was moved to %s, and is made again", error, rename_aside(folder))

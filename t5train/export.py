@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from t5train.atomic import write_json, write_text
-from t5train.atomic_folder import copy_durably, discard, filling, set_aside
+from t5train.atomic_folder import copy_durably, discard, filling, rename_aside
 from t5train.certificate import CERTIFICATE
 from t5train.data.tokenizer import HUGGING_FACE_FILES, SPIECE, write_hugging_face_files
 from t5train.errors import InputError, RecordError, SpecError, StorageError
@@ -186,7 +186,7 @@ def _give_way(out: Path) -> None:
     if not out.exists() or not any(out.iterdir()):
         return
     if changed := [name for name in changed_files(Export.load(out)) if name != CERTIFICATE]:
-        aside = set_aside(out)
+        aside = rename_aside(out)
         _log.warning(
             "the export in %s holds files that were added or changed (%s): it was moved to %s",
             out, ", ".join(changed[:5]), aside,

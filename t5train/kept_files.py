@@ -6,7 +6,7 @@ They are somebody's, so no stage removes them or writes over them.
 import logging
 from pathlib import Path
 
-from t5train.atomic_folder import set_aside
+from t5train.atomic_folder import rename_aside
 from t5train.errors import DigestMismatch, RecordError
 from t5train.records import MANIFEST, Record, verify_file
 from t5train.verify import parse_manifest
@@ -34,7 +34,7 @@ def keep_changed_files(folder: Path) -> None:
     record = record.model_copy(update={"path": folder})
     for name in record.files:
         if _is_changed(record, name):
-            _log.warning("%s was changed: it was moved to %s", folder / name, set_aside(folder / name))
+            _log.warning("%s was changed: it was moved to %s", folder / name, rename_aside(folder / name))
 
 
 def _is_entry(path: Path) -> bool:

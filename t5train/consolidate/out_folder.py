@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from t5train.atomic import sync_folder
-from t5train.atomic_folder import partial_folder, set_aside
+from t5train.atomic_folder import partial_folder, rename_aside
 from t5train.errors import RecordError, StorageError
 from t5train.records import MANIFEST, Weights
 
@@ -70,6 +70,6 @@ def require_vacant(out: Path, fingerprint: str | None) -> None:
 def put_in_place(folder: Path, out: Path) -> None:
     """Make ``folder`` the folder ``out``, durably; damaged weights that are there are moved aside."""
     if out.is_dir() and any(out.iterdir()):
-        _log.warning("%s holds weights that are damaged or were changed: they were moved to %s", out, set_aside(out))
+        _log.warning("%s holds weights that are damaged or were changed: they were moved to %s", out, rename_aside(out))
     folder.rename(out)
     sync_folder(out.parent)

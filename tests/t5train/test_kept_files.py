@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from t5train.atomic_folder import set_aside
+from t5train.atomic_folder import rename_aside
 from t5train.data.stage_folder import making
 from t5train.errors import StorageError
 from t5train.kept_files import changed_files, keep_changed_files, unlisted_files
@@ -53,7 +53,7 @@ def test_an_edited_file_is_kept_before_its_stage_writes_it_again(
 
 def test_what_is_in_the_way_of_being_moved_aside_is_an_error_that_names_both(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"gone cannot be moved to .*gone\.aside-1: .*move it away yourself"):
-        set_aside(tmp_path / "gone")
+        rename_aside(tmp_path / "gone")
 
 
 def test_a_stage_removes_no_hidden_file_but_its_own_halves(tmp_path: Path) -> None:
