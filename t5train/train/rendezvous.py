@@ -9,7 +9,7 @@ import socket
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, and not in torch's types
 
 _OTHERS_LISTEN = "TORCHELASTIC_USE_AGENT_STORE"
 
@@ -25,7 +25,7 @@ def listen_on_loopback() -> "TCPStore | None":
     os.environ[_OTHERS_LISTEN] = "True"  # so that torch only connects, also on rank 0
     if int(os.environ.get("RANK", "0")) != 0:
         return None
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as above
 
     port = int(os.environ["MASTER_PORT"])
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
