@@ -1,7 +1,8 @@
 """Samples of token shards, in an order and with noise that a seed decides, and nothing else.
 
 Sample k of a split is window k of its shards: each shard gives its whole windows, one after another. There is
-no loader state: the number of samples consumed says where training stands.
+no loader state: the number of samples consumed says where training stands. Nor is there a table of the order, whose
+size would grow with the corpus: the sample at each place is computed when it is read.
 """
 
 import time
@@ -21,6 +22,9 @@ from t5train.errors import DigestMismatch, InputError
 from t5train.records import TokenShards
 from t5train.spec import ObjectiveSpec
 
+ORDER_VERSION = 2
+"""Raised when the same seed would give other samples or another order: part of the identity of a training run."""
+PREFETCHED_BATCHES = 4
 _ORDER, _NOISE = 1, 2  # keep the random bits of both apart
 
 
@@ -93,7 +97,6 @@ class Samples:
         self._first_sentinel_id = int(shards.counts["first_sentinel_id"])
         self._eos_id = int(shards.counts["eos_id"])
         self._seed, self._shuffle = seed, shuffle
-        self._order: tuple[int, np.ndarray] | None = None
 
     @property
     def num_samples(self) -> int:
@@ -104,19 +107,12 @@ class Samples:
         """Samples number ``start`` to ``start + count`` of the endless order."""
         epochs, places = np.divmod(np.arange(start, start + count), self.num_samples)
         if self._shuffle:
-            ids = np.concatenate(
-                [self._epoch_order(int(epoch))[places[epochs == epoch]] for epoch in np.unique(epochs)]
-            )
+            ids = keyed_random.permuted(places, self.num_samples, self._seed, _ORDER, epochs)
         else:
             ids, epochs = places, np.zeros_like(places)
         key = keyed_random.keys(self._seed, _NOISE, epochs, ids)
         inputs, targets = corrupt(self._windows[ids], key, self._geometry, self._first_sentinel_id, self._eos_id)
         return Batch(ids, inputs, targets)
-
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, keyed_random.permutation(self.num_samples, self._seed, _ORDER, epoch)
-        return self._order[1]
 
 
 class Prefetched(Iterator[Batch]):

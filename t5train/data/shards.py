@@ -2,7 +2,8 @@
 
 Shard N is made of consecutive segments of the corpus and holds, for each split, ``{split}-NNNNN.bin``
 (little-endian uint16, or uint32 where the vocabulary needs it; every document ends with EOS),
-``{split}-NNNNN.len`` (little-endian uint32, tokens of each document, EOS included), and ``shard-NNNNN.json``,
+``{split}-NNNNN.len`` (little-endian uint32, tokens of each document, EOS included), for the train split
+``train-NNNNN.unigram`` (little-endian int64, how often each id of the vocabulary occurs), and ``shard-NNNNN.json``,
 written last, which describes them. A restart makes only those shards again whose description does not verify.
 ``held-out-passages.json`` holds some texts of the validation split with their ids, for the certificate.
 """
@@ -45,6 +46,7 @@ from t5train.spec import NUM_SENTINELS, CorpusSpec, ShardsSpec
 from t5train.storage_space import require_space
 
 _STAGE_VERSION = 3  # raised when the same inputs would give other bytes
+UNIGRAM_DTYPE = "<i8"
 _TEXT_BYTES_PER_TOKEN = 4  # of English in T5's vocabulary; decides where shards end
 _SHARDS_WITH_PASSAGES, _PASSAGES_A_SHARD = 4, 250
 _log = logging.getLogger(__name__)
@@ -106,10 +108,18 @@ def build_shards(
             "fingerprint": identity,
             "spiece": str(tokenizer.path / SPIECE),
             "bytes_per_token": _bytes_per_token(tokenizer),
+            "vocab_size": int(tokenizer.counts["vocab_size"]),
+            "unigram_dtype": UNIGRAM_DTYPE,
             **corpus_spec.split_identity(),
         }
         jobs = [
-            common | {"description": shard_name(number), "files": _file_names(number), "stretches": stretches}
+            common
+            | {
+                "description": shard_name(number),
+                "files": _file_names(number),
+                "unigram": unigram_name(number),
+                "stretches": stretches,
+            }
             for number, stretches in enumerate(plan)
             if not _is_whole(folder, number, identity)
         ]
@@ -148,6 +158,11 @@ def tokens_name(split: str, number: int) -> str:
 def lengths_name(split: str, number: int) -> str:
     """Name of the file with the lengths of a split's documents in shard ``number``."""
     return f"{split}-{number:05d}.len"
+
+
+def unigram_name(number: int) -> str:
+    """Name of the file that counts the ids of the train split in shard ``number``."""
+    return f"train-{number:05d}.unigram"
 
 
 def read_description(folder: Path, number: int) -> ShardDescription:

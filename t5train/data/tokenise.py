@@ -61,6 +61,23 @@ class _SplitWriter:
         return self._tokens.digest(), self._lengths.digest()
 
 
+class _UnigramWriter:
+    """The file of one shard that says how often each id occurs in its train split."""
+
+    def __init__(self, path: Path, vocab_size: int, dtype: str, stack: ExitStack) -> None:
+        self._file = _HashedFile(stack.enter_context(replacing(path)))
+        self._counts = np.zeros(vocab_size, dtype=dtype)
+
+    def count(self, documents: list[np.ndarray]) -> None:
+        if documents:
+            self._counts += np.bincount(np.concatenate(documents), minlength=len(self._counts))
+
+    def finish(self) -> Json:
+        """Write the counts; the digest of the file."""
+        self._file.write(self._counts)
+        return self._file.digest()
+
+
 class _SplitRule(NamedTuple):
     split: tuple[int, int, int]
     split_seed: int
@@ -73,9 +90,14 @@ def write_shard(job: Json, advance: Advance) -> Json:
     rule = _SplitRule(tuple(job["split"]), job["split_seed"])
     with ExitStack() as stack:
         writers = {split: _SplitWriter(folder, names[split], job["bytes_per_token"], stack) for split in SPLITS}
+        unigram = _UnigramWriter(folder / job["unigram"], job["vocab_size"], job["unigram_dtype"], stack)
         for batch in _batches(passage for stretch in stretches for passage in passages_of(*stretch)):
-            _write_batch(batch, _encoder(Path(job["spiece"])), rule, writers)
+            documents = _encoded(batch, _encoder(Path(job["spiece"])), rule)
+            for split, writer in writers.items():
+                writer.write(documents[split])
+            unigram.count(documents["train"])
             advance(sum(len(passage.text.encode()) for passage in batch))
+        counted = unigram.finish()
     description = {
         "fingerprint": job["fingerprint"],
         "source": [(source.name, segment.first_row, segment.rows) for source, segment in stretches],
@@ -84,7 +106,8 @@ def write_shard(job: Json, advance: Advance) -> Json:
             name: digest
             for split, writer in writers.items()
             for name, digest in zip(names[split], writer.digests(), strict=True)
-        },
+        }
+        | {job["unigram"]: counted},
     }
     write_json(folder / job["description"], description)
     return {}
@@ -96,13 +119,13 @@ def _encoder(spiece: Path) -> Encoder:
     return Encoder(spiece)
 
 
-def _write_batch(batch: list[Passage], encoder: Encoder, rule: _SplitRule, writers: dict[Split, _SplitWriter]) -> None:
-    documents: dict[Split, list[np.ndarray]] = {split: [] for split in writers}
+def _encoded(batch: list[Passage], encoder: Encoder, rule: _SplitRule) -> dict[Split, list[np.ndarray]]:
+    """The ids of each passage, by split."""
+    documents: dict[Split, list[np.ndarray]] = {split: [] for split in SPLITS}
     encoded = encoder.encode([passage.text for passage in batch], add_eos=True)
     for passage, ids in zip(batch, encoded, strict=True):
         documents[split_of(rule, passage.id)].append(ids)
-    for split, writer in writers.items():
-        writer.write(documents[split])
+    return documents
 
 
 def _batches(passages: Iterator[Passage]) -> Iterator[list[Passage]]:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from t5train.data.held_out import read_held_out
-from t5train.data.loader import Batch, Prefetched, Samples
+from t5train.data.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples
 from t5train.data.span_corruption import geometry
 from t5train.errors import InputError, Preempted
 from t5train.model.initialise import initialise
@@ -36,7 +36,6 @@ from t5train.train.routing import Routing
 from t5train.train.schedule import learning_rate
 from t5train.train.stored_state import StoredState
 
-PREFETCHED_BATCHES = 4
 _log = logging.getLogger(__name__)
 
 
@@ -168,13 +167,12 @@ class Trainer:
 
     def _conclude(self, metrics: Metrics | None) -> None:
         losses, overflow = self._validate(), self.routing.of_validation()
-        self.heart.enter("validate", self.step)
         shuffled = validation.validate(self.passes, self.held_out, self.shards, self.spec, shuffled=True)
         summary: Values = {
             "validation_loss": losses.all_targets,
             "validation_content_loss": losses.content,
             "shuffled_content_loss": shuffled.content,
-            "unigram_content_loss": self._unigram_loss(),
+            "unigram_content_loss": validation.unigram_loss(self.held_out, self.shards, self.spec) if metrics else None,
             "validation_sequences": losses.sequences,
             "validation_content_tokens": losses.content_tokens,
             **overflow,
@@ -193,14 +191,6 @@ class Trainer:
         }
         self.heart.enter("save", self.step)
         witness.record(self.engine, self.job, self.shape, self.held_out, self.huggingface_config, facts)
-
-    def _unigram_loss(self) -> float | None:
-        """Rank 0 alone reads every training token for it, as it alone reports; the others wait."""
-        self.heart.enter("validate", self.step)
-        if rank() != 0:
-            return None
-        _log.info("counting %d training tokens", int(self.shards.counts["train_tokens"]))
-        return validation.unigram_loss(self.held_out, self.shards, self.spec)
 
     def _report(self, metrics: Metrics | None, values: Values) -> None:
         if metrics:

@@ -17,12 +17,15 @@ ZeRO, offload  accelerator                           host
 3, all                                               (16 + 2 b) N/R
 ============== ===================================== =========================
 
-To this come what is fetched, reduced and updated at a time, and activations. These last are not counted here: they grow
+To this come what is fetched, reduced and updated at a time, the batches that are prepared ahead (the order of samples
+is computed place by place and takes no memory), and activations. These last are not counted here: they grow
 with the micro-batch, and depend on what a compiler makes of the model.
 """
 
 from typing import NamedTuple
 
+from t5train.data.loader import PREFETCHED_BATCHES
+from t5train.data.span_corruption import geometry
 from t5train.model.shape import T5Shape, count_expert_parameters, count_parameters
 from t5train.spec import RunSpec
 from t5train.train.deepspeed_config import BUCKET_ELEMENTS, LIVE_ELEMENTS, SUB_GROUP_ELEMENTS
@@ -33,6 +36,7 @@ UNCUT_BUCKET_ELEMENTS = 500_000_000
 """What DeepSpeed reduces at a time at ZeRO 0."""
 FETCHED, PROCESS, WITNESS = "parameters fetched", "process", "witness at the end, rank 0"
 _MASTER, _MOMENTS = 4, 8
+_ID, _TOKEN, _NOISE = 8, 4, 12
 
 
 class Held(NamedTuple):
@@ -58,6 +62,7 @@ def held_by_a_rank(spec: RunSpec, shape: T5Shape) -> list[Held]:
     model = _MASTER * count_parameters(shape)
     return [
         *(held for held in state if held[1:] != (0, 0)),
+        Held("batches prepared", 0, _batches(spec)),
         Held(PROCESS, 0, PROCESS_BYTES),
         Held(WITNESS, model, model),
     ]
@@ -70,6 +75,14 @@ def host_bytes(spec: RunSpec, shape: T5Shape, ranks: range | None = None) -> int
     held = {one.what: one.host + on_cpu * one.accelerator for one in held_by_a_rank(spec, shape)}
     witness = held.pop(WITNESS) // (1 + on_cpu)  # it moves from one to the other
     return len(ranks) * sum(held.values()) + witness * (0 in ranks)
+
+
+def _batches(spec: RunSpec) -> int:
+    """The batches that wait, the one in use and the one being made; the last takes what its noise is drawn with, too."""
+    shape, batch = geometry(spec.objective), spec.layout.micro_batch_sequences
+    made = _ID + _TOKEN * (shape.input_tokens + shape.target_tokens)
+    noise = _NOISE * shape.window_tokens
+    return batch * (made * (PREFETCHED_BATCHES + 2) + noise)
 
 
 def _sizes(spec: RunSpec, shape: T5Shape) -> _Sizes:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from t5train import run_files, sidecar
 from t5train.atomic import write_json, write_text
+from t5train.data.loader import ORDER_VERSION
 from t5train.errors import IncompleteCheckpoint, LaunchError, RecordError, RunChanged, SpecError
 from t5train.fingerprint import differences, fingerprint
 from t5train.presence import ABSENT, is_there, reading
@@ -35,9 +36,16 @@ def run_fingerprint(spec: RunSpec, shards: TokenShards) -> str:
 
 
 def run_identity(spec: RunSpec, shards: TokenShards) -> dict[str, Any]:
-    """The settings training depends on, and the fingerprints of the token shards and of what training starts from."""
+    """The settings and the order of samples that training depends on, and the fingerprints of what it reads.
+
+    That is the token shards, and the weights that training starts from.
+    """
     start = start_fingerprint(spec.model)
-    return training_settings(spec) | {"shards": shards.fingerprint} | ({"start_from": start} if start else {})
+    return (
+        training_settings(spec)
+        | {"order_version": ORDER_VERSION, "shards": shards.fingerprint}
+        | ({"start_from": start} if start else {})
+    )
 
 
 def training_settings(spec: RunSpec) -> dict[str, Any]:
@@ -100,7 +108,20 @@ def begun_spec(run_folder: Path) -> RunSpec:
 def require_same(name: str, path: Path, identity: Mapping[str, Any]) -> None:
     """RunChanged unless the run file holds this identity, as far as ``identity`` goes."""
     begun = _begun(path, lambda begun: dict(begun["identity"]))
+    _require_same_order(name, begun)
     _refuse_changes(name, differences({part: begun.get(part) for part in identity}, identity))
+
+
+def _require_same_order(name: str, begun: Mapping[str, Any]) -> None:
+    """RunChanged for a run whose samples come in an order that this version no longer produces."""
+    version = begun.get("order_version", 1)  # the first one was not recorded
+    if version != ORDER_VERSION:
+        raise RunChanged(
+            f"run {name!r} was started with version {version} of the sample order, and this installation has version "
+            f"{ORDER_VERSION}: continuing would train on some samples twice and skip others. Finish the run with the "
+            "installation that started it, or choose another --name; to continue from its weights there, export the "
+            "run and set model.start_from to the export"
+        )
 
 
 def _begun(path: Path, part: Callable[[Any], T]) -> T:
@@ -119,7 +140,9 @@ def require_same_settings(spec: RunSpec) -> None:
 
     This is known before there are tokens. Not asked is where the text lies: it may have been moved.
     """
-    if is_there(spec.run_folder / run_files.RUN):
+    path = spec.run_folder / run_files.RUN
+    if is_there(path):
+        _require_same_order(spec.run_name, _begun(path, lambda begun: dict(begun["identity"])))
         _refuse_changes(spec.run_name, differences(_settings(begun_spec(spec.run_folder)), _settings(spec)))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from t5train.data.held_out import HELD_OUT
 from t5train.data.segments import passages_of, read_segments
-from t5train.data.shards import build_shards, read_description, shard_name, tokens_name
+from t5train.data.shards import build_shards, read_description, shard_name, tokens_name, unigram_name
 from t5train.data.splits import SPLITS, split_of
 from t5train.data.tokenizer import Tokenizer
 from t5train.errors import StorageError
@@ -87,6 +87,7 @@ def damaged(path: Path) -> None:
         (shard_name(2), Path.unlink),
         (shard_name(2), damaged),
         ("test-00002.len", damaged),
+        (unigram_name(2), damaged),
     ],
 )
 def test_only_the_shard_that_is_gone_or_damaged_is_made_again(

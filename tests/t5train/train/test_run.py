@@ -13,6 +13,7 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 from t5train import sidecar
+from t5train.data.loader import ORDER_VERSION
 from t5train.errors import NothingVerifies, RunChanged, SpecError, UnknownVersion, UnlistedFile, Unreadable
 from t5train.fingerprint import fingerprint
 from t5train.recipes import recipe
@@ -328,6 +329,26 @@ def test_a_run_is_of_the_weights_it_began_with_and_not_of_their_folder(
         open_run(here, shards)
     with pytest.raises(RunChanged, match=r"start_from: \"given\" -> null"):
         open_run(spec.with_settings({"model.version": "v1.0"}), shards)
+
+
+@pytest.mark.parametrize("recorded", [None, 1, 99])
+def test_a_run_with_another_order_of_samples_is_refused_by_name(
+    spec: RunSpec, shards: TokenShards, recorded: int | None
+) -> None:
+    open_run(spec, shards)
+    path = spec.run_folder / "run.json"
+    begun = json.loads(path.read_text())
+    assert begun["identity"].pop("order_version") == ORDER_VERSION
+    if recorded:
+        begun["identity"]["order_version"] = recorded
+    path.write_text(json.dumps(begun))
+    before = path.read_bytes()
+    what = rf"'run' was started with version {recorded or 1} of the sample order, and .* has version {ORDER_VERSION}"
+    for look in (lambda: require_same_settings(spec), lambda: open_run(spec, shards)):
+        with pytest.raises(RunChanged, match=what) as refused:
+            look()
+        assert "model.start_from" in str(refused.value)
+    assert path.read_bytes() == before
 
 
 def test_a_model_that_does_not_fit_its_tokens_begins_no_run(spec: RunSpec, shards: TokenShards, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,7 +17,7 @@ from infra import shared_memory
 from infra.ports import free_port
 from t5train.certify import certify
 from t5train.consolidate import consolidate
-from t5train.data.keyed_random import permutation
+from t5train.data.keyed_random import permuted
 from t5train.export import export
 from t5train.recipes import recipe
 from t5train.records import TokenizerFiles, TokenShards
@@ -147,7 +148,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
 
 def _epoch_ends_within_a_step() -> dict[str, Any]:
     """With this seed the last of an epoch's three samples is the first of the next, and step 2 holds both."""
-    seed = next(seed for seed in range(20) if permutation(3, seed, 1, 0)[-1] == permutation(3, seed, 1, 1)[0])
+    places, epochs = np.array([2, 0]), np.array([0, 1])
+    seed = next(seed for seed in range(20) if len({*permuted(places, 3, seed, 1, epochs).tolist()}) == 1)
     settings = {"optimizer.global_batch_sequences": 2, "layout.micro_batch_sequences": 1, "optimizer.seed": seed}
     spec = _spec("zero1-fp32", num_steps=3).with_settings(settings)
     return {"spec": spec.model_dump(mode="json"), "fault": "short-epochs"}
