@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from t5train.errors import DuplicateBatch, NonFiniteLoss, RanksDisagree, TooMany
 SKIPS_WHILE_SCALING = 32
 SKIPPED_SHARE = 0.05
 SAMPLED_ELEMENTS = 1 << 16
+Gather = Callable[[Sequence[int]], list[list[int]]]
 
 
 def require_finite(step: int, loss: float, gradient_norm: float | None) -> None:
@@ -68,26 +69,48 @@ def identity_of(sample_ids: np.ndarray, first: int, num_samples: int) -> bytes:
 
 
 class Movement:
-    """Watches whether fp32 weights change, by a digest of a bounded sample of each flat tensor."""
+    """Watches whether fp32 weights change, by a digest of a bounded sample of each flat tensor.
 
-    def __init__(self, tensors: Iterable[Tensor], applied_steps: int) -> None:
-        self._tensors = list(tensors)
-        self._digest, self._applied_steps = self._sample(), applied_steps
+    ``groups`` are the parts of each parameter group that this rank moves. A part may rightly stay: where it is cut from
+    an embedding and holds only pieces that the text does not use, its gradient is zero. A whole group may not, of the
+    model or of a stage of a pipeline; so ranks put together what they see. ``gather`` gives every rank the integers of
+    all, as t5train.train.ranks.gather does; of ranks that differ by ``data_parallel_size`` each has a stage of its own.
+    """
+
+    def __init__(
+        self, groups: Iterable[Iterable[Tensor]], applied_steps: int, data_parallel_size: int, gather: Gather
+    ) -> None:
+        self._groups = [list(group) for group in groups]
+        self._data_parallel_size, self._gather = data_parallel_size, gather
+        self._digests, self._applied_steps = self._sample(), applied_steps
 
     def require(self, step: int, applied_steps: int) -> None:
-        """WeightsDidNotMove when steps were applied since the last look and nothing changed."""
-        digest = self._sample()
-        if digest == self._digest and applied_steps > self._applied_steps:
-            raise WeightsDidNotMove(
-                f"{applied_steps - self._applied_steps} optimizer steps up to step {step} left the fp32 weights as "
-                "they were: the learning rate is zero, or gradients do not reach the optimizer"
-            )
-        self._digest, self._applied_steps = digest, applied_steps
+        """WeightsDidNotMove when steps were applied since the last look and nothing of a group changed on any rank.
 
-    def _sample(self) -> str:
-        digest = hashlib.sha256()
-        for tensor in self._tensors:
-            flat = tensor.detach().view(-1)
-            stride = max(1, flat.numel() // SAMPLED_ELEMENTS)
-            digest.update(flat[::stride].to("cpu", torch.float32).contiguous().numpy().tobytes())
-        return digest.hexdigest()
+        A collective: all ranks raise it, or none.
+        """
+        digests, before = self._sample(), self._digests
+        moved = self._gather([now != then for now, then in zip(digests, before, strict=True)])
+        applied, self._digests, self._applied_steps = applied_steps - self._applied_steps, digests, applied_steps
+        if applied <= 0:
+            return
+        for first in range(0, len(moved), self._data_parallel_size):
+            of_group = zip(*moved[first : first + self._data_parallel_size], strict=True)
+            if not all(map(any, of_group)):
+                raise WeightsDidNotMove(
+                    f"{applied} optimizer steps up to step {step} left the fp32 weights of a parameter group as they "
+                    f"were on ranks {first} to {first + self._data_parallel_size - 1}: the learning rate is zero, or "
+                    "gradients do not reach the optimizer"
+                )
+
+    def _sample(self) -> list[str]:
+        return [_digest(group) for group in self._groups]
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        flat = tensor.detach().view(-1)
+        stride = max(1, flat.numel() // SAMPLED_ELEMENTS)
+        digest.update(flat[::stride].to("cpu", torch.float32).contiguous().numpy().tobytes())
+    return digest.hexdigest()

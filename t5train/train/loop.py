@@ -28,7 +28,7 @@ from t5train.train.engine import (
 from t5train.train.heartbeat import Heartbeat
 from t5train.train.job import TrainJob, tag_of
 from t5train.train.metrics import Metrics, Values
-from t5train.train.partitions import masters_of
+from t5train.train.partitions import master_groups_of
 from t5train.train.passes import Passes, WholePasses
 from t5train.train.pipeline_passes import PipelinePasses
 from t5train.train.ranks import bits_of, data_rank, digest64, float_of, gather, rank
@@ -69,7 +69,9 @@ class Trainer:
             if self.spec.layout.pipeline_stages > 1
             else WholePasses(self.engine, self.routing)
         )
-        self.movement = honesty.Movement(masters_of(self.engine), self._applied_steps())
+        self.movement = honesty.Movement(
+            master_groups_of(self.engine), self._applied_steps(), self.spec.data_parallel_size, gather
+        )
 
     def run(self) -> None:
         """Train to the last step, saving and validating on the way; then bear witness.

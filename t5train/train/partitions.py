@@ -52,10 +52,18 @@ def shared_by_stages(engine: Any) -> dict[Tensor, Partition]:
 
 
 def masters_of(engine: Any) -> list[Tensor]:
-    """The fp32 tensors this rank's optimizer moves; ZeRO 3 hands them to it one at a time, and keeps them itself."""
+    """The fp32 tensors this rank's optimizer moves."""
+    return list(chain.from_iterable(master_groups_of(engine)))
+
+
+def master_groups_of(engine: Any) -> list[list[Tensor]]:
+    """The fp32 tensors this rank's optimizer moves, by parameter group: dense ones, and each kind of experts.
+
+    ZeRO 3 hands them to the optimizer one at a time, and keeps them itself; all of them are one group there.
+    """
     if engine.zero_optimization_partition_weights():
-        return list(engine.optimizer.fp32_partitioned_groups_flat)
-    return [flat for group in inner_optimizer(engine).param_groups for flat in group["params"]]
+        return [list(engine.optimizer.fp32_partitioned_groups_flat)]
+    return [list(group["params"]) for group in inner_optimizer(engine).param_groups]
 
 
 def inner_optimizer(engine: Any) -> Any:

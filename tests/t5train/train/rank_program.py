@@ -259,6 +259,18 @@ def _every_step_is_skipped() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _part_of_rank_0_is_of_unused_pieces() -> Iterator[None]:
+    """Their gradients are zero; from five ranks on, a part can lie between the used rows of an embedding and layers."""
+    update = AdamWRms._update
+
+    def without_gradient(self: AdamWRms, flat: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        update(self, flat, gradient.zero_() if comm.get_rank() == 0 else gradient, group)
+
+    with mock.patch.object(AdamWRms, "_update", without_gradient):
+        yield
+
+
+@contextlib.contextmanager
 def _rank_one_is_told_nothing() -> Iterator[None]:
     original = checkpointing.resume
 
@@ -279,6 +291,7 @@ FAULTS: dict[str | None, Callable[[], contextlib.AbstractContextManager[None]]] 
     "duplicate": _ranks_read_the_same_samples,
     "short-epochs": _epochs_of_three_samples,
     "frozen": _optimizer_does_nothing,
+    "unused": _part_of_rank_0_is_of_unused_pieces,
     "skipped": _every_step_is_skipped,
     "disagree": _rank_one_is_told_nothing,
 }

@@ -1,6 +1,7 @@
 """The checks by themselves; tests/t5train/train/test_training.py seeds the same faults in real training."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -45,9 +46,17 @@ def test_stages_of_a_pipeline_must_have_the_same_batch() -> None:
         honesty.require_distinct_batches(5, [10, 11, 10, 12], data_parallel_size=2)
 
 
+def alone(values: Sequence[int]) -> list[list[int]]:
+    return [list(values)]
+
+
+def beside(*others: list[int]) -> honesty.Gather:
+    """What a rank hears whose fellows report ``others``."""
+    return lambda values: [list(values), *others]
+
+
 def test_weights_that_stay_are_an_error_only_if_steps_were_applied() -> None:
-    weights = [torch.ones(10)]
-    movement = honesty.Movement(weights, applied_steps=3)
+    movement = honesty.Movement([[torch.ones(10)]], 3, data_parallel_size=1, gather=alone)
     movement.require(step=9, applied_steps=3)
     with pytest.raises(WeightsDidNotMove, match="2 optimizer steps up to step 11"):
         movement.require(step=11, applied_steps=5)
@@ -55,6 +64,29 @@ def test_weights_that_stay_are_an_error_only_if_steps_were_applied() -> None:
 
 def test_the_smallest_change_of_a_sampled_weight_is_movement() -> None:
     weights = [torch.ones(10)]
-    movement = honesty.Movement(weights, applied_steps=0)
+    movement = honesty.Movement([weights], 0, data_parallel_size=1, gather=alone)
     weights[0][3] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
     movement.require(step=1, applied_steps=1)
+
+
+def test_a_rank_whose_part_stays_is_no_error_where_another_part_of_the_group_moved() -> None:
+    parts = [[torch.ones(10)]]
+    honesty.Movement(parts, 0, data_parallel_size=3, gather=beside([0], [1])).require(step=1, applied_steps=1)
+    with pytest.raises(WeightsDidNotMove, match="on ranks 0 to 2"):
+        honesty.Movement(parts, 0, data_parallel_size=3, gather=beside([0], [0])).require(step=1, applied_steps=1)
+
+
+def test_experts_that_stay_on_all_ranks_are_an_error_though_the_rest_moves() -> None:
+    dense, experts = torch.ones(10), torch.ones(10)
+    movement = honesty.Movement([[dense], [experts]], 0, data_parallel_size=2, gather=beside([1, 0]))
+    dense += 1
+    with pytest.raises(WeightsDidNotMove, match="of a parameter group"):
+        movement.require(step=1, applied_steps=1)
+
+
+def test_a_stage_of_a_pipeline_that_stays_is_an_error_though_the_others_move() -> None:
+    weights = torch.ones(10)
+    movement = honesty.Movement([[weights]], 0, data_parallel_size=2, gather=beside([1], [0], [0]))
+    weights += 1
+    with pytest.raises(WeightsDidNotMove, match="on ranks 2 to 3"):
+        movement.require(step=1, applied_steps=1)

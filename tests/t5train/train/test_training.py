@@ -133,6 +133,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
     to_zero = _spec("zero1-fp32", num_steps=4).with_settings({"optimizer.final_learning_rate": 0})
     jobs.append({"name": "to-zero", "spec": to_zero.model_dump(mode="json"), "run_folder": f"{root}/to-zero"})
     jobs.append({"name": "short-epochs", **_epoch_ends_within_a_step(), "run_folder": f"{root}/short-epochs"})
+    unused = _spec("zero1-fp32", num_steps=4).model_dump(mode="json")
+    jobs.append({"name": "unused", "spec": unused, "run_folder": f"{root}/unused", "fault": "unused"})
     for fault in FAULTS:
         long = 40 if fault == "skipped" else 6
         spec = _spec("zero1-fp32", num_steps=long).model_dump(mode="json")
@@ -307,6 +309,10 @@ def test_every_experts_tokens_are_counted_over_all_ranks(trained: Trained, layou
 
 def test_a_last_step_at_a_rate_of_zero_is_honest(trained: Trained) -> None:
     assert trained.found("to-zero").get("step") == 4, trained.found("to-zero")
+
+
+def test_a_rank_whose_part_of_the_weights_is_never_used_is_honest(trained: Trained) -> None:
+    assert trained.found("unused")["step"] == trained.found("unused", rank=1)["step"] == 4
 
 
 def test_a_sample_that_ends_one_epoch_and_begins_the_next_is_no_duplicate(trained: Trained) -> None:
