@@ -25,10 +25,17 @@ def deepspeed_config(spec: RunSpec, shape: T5Shape, node_local: bool = False) ->
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         **_precision(spec),
+        # At ZeRO 0 and 1 t5train.train.accumulation does so: at ZeRO 1 DeepSpeed would take another optimizer for it.
+        **({"data_types": {"grad_accum_dtype": "fp32"}} if spec.layout.zero_stage > 1 and sums_passes(spec) else {}),
         # The tag is agreed on by all ranks before it is used.
         "checkpoint": {"tag_validation": "Fail", **({"use_node_local_storage": True} if node_local else {})},
         "steps_per_print": 1 << 60,
     }
+
+
+def sums_passes(spec: RunSpec) -> bool:
+    """Whether a step adds up 16-bit gradients of several passes, which is done in fp32."""
+    return spec.optimizer.precision != "fp32" and spec.gradient_accumulation > 1
 
 
 def _zero(layout: LayoutSpec, shape: T5Shape) -> dict[str, Any]:

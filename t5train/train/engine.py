@@ -18,6 +18,7 @@ from t5train.model.recompute import checkpoint_activations
 from t5train.model.shape import T5Shape
 from t5train.model.t5 import T5
 from t5train.spec import RunSpec
+from t5train.train.accumulation import sums_of
 from t5train.train.deepspeed_config import deepspeed_config
 from t5train.train.host_adam import HostAdam
 from t5train.train.optimizer import AdamWRms
@@ -116,7 +117,7 @@ def _pipeline_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, con
         fill(names[name], parameter)
     if spec.model.activation_checkpointing:
         checkpoint_activations(model)
-    return PipelineEngine(model, _optimizer(spec, model), config)
+    return PipelineEngine(model, _optimizer(spec, model), config, sums_of(model, spec))
 
 
 def _model(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -> T5:

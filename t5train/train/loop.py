@@ -18,6 +18,7 @@ from t5train.model.shape import T5Shape, huggingface_config, resolve
 from t5train.records import TokenShards
 from t5train.spec import RunSpec
 from t5train.train import checkpointing, honesty, validation, witness
+from t5train.train.accumulation import sums_of
 from t5train.train.engine import (
     accelerator_memory_bytes,
     build_engine,
@@ -67,7 +68,7 @@ class Trainer:
         self.passes: Passes = (
             PipelinePasses(self.engine)
             if self.spec.layout.pipeline_stages > 1
-            else WholePasses(self.engine, self.routing)
+            else WholePasses(self.engine, self.routing, sums_of(self.engine.module, self.spec))
         )
         self.movement = honesty.Movement(
             master_groups_of(self.engine), self._applied_steps(), self.spec.data_parallel_size, gather

@@ -1,20 +1,21 @@
 """How much memory the state of a run takes: by formula, before anything of it exists.
 
 Bytes a rank, with R ranks, N parameters, n of them those a rank computes with (fewer where experts or a pipeline's
-layers are spread), and b bytes a weight (4 in fp32, else 2). Read off DeepSpeed 0.19 and held against its engines' live
+layers are spread), b bytes a weight (4 in fp32, else 2), and g bytes of a gradient that is summed over the passes of a
+step (4, but b where a step has one pass). Read off DeepSpeed 0.19 and held against its engines' live
 tensors by a test.
 
 ============== ===================================== =========================
 ZeRO, offload  accelerator                           host
 ============== ===================================== =========================
 0              (2 b + 8) n, in 16 bits 8 n more
-1              2 b n + (b + 12) N/R
+1              (b + g) n + (b + 12) N/R
 2              b n + 16 N/R
-3              (2 b + 12) N/R
-1, optimizer   2 b n                                 (16 + b) N/R
-2, optimizer   b n                                   (16 + b) N/R
-3, optimizer   b N/R                                 (16 + b) N/R
-3, all                                               (16 + 2 b) N/R
+3              (b + g + 12) N/R
+1, optimizer   (b + g) n                             (16 + b) N/R
+2, optimizer   b n, with several passes g N/R more   (16 + b) N/R
+3, optimizer   b N/R                                 (16 + g) N/R
+3, all                                               (16 + b + g) N/R
 ============== ===================================== =========================
 
 To this come what is fetched, reduced and updated at a time, the batches that are prepared ahead (the order of samples
@@ -28,7 +29,7 @@ from t5train.data.loader import PREFETCHED_BATCHES
 from t5train.data.span_corruption import geometry
 from t5train.model.shape import T5Shape, count_expert_parameters, count_parameters
 from t5train.spec import RunSpec
-from t5train.train.deepspeed_config import BUCKET_ELEMENTS, LIVE_ELEMENTS, SUB_GROUP_ELEMENTS
+from t5train.train.deepspeed_config import BUCKET_ELEMENTS, LIVE_ELEMENTS, SUB_GROUP_ELEMENTS, sums_passes
 
 PROCESS_BYTES = 1 << 30
 """Host memory of a rank that trains nothing yet, at least: Python, torch, an accelerator's driver."""
@@ -48,11 +49,15 @@ class Held(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Parameters: ``whole`` those a rank computes with, ``part`` its share of what is cut up; ``weight`` in bytes."""
+    """Parameters: ``whole`` those a rank computes with, ``part`` its share of what is cut up.
+
+    ``weight`` and ``summed`` are the bytes of a weight and of a gradient that is summed over the passes of a step.
+    """
 
     whole: int
     part: int
     weight: int
+    summed: int
 
 
 def held_by_a_rank(spec: RunSpec, shape: T5Shape) -> list[Held]:
@@ -78,7 +83,7 @@ def host_bytes(spec: RunSpec, shape: T5Shape, ranks: range | None = None) -> int
 
 
 def _batches(spec: RunSpec) -> int:
-    """The batches that wait, the one in use and the one being made; the last takes what its noise is drawn with, too."""
+    """Those that wait, the one in use and the one being made, with what its noise is drawn with."""
     shape, batch = geometry(spec.objective), spec.layout.micro_batch_sequences
     made = _ID + _TOKEN * (shape.input_tokens + shape.target_tokens)
     noise = _NOISE * shape.window_tokens
@@ -95,11 +100,15 @@ def _sizes(spec: RunSpec, shape: T5Shape) -> _Sizes:
     if (stages := spec.layout.pipeline_stages) > 1:
         whole = min(parameters, parameters // stages + shape.vocab_size * shape.d_model)
         part = -(-whole // spec.data_parallel_size)
-    return _Sizes(whole, part, weight=4 if spec.optimizer.precision == "fp32" else 2)
+    weight = 4 if spec.optimizer.precision == "fp32" else 2
+    return _Sizes(whole, part, weight, summed=4 if sums_passes(spec) else weight)
 
 
 def _replicated(sizes: _Sizes) -> list[Held]:
-    """Everything whole on every rank; in 16 bits the optimizer has copies of weights and gradients in fp32."""
+    """Everything whole on every rank; in 16 bits the optimizer has copies of weights and gradients in fp32.
+
+    Sums of gradients in fp32 are gone when those copies are made, and take no more.
+    """
     whole, weight = sizes.whole, sizes.weight
     copies = 0 if weight == _MASTER else _MASTER * whole
     return [
@@ -112,7 +121,7 @@ def _replicated(sizes: _Sizes) -> list[Held]:
 
 
 def _cut_up(sizes: _Sizes, stage: int, offload: str) -> list[Held]:
-    whole, part, weight = sizes
+    whole, part, weight, _ = sizes
     on_host = offload != "none"
     here = 0 if on_host else 1
     weights = weight * (part if stage == 3 else whole)
@@ -129,10 +138,15 @@ def _cut_up(sizes: _Sizes, stage: int, offload: str) -> list[Held]:
 
 
 def _gradients(sizes: _Sizes, stage: int, on_host: bool) -> Held:
-    """ZeRO 1 reduces them when the backward pass is over, ZeRO 2 and 3 as they come; the optimizer takes fp32."""
-    whole, part, weight = sizes
-    at_once = weight * whole if stage == 1 else 0
-    kept = (weight * part if stage == 3 else 0) + _MASTER * part
+    """ZeRO 1 reduces them when the backward passes are over, ZeRO 2 and 3 as they come; the optimizer takes fp32.
+
+    At ZeRO 2 what is summed in fp32 is what the optimizer takes; of one in host memory it stays on the accelerator.
+    """
+    whole, part, weight, summed = sizes
+    at_once = summed * whole if stage == 1 else 0
+    if stage == 2 and on_host and summed > weight:
+        at_once = summed * part
+    kept = (summed * part if stage == 3 else 0) + _MASTER * part
     return Held("gradients", at_once if on_host else at_once + kept, kept if on_host else 0)
 
 

@@ -9,6 +9,7 @@ import torch
 from t5train.data.loader import Batch
 from t5train.errors import TooManySkippedSteps
 from t5train.model.t5 import T5
+from t5train.train.accumulation import Fp32Sums
 from t5train.train.engine import update
 from t5train.train.ranks import on_accelerator
 from t5train.train.routing import Routing
@@ -39,11 +40,15 @@ class Passes(Protocol):
 
 
 class WholePasses:
-    """Passes of an engine that holds the model from the embedding to the loss."""
+    """Passes of an engine that holds the model from the embedding to the loss.
 
-    def __init__(self, engine: Any, routing: Routing) -> None:
-        self._engine, self._routing = engine, routing
+    With ``sums`` the engine is given its gradients when the last pass of a step is over, and reduces them then.
+    """
+
+    def __init__(self, engine: Any, routing: Routing, sums: Fp32Sums | None) -> None:
+        self._engine, self._routing, self._sums = engine, routing, sums
         self._model: T5 = engine.module
+        engine.enable_backward_allreduce = sums is None
 
     def step(self, batches: Iterator[Batch]) -> StepResult:
         """See Passes."""
@@ -51,6 +56,9 @@ class WholePasses:
         for batch in batches:
             loss = self._engine(on_accelerator(batch.inputs), on_accelerator(batch.targets))
             self._engine.backward(loss)
+            if self._sums and self._engine.is_gradient_accumulation_boundary():
+                self._sums.hand_over()
+                self._engine.allreduce_gradients()
             norm = take_update(self._engine)
             paid.append(self._routing.paid())
             losses.append(float(loss.detach()) - paid[-1])

@@ -7,15 +7,18 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import engine, schedule
 
 from t5train.model.pipeline import T5Pipeline
+from t5train.train.accumulation import Fp32Sums
 
 
 class PipelineEngine(engine.PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no types
     """An engine for a stage of a pipeline."""
 
-    def __init__(self, model: T5Pipeline, optimizer: Any, config: dict[str, Any]) -> None:
+    def __init__(self, model: T5Pipeline, optimizer: Any, config: dict[str, Any], sums: Fp32Sums | None) -> None:
+        """With ``sums`` the gradients of a step come from there when its last pass is over."""
         mpu = model.mpu()
         whole = DeepSpeedConfig(config, mpu)
         super().__init__(args=None, model=model, optimizer=optimizer, mpu=mpu, config=config, config_class=whole)
+        self._sums = sums
         self._holders = {key: comm.new_group(ranks) for key, ranks in sorted(_holders(model).items())}
 
     def _exec_reduce_tied_grads(self) -> None:
@@ -26,6 +29,8 @@ class PipelineEngine(engine.PipelineEngine):  # type: ignore[misc]  # DeepSpeed 
         here too is one of equal numbers, in whatever order. Stages take the modules that they share in one order, that
         of their keys; in the order of layers two stages could wait for each other.
         """
+        if self._sums:
+            self._sums.hand_over()
         for key, tied in sorted(self.module.tied_comms.items()):
             if len(tied["ranks"]) > 1:
                 for weight in tied["module"].parameters():

@@ -21,6 +21,7 @@ from deepspeed.utils import groups
 from t5train.data.loader import Prefetched
 from t5train.spec import build
 from t5train.train import loop
+from t5train.train.accumulation import Fp32Sums
 from t5train.train.job import TrainJob
 from t5train.train.optimizer import AdamWRms
 
@@ -38,7 +39,7 @@ def main(jobs: Path) -> None:
 
 
 def _most(entry: dict[str, Any]) -> int:
-    """Over a step: before gradients are reduced, and when the optimizer begins."""
+    """Over a step: when gradients are summed, before they are reduced, and when the optimizer begins."""
     folder, before, seen = Path(entry["run_folder"]), _live_bytes(), [0]
     job = TrainJob(
         spec=build(entry["spec"]),
@@ -49,6 +50,7 @@ def _most(entry: dict[str, Any]) -> int:
     )
     trainer = loop.Trainer(job)
     with (
+        _watched(Fp32Sums, "hand_over", seen),
         _watched(DeepSpeedEngine, "allreduce_gradients", seen),
         _watched(AdamWRms, "_rms", seen),
         Prefetched(loop.micro_batches(trainer.train_samples, trainer.spec, 0), 1) as batches,

@@ -25,11 +25,11 @@ from deepspeed.utils import groups
 
 from t5train import sidecar
 from t5train.checkpoint_files import files_read_by
-from t5train.data.loader import Samples
+from t5train.data.loader import Batch, Samples
 from t5train.errors import T5TrainError
 from t5train.model.t5 import RMSNorm
 from t5train.progress import silent
-from t5train.spec import build
+from t5train.spec import RunSpec, build
 from t5train.train import checkpointing, deepspeed_config, loop, passes, ranks
 from t5train.train.job import Consolidated, TrainJob
 from t5train.train.masters import full_masters
@@ -234,6 +234,21 @@ def _ranks_read_the_same_samples() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _all_passes_of_a_step_take_one_batch() -> Iterator[None]:
+    """So that a step of any number of passes has the gradient of a single one."""
+
+    def micro_batches(samples: Samples, spec: RunSpec, step: int) -> Iterator[Batch]:
+        size = spec.layout.micro_batch_sequences
+        for done in range(step, spec.optimizer.num_steps):
+            first = (done * spec.data_parallel_size + ranks.data_rank(spec)) * size
+            for _ in range(spec.gradient_accumulation):
+                yield samples.batch(first, size)
+
+    with mock.patch.object(loop, "micro_batches", micro_batches):
+        yield
+
+
+@contextlib.contextmanager
 def _epochs_of_three_samples() -> Iterator[None]:
     with mock.patch.object(Samples, "num_samples", 3):
         yield
@@ -242,6 +257,18 @@ def _epochs_of_three_samples() -> Iterator[None]:
 @contextlib.contextmanager
 def _optimizer_does_nothing() -> Iterator[None]:
     with mock.patch.object(AdamWRms, "_update"):
+        yield
+
+
+@contextlib.contextmanager
+def _part_of_rank_0_is_of_unused_pieces() -> Iterator[None]:
+    """Their gradients are zero; from five ranks on, a part can lie between the used rows of an embedding and layers."""
+    update = AdamWRms._update
+
+    def without_gradient(self: AdamWRms, flat: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        update(self, flat, gradient.zero_() if comm.get_rank() == 0 else gradient, group)
+
+    with mock.patch.object(AdamWRms, "_update", without_gradient):
         yield
 
 
@@ -255,18 +282,6 @@ def _every_step_is_skipped() -> Iterator[None]:
         return original(engine)
 
     with mock.patch.object(passes, "update", update):
-        yield
-
-
-@contextlib.contextmanager
-def _part_of_rank_0_is_of_unused_pieces() -> Iterator[None]:
-    """Their gradients are zero; from five ranks on, a part can lie between the used rows of an embedding and layers."""
-    update = AdamWRms._update
-
-    def without_gradient(self: AdamWRms, flat: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        update(self, flat, gradient.zero_() if comm.get_rank() == 0 else gradient, group)
-
-    with mock.patch.object(AdamWRms, "_update", without_gradient):
         yield
 
 
@@ -289,6 +304,7 @@ FAULTS: dict[str | None, Callable[[], contextlib.AbstractContextManager[None]]] 
     "nan-gradients": _gradients_of_step_3_become_nan,
     "nan-at-the-end": _last_update_spoils_the_weights,
     "duplicate": _ranks_read_the_same_samples,
+    "one-batch": _all_passes_of_a_step_take_one_batch,
     "short-epochs": _epochs_of_three_samples,
     "frozen": _optimizer_does_nothing,
     "unused": _part_of_rank_0_is_of_unused_pieces,
