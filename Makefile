@@ -46,7 +46,7 @@ types: setup ## mypy, strict
 	@$(BIN)/mypy
 
 bench: setup ## Every benchmark of the CPU, one after the other
-	@for benchmark in tokenise span_corruption reading saving consolidate preflight; do $(BIN)/python "benchmarks/$$benchmark.py"; done
+	@for benchmark in tokenise span_corruption sample_order reading saving consolidate preflight; do $(BIN)/python "benchmarks/$$benchmark.py"; done
 
 corruptions: setup ## 10,000 faults in small checkpoints: each refused before anything is unpickled
 	@$(BIN)/python tests/t5train/consolidate/corruptions.py

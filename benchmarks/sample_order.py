@@ -1,0 +1,90 @@
+"""The order of samples: computed place by place, against a permutation of numpy's that is made at each epoch.
+
+    python benchmarks/sample_order.py [--samples 20000000] [--batch 128] [--rounds 7]
+
+Both give the ids of random batches of an epoch; the rate is over CPU seconds of one process. Time and memory of an
+epoch's beginning are told apart, as every rank pays them again at each epoch.
+"""
+
+import argparse
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable
+
+import numpy as np
+from hardware import hardware
+
+from t5train.data.keyed_random import permuted
+
+SECONDS_A_ROUND = 0.5
+
+
+def begin_with_table(samples: int) -> tuple[float, int]:
+    """Seconds and bytes at the beginning of an epoch, for numpy's permutation."""
+    started = time.process_time()
+    np.random.default_rng(0).permutation(samples)
+    seconds = time.process_time() - started
+    return seconds, peak_bytes(lambda: np.random.default_rng(0).permutation(samples))
+
+
+def peak_bytes(action: Callable[[], object]) -> int:
+    """Most memory that Python and numpy hold during an action."""
+    tracemalloc.start()
+    try:
+        action()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def seconds_a_batch(ids_at: Callable[[np.ndarray], object], samples: int, batch: int) -> float:
+    """CPU seconds for the ids of a batch, over about half a second of batches."""
+    done, started = 0, time.process_time()
+    while (spent := time.process_time() - started) < SECONDS_A_ROUND:
+        ids_at((np.arange(batch) + done * batch) % samples)
+        done += 1
+    return spent / done
+
+
+def main() -> None:
+    """Measure both in turns, then print one table."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--samples", type=int, default=20_000_000)
+    arguments.add_argument("--batch", type=int, default=128)
+    arguments.add_argument("--rounds", type=int, default=7)
+    given = arguments.parse_args()
+    epochs = np.zeros(given.batch, dtype=np.int64)
+    table = np.random.default_rng(0).permutation(given.samples)
+
+    def computed(places: np.ndarray) -> np.ndarray:
+        return permuted(places, given.samples, 0, 1, epochs)
+
+    rounds = [
+        (
+            seconds_a_batch(lambda places: table[places], given.samples, given.batch),
+            seconds_a_batch(computed, given.samples, given.batch),
+        )
+        for _ in range(given.rounds)
+    ]
+    looked_up, computing = (statistics.median(seconds) for seconds in zip(*rounds, strict=True))
+    begin_seconds, begin_bytes = begin_with_table(given.samples)
+    bytes_computed = peak_bytes(lambda: computed(np.arange(given.batch)))
+    report(given.samples, given.batch, (begin_seconds, looked_up, begin_bytes), (computing, bytes_computed))
+
+
+def report(samples: int, batch: int, table: tuple[float, float, int], computed: tuple[float, int]) -> None:
+    """One table; the last column is what an epoch costs in all, as a ratio."""
+    batches = samples / batch
+    begin, looked_up, held = table
+    computing, held_computing = computed
+    whole = begin + batches * looked_up
+    print(f"order of {samples:,} samples, batches of {batch}, {hardware()}, numpy {np.__version__}")
+    print(f"{'':22}{'pause at an epoch, s':>22}{'a batch, us':>14}{'memory, bytes':>16}{'an epoch, ratio':>17}")
+    print(f"{'numpy permutation':22}{begin:>22.2f}{1e6 * looked_up:>14.1f}{held:>16,}{1:>17.1f}")
+    ratio = batches * computing / whole
+    print(f"{'t5train, computed':22}{0:>22.2f}{1e6 * computing:>14.1f}{held_computing:>16,}{ratio:>17.1f}")
+
+
+if __name__ == "__main__":
+    main()
