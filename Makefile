@@ -14,7 +14,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
 
-.PHONY: help setup demo demo-cluster test test-fast test-cluster lint types bench corruptions certificate-faults bench-consolidate variants-table faults resumes kills up clean
+.PHONY: help setup demo demo-cluster test test-fast test-cluster lint types bench corruptions certificate-faults bench-consolidate variants-table faults resumes kills io-faults up clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -68,6 +68,9 @@ resumes: setup ## All that can have become of checkpoints when a run goes on (ro
 
 kills: setup ## 200 kills of processes that save, gather, consolidate and publish, at random moments
 	@$(BIN)/python benchmarks/kills.py
+
+io-faults: setup ## Every system call on a file fails in turn; continues where it was interrupted (io-faults.jsonl)
+	@$(BIN)/python -m tests.io_faults
 
 up: setup ## Prefect server, pool and worker for this machine
 	@$(BIN)/t5-pretrain up

@@ -1,0 +1,60 @@
+"""What lies in folders, told by hashlib and json alone: nothing here is of the code that is put to the test."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+_ON_ITS_WAY_OUT = re.compile(r"removed-.*|\..*\.discarded")
+Tree = Mapping[str, str]
+"""The sha256 of every file of a folder, by relative name."""
+
+
+def tree(folder: Path) -> Tree:
+    """Of files and links; empty where there is no such folder."""
+    return {str(path.relative_to(folder)): digest_of(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def digest_of(path: Path) -> str:
+    """The sha256 of a file; empty where there is none."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+def missing(before: Mapping[str, Tree], folder: Path) -> list[str]:
+    """Names of folders that were there before and are nowhere now, not even moved aside, with each file as it was.
+
+    Files may have come beside them. A folder that is about to be removed does not count.
+    """
+    return [name for name, files in before.items() if not any(_holds(each, files) for each in _places(name, folder))]
+
+
+def _places(name: str, folder: Path) -> Iterator[Path]:
+    yield folder / name
+    for parent, folders, _ in os.walk(folder):
+        folders[:] = [each for each in folders if not _ON_ITS_WAY_OUT.fullmatch(each)]
+        yield from (Path(parent, each) for each in folders if Path(name).name in each)
+
+
+def _holds(folder: Path, files: Tree) -> bool:
+    found = tree(folder)
+    return files.items() <= found.items()
+
+
+def complete_tags(checkpoints: Path) -> set[str]:
+    """Tags whose sidecars are those of all ranks of one saving, and whose files have the digests that these record."""
+    return {path.name for path in checkpoints.glob("step-" + "[0-9]" * 8) if _is_complete(path)}
+
+
+def _is_complete(tag: Path) -> bool:
+    try:
+        sidecars = [json.loads(path.read_text("utf-8")) for path in sorted(tag.glob("rank-*.json"))]
+    except ValueError:
+        return False
+    if [one["rank"] for one in sidecars] != list(range(sidecars[0]["world_size"] if sidecars else 1)):
+        return False
+    if len({one["saving"] for one in sidecars}) != 1 or any(one["tag"] != tag.name for one in sidecars):
+        return False
+    found = tree(tag)
+    return all(found.get(name) == each["sha256"] for one in sidecars for name, each in one["files"].items())

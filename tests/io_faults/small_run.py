@@ -1,0 +1,144 @@
+"""A real run of one rank, made once, and small enough to be copied thousands of times."""
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+from t5train.records import TokenizerFiles, TokenShards
+from t5train.run_files import CHECKPOINTS
+from t5train.spec import RunSpec
+from t5train.train.job import TrainJob, tag_of
+
+NAME = "small"
+STEPS = (2, 4, 6)
+"""Those saved."""
+UNFINISHED = 8
+"""The step of a save that was killed."""
+_SETTINGS = {
+    "name": NAME,
+    "tokenizer.vocab_size": 400,
+    "model.d_model": 16,
+    "model.d_kv": 4,
+    "model.d_ff": 32,
+    "model.num_heads": 2,
+    "model.num_layers": 1,
+    "objective.input_tokens": 32,
+    "optimizer.num_steps": STEPS[-1],
+    "optimizer.warmup_steps": 2,
+    "optimizer.global_batch_sequences": 4,
+    "layout.micro_batch_sequences": 4,
+    "cluster.ranks": 1,
+    "storage.checkpoint_every_steps": 2,
+    "storage.keep_last": 3,
+    "storage.validate_every_steps": 1000,
+    "storage.validate_sequences": 4,
+}
+
+
+class SmallRun:
+    """The run, below ``folder / "root"``."""
+
+    def __init__(self, folder: Path) -> None:
+        from t5train.recipes import recipe
+
+        self.root = folder / "root"
+        self.spec: RunSpec = recipe("smoke").with_settings({**_SETTINGS, "storage.root": str(self.root)})
+
+    @property
+    def folder(self) -> Path:
+        """The run's."""
+        return self.spec.run_folder
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where tags lie."""
+        return self.folder / CHECKPOINTS
+
+    @property
+    def shards(self) -> TokenShards:
+        """As the stage before left them."""
+        return TokenShards.load(next(path.parent for path in self.root.glob("shards/*/manifest.json")))
+
+    @property
+    def tokenizer(self) -> TokenizerFiles:
+        """As its stage left it."""
+        return TokenizerFiles.load(next(path.parent for path in self.root.glob("tokenizer/*/manifest.json")))
+
+    def tag(self, step: int) -> Path:
+        """The folder of a checkpoint."""
+        return self.checkpoints / tag_of(step)
+
+    def job(self, resume_step: int | None = None) -> TrainJob:
+        """What its rank is told."""
+        from t5train.train.run import run_fingerprint
+
+        shards = self.shards
+        return TrainJob(
+            spec=self.spec,
+            run_fingerprint=run_fingerprint(self.spec, shards),
+            run_folder=self.folder,
+            shards_folder=shards.path,
+            resume_tag=None if resume_step is None else tag_of(resume_step),
+        )
+
+    def make(self) -> None:
+        """Text, vocabulary, tokens and training to the end."""
+        from t5train.data.corpus import build_corpus
+        from t5train.data.shards import build_shards
+        from t5train.data.tokenizer import build_tokenizer
+        from t5train.train.loop import Trainer
+        from t5train.train.run import conclude, open_run
+
+        self.root.mkdir(parents=True)
+        text = self.root.with_name("words.txt")
+        write_text(text)
+        spec = self.spec.with_settings({"corpus.source": str(text)})
+        corpus = build_corpus(spec.corpus, self.root)
+        tokenizer = build_tokenizer(spec.tokenizer, spec.corpus, corpus, self.root)
+        shards = build_shards(spec.shards, spec.corpus, corpus, tokenizer, self.root)
+        open_run(spec, shards)
+        be_alone()
+        Trainer(self.job()).run()
+        conclude(spec, shards)
+
+    def leave_unfinished(self) -> None:
+        """What a save of ``UNFINISHED`` leaves that is killed before the sidecar is written."""
+        shutil.copytree(self.tag(STEPS[-1]), self.tag(UNFINISHED))
+        (self.tag(UNFINISHED) / "rank-00000.json").unlink()
+
+    def copy_to(self, folder: Path, *, without: tuple[str, ...] = ()) -> "SmallRun":
+        """The same run in another folder, without some files, by pattern."""
+        names = shutil.ignore_patterns("corpus", *without)
+        shutil.copytree(self.root, folder / "root", ignore=names)
+        return SmallRun(folder)
+
+
+def write_text(path: Path) -> None:
+    """A language of few words."""
+    chosen = random.Random(0)
+    words = ["".join(chosen.choices("abcdefghijklmnopqrstuvwxyz", k=chosen.randint(2, 9))) for _ in range(500)]
+    path.write_text("".join(" ".join(chosen.choices(words, k=30)) + "\n\n" for _ in range(600)), "utf-8")
+
+
+def be_alone() -> None:
+    """Be the only rank there is, by torch's backend for tests: its collectives copy, and need no thread."""
+    import deepspeed
+    from torch import distributed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    deepspeed.init_distributed("fake")
+
+
+def trained_a_step(job: TrainJob) -> Any:
+    """A rank's trainer after its first step: weights, masters and moments are there to be saved."""
+    from t5train.data.loader import Prefetched
+    from t5train.train.loop import Trainer, micro_batches
+
+    trainer = Trainer(job)
+    with Prefetched(micro_batches(trainer.train_samples, trainer.spec, 0), 1) as batches:
+        trainer._take_step(batches)
+    return trainer

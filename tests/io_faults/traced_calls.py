@@ -1,0 +1,141 @@
+"""The system calls that processes make while they are attached to a region, as strace sees them."""
+
+import re
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_KINDS = {
+    "open": ["open", "openat", "openat2", "creat"],
+    "read": ["read", "pread64", "readv", "preadv", "preadv2"],
+    "write": ["write", "pwrite64", "writev", "pwritev", "pwritev2"],
+    "mmap": ["mmap"],
+    "fsync": ["fsync", "fdatasync", "sync_file_range"],
+    "truncate": ["truncate", "ftruncate", "fallocate"],
+    "lock": ["flock"],
+    "rename": ["rename", "renameat", "renameat2"],
+    "link": ["link", "linkat", "symlink", "symlinkat"],
+    "unlink": ["unlink", "unlinkat"],
+    "rmdir": ["rmdir"],
+    "mkdir": ["mkdir", "mkdirat"],
+    "readlink": ["readlink", "readlinkat"],
+    "stat": ["stat", "lstat", "fstat", "newfstatat", "statx"],
+    "access": ["access", "faccessat", "faccessat2"],
+    "chmod": ["chmod", "fchmod", "fchmodat"],
+    "utime": ["utime", "utimes", "utimensat", "futimesat"],
+    "statfs": ["statfs", "fstatfs"],
+    "readdir": ["getdents64", "getdents"],
+}
+_COPIES = {"sendfile": ("write", "read"), "copy_file_range": ("read", "write")}
+"""What they do with their descriptors, in order."""
+_KIND_OF = {call: kind for kind, calls in _KINDS.items() for call in calls}
+_FORKS = ("clone", "clone3", "fork", "vfork")
+_OF_DESCRIPTORS = {
+    *_KINDS["read"], *_KINDS["write"], *_KINDS["mmap"], *_KINDS["fsync"], *_KINDS["lock"],
+    *_KINDS["readdir"], "ftruncate", "fallocate", "fstat", "fchmod", "fstatfs",
+}  # fmt: skip
+_BETWEEN = re.compile(r"\b\d+<([^>]*)>")
+_DESCRIPTOR = re.compile(r"^[^\"]*?\b\d+<(/[^>]*)>")
+_NAME = re.compile(r'(?:(?:\d+|AT_FDCWD)<(?P<folder>[^>]*)>(?:\(deleted\))?, )?"(?P<name>(?:[^"\\]|\\.)*)"')
+_LINE = re.compile(r"(?P<thread>\d+) +(?P<call>\w+)\((?P<rest>.*)")
+_RESUMED = re.compile(r"(?P<thread>\d+) +<\.\.\. (?P<call>\w+) resumed>(?P<rest>.*)")
+_RANDOM = re.compile(r"(?<=[.-])(?<!step-)(?=[a-z_]*[0-9]|[a-z_]{8}$)[0-9a-z_]{8}(?![0-9a-z_])|(?<=#)[0-9]+")
+_UNFINISHED = " <unfinished ...>"
+
+
+@contextmanager
+def strace(process: int, output: Path) -> Iterator[None]:
+    """Trace a process, its children, and all that these start; PermissionError where that is not allowed."""
+    calls = ",".join([*(f"?{call}" for call in _KIND_OF), *(f"?{call}" for call in (*_COPIES, *_FORKS))])
+    children = Path(f"/proc/{process}/task/{process}/children").read_text("ascii").split()
+    attached = ",".join([str(process), *children])
+    command = ["strace", "-f", "-y", "-s", "1024", "-o", output, "-e", f"trace={calls}", "-p", attached]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
+        assert tracer.stderr is not None
+        for _ in attached.split(","):
+            if "attached" not in (said := tracer.stderr.readline()):
+                raise PermissionError(f"strace cannot attach: {said}")
+        try:
+            yield
+        finally:
+            tracer.send_signal(signal.SIGINT)
+
+
+def calls_below(folder: Path, region: Path, trace: Path) -> Counter[tuple[str, str]]:
+    """How often each kind of call was made on each path below a folder, by processes attached to the region.
+
+    Paths are as the library has them. A process is attached from when it opens the region's file, and its children are
+    from their start.
+    """
+    attached, found = set[str](), Counter[tuple[str, str]]()
+    for _, thread, call, rest in _whole_calls(trace.read_text("utf-8", "surrogateescape").splitlines()):
+        _note(thread, call, rest, attached, str(region))
+        if thread in attached:
+            found.update(_kinds_and_paths(call, rest, folder))
+    return found
+
+
+def _whole_calls(lines: Iterable[str]) -> list[tuple[int, str, str, str]]:
+    """When it began, thread, name and rest of each call, those first that began first.
+
+    Calls that lines of others interrupt are put together, so that a thread's start comes before what it does.
+    """
+    parts, found = dict[tuple[str, str], tuple[int, str]](), list[tuple[int, str, str, str]]()
+    for number, line in enumerate(lines):
+        if match := _RESUMED.match(line):
+            thread, call = match["thread"], match["call"]
+            began, first = parts.pop((thread, call), (number, ""))
+            found.append((began, thread, call, first + match["rest"]))
+        elif match := _LINE.match(line):
+            thread, call, rest = match["thread"], match["call"], match["rest"]
+            if rest.endswith(_UNFINISHED):
+                parts[thread, call] = number, rest.removesuffix(_UNFINISHED)
+            else:
+                found.append((number, thread, call, rest))
+    return sorted(found)
+
+
+def _kinds_and_paths(call: str, rest: str, folder: Path) -> Iterator[tuple[str, str]]:
+    if call in _COPIES:
+        for kind, path in zip(_COPIES[call], _BETWEEN.findall(rest), strict=False):
+            if _is_below(path, folder):
+                yield kind, _shown(path, folder)
+    elif call in _KIND_OF:
+        kind = "rmdir" if call == "unlinkat" and "AT_REMOVEDIR" in rest else _KIND_OF[call]
+        if names := [_shown(path, folder) for path in _paths(call, rest) if _is_below(path, folder)]:
+            yield kind, " > ".join(names) if kind in {"rename", "link"} else names[-1]
+
+
+def _is_below(path: str, folder: Path) -> bool:
+    return path == str(folder) or path.startswith(f"{folder}/")
+
+
+def _note(thread: str, call: str, rest: str, attached: set[str], region: str) -> None:
+    if call in _FORKS and thread in attached and (match := re.search(r"= (\d+)", rest)):
+        attached.add(match[1])
+    if call == "openat" and f'"{region}"' in rest and "O_RDWR" in rest:
+        attached.add(thread)
+
+
+def _shown(path: str, folder: Path) -> str:
+    """Relative, without what is drawn at random."""
+    return _RANDOM.sub("*", str(Path(path).relative_to(folder)))
+
+
+def _paths(call: str, rest: str) -> list[str]:
+    """Absolute paths that the arguments name, or the one that a descriptor is open at."""
+    if call in _OF_DESCRIPTORS:
+        return [match[1].removesuffix("(deleted)").rstrip()] if (match := _DESCRIPTOR.search(rest)) else []
+    found = []
+    for match in _NAME.finditer(rest):
+        folder, name = match["folder"], _plain(match["name"])
+        found.append(name if name.startswith("/") else f"{folder}/{name}".rstrip("/"))
+    return found[-1:] if call.startswith("symlink") else found[:1] if call.startswith("readlink") else found
+
+
+def _plain(quoted: str) -> str:
+    """A name as strace quotes it."""
+    return quoted.encode("latin-1", "replace").decode("unicode_escape")
