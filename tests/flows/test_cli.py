@@ -14,6 +14,7 @@ from flows import cli, run_command
 from flows.status_command import run_status
 from infra.run_lock import run_lock
 from t5train import host_memory
+from t5train.data.loader import ORDER_VERSION
 from t5train.data.spiece import train
 from t5train.errors import NotGathered
 from t5train.model.shape import huggingface_config, resolve
@@ -234,7 +235,8 @@ def test_a_run_begun_otherwise_is_refused_before_anything_starts(
     begun = tmp_path / "work" / "runs" / "mine" / "run.json"
     begun.parent.mkdir(parents=True)
     settings = {"optimizer.seed": 1, "corpus.split_seed": 2, "corpus.source": "elsewhere.txt", "cluster.ranks": 1}
-    begun.write_text(json.dumps({"spec": recipe("smoke").with_settings(settings).model_dump(mode="json")}))
+    spec = recipe("smoke").with_settings(settings).model_dump(mode="json")
+    begun.write_text(json.dumps({"identity": {"order_version": ORDER_VERSION}, "spec": spec}))
     published = tmp_path / "work" / "published" / "mine"
     published.mkdir(parents=True)
     (published / "manifest.json").write_text("{}")

@@ -15,6 +15,7 @@ from infra.attempts.attempt import Attempt
 from infra.cluster import attachment
 from infra.cluster.supervision import Supervision
 from infra.preflight.needs import Needs
+from t5train.data.loader import ORDER_VERSION
 from t5train.errors import PreflightError
 from t5train.recipes import recipe
 from t5train.records import Checkpoint
@@ -107,5 +108,9 @@ def test_hosts_are_not_asked_by_a_run_that_has_been_trained(spec: Callable[[int]
 def begin(run_folder: Path, spec: RunSpec, fingerprint: str) -> None:
     """As if it had been."""
     run_folder.mkdir(parents=True)
-    begun = {"fingerprint": fingerprint, "identity": {}, "spec": spec.model_dump(mode="json")}
+    begun = {
+        "fingerprint": fingerprint,
+        "identity": {"order_version": ORDER_VERSION},
+        "spec": spec.model_dump(mode="json"),
+    }
     (run_folder / "run.json").write_text(json.dumps(begun), "utf-8")
