@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from infra.cluster.shipping import ship
+from infra.cluster.shipping import hosts_with_code
 from infra.node_local import following
 from infra.node_local.claim import claim, end_claim, require_claimed
 from infra.node_local.following import Follower
@@ -54,8 +54,7 @@ class NodeLocalStorage:
         """On the hosts of the run, and on those that have left it and answer."""
         former = former_hosts(self.run)
         if self.run.nodes.code is not None:  # a launch has sent it to its own hosts alone
-            lacking = ship(self.run.nodes.transport, former)
-            former = [host for host in former if host not in lacking]
+            former = hosts_with_code(self.run.nodes.transport, former, "the files of a former host are not claimed")
         hosts = self.run.nodes.hosts
         required, others = ((), (*hosts, *former)) if are_ranks_at_work else (hosts, former)
         if adopted := claim(self.run, required, others, self.adopt):

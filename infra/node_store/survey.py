@@ -42,7 +42,11 @@ def survey(nodes: Nodes, run_name: str, checkpoints: Path) -> Survey:
 
 
 def _copy(host: str, told: Mapping[str, Any]) -> Copy:
-    return Copy(_plainly_named(host, told["sidecars"]), _plainly_named(host, told["files"]))
+    return Copy(
+        _plainly_named(host, told["sidecars"]),
+        _plainly_named(host, told["files"]),
+        dict(told["unreadable"]),  # shown, and never joined to a folder here
+    )
 
 
 def _plainly_named(host: str, told: Mapping[str, T]) -> dict[str, T]:

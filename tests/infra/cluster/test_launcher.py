@@ -98,7 +98,7 @@ def test_hosts_of_ranks_that_are_gone_on_with_get_the_code_of_the_head_that_came
     this: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[str, ...]] = []
-    monkeypatch.setattr(cluster_launch, "ship", lambda _, hosts: sent.append(hosts))
+    monkeypatch.setattr(cluster_launch, "hosts_with_code", lambda _, hosts, __: sent.append(hosts))
     monkeypatch.setattr(attachment, "adopt", lambda _: MagicMock(this=this))
     monkeypatch.setattr(TrainJob, "read", MagicMock())
     spec = MagicMock(hosts=Hosts((Host("localhost", (0,)),)))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from infra.cluster.hosts import Host, Hosts
+from infra.cluster.remote import Transport
 from infra.node_local import ledger, recovery
 from infra.node_local.following import keep_up
 from infra.node_local.node_run import NodeRun
@@ -109,7 +110,12 @@ def test_hosts_that_have_left_the_run_are_asked_for_their_parts_by_the_code_that
     run: NodeRun, site: Site, monkeypatch: pytest.MonkeyPatch, code: str | None, are_sent: list[str]
 ) -> None:
     sent: list[str] = []
-    monkeypatch.setattr(recovery, "ship", lambda _, hosts: sent.extend(hosts))
+
+    def hosts_with_code(_: Transport, hosts: list[str], __: str) -> list[str]:
+        sent.extend(hosts)
+        return hosts
+
+    monkeypatch.setattr(recovery, "hosts_with_code", hosts_with_code)
     site.save(8)
     ledger.note(run.folder, site.newest())
     alone = replace(run, hosts=Hosts((Host("a", (0, 1)),)), nodes=replace(run.nodes.on("a"), code=code))

@@ -30,8 +30,12 @@ class Answering:
 
 def hostile_tags(text: str) -> dict[str, Any]:
     return {
-        "../../escaped": {"sidecars": {"rank-00000.json": text}, "files": {}},
-        "step-00000008": {"sidecars": {"../rank-00000.json": text}, "files": {"../x.pt": 1, "/etc/passwd": 1}},
+        "../../escaped": {"sidecars": {"rank-00000.json": text}, "files": {}, "unreadable": {}},
+        "step-00000008": {
+            "sidecars": {"../rank-00000.json": text},
+            "files": {"../x.pt": 1, "/etc/passwd": 1},
+            "unreadable": {},
+        },
     }
 
 
