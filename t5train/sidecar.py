@@ -265,7 +265,8 @@ def read(folder: Path, rank: int) -> Sidecar:
 
 def read_all(folder: Path) -> list[Sidecar]:
     """All sidecars of a tag by rank; empty when there are none. Errors as of ``read``."""
-    return sorted((_read(path) for path in _paths(folder)), key=lambda sidecar: sidecar.rank)
+    found = (_read(folder / name) for name in names_in(folder) if is_sidecar(name))
+    return sorted(found, key=lambda sidecar: sidecar.rank)
 
 
 def require_complete(folder: Path, progress: Progress = silent) -> list[Sidecar]:
@@ -362,10 +363,6 @@ def _require_same(where: Path | str, first: Sidecar, other: Sidecar) -> None:
 def is_sidecar(name: str) -> bool:
     """Whether a file of a tag is a sidecar, by its name."""
     return PurePosixPath(name).match("rank-*.json")
-
-
-def _paths(folder: Path) -> list[Path]:
-    return [folder / name for name in names_in(folder) if is_sidecar(name)]
 
 
 def _read(path: Path) -> Sidecar:
