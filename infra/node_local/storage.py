@@ -54,7 +54,7 @@ class NodeLocalStorage:
         """On the hosts of the run, and on those that have left it and answer."""
         former = former_hosts(self.run)
         if self.run.nodes.code is not None:  # a launch has sent it to its own hosts alone
-            former = hosts_with_code(self.run.nodes.transport, former, "the files of a former host are not claimed")
+            former = hosts_with_code(self.run.nodes.transport, former, "a former host is not asked whose run it has")
         hosts = self.run.nodes.hosts
         required, others = ((), (*hosts, *former)) if are_ranks_at_work else (hosts, former)
         if adopted := claim(self.run, required, others, self.adopt):

@@ -42,11 +42,9 @@ def survey(nodes: Nodes, run_name: str, checkpoints: Path) -> Survey:
 
 
 def _copy(host: str, told: Mapping[str, Any]) -> Copy:
-    return Copy(
-        _plainly_named(host, told["sidecars"]),
-        _plainly_named(host, told["files"]),
-        dict(told["unreadable"]),  # shown, and never joined to a folder here
-    )
+    """What a host has of a tag; why something cannot be read is only ever shown, whatever it is called there."""
+    sidecars, files = _plainly_named(host, told["sidecars"]), _plainly_named(host, told["files"])
+    return Copy(sidecars, files, {str(name): str(why) for name, why in told["unreadable"].items()})
 
 
 def _plainly_named(host: str, told: Mapping[str, T]) -> dict[str, T]:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from infra.cluster.hosts import Host, Hosts
-from infra.cluster.remote import Transport
 from infra.node_local import ledger, recovery
 from infra.node_local.following import keep_up
 from infra.node_local.node_run import NodeRun
@@ -69,6 +68,16 @@ def test_an_older_checkpoint_does_not_take_the_place_of_one_that_cannot_be_read_
     assert site.tag("a", 8).exists()
 
 
+def test_pruning_keeps_a_checkpoint_of_which_a_host_cannot_read_something_now(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    loop(site.tag("b", 8) / "rank-00001.json")
+    site.save(16)
+    keep_up(run, silent)
+    assert sidecar.complete_tags(run.checkpoints) == [tag_of(16)]
+    assert all((site.tag(host, 8) / f"rank-0000{rank}.json").is_symlink() == rank for rank, host in enumerate("ab"))
+    assert (site.tag("b", 8) / PART_OF_B).exists()
+
+
 @pytest.mark.parametrize("name", [PART_OF_B, "rank-00001.json"])
 def test_where_the_heads_copy_cannot_be_read_that_of_the_hosts_is_taken(run: NodeRun, site: Site, name: str) -> None:
     site.save(8)
@@ -111,11 +120,11 @@ def test_hosts_that_have_left_the_run_are_asked_for_their_parts_by_the_code_that
 ) -> None:
     sent: list[str] = []
 
-    def hosts_with_code(_: Transport, hosts: list[str], __: str) -> list[str]:
+    def send(_transport: object, hosts: list[str], _consequence: str) -> list[str]:
         sent.extend(hosts)
         return hosts
 
-    monkeypatch.setattr(recovery, "hosts_with_code", hosts_with_code)
+    monkeypatch.setattr(recovery, "hosts_with_code", send)
     site.save(8)
     ledger.note(run.folder, site.newest())
     alone = replace(run, hosts=Hosts((Host("a", (0, 1)),)), nodes=replace(run.nodes.on("a"), code=code))

@@ -34,7 +34,7 @@ def hostile_tags(text: str) -> dict[str, Any]:
         "step-00000008": {
             "sidecars": {"../rank-00000.json": text},
             "files": {"../x.pt": 1, "/etc/passwd": 1},
-            "unreadable": {},
+            "unreadable": {"": "Input/output error"},
         },
     }
 
@@ -47,6 +47,7 @@ def test_tags_and_files_that_a_host_lists_elsewhere_are_left_out(
     assert list(found["a"]) == ["step-00000008"]
     assert not found["a"]["step-00000008"].sidecars
     assert not found["a"]["step-00000008"].files
+    assert found["a"]["step-00000008"].unreadable == {"": "Input/output error"}, "the folder itself is one of these"
     assert not complete_tags(found)
     assert "left out of the checkpoints on a: a names '../../escaped'" in caplog.text
 
