@@ -9,7 +9,7 @@ from infra.node_store.tags import FoundTag, finished_once, shortcomings
 from t5train.errors import NothingVerifies
 from t5train.train import last_complete
 from t5train.train.last_complete import LastComplete
-from t5train.train.resume_point import nothing_verifies
+from t5train.train.resume_point import is_tag, nothing_verifies
 
 _MOST_FILES = 4
 
@@ -17,6 +17,18 @@ _MOST_FILES = 4
 def note(run_folder: Path, tag: FoundTag) -> None:
     """Remember the newest complete checkpoint."""
     last_complete.note(run_folder, tag.name, tag.places)
+
+
+def note_adopted(run_folder: Path, survey: Survey) -> None:
+    """Remember the newest checkpoint of a run that was adopted, whether it is complete on these hosts or not.
+
+    Only the run's former head knows which were: one of which something is missing here must not be taken for one that
+    was never finished, and be written over.
+    """
+    newest = max((name for inventory in survey.found.values() for name in inventory if is_tag(name)), default="")
+    seen = last_complete.last_complete(run_folder)
+    if newest and (seen is None or seen.tag < newest):
+        last_complete.note(run_folder, newest)
 
 
 def former_hosts(run_folder: Path) -> list[str]:

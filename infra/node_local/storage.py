@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from infra.cluster.shipping import hosts_with_code
-from infra.node_local import following
+from infra.node_local import following, ledger
 from infra.node_local.claim import claim, end_claim, require_claimed
 from infra.node_local.following import Follower
 from infra.node_local.node_run import NodeRun
@@ -61,13 +61,11 @@ class NodeLocalStorage:
             self._report(adopted)
 
     def _report(self, adopted: Sequence[Owner]) -> None:
-        found = complete_tags(survey(self.run.nodes, self.run.name, self.run.checkpoints).found)
-        tags = list(dict.fromkeys(tag.name for tag in found))
-        what = (
-            f"{', '.join(tags)} complete, goes on from {tags[0]}"
-            if tags
-            else "no checkpoint complete, begins at step 0"
-        )
+        """Also record the newest checkpoint: hosts that have the rest of it may not be among those of this head."""
+        found = survey(self.run.nodes, self.run.name, self.run.checkpoints)
+        ledger.note_adopted(self.run.folder, found)
+        tags = list(dict.fromkeys(tag.name for tag in complete_tags(found.found)))
+        what = f"{', '.join(tags)} complete, goes on from {tags[0]}" if tags else "no checkpoint complete"
         _log.warning("run %s is adopted from %s: %s", self.run.folder.name, "; ".join(map(str, adopted)), what)
 
     def require_claimed(self) -> None:

@@ -11,15 +11,17 @@ import pytest
 
 from infra.attempts.attempt import Attempt
 from infra.attempts.lease import LEASE
+from infra.cluster.hosts import Hosts
 from infra.node_local.claim import claim, end_claim, require_claimed
 from infra.node_local.node_run import NodeRun
+from infra.node_local.recovery import recover
 from infra.node_local.storage import NodeLocalStorage
 from infra.node_store.ownership import OWNER, Owner
 from infra.node_store.staging import release
 from infra.processes import ProcessIdentity
 from infra.run_lock import run_lock
 from t5train import sidecar
-from t5train.errors import HostError, HostUnreachable, RemoteFailed, RunOwned
+from t5train.errors import HostError, HostUnreachable, NothingVerifies, RemoteFailed, RunOwned
 from t5train.progress import silent
 from t5train.train.job import tag_of
 from tests.infra.node_store.conftest import Site
@@ -126,6 +128,20 @@ def test_a_dead_heads_run_is_adopted_with_its_checkpoints_and_the_dead_head_stay
     assert owners(site, second) == [second.owner.unique_id] * 2
     with pytest.raises(RunOwned, match="owned by head other-head"):
         claimed(first)
+
+
+def test_a_head_that_lacks_a_host_of_the_run_it_adopts_does_not_begin_at_step_0(
+    site: Site, first: NodeRun, second: NodeRun
+) -> None:
+    claimed(first)
+    site.save(8)
+    die(site, first)
+    some = replace(second, hosts=Hosts(second.hosts.all[:1]), nodes=second.nodes.on("a"))
+    NodeLocalStorage(some, Path, silent, adopt=True).claim(are_ranks_at_work=False)
+    for _ in range(2):  # it is this head's run the second time
+        with pytest.raises(NothingVerifies, match=rf"{tag_of(8)} lacks rank-00001\.json .*--begin-again"):
+            recover(some, silent)
+    assert site.tag("a", 8).exists()
 
 
 def test_a_head_that_is_superseded_while_it_works_notices_it(site: Site, first: NodeRun, until: Until) -> None:
