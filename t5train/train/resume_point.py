@@ -44,6 +44,8 @@ def resume_tag(run_folder: Path, progress: Progress = silent) -> str | None:
     tag, last = newest_verified_tag(run_folder, progress), last_complete(run_folder)
     if tag is not None:
         _set_newer_aside(run_folder, tag, last)
+        if last is not None and last.tag > tag:
+            _log.warning("%s was complete at %s, and is not any more: training goes on from %s", last.tag, last.at, tag)
         if last is None or last.tag != tag:
             note(run_folder, tag)
     return tag
@@ -103,10 +105,9 @@ def is_unfinished(folder: Path) -> bool:
 def ask_to_begin_again(run_folder: Path) -> None:
     """Have the next start of the ranks move all checkpoints aside, here and on hosts, and begin at step 0.
 
-    Asked durably, as a start may fail before it gets so far. A run that has ended is open again.
+    Asked durably, as a start may fail before it gets so far. A run that has ended is open again. One that has never
+    begun under this root may be about to adopt checkpoints on hosts.
     """
-    if not is_there(run_folder / run_files.RUN):
-        return
     set_aside(run_folder / MANIFEST, run_folder / run_files.SET_ASIDE, "the run begins again")
     write_text(run_folder / run_files.BEGIN_AGAIN, f"asked at {datetime.now(UTC).isoformat(timespec='seconds')}\n")
 

@@ -22,7 +22,7 @@ from t5train.spec import RunSpec, build
 from t5train.start_from import require_fit, require_vocabulary, start_fingerprint, start_name
 from t5train.train.job import TrainJob, tag_of
 from t5train.train.relayout import consolidated_for, discard_consolidated
-from t5train.train.resume_point import resume_tag, tags_in
+from t5train.train.resume_point import is_asked_to_begin_again, resume_tag, tags_in
 from t5train.witness import WITNESS, WITNESS_TENSORS
 
 _WITNESS_FILES = tuple(f"{run_files.WITNESS_FOLDER}/{name}" for name in (WITNESS, WITNESS_TENSORS))
@@ -169,9 +169,11 @@ def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress
     """Choose the newest complete checkpoint, verify it, and write the file that tells the ranks their job.
 
     One that was written in another layout than the spec asks for is consolidated for them. Raises RunChanged when a
-    checkpoint of another run lies among them, and errors of ``newest_verified_tag``.
+    checkpoint of another run lies among them, and errors of ``newest_verified_tag``. Where the user asked to begin
+    again, all of them are moved aside unread.
     """
-    _require_own_checkpoints(spec, shards)
+    if not is_asked_to_begin_again(spec.run_folder):
+        _require_own_checkpoints(spec, shards)
     tag = resume_tag(spec.run_folder, progress)
     consolidated = None
     if tag is not None:

@@ -203,6 +203,18 @@ def test_a_run_whose_only_checkpoint_is_damaged_begins_again_only_when_asked_to(
     assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
 
 
+def test_a_run_with_a_checkpoint_that_cannot_be_read_can_begin_again(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path
+) -> None:
+    _loop(_checkpoint(spec, 100, run_fingerprint(spec, shards)) / "rank-00001.json")
+    with pytest.raises(Unreadable):
+        write_job(spec, shards, tmp_path)
+    ask_to_begin_again(spec.run_folder)
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag is None
+    (aside,) = (spec.run_folder / "set-aside").iterdir()
+    assert (aside / "rank-00001.json").is_symlink()
+
+
 def test_a_run_whose_checkpoints_are_gone_does_not_quietly_begin_again(
     spec: RunSpec, shards: TokenShards, tmp_path: Path
 ) -> None:
@@ -239,6 +251,7 @@ def test_damaged_checkpoints_that_are_newer_than_the_one_resumed_from_are_moved_
         (checkpoints / tag_of(step) / "rank-00000.json").unlink()
     kept = [_contents(checkpoints / tag_of(step)) for step in (200, 300)]
     assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
+    assert f"and is not any more: training goes on from {tag_of(100)}" in caplog.text
     assert sorted(path.name for path in checkpoints.iterdir()) == [tag_of(100), tag_of(400)]
     aside = sorted((spec.run_folder / "set-aside").iterdir())
     assert [_contents(folder) for folder in aside] == kept
