@@ -24,6 +24,9 @@ LAST_COMPLETE = "last-seen.json"
 BEGIN_AGAIN = "begin-again"
 """File that asks the next start to move all checkpoints aside and to begin at step 0."""
 
+NOT_BEGUN_AGAIN = "not-begun-again.json"
+"""Hosts that did not answer when the run began again, and still have checkpoints from before."""
+
 RELAYOUT = "relayout"
 """Folder with the consolidated checkpoint that ranks of another layout begin from, until they have saved their own."""
 

@@ -1,12 +1,16 @@
-"""The record of the last complete checkpoint of a run on hosts: what is missing of it, and where that was."""
+"""What the head records of checkpoints on hosts: the last complete one, and which hosts have some that are given up."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from infra.node_store.inventory import HEAD
 from infra.node_store.survey import Survey
 from infra.node_store.tags import FoundTag, finished_once, shortcomings
-from t5train.errors import NothingVerifies
+from t5train.atomic import write_json
+from t5train.errors import NothingVerifies, RecordError
+from t5train.presence import ABSENT, reading
+from t5train.run_files import NOT_BEGUN_AGAIN
 from t5train.train import last_complete
 from t5train.train.last_complete import LastComplete
 from t5train.train.resume_point import is_tag, nothing_verifies
@@ -35,6 +39,24 @@ def former_hosts(run_folder: Path) -> list[str]:
     """Those that had some of the last complete checkpoint."""
     seen = last_complete.last_complete(run_folder)
     return sorted({place for places in seen.places.values() for place in places if place != HEAD}) if seen else []
+
+
+def note_not_begun_again(run_folder: Path, hosts: Collection[str]) -> None:
+    """Remember the hosts whose checkpoints are yet to be moved aside, as the run has begun again without them."""
+    if hosts or not_begun_again(run_folder):
+        write_json(run_folder / NOT_BEGUN_AGAIN, sorted(hosts))
+
+
+def not_begun_again(run_folder: Path) -> set[str]:
+    """Those hosts. Raises Unreadable and RecordError."""
+    path = run_folder / NOT_BEGUN_AGAIN
+    try:
+        with reading(path):
+            return set(json.loads(path.read_bytes()))
+    except ABSENT:
+        return set()
+    except (ValueError, TypeError) as error:
+        raise RecordError(f"{path} is damaged ({error}): write the names of hosts into it, as a JSON list") from error
 
 
 def nothing_complete(run_folder: Path, survey: Survey, damaged: Sequence[str]) -> NothingVerifies | None:

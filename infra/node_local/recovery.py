@@ -31,7 +31,8 @@ def recover(run: NodeRun, progress: Progress) -> None:
     """Have the gathered copy hold the newest checkpoint that is complete anywhere; none where none ever was.
 
     Asked are also hosts that had something of it and are not among the run's any more. Damaged checkpoints that are
-    newer are moved aside everywhere; all are where the user asked to begin again. Raises NothingVerifies where
+    newer are moved aside everywhere; all are where the user asked to begin again, on hosts that do not answer as soon
+    as they do. Raises NothingVerifies where
     checkpoints were complete and are no more, Unreadable, UnknownVersion and UnlistedFile where that cannot be known,
     and HostError when a host of the run does not answer.
     """
@@ -40,9 +41,9 @@ def recover(run: NodeRun, progress: Progress) -> None:
         former = hosts_with_code(run.nodes.transport, former, "a former host is not asked for checkpoints")
     nodes = replace(run.nodes, hosts=(*run.nodes.hosts, *former))
     if is_asked_to_begin_again(run.folder):  # what the head has is moved when it comes to choose
-        _move_aside(run, nodes, None, "the run begins again at step 0")
+        _begin_again(run, nodes)
         return
-    found = _survey(run, nodes)
+    found = _survey(run, _begun_again(run, nodes))
     tag = _gathered(run, nodes, found, progress)
     if tag is None:
         return
@@ -88,7 +89,22 @@ def _once_complete_and_newer(run: NodeRun, found: Survey, chosen: str) -> list[s
     return [name for name in names if name > chosen and (name in finished or (last is not None and name <= last.tag))]
 
 
-def _move_aside(run: NodeRun, nodes: Nodes, tags: list[str] | None, why: str) -> None:
+def _begun_again(run: NodeRun, nodes: Nodes) -> Nodes:
+    """Those whose checkpoints are all of this beginning; others are asked once more to move what they have aside."""
+    if late := [host for host in nodes.hosts if host in ledger.not_begun_again(run.folder)]:
+        _begin_again(run, nodes.on(*late))
+    without = ledger.not_begun_again(run.folder)
+    return nodes.on(*(host for host in nodes.hosts if host not in without))
+
+
+def _begin_again(run: NodeRun, nodes: Nodes) -> None:
+    silent = _move_aside(run, nodes, None, "the run begins again at step 0")
+    ledger.note_not_begun_again(run.folder, (ledger.not_begun_again(run.folder) - {*nodes.hosts}) | {*silent})
+
+
+def _move_aside(run: NodeRun, nodes: Nodes, tags: list[str] | None, why: str) -> list[str]:
+    """Also on the head, unless all tags are meant; names the former hosts that did not answer."""
+    silent = []
     for host, answer in move_aside_on(nodes, run.name, tags, why).items():
         if not isinstance(answer, HostError):
             _log.warning("%s moved %s aside: %s", host, ", ".join(answer) or "nothing", why)
@@ -96,8 +112,10 @@ def _move_aside(run: NodeRun, nodes: Nodes, tags: list[str] | None, why: str) ->
             raise answer
         else:
             _log.warning("%s, which has trained this run before, keeps its checkpoints: %s", host, answer)
+            silent.append(host)
     for tag in tags or ():
         set_aside(run.checkpoints / tag, run.folder / SET_ASIDE, why)
+    return silent
 
 
 def former_hosts(run: NodeRun) -> list[str]:

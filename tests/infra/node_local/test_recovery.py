@@ -113,6 +113,27 @@ def test_a_run_whose_checkpoints_are_all_damaged_begins_again_only_when_asked_to
     assert resume_tag(run.folder) is None, "the run may be killed before its first checkpoint"
 
 
+def test_a_host_that_is_back_after_the_run_has_begun_again_keeps_what_it_has_from_before(
+    run: NodeRun, site: Site
+) -> None:
+    site.save(8)
+    ledger.note(run.folder, site.newest())
+    owner = site.scratch("b") / run.place / "owner.json"
+    owner.write_text("{")  # it cannot do what it is asked to
+    alone = replace(run, hosts=Hosts((Host("a", (0, 1)),)), nodes=run.nodes.on("a"))
+    ask_to_begin_again(run.folder)
+    recover(alone, silent)
+    assert resume_tag(run.folder) is None
+    owner.unlink()
+    recover(run, silent)
+    assert resume_tag(run.folder) is None
+    assert not site.tag("b", 8).exists()
+    assert [len(list((site.scratch(host) / "set-aside" / run.name).iterdir())) for host in "ab"] == [1, 1]
+    site.save(16)
+    recover(run, silent)
+    assert resume_tag(run.folder) == tag_of(16), "moved aside once"
+
+
 @pytest.mark.parametrize(("code", "are_sent"), [(None, []), ("c0de", ["b"])])
 def test_hosts_that_have_left_the_run_are_asked_for_their_parts_by_the_code_that_others_were_sent(
     run: NodeRun, site: Site, monkeypatch: pytest.MonkeyPatch, code: str | None, are_sent: list[str]
