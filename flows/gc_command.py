@@ -66,7 +66,9 @@ def gc(
         found = {_HEAD: [*own, *of_heads]} | _heard(answers)
         show_table(_COLUMNS, [row for host, each in found.items() for row in _rows(host, each)])
         if free:
-            verified_runs = _verified(finished, found)
+            checked = _verified(finished, found)
+            still = {run.name for run in finished_runs(place)}  # reading all that may have taken hours
+            verified_runs = [run for run in checked if run.name in still]
             freed = {_HEAD: free_under(place, own) + free_of_heads(attempts, of_heads)}
             freed |= _heard(free_on(nodes, verified_runs, attempts, found))
             say(f"{sum(map(len, freed.values()))} removed")

@@ -9,6 +9,7 @@ from infra.node_store.finished import FinishedRun
 from infra.node_store.garbage import Garbage
 from t5train import sidecar
 from t5train.records import Checkpoint, digest_files
+from t5train.train.resume_point import ask_to_begin_again
 from tests.infra.node_store.conftest import make_sidecar
 
 
@@ -69,6 +70,27 @@ def test_hosts_keep_a_finished_run_of_which_the_heads_copy_does_not_verify(
     assert t5_pretrain("gc", "--free") == 0
     assert f"kept on all hosts: {name}, as the head's copy is not whole: {damaged}" in capsys.readouterr().err
     assert [str(damaged) in run.fault for run in asked] == [True]
+
+
+def test_hosts_keep_a_run_that_was_begun_again_while_the_heads_copy_was_read(
+    t5_pretrain: Callable[..., int], checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, name = checkpoints.parent, f"mine-{'f' * 12}"
+    files = digest_files(run, [str(path.relative_to(run)) for path in checkpoints.glob("step-00000008/*")])
+    Checkpoint(path=run, fingerprint="f" * 64, step=8, tag="step-00000008", files=files).commit()
+    asked: list[list[FinishedRun]] = []
+
+    def read(runs: list[FinishedRun], *_: object) -> list[FinishedRun]:
+        ask_to_begin_again(run)
+        return runs
+
+    monkeypatch.setattr("flows.gc_command.verified", read)
+    monkeypatch.setattr(
+        "flows.gc_command.garbage_on", lambda *_: {"a": [Garbage(f"runs/{name}", 9, "the head has it")]}
+    )
+    monkeypatch.setattr("flows.gc_command.free_on", lambda _nodes, finished, *_: asked.append(finished) or {"a": []})
+    assert t5_pretrain("gc", "--free") == 0
+    assert asked == [[]]
 
 
 def test_a_host_that_does_not_answer_is_told(
