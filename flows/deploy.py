@@ -12,6 +12,7 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.exceptions import ObjectNotFound
 from prefect.workers.process import ProcessWorker
 
+from flows.prefect_server import NEUTRAL_FOLDER
 from t5train.errors import LaunchError
 
 POOL, QUEUE = "t5-pretrain", "training"
@@ -39,8 +40,9 @@ def deploy(root: Path) -> None:
             str(declared),
         ]
         environment = os.environ | {ROOT_VARIABLE: str(root.absolute())}
-        # From the root of the file system, so that no prefect.toml or .env of some folder has a say.
-        result = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)
+        result = subprocess.run(
+            command, env=environment, cwd=NEUTRAL_FOLDER, capture_output=True, text=True, check=False
+        )
     if result.returncode:
         raise LaunchError(f"Prefect did not make the deployments:\n{_end(result.stdout + result.stderr)}")
 

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -36,6 +36,12 @@ _FLUSH_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
 _MOMENT_SECONDS = 1.0  # who looks for a running server shares its lock for an instant
 
+NEUTRAL_FOLDER = "/"
+"""Where processes read Prefect's settings, which it also takes from .env, prefect.toml and pyproject.toml of the
+current folder. Whoever can write such a file there could name a logging configuration, which runs code, or another
+server, which is then sent the user's key.
+"""
+
 QUIET = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -55,9 +61,10 @@ class RunningServer(NamedTuple):
 def configured_api_url() -> str | None:
     """URL of the API in PREFECT_API_URL or the active Prefect profile; None when there is none."""
     os.environ.update(QUIET)
-    from prefect.settings import get_current_settings
+    with chdir(NEUTRAL_FOLDER):
+        from prefect.settings import get_current_settings
 
-    return get_current_settings().api.url
+        return get_current_settings().api.url
 
 
 def join(root: Path, api_url: str) -> None:
@@ -156,11 +163,12 @@ def become_client(home: Path, api_url: str) -> None:
 
     Prefect reads the environment once, and ``configured_api_url`` made it do so.
     """
-    from prefect.context import refresh_global_settings_context
-
     os.environ.pop("PREFECT_PROFILE", None)  # one of the user's own home, which this home lacks
     os.environ.update(_client_environment(home, api_url, api_key.read(home)))
-    refresh_global_settings_context()
+    with chdir(NEUTRAL_FOLDER):
+        from prefect.context import refresh_global_settings_context
+
+        refresh_global_settings_context()
 
 
 def key_file(api_url: str) -> Path | None:
@@ -302,6 +310,7 @@ def _start(home: Path, listening: socket.socket, environment: dict[str, str]) ->
             [sys.executable, "-P", "-m", "flows.serve", str(listening.fileno())],
             pass_fds=[listening.fileno()],
             env=os.environ | environment,
+            cwd=NEUTRAL_FOLDER,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

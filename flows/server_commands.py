@@ -108,6 +108,7 @@ def _worker(log: Path) -> Iterator[subprocess.Popen[bytes]]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            cwd=prefect_server.NEUTRAL_FOLDER,
             start_new_session=True,  # Ctrl-C comes to us, who end the worker before its server
         )
     try:

@@ -142,7 +142,8 @@ def _first_page(browser: subprocess.Popen[bytes], profile: Path) -> str:
 def up() -> Up:
     """Runs ``t5-pretrain up`` on a root and a port, with more in its environment if wanted, until the block ends.
 
-    The user's own Prefect settings are in ``root/user``, unless that environment says otherwise.
+    The user's own Prefect settings are in ``root/user``, unless that environment says otherwise. The current folder has
+    settings that end every process which reads them.
     """
 
     @contextmanager
@@ -152,7 +153,10 @@ def up() -> Up:
         command += ["--root", str(root), "--port", str(port)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
         environment |= {"PREFECT_HOME": str(root / "user")} | more
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        current = root / "current"
+        current.mkdir(parents=True)
+        (current / ".env").write_text("PREFECT_LOGGING_LEVEL=none of the levels\n")
+        with subprocess.Popen(command, env=environment, cwd=current, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert "deployed" in process.stdout.readline()
             try:

@@ -1,13 +1,27 @@
-"""The port of a server: nobody else can answer in its place while its owner lives."""
+"""Who can answer in a server's place, and who decides which server that is."""
 
+import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from flows.prefect_server import HOST, _listening, _refuse_after
 from infra.ports import free_port
+
+ASK = """
+from flows.prefect_server import configured_api_url
+print(configured_api_url())
+from prefect.logging.configuration import setup_logging
+setup_logging()
+"""
+LOGGING = """
+version: 1
+handlers: {stranger: {"()": os.system, command: "echo code of a stranger"}}
+root: {handlers: [stranger]}
+"""
 
 
 def test_the_port_of_a_server_that_died_refuses_clients_and_cannot_be_taken() -> None:
@@ -21,3 +35,19 @@ def test_the_port_of_a_server_that_died_refuses_clients_and_cannot_be_taken() ->
         with pytest.raises(OSError, match="Address already in use"):
             socket.create_server((HOST, port))
     socket.create_server((HOST, port)).close()
+
+
+def test_settings_in_the_current_folder_choose_no_server_and_run_no_code(tmp_path: Path) -> None:
+    (tmp_path / "logging.yml").write_text(LOGGING)
+    (tmp_path / "prefect.toml").write_text(f'[logging]\nconfig_path = "{tmp_path / "logging.yml"}"\n')
+    (tmp_path / ".env").write_text("PREFECT_API_URL=http://stranger.invalid/api\n")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    asked = subprocess.run(
+        [sys.executable, "-P", "-c", ASK],
+        env=environment | {"PREFECT_HOME": str(tmp_path / "home")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert asked.stdout == "None\n"
