@@ -22,6 +22,7 @@ from flows.prefect_profile import UserProfiles
 from infra.ports import free_port
 from t5train.errors import InputError, LaunchError, RunLocked, StorageError
 from t5train.file_lock import is_locked, try_lock
+from t5train.private_folder import private_folder
 from t5train.progress import Progress
 
 HOST = "127.0.0.1"
@@ -60,11 +61,19 @@ class RunningServer(NamedTuple):
 
 def configured_api_url() -> str | None:
     """URL of the API in PREFECT_API_URL or the active Prefect profile; None when there is none."""
-    os.environ.update(QUIET)
+    os.environ.update(QUIET | _without_proxy())
     with chdir(NEUTRAL_FOLDER):
         from prefect.settings import get_current_settings
 
         return get_current_settings().api.url
+
+
+def _without_proxy() -> dict[str, str]:
+    """Settings with which no client asks a proxy for this machine: it would be sent the key and reach another one."""
+    names = ("no_proxy", "NO_PROXY")
+    hosts = next(filter(None, map(os.environ.get, names)), "").split(",")
+    with_ours = hosts if {"*", HOST} & set(hosts) else [*filter(None, hosts), HOST]
+    return dict.fromkeys(names, ",".join(with_ours))
 
 
 def join(root: Path, api_url: str) -> None:
@@ -144,6 +153,7 @@ def own_server(home: Path, port: int, progress: Progress, *, lasting: bool = Fal
     another server uses ``home``, LaunchError with the end of its log when it does not start.
     """
     api_url = f"http://{HOST}:{port}/api"
+    os.environ.update(_without_proxy())
     with _held(home, RunningServer(api_url, lasting)), _listening(port) as listening:
         server = _start(home, listening, server_environment(home, port, _key(home)))
         threading.Thread(target=_refuse_after, args=(server, listening), daemon=True).start()
@@ -286,8 +296,9 @@ def _held(home: Path, server: RunningServer) -> Iterator[None]:
 
 def _lock_file(home: Path) -> TextIO:
     try:
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return open(home / _LOCK, "a+", encoding="utf-8")
+        home.parent.mkdir(parents=True, exist_ok=True)
+        # First of all: in another user's folder the file could be a link to one of ours, which is about to be written.
+        return open(private_folder(home) / _LOCK, "a+", encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{home} cannot be written: {error.strerror}; choose another root (--root)") from error
 

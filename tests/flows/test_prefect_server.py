@@ -4,12 +4,15 @@ import os
 import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
 
-from flows.prefect_server import HOST, _listening, _refuse_after
+from flows.prefect_server import HOST, _listening, _refuse_after, configured_api_url, own_server
 from infra.ports import free_port
+from t5train.errors import StorageError
+from t5train.progress import silent
 
 ASK = """
 from flows.prefect_server import configured_api_url
@@ -51,3 +54,29 @@ def test_settings_in_the_current_folder_choose_no_server_and_run_no_code(tmp_pat
         check=True,
     )
     assert asked.stdout == "None\n"
+
+
+def test_a_home_that_another_user_may_have_made_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "home").mkdir(mode=0o755)
+    (tmp_path / "home" / "server.lock").symlink_to(tmp_path / "precious")
+    with (
+        pytest.raises(StorageError, match="is not a folder of user"),
+        own_server(tmp_path / "home", free_port(), silent),
+    ):
+        pass
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("", HOST), ("store.example", f"store.example,{HOST}"), (HOST, HOST), ("*", "*")]
+)
+def test_no_proxy_is_asked_for_a_server_of_this_machine(
+    before: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", before)
+    monkeypatch.setenv("http_proxy", "http://proxy.invalid:3128")
+    configured_api_url()
+    assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == after
+    assert urllib.request.proxy_bypass(f"{HOST}:4200")
