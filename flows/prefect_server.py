@@ -155,7 +155,8 @@ def own_server(home: Path, port: int, progress: Progress, *, lasting: bool = Fal
     api_url = f"http://{HOST}:{port}/api"
     os.environ.update(_without_proxy())
     with _held(home, RunningServer(api_url, lasting)), _listening(port) as listening:
-        server = _start(home, listening, server_environment(home, port, _key(home)))
+        # New each time: once a server has ended its port is free for anybody, to whom clients then show the old key.
+        server = _start(home, listening, server_environment(home, port, api_key.renew(home)))
         threading.Thread(target=_refuse_after, args=(server, listening), daemon=True).start()
         try:
             _await_health(server, api_url, home / LOG, progress)
@@ -228,17 +229,6 @@ def _client_environment(home: Path, api_url: str, key: str) -> dict[str, str]:
         "PREFECT_API_AUTH_STRING": key,
         "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "true",
     }
-
-
-def _key(home: Path) -> str:
-    """A new key for each start of a server, unless flows that outlived the last one still use its key.
-
-    A port is free for anybody once its server has ended, and clients would show the old key to whoever listens there.
-    """
-    if run_records.living(run_records.folder_of(home, None)):
-        with suppress(StorageError):  # what cannot be trusted is replaced
-            return api_key.read(home)
-    return api_key.renew(home)
 
 
 @contextmanager

@@ -6,12 +6,15 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
+from flows import api_key, prefect_server, run_records
 from flows.prefect_server import HOST, _listening, _refuse_after, configured_api_url, own_server
 from infra.ports import free_port
-from t5train.errors import StorageError
+from t5train.errors import LaunchError, StorageError
+from t5train.private_folder import private_folder
 from t5train.progress import silent
 
 ASK = """
@@ -66,6 +69,18 @@ def test_a_home_that_another_user_may_have_made_is_left_as_it_is(tmp_path: Path)
     ):
         pass
     assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_a_server_has_a_new_key_also_while_flows_of_the_last_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = private_folder(tmp_path / "home")
+    shown = api_key.renew(home)
+    run_records.hold(run_records.folder_of(home, None), uuid4(), uuid4())
+    monkeypatch.setattr(prefect_server, "START_SECONDS", -1.0)
+    with pytest.raises(LaunchError, match="did not start"), own_server(home, free_port(), silent):
+        pass
+    assert api_key.read(home) != shown
 
 
 @pytest.mark.parametrize(
