@@ -9,6 +9,7 @@ locks local to each client, the lease (infra.run_lease) excludes heads on other 
 import fcntl
 import logging
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -34,7 +35,7 @@ def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[None]:
 
     Ranks that a killed head left behind are waited for. Raises RunLocked if another process holds the run, on this
     machine or another, or if such ranks outlive ``wait_seconds``, and StorageError where the folder cannot be written
-    or locked.
+    or locked, or is not this user's alone to write.
     """
     if run_folder in _held.get():
         yield
@@ -112,8 +113,15 @@ def _wait_for_ranks(run_folder: Path, wait_seconds: float) -> None:
 def _make(run_folder: Path) -> None:
     try:
         run_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = run_folder.stat()
     except OSError as error:
         raise StorageError(f"{run_folder} cannot be made: {error.strerror}; choose another root (--root)") from error
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:  # DeepSpeed unpickles what lies there
+        raise StorageError(
+            f"{run_folder} belongs to user {found.st_uid} and has the mode {stat.filemode(found.st_mode)}: whoever may "
+            f"write to a run can have its ranks run code, so only user {os.getuid()} may; take the others' right "
+            "(chmod go-w) if the folder is yours, else choose another root (--root)"
+        )
 
 
 @contextmanager

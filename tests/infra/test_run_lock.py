@@ -11,7 +11,7 @@ import pytest
 
 from infra.attempts.attempt import Attempt
 from infra.run_lock import holder, ranks_lock, run_lock
-from t5train.errors import RunLocked
+from t5train.errors import RunLocked, StorageError
 
 Start = Callable[..., subprocess.Popen[bytes]]
 Until = Callable[..., None]
@@ -97,3 +97,15 @@ def test_the_run_folder_is_private(tmp_path: Path) -> None:
     with run_lock(tmp_path / "run"):
         assert (tmp_path / "run").stat().st_mode & 0o077 == 0
         assert (tmp_path / "run" / "lock").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(("owner", "mode"), [(65534, 0o700), (0, 0o770), (0, 0o707)])
+def test_a_run_folder_that_others_may_write_to_is_refused(tmp_path: Path, owner: int, mode: int) -> None:
+    if owner != os.getuid() and os.getuid() != 0:
+        pytest.skip("only root can give a folder away")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(mode)
+    os.chown(tmp_path / "run", owner or os.getuid(), -1)
+    with pytest.raises(StorageError, match="choose another root"):
+        run_lock(tmp_path / "run").__enter__()
+    assert list((tmp_path / "run").iterdir()) == []
