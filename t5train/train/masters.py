@@ -39,7 +39,7 @@ def _of_all_stages(engine: Any) -> Iterator[tuple[str, Tensor]]:
     model, device = model_of(engine), get_accelerator().current_device_name()
     names = huggingface_names(model, expert_rank=0)
     own = {names[name]: (name, parameter) for name, parameter in model.named_parameters()}
-    shapes = {name: tuple(parameter.shape) for name, (_, parameter) in own.items()}
+    shapes = {name: list(parameter.shape) for name, (_, parameter) in own.items()}
     digests: dict[str, str] = {}
     for stage, held in enumerate(gather_objects(shapes)[:: engine.dp_world_size]):
         for name, shape in held.items():
