@@ -1,8 +1,10 @@
 """What a head does with checkpoints on hosts that share no storage: recover, gather and gc."""
 
 import io
+import shutil
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,9 +15,10 @@ from infra.cluster.hosts import Host, Hosts
 from infra.node_local.node_run import NodeRun
 from infra.node_store.gather import gather
 from infra.node_store.nodes import Nodes
-from infra.node_store.paths import tag_place
-from t5train import sidecar
-from t5train.errors import T5TrainError
+from infra.node_store.ownership import OWNER, Owner
+from infra.node_store.paths import run_place, tag_place
+from t5train import run_files, sidecar
+from t5train.atomic import write_json
 from t5train.progress import silent
 from t5train.records import Checkpoint, digest_files
 from t5train.run_files import CHECKPOINTS, METRICS, RUNS
@@ -25,16 +28,15 @@ from tests.infra.node_store.conftest import RUN, Site, digest, make_sidecar
 from tests.io_faults.evidence import complete_tags, missing, tree
 from tests.io_faults.small_run import SmallRun
 from tests.io_faults.stand_in import LocalHosts
-from tests.io_faults.trial import Ending
+from tests.io_faults.trial import Complained, Ending
 
 _HOSTS = "ab"
 _OLD, _NEWEST, _UNFINISHED = 4, 8, 12
 _BYTES = 2000
 _OTHER = "other-0123456789ab"
-
-
-class Complained(T5TrainError):
-    """A command ended with an exit code, after it had said why on standard error."""
+_DAMAGED = "damaged-f00df00df00d"
+_OURS = Owner("1" * 32, "this-head", "/this/root", "2026-01-01T00:00:00", lease_seconds=60.0)
+_THEIRS = Owner("2" * 32, "that-head", "/that/root", "2026-01-01T00:00:00", lease_seconds=60.0)
 
 
 class _OnHosts:
@@ -47,7 +49,8 @@ class _OnHosts:
         """Makes its folders where they are not."""
         site = Site.__new__(Site)
         site.folder, site.transport = folder, LocalHosts(folder / "hosts")
-        site.nodes, site.root = Nodes(site.transport, tuple(_HOSTS)), folder / "root"
+        site.nodes = Nodes(site.transport, tuple(_HOSTS), owner=_OURS.unique_id)
+        site.root = folder / "root"
         site.checkpoints = site.root / RUNS / "smoke" / CHECKPOINTS
         return site
 
@@ -64,10 +67,12 @@ class _OnHosts:
 
     @staticmethod
     def _make_hosts(site: Site) -> None:
+        """Both with a claim of this head's, which has expired."""
         site.checkpoints.mkdir(parents=True)
         for host in _HOSTS:
             site.scratch(host).mkdir(parents=True, mode=0o700)
             site.scratch(host).parent.chmod(0o700)
+            _claim(site.scratch(host) / run_place(RUN), _OURS)
 
     def _run(self, folder: Path) -> NodeRun:
         site = self._site(folder)
@@ -78,6 +83,7 @@ class _OnHosts:
             hosts=hosts,
             nodes=site.nodes,
             keep=StorageSpec(root=site.root, keep_last=1),
+            owner=_OURS,
         )
 
     def _lost(self, folder: Path, template: Path, places: list[Path]) -> list[str]:
@@ -137,22 +143,24 @@ class Gc(_OnHosts):
     name = "gc"
 
     def prepare(self, folder: Path) -> None:
-        """Of the first the hosts have a copy that is not needed."""
+        """Of the first the hosts have a copy that is not needed; of another like it the head's copy is damaged."""
         site = self._site(folder)
         self._make_hosts(site)
         site.save(_NEWEST, _BYTES)
         gather(site.nodes, RUN, site.newest(), site.checkpoints)
-        run, tag = site.checkpoints.parent, tag_of(_NEWEST)
-        names = [f"{CHECKPOINTS}/{tag}/{path.name}" for path in (site.checkpoints / tag).iterdir()]
-        Checkpoint(
-            path=run, fingerprint="f00df00df00dcafe", step=_NEWEST, tag=tag, files=digest_files(run, names)
-        ).commit()
+        _finish(site.checkpoints.parent)
+        for host in _HOSTS:
+            shutil.copytree(site.scratch(host) / run_place(RUN), site.scratch(host) / run_place(_DAMAGED))
+        damaged = site.root / RUNS / "damaged"
+        shutil.copytree(site.checkpoints.parent, damaged)
+        next(damaged.glob(f"{CHECKPOINTS}/*/*.pt")).write_bytes(bytes(_BYTES))
         going = site.root / RUNS / "going" / CHECKPOINTS
         for step in (2, _OLD):
             _save_alone(going / tag_of(step), step)
         (going / tag_of(2) / sidecar.sidecar_name(0)).unlink()
         (going / f".{tag_of(1)}.discarded").mkdir()
         for host in _HOSTS:
+            _claim(site.scratch(host) / run_place(_OTHER), _THEIRS)
             _save_alone(site.scratch(host) / tag_place(_OTHER, tag_of(_OLD)), _OLD)
             (site.scratch(host) / "shards" / "deadbeef").mkdir(parents=True)
             (site.scratch(host) / "shards" / "deadbeef" / "train.bin").write_bytes(bytes(100))
@@ -177,12 +185,39 @@ class Gc(_OnHosts):
         return collect
 
     def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - as all have it
-        """What is needed stays: of the first run the head's copy, of the others all that is complete."""
+        """What is needed stays: the head's copy of the first run, the hosts' of the damaged one, and of the others all
+        that is complete. Of the first run the hosts' copy stays too, unless the head's could be verified.
+        """
         site, template = self._site(folder), folder.parent.parent / self.name
         going = site.root / RUNS / "going" / CHECKPOINTS
         needed = [site.checkpoints / tag_of(_NEWEST), going / tag_of(_OLD)]
         needed += [site.scratch(host) / tag_place(_OTHER, tag_of(_OLD)) for host in _HOSTS]
-        return self._lost(folder, template, needed)
+        needed += [site.scratch(host) / tag_place(_DAMAGED, tag_of(_NEWEST)) for host in _HOSTS]
+        if self._cannot_be_verified(site, failed):
+            needed += [site.tag(host, _NEWEST) for host in _HOSTS]
+        found = self._lost(folder, template, needed)
+        if not failed and any(site.tag(host, _NEWEST).exists() for host in _HOSTS):
+            found.append("wrong: what hosts have of a finished run was not freed")
+        return found
+
+    @staticmethod
+    def _cannot_be_verified(site: Site, failed: list[str]) -> bool:
+        """Whether the fault is in the bytes that the head has of the finished run: then the hosts' copy must stay."""
+        files = (site.checkpoints / tag_of(_NEWEST)).resolve()
+        return any(Path(path).parent == files and path.endswith(".pt") for path in failed)
+
+
+def _finish(run: Path) -> None:
+    """Record the end of a run on the head."""
+    tag = tag_of(_NEWEST)
+    names = [f"{CHECKPOINTS}/{tag}/{path.name}" for path in (run / CHECKPOINTS / tag).iterdir()]
+    Checkpoint(path=run, fingerprint="f00df00df00dcafe", step=_NEWEST, tag=tag, files=digest_files(run, names)).commit()
+    write_json(run / run_files.RUN, {"unique_id": _OURS.unique_id})
+
+
+def _claim(run: Path, owner: Owner) -> None:
+    run.mkdir(parents=True)
+    write_json(run / OWNER, asdict(owner))
 
 
 def _save_alone(folder: Path, step: int) -> None:

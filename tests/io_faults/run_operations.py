@@ -8,7 +8,7 @@ from unittest import mock
 
 from tests.io_faults.evidence import complete_tags, missing, tree
 from tests.io_faults.small_run import STEPS, UNFINISHED, SmallRun, be_alone, trained_a_step
-from tests.io_faults.trial import Ending
+from tests.io_faults.trial import Ending, complaining
 
 _KEPT_BY_PRUNING = STEPS[-2:]
 
@@ -116,7 +116,7 @@ class Prune(_OnTags):
         job = run.job(resume_step=STEPS[-2]).model_copy(update={"spec": spec})
 
         def prune() -> None:
-            with mock.patch.object(checkpointing, "rank", return_value=0):
+            with mock.patch.object(checkpointing, "rank", return_value=0), complaining(checkpointing.__name__):
                 checkpointing.prune(job, STEPS[-1])
 
         return prune

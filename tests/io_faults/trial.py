@@ -1,6 +1,7 @@
 """One trial: an operation in a process of its own, forked for it, in a fresh copy of what it works on."""
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from t5train.errors import T5TrainError
+from t5train.os_errors import explain
 from tests.io_faults import interposer
 from tests.io_faults.interposer import Call, Fault, Region
 
@@ -118,6 +121,23 @@ class Trials:
         return Ending(**json.loads(content))
 
 
+class Complained(T5TrainError):
+    """What was to be done was not, and a line on standard error or in the log says why."""
+
+
+@contextmanager
+def complaining(logger: str) -> Iterator[None]:
+    """Warnings of a module that goes on after a failure, as training does after pruning, are its error here."""
+    said = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.disable(logging.NOTSET)
+    logging.getLogger(logger).addHandler(handler)
+    yield
+    if said:
+        raise Complained("\n".join(said))
+
+
 def in_a_child(work: Callable[[], None]) -> None:
     """Do it in a process forked for it, so that this one stays as it is; AssertionError unless it ends well."""
     child = os.fork()
@@ -166,8 +186,6 @@ def _result(ending: Ending, named: bool) -> str:
 
 
 def _be_the_trial(work: Callable[[], Any], region: Path, told: int) -> None:
-    from t5train.errors import T5TrainError
-
     os.setpgid(0, 0)
     quiet = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -178,7 +196,10 @@ def _be_the_trial(work: Callable[[], Any], region: Path, told: int) -> None:
     except BaseException as error:
         interposer.detach()
         deliberate = isinstance(error, T5TrainError | OSError)
-        text = str(error) if deliberate else "".join(traceback.format_exception(error))
+        if isinstance(error, OSError) and not isinstance(error, T5TrainError):
+            text = explain(error)  # as the commands, the tasks and the ranks do at their edge
+        else:
+            text = str(error) if deliberate else "".join(traceback.format_exception(error))
         ending = Ending(error=type(error).__name__, text=text, is_deliberate=deliberate)
     interposer.detach()
     content = json.dumps(ending.__dict__).encode()
