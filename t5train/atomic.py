@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from t5train.errors import StorageError
-from t5train.os_errors import explain, path_of
+from t5train.os_errors import explain, naming, path_of
 
 _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
@@ -69,6 +69,7 @@ def sync_folder(path: Path) -> None:
     """Make renames and removals in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -2,14 +2,17 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from t5train.atomic import sync_folder
 from t5train.errors import StorageError
 from t5train.file_lock import try_lock
+from t5train.os_errors import explain
 
 
 @contextmanager
@@ -36,7 +39,7 @@ def partial_folder(path: Path) -> Iterator[Path]:
         partial.mkdir(parents=True, exist_ok=True)
         lock = _lock(partial)
     except OSError as error:
-        raise StorageError(f"{partial} cannot be written: {error.strerror}; choose another folder") from error
+        raise StorageError(f"{path} cannot be written: {explain(error)}") from error
     try:
         _clear(partial)
         yield partial
@@ -51,12 +54,26 @@ def discard(path: Path) -> None:
     aside = path.with_name(f".{path.name}.discarded")
     try:
         if aside.exists():
-            shutil.rmtree(aside)
+            remove_folder(aside)
         if path.exists():
             path.rename(aside)
-            shutil.rmtree(aside)
+            remove_folder(aside)
     except OSError as error:
-        raise StorageError(f"{path} cannot be removed: {error}; remove it yourself, then try again") from error
+        raise StorageError(f"{path} cannot be removed: {explain(error)}; or remove it yourself") from error
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder and all that it holds; an OSError names the whole path, and not its last part alone."""
+    if sys.version_info >= (3, 12):
+        shutil.rmtree(folder, onexc=_raise_for)
+    else:
+        shutil.rmtree(folder, onerror=lambda function, path, info: _raise_for(function, path, info[1]))
+
+
+def _raise_for(_: Callable[..., Any], path: str, error: BaseException) -> None:
+    if isinstance(error, OSError) and error.errno is not None:
+        raise OSError(error.errno, error.strerror, path) from error
+    raise error
 
 
 def rename_aside(path: Path) -> Path:
@@ -69,7 +86,7 @@ def rename_aside(path: Path) -> Path:
         path.rename(aside)
         sync_folder(path.parent)
     except OSError as error:
-        raise StorageError(f"{path} cannot be moved to {aside}: {error.strerror}; move it away yourself") from error
+        raise StorageError(f"{path} cannot be moved to {aside}: {explain(error)}; or move it away yourself") from error
     return aside
 
 
@@ -77,9 +94,9 @@ def remove_discarded(parent: Path) -> None:
     """Remove what ``discard`` has left of folders in ``parent`` when it was killed; not what has their names by now."""
     for aside in parent.glob(".*.discarded"):
         try:
-            shutil.rmtree(aside)
+            remove_folder(aside)
         except OSError as error:
-            raise StorageError(f"{aside} cannot be removed: {error}; remove it yourself") from error
+            raise StorageError(f"{aside} cannot be removed: {explain(error)}; or remove it yourself") from error
 
 
 def copy_durably(source: Path, target: Path) -> None:
@@ -109,7 +126,7 @@ def _is_open_as(path: Path, descriptor: int) -> bool:
 def _clear(folder: Path) -> None:
     for entry in folder.iterdir():
         if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
+            remove_folder(entry)
         else:
             entry.unlink()
 
@@ -121,6 +138,6 @@ def _take_place(partial: Path, path: Path) -> None:
         partial.rename(path)
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be put in place: {error.strerror}; remove or rename what is there"
+            f"{path} cannot be put in place: {explain(error)}; or remove or rename what is there"
         ) from error
     sync_folder(path.parent)

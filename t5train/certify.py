@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from t5train.data.tokenizer import SPIECE
 from t5train.errors import CertificationError, InputError, T5TrainError
 from t5train.folder_comparison import DOCUMENTS, differing_folder
 from t5train.model_card import README
+from t5train.os_errors import explain
+from t5train.presence import ABSENT, reading
 from t5train.progress import Progress, silent
 from t5train.records import Export, FileDigest, current_provenance, digest_file, digest_files
 from t5train.tokenizer_comparison import differing_tokenizer
@@ -56,9 +59,9 @@ def certify_in_fresh_process(export: Export, witness: Path, progress: Progress =
     _run_certifier(export.path, witness, progress)
     certificate = export.path / CERTIFICATE
     files = _uncertified_files(export)
-    Certificate.parse(certificate.read_bytes(), str(certificate)).require_vouching(
-        export.fingerprint, files, str(certificate)
-    )
+    with reading(certificate):
+        content = certificate.read_bytes()
+    Certificate.parse(content, str(certificate)).require_vouching(export.fingerprint, files, str(certificate))
     return export.model_copy(update={"files": {**files, CERTIFICATE: digest_file(certificate)}}).commit()
 
 
@@ -186,9 +189,10 @@ def _is_certified(export: Export, witness: Path) -> bool:
         return False
     path = export.path / CERTIFICATE
     try:
-        certificate = Certificate.parse(path.read_bytes(), str(path))
+        with reading(path):
+            certificate = Certificate.parse(path.read_bytes(), str(path))
         certificate.require_vouching(export.fingerprint, export.files, str(path))
-    except (CertificationError, OSError):  # one that cannot be read vouches for nothing
+    except (CertificationError, *ABSENT):
         return False
     return certificate.witness == _witness_digests(witness)
 
@@ -202,8 +206,8 @@ def _witness_digests(folder: Path) -> dict[str, FileDigest]:
         return digest_files(folder, (WITNESS, WITNESS_TENSORS))
     except OSError as error:
         raise InputError(
-            f"{error.filename} cannot be read ({error.strerror}): name the folder `witness` of a finished run"
-        ) from None
+            f"the witness cannot be read: {explain(error)}; or name the folder `witness` of a finished run"
+        ) from error
 
 
 def _run_certifier(export_folder: Path, witness: Path, progress: Progress) -> None:
@@ -236,6 +240,14 @@ def main(arguments: list[str]) -> int:
         certify(export_folder, witness, lambda what, done, total: report(what=what, done=done, total=total))
     except T5TrainError as error:
         report(error=str(error))
+        return 1
+    except Exception as error:  # of libraries, which often name no file
+        traceback.print_exc()
+        said = explain(error) if isinstance(error, OSError) else " ".join(str(error).split())
+        report(
+            error=f"{export_folder} could not be compared with {witness} ({type(error).__name__}: {said}): "
+            f"{export_folder.absolute().parent / LOG} has the details"
+        )
         return 1
     return 0
 

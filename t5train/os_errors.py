@@ -75,6 +75,38 @@ def of_rank(error: OSError | StorageError) -> T5TrainError:
 
 
 @contextmanager
+def naming(path: PurePath) -> Iterator[None]:
+    """Within the block, an error of a file system that names no file is about ``path``: a read, a write or a sync."""
+    try:
+        yield
+    except (ConnectionError, TimeoutError):  # of the network
+        raise
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def library_errors(library: str, folder: PurePath) -> Iterator[None]:
+    """Within the block, whatever a library raises becomes a StorageError that names the folder it works on.
+
+    Libraries written in Rust raise a bare Exception without a path where a file cannot be read or written, and others
+    guess at a cause: a ValueError for a missing package, say.
+    """
+    try:
+        yield
+    except T5TrainError:
+        raise
+    except Exception as error:
+        said = explain(error) if isinstance(error, OSError) else " ".join(str(error).split())
+        raise StorageError(
+            f"{folder}: {library} failed on its files ({type(error).__name__}: {said}); check that they can be read "
+            "and written, then try again"
+        ) from error
+
+
+@contextmanager
 def as_storage_errors() -> Iterator[None]:
     """Within the block, or the function that it decorates, an error of a file system becomes a StorageError."""
     try:

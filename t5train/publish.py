@@ -8,6 +8,8 @@ from t5train.destination import described, publication_at
 from t5train.errors import CertificationError, DigestMismatch, PublicationError
 from t5train.fingerprint import fingerprint
 from t5train.locations import local_folder, redacted
+from t5train.os_errors import explain
+from t5train.presence import reading
 from t5train.progress import Progress, silent
 from t5train.records import Export, Publication, current_provenance, verify_file
 from t5train.upload import upload
@@ -52,7 +54,9 @@ def _require_certified(export: Export, progress: Progress) -> None:
     path = export.path / CERTIFICATE
     try:
         export.verify(progress)
-        Certificate.parse(path.read_bytes(), str(path)).require_vouching(export.fingerprint, export.files, str(path))
+        with reading(path):
+            content = path.read_bytes()
+        Certificate.parse(content, str(path)).require_vouching(export.fingerprint, export.files, str(path))
     except (CertificationError, DigestMismatch) as error:
         raise PublicationError(f"{export.path} may not be published: {error}") from error
 
@@ -86,4 +90,4 @@ def _copy(export: Export, record: Publication, folder: Path, progress: Progress)
                 progress("bytes published", done, total)
             record.commit(partial)
     except OSError as error:
-        raise PublicationError(f"{folder} cannot be written: {error}") from error
+        raise PublicationError(f"{folder} cannot be written: {explain(error)}") from error

@@ -24,6 +24,7 @@ from t5train.atomic import write_text
 from t5train.confined import confined
 from t5train.errors import DigestMismatch, RecordError, UnknownVersion
 from t5train.fingerprint import fingerprint, is_sealed
+from t5train.os_errors import naming
 from t5train.presence import ABSENT, is_there, reading
 from t5train.progress import Progress, silent
 from t5train.safetensors_digest import SafetensorsDigest, digest_safetensors
@@ -310,7 +311,7 @@ def verify_file(path: Path, expected: FileDigest | SafetensorsDigest) -> None:
 def digest_file(path: Path) -> FileDigest:
     """Size and sha256 of a file, read once in bounded memory."""
     digest, size = hashlib.sha256(), 0
-    with open(path, "rb", buffering=0) as file:
+    with naming(path), open(path, "rb", buffering=0) as file:
         buffer = memoryview(bytearray(_CHUNK_BYTES))
         while count := file.readinto(buffer):
             digest.update(buffer[:count])

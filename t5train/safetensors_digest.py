@@ -19,6 +19,7 @@ from typing import IO, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from t5train.cores import num_cores
+from t5train.os_errors import naming
 
 _LENGTH = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100 << 20  # safetensors itself reads no longer one
@@ -54,7 +55,7 @@ def digest_piece(data: bytes) -> bytes:
 def digest_safetensors(path: Path) -> SafetensorsDigest:
     """The digest of a file, whose pieces are hashed on all cores. Any file has one, also if it is damaged."""
     size = path.stat().st_size
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         ends = list(accumulate(_piece_sizes(file, size), initial=0))
     with ThreadPoolExecutor(num_cores()) as threads:
         pieces = threads.map(partial(_digest_span, path), *zip(*pairwise(ends), strict=True))
@@ -95,7 +96,7 @@ def _piece_sizes(file: IO[bytes], size: int) -> list[int]:
 
 def _digest_span(path: Path, start: int, end: int) -> bytes:
     digest, buffer = hashlib.sha256(), memoryview(bytearray(min(_CHUNK_BYTES, end - start)))
-    with open(path, "rb", buffering=0) as file:
+    with naming(path), open(path, "rb", buffering=0) as file:
         while start < end and (count := os.preadv(file.fileno(), [buffer[: end - start]], start)):
             digest.update(buffer[:count])
             start += count

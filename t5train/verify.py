@@ -66,7 +66,9 @@ def verify_local(folder: Path, progress: Progress = silent) -> Record:
     if isinstance(record, Publication):
         present = (str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
         _require_whole(record, present, str(folder))
-        _require_certified(record, (folder / CERTIFICATE).read_bytes(), str(folder))
+        with reading(folder / CERTIFICATE):
+            content = (folder / CERTIFICATE).read_bytes()
+        _require_certified(record, content, str(folder))
         return record.model_copy(update={"url": str(folder)})
     return record
 

@@ -13,11 +13,13 @@ from infra.node_store.collect import collect
 from infra.node_store.gather import gather
 from infra.node_store.inventory import HEAD, inventory_of
 from infra.node_store.survey import Survey, prune_on, survey
-from infra.node_store.tags import FoundTag, Inventories, complete_tags, superfluous
+from infra.node_store.tags import FoundTag, Inventories, complete_tags, superfluous, unreadable
 from t5train.atomic_folder import discard, remove_discarded
-from t5train.errors import IncompleteCheckpoint, StorageError
+from t5train.errors import IncompleteCheckpoint, StorageError, Unreadable
+from t5train.os_errors import explain
 from t5train.progress import Progress
 from t5train.run_files import METRICS, TENSORBOARD
+from t5train.train.resume_point import is_tag
 
 _LOOK_SECONDS = 0.5
 _RETRY_SECONDS = 10.0
@@ -63,7 +65,8 @@ class Follower:
         except Interrupted:
             return False
         except Exception as error:
-            _log.warning("%s: %s: %s; this is tried again", what, type(error).__name__, error)
+            said = explain(error) if isinstance(error, OSError) else error
+            _log.warning("%s: %s: %s; this is tried again", what, type(error).__name__, said)
             return False
         return True
 
@@ -71,7 +74,8 @@ class Follower:
 def keep_up(run: NodeRun, progress: Progress) -> None:
     """Gather the complete checkpoints that are to be kept, the newest first; then remove old ones everywhere.
 
-    One that is damaged is passed over. Raises the HostError of a node that does not answer, before anything is done.
+    One that is damaged is passed over. Raises the HostError of a node that does not answer, before anything is done,
+    and at the end Unreadable for one that may be complete and that cannot be known now.
     """
     found = survey(run.nodes, run.name, run.checkpoints)
     for error in found.silent.values():
@@ -85,6 +89,14 @@ def keep_up(run: NodeRun, progress: Progress) -> None:
             continue
         bring_metrics(run)
     prune(run, found)
+    _require_known(found)
+
+
+def _require_known(found: Survey) -> None:
+    complete = complete_tags(found.found)
+    for name, why in unreadable(found.found).items():
+        if is_tag(name) and (not complete or name > complete[0].name):
+            raise Unreadable(f"{name} may be complete, and cannot be gathered now: {why}")
 
 
 def _lacking(run: NodeRun, found: Survey) -> list[FoundTag]:

@@ -1,6 +1,5 @@
 """The folder a result appears in: whole or not at all, and never over something else."""
 
-import errno
 import logging
 import shutil
 from collections.abc import Iterator
@@ -10,13 +9,11 @@ from pathlib import Path
 from t5train.atomic import sync_folder
 from t5train.atomic_folder import partial_folder, rename_aside
 from t5train.errors import RecordError, StorageError
+from t5train.os_errors import explain
 from t5train.records import MANIFEST, Weights
 
 _log = logging.getLogger(__name__)
 _SPARE_BYTES = 16 << 20
-_OURS_TO_REPORT = {
-    errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EFBIG, errno.EIO,
-}  # fmt: skip
 
 
 @contextmanager
@@ -28,7 +25,7 @@ def new_folder(out: Path, size: int) -> Iterator[Path]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"{out.parent} cannot be made: {error}; choose another folder") from error
+        raise StorageError(f"{out.parent} cannot be made: {explain(error)}") from error
     try:
         free = shutil.disk_usage(out.parent).free
         if free < size + _SPARE_BYTES:
@@ -39,9 +36,7 @@ def new_folder(out: Path, size: int) -> Iterator[Path]:
         with partial_folder(out) as folder:
             yield folder
     except OSError as error:
-        if error.errno not in _OURS_TO_REPORT:
-            raise
-        raise StorageError(f"{out} cannot be written: {error}") from error
+        raise StorageError(f"{out} cannot be written: {explain(error)}") from error
 
 
 def require_vacant(out: Path, fingerprint: str | None) -> None:
@@ -53,7 +48,7 @@ def require_vacant(out: Path, fingerprint: str | None) -> None:
         return
     try:
         there = Weights.load(out)
-    except (RecordError, OSError) as error:
+    except RecordError as error:
         raise StorageError(
             f"{out} holds no finished result of consolidation ({error}): remove it or choose another folder"
         ) from None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from t5train.consolidate.plan import TensorPlan
 from t5train.consolidate.safetensors_format import BLOCK_BYTES, header
+from t5train.os_errors import naming
 from t5train.safetensors_digest import SafetensorsDigest, digest_piece
 
 
@@ -19,7 +20,7 @@ class ShardFile:
         self._path, self._tensors, self._header = path, tensors, header(tensors)
         ends = list(accumulate((tensor.size for tensor in tensors), initial=len(self._header)))
         self._size, self._starts = ends[-1], dict(zip((tensor.name for tensor in tensors), ends, strict=False))
-        with open(self._path, "xb") as file:
+        with naming(self._path), open(self._path, "xb") as file:
             os.posix_fallocate(file.fileno(), 0, self._size)
             file.write(self._header)
 
@@ -27,11 +28,11 @@ class ShardFile:
     def place(self, tensor: TensorPlan) -> Iterator["Place"]:
         """Where the bytes of a tensor go."""
         with open(self._path, "r+b", buffering=0) as cached, ExitStack() as stack:
-            yield Place(cached.fileno(), _opened_directly(self._path, stack), self._starts[tensor.name])
+            yield Place(self._path, cached.fileno(), _opened_directly(self._path, stack), self._starts[tensor.name])
 
     def sync(self) -> None:
         """Wait until everything written is on disk."""
-        with open(self._path, "r+b", buffering=0) as file:
+        with naming(self._path), open(self._path, "r+b", buffering=0) as file:
             os.fsync(file.fileno())
 
     def digest(self, tensors: Mapping[str, bytes]) -> SafetensorsDigest:
@@ -48,16 +49,18 @@ class Place:
     the ends of a tensor that shares its block with another one, and whatever a file system refuses, take the usual way.
     """
 
-    def __init__(self, cached: int, direct: int | None, start: int) -> None:
+    def __init__(self, path: Path, cached: int, direct: int | None, start: int) -> None:
+        self._path = path
         self._cached, self._direct, self.position = cached, direct, start
 
     def write(self, data: memoryview) -> None:
         """Write the next bytes; those that fill blocks best lie in memory as in the file, modulo BLOCK_BYTES."""
         head = min(-self.position % BLOCK_BYTES, len(data))
         body = (len(data) - head) // BLOCK_BYTES * BLOCK_BYTES
-        self._write_cached(data[:head])
-        written = self._write_directly(data[head : head + body])
-        self._write_cached(data[head + written :])
+        with naming(self._path):
+            self._write_cached(data[:head])
+            written = self._write_directly(data[head : head + body])
+            self._write_cached(data[head + written :])
 
     def _write_directly(self, blocks: memoryview) -> int:
         """How many bytes could be written so."""

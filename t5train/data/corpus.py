@@ -18,6 +18,7 @@ from t5train.errors import InputError
 from t5train.fingerprint import fingerprint
 from t5train.kept_files import keep_changed_files
 from t5train.locations import redacted
+from t5train.os_errors import explain
 from t5train.progress import Progress, silent
 from t5train.records import Corpus, FileDigest, digest_file, digest_files, reusable
 from t5train.spec import CorpusSpec
@@ -82,7 +83,7 @@ def _digest(source: SourceFile) -> FileDigest:
     try:
         return digest_file(source.path)
     except OSError as error:
-        raise InputError(f"{source.path} cannot be read: {error}") from error
+        raise InputError(f"{source.path} cannot be read: {explain(error)}") from error
 
 
 def _content(sources: list[SourceFile], digests: Mapping[SourceFile, FileDigest]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import TextIO
 
 from t5train.errors import StorageError
 from t5train.file_lock import flock, try_lock
+from t5train.os_errors import explain
 
 _CLAIM = ".claim"
 _log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def _open_claim(folder: Path) -> TextIO:
         folder.mkdir(parents=True, exist_ok=True)
         return open(folder / _CLAIM, "a+", encoding="ascii", errors="replace")
     except OSError as error:
-        raise StorageError(f"{folder} cannot be written: {error}; choose another folder") from error
+        raise StorageError(f"{folder} cannot be written: {explain(error)}") from error
 
 
 def _own(claim: TextIO, folder: Path, fingerprint: str) -> None:

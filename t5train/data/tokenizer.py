@@ -16,6 +16,7 @@ from t5train.data.stage_folder import making, stage_folder
 from t5train.errors import InputError, SpecError
 from t5train.fingerprint import fingerprint
 from t5train.kept_files import keep_changed_files
+from t5train.os_errors import library_errors
 from t5train.progress import Progress, silent
 from t5train.records import Corpus, TokenizerFiles, digest_files, reusable
 from t5train.spec import NUM_SENTINELS, CorpusSpec, TokenizerSpec
@@ -162,8 +163,9 @@ def write_hugging_face_files(folder: Path) -> None:
     """Write HUGGING_FACE_FILES, which ``AutoTokenizer.from_pretrained`` reads, from the spiece.model in ``folder``."""
     from transformers import T5Tokenizer  # seconds to import, and only this stage needs it
 
-    tokenizer = T5Tokenizer.from_pretrained(folder, extra_ids=NUM_SENTINELS, model_max_length=_MODEL_MAX_TOKENS)
-    tokenizer.save_pretrained(folder)
+    with library_errors("transformers", folder):
+        tokenizer = T5Tokenizer.from_pretrained(folder, extra_ids=NUM_SENTINELS, model_max_length=_MODEL_MAX_TOKENS)
+        tokenizer.save_pretrained(folder)
     config = json.loads((folder / TOKENIZER_CONFIG).read_bytes())
     write_json(folder / TOKENIZER_CONFIG, {key: value for key, value in config.items() if key not in _OF_THIS_LOADING})
     pad, eos, unk = SPECIAL_PIECES

@@ -17,6 +17,7 @@ import torch
 from isal.isal_zlib import crc32
 
 from t5train.errors import StorageError
+from t5train.os_errors import naming
 
 _LENGTHS = Struct("<HH")  # of name and extra field
 _LOCAL_BYTES, _LOCAL_LENGTHS_AT = 30, 26
@@ -40,7 +41,7 @@ def no_checksums() -> Iterator[None]:
 def fill_in(path: Path) -> None:
     """Write the CRC-32 of each record into an archive of torch's; StorageError where it is none."""
     try:
-        with open(path, "r+b") as file, ZipFile(file) as archive:
+        with naming(path), open(path, "r+b") as file, ZipFile(file) as archive:
             _fill_in_all(path, file.fileno(), archive)
     except BadZipFile as error:
         raise StorageError(f"{path} is no archive as torch writes them: {error}") from error

@@ -5,7 +5,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,11 @@ from deepspeed.accelerator import get_accelerator
 
 from t5train import sidecar
 from t5train.atomic import sync_folder
+from t5train.atomic_folder import remove_folder
 from t5train.checkpoint_files import Writers
 from t5train.errors import RanksDisagree, StorageError, UnknownVersion
 from t5train.model.names import expert_layers
+from t5train.os_errors import explain, naming
 from t5train.presence import file_size, is_folder, is_there, names_in, reading
 from t5train.records import FileDigest, current_provenance, digest_files
 from t5train.retention import kept
@@ -181,9 +182,9 @@ def _discard(folder: Path) -> None:
     try:
         folder.rename(doomed)
         sync_folder(folder.parent)
-        shutil.rmtree(doomed)
+        remove_folder(doomed)
     except OSError as error:
-        raise StorageError(f"{folder} cannot be removed: {error}; see to the disk and the permissions") from error
+        raise StorageError(f"{folder} cannot be removed: {explain(error)}") from error
 
 
 def _loss_scaler(engine: Any) -> dict[str, int | float]:
@@ -217,7 +218,7 @@ def _answered_for(folder: Path, writers: Writers, sharers: Sequence[int]) -> tup
 def _durable_digests(folder: Path, names: Sequence[str]) -> dict[str, FileDigest]:
     for name in names:
         fill_in(folder / name)
-        with open(folder / name, "rb") as file:
+        with naming(folder / name), open(folder / name, "rb") as file:
             os.fsync(file.fileno())
     return digest_files(folder, names)
 

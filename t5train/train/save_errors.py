@@ -2,13 +2,16 @@
 
 import os
 import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from t5train.errors import DiskFailed
+from t5train.os_errors import naming
 
 _WRITER = "inline_container.cc"
+_TORCH = f"torch{os.sep}serialization.py"
 _PROBE_BYTES = 1 << 20
 
 
@@ -16,12 +19,13 @@ _PROBE_BYTES = 1 << 20
 def naming_folder(folder: Path) -> Iterator[None]:
     """Within the block, a write of torch's to ``folder`` that fails raises an OSError with the path and the reason.
 
-    The reason is found by writing there once more; DiskFailed where that succeeds.
+    Where torch hides the reason, it is found by writing there once more; DiskFailed where that succeeds.
     """
     try:
-        yield
+        with naming(folder):
+            yield
     except RuntimeError as error:
-        if _WRITER not in str(error):
+        if _WRITER not in str(error) and not _is_raised_by_serialization(error):
             raise
         try:
             _write(folder)
@@ -32,6 +36,12 @@ def naming_folder(folder: Path) -> Iterator[None]:
             f"{folder}: torch could not write a file of the checkpoint ({said}), although the folder can be written "
             "now: see `dmesg` for errors of the disk"
         ) from error
+
+
+def _is_raised_by_serialization(error: RuntimeError) -> bool:
+    """Whether torch's archive writer raised it: its code in C++ has no frame of its own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.endswith(_TORCH)
 
 
 def _write(folder: Path) -> None:

@@ -12,6 +12,7 @@ from infra.node_local import following
 from infra.node_local.following import Follower, keep_up
 from infra.node_local.node_run import NodeRun
 from t5train import sidecar
+from t5train.errors import Unreadable
 from t5train.progress import silent
 from t5train.spec import StorageSpec
 from t5train.train.job import tag_of
@@ -53,6 +54,22 @@ def test_the_newest_complete_checkpoint_is_gathered_and_older_ones_go_everywhere
     keep_up(run, silent)
     assert tags(run.checkpoints) == ["best", tag_of(24)]
     assert tags(site.tag("a", 8).parent) == [tag_of(24)]
+
+
+def test_what_cannot_be_read_now_is_an_error_so_that_it_is_gathered_the_next_time(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    site.save(16)
+    sidecar_of_b = site.tag("b", 16) / "rank-00001.json"
+    text = sidecar_of_b.read_bytes()
+    sidecar_of_b.unlink()
+    sidecar_of_b.symlink_to(sidecar_of_b.name)  # ELOOP
+    with pytest.raises(Unreadable, match=rf"{tag_of(16)} may be complete, and cannot be gathered now: b: .*00001.json"):
+        keep_up(run, silent)
+    assert sidecar.complete_tags(run.checkpoints) == [tag_of(8)]
+    sidecar_of_b.unlink()
+    sidecar_of_b.write_bytes(text)
+    keep_up(run, silent)
+    assert sidecar.complete_tags(run.checkpoints) == [tag_of(16)]
 
 
 def test_what_removals_that_were_killed_have_left_goes_also_where_nothing_else_does(run: NodeRun, site: Site) -> None:
