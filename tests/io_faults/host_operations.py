@@ -30,7 +30,6 @@ from tests.io_faults.small_run import SmallRun
 from tests.io_faults.stand_in import LocalHosts
 from tests.io_faults.trial import Complained, Ending
 
-_HOSTS = "ab"
 _OLD, _NEWEST, _UNFINISHED = 4, 8, 12
 _BYTES = 2000
 _OTHER = "other-0123456789ab"
@@ -40,7 +39,9 @@ _THEIRS = Owner("2" * 32, "that-head", "/that/root", "2026-01-01T00:00:00", leas
 
 
 class _OnHosts:
-    """An operation on two hosts, whose ranks have saved checkpoints, of which the head has an older one."""
+    """An operation on hosts, whose ranks have saved checkpoints, of which the head has an older one."""
+
+    hosts = "ab"
 
     def __init__(self, made: SmallRun) -> None:
         self._made = made
@@ -49,7 +50,7 @@ class _OnHosts:
         """Makes its folders where they are not."""
         site = Site.__new__(Site)
         site.folder, site.transport = folder, LocalHosts(folder / "hosts")
-        site.nodes = Nodes(site.transport, tuple(_HOSTS), owner=_OURS.unique_id)
+        site.nodes = Nodes(site.transport, tuple(self.hosts), owner=_OURS.unique_id)
         site.root = folder / "root"
         site.checkpoints = site.root / RUNS / "smoke" / CHECKPOINTS
         return site
@@ -65,18 +66,17 @@ class _OnHosts:
         (site.tag("b", _UNFINISHED) / sidecar.sidecar_name(1)).unlink()
         (site.scratch("a") / RUNS / RUN / METRICS).write_text('{"step": 1, "time": 1.0, "loss": 2.5}\n')
 
-    @staticmethod
-    def _make_hosts(site: Site) -> None:
-        """Both with a claim of this head's, which has expired."""
+    def _make_hosts(self, site: Site) -> None:
+        """All with a claim of this head's, which has expired."""
         site.checkpoints.mkdir(parents=True)
-        for host in _HOSTS:
+        for host in self.hosts:
             site.scratch(host).mkdir(parents=True, mode=0o700)
             site.scratch(host).parent.chmod(0o700)
             _claim(site.scratch(host) / run_place(RUN), _OURS)
 
     def _run(self, folder: Path) -> NodeRun:
         site = self._site(folder)
-        hosts = Hosts(tuple(Host(name, (0,)) for name in _HOSTS))
+        hosts = Hosts(tuple(Host(name, (0,)) for name in self.hosts))
         return NodeRun(
             name=RUN,
             folder=site.checkpoints.parent,
@@ -97,7 +97,7 @@ class _OnOneRun(_OnHosts):
     def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - as all have it
         """The newest stays on the hosts, and is on the head in the end; the head's old one gives way to it alone."""
         site, template = self._site(folder), self._template(folder)
-        found = self._lost(folder, template, [site.tag(host, _NEWEST) for host in _HOSTS])
+        found = self._lost(folder, template, [site.tag(host, _NEWEST) for host in self.hosts])
         whole = complete_tags(site.checkpoints)
         if tag_of(_NEWEST) not in whole:
             found += self._lost(folder, template, [site.checkpoints / tag_of(_OLD)])
@@ -138,18 +138,19 @@ class Gather(_OnOneRun):
 
 
 class Gc(_OnHosts):
-    """``gc --free`` on the head and the hosts: one run has ended, another goes on, a third is another head's."""
+    """``gc --free`` on the head and a host: one run has ended, another goes on, a third is another head's."""
 
     name = "gc"
+    hosts = "a"
 
     def prepare(self, folder: Path) -> None:
-        """Of the first the hosts have a copy that is not needed; of another like it the head's copy is damaged."""
+        """Of the first the host has a copy that is not needed; of another like it the head's copy is damaged."""
         site = self._site(folder)
         self._make_hosts(site)
         site.save(_NEWEST, _BYTES)
         gather(site.nodes, RUN, site.newest(), site.checkpoints)
         _finish(site.checkpoints.parent)
-        for host in _HOSTS:
+        for host in self.hosts:
             shutil.copytree(site.scratch(host) / run_place(RUN), site.scratch(host) / run_place(_DAMAGED))
         damaged = site.root / RUNS / "damaged"
         shutil.copytree(site.checkpoints.parent, damaged)
@@ -159,7 +160,7 @@ class Gc(_OnHosts):
             _save_alone(going / tag_of(step), step)
         (going / tag_of(2) / sidecar.sidecar_name(0)).unlink()
         (going / f".{tag_of(1)}.discarded").mkdir()
-        for host in _HOSTS:
+        for host in self.hosts:
             _claim(site.scratch(host) / run_place(_OTHER), _THEIRS)
             _save_alone(site.scratch(host) / tag_place(_OTHER, tag_of(_OLD)), _OLD)
             (site.scratch(host) / "shards" / "deadbeef").mkdir(parents=True)
@@ -171,7 +172,7 @@ class Gc(_OnHosts):
         from flows import gc_command
 
         site, hostfile = self._site(folder), folder.parent / "hosts"
-        hostfile.write_text("".join(f"{host} slots=1\n" for host in _HOSTS))
+        hostfile.write_text("".join(f"{host} slots=1\n" for host in self.hosts))
 
         def collect() -> None:
             ssh = mock.Mock(configured=lambda *_: site.transport)
@@ -191,12 +192,12 @@ class Gc(_OnHosts):
         site, template = self._site(folder), folder.parent.parent / self.name
         going = site.root / RUNS / "going" / CHECKPOINTS
         needed = [site.checkpoints / tag_of(_NEWEST), going / tag_of(_OLD)]
-        needed += [site.scratch(host) / tag_place(_OTHER, tag_of(_OLD)) for host in _HOSTS]
-        needed += [site.scratch(host) / tag_place(_DAMAGED, tag_of(_NEWEST)) for host in _HOSTS]
+        needed += [site.scratch(host) / tag_place(_OTHER, tag_of(_OLD)) for host in self.hosts]
+        needed += [site.scratch(host) / tag_place(_DAMAGED, tag_of(_NEWEST)) for host in self.hosts]
         if self._cannot_be_verified(site, failed):
-            needed += [site.tag(host, _NEWEST) for host in _HOSTS]
+            needed += [site.tag(host, _NEWEST) for host in self.hosts]
         found = self._lost(folder, template, needed)
-        if not failed and any(site.tag(host, _NEWEST).exists() for host in _HOSTS):
+        if not failed and any(site.tag(host, _NEWEST).exists() for host in self.hosts):
             found.append("wrong: what hosts have of a finished run was not freed")
         return found
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from t5train.presence import visible_in
 from t5train.records import TokenizerFiles, TokenShards
 from t5train.run_files import CHECKPOINTS
 from t5train.spec import RunSpec
@@ -59,12 +60,17 @@ class SmallRun:
     @property
     def shards(self) -> TokenShards:
         """As the stage before left them."""
-        return TokenShards.load(next(path.parent for path in self.root.glob("shards/*/manifest.json")))
+        return TokenShards.load(self._only(self.root / "shards"))
 
     @property
     def tokenizer(self) -> TokenizerFiles:
         """As its stage left it."""
-        return TokenizerFiles.load(next(path.parent for path in self.root.glob("tokenizer/*/manifest.json")))
+        return TokenizerFiles.load(self._only(self.root / "tokenizer"))
+
+    @staticmethod
+    def _only(folder: Path) -> Path:
+        (found,) = visible_in(folder)
+        return found
 
     def tag(self, step: int) -> Path:
         """The folder of a checkpoint."""

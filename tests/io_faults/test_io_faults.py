@@ -12,7 +12,7 @@ from tests.io_faults.traced_calls import calls_below, strace
 from tests.io_faults.workers import Workers
 
 pytestmark = pytest.mark.slow
-_SEED, _OF_EACH = 1, 12
+_SEED, _OF_EACH = 1, 10
 
 
 def test_no_fault_of_a_sample_loses_a_checkpoint_chooses_a_wrong_one_or_fails_without_its_path(

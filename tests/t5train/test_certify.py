@@ -22,7 +22,7 @@ from t5train.comparison import (
     differing_settings,
     differing_ties,
 )
-from t5train.errors import CertificationError, DigestMismatch, InputError
+from t5train.errors import CertificationError, DigestMismatch, InputError, Unreadable
 from t5train.export import export
 from t5train.records import Export, digest_files
 from t5train.tokenizer_comparison import differing_passages, differing_tokenizer
@@ -120,6 +120,18 @@ def test_a_certificate_that_holds_is_kept_and_one_of_another_witness_is_not(
     assert certify_in_fresh_process(exported, witness).reused
     rewrite_json(witness / "witness.json", tag="step-00000008")
     assert not certify_in_fresh_process(exported, witness).reused
+
+
+def test_a_certificate_that_cannot_be_read_now_is_not_made_again(make_export: MakeExport) -> None:
+    exported = make_export()
+    certificate, manifest = exported.path / "certificate.json", exported.path / "manifest.json"
+    certificate.rename(exported.path.parent / "certificate.json")
+    certificate.symlink_to("certificate.json")  # ELOOP
+    before = manifest.read_bytes()
+    with pytest.raises(Unreadable, match=r"certificate\.json cannot be read now"):
+        certify_in_fresh_process(exported, exported.path.parent / "witness")
+    assert certificate.is_symlink()
+    assert manifest.read_bytes() == before
 
 
 def test_a_witness_of_another_run_is_refused_and_withdraws_no_certificate(make_export: MakeExport) -> None:
@@ -379,6 +391,17 @@ def test_what_ends_the_fresh_process_is_passed_on(make_export: MakeExport) -> No
     exported = make_export(certified=False)
     witness = exported.path.parent / "witness"
     os.truncate(witness / "witness.safetensors", 100)
-    with pytest.raises(CertificationError, match=r"ended with 1: see .*certify\.log"):
+    with pytest.raises(
+        CertificationError, match=r"export could not be compared with .*witness \(SafetensorError: .*certify\.log has"
+    ):
         certify_in_fresh_process(exported, witness)
     assert "SafetensorError" in (exported.path.parent / "certify.log").read_text()
+
+
+def test_a_fresh_process_that_ends_without_a_word_is_told_by_its_exit_code(
+    make_export: MakeExport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported = make_export(certified=False)
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(CertificationError, match=r"ended with 1: see .*certify\.log"):
+        certify_in_fresh_process(exported, exported.path.parent / "witness")

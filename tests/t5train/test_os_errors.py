@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from t5train.atomic import write_text
-from t5train.errors import StorageError
-from t5train.os_errors import as_storage_errors, cause_of, explain
+from t5train.atomic_folder import remove_folder
+from t5train.errors import DigestMismatch, StorageError
+from t5train.os_errors import as_storage_errors, cause_of, explain, library_errors, naming
+from t5train.records import digest_file
+from t5train.safetensors_digest import digest_safetensors
 
 
 def _read_bad_sector(_: Path) -> None:
@@ -101,3 +104,34 @@ def test_an_error_of_the_network_is_not_one_of_storage() -> None:
 
 def test_an_error_of_a_library_that_has_no_number_is_told_as_it_is() -> None:
     assert explain(OSError('Not found: "x":\n No such thing')) == 'Not found: "x": No such thing'
+
+
+def test_a_read_that_fails_names_the_file_and_not_the_function_that_reads() -> None:
+    memory = Path("/proc/self/mem")
+    for digest in (digest_file, digest_safetensors):
+        with pytest.raises(OSError, match="Input/output error") as told:
+            digest(memory)
+        assert told.value.filename == str(memory)
+
+
+def test_an_error_about_another_file_stays_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as told, naming(tmp_path / "this"):
+        (tmp_path / "other").read_text()
+    assert told.value.filename == str(tmp_path / "other")
+
+
+def test_whatever_a_library_raises_about_its_files_names_their_folder(tmp_path: Path) -> None:
+    with (
+        pytest.raises(StorageError, match=rf"{tmp_path}: tokenizers failed.*\(Exception: Stale file handle"),
+        library_errors("tokenizers", tmp_path),
+    ):
+        raise Exception("Stale file handle (os error 116)")  # noqa: TRY002 - as tokenizers does
+    with pytest.raises(DigestMismatch, match="it differs"), library_errors("tokenizers", tmp_path):
+        raise DigestMismatch("it differs")
+
+
+def test_a_file_that_cannot_be_removed_is_named_with_its_whole_path() -> None:
+    """procfs lets nobody remove anything, root neither."""
+    with pytest.raises(PermissionError) as told:
+        remove_folder(Path("/proc/self/fdinfo"))
+    assert Path(told.value.filename).parent == Path("/proc/self/fdinfo")
