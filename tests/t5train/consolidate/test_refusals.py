@@ -199,7 +199,9 @@ def test_the_same_weights_again_are_verified_and_reused(
     assert (tmp_path / "out" / "model.safetensors").stat().st_ino == inode
 
 
-def test_damaged_weights_of_the_same_checkpoint_are_made_again(zero12: Callable[..., Any], tmp_path: Path) -> None:
+def test_damaged_weights_of_the_same_checkpoint_are_made_again_and_kept(
+    zero12: Callable[..., Any], tmp_path: Path
+) -> None:
     written = zero12(sidecars=True)
     first = consolidate(written.folder, tmp_path / "out")
     (tmp_path / "out" / "model.safetensors").write_bytes(b"damaged")
@@ -207,7 +209,7 @@ def test_damaged_weights_of_the_same_checkpoint_are_made_again(zero12: Callable[
     assert not again.reused
     assert again.files == first.files
     again.verify()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint0", "out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint0", "out", "out.aside-1"]
 
 
 def test_a_file_that_somebody_put_beside_damaged_weights_is_not_lost(
@@ -257,7 +259,7 @@ def test_what_a_killed_consolidation_left_is_cleared(zero12: Callable[..., Any],
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / "model.safetensors").write_bytes(b"half")
     consolidate(zero12().folder, tmp_path / "out").verify()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint0", "out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint0", "out", "out.aside-1"]
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -65,10 +65,10 @@ def test_a_file_system_that_always_goes_through_its_cache_will_do(
 ) -> None:
     opened = os.open
 
-    def refuse(path: str | Path, flags: int) -> int:
+    def refuse(path: str | Path, flags: int, mode: int = 0o777) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return opened(path, flags)
+        return opened(path, flags, mode)
 
     monkeypatch.setattr("t5train.consolidate.shard_file.os.open", refuse)
     plans = planned(tmp_path, [("F32", 0, 9000), ("U8", 3, 70_000)])
