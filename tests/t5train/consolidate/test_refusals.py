@@ -199,9 +199,7 @@ def test_the_same_weights_again_are_verified_and_reused(
     assert (tmp_path / "out" / "model.safetensors").stat().st_ino == inode
 
 
-def test_damaged_weights_of_the_same_checkpoint_are_made_again_and_kept(
-    zero12: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_damaged_weights_are_made_again_and_the_damaged_ones_kept(zero12: Callable[..., Any], tmp_path: Path) -> None:
     written = zero12(sidecars=True)
     first = consolidate(written.folder, tmp_path / "out")
     (tmp_path / "out" / "model.safetensors").write_bytes(b"damaged")
