@@ -143,7 +143,7 @@ def _former(run_folder: Path) -> Iterator[str]:
 
 def _collect_metrics(run: NodeRun) -> None:
     """Steps that the head has not heard of; a node that is new has none, and one that is back has old ones."""
-    with TemporaryDirectory(prefix=".metrics-", dir=run.folder) as folder:
+    with TemporaryDirectory(prefix=".metrics-", dir=run.folder, ignore_cleanup_errors=True) as folder:
         collect(run.nodes, run.first, run.place, [METRICS], Path(folder))
         theirs, ours = Path(folder, METRICS), run.folder / METRICS
         if len(metrics.read(theirs)) > len(metrics.read(ours)):
