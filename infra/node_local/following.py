@@ -80,22 +80,25 @@ def keep_up(run: NodeRun, progress: Progress) -> None:
     found = survey(run.nodes, run.name, run.checkpoints)
     for error in found.silent.values():
         raise error
+    passed_over = set[str]()
     for tag in _lacking(run, found):
         _log.info("gathering %s", tag.name)
         try:
             gather(run.nodes, run.name, tag, run.checkpoints, progress)
         except IncompleteCheckpoint as error:
             _log.warning("%s is not gathered: %s", tag.name, error)
+            passed_over.add(tag.name)
             continue
         bring_metrics(run)
     prune(run, found)
-    _require_known(found)
+    _require_known(found, passed_over)
 
 
-def _require_known(found: Survey) -> None:
+def _require_known(found: Survey, passed_over: set[str]) -> None:
+    """Unreadable for a tag that may be complete, and of which the head has nothing as new."""
     complete = complete_tags(found.found)
     for name, why in unreadable(found.found).items():
-        if is_tag(name) and (not complete or name > complete[0].name):
+        if is_tag(name) and (name in passed_over or not complete or name > complete[0].name):
             raise Unreadable(f"{name} may be complete, and cannot be gathered now: {why}")
 
 
