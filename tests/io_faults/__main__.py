@@ -47,6 +47,7 @@ def main() -> int:
     for fault in outcome_table.faults(outcomes):
         print(f"\n{fault}")
     print(f"\n{len(outcomes)} trials: {outcome_table.summary(outcomes.values())}")
+    journal.close()
     return int(any(outcome_table.column_of(each) in outcome_table.FAULTS for each in outcomes.values()))
 
 
@@ -69,4 +70,8 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: start the command again to continue\n")
+        sys.exit(130)

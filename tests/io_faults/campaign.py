@@ -61,7 +61,7 @@ class Journal:
                 raise OtherCode(f"{path} is of other code than this: remove it, or name another with --journal")
             for line in lines:
                 self._take(line)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed with the process
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         if not path.stat().st_size:
             self._write({"code": code})
 
@@ -70,6 +70,10 @@ class Journal:
         with self._writing:
             self.outcomes[trial] = outcome
             self._write({"trial": trial.to_json(), **outcome})
+
+    def close(self) -> None:
+        """Nothing is noted after this."""
+        self._file.close()
 
     def _take(self, line: str) -> None:
         try:
