@@ -17,7 +17,7 @@ def private_folder(folder: Path) -> Path:
         found = folder.lstat()
     except OSError as error:
         raise StorageError(
-            f"{folder} cannot be made: {error.strerror}; make room, or repair its permissions"
+            f"{folder} cannot be made: {error.strerror}; make room, repair its permissions, or choose another folder"
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise StorageError(

@@ -25,7 +25,7 @@ def new_folder(out: Path, size: int) -> Iterator[Path]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"{out.parent} cannot be made: {explain(error)}") from error
+        raise StorageError(f"{out.parent} cannot be made: {error.strerror}; choose another folder") from error
     try:
         free = shutil.disk_usage(out.parent).free
         if free < size + _SPARE_BYTES:
@@ -35,6 +35,8 @@ def new_folder(out: Path, size: int) -> Iterator[Path]:
             )
         with partial_folder(out) as folder:
             yield folder
+    except FileNotFoundError:  # of what is read: a run may remove an old tag meanwhile, as the caller explains
+        raise
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {explain(error)}") from error
 

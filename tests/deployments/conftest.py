@@ -154,7 +154,7 @@ def up() -> Up:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
         environment |= {"PREFECT_HOME": str(root / "user")} | more
         current = root / "current"
-        current.mkdir(parents=True)
+        current.mkdir(parents=True, exist_ok=True)
         (current / ".env").write_text("PREFECT_LOGGING_LEVEL=none of the levels\n")
         with subprocess.Popen(command, env=environment, cwd=current, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None

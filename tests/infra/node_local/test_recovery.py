@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.cluster import shipping
 from infra.cluster.hosts import Host, Hosts
-from infra.node_local import ledger
+from infra.node_local import ledger, recovery
 from infra.node_local.following import keep_up
 from infra.node_local.node_run import NodeRun
 from infra.node_local.recovery import recover
