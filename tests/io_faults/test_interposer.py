@@ -50,7 +50,7 @@ calls, found = trials.calls(), []
 for call in calls:
     for mode in ("once", "permanently"):
         outcome = trials.outcome(Fault(call, errno.EIO, mode))
-        found.append([str(call), mode, outcome["fired"], outcome["error"], "Errno 5" in outcome["text"]])
+        found.append([str(call), mode, outcome["fired"], outcome["error"], "Input/output error" in outcome["text"]])
 print(json.dumps(found))
 """
 KINDS = {
