@@ -193,7 +193,7 @@ def other_torch(stage: Stage) -> Iterator[None]:
 @contextmanager
 def stale_lock(stage: Stage) -> Iterator[None]:
     """A compile was killed on the second node."""
-    (folder,) = stage.cluster.disk("node1", view.operators()).rglob("deepspeed_shm_comm")
+    (folder,) = stage.cluster.disk("node1", view.OPERATORS).rglob("deepspeed_shm_comm")
     lock = folder / "lock"
     lock.touch()
     yield

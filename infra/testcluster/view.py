@@ -27,6 +27,8 @@ _FILES = {
     "shadow": "/etc/shadow",
 }
 """Files below a host's ``etc``, and where the host has them."""
+OPERATORS = f"{HOME}/.cache/torch_extensions"
+"""Where a host looks for compiled operators."""
 _KEPT = ("LD_LIBRARY_PATH", "PYTHONPATH")
 
 
@@ -34,7 +36,7 @@ def environment() -> dict[str, str]:
     """Of commands on a host: this Python first on PATH, and the code and operators that this process uses."""
     path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     kept = {name: os.environ[name] for name in _KEPT if os.environ.get(name)}
-    return {"PATH": path, "HOME": HOME, "USER": "root", "LANG": "C.UTF-8", VARIABLE: operators(), **kept}
+    return {"PATH": path, "HOME": HOME, "USER": "root", "LANG": "C.UTF-8", VARIABLE: OPERATORS, **kept}
 
 
 def make_disk(disk: Path) -> None:
@@ -44,8 +46,7 @@ def make_disk(disk: Path) -> None:
         (disk / folder[1:]).chmod(mode)
     compiled = operator_folder()
     if compiled.is_dir():  # a lock would be one that nobody holds; files' times tell ninja that they are new
-        copy = disk / operators()[1:]
-        shutil.copytree(compiled, copy, ignore=shutil.ignore_patterns("lock"), dirs_exist_ok=True)
+        shutil.copytree(compiled, disk / OPERATORS[1:], ignore=shutil.ignore_patterns("lock"), dirs_exist_ok=True)
 
 
 def write_etc(etc: Path, host: str, hosts: list[str]) -> None:
@@ -79,8 +80,6 @@ def _mounts(disk: Path, etc: Path, share: str | None) -> Iterator[Mount]:
             yield Mount(str(etc / name), target, writable=False)
     for source in _code():
         yield Mount(source, source, writable=False)
-    if (compiled := disk / operators()[1:]).is_dir():
-        yield Mount(str(compiled), operators(), writable=True)
     if share:
         yield Mount(share, share, writable=True)
 
@@ -99,11 +98,6 @@ def _code() -> list[str]:
     resolved = {Path(path).resolve() for path in paths if Path(path).is_dir()}
     found = sorted(path for path in resolved if _is_own(str(path)))
     return [str(path) for path in found if not any(path.is_relative_to(other) for other in found if other != path)]
-
-
-def operators() -> str:
-    """Where a host looks for compiled operators."""
-    return os.environ.get(VARIABLE) or f"{HOME}/.cache/torch_extensions"
 
 
 def _make_place(place: Path, is_folder: bool) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infra.testcluster import Cluster
-from infra.testcluster.view import operators
+from infra.testcluster.view import OPERATORS
 
 pytestmark = pytest.mark.cluster
 
@@ -62,7 +62,7 @@ def test_hosts_without_a_fault_pass_every_check(cluster: Cluster, preflight: Pre
 
 
 def test_every_fault_is_named_at_once(cluster: Cluster, preflight: Preflight, on: On) -> None:
-    lock = f"{operators()}/left_behind/lock"
+    lock = f"{OPERATORS}/left_behind/lock"
     on("node1", "mkdir", "-p", str(Path(lock).parent))
     on("node1", "touch", lock)
     on("node1", "mkdir", small := "/var/tmp/small")
