@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,6 +20,7 @@ from infra.processes import boot_id
 from t5train.file_lock import is_locked, try_lock
 
 _FOLDER = "t5-pretrain-runs"
+_NAME = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _LOCK_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 _held: list[int] = []
@@ -82,7 +84,10 @@ def forget(folder: Path, flow_run_id: UUID) -> None:
 
 
 def _paths(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
+    """Files named after flow runs; any other, such as an editor's copy, is somebody else's."""
+    return (
+        [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_file()] if folder.is_dir() else []
+    )
 
 
 def _read(descriptor: int) -> RunRecord | None:

@@ -1,5 +1,6 @@
 """Brings what ranks left on their hosts into the run's folder, without secrets; then removes it there."""
 
+import gzip
 import io
 import json
 import logging
@@ -38,7 +39,7 @@ def gather(this: Attempt, transport: Transport, hosts: Iterable[str]) -> None:
                 raise reply
             unpack(reply.stdout, this.folder)
             gathered.append(host)
-        except (HostError, tarfile.TarError, EOFError, zlib.error) as error:
+        except (HostError, tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
             _log.warning("what %s has of attempt %s stays there, in %s: %s", host, this.number, _place(this), error)
     remove(this, transport, gathered)
 

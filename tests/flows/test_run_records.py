@@ -72,3 +72,11 @@ def test_a_folder_that_is_not_there_has_no_records(tmp_path: Path) -> None:
     assert run_records.living(tmp_path / "none") == set()
     with run_records.abandoned(tmp_path / "none") as found:
         assert found == {}
+
+
+def test_a_file_of_another_name_among_the_records_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt~").write_text("mine")
+    with run_records.abandoned(tmp_path) as found:
+        assert found == {}
+    assert run_records.living(tmp_path) == set()
+    assert (tmp_path / "notes.txt~").exists()
