@@ -8,6 +8,7 @@ from pathlib import Path
 
 from t5train.atomic_folder import rename_aside
 from t5train.errors import DigestMismatch, RecordError
+from t5train.presence import files_below
 from t5train.records import MANIFEST, Record, verify_file
 from t5train.verify import parse_manifest
 
@@ -21,8 +22,7 @@ def changed_files(record: Record) -> list[str]:
 
 def unlisted_files(record: Record) -> list[str]:
     """Names of the files in the record's folder that its manifest does not list."""
-    names = {str(path.relative_to(record.path)) for path in record.path.rglob("*") if _is_entry(path)}
-    return sorted(names - {MANIFEST, *record.files})
+    return sorted(set(files_below(record.path)) - {MANIFEST, *record.files})
 
 
 def keep_changed_files(folder: Path) -> None:
@@ -35,10 +35,6 @@ def keep_changed_files(folder: Path) -> None:
     for name in record.files:
         if _is_changed(record, name):
             _log.warning("%s was changed: it was moved to %s", folder / name, rename_aside(folder / name))
-
-
-def _is_entry(path: Path) -> bool:
-    return path.is_symlink() or not path.is_dir()
 
 
 def _is_changed(record: Record, name: str) -> bool:

@@ -59,6 +59,21 @@ def visible_in(folder: Path) -> list[Path]:
     return [folder / name for name in names_in(folder) if not name.startswith(".")]
 
 
+def files_below(folder: Path) -> list[str]:
+    """Relative paths of all that is below a folder, except folders; a link to one is listed, not followed.
+
+    Raises Unreadable.
+    """
+    found = []
+    for name in names_in(folder):
+        path = folder / name
+        if path.is_symlink() or not is_folder(path):
+            found.append(name)
+        else:
+            found += [f"{name}/{below}" for below in files_below(path)]
+    return found
+
+
 def is_folder(path: Path) -> bool:
     """Whether a folder is there. Raises Unreadable."""
     found = _stat(path)

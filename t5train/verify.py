@@ -11,7 +11,7 @@ from t5train.certificate import CERTIFICATE, Certificate
 from t5train.confined import confined
 from t5train.errors import CertificationError, DigestMismatch, PublicationError, RecordError
 from t5train.locations import explained, local_folder, redacted, remote_folder
-from t5train.presence import ABSENT, reading
+from t5train.presence import ABSENT, files_below, reading
 from t5train.progress import Progress, silent
 from t5train.records import (
     MANIFEST,
@@ -64,8 +64,7 @@ def verify_local(folder: Path, progress: Progress = silent) -> Record:
     record = parse_manifest(content, str(folder / MANIFEST)).model_copy(update={"path": folder})
     record.verify(progress)
     if isinstance(record, Publication):
-        present = (str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
-        _require_whole(record, present, str(folder))
+        _require_whole(record, files_below(folder), str(folder))
         with reading(folder / CERTIFICATE):
             content = (folder / CERTIFICATE).read_bytes()
         _require_certified(record, content, str(folder))

@@ -75,6 +75,14 @@ def test_a_file_that_was_not_published_is_an_error(published: Path) -> None:
             verify(place)
 
 
+def test_a_link_to_a_folder_is_no_part_of_a_publication(published: Path, tmp_path: Path) -> None:
+    """transformers reads templates in folders."""
+    (tmp_path / "templates").mkdir()
+    (published / "additional_chat_templates").symlink_to(tmp_path / "templates")
+    with pytest.raises(PublicationError, match="additional_chat_templates, which was not published"):
+        verify(str(published))
+
+
 def test_a_manifest_made_to_fit_still_needs_the_certificate(published: Path) -> None:
     (published / "README.md").write_text("The best model there is.")
     record = Publication.load(published)
