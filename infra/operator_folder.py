@@ -34,7 +34,7 @@ def operator_folder(environment: Mapping[str, str] = os.environ) -> Path:
 def _key(environment: Mapping[str, str]) -> str:
     """Of all that decides what is compiled.
 
-    That includes the paths of torch and DeepSpeed: ninja compiles anew whenever a command line differs, so two
+    That includes the paths of torch and DeepSpeed: ninja recompiles whenever a command line differs, so two
     environments that shared a folder would compile by turns.
     """
     facts = [f"{name}={environment.get(name, '')}" for name in _COMPILERS]

@@ -53,8 +53,8 @@ def explain(error: OSError) -> str:
 def path_of(error: OSError) -> str | None:
     """The path that an error is about.
 
-    The system names none for a read, a write or a sync. Then it is that of the file, or else the path, that the
-    innermost function was working on.
+    The system names no path when a read, write or sync fails. In that case this is the file that the innermost
+    function had open, or otherwise the path it was given.
     """
     named = [_text(name) for name in (error.filename, error.filename2) if name is not None]
     if named:

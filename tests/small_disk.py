@@ -10,7 +10,7 @@ _MOUNT = 'mount -t tmpfs -o "size=$1" tmpfs "$2" && shift 2 && exec "$@"'
 
 
 def run_with_disk(folder: Path, size: str, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program that finds an empty disk of that size mounted on ``folder``; it may mount it anew."""
+    """Run a Python program that finds an empty disk of that size mounted on ``folder``; it may remount it."""
     namespace = ["unshare", "--map-root-user", "--mount"]
     if subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
         pytest.skip("mount namespaces are not allowed here")

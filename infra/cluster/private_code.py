@@ -23,10 +23,10 @@ def fault(folder: str) -> str | None:
     own = [folder]
     while len(own) < _OWN_LEVELS:
         own.insert(0, os.path.dirname(own[0]))  # noqa: PTH120 - pathlib takes long to import
-    path = os.path.realpath(os.path.dirname(own[0]))  # noqa: PTH120
+    path = os.path.realpath(os.path.dirname(own[0]))  # noqa: PTH120 - as above
     above = [path]
     while path != "/":
-        above.insert(0, path := os.path.dirname(path))  # noqa: PTH120
+        above.insert(0, path := os.path.dirname(path))  # noqa: PTH120 - as above
     try:
         return next(filter(None, [*map(_is_open, above), *map(_is_not_private, own)]), None)
     except OSError as error:
@@ -60,7 +60,7 @@ def main() -> None:
         sys.stderr.write(f"code is not run from {folder}: {found}. Move that folder away, then start again\n")
         sys.exit(_NOT_PRIVATE)
     try:
-        os.execvp(command[0], command)  # noqa: S606 - no shell
+        os.execvp(command[0], command)  # noqa: S606 - an argument list, so that no shell reads it
     except OSError as error:
         sys.stderr.write(f"{command[0]} cannot be started: {error.strerror}\n")
         sys.exit(_NOT_FOUND)

@@ -157,7 +157,7 @@ class Supervision:
 
     def _greet(self, name: str, host: _Host, boot_id: str) -> None:
         if host.boot_id not in (None, boot_id):
-            self._fail(HostLost(f"{name} was started anew while its ranks were at work", [name]))
+            self._fail(HostLost(f"{name} was restarted while its ranks were running", [name]))
         host.boot_id, host.broken = boot_id, ""
 
     def _keep_error(self, name: str, **error: Any) -> None:

@@ -148,15 +148,14 @@ def _require_free(run: NodeRun, states: Mapping[str, _State], adopt: bool) -> No
         if state.owner is not None and not state.is_ours and not (adopt and state.left_seconds <= 0)
     }
     if refused:
-        raise _owned(run, refused, adopt)
+        raise _owned(run, refused)
 
 
-def _owned(run: NodeRun, refused: Mapping[str, _State], adopt: bool) -> RunOwned:
+def _owned(run: NodeRun, refused: Mapping[str, _State]) -> RunOwned:
     host, state = max(refused.items(), key=lambda item: item[1].left_seconds)
     what = f"the checkpoints of run {run.folder.name} on {', '.join(refused)} are owned by {state.owner}"
     another = "choose another --name"
     if state.left_seconds > 0:
         lease = f"that head is alive: its lease on {host} runs for another {state.left_seconds:.0f} s"
         return RunOwned(f"{what}; {lease}. Wait until it is over, then take the run over with --adopt, or {another}")
-    assert not adopt  # noqa: S101 - then an expired lease is no obstacle
     return RunOwned(f"{what}; its lease has expired: take the run over with --adopt, or {another}")

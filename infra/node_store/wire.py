@@ -111,7 +111,7 @@ def files_in(folder: Path) -> Source:
     def read(name: str, offset: int, size: int) -> Iterator[bytes]:
         path = within(folder, name)
         with reading(path):
-            file = open(path, "rb")  # noqa: SIM115 - closed below; what follows is told apart from errors of who reads
+            file = open(path, "rb")  # noqa: SIM115 - closed below; the reader's own errors must not pass here
         with file:
             with reading(path):
                 file.seek(offset)

@@ -36,7 +36,7 @@ def main() -> int:
     except BaseException as error:
         if (explained := told_of(error)) is not None:
             # First to the log: a report cannot be written to a disk that has failed.
-            logging.getLogger(__name__).error("%s: %s", type(explained).__name__, explained)  # noqa: TRY400 - the message is whole
+            logging.getLogger(__name__).error("%s: %s", type(explained).__name__, explained)  # noqa: TRY400 - the line says all; no traceback
         if rank_files := os.environ.get(RANK_FILES):
             report(Path(rank_files), error)
         if explained is not None:

@@ -18,7 +18,7 @@ class Fp32Sums:
     def __init__(self, module: nn.Module) -> None:
         self._sums: dict[Tensor, Tensor] = {}
         for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]  # torch has no types for it
 
     def hand_over(self) -> None:
         """Make the sums the gradients of their parameters, in the parameters' type; the next sum begins at zero."""
@@ -28,7 +28,7 @@ class Fp32Sums:
 
     def _add(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None  # noqa: S101  torch calls this after it has added to it
+        assert gradient is not None  # noqa: S101 - torch calls this hook once the gradient is set
         if (total := self._sums.get(parameter)) is None:
             self._sums[parameter] = gradient.float()
         else:

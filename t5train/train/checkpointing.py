@@ -86,7 +86,7 @@ def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, An
         ),
     )
     barrier()
-    if rank() == 0 and not job.node_local:  # else the head records what is complete over all hosts
+    if rank() == 0 and not job.node_local:  # where hosts share no disk, the head keeps this record
         last_complete.note(job.run_folder, tag)
     return tag
 

@@ -43,7 +43,7 @@ def test_another_compiler_has_another_folder(folder: Folder, name: str) -> None:
 
 
 def test_another_python_environment_has_another_folder(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its paths are in the commands, so ninja would compile anew, over what the other environment uses."""
+    """Its paths are in the commands, so ninja would recompile and overwrite what the other environment uses."""
     before = folder()
     monkeypatch.setattr(sys, "prefix", "/another/.venv")
     assert folder() != before

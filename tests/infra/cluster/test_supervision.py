@@ -166,7 +166,7 @@ def test_a_host_that_says_something_else_is_lost_and_what_it_said_is_told(
 def test_a_host_that_was_started_anew_is_lost_at_once(supervise: Callable[..., Supervision]) -> None:
     supervision = supervise(b="another")
     look_until(supervision, lambda: supervision.failed, 5)
-    assert str(supervision.failure) == "b was started anew while its ranks were at work"
+    assert str(supervision.failure) == "b was restarted while its ranks were running"
 
 
 def test_a_host_that_knows_nothing_of_the_attempt_is_lost_at_once(
@@ -278,4 +278,4 @@ def test_a_host_that_cannot_be_reached_when_another_is_lost_is_named_with_it(
     failure = watch.failure()
     assert isinstance(failure, HostLost)
     assert failure.hosts == ("a", "b")
-    assert str(failure).startswith("a was started anew while its ranks were at work; b is lost too: ")
+    assert str(failure).startswith("a was restarted while its ranks were running; b is lost too: ")
