@@ -1,8 +1,8 @@
 """The shared memory of DeepSpeed's CPU collectives, which outlives the ranks that made it.
 
 Where all ranks are on one machine, each makes a file of 66 MiB in /dev/shm, named after its user, where the ranks meet
-and its number, and never removes it: memory that is lost until the machine is restarted, and that later ranks meeting at
-the same port would map before its owner has cleared it. A file that does not fit is cut off without a word, and the
+and its number, and never removes it: memory that is lost until the machine is restarted, and that later ranks meeting
+at the same port would map before its owner has cleared it. A file that does not fit is cut off without a word, and the
 rank dies of SIGSEGV or SIGBUS when it reads on. Standard library only, as the guards import it.
 """
 
