@@ -97,7 +97,7 @@ class Claim:
             answers = _ask(self._nodes, self._run, Mode.CLAIM, deadline)
             refused = {host: each for host, each in _states(answers).items() if not each.is_ours}
             if refused:
-                self.lost = _owned(self._run, refused, adopt=False)
+                self.lost = _owned(self._run, refused)
                 _log.error("%s", self.lost)
             self._note_silent({host: each for host, each in answers.items() if isinstance(each, HostError)})
 
