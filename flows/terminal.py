@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
+from infra.attempts.log_lines import printable
 from t5train.progress import Progress as ProgressCallback
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -65,7 +66,7 @@ class LogAbove(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print the message alone."""
-        self._console.print(record.getMessage(), soft_wrap=True)
+        self._console.print(printable(record.getMessage()), soft_wrap=True)
 
 
 @contextmanager
@@ -102,14 +103,14 @@ def progress_display() -> Iterator[LineProgress | BarProgress]:
 
 
 def say(line: str) -> None:
-    """One line of result on standard output, as it is: no wrapping, no markup."""
-    sys.stdout.write(line + "\n")
+    """One line of result on standard output: no wrapping, no markup, and nothing that a terminal would obey."""
+    sys.stdout.write(printable(line) + "\n")
     sys.stdout.flush()
 
 
 def complain(line: str) -> None:
-    """One line on standard error."""
-    sys.stderr.write(line + "\n")
+    """One line on standard error, as of ``say``: errors may quote hosts and stores."""
+    sys.stderr.write(printable(line) + "\n")
     sys.stderr.flush()
 
 
@@ -122,5 +123,5 @@ def show_table(columns: list[str], rows: list[list[str]]) -> None:
         return
     table = Table(*columns)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     console.print(table, markup=False)

@@ -7,8 +7,13 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _LINE_CHARACTERS = 400
 
 
+def printable(text: str) -> str:
+    """The same text without what a terminal would obey: it may come from another machine, or from a store."""
+    return _CONTROLS.sub("", _ESCAPES.sub("", text))
+
+
 def shown_lines(output: bytes) -> list[str]:
     """The lines of ``output`` that have text, each cut after 400 characters."""
     text = _ESCAPES.sub("", output.decode("utf-8", errors="replace"))
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
-    return [_CONTROLS.sub("", line).rstrip()[:_LINE_CHARACTERS] for line in lines if line.strip()]
+    return [printable(line).rstrip()[:_LINE_CHARACTERS] for line in lines if line.strip()]

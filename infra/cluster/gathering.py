@@ -18,14 +18,15 @@ from t5train.atomic import write_text
 from t5train.errors import HostError
 
 _LOGS_SECONDS, _REMOVE_SECONDS = 120.0, 20.0
-_OF_A_RANK = re.compile(r"rank-[0-9]{5}\.(log|pid|beat|exit\.json|error\.json)")
+_OF_A_RANK = re.compile(r"rank-([0-9]{5})\.(?:log|pid|beat|exit\.json|error\.json)")
+_MOST_BYTES_OF_A_RANK = 64 << 20  # twice what a node packs of a log, far above the rest
 _log = logging.getLogger(__name__)
 
 
 def gather(this: Attempt, transport: Transport, hosts: Iterable[str]) -> None:
     """Bring the files of ranks into the attempt's folder; a host that does not answer in time keeps its own."""
     request = json.dumps({"run_id": this.run_id}).encode() + b"\n"
-    gathered = []
+    gathered, ranks = [], _ranks(this)
     replies = run_everywhere(
         transport,
         hosts,
@@ -37,7 +38,7 @@ def gather(this: Attempt, transport: Transport, hosts: Iterable[str]) -> None:
         try:
             if isinstance(reply, HostError):
                 raise reply
-            unpack(reply.stdout, this.folder)
+            unpack(reply.stdout, this.folder, ranks[host])
             gathered.append(host)
         except (HostError, tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
             _log.warning("what %s has of attempt %s stays there, in %s: %s", host, this.number, _place(this), error)
@@ -62,13 +63,36 @@ def keep_own(head_folder: Path, folder: Path) -> None:
         write_text(folder / path.name, redact(path.read_text("utf-8", errors="replace")))
 
 
-def unpack(packed: bytes, folder: Path) -> None:
-    """Write the files of ranks in a gzipped tar into a folder, and nothing else: names come from another machine."""
-    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as files:
+def unpack(packed: bytes, folder: Path, ranks: range) -> None:
+    """Write the files of these ranks in a gzipped tar into a folder, and nothing else: another machine packed it.
+
+    Raises TarError where it holds more than ranks leave, and what gzip and tarfile raise where it is damaged.
+    """
+    most = _MOST_BYTES_OF_A_RANK * len(ranks)
+    with gzip.open(io.BytesIO(packed)) as archive:
+        content = archive.read(most + 1)
+    if len(content) > most:
+        raise tarfile.TarError(
+            f"it holds more than {most >> 20} MiB, and only logs of {len(ranks)} ranks were asked for"
+        )
+    with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as files:
         for member in files:
-            file = files.extractfile(member) if member.isreg() and _OF_A_RANK.fullmatch(member.name) else None
+            file = files.extractfile(member) if member.isreg() and _is_of(ranks, member.name) else None
             if file is not None:
                 write_text(folder / member.name, redact(file.read().decode("utf-8", errors="replace")))
+
+
+def _is_of(ranks: range, name: str) -> bool:
+    found = _OF_A_RANK.fullmatch(name)
+    return found is not None and int(found[1]) in ranks
+
+
+def _ranks(this: Attempt) -> dict[str, range]:
+    """Global ranks by host: a host has no say about the files of others."""
+    ranks, first = dict[str, range](), 0
+    for host, slots in (this.hosts or {}).items():
+        ranks[host] = range(first, first := first + len(slots))
+    return ranks
 
 
 def _place(this: Attempt) -> Path:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable
 
+from infra.attempts.log_lines import printable
 from infra.environment import redact
 from infra.node.log_tail import warns
 from infra.node.rate_limit import RateLimit
@@ -27,5 +28,6 @@ class RankLines:
                 continue
             omitted = f" ({self._left_out} lines before this one are left out)" if self._left_out else ""
             self._left_out = 0
-            _log.log(logging.WARNING if warns(line) else logging.INFO, "%s %s: %s%s", host, name, redact(line), omitted)
+            level = logging.WARNING if warns(line) else logging.INFO
+            _log.log(level, "%s %s: %s%s", host, printable(name), printable(redact(line)), omitted)
         self._left_out += left_out  # its machine has left out what came after these lines

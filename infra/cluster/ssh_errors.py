@@ -2,6 +2,7 @@
 
 import re
 
+from infra.attempts.log_lines import printable
 from t5train.errors import HostError, HostKeyMismatch, HostMisconfigured, HostUnreachable
 
 SSH_FAILED = 255
@@ -68,5 +69,5 @@ def failure_of_ssh(host: str, said: bytes) -> HostError:
 
 def last_lines(said: bytes, most: int = 3) -> str:
     """The last lines that say something, in one."""
-    lines = [line.strip() for line in said.decode("utf-8", "replace").splitlines()]
+    lines = [printable(line).strip() for line in said.decode("utf-8", "replace").splitlines()]
     return " / ".join([line for line in lines if not _NOISE.match(line)][-most:]) or "nothing"

@@ -30,11 +30,10 @@ _log = logging.getLogger(__name__)
 def recover(run: NodeRun, progress: Progress) -> None:
     """Have the gathered copy hold the newest checkpoint that is complete anywhere; none where none ever was.
 
-    Asked are also hosts that had something of it and are not among the run's any more. Damaged checkpoints that are
-    newer are moved aside everywhere; all are where the user asked to begin again, on hosts that do not answer as soon
-    as they do. Raises NothingVerifies where
-    checkpoints were complete and are no more, Unreadable, UnknownVersion and UnlistedFile where that cannot be known,
-    and HostError when a host of the run does not answer.
+    Hosts that had something of it and are not among the run's any more are asked too. Damaged checkpoints that are
+    newer are moved aside everywhere. Where the user asked to begin again, all are; on hosts that do not answer, as soon
+    as they do. Raises NothingVerifies where checkpoints were complete and are no more, Unreadable, UnknownVersion and
+    UnlistedFile where that cannot be known, and HostError when a host of the run does not answer.
     """
     former = former_hosts(run)
     if run.nodes.code is not None:  # a launch has sent it to its own hosts alone

@@ -7,7 +7,7 @@ from typing import Any
 
 from infra.node_folder import heads_folder
 from infra.node_store.finished import FinishedRun, idle_runs
-from infra.node_store.garbage import Garbage, size_of
+from infra.node_store.garbage import KEPT_ASIDE, Garbage, size_of
 from infra.node_store.inventory import HEAD, inventory_of
 from infra.node_store.left_attempts import KnownAttempts, left_attempts
 from infra.node_store.nodes import Nodes
@@ -15,7 +15,7 @@ from infra.node_store.tags import superfluous
 from infra.run_lock import run_lock
 from t5train.atomic_folder import discard
 from t5train.errors import HostError, RunLocked
-from t5train.run_files import CHECKPOINTS
+from t5train.run_files import CHECKPOINTS, SET_ASIDE
 
 _DEADLINE_SECONDS = 600.0
 _log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def free_under(root: Path, found: Sequence[Garbage]) -> list[str]:
 
 
 def _free_in(root: Path, run: Path, asked: Collection[str]) -> list[str]:
-    freed = [each.place for each in _garbage_in(root, run) if each.place in asked]
+    freed = [each.place for each in _garbage_in(root, run) if each.place in asked and not each.is_kept]
     for place in freed:
         discard(root / place)
     return freed
@@ -102,6 +102,8 @@ def _garbage_in(root: Path, run: Path) -> Iterator[Garbage]:
     names = [*superfluous(tags, keep_last=len(tags[HEAD]) or 1), *_half_removed(checkpoints)]
     for folder in (checkpoints / name for name in names):
         yield Garbage(str(folder.relative_to(root)), size_of(folder), "a checkpoint that is not whole")
+    if (aside := run / SET_ASIDE).is_dir():
+        yield Garbage(str(aside.relative_to(root)), size_of(aside), KEPT_ASIDE, is_kept=True)
 
 
 def _half_removed(checkpoints: Path) -> list[str]:

@@ -17,7 +17,9 @@ from infra.node_store.ownership import is_held_at, owner_of
 from infra.node_store.paths import SHARDS, STAGED, run_place, scratch_folder, within
 from infra.node_store.sent_code import remove_code, unused_code
 from t5train.atomic_folder import discard
-from t5train.run_files import CHECKPOINTS, RUNS
+from t5train.run_files import CHECKPOINTS, RUNS, SET_ASIDE
+
+KEPT_ASIDE = "kept: damaged or given up, and moved aside; remove it yourself once you do not need it"
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ def _found(scratch: Path, request: Mapping[str, Any]) -> Iterator[Garbage]:
     for folder in sorted((scratch / RUNS).glob("[!.]*")):
         if folder.name in request["finished"] and not is_at_work(folder.name):
             yield from _of_run(folder, **request["finished"][folder.name])
+    for folder in sorted((scratch / SET_ASIDE).glob("[!.]*")):
+        yield Garbage(str(folder.relative_to(scratch)), size_of(folder), KEPT_ASIDE, is_kept=True)
     for folder, why in left_attempts(attempts_folder(), KnownAttempts(**request["attempts"])):
         yield Garbage(f"{ATTEMPTS}/{folder.name}", size_of(folder), why)
     for folder in unused_code():

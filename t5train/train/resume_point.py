@@ -11,7 +11,7 @@ from pathlib import Path
 
 from t5train import run_files, sidecar
 from t5train.atomic import sync_folder, write_text
-from t5train.errors import IncompleteCheckpoint, NothingVerifies
+from t5train.errors import IncompleteCheckpoint, NothingVerifies, SpecError
 from t5train.presence import is_folder, is_there, names_in
 from t5train.progress import Progress, silent
 from t5train.records import MANIFEST
@@ -115,6 +115,16 @@ def ask_to_begin_again(run_folder: Path) -> None:
 def is_asked_to_begin_again(run_folder: Path) -> bool:
     """Whether the user did, and it has not come to pass."""
     return is_there(run_folder / run_files.BEGIN_AGAIN)
+
+
+def require_no_forgotten_beginning(run_folder: Path) -> None:
+    """SpecError where an earlier command was told to begin again and failed before it did."""
+    if is_asked_to_begin_again(run_folder):
+        raise SpecError(
+            f"an earlier command was told to begin {run_folder.name} again, and failed before it did: repeat "
+            f"--begin-again to train from step 0, or remove {run_folder / run_files.BEGIN_AGAIN} to go on from the "
+            "last checkpoint"
+        )
 
 
 def _begin_again(run_folder: Path) -> None:

@@ -21,6 +21,7 @@ from t5train.model.shape import huggingface_config, resolve
 from t5train.progress import silent
 from t5train.recipes import recipe
 from t5train.spec import TokenizerSpec
+from t5train.train.resume_point import ask_to_begin_again
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -285,3 +286,17 @@ def test_the_exit_code_says_that_training_is_done_though_its_result_is_not_gathe
     monkeypatch.setattr(cli, "app", lose_a_host)
     assert t5_pretrain("run") == 3
     assert capsys.readouterr().err == "error: training is done, but node1 was lost\n"
+
+
+@pytest.mark.parametrize("command", ["run", "train"])
+def test_a_beginning_that_failed_before_it_moved_checkpoints_is_not_made_up_for_unasked(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    folder = tmp_path / "work" / "runs" / "mine"
+    folder.mkdir(parents=True)
+    ask_to_begin_again(folder)
+    assert t5_pretrain(command, "smoke", "--name", "mine", "--set", "corpus.source=/nowhere") == 1
+    said = capsys.readouterr().err
+    assert "repeat --begin-again" in said
+    assert f"remove {folder / 'begin-again'}" in said
+    assert "Traceback" not in said

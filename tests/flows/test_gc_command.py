@@ -39,6 +39,20 @@ def test_gc_shows_first_and_removes_when_told(
     assert capsys.readouterr().out.splitlines()[-1] == "there is nothing that no run needs"
 
 
+def test_checkpoints_that_were_moved_aside_are_listed_and_stay(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], checkpoints: Path
+) -> None:
+    aside = checkpoints.parent / "set-aside"
+    aside.mkdir()
+    (checkpoints / "step-00000004").rename(aside / "step-00000004.0123abcd")
+    assert t5_pretrain("gc", "--free") == 0
+    _, row, last = capsys.readouterr().out.splitlines()
+    assert row.split("\t")[:3] == ["this machine", "runs/mine/set-aside", "2.5 MB"]
+    assert "remove it yourself" in row
+    assert last == "0 removed"
+    assert (aside / "step-00000004.0123abcd" / "left.pt").exists()
+
+
 def test_any_number_of_hosts_will_do_and_only_settings_of_machines_are_known(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

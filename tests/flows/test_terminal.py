@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from flows import terminal
 from flows.terminal import stage_display
 
 
@@ -19,3 +20,16 @@ def test_what_the_library_logs_is_seen_while_a_stage_runs_and_not_afterwards(
         "resuming mine from step-00000010\n"
         f"[bold] is no markup, text:100: no picture, and a long line stays one: {'x' * 200}\n"
     )
+
+
+def test_what_a_store_or_a_host_said_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "b\x1b[2Jucket\x1b]0;title\x07 \x9b5mis\r gone\x08\n\tfor good"
+    with stage_display():
+        logging.getLogger("t5train.verify").warning("%s", hostile)
+    terminal.say(hostile)
+    terminal.complain(hostile)
+    terminal.show_table(["what"], [[hostile]])
+    captured = capsys.readouterr()
+    fit = "bucket 5mis gone\n\tfor good\n"
+    assert captured.err == fit.expandtabs(8) + fit
+    assert captured.out == fit + "what\n" + fit

@@ -4,6 +4,7 @@
 and standard streams to that process by a socket, and ends with the exit code of the process that is forked for it.
 """
 
+import gc
 import os
 import shutil
 import signal
@@ -75,6 +76,7 @@ class LocalHosts:
 
 def _serve(listener: socket.socket, mains: dict[str, Main]) -> None:
     running = set[int]()
+    gc.freeze()  # a collection in a forked process would else write to, and so copy, most of its memory
     while True:
         client, _ = listener.accept()
         if (child := os.fork()) == 0:

@@ -1,5 +1,6 @@
 """One trial: an operation in a process of its own, forked for it, in a fresh copy of what it works on."""
 
+import gc
 import json
 import logging
 import os
@@ -104,6 +105,7 @@ class Trials:
     def _ending(self) -> Ending:
         if self._work is None:
             self._work = self.operation.enter(self._trial)
+            gc.freeze()  # a collection in a forked process would else write to, and so copy, most of its memory
         read, write = os.pipe()
         child = os.fork()
         if child == 0:

@@ -18,7 +18,7 @@ from infra.node_store.garbage import Garbage
 from infra.node_store.gather import gather
 from infra.node_store.left_attempts import KnownAttempts
 from infra.node_store.ownership import Owner
-from infra.node_store.paths import run_place
+from infra.node_store.paths import aside_place, run_place
 from infra.node_store.pulling import listed
 from infra.node_store.staging import release, stage_folder
 from infra.run_lock import run_lock
@@ -110,6 +110,16 @@ def test_what_nobody_has_claimed_is_listed_and_kept(site: Site, finished: list[F
     found = found_on(site, finished)
     assert [(each.is_kept, each.why.split(",")[0]) for each in found["a"]] == [(True, "kept: no head has claimed it")]
     assert free_on(site.nodes, finished, NOBODYS, found) == {"a": [], "b": [run_place(RUN)]}
+
+
+def test_what_was_moved_aside_is_listed_and_kept(site: Site, finished: list[FinishedRun]) -> None:
+    aside = site.scratch("a") / aside_place(RUN) / "step-00000004.0123abcd"
+    aside.mkdir(parents=True)
+    (aside / "left.pt").write_bytes(bytes(100))
+    found = found_on(site, finished)
+    assert [(each.place, each.size) for each in found["a"] if each.is_kept] == [(aside_place(RUN), 100)]
+    assert free_on(site.nodes, finished, NOBODYS, found) == {host: [run_place(RUN)] for host in "ab"}
+    assert (aside / "left.pt").exists()
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 1000)], ids=["missing", "cut short"])
