@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -25,6 +26,7 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 # Tests that start ranks by themselves use what `make setup` has compiled, too.
 os.environ[VARIABLE] = str(operator_folder())
 
+SHOWN_FILES, SHOWN_SECONDS = 40, 3.0
 GOLDEN = Path(__file__).parent / "golden"
 WEED = Path(sys.executable).with_name("weed")
 ENDING_WITH_US = """
@@ -63,6 +65,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if wanting and (reason := missing()):
             for item in wanting:
                 item.add_marker(pytest.mark.skip(reason=f"{marker}: {reason}"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The files that took longest, with what their fixtures took."""
+    seconds = Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if slowest := [each for each in seconds.most_common(SHOWN_FILES) if each[1] > SHOWN_SECONDS]:
+        terminalreporter.write_sep("=", "slowest files")
+        for file, took in slowest:
+            terminalreporter.write_line(f"{took:7.1f} s  {file}")
 
 
 def _why_no_accelerator() -> str | None:
