@@ -51,11 +51,9 @@ def imported(name: str) -> Iterator[str]:
                 yield submodule if submodule in MODULES else node.module
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_run_one_way(name: str) -> None:
-    allowed = LAYERS[layer(name)]
-    found = {layer(module) for module in imported(name)} & WATCHED
-    assert found <= allowed, f"{name} imports {sorted(found - allowed)}"
+def test_imports_run_one_way() -> None:
+    upward = {name: ({layer(each) for each in imported(name)} & WATCHED) - LAYERS[layer(name)] for name in MODULES}
+    assert not {name: layers for name, layers in upward.items() if layers}
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
@@ -66,12 +64,12 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         pytest.fail("import cycle: " + " <- ".join(error.args[1]))
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_module_says_what_it_is_and_stays_small(name: str) -> None:
-    assert ast.get_docstring(TREES[name]), f"{name} has no docstring"
-    assert MODULES[name].stem not in NAMES_THAT_SAY_NOTHING
-    lines = len(MODULES[name].read_text("utf-8").splitlines())
-    assert lines <= MOST_LINES, f"{name} has {lines} lines: an idea in it wants its own module"
+def test_every_module_says_what_it_is_and_stays_small() -> None:
+    assert not [name for name in MODULES if not ast.get_docstring(TREES[name])], "these have no docstring"
+    assert not [name for name, path in MODULES.items() if path.stem in NAMES_THAT_SAY_NOTHING]
+    lines = {name: len(path.read_text("utf-8").splitlines()) for name, path in MODULES.items()}
+    too_long = {name: count for name, count in lines.items() if count > MOST_LINES}
+    assert not too_long, "an idea in each of these wants its own module"
 
 
 def device_bound(tree: ast.AST) -> Iterator[int]:
@@ -85,9 +83,9 @@ def device_bound(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
-@pytest.mark.parametrize("name", LIBRARY)
-def test_the_library_is_bound_to_no_one_kind_of_accelerator(name: str) -> None:
-    assert not list(device_bound(TREES[name]))
+def test_the_library_is_bound_to_no_one_kind_of_accelerator() -> None:
+    bound = {name: list(device_bound(TREES[name])) for name in LIBRARY}
+    assert not {name: lines for name, lines in bound.items() if lines}
 
 
 @pytest.mark.parametrize("code", ["torch.cuda.synchronize()", "x.cuda()", "import torch.cuda", "f(backend='nccl')"])
