@@ -16,9 +16,11 @@ from infra.testcluster.demo import demo
 from infra.testcluster.view import HOME, HOSTFILE, ROOT
 from t5train import sidecar
 from t5train.certificate import CERTIFICATE, Certificate
+from t5train.run_files import FAILURES
 from t5train.train import metrics
 from t5train.train.job import TrainJob
 from t5train.train.last_complete import last_complete
+from t5train.train.resume_point import is_tag
 from t5train.verify import verify
 
 pytestmark = pytest.mark.cluster
@@ -69,8 +71,9 @@ class Apart:
         return found
 
     def take_back(self, hosts: list[str]) -> None:
-        """Let the run have ended after its first checkpoint."""
-        (self.folder / "manifest.json").unlink(missing_ok=True)
+        """Let the run have ended after its first checkpoint, and no host have failed."""
+        for name in ("manifest.json", FAILURES):
+            (self.folder / name).unlink(missing_ok=True)
         for folder in (self.folder, *map(self.on, hosts)):
             shutil.rmtree(folder / "checkpoints" / LAST, ignore_errors=True)
             shutil.rmtree(folder / "witness", ignore_errors=True)
@@ -217,7 +220,7 @@ def test_where_nothing_is_complete_any_more_what_is_missing_is_named_and_the_run
     assert re.search(rf"{SHARD_OF_1} \(last seen [^)]* on [^)]*node2\)", ended.told)
     assert (seen := last_complete(trained.folder)) is not None
     assert seen.tag == LAST
-    left = [path.name for path in (trained.on("node0") / "checkpoints").iterdir()]
+    left = [path.name for path in (trained.on("node0") / "checkpoints").iterdir() if is_tag(path.name)]
     ended = trained.train([*HOSTS, "--begin-again"])
     assert ended.exit_code == 0, ended.output[-4000:]
     assert weights(trained.folder) == undisturbed

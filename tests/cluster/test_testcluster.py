@@ -13,6 +13,7 @@ import pytest
 from infra import processes
 from infra.processes import RUN_ID_VARIABLE
 from infra.testcluster import Cluster, registry
+from infra.testcluster.view import OPERATORS
 from t5train.errors import TestClusterError
 
 pytestmark = pytest.mark.cluster
@@ -63,9 +64,9 @@ def test_compiled_operators_are_each_hosts_own_and_as_old_as_the_originals(
     (operator.parent / "lock").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "operators"))
     with Cluster.temporary(f"operators-{os.getpid()}", nodes=1) as cluster:
-        assert cluster.exec("node0", ["stat", "--format=%Y", str(operator)]).stdout == "1000000007\n"
-        assert cluster.exec("node0", ["ls", str(operator.parent)]).stdout == "op.so\n"
-        cluster.exec("node0", ["rm", str(operator)]).check_returncode()
+        assert cluster.exec("node0", ["stat", "--format=%Y", f"{OPERATORS}/op/op.so"]).stdout == "1000000007\n"
+        assert cluster.exec("node0", ["ls", f"{OPERATORS}/op"]).stdout == "op.so\n"
+        cluster.exec("node0", ["rm", f"{OPERATORS}/op/op.so"]).check_returncode()
     assert operator.exists()
 
 
