@@ -51,7 +51,7 @@ bench: setup ## Every benchmark of the CPU, one after the other
 corruptions: setup ## 10,000 faults in small checkpoints: each refused before anything is unpickled
 	@$(BIN)/python tests/t5train/consolidate/corruptions.py
 
-certificate-faults: setup ## 600 single faults in published files, sealed in before certification: each refused
+certificate-faults: setup ## Up to 600 single faults in published files, sealed in before certification: each refused
 	@$(BIN)/python tests/t5train/certificate/certificate_faults.py
 
 bench-consolidate: setup ## Consolidation of 1.1 billion parameters beside cp and zero_to_fp32, then 3 billion alone; 50 GB of disk
