@@ -22,15 +22,19 @@ def fault(folder: str) -> str | None:
     """Why the code in a folder may be somebody else's; None if it is surely this user's."""
     own = [folder]
     while len(own) < _OWN_LEVELS:
-        own.insert(0, os.path.dirname(own[0]))  # noqa: PTH120 - pathlib takes long to import
-    path = os.path.realpath(os.path.dirname(own[0]))  # noqa: PTH120 - as above
+        own.insert(0, _parent(own[0]))
+    path = os.path.realpath(_parent(own[0]))
     above = [path]
     while path != "/":
-        above.insert(0, path := os.path.dirname(path))  # noqa: PTH120 - as above
+        above.insert(0, path := _parent(path))
     try:
         return next(filter(None, [*map(_is_open, above), *map(_is_not_private, own)]), None)
     except OSError as error:
         return f"{error.filename} cannot be examined ({error.strerror})"
+
+
+def _parent(path: str) -> str:
+    return os.path.dirname(path)  # noqa: PTH120 - pathlib takes long to import
 
 
 def _is_not_private(folder: str) -> str | None:

@@ -9,7 +9,7 @@ whole, and cannot be read now.
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -110,10 +110,9 @@ def files_in(folder: Path) -> Source:
 
     def read(name: str, offset: int, size: int) -> Iterator[bytes]:
         path = within(folder, name)
-        with reading(path):
-            file = open(path, "rb")  # noqa: SIM115 - closed below; the reader's own errors must not pass here
-        with file:
+        with ExitStack() as stack:  # what reads the chunks may fail too: that is not an error of this file
             with reading(path):
+                file = stack.enter_context(open(path, "rb"))
                 file.seek(offset)
             while offset < size:
                 with reading(path):

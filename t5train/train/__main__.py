@@ -15,6 +15,8 @@ from t5train.train.job import TrainJob
 from t5train.train.preemption import Told
 from t5train.train.variables import RANK_FILES
 
+_log = logging.getLogger(__name__)
+
 
 def main() -> int:
     """Train as the job says. Exit code 0 only when the last checkpoint and the witness are on disk."""
@@ -36,7 +38,7 @@ def main() -> int:
     except BaseException as error:
         if (explained := told_of(error)) is not None:
             # First to the log: a report cannot be written to a disk that has failed.
-            logging.getLogger(__name__).error("%s: %s", type(explained).__name__, explained)  # noqa: TRY400 - the line says all; no traceback
+            _log.error("%s: %s", type(explained).__name__, explained)
         if rank_files := os.environ.get(RANK_FILES):
             report(Path(rank_files), error)
         if explained is not None:

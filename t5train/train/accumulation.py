@@ -18,7 +18,8 @@ class Fp32Sums:
     def __init__(self, module: nn.Module) -> None:
         self._sums: dict[Tensor, Tensor] = {}
         for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]  # torch has no types for it
+            # torch declares no types for this method.
+            parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
 
     def hand_over(self) -> None:
         """Make the sums the gradients of their parameters, in the parameters' type; the next sum begins at zero."""
@@ -28,7 +29,7 @@ class Fp32Sums:
 
     def _add(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None  # noqa: S101 - torch calls this hook once the gradient is set
+        assert gradient is not None  # noqa: S101 - for the type checker: torch calls the hook after it has set the gradient
         if (total := self._sums.get(parameter)) is None:
             self._sums[parameter] = gradient.float()
         else:

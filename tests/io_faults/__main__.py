@@ -47,7 +47,6 @@ def main() -> int:
     for fault in outcome_table.faults(outcomes):
         print(f"\n{fault}")
     print(f"\n{len(outcomes)} trials: {outcome_table.summary(outcomes.values())}")
-    journal.close()
     return int(any(outcome_table.column_of(each) in outcome_table.FAULTS for each in outcomes.values()))
 
 

@@ -61,8 +61,8 @@ class Journal:
                 raise OtherCode(f"{path} is of other code than this: remove it, or name another with --journal")
             for line in lines:
                 self._take(line)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-        if not path.stat().st_size:
+        self._path = path
+        if not path.exists():
             self._write({"code": code})
 
     def note(self, trial: Trial, outcome: Outcome) -> None:
@@ -70,10 +70,6 @@ class Journal:
         with self._writing:
             self.outcomes[trial] = outcome
             self._write({"trial": trial.to_json(), **outcome})
-
-    def close(self) -> None:
-        """Nothing is noted after this."""
-        self._file.close()
 
     def _take(self, line: str) -> None:
         try:
@@ -83,8 +79,8 @@ class Journal:
         self.outcomes[Trial.of_json(told.pop("trial"))] = told
 
     def _write(self, told: Any) -> None:
-        self._file.write(json.dumps(told) + "\n")
-        self._file.flush()
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(told) + "\n")
 
 
 def planned(workers: Workers, operations: Iterable[str]) -> dict[str, list[Trial]]:
