@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from infra.attempts import lease
 from infra.attempts.attempt import Attempt
 from infra.cluster import fencing
-from infra.cluster.hosts import Host, Hosts
+from infra.cluster.hosts import Hosts
 from infra.cluster.launcher import ClusterLauncher
 from infra.cluster.remote import SSH_CONFIG, Ssh
 from infra.cluster.supervision import Supervision
@@ -53,7 +53,7 @@ def hosts_at_work(run_folder: Path) -> Hosts | None:
     """Those of ranks that were found at work and that nobody has adopted yet."""
     if (kept := _kept.get(run_folder)) is None:
         return None
-    return Hosts(tuple(Host(name, slots) for name, slots in (kept.this.hosts or {}).items()))
+    return Hosts.of(kept.this.hosts or {})
 
 
 def end_all(run_folder: Path, cluster: ClusterSpec, on_tick: Callable[[], None]) -> None:

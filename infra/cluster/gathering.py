@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from infra.attempts.attempt import Attempt
+from infra.cluster.hosts import Hosts
 from infra.cluster.remote import Transport, node_command, run_everywhere
 from infra.environment import redact
 from infra.node_folder import attempt_folder
@@ -26,7 +27,8 @@ _log = logging.getLogger(__name__)
 def gather(this: Attempt, transport: Transport, hosts: Iterable[str]) -> None:
     """Bring the files of ranks into the attempt's folder; a host that does not answer in time keeps its own."""
     request = json.dumps({"run_id": this.run_id}).encode() + b"\n"
-    gathered, ranks = [], _ranks(this)
+    gathered, known = [], Hosts.of(this.hosts or {})
+    ranks = dict(zip(known.names, known.ranks(), strict=True))  # a host has no say about the files of others
     replies = run_everywhere(
         transport,
         hosts,
@@ -85,14 +87,6 @@ def unpack(packed: bytes, folder: Path, ranks: range) -> None:
 def _is_of(ranks: range, name: str) -> bool:
     found = _OF_A_RANK.fullmatch(name)
     return found is not None and int(found[1]) in ranks
-
-
-def _ranks(this: Attempt) -> dict[str, range]:
-    """Global ranks by host: a host has no say about the files of others."""
-    ranks, first = dict[str, range](), 0
-    for host, slots in (this.hosts or {}).items():
-        ranks[host] = range(first, first := first + len(slots))
-    return ranks
 
 
 def _place(this: Attempt) -> Path:

@@ -7,8 +7,9 @@ address, whose colons mean something else to DeepSpeed and to pdsh, needs a name
 
 import ipaddress
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from t5train.errors import SpecError
 from t5train.spec import ClusterSpec
@@ -32,6 +33,11 @@ class Hosts:
     """All hosts of a run in the order of their ranks: those of the first host come first."""
 
     all: tuple[Host, ...]
+
+    @classmethod
+    def of(cls, slots_by_name: Mapping[str, Iterable[int]]) -> Self:
+        """Those that have these names and slots, in that order."""
+        return cls(tuple(Host(name, tuple(slots)) for name, slots in slots_by_name.items()))
 
     @property
     def num_ranks(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from infra.attempts import exit_record, lease
 from infra.attempts.attempt import Attempt, rank_name
 from infra.attempts.exit_record import ExitRecord
+from infra.cluster.hosts import Hosts
 from infra.cluster.rank_lines import RankLines
 from infra.cluster.remote import Transport
 from infra.cluster.window import RENEW_SECONDS, Message, News, Window
@@ -67,7 +68,7 @@ class Supervision:
     @property
     def ranks(self) -> list[str]:
         """Names of all ranks that are expected."""
-        return [rank_name(rank) for rank in range(sum(len(slots) for slots in (self.this.hosts or {}).values()))]
+        return [rank_name(rank) for rank in range(Hosts.of(self.this.hosts or {}).num_ranks)]
 
     @property
     def succeeded(self) -> bool:
