@@ -15,6 +15,7 @@ from infra.node_store.tags import superfluous
 from infra.run_lock import run_lock
 from t5train.atomic_folder import discard
 from t5train.errors import HostError, RunLocked
+from t5train.presence import is_folder
 from t5train.run_files import CHECKPOINTS, SET_ASIDE
 
 _DEADLINE_SECONDS = 600.0
@@ -102,7 +103,7 @@ def _garbage_in(root: Path, run: Path) -> Iterator[Garbage]:
     names = [*superfluous(tags, keep_last=len(tags[HEAD]) or 1), *_half_removed(checkpoints)]
     for folder in (checkpoints / name for name in names):
         yield Garbage(str(folder.relative_to(root)), size_of(folder), "a checkpoint that is not whole")
-    if (aside := run / SET_ASIDE).is_dir():
+    if is_folder(aside := run / SET_ASIDE):
         yield Garbage(str(aside.relative_to(root)), size_of(aside), KEPT_ASIDE, is_kept=True)
 
 

@@ -17,6 +17,7 @@ from infra.node_store.ownership import is_held_at, owner_of
 from infra.node_store.paths import SHARDS, STAGED, run_place, scratch_folder, within
 from infra.node_store.sent_code import remove_code, unused_code
 from t5train.atomic_folder import discard
+from t5train.presence import visible_in
 from t5train.run_files import CHECKPOINTS, RUNS, SET_ASIDE
 
 KEPT_ASIDE = "kept: damaged or given up, and moved aside; remove it yourself once you do not need it"
@@ -65,7 +66,7 @@ def _found(scratch: Path, request: Mapping[str, Any]) -> Iterator[Garbage]:
     for folder in sorted((scratch / RUNS).glob("[!.]*")):
         if folder.name in request["finished"] and not is_at_work(folder.name):
             yield from _of_run(folder, **request["finished"][folder.name])
-    for folder in sorted((scratch / SET_ASIDE).glob("[!.]*")):
+    for folder in visible_in(scratch / SET_ASIDE):
         yield Garbage(str(folder.relative_to(scratch)), size_of(folder), KEPT_ASIDE, is_kept=True)
     for folder, why in left_attempts(attempts_folder(), KnownAttempts(**request["attempts"])):
         yield Garbage(f"{ATTEMPTS}/{folder.name}", size_of(folder), why)
