@@ -55,8 +55,8 @@ def _silent(spec: RunSpec, hosts: Hosts, of_model: T5Shape, text_bytes: int) -> 
 
 
 def _irreplaceable(silent: dict[str, str]) -> PreflightError:
-    lines = "".join(f"\n  reachable: {said}" for said in silent.values())
+    lines = "".join(f"\n  {said}" for said in silent.values())
     return PreflightError(
-        f"hosts do not answer, and there are too few spares with as many slots that do:{lines}\n"
-        "Mend them, leave them out (--exclude), or have more hosts of the hostfile wait in reserve (--spares)"
+        "some hosts cannot be reached, and there are not enough spares with the same number of slots to replace them:"
+        f"{lines}\nFix these hosts, exclude them (--exclude), or add spares (--spares)"
     )

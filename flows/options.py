@@ -34,7 +34,9 @@ ExcludeOption = Annotated[
     str | None, typer.Option("--exclude", metavar="NAME[:SLOT,...][@...]", help="Hosts and slots of it not to use")
 ]
 NumNodesOption = Annotated[int | None, typer.Option("--num-nodes", help="So many hosts of it, from the first")]
-SparesOption = Annotated[int | None, typer.Option("--spares", help="Of these hosts the last so many wait in reserve")]
+SparesOption = Annotated[
+    int | None, typer.Option("--spares", help="How many of the last hosts wait in reserve, to replace hosts that fail")
+]
 ShipCodeOption = Annotated[
     bool | None, typer.Option("--ship-code", help="Send this project's code to the hosts", show_default=False)
 ]

@@ -33,7 +33,7 @@ from t5train.recipes import RECIPES
 from t5train.records import Publication
 from t5train.run_files import WITNESS_FOLDER
 from t5train.spec import RunSpec
-from t5train.train.resume_point import require_no_forgotten_beginning
+from t5train.train.resume_point import require_no_pending_begin_again
 from t5train.witness import Witness
 from tasks.loss_lines import loss_lines
 from tasks.training_run import train_again
@@ -78,7 +78,7 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
         say(describe(spec))
         return
     if not begin_again:
-        require_no_forgotten_beginning(spec.run_folder)
+        require_no_pending_begin_again(spec.run_folder)
     require_possible(spec)
     with (
         hold_ready_run(spec),  # from now on, so that a second start is refused while the server still starts

@@ -38,7 +38,7 @@ from t5train.publish import publish as publish_export
 from t5train.records import MANIFEST, Export, Record, TokenizerFiles, TokenShards, Weights
 from t5train.run_files import WITNESS_FOLDER
 from t5train.spec import CorpusSpec, ShardsSpec
-from t5train.train.resume_point import require_no_forgotten_beginning
+from t5train.train.resume_point import require_no_pending_begin_again
 from t5train.train.run import begun_spec
 from t5train.verify import verify as verify_record
 from t5train.witness import Witness
@@ -122,7 +122,7 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
     changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
     spec = resolve(recipe, changed, root=root, run_name=name)
     if not begin_again:
-        require_no_forgotten_beginning(spec.run_folder)
+        require_no_pending_begin_again(spec.run_folder)
     tokens = TokenShards.load(shards or _only_shards(spec.storage.root))
     with hold_ready_run(spec), stage_display() as progress:
         tokens.verify(progress)

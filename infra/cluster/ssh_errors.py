@@ -14,43 +14,44 @@ _FAILURES: tuple[tuple[str, _Kind, str], ...] = (
     (
         r"Host key for (?P<name>\S+) has changed",
         HostKeyMismatch,
-        "its key is not the known one: if it was installed anew, remove the old key with `ssh-keygen -R '{name}'` "
-        "(-f FILE, where cluster.known_hosts is set) and add the new one; else somebody may be in between",
+        "its host key has changed. If the host was reinstalled, remove the old key with `ssh-keygen -R '{name}'` "
+        "(add -f FILE if cluster.known_hosts is set) and add the new one; otherwise the connection may be intercepted",
     ),
     (
         r"No \S+ host key is known for (?P<name>\S+)|Host key verification failed",
         HostKeyMismatch,
-        "its key is not known: add it with `ssh-keyscan {scan} >> ~/.ssh/known_hosts` (or to cluster.known_hosts) "
-        "after comparing the fingerprint",
+        "its host key is unknown: verify the fingerprint, then add the key with "
+        "`ssh-keyscan {scan} >> ~/.ssh/known_hosts` (or to cluster.known_hosts)",
     ),
     (
         "Permission denied|Too many authentication failures",
         HostMisconfigured,
-        "it accepts no key of this user: `ssh-copy-id {host}`, or set cluster.ssh_user",
+        "it rejects this user's SSH keys: run `ssh-copy-id {host}`, or set cluster.ssh_user",
     ),
     (
         "Could not resolve hostname",
         HostMisconfigured,
-        "its name is unknown here: correct the hostfile, or add it to /etc/hosts or ssh's configuration",
+        "its name does not resolve: correct the hostfile, or add the name to /etc/hosts or ssh's configuration",
     ),
     (
         "Connection refused",
         HostUnreachable,
-        "nothing listens there: start its sshd, or set cluster.ssh_port",
+        "connection refused: start sshd there, or set cluster.ssh_port",
     ),
     (
         "timed out|No route to host|Network is unreachable|not responding|Host is down",
         HostUnreachable,
-        "nothing answers: see whether it runs and the network reaches it",
+        "no answer: check that it is running and reachable over the network",
     ),
     (
         "Bad configuration option|terminating, .* bad configuration",
         HostMisconfigured,
-        "ssh does not understand its configuration: repair ~/.ssh/config or /etc/ssh/ssh_config",
+        "ssh cannot parse its configuration: fix ~/.ssh/config or /etc/ssh/ssh_config",
     ),
 )
 _BROKEN = (
-    "the connection broke, or a signal ended the command there: see whether it still runs, and what its sshd logged"
+    "the connection was lost, or the remote command was killed by a signal: check that the host is running, and look "
+    "at its sshd log"
 )
 
 

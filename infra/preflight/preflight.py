@@ -101,4 +101,4 @@ def require_fit(needs: Needs, transport: Transport) -> Fit:
 def _require_none(problems: list[Finding]) -> None:
     if problems:
         lines = "".join(f"\n  {problem.check}: {problem.text}" for problem in problems)
-        raise PreflightError(f"the hosts cannot train together as they are:{lines}")
+        raise PreflightError(f"preflight checks failed:{lines}")

@@ -117,13 +117,12 @@ def is_asked_to_begin_again(run_folder: Path) -> bool:
     return is_there(run_folder / run_files.BEGIN_AGAIN)
 
 
-def require_no_forgotten_beginning(run_folder: Path) -> None:
-    """SpecError where an earlier command was told to begin again and failed before it did."""
+def require_no_pending_begin_again(run_folder: Path) -> None:
+    """SpecError where an earlier command was given --begin-again and failed before it began again."""
     if is_asked_to_begin_again(run_folder):
         raise SpecError(
-            f"an earlier command was told to begin {run_folder.name} again, and failed before it did: repeat "
-            f"--begin-again to train from step 0, or remove {run_folder / run_files.BEGIN_AGAIN} to go on from the "
-            "last checkpoint"
+            f"an earlier --begin-again of run {run_folder.name} has not taken effect. Repeat --begin-again to train "
+            f"from step 0, or remove {run_folder / run_files.BEGIN_AGAIN} to resume from the last checkpoint"
         )
 
 

@@ -297,6 +297,6 @@ def test_a_beginning_that_failed_before_it_moved_checkpoints_is_not_made_up_for_
     ask_to_begin_again(folder)
     assert t5_pretrain(command, "smoke", "--name", "mine", "--set", "corpus.source=/nowhere") == 1
     said = capsys.readouterr().err
-    assert "repeat --begin-again" in said
+    assert "Repeat --begin-again" in said
     assert f"remove {folder / 'begin-again'}" in said
     assert "Traceback" not in said

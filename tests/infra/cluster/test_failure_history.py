@@ -45,11 +45,11 @@ def test_a_host_that_failed_twice_is_named_and_replaced_by_a_spare_with_slots_en
     judged(tmp_path, lost("a", 60))
     assert unfit(tmp_path) == {}
     judged(tmp_path, DiskFull("rank 3 of 4 on b", ["b"]))  # which no attempt follows
-    told = judged(tmp_path, HostUnreachable("a: nothing answers", ["a"]))
+    told = judged(tmp_path, HostUnreachable("a: no answer", ["a"]))
     assert isinstance(told, HostUnreachable)
     assert str(told) == (
         "a has failed 2 times (HostLost, HostUnreachable); use --exclude a, or --spares to have other hosts take over: "
-        "a: nothing answers"
+        "a: no answer"
     )
     assert unfit(tmp_path) == {"a": "has failed twice"}
     assert with_spares(HOSTS, SPARES, unfit(tmp_path)) == Hosts((Host("c", (0, 1)), Host("b", (0, 1))))

@@ -52,13 +52,13 @@ def test_the_table_has_a_line_for_every_check_and_every_finding() -> None:
 
 
 def test_hosts_that_cannot_be_reached_may_be_so_later(needs: Needs) -> None:
-    with pytest.raises(HostUnreachable, match="near: nothing listens there: start its sshd"):
+    with pytest.raises(HostUnreachable, match="near: connection refused: start sshd there"):
         require_fit(needs, Says(REFUSES))
 
 
 def test_before_anything_begins_every_problem_is_in_one_error(needs: Needs) -> None:
     with pytest.raises(
-        PreflightError, match="cannot train together as they are:\n  reachable: near: it accepts no key"
+        PreflightError, match="preflight checks failed:\n  reachable: near: it rejects this user's SSH keys"
     ):
         require_agreement(needs, Says(DENIES))
     assert not list(needs.root.iterdir())
@@ -69,7 +69,7 @@ def test_hosts_that_may_answer_another_time_are_told_unless_there_are_other_prob
 ) -> None:
     assert list(require_agreement(needs, Says(REFUSES))) == ["near"]
     (tmp_path / "bin" / "pdsh").write_text("#!/bin/sh\necho 'rcmd modules: exec,rsh'\n", "utf-8")
-    with pytest.raises(PreflightError, match=r"launcher: pdsh .*\n  reachable: near: nothing listens"):
+    with pytest.raises(PreflightError, match=r"launcher: pdsh .*\n  reachable: near: connection refused"):
         require_agreement(needs, Says(REFUSES))
 
 
