@@ -34,6 +34,7 @@ from infra.node_store.finished import FinishedRun, finished_runs, known_attempts
 from infra.node_store.garbage import Garbage
 from infra.node_store.nodes import Nodes
 from t5train.errors import HostError
+from t5train.host_resources import format_bytes
 from t5train.run_files import RUNS
 from t5train.spec import MachinesSpec
 
@@ -114,14 +115,10 @@ def _heard(answers: dict[str, T | HostError]) -> dict[str, T]:
 
 
 def _rows(host: str, found: list[Garbage]) -> list[list[str]]:
-    return [[host, each.place, _readable(each.size), each.why] for each in found]
+    return [[host, each.place, format_bytes(each.size), each.why] for each in found]
 
 
 def _summary(size_bytes: int) -> str:
     if not size_bytes:
         return "there is nothing that no run needs"
-    return f"{_readable(size_bytes)} that no run needs: `t5-pretrain gc --free` removes it"
-
-
-def _readable(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
+    return f"{format_bytes(size_bytes)} that no run needs: `t5-pretrain gc --free` removes it"

@@ -16,14 +16,13 @@ from t5train.data.tokenizer import expected_vocab_size, spiece_in
 from t5train.destination import check_destination
 from t5train.errors import SpecError
 from t5train.export import require_exportable
-from t5train.host_memory import require_host_memory
+from t5train.host_resources import require_host_memory, require_space
 from t5train.model import shape
 from t5train.model.shape import T5Shape
 from t5train.model.stages import stage_bounds
 from t5train.records import digest_file
 from t5train.run_files import CHECKPOINTS
 from t5train.spec import ClusterSpec, RunSpec
-from t5train.storage_space import require_space
 from t5train.train import memory
 from t5train.train.checkpoint_bytes import bytes_held
 from t5train.train.run import has_finished, require_same_settings

@@ -18,7 +18,7 @@ from typing import IO, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from t5train.cores import num_cores
+from t5train.host_resources import num_cores
 from t5train.os_errors import naming
 
 _LENGTH = struct.Struct("<Q")

@@ -22,9 +22,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from t5train.atomic import write_json
 from t5train.confined import child
-from t5train.cores import num_cores
 from t5train.errors import DigestMismatch, IncompleteCheckpoint, StorageError
 from t5train.fingerprint import fingerprint, is_sealed
+from t5train.host_resources import num_cores
 from t5train.presence import ABSENT, file_size, is_folder, names_in, reading
 from t5train.progress import Progress, silent
 from t5train.records import FileDigest, unknown_version, verify_file

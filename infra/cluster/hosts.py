@@ -55,14 +55,6 @@ class Hosts:
         for host in self.all:
             yield range(first, first := first + len(host.slots))
 
-    def host_of(self, rank: int) -> Host:
-        """The host that global rank ``rank`` runs on."""
-        for host in self.all:
-            if rank < len(host.slots):
-                return host
-            rank -= len(host.slots)
-        raise IndexError(f"rank {rank} beyond the last of {self.num_ranks}")
-
 
 def read_hosts(cluster: ClusterSpec) -> Hosts:
     """The hosts of a run. Raises what ``chosen_hosts`` does, and SpecError if they are not those it began with."""

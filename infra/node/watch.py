@@ -94,7 +94,7 @@ class _Window:
         lines, left_out = self._tails.read()
         if lines or left_out:
             yield {"lines": lines, "left_out": left_out, "offsets": self._tails.offsets}
-        yield {"beats": self._beats(), "gone": [name for name in gone if f"{name}.exit.json" not in self._told]}
+        yield {"gone": [name for name in gone if f"{name}.exit.json" not in self._told]}
 
     def _new(self, kind: str) -> list[Message]:
         paths = [path for path in sorted(self._this.folder.glob(f"*.{kind}.json")) if path.name not in self._told]
@@ -105,9 +105,6 @@ class _Window:
         """Ranks whose guard has ended; with no exit record it was killed."""
         recorded = {path.stem: json.loads(path.read_text("utf-8")) for path in self._this.folder.glob("rank-*.pid")}
         return [name for name, facts in recorded.items() if not ProcessIdentity(**facts["guard"]).is_alive()]
-
-    def _beats(self) -> Message:
-        return {path.stem: beat for path in self._this.folder.glob("rank-*.beat") if (beat := _beat(path))}
 
     def _arm(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, (self._this.lease_seconds or 0) + _TICK_SECONDS)
@@ -155,16 +152,6 @@ def _written_at(path: Path) -> int | None:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
         return None
-
-
-def _beat(path: Path) -> Message | None:
-    """A beat, its times as seconds ago: this machine's clock means nothing to the head."""
-    try:
-        beat = json.loads(path.read_text("utf-8"))
-    except ValueError:
-        return None  # it was just being written
-    now = time.monotonic()
-    return {"phase": beat["phase"], "step": beat["step"], "beat": now - beat["beat"], "since": now - beat["since"]}
 
 
 def _tell(message: Message) -> None:

@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any
 
 _MODULES = {
-    **dict.fromkeys(("inventory", "verify", "prune", "move_aside", "listing", "send", "receive"), "on_node"),
+    **dict.fromkeys(("inventory", "prune", "move_aside", "listing", "send", "receive"), "on_node"),
     **dict.fromkeys(("claim", "disown"), "ownership"),
     **dict.fromkeys(("stage", "release"), "stage_on_node"),
     **dict.fromkeys(("garbage", "free"), "garbage"),

@@ -14,14 +14,13 @@ from infra.node_store.pulling import Wanted, Watcher, is_whole, missing_bytes, p
 from infra.node_store.tags import FoundTag
 from infra.node_store.wire import CannotRead, Refused
 from t5train.atomic import sync_folder, write_text
-from t5train.cores import num_cores
 from t5train.errors import DigestMismatch, HostError, IncompleteCheckpoint, T5TrainError, Unreadable
+from t5train.host_resources import num_cores, require_space
 from t5train.presence import is_there, names_in, reading
 from t5train.progress import Progress, silent
 from t5train.run_files import SET_ASIDE
 from t5train.set_aside import set_aside
 from t5train.sidecar import is_sidecar
-from t5train.storage_space import require_space
 from t5train.unlisted_files import unlisted
 
 _AT_ONCE = 16

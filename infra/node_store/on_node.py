@@ -9,7 +9,7 @@ from infra.node_store.inventory import inventory_of
 from infra.node_store.node_channel import Telling, node_channel
 from infra.node_store.ownership import require_owner
 from infra.node_store.paths import aside_place, run_place, scratch_folder, within
-from infra.node_store.pulling import Wanted, is_whole, listed, missing_bytes, pull
+from infra.node_store.pulling import Wanted, listed, missing_bytes, pull
 from infra.node_store.room import require_room
 from infra.node_store.wire import files_in
 from t5train.atomic_folder import discard, remove_discarded
@@ -24,13 +24,6 @@ _TAG = re.compile("step-[0-9]{8}")
 def inventory(request: dict[str, Any]) -> dict[str, Any]:
     """The tags of run ``run_name`` on this node."""
     return {"tags": {tag: asdict(copy) for tag, copy in inventory_of(_checkpoints(request)).items()}}
-
-
-def verify(request: dict[str, Any]) -> dict[str, Any]:
-    """Which ``files`` of tag ``tag`` are not here, or not as they should be."""
-    folder = within(_checkpoints(request), request["tag"])
-    wanted = [Wanted(**each) for each in request["files"]]
-    return {"bad": [each.name for each in wanted if not is_whole(folder, each)]}
 
 
 def prune(request: dict[str, Any]) -> dict[str, Any]:

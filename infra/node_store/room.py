@@ -5,6 +5,7 @@ from pathlib import Path
 
 from infra.node_store.occupancy import remove_unused, staged_places
 from t5train.errors import StorageError
+from t5train.host_resources import format_bytes
 
 SPARE_BYTES = 256 << 20
 """Left free, for logs and for what else uses the disk."""
@@ -23,12 +24,8 @@ def require_room(scratch: Path, needed_bytes: int, what: str, beside_bytes: int 
         if place != what:
             remove_unused(scratch, place)
     if (free := shutil.disk_usage(scratch).free) < needed:
-        also = f"with {_gigabytes(beside_bytes)} for checkpoints " if beside_bytes else ""
+        also = f"with {format_bytes(beside_bytes)} for checkpoints " if beside_bytes else ""
         raise StorageError(
-            f"{scratch} has {_gigabytes(free)} free, {what} {also}needs {_gigabytes(needed)}, and what else was "
+            f"{scratch} has {format_bytes(free)} free, {what} {also}needs {format_bytes(needed)}, and what else was "
             "staged there is in use: make room, or choose another storage.scratch"
         )
-
-
-def _gigabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:.2f} GB"

@@ -8,12 +8,10 @@ from typing import Any, TypeVar
 
 from infra.node_store.inventory import HEAD, Copy, Inventory, inventory_of
 from infra.node_store.nodes import Nodes
-from infra.node_store.pulling import Wanted
 from t5train.confined import child
 from t5train.errors import HostError, StorageError
 
 _DEADLINE_SECONDS = 120.0
-_VERIFY_SECONDS = 3600.0
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -58,19 +56,6 @@ def _plainly_named(host: str, told: Mapping[str, T]) -> dict[str, T]:
             continue
         found[name] = each
     return found
-
-
-def verify_on(
-    nodes: Nodes, run_name: str, tag: str, wanted: Mapping[str, list[Wanted]]
-) -> dict[str, list[str] | HostError]:
-    """Names of those files that a node lacks or that have another digest there, by host."""
-
-    def request(host: str) -> dict[str, Any]:
-        files = [each.to_json() for each in wanted.get(host, [])]
-        return nodes.request(run_name=run_name, tag=tag, files=files)
-
-    answers = nodes.ask("verify", request, _VERIFY_SECONDS)
-    return {host: each if isinstance(each, HostError) else each["bad"] for host, each in answers.items()}
 
 
 def prune_on(nodes: Nodes, run_name: str, tags: list[str]) -> dict[str, HostError | None]:

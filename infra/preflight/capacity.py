@@ -8,9 +8,10 @@ from infra.preflight.facts import Facts
 from infra.preflight.findings import Heards, of_each
 from infra.preflight.needs import Needs
 from infra.shared_memory import Room, shortage
+from t5train.host_resources import format_bytes
 
 _CLOCK_SECONDS = 5.0
-_IN_USE_BYTES = 2 << 30  # what drivers, displays and our own look at it take is less
+_IN_USE_BYTES = 2 * 10**9  # what drivers, displays and our own look at it take is less
 _FILES, _FILES_A_RANK = 512, 8
 
 
@@ -41,7 +42,7 @@ def accelerators_in_use(heards: Heards) -> Iterator[str]:
             held = ", ".join(f"{slot} by {holder}" for slot, holder in found.held_by.items())
             return f"accelerators are in use, {held}: wait for that run, end it, or take others by cluster.include"
         if used := {slot: size for slot, size in found.used_bytes.items() if size > _IN_USE_BYTES}:
-            taken = ", ".join(f"{slot} ({_gigabytes(size)})" for slot, size in used.items())
+            taken = ", ".join(f"{slot} ({format_bytes(size)})" for slot, size in used.items())
             return f"another program has memory of accelerator {taken}: end it, or take others by cluster.include"
         return None
 
@@ -55,7 +56,7 @@ def memory(heards: Heards, needs: Needs) -> Iterator[str]:
         needed, found = needs.memory_bytes.get(host, 0), facts.room.memory_bytes
         if found >= needed:
             return None
-        short = f"{_gigabytes(found)} of memory, its ranks need {_gigabytes(needed)}"
+        short = f"{format_bytes(found)} of memory, its ranks need {format_bytes(needed)}"
         return f"{short}: give it fewer slots, or offload less"
 
     yield from of_each(heards, complaint)
@@ -95,7 +96,3 @@ def clocks(heards: Heards) -> Iterator[str]:
         if max(behind, ahead) > _CLOCK_SECONDS:
             by = f"{behind:.0f} s behind" if behind > ahead else f"{ahead:.0f} s ahead of"
             yield f"{host}: its clock is at least {by} the head's: let NTP or chrony set it there"
-
-
-def _gigabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:.1f} GB"

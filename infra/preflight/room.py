@@ -18,7 +18,7 @@ from infra.node_store.paths import run_place, scratch_folder, within
 from infra.preflight.facts import Question, Room
 from infra.preflight.machine import identity
 from t5train.errors import StorageError
-from t5train.host_memory import host_memory_bytes
+from t5train.host_resources import host_memory_bytes
 
 _MARK = ".mark"
 

@@ -9,10 +9,11 @@ from infra.node_store.room import SPARE_BYTES
 from infra.preflight.facts import Facts, Room
 from infra.preflight.findings import Heards, names, of_each
 from infra.preflight.needs import Needs
+from t5train.host_resources import format_bytes
 
-_NODE_FOLDER_BYTES = 1 << 30
-_ROOT_BYTES = 1 << 30  # how much a run will write there is asked on the head
-_SCRATCH_BYTES = 1 << 30
+_NODE_FOLDER_BYTES = 10**9
+_ROOT_BYTES = 10**9  # how much a run will write there is asked on the head
+_SCRATCH_BYTES = 10**9
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,13 @@ def disks(heards: Heards, needs: Needs, storage: Storage) -> Iterator[str]:
             )
         if room.node_folder_free_bytes < _NODE_FOLDER_BYTES:
             return (
-                f"{room.node_folder} has {_gigabytes(room.node_folder_free_bytes)} free, logs want "
-                f"{_gigabytes(_NODE_FOLDER_BYTES)}: make room there"
+                f"{room.node_folder} has {format_bytes(room.node_folder_free_bytes)} free, logs want "
+                f"{format_bytes(_NODE_FOLDER_BYTES)}: make room there"
             )
         if storage.is_node_local:
             return _scratch_room(room, needs.checkpoint_bytes.get(host, 0) + needs.staged_bytes)
         if not room.root_error and room.root_free_bytes < _ROOT_BYTES:
-            free = _gigabytes(room.root_free_bytes)
+            free = format_bytes(room.root_free_bytes)
             return f"{needs.root} has {free} free, a run wants more: make room, or choose another root"
         return None
 
@@ -86,10 +87,10 @@ def _scratch_room(room: Room, run_bytes: int) -> str | None:
     needed, yielding = run_bytes + SPARE_BYTES, room.scratch_yielding_bytes
     if not room.scratch or room.scratch_error or room.scratch_free_bytes + yielding >= max(needed, _SCRATCH_BYTES):
         return None
-    more = f" and {_gigabytes(yielding)} that give way" if yielding else ""
+    more = f" and {format_bytes(yielding)} that give way" if yielding else ""
     return (
-        f"{room.scratch} has {_gigabytes(room.scratch_free_bytes)} free{more}, its ranks' checkpoints and token shards "
-        f"need {_gigabytes(max(needed, _SCRATCH_BYTES))}: make room, keep fewer (storage.keep_last, "
+        f"{room.scratch} has {format_bytes(room.scratch_free_bytes)} free{more}, its ranks' checkpoints and token "
+        f"shards need {format_bytes(max(needed, _SCRATCH_BYTES))}: make room, keep fewer (storage.keep_last, "
         "storage.keep_every_steps, storage.checkpoint_gigabytes), or choose another storage.scratch"
     )
 
@@ -115,7 +116,3 @@ def _scratch(heards: Heards, storage: Storage) -> Iterator[str]:
 
 def _called(storage: Storage) -> str:
     return "share" if len(storage.apart) > 1 else "shares"
-
-
-def _gigabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:.1f} GB"

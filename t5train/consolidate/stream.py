@@ -17,7 +17,7 @@ from t5train.consolidate.reading import Reader
 from t5train.consolidate.record_checksums import PassedBytes, require_intact
 from t5train.consolidate.safetensors_format import index, index_name, shards
 from t5train.consolidate.shard_file import ShardFile
-from t5train.cores import num_cores
+from t5train.host_resources import num_cores
 from t5train.progress import Progress
 from t5train.records import FileDigest, digest_file
 from t5train.safetensors_digest import SafetensorsDigest

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from t5train.cores import num_cores
 from t5train.data import pydocs
 from t5train.data.passages import SourceFile
 from t5train.data.segments import SEGMENTS, FileSegments, Segment, write_segments
@@ -16,6 +15,7 @@ from t5train.data.stage_folder import making, stage_folder
 from t5train.data.workers import Json, in_processes
 from t5train.errors import InputError
 from t5train.fingerprint import fingerprint
+from t5train.host_resources import num_cores
 from t5train.kept_files import keep_changed_files
 from t5train.locations import redacted
 from t5train.os_errors import explain

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from t5train.cores import num_cores
 from t5train.data.corpus import corpus_name
 from t5train.data.encoding import Encoder
 from t5train.data.held_out import HELD_OUT, comparable, write_held_out
@@ -30,6 +29,7 @@ from t5train.data.tokenizer import SPIECE, TOKENIZER_JSON
 from t5train.data.workers import Json, in_processes
 from t5train.errors import DigestMismatch
 from t5train.fingerprint import fingerprint
+from t5train.host_resources import num_cores, require_space
 from t5train.kept_files import keep_changed_files
 from t5train.progress import Progress, silent
 from t5train.records import (
@@ -43,7 +43,6 @@ from t5train.records import (
     verify_file,
 )
 from t5train.spec import NUM_SENTINELS, CorpusSpec, ShardsSpec
-from t5train.storage_space import require_space
 
 _STAGE_VERSION = 3  # raised when the same inputs would give other bytes
 UNIGRAM_DTYPE = "<i8"

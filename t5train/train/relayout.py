@@ -11,10 +11,10 @@ from t5train import run_files, sidecar
 from t5train.atomic_folder import discard
 from t5train.derived import set_damaged_aside
 from t5train.fingerprint import differences, fingerprint
+from t5train.host_resources import require_space
 from t5train.progress import Progress
 from t5train.sidecar import Sidecar
 from t5train.spec import RunSpec
-from t5train.storage_space import require_space
 from t5train.train.job import Clock, Consolidated
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from flows import cli, run_command
 from flows.status_command import run_status
 from infra.run_lock import run_lock
-from t5train import host_memory
+from t5train import host_resources
 from t5train.data.loader import ORDER_VERSION
 from t5train.data.spiece import train
 from t5train.errors import NotGathered
@@ -166,9 +166,9 @@ def test_what_does_not_fit_in_memory_is_refused_before_it_starts(
     tmp_path: Path,
 ) -> None:
     root = tmp_path / "root"
-    monkeypatch.setattr(host_memory, "host_memory_bytes", lambda: 128 * 10**9)
+    monkeypatch.setattr(host_resources, "host_memory_bytes", lambda: 128 * 10**9)
     assert t5_pretrain("run", "t5_11b_one_gpu", "--root", str(root)) == 1
-    assert "ask for 290.6 GB of host memory, and this machine has 128.0 GB" in capsys.readouterr().err
+    assert "need 290.6 GB of host memory, and this machine has 128.0 GB" in capsys.readouterr().err
     assert not root.exists()
 
 

@@ -93,7 +93,7 @@ def test_nothing_of_another_heads_run_is_read_or_written_on_its_hosts(
 ) -> None:
     site.save(8)
     claimed(first)
-    for action in ("inventory", "verify", "prune"):
+    for action in ("inventory", "prune"):
         facts = {"run_name": second.name, "tag": tag_of(8), "tags": [tag_of(8)], "files": []}
         answers = second.nodes.ask(action, lambda _, facts=facts: second.nodes.request(**facts), 20)
         assert all(

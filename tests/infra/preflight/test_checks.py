@@ -129,9 +129,9 @@ CULPRITS: list[tuple[str, str, Change, str]] = [
         "disks",
         "node3",
         with_("room", root_free_bytes=1),
-        "node3: /shared/t5 has 0.0 GB free, a run wants more",
+        "node3: /shared/t5 has 0.0 MB free, a run wants more",
     ),
-    ("disks", "node3", with_("room", node_folder_free_bytes=1), "0 has 0.0 GB free, logs want"),
+    ("disks", "node3", with_("room", node_folder_free_bytes=1), "0 has 0.0 MB free, logs want"),
     ("disks", "node3", with_("room", node_folder_error="/x is a link: move it"), "node3: /x is a"),
     ("disks", "node3", with_("room", node_folder="/disk/t5-pretrain-7"), "the user there has another user id; give"),
     ("memory", "node0", with_("room", memory_bytes=1 << 30), "node0: 1.1 GB of memory, its ranks need 8.6 GB: giv"),
@@ -196,7 +196,7 @@ def test_hosts_that_share_nothing_pass_whatever_the_root_is_on_them() -> None:
     [
         ("root", apart("node1"), "node1, node3: /disk/scratch is one and the same folder: choose a storage.scratch"),
         ("root", apart("", scratch_error="/x belongs to user 7: choose"), "node3: /x belongs to user 7: choose"),
-        ("disks", apart("3", scratch_free_bytes=1), "node3: /disk/scratch has 0.0 GB free, its ranks' checkpoints and"),
+        ("disks", apart("3", scratch_free_bytes=1), "node3: /disk/scratch has 0.0 MB free, its ranks' checkpoints and"),
     ],
 )
 def test_a_host_without_a_disk_of_its_own_is_named(check: str, change: Change, text: str) -> None:

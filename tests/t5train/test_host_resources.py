@@ -1,0 +1,63 @@
+"""What does not fit on this machine is refused while nothing has started."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from t5train import host_resources
+from t5train.errors import SpecError, StorageError
+from t5train.host_resources import format_bytes, host_memory_bytes, require_host_memory, require_space
+
+
+def test_what_fits_passes() -> None:
+    require_host_memory(host_memory_bytes(), "settings")
+
+
+def test_what_does_not_fit_is_told_with_both_sizes_and_who_decides() -> None:
+    with pytest.raises(SpecError, match=r"layout\.offload need 1,000,000\.0 GB .* this machine has [0-9.,]+ GB: .*"):
+        require_host_memory(10**15, "layout.offload")
+
+
+@pytest.mark.parametrize(("text", "limit"), [("1048576\n", 1 << 20), ("max\n", None)])
+def test_a_control_groups_limit_counts(
+    text: str, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory.max").write_text(text)
+    monkeypatch.setattr(host_resources, "_GROUP_LIMITS", (tmp_path / "memory.max", tmp_path / "absent"))
+    assert (host_memory_bytes() == limit) if limit else (host_memory_bytes() > 1 << 20)
+
+
+def test_enough_space_makes_the_root_and_leaves_nothing_in_it(tmp_path: Path) -> None:
+    require_space(tmp_path / "a" / "root", 1, "a corpus")
+    assert list((tmp_path / "a" / "root").iterdir()) == []
+
+
+def test_too_little_space_is_told_with_both_sizes(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r" GB free, and the run needs 1,152,921,504\.6 GB: free "):
+        require_space(tmp_path, 2**60, "the run")
+
+
+def test_a_root_under_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot be written: Not a directory; choose another root"):
+        require_space(tmp_path / "file" / "root", 1, "the run")
+
+
+def test_a_root_where_no_file_can_be_created_is_refused() -> None:
+    with pytest.raises(StorageError, match="/proc/self cannot be written"):
+        require_space(Path("/proc/self"), 1, "the run")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_root_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(StorageError, match="Permission denied"):
+        require_space(tmp_path, 1, "the run")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0.0 MB"), (40_000_000, "40.0 MB"), (10**9 - 10**5, "999.9 MB"), (1_300_000_000, "1.3 GB")]
+)
+def test_sizes_are_shown_in_decimal_units(size: int, text: str) -> None:
+    assert format_bytes(size) == text
