@@ -21,7 +21,8 @@ from whole_tags import files_of, whole_tags
 from infra.node_local.following import keep_up
 from t5train.errors import T5TrainError
 from t5train.progress import silent
-from t5train.train.job import TrainJob, step_of, tag_of
+from t5train.run_files import step_of, tag_of
+from t5train.train.job import TrainJob
 
 _BETWEEN_SECONDS = 0.1
 _FEW_STEPS = 8

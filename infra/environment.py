@@ -66,7 +66,7 @@ def rank_environment(
     believe them.
     """
     environment = {name: value for name, value in parent.items() if _is_allowed(name)}
-    environment["PATH"] = _path(parent)
+    environment["PATH"] = search_path(parent)
     environment.setdefault("OMP_NUM_THREADS", _threads(num_ranks))
     # Ranks of one machine meet on loopback: a hostname that resolves to 127.0.1.1 would make gloo wait in vain.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -111,7 +111,7 @@ def variables_of_rank(attempt: Attempt, own: Mapping[str, str]) -> dict[str, str
     else:
         given: dict[str, str] = json.loads((attempt.folder / ENVIRONMENT).read_text("utf-8"))
         environment = {name: value for name, value in own.items() if _is_own(name)}
-        environment |= {"PATH": _path(own), "OMP_NUM_THREADS": _threads(max(1, len(attempt.slots)))}
+        environment |= {"PATH": search_path(own), "OMP_NUM_THREADS": _threads(max(1, len(attempt.slots)))}
         environment |= given | {name: own[name] for name in _OF_THE_LAUNCH if name in own}
         environment.setdefault(operators.VARIABLE, str(operators.operator_folder(environment)))
     environment |= _numbers(own)
@@ -127,6 +127,11 @@ def redact(text: str, parent: Mapping[str, str] = os.environ) -> str:
     return _PASSWORD_IN_URL.sub(rf"\1{_HIDDEN}@", text)
 
 
+def search_path(parent: Mapping[str, str] = os.environ) -> str:
+    """PATH with this Python's folder first: a venv that is used without being activated has its ninja on nobody's."""
+    return os.pathsep.join([str(Path(sys.executable).parent), parent.get("PATH", os.defpath)])
+
+
 def _numbers(own: Mapping[str, str]) -> dict[str, str]:
     """RANK, LOCAL_RANK and WORLD_SIZE, by whoever started this process; LaunchError if nobody says which rank it is."""
     said = {name: own[one] for name, others in _SAME_NUMBER.items() for one in (*reversed(others), name) if one in own}
@@ -136,11 +141,6 @@ def _numbers(own: Mapping[str, str]) -> dict[str, str]:
             "are to be started by DeepSpeed's launcher, srun or mpirun"
         )
     return said
-
-
-def _path(parent: Mapping[str, str]) -> str:
-    """A venv that is used without being activated has its ninja on nobody's PATH."""
-    return os.pathsep.join([str(Path(sys.executable).parent), parent.get("PATH", os.defpath)])
 
 
 def _threads(num_ranks: int) -> str:

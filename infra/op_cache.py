@@ -12,11 +12,11 @@ this machine: so locks on a disk that machines share are left alone.
 import fcntl
 import logging
 import os
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from infra.environment import search_path
 from infra.local_disk import is_on_local_disk
 from infra.operator_folder import VARIABLE, operator_folder
 
@@ -52,7 +52,7 @@ def compiled(environment: Mapping[str, str] = os.environ) -> list[str]:
 def warm() -> None:
     """Compile DeepSpeed's shared-memory collectives for CPU ranks, and Adam, where ranks look for them."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    os.environ["PATH"] = search_path()
     os.environ[VARIABLE] = str(operator_folder())
     clear_stale_locks()
     _log.info("%s: compiling what is missing of DeepSpeed's operators, about a minute each", os.environ[VARIABLE])

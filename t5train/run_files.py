@@ -1,5 +1,7 @@
 """Names of what lies in a run's folder, ``{root}/runs/{run_name}``; standard library only, as guards import it."""
 
+import re
+
 RUNS = "runs"
 """Folder under the root with a folder for each run."""
 
@@ -50,3 +52,31 @@ EXPORT = "export"
 
 PUBLISHED = "published.json"
 """Where the run was published last."""
+
+_TAG = re.compile("step-[0-9]{8}")
+_REMOVED = "removed-"
+
+
+def tag_of(step: int) -> str:
+    """The name of a step's checkpoint, such as ``step-00000400``."""
+    return f"step-{step:08d}"
+
+
+def step_of(tag: str) -> int:
+    """The step of a tag made by ``tag_of``."""
+    return int(tag.removeprefix("step-"))
+
+
+def is_tag(name: str) -> bool:
+    """Whether a folder of this name is a run's checkpoint; one of any other name is somebody's copy or note."""
+    return _TAG.fullmatch(name) is not None
+
+
+def name_while_removed(token: str) -> str:
+    """The name of a checkpoint that is being removed; ``token`` is eight hexadecimal digits."""
+    return f"{_REMOVED}{token}"
+
+
+def is_tag_or_removed(name: str) -> bool:
+    """Whether it is a checkpoint, or what is left of one whose removal was interrupted."""
+    return is_tag(name) or re.fullmatch(f"{_REMOVED}[0-9a-f]{{8}}", name) is not None

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import pytest
 from hypothesis import settings
 
+from infra.environment import search_path
 from infra.operator_folder import VARIABLE, operator_folder
 from infra.ports import free_port
 from infra.testcluster import requirements
@@ -22,7 +23,7 @@ from t5train.records import digest_files
 from t5train.sidecar import DataState, ParallelLayout, ParameterSlot, Sidecar
 
 # Its ninja first, as ranks have it: what another one has compiled it compiles again, for minutes.
-os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+os.environ["PATH"] = search_path()
 # Tests that start ranks by themselves use what `make setup` has compiled, too.
 os.environ[VARIABLE] = str(operator_folder())
 

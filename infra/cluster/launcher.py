@@ -16,6 +16,7 @@ from infra.attempts import attempt
 from infra.attempts.attempt import Attempt
 from infra.cluster.launch_command import launcher_variables
 from infra.cluster.remote import module_path
+from infra.environment import search_path
 from infra.node_folder import head_folder
 from infra.processes import RUN_ID_VARIABLE, ProcessIdentity
 
@@ -87,7 +88,7 @@ class ClusterLauncher:
 
 def _environment(folder: Path, run_id: str, accelerator: str | None) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if _ALLOWED.fullmatch(name)}
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+    environment["PATH"] = search_path(environment)
     # These go to every host, by a shell (infra.cluster.launch_command refuses what that would change).
     environment |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
     if path := module_path(None):

@@ -1,7 +1,6 @@
 """While ranks are at work: finished checkpoints come to the head, and old ones go. Never at the cost of the ranks."""
 
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -18,15 +17,13 @@ from t5train.atomic_folder import discard, remove_discarded
 from t5train.errors import IncompleteCheckpoint, StorageError, Unreadable
 from t5train.os_errors import explain
 from t5train.progress import Progress
-from t5train.run_files import METRICS, TENSORBOARD
-from t5train.train.resume_point import is_tag
+from t5train.run_files import METRICS, TENSORBOARD, is_tag, is_tag_or_removed
 
 _LOOK_SECONDS = 0.5
 _RETRY_SECONDS = 10.0
 _METRICS_SECONDS = 5.0
 _METRICS_SHARE = 0.05
 """Of the time at most goes into bringing metrics."""
-_TAG = re.compile("step-[0-9]{8}|removed-[0-9a-f]{8}")
 _log = logging.getLogger(__name__)
 
 
@@ -129,7 +126,7 @@ def prune(run: NodeRun, found: Survey) -> None:
     if not gathered:
         return
     old = {
-        place: {tag: copy for tag, copy in inventory.items() if _TAG.fullmatch(tag) and tag <= gathered[0].name}
+        place: {tag: copy for tag, copy in inventory.items() if is_tag_or_removed(tag) and tag <= gathered[0].name}
         for place, inventory in {**found.found, HEAD: inventory_of(run.checkpoints)}.items()
     }
     tags = _superfluous(run, old)

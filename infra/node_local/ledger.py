@@ -10,10 +10,10 @@ from infra.node_store.tags import FoundTag, finished_once, shortcomings
 from t5train.atomic import write_json
 from t5train.errors import NothingVerifies, RecordError
 from t5train.presence import ABSENT, reading
-from t5train.run_files import NOT_BEGUN_AGAIN
+from t5train.run_files import NOT_BEGUN_AGAIN, is_tag
 from t5train.train import last_complete
 from t5train.train.last_complete import LastComplete
-from t5train.train.resume_point import is_tag, nothing_verifies
+from t5train.train.resume_point import nothing_verifies
 
 _MOST_FILES = 4
 

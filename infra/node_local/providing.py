@@ -12,8 +12,8 @@ from infra.node_store.tags import FoundTag, complete_tags
 from t5train.checkpoint_files import files_read_by
 from t5train.progress import Progress
 from t5train.records import Weights
-from t5train.run_files import METRICS
-from t5train.train.job import TrainJob, step_of
+from t5train.run_files import METRICS, step_of
+from t5train.train.job import TrainJob
 from t5train.train.metrics import drop_after
 
 

@@ -17,11 +17,11 @@ from infra.node_store.survey import Survey, move_aside_on, survey
 from infra.node_store.tags import FoundTag, complete_tags, finished_once, require_listed, shortcomings, unreadable
 from t5train.errors import HostError, IncompleteCheckpoint, Unreadable
 from t5train.progress import Progress
-from t5train.run_files import ATTEMPTS, METRICS, SET_ASIDE
+from t5train.run_files import ATTEMPTS, METRICS, SET_ASIDE, is_tag
 from t5train.set_aside import set_aside
 from t5train.train import metrics
 from t5train.train.last_complete import last_complete
-from t5train.train.resume_point import is_asked_to_begin_again, is_tag
+from t5train.train.resume_point import is_asked_to_begin_again
 
 _FORMER_ATTEMPTS = 3
 _log = logging.getLogger(__name__)

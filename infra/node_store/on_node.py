@@ -1,6 +1,5 @@
 """The node's part: what it does when the head asks. Standard library only, so that it starts at once."""
 
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,9 @@ from infra.node_store.room import require_room
 from infra.node_store.wire import files_in
 from t5train.atomic_folder import discard, remove_discarded
 from t5train.presence import names_in
-from t5train.run_files import CHECKPOINTS
+from t5train.run_files import CHECKPOINTS, is_tag
 from t5train.set_aside import set_aside
 from t5train.unlisted_files import unlisted
-
-_TAG = re.compile("step-[0-9]{8}")
 
 
 def inventory(request: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +35,7 @@ def prune(request: dict[str, Any]) -> dict[str, Any]:
 def move_aside(request: dict[str, Any]) -> dict[str, Any]:
     """Move the ``tags`` where nothing uses or removes them (None: all of the run); the answer says which were here."""
     checkpoints = _checkpoints(request)  # which asks for the owner
-    here = [name for name in names_in(checkpoints) if _TAG.fullmatch(name)]
+    here = [name for name in names_in(checkpoints) if is_tag(name)]
     chosen = [tag for tag in here if request["tags"] is None or tag in request["tags"]]
     for tag in chosen:
         set_aside(within(checkpoints, tag), _aside(request), request["why"])

@@ -5,7 +5,6 @@ first that is complete. A tag may be written twice, the second time after damage
 first; sidecars of the two are never mixed. Files of it come from wherever one of the right size is; digests decide.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,8 @@ from t5train import sidecar, unlisted_files
 from t5train.errors import IncompleteCheckpoint
 from t5train.records import FileDigest
 from t5train.retention import kept
+from t5train.run_files import is_tag_or_removed
 from t5train.sidecar import Sidecar
-
-_OURS = re.compile("step-[0-9]{8}|removed-[0-9a-f]{8}")
-"""Of any other name is somebody's copy or note."""
 
 Inventories = Mapping[str, Inventory]
 """By place."""
@@ -61,7 +58,7 @@ def superfluous(
     keep = kept({step: _size(name, found) for name, step in steps.items()}, keep_last, keep_every, most_bytes)
     newest = max(steps, key=lambda name: steps[name], default="")
     incomplete = _names(found) - steps.keys() - unreadable(found).keys()
-    left_over = {name for name in incomplete if _OURS.fullmatch(name) and name < newest}
+    left_over = {name for name in incomplete if is_tag_or_removed(name) and name < newest}
     return sorted({name for name, step in steps.items() if step not in keep} | left_over)
 
 

@@ -2,11 +2,10 @@
 
 import os
 import shutil
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from infra import op_cache
+from infra.environment import search_path
 from infra.operator_folder import VARIABLE, operator_folder
 from infra.preflight.facts import Build
 from t5train.errors import StorageError
@@ -18,7 +17,7 @@ def build(given: Mapping[str, str]) -> Build:
     Stale locks of the cache of operators are removed.
     """
     environment = {**os.environ, **given}
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    path = search_path()
     try:
         environment |= {VARIABLE: str(operator_folder(environment))}
     except StorageError:  # which preflight/room.py reports

@@ -9,10 +9,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import IO, Any
 
 from infra import processes
+from infra.environment import search_path
 from infra.preflight.probe_rank import FAILED, SLOT, STAGES, STARTED
 from infra.processes import RUN_ID_VARIABLE
 
@@ -58,7 +58,7 @@ def _start(request: Mapping[str, Any], index: int) -> _Rank:
     number, slots = request["first_rank"] + index, request["slots"]
     environment = {
         **os.environ,
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+        "PATH": search_path(),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": request["interface"],
         "NCCL_SOCKET_IFNAME": request["interface"],

@@ -3,7 +3,6 @@
 import base64
 import logging
 import os
-import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,13 +21,13 @@ from t5train.os_errors import explain, naming
 from t5train.presence import file_size, is_folder, is_there, names_in, reading
 from t5train.records import FileDigest, current_provenance, digest_files
 from t5train.retention import kept
-from t5train.run_files import SET_ASIDE
+from t5train.run_files import SET_ASIDE, is_tag_or_removed, name_while_removed, step_of, tag_of
 from t5train.set_aside import set_aside
 from t5train.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.train import last_complete
 from t5train.train.archive_checksums import fill_in, no_checksums
 from t5train.train.engine import model_of
-from t5train.train.job import TrainJob, step_of, tag_of
+from t5train.train.job import TrainJob
 from t5train.train.named_groups import named_groups
 from t5train.train.ranks import barrier, data_rank, digest64, expert_rank, gather, rank, ranks_of_node, world_size
 from t5train.train.relayout import discard_consolidated
@@ -37,7 +36,6 @@ from t5train.train.save_errors import naming_folder
 from t5train.train.stored_state import StoredState
 
 _log = logging.getLogger(__name__)
-_OURS_TO_REMOVE = re.compile("step-[0-9]{8}|removed-[0-9a-f]{8}")
 _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -150,7 +148,7 @@ def _prune(job: TrainJob, newest_step: int) -> None:
     keep = _kept(job, complete)
     for name in names_in(checkpoints):
         folder = checkpoints / name
-        if name in keep or not _OURS_TO_REMOVE.fullmatch(name) or not is_folder(folder):
+        if name in keep or not is_tag_or_removed(name) or not is_folder(folder):
             continue
         if name not in complete and name.startswith("step-") and name > begun_from and not is_unfinished(folder):
             why = f"it is damaged, or newer than step {newest_step} of a training that began from {begun_from}"
@@ -178,7 +176,7 @@ def _discard(folder: Path) -> None:
     """Take a tag away; it stops being complete with the first act. Raises StorageError."""
     if not is_there(folder):
         return
-    doomed = folder.with_name(f"removed-{secrets.token_hex(4)}")
+    doomed = folder.with_name(name_while_removed(secrets.token_hex(4)))
     try:
         folder.rename(doomed)
         sync_folder(folder.parent)

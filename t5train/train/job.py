@@ -94,13 +94,3 @@ class TrainJob(BaseModel):
     def tensorboard_folder(self) -> Path:
         """The same for TensorBoard."""
         return self.run_folder / run_files.TENSORBOARD
-
-
-def tag_of(step: int) -> str:
-    """``step-00000400``."""
-    return f"step-{step:08d}"
-
-
-def step_of(tag: str) -> int:
-    """The step of a tag made by ``tag_of``."""
-    return int(tag.removeprefix("step-"))

@@ -16,6 +16,7 @@ from t5train.errors import InputError, Preempted
 from t5train.model.initialise import initialise
 from t5train.model.shape import T5Shape, huggingface_config, resolve
 from t5train.records import TokenShards
+from t5train.run_files import tag_of
 from t5train.spec import RunSpec
 from t5train.train import checkpointing, honesty, validation, witness
 from t5train.train.accumulation import sums_of
@@ -27,7 +28,7 @@ from t5train.train.engine import (
     set_learning_rate,
 )
 from t5train.train.heartbeat import Heartbeat
-from t5train.train.job import TrainJob, tag_of
+from t5train.train.job import TrainJob
 from t5train.train.metrics import Metrics, Values
 from t5train.train.partitions import master_groups_of
 from t5train.train.passes import Passes, WholePasses

@@ -5,7 +5,6 @@ the start is refused. Nothing here deletes anything, and nothing imports torch.
 """
 
 import logging
-import re
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,17 +14,12 @@ from t5train.errors import IncompleteCheckpoint, NothingVerifies, SpecError
 from t5train.presence import is_folder, is_there, names_in
 from t5train.progress import Progress, silent
 from t5train.records import MANIFEST
+from t5train.run_files import is_tag
 from t5train.set_aside import set_aside
 from t5train.train.last_complete import LastComplete, last_complete, note
 
-_TAG = re.compile("step-[0-9]{8}")
 _MOST_REASONS = 3
 _log = logging.getLogger(__name__)
-
-
-def is_tag(name: str) -> bool:
-    """Whether a folder of this name is a run's tag; one of any other name is somebody's copy or note."""
-    return _TAG.fullmatch(name) is not None
 
 
 def tags_in(checkpoints: Path) -> list[str]:

@@ -18,9 +18,10 @@ from t5train.fingerprint import differences, fingerprint
 from t5train.presence import ABSENT, is_there, reading
 from t5train.progress import Progress, silent
 from t5train.records import Checkpoint, FileDigest, TokenShards, digest_files, reusable
+from t5train.run_files import tag_of
 from t5train.spec import RunSpec, build
 from t5train.start_from import require_fit, require_vocabulary, start_fingerprint, start_name
-from t5train.train.job import TrainJob, tag_of
+from t5train.train.job import TrainJob
 from t5train.train.relayout import consolidated_for, discard_consolidated
 from t5train.train.resume_point import is_asked_to_begin_again, resume_tag, tags_in
 from t5train.witness import WITNESS, WITNESS_TENSORS

@@ -10,7 +10,7 @@ from infra.node_store.paths import tag_place
 from infra.testcluster import Cluster
 from infra.testcluster.view import HOSTFILE
 from t5train import sidecar
-from t5train.train.job import tag_of
+from t5train.run_files import tag_of
 from tests.infra.node_store.conftest import digest, make_sidecar
 
 pytestmark = pytest.mark.cluster

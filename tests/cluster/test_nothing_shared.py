@@ -16,11 +16,10 @@ from infra.testcluster.demo import demo
 from infra.testcluster.view import HOME, HOSTFILE, ROOT
 from t5train import sidecar
 from t5train.certificate import CERTIFICATE, Certificate
-from t5train.run_files import FAILURES
+from t5train.run_files import FAILURES, is_tag
 from t5train.train import metrics
 from t5train.train.job import TrainJob
 from t5train.train.last_complete import last_complete
-from t5train.train.resume_point import is_tag
 from t5train.verify import verify
 
 pytestmark = pytest.mark.cluster

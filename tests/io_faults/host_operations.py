@@ -21,9 +21,8 @@ from t5train import run_files, sidecar
 from t5train.atomic import write_json
 from t5train.progress import silent
 from t5train.records import Checkpoint, digest_files
-from t5train.run_files import CHECKPOINTS, METRICS, RUNS
+from t5train.run_files import CHECKPOINTS, METRICS, RUNS, tag_of
 from t5train.spec import StorageSpec
-from t5train.train.job import tag_of
 from tests.infra.node_store.conftest import RUN, Site, digest, make_sidecar
 from tests.io_faults.evidence import complete_tags, missing, tree
 from tests.io_faults.small_run import SmallRun

@@ -50,7 +50,8 @@ class Select(_OnTags):
 
     def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - as all have it
         """The job names the newest complete checkpoint."""
-        from t5train.train.job import TrainJob, tag_of
+        from t5train.run_files import tag_of
+        from t5train.train.job import TrainJob
 
         found = self._lost(folder)
         if ending.succeeded:
@@ -81,7 +82,7 @@ class Save(_OnTags):
     def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - as all have it
         """It is complete if the rank says so, and only if it is does the project take it for complete."""
         from t5train import sidecar
-        from t5train.train.job import tag_of
+        from t5train.run_files import tag_of
 
         run, tag = SmallRun(folder), tag_of(UNFINISHED)
         found, whole = self._lost(folder), complete_tags(run.checkpoints)

@@ -8,9 +8,9 @@ from typing import Any
 
 from t5train.presence import visible_in
 from t5train.records import TokenizerFiles, TokenShards
-from t5train.run_files import CHECKPOINTS
+from t5train.run_files import CHECKPOINTS, tag_of
 from t5train.spec import RunSpec
-from t5train.train.job import TrainJob, tag_of
+from t5train.train.job import TrainJob
 
 NAME = "small"
 STEPS = (2, 4, 6)

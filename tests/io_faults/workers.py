@@ -14,6 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from infra.environment import search_path
 from tests.io_faults import interposer
 
 _ENVIRONMENT = {
@@ -33,14 +34,13 @@ class Worker:
     """A process of ``tests.io_faults.worker``."""
 
     def __init__(self, folder: Path, number: int, library: Path) -> None:
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         self.folder = folder / f"worker-{number}"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.io_faults.worker", str(folder), str(number)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | _ENVIRONMENT | {"LD_PRELOAD": str(library), "PATH": path},
+            env=os.environ | _ENVIRONMENT | {"LD_PRELOAD": str(library), "PATH": search_path()},
             start_new_session=True,
         )
 

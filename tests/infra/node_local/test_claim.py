@@ -23,7 +23,7 @@ from infra.run_lock import run_lock
 from t5train import sidecar
 from t5train.errors import HostError, HostUnreachable, NothingVerifies, RemoteFailed, RunOwned
 from t5train.progress import silent
-from t5train.train.job import tag_of
+from t5train.run_files import tag_of
 from tests.infra.node_store.conftest import Site
 
 Until = Callable[..., None]

@@ -14,8 +14,8 @@ from infra.node_local.node_run import NodeRun
 from t5train import sidecar
 from t5train.errors import Unreadable
 from t5train.progress import silent
+from t5train.run_files import tag_of
 from t5train.spec import StorageSpec
-from t5train.train.job import tag_of
 from tests.infra.node_store.conftest import Site
 
 PART_OF_B = "zero_pp_rank_1_mp_rank_00_optim_states.pt"

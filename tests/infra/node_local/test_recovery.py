@@ -15,7 +15,7 @@ from infra.node_local.recovery import recover
 from t5train import sidecar
 from t5train.errors import NothingVerifies, UnlistedFile, Unreadable
 from t5train.progress import silent
-from t5train.train.job import tag_of
+from t5train.run_files import tag_of
 from t5train.train.resume_point import ask_to_begin_again, resume_tag
 from tests.infra.node_store.conftest import Site
 

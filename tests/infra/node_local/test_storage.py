@@ -15,7 +15,7 @@ from infra.stop_signal import Stopped
 from t5train import sidecar
 from t5train.errors import NotGathered, RankKilled
 from t5train.progress import Progress, silent
-from t5train.train.job import tag_of
+from t5train.run_files import tag_of
 from tests.infra.node_store.conftest import Site
 
 

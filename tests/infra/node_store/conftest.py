@@ -15,8 +15,8 @@ from infra.node_store.survey import Survey, survey
 from infra.node_store.tags import FoundTag, complete_tags
 from t5train import sidecar
 from t5train.records import FileDigest
+from t5train.run_files import tag_of
 from t5train.sidecar import DataState, ParallelLayout, Sidecar
-from t5train.train.job import tag_of
 
 RUN = "smoke-f00df00df00d"
 

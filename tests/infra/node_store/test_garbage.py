@@ -25,7 +25,7 @@ from infra.run_lock import run_lock
 from t5train.errors import HostError
 from t5train.progress import silent
 from t5train.records import Checkpoint, digest_files
-from t5train.train.job import tag_of
+from t5train.run_files import tag_of
 from tests.infra.node_store.conftest import RUN, Site
 
 PLACE = "shards/deadbeef"

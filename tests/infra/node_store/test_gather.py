@@ -18,7 +18,7 @@ from infra.node_store.tags import complete_tags
 from infra.node_store.wire import files_in
 from t5train import sidecar
 from t5train.errors import HostUnreachable, IncompleteCheckpoint, StorageError, Unreadable
-from t5train.train.job import tag_of
+from t5train.run_files import tag_of
 from tests.infra.node_store.conftest import RUN, Site, digest
 
 PART_OF_B = "zero_pp_rank_1_mp_rank_00_optim_states.pt"

@@ -6,7 +6,7 @@ from infra.node_store.gather import gather
 from infra.node_store.paths import tag_place
 from infra.node_store.restore import part, restore
 from t5train.checkpoint_files import files_read_by
-from t5train.train.job import tag_of
+from t5train.run_files import tag_of
 from tests.infra.node_store.conftest import RUN, Site
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from infra.node_store.inventory import HEAD, Copy, Inventory
 from infra.node_store.tags import complete_tags, shortcomings, superfluous
 from t5train import sidecar
+from t5train.run_files import tag_of
 from t5train.sidecar import sidecar_name
-from t5train.train.job import tag_of
 from tests.infra.node_store.conftest import digest, make_sidecar
 
 PLACES, RANKS, STEPS, SAVINGS = [HEAD, "a", "b"], (0, 1), (8, 16), ("1", "two")

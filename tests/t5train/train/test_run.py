@@ -18,11 +18,12 @@ from t5train.errors import NothingVerifies, RunChanged, SpecError, UnknownVersio
 from t5train.fingerprint import fingerprint
 from t5train.recipes import recipe
 from t5train.records import FileDigest, TokenShards, digest_file
+from t5train.run_files import tag_of
 from t5train.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.spec import RunSpec
 from t5train.start_from import start_fingerprint
 from t5train.train import checkpointing, last_complete
-from t5train.train.job import TrainJob, tag_of
+from t5train.train.job import TrainJob
 from t5train.train.relayout import discard_consolidated
 from t5train.train.resume_point import ask_to_begin_again
 from t5train.train.run import open_run, require_same_settings, run_fingerprint, write_job
