@@ -8,7 +8,7 @@ from flows.preflight import require_possible
 from infra.cluster.hosts import read_hosts
 from infra.cluster.launch_command import launch_command
 from infra.launch import command
-from infra.node_folder import place
+from infra.node_folder import node_path
 from t5train.fingerprint import fingerprint
 from t5train.run_files import ATTEMPT_SPEC, ATTEMPTS
 from t5train.spec import RunSpec
@@ -57,11 +57,11 @@ def _launch_command(spec: RunSpec) -> list[str]:
         launch = launch_spec(spec, lambda folder: rank_program(folder / ATTEMPT_SPEC))
         return command(launch, spec.run_folder / ATTEMPTS / "NNNN")
     hosts, run_id = read_hosts(spec.cluster), f"{spec.run_name}-NNNN-ID"
-    on_nodes = place("attempts", run_id)
+    on_nodes = node_path("attempts", run_id)
     program = ("infra.guard", str(on_nodes), sys.executable, *rank_program(on_nodes / ATTEMPT_SPEC))
     address = spec.cluster.master_address or f"ADDRESS_OF_{hosts.names[0]}"
     meeting = (address, spec.cluster.master_port or "FREE_PORT")
-    return launch_command(spec.cluster, hosts, place("heads", run_id), master=meeting, program=program)
+    return launch_command(spec.cluster, hosts, node_path("heads", run_id), master=meeting, program=program)
 
 
 def _table(held: list[Held]) -> str:

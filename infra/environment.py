@@ -115,7 +115,7 @@ def variables_of_rank(attempt: Attempt, own: Mapping[str, str]) -> dict[str, str
         environment |= given | {name: own[name] for name in _OF_THE_LAUNCH if name in own}
         environment.setdefault(operators.VARIABLE, str(operators.operator_folder(environment)))
     environment |= _numbers(own)
-    environment |= {LOCKS: str(node_folder.place("locks"))}
+    environment |= {LOCKS: str(node_folder.node_path("locks"))}
     return environment | {RANK_FILES: str(attempt.rank_files(rank_name(int(environment["RANK"]))))}
 
 

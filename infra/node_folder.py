@@ -25,7 +25,7 @@ ATTEMPTS, CODE, HEADS = "attempts", "code", "heads"
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}")
 
 
-def place(*names: str) -> Path:
+def node_path(*names: str) -> Path:
     """Where that lies in this user's folder on a machine, be it there or not."""
     return PARENT.joinpath(f"t5-pretrain-{os.getuid()}", *names)
 
@@ -35,7 +35,7 @@ def node_folder() -> Path:
 
     Raises StorageError if it is a link, another user's, or open to others.
     """
-    return private_folder(place())
+    return private_folder(node_path())
 
 
 def attempts_folder() -> Path:
@@ -50,7 +50,7 @@ def locks_folder() -> Path:
 
 def code_folder(digest: str) -> Path:
     """Where code of that digest lies that a head has sent, or would."""
-    return place(CODE, digest)
+    return node_path(CODE, digest)
 
 
 def attempt_folder(run_id: str) -> Path:

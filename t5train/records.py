@@ -133,13 +133,13 @@ class Record(BaseModel):
             with reading(manifest):
                 content = manifest.read_bytes()
         except ABSENT:
-            raise RecordError(f"{manifest} does not exist: {folder} is not a finished {_kind(cls)}") from None
+            raise RecordError(f"{manifest} does not exist: {folder} is not a finished {_kind_name(cls)}") from None
         try:
             record = cls.model_validate_json(content)
         except ValidationError as error:
             if is_intact(content, cls.model_fields["kind"].default):
                 raise unknown_version(str(manifest), error) from error
-            raise RecordError(f"{manifest} is not the manifest of a {_kind(cls)}: {_first(error)}") from error
+            raise RecordError(f"{manifest} is not the manifest of a {_kind_name(cls)}: {_first(error)}") from error
         except RecordError as error:
             raise RecordError(f"{manifest} cannot be used: {error}") from error
         if not record.is_as_written():
@@ -324,5 +324,5 @@ def digest_files(folder: Path, names: Iterable[str]) -> dict[str, FileDigest]:
     return {name: digest_file(folder / name) for name in names}
 
 
-def _kind(cls: type[Record]) -> str:
+def _kind_name(cls: type[Record]) -> str:
     return cls.__name__ if cls is not Record else "record"

@@ -23,7 +23,7 @@ from t5train.os_errors import naming
 
 _LENGTH = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100 << 20  # safetensors itself reads no longer one
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20  # for each of as many threads as there are cores
 
 
 class SafetensorsDigest(BaseModel):

@@ -39,7 +39,7 @@ def launch_command(
     require_launchable(cluster, hosts)
     _require_plain((str(folder), str(master[0]), *program))
     return [
-        *_environment(cluster),
+        *_environment_arguments(cluster),
         *(sys.executable, "-m", "deepspeed.launcher.runner"),
         *("--hostfile", str(folder / HOSTFILE), *_choice(cluster, hosts)),
         *("--launcher", cluster.launcher, "--force_multi", "--no_ssh_check"),
@@ -73,7 +73,7 @@ def require_launchable(cluster: ClusterSpec, hosts: Hosts) -> None:
         )
 
 
-def _environment(cluster: ClusterSpec) -> list[str]:
+def _environment_arguments(cluster: ClusterSpec) -> list[str]:
     """DeepSpeed's launcher gives all hosts its own PYTHONPATH, but the guard around it is not to have theirs."""
     return [word for name, value in path_to(shipped_code(cluster)).items() for word in ("env", f"{name}={value}")]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from infra.cluster import code_on_node
 from infra.cluster.remote import Reply, Transport, module_path, run_everywhere
 from infra.code_bundle import own_bundle
-from infra.node_folder import place
+from infra.node_folder import node_path
 from t5train.errors import HostError
 from t5train.spec import ClusterSpec
 
@@ -54,7 +54,7 @@ def hosts_with_code(transport: Transport, hosts: Iterable[str], consequence: str
 
 
 def _ask(transport: Transport, hosts: Iterable[str], content: bytes) -> dict[str, bool | HostError]:
-    request = {"user": os.getuid(), "place": str(place()), "digest": own_bundle().digest}
+    request = {"user": os.getuid(), "place": str(node_path()), "digest": own_bundle().digest}
     stdin = json.dumps(request).encode() + b"\n" + content
     replies = run_everywhere(transport, hosts, COMMAND, stdin_of=lambda _host: stdin, deadline_seconds=_SECONDS)
     return {host: _held(reply) for host, reply in replies.items()}

@@ -15,7 +15,6 @@ and, where hosts share no storage (infra.node_store)::
     claim     take or renew what it holds of a run for one head
     disown    undo that
     inventory what it holds of a run's checkpoints
-    verify    which files of one are not as they should be
     prune     remove some
     move_aside  move some where nothing uses or removes them
     listing   other files of a run
@@ -34,32 +33,42 @@ imports more than the standard library does so when it is asked for.
 import json
 import os
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
-from infra.node.attempt import logs, prepare, remove
-from infra.node.end import end
-from infra.node.watch import watch
-from infra.node_store import actions as node_store
-from infra.preflight.actions import end_probe, facts, probe
 from t5train.errors import StorageError, T5TrainError
 from t5train.os_errors import explain
 
-Request = dict[str, Any]
-Action = Callable[[Request], Request | None]
-"""Given what the head asks for, the answer; None from those that write to stdout themselves."""
-
-ACTIONS: dict[str, Action] = {
-    "facts": facts,
-    "probe": probe,
-    "end_probe": end_probe,
-    "prepare": prepare,
-    "watch": watch,
-    "end": end,
-    "logs": logs,
-    "remove": remove,
-    **node_store.ACTIONS,
+ACTIONS = {
+    "facts": "infra.preflight.gather:facts",
+    "probe": "infra.preflight.probe:probe",
+    "end_probe": "infra.preflight.probe:end_probe",
+    "prepare": "infra.node.attempt:prepare",
+    "watch": "infra.node.watch:watch",
+    "end": "infra.node.end:end",
+    "logs": "infra.node.attempt:logs",
+    "remove": "infra.node.attempt:remove",
+    "claim": "infra.node_store.ownership:claim",
+    "disown": "infra.node_store.ownership:disown",
+    "inventory": "infra.node_store.on_node:inventory",
+    "prune": "infra.node_store.on_node:prune",
+    "move_aside": "infra.node_store.on_node:move_aside",
+    "listing": "infra.node_store.on_node:listing",
+    "send": "infra.node_store.on_node:send",
+    "receive": "infra.node_store.on_node:receive",
+    "stage": "infra.node_store.stage_on_node:stage",
+    "release": "infra.node_store.stage_on_node:release",
+    "garbage": "infra.node_store.garbage:garbage",
+    "free": "infra.node_store.garbage:free",
 }
+"""Where each action is done. Given what the head asks for, it answers; None where it has written to stdout itself."""
+
+
+def act(name: str, request: dict[str, Any]) -> dict[str, Any] | None:
+    """Do an action, whose module is imported only now: some take their time."""
+    module, _, function = ACTIONS[name].partition(":")
+    answer: dict[str, Any] | None = getattr(import_module(module), function)(request)
+    return answer
 
 
 def main() -> int:
@@ -69,7 +78,7 @@ def main() -> int:
     with open(0, "rb", buffering=0, closefd=False) as stdin:
         request = json.loads(stdin.readline())
     try:
-        answer = ACTIONS[sys.argv[1]](request)
+        answer = act(sys.argv[1], request)
     except T5TrainError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1

@@ -10,7 +10,7 @@ from infra.attempts.attempt import now
 from infra.cluster.hosts import Host, Hosts
 from infra.cluster.remote import Transport
 from infra.cluster.shipping import shipped_code
-from infra.node_folder import place
+from infra.node_folder import node_path
 from infra.node_store.nodes import Nodes
 from infra.node_store.ownership import Owner
 from infra.node_store.paths import name_on_nodes, run_place, shards_place, staged_place
@@ -92,7 +92,7 @@ class NodeRun:
         return job.model_copy(update=changes)
 
     def _on_node(self, name: str) -> Path:
-        return (self.nodes.scratch or place("scratch")) / name
+        return (self.nodes.scratch or node_path("scratch")) / name
 
 
 def place_of_shards(job: TrainJob) -> str:

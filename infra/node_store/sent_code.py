@@ -12,7 +12,7 @@ from pathlib import Path
 
 from infra import processes
 from infra.attempts import attempt
-from infra.node_folder import CODE, attempts_folder, place
+from infra.node_folder import CODE, attempts_folder, node_path
 from t5train.atomic_folder import discard
 from t5train.file_lock import try_lock
 
@@ -22,10 +22,10 @@ _LOCK_WAIT_SECONDS = 10.0
 
 def unused_code() -> Iterator[Path]:
     """Folders of such code, and what is left of some that was being put here or removed when that was killed."""
-    if not place(CODE).is_dir():
+    if not node_path(CODE).is_dir():
         return
     kept = {attempt.read(path.parent).code for path in attempts_folder().glob(f"*/{attempt.ATTEMPT}")}
-    for folder in sorted(place(CODE).iterdir()):
+    for folder in sorted(node_path(CODE).iterdir()):
         if folder.name not in kept and _is_old(folder) and not processes.find(_runs_from(folder)):
             yield folder
 

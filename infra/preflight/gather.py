@@ -1,6 +1,7 @@
 """All facts of this node, in one go."""
 
 import time
+from typing import Any
 
 from infra.preflight.build import build
 from infra.preflight.devices import devices
@@ -23,3 +24,8 @@ def gather(question: Question) -> Facts:
         room(question),
     )
     return Facts(started_at, time.time(), *answers)
+
+
+def facts(request: dict[str, Any]) -> dict[str, Any]:
+    """The same, for a request that ``Question.to_json`` made."""
+    return gather(Question.from_json(request)).to_json()

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from infra.node_folder import place
+from infra.node_folder import node_path
 from infra.node_store.room import SPARE_BYTES
 from infra.preflight.facts import Facts, Room
 from infra.preflight.findings import Heards, names, of_each
@@ -62,7 +62,7 @@ def disks(heards: Heards, needs: Needs, storage: Storage) -> Iterator[str]:
         room = facts.room
         if room.node_folder_error:
             return room.node_folder_error
-        if room.node_folder != (here := str(place())):
+        if room.node_folder != (here := str(node_path())):
             return (
                 f"keeps attempts in {room.node_folder}, the head in {here}: the user there has another user id; give "
                 "it the same, or set cluster.ssh_user"

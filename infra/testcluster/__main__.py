@@ -8,7 +8,7 @@ import typer
 
 from infra.testcluster import registry
 from infra.testcluster.cluster import Cluster
-from infra.testcluster.demo import demo as try_it
+from infra.testcluster.demo import run_demo
 from t5train.errors import T5TrainError
 
 app = typer.Typer(
@@ -43,7 +43,7 @@ def down(name: Name = DEFAULT) -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(context: typer.Context, root: Annotated[Path, typer.Option(help="Gets what is published.")]) -> None:
     """Train, certify and publish on two hosts with nothing shared, and remove them; more arguments go to `run`."""
-    try_it(root, context.args)
+    run_demo(root, context.args)
 
 
 @app.command("exec", context_settings={"allow_interspersed_args": False})

@@ -13,7 +13,7 @@ from t5train.errors import TestClusterError
 _RUN = "demo-cluster"
 
 
-def demo(root: Path, arguments: Sequence[str] = ()) -> None:
+def run_demo(root: Path, arguments: Sequence[str] = ()) -> None:
     """Train and publish on a cluster of its own, which is gone afterwards; ``root`` gets the published folder.
 
     ``arguments`` are further ones of ``t5-pretrain run smoke``. Raises TestClusterError when that fails, or when a host

@@ -19,7 +19,7 @@ from t5train.errors import UnknownLayout
 from t5train.sidecar import ParameterSlot
 
 
-def groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> list[FlatGroup]:
+def partitioned_groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> list[FlatGroup]:
     """The parameter groups of a ZeRO 1 or 2 optimizer: dense ones once, those of experts for each rank of theirs."""
     model = model_states(checkpoint, MODEL_STATES)
     ranks = ExpertRanks.of(model)

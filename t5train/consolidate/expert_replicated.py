@@ -26,7 +26,7 @@ Layouts = dict[tuple[str, int], list[ParameterSlot]]
 """Where the parameters of each group of each file lie."""
 
 
-def groups(checkpoint: OpenedCheckpoint, module: ModuleStates) -> list[FlatGroup]:
+def replicated_groups(checkpoint: OpenedCheckpoint, module: ModuleStates) -> list[FlatGroup]:
     """The parameter groups of a ZeRO 0 optimizer; none where it moves the module's own weights."""
     optimizers = _optimizers(checkpoint)
     held = {file: master_groups(optimizer) for file, optimizer in optimizers.items()}

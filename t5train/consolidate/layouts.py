@@ -37,9 +37,11 @@ LAYOUTS: dict[frozenset[StateFile], Layout] = {
     frozenset({_Files.MODEL}): Layout(dense.module_states, replicated.groups),
     frozenset({_Files.MODEL, _Files.OPTIMIZER}): Layout(dense.module_states, zero12.groups),
     frozenset({_Files.RANK_MODEL, _Files.OPTIMIZER}): Layout(zero3.module_states, zero3.groups),
-    frozenset({_Files.MODEL, _Files.EXPERT, _Files.OPTIMIZER}): Layout(experts.module_states, expert_groups.groups),
+    frozenset({_Files.MODEL, _Files.EXPERT, _Files.OPTIMIZER}): Layout(
+        experts.module_states, expert_groups.partitioned_groups
+    ),
     frozenset({_Files.MODEL, _Files.EXPERT, _Files.EXPERT_OPTIMIZER}): Layout(
-        experts.module_states, expert_replicated.groups
+        experts.module_states, expert_replicated.replicated_groups
     ),
     frozenset({_Files.MODEL, _Files.LAYER}): _PIPELINE_ZERO0,
     frozenset({_Files.MODEL, _Files.LAYER, _Files.OTHER_MODEL}): _PIPELINE_ZERO0,

@@ -12,7 +12,7 @@ import pytest
 from cluster_runs import SETTINGS, Ended, Stage, Started, weights
 
 from infra.testcluster import Cluster
-from infra.testcluster.demo import demo
+from infra.testcluster.demo import run_demo
 from infra.testcluster.view import HOME, HOSTFILE, ROOT
 from t5train import sidecar
 from t5train.certificate import CERTIFICATE, Certificate
@@ -252,7 +252,7 @@ def test_what_few_nodes_have_reaches_all_that_read_it(apart: Apart, variant: str
 
 
 def test_the_demonstration_ends_with_a_certified_publication(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    demo(tmp_path, [part for item in SETTINGS.items() for part in ("--set", "{}={}".format(*item))])
+    run_demo(tmp_path, [part for item in SETTINGS.items() for part in ("--set", "{}={}".format(*item))])
     published = tmp_path / "published/demo-cluster"
     assert capfd.readouterr().out.splitlines()[-1] == f"published: {published}"
     verify(str(published))

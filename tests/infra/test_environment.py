@@ -7,7 +7,7 @@ import pytest
 
 from infra.attempts.attempt import Attempt
 from infra.environment import rank_environment, redact, travelling_environment, variables_of_rank
-from infra.node_folder import place
+from infra.node_folder import node_path
 from t5train.errors import LaunchError
 
 SECRETS = {
@@ -52,7 +52,7 @@ def test_what_a_rank_needs_is_let_through(this: Attempt) -> None:
 
 def test_ranks_keep_compiled_operators_on_a_disk_of_their_machine(this: Attempt) -> None:
     folder = environment(this, HOME="/h")["TORCH_EXTENSIONS_DIR"]
-    assert Path(folder).parent == place("operators")
+    assert Path(folder).parent == node_path("operators")
     assert environment(this, HOME="/other")["TORCH_EXTENSIONS_DIR"] == folder
 
 

@@ -33,7 +33,7 @@ def test_a_folder_that_the_user_has_chosen_is_used_as_it_is(folder: Folder, tmp_
 
 def test_the_same_environment_has_the_same_folder_wherever_its_home_is(folder: Folder, tmp_path: Path) -> None:
     assert folder(HOME="/a") == folder(HOME="/b", XDG_CACHE_HOME="/c")
-    assert folder().parent == node_folder.place("operators")
+    assert folder().parent == node_folder.node_path("operators")
     assert folder().is_relative_to(tmp_path)
 
 
@@ -73,6 +73,6 @@ def test_other_sources_have_another_folder(folder: Folder, monkeypatch: pytest.M
 
 def test_operators_are_not_loaded_from_where_others_can_write(folder: Folder) -> None:
     folder()
-    node_folder.place("operators").chmod(0o777)
+    node_folder.node_path("operators").chmod(0o777)
     with pytest.raises(StorageError, match="operators is not a folder of user"):
         folder()

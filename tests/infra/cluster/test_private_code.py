@@ -12,7 +12,7 @@ from infra.cluster import remote
 from infra.cluster.remote import node_command
 from infra.cluster.shipping import hosts_with_code
 from infra.code_bundle import own_bundle
-from infra.node_folder import code_folder, place
+from infra.node_folder import code_folder, node_path
 from tests.infra.cluster.test_shipping import Here
 
 NOBODY = 65534
@@ -39,7 +39,7 @@ def planted(tmp_path: Path) -> Path:
     (program / "__init__.py").touch()
     (program / "__main__.py").write_text(f"open({str(tmp_path / 'was-run')!r}, 'w').close()\n")
     (code_folder(DIGEST) / "sitecustomize.py").write_text(f"open({str(tmp_path / 'was-run')!r}, 'w').close()\n")
-    for folder in (place(), place("code"), code_folder(DIGEST)):
+    for folder in (node_path(), node_path("code"), code_folder(DIGEST)):
         folder.chmod(0o700)
     return tmp_path / "was-run"
 
@@ -76,11 +76,11 @@ def give_away_link(folder: Path) -> None:
 def test_code_in_a_folder_that_others_could_have_written_is_not_run(
     planted: Path, names: tuple[str, ...], change: Callable[[Path], None]
 ) -> None:
-    change(place(*names))
+    change(node_path(*names))
     ended = run()
     assert not planted.exists()
     assert ended.returncode == 1
-    assert f"{place(*names)} is not a folder of user {os.getuid()} alone" in ended.stderr
+    assert f"{node_path(*names)} is not a folder of user {os.getuid()} alone" in ended.stderr
     assert "Move that folder away" in ended.stderr
 
 
@@ -91,7 +91,7 @@ def test_a_parent_in_which_others_can_rename_is_refused(planted: Path, parent: P
 
 
 def test_code_that_is_not_there_is_named() -> None:
-    assert f"{place()} cannot be examined (No such file or directory)" in run().stderr
+    assert f"{node_path()} cannot be examined (No such file or directory)" in run().stderr
 
 
 def test_the_error_of_such_a_host_shows_no_program_text() -> None:
@@ -104,8 +104,8 @@ def test_the_error_of_such_a_host_shows_no_program_text() -> None:
 def test_a_host_where_another_user_has_the_folder_is_named_and_left_out(
     parent: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place().mkdir(mode=0o700)
-    give_away(place())
+    node_path().mkdir(mode=0o700)
+    give_away(node_path())
     assert hosts_with_code(Here(), ["a"], "it is not asked") == []
     assert "it is not asked: a: " in caplog.text
     assert "is not a folder of user 0 alone" in caplog.text

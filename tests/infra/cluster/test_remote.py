@@ -19,7 +19,7 @@ from infra import processes
 from infra.cluster import remote
 from infra.cluster.remote import Answer, Ssh, quoted, run, run_everywhere
 from infra.cluster.ssh_config import ssh_config
-from infra.node_folder import place
+from infra.node_folder import node_path
 from t5train.errors import HostKeyMismatch, HostTimeout, HostUnreachable, RemoteFailed, SpecError
 from t5train.spec import ClusterSpec
 
@@ -210,7 +210,7 @@ def test_code_that_was_sent_comes_before_all_that_is_installed(monkeypatch: pyte
     checkout = Path(remote.__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", f"{checkout}:/torch")
     said = [word for word in remote.node_command("facts", "c0de") if word.startswith("PYTHONPATH=")]
-    assert said == [f"PYTHONPATH={place('code', 'c0de')}:/torch"]
+    assert said == [f"PYTHONPATH={node_path('code', 'c0de')}:/torch"]
 
 
 def test_a_host_without_the_package_is_told_from_one_without_python() -> None:

@@ -46,11 +46,11 @@ def packed(sources: dict[str, str]) -> tuple[str, bytes]:
 
 
 def hold(digest: str, content: bytes = b"") -> bool:
-    return code_on_node.hold(os.getuid(), node_folder.place(), digest, content)
+    return code_on_node.hold(os.getuid(), node_folder.node_path(), digest, content)
 
 
 def left() -> list[str]:
-    return sorted(path.name for path in node_folder.place("code").iterdir())
+    return sorted(path.name for path in node_folder.node_path("code").iterdir())
 
 
 def test_a_host_that_lacks_the_code_gets_it_and_one_that_has_it_is_only_asked() -> None:
@@ -87,7 +87,7 @@ def test_the_command_is_the_same_whatever_is_sent(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("infra.cluster.shipping.own_bundle", lambda: code_bundle.bundle(checkout))
     ship(hosts, ["a"])
     assert len({tuple(argv[3:]) for argv in hosts.asked}) == 1  # before that: `timeout`
-    assert not any(str(node_folder.place()) in word or own_bundle().digest in word for word in COMMAND)
+    assert not any(str(node_folder.node_path()) in word or own_bundle().digest in word for word in COMMAND)
     assert len(left()) == 2
 
 
@@ -103,7 +103,7 @@ def checkout(tmp_path: Path) -> Path:
 def test_bytes_that_are_not_the_promised_ones_leave_nothing(content: bytes) -> None:
     with pytest.raises(SystemExit, match=r"came damaged, .* start again"):
         hold(packed(SOURCES)[0], content)
-    assert not node_folder.place().exists()
+    assert not node_folder.node_path().exists()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_bytes_that_are_not_the_promised_ones_leave_nothing(content: bytes) -> N
 def test_a_name_that_is_not_of_a_module_leaves_nothing(name: str) -> None:
     with pytest.raises(SystemExit, match="which is not the path of a module"):
         hold(*packed({**SOURCES, name: ""}))
-    assert not node_folder.place().exists()
+    assert not node_folder.node_path().exists()
 
 
 def spoil(folder: Path) -> Path:
@@ -166,12 +166,12 @@ def test_what_python_compiles_there_changes_nothing() -> None:
 
 def test_a_place_that_others_can_reach_is_refused(parent: Path) -> None:
     digest, content = packed(SOURCES)
-    node_folder.place().mkdir(mode=0o755)
+    node_folder.node_path().mkdir(mode=0o755)
     with pytest.raises(SystemExit, match=r"is not a folder of user .* alone: move it away"):
         hold(digest, content)
-    node_folder.place().rmdir()
+    node_folder.node_path().rmdir()
     (parent / "elsewhere").mkdir(mode=0o700)
-    node_folder.place().symlink_to("elsewhere")
+    node_folder.node_path().symlink_to("elsewhere")
     with pytest.raises(SystemExit, match="is not a folder of user"):
         hold(digest, content)
     assert not list((parent / "elsewhere").iterdir())
@@ -184,8 +184,8 @@ def test_another_users_id_is_refused_before_its_folder_is_made(parent: Path) -> 
 
 
 def test_a_place_that_cannot_be_written_is_an_error_of_that_host(parent: Path) -> None:
-    node_folder.place().mkdir(mode=0o700)
-    node_folder.place("code").touch()
+    node_folder.node_path().mkdir(mode=0o700)
+    node_folder.node_path("code").touch()
     found = ship(Here(), ["a"])["a"]
     assert isinstance(found, RemoteFailed)
     assert "cannot be kept in" in str(found)
@@ -204,14 +204,16 @@ def test_what_breaks_off_while_it_is_written_has_no_name(monkeypatch: pytest.Mon
         with pytest.raises(OSError, match="No space left"):
             hold(digest, content)
     assert left() == []
-    node_folder.place("code", f".{digest}.partial", "infra").mkdir(parents=True)  # of one that was killed
+    node_folder.node_path("code", f".{digest}.partial", "infra").mkdir(parents=True)  # of one that was killed
     assert hold(digest, content)
     assert left() == [digest]
 
 
 def test_many_heads_at_once_are_harmless() -> None:
     digest, content = packed(SOURCES | {f"infra/module_{number}.py": "x = 1\n" for number in range(20)})
-    request = json.dumps({"user": os.getuid(), "place": str(node_folder.place()), "digest": digest}).encode() + b"\n"
+    request = (
+        json.dumps({"user": os.getuid(), "place": str(node_folder.node_path()), "digest": digest}).encode() + b"\n"
+    )
     ended: list[subprocess.CompletedProcess[bytes]] = []
     heads = [
         threading.Thread(

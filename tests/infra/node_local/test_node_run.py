@@ -2,7 +2,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from infra.cluster.hosts import Host, Hosts
-from infra.node_folder import place
+from infra.node_folder import node_path
 from infra.node_local.node_run import NodeRun
 from t5train.recipes import recipe
 from t5train.train.job import Clock, Consolidated, TrainJob
@@ -21,7 +21,7 @@ def job(**facts: object) -> TrainJob:
 
 def test_ranks_on_nodes_are_told_their_own_paths(run: NodeRun) -> None:
     told = run.told(job(resume_tag="step-00000008", start_fingerprint="5" * 64))
-    scratch = place("scratch")
+    scratch = node_path("scratch")
     assert told.node_local
     assert told.run_folder == scratch / "runs" / run.name
     assert told.shards_folder == scratch / "shards/pydocs-1"
@@ -33,10 +33,12 @@ def test_ranks_on_nodes_are_told_their_own_paths(run: NodeRun) -> None:
 def test_what_an_attempt_begins_from_is_named_where_it_is_staged(run: NodeRun) -> None:
     consolidated = Consolidated(folder=Path("/root/w/relayout/step-8"), fingerprint="c" * 64, clock=Clock(step=8))
     told = run.told(job(consolidated=consolidated))
-    assert told.consolidated == consolidated.model_copy(update={"folder": place("scratch/staged/step-8-cccccccccccc")})
+    assert told.consolidated == consolidated.model_copy(
+        update={"folder": node_path("scratch/staged/step-8-cccccccccccc")}
+    )
     spec = recipe("smoke").with_settings({"model.start_from": '"/models/t5"'})
     told = run.told(job(spec=spec, start_fingerprint="5" * 64))
-    assert told.spec.model.start_from == str(place("scratch/staged/t5-555555555555"))
+    assert told.spec.model.start_from == str(node_path("scratch/staged/t5-555555555555"))
 
 
 def test_ranks_are_counted_over_hosts(run: NodeRun) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from infra.node_folder import place
+from infra.node_folder import node_path
 from infra.preflight.facts import Build, Devices, Facts, Network, Room, Route, Software
 from infra.preflight.findings import Heard
 from infra.preflight.needs import Needs
@@ -56,7 +56,7 @@ def facts(number: int) -> Facts:
         software=SOFTWARE,
         devices=Devices("cuda", 2, {"0": 1 << 20, "1": 1 << 20}, {"0": 80 << 30, "1": 80 << 30}, {}, ""),
         build=Build("/usr/bin/ninja", "/usr/bin/c++", ["cpu_adam"], [], [], []),
-        room=Room(64 << 30, 65536, NONCE, 64 << 20, 64 << 20, "", 1 << 40, str(place()), "", 1 << 40),
+        room=Room(64 << 30, 65536, NONCE, 64 << 20, 64 << 20, "", 1 << 40, str(node_path()), "", 1 << 40),
     )
 
 
