@@ -93,5 +93,5 @@ clean: ## Remove .venv and what tools have cached; what runs have made stays
 
 # DeepSpeed compiles its CPU communication and its Adam at first use; here they are compiled before anything waits.
 .venv/.ops-built: .venv/.installed
-	@$(BIN)/python -m infra.op_cache
+	@$(BIN)/python -m infra.node.compiled_operators
 	touch $@

@@ -12,15 +12,15 @@ from typing import Any
 
 from cluster_runs import Ended, Stage, Started
 
-from infra import node_folder
+from infra.node import node_folders
 from infra.testcluster import Cluster
-from infra.testcluster.view import HOSTFILE, ROOT
-from t5train import sidecar
-from t5train.run_files import ATTEMPT_SPEC, ATTEMPTS, CHECKPOINTS, WITNESS_FOLDER
-from t5train.train.job import TrainJob
+from infra.testcluster.host_files import HOSTFILE, ROOT
+from t5train.checkpoint import tags as sidecar
+from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS, CHECKPOINTS, WITNESS_FOLDER
+from t5train.spec.rank_job import TrainJob
 
 RUN = "resumed"
-NODE_FOLDER = str(node_folder.place())
+NODE_FOLDER = str(node_folders.place())
 SCRATCH = f"{NODE_FOLDER}/scratch"
 SETTINGS: dict[str, Any] = {
     "optimizer.num_steps": 90,

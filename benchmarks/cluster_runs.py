@@ -10,12 +10,12 @@ from typing import Any
 
 from infra.testcluster import Cluster
 from infra.testcluster.host import Process
+from t5train import metrics
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
 from t5train.data.tokenizer import build_tokenizer
-from t5train.recipes import recipe
-from t5train.run_files import METRICS, WITNESS_FOLDER
-from t5train.train import metrics
+from t5train.files.run_folder import METRICS, WITNESS_FOLDER
+from t5train.spec.recipes import recipe
 
 SETTINGS: dict[str, Any] = {
     "tokenizer.vocab_size": 500,

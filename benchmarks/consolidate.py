@@ -31,12 +31,12 @@ from synthetic_checkpoints import RANKS, TAG, write_experts, write_zero2, write_
 
 CONSOLIDATE = """
 from pathlib import Path
-from t5train.consolidate import consolidate
+from t5train.checkpoint.consolidate import consolidate
 run = lambda: consolidate(Path(SOURCE), Path(OUT))
 """
 VERIFY = """
 from pathlib import Path
-from t5train.sidecar import require_complete
+from t5train.checkpoint.tags import require_complete
 run = lambda: require_complete(Path(SOURCE) / TAG)
 """
 ZERO_TO_FP32 = """
@@ -96,10 +96,10 @@ def copied(file: Path, out: Path) -> Run:
 
 def with_sidecars(folder: Path, copy: Path) -> None:
     """The files of a ZeRO 2 checkpoint with sidecars, as a run of this project leaves them."""
-    from t5train import sidecar
-    from t5train.consolidate.flat_groups import packed_slots
-    from t5train.consolidate.metadata import read_metadata
-    from t5train.records import digest_files
+    from t5train.checkpoint import sidecar
+    from t5train.checkpoint.consolidate.layouts.optimizer_states import packed_slots
+    from t5train.checkpoint.consolidate.torch_file import read_metadata
+    from t5train.records.digests import digest_files
 
     tag = copy / TAG
     tag.mkdir(parents=True)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from cluster_runs import Stage, Started
 
-from infra.testcluster import view
-from infra.testcluster.view import HOME, HOSTFILE
+from infra.testcluster import host_files
+from infra.testcluster.host_files import HOME, HOSTFILE
 
 LEASE_SECONDS = 10
 _AGAIN_SECONDS = 0.3
@@ -78,7 +78,7 @@ def pids(stage: Stage, host: str, program: str) -> list[int]:
     found = []
     for process in stage.cluster.processes(host):
         names = {Path(argument).name for argument in process.argv[:3]}
-        if program in names and "infra.guard" not in names:
+        if program in names and "infra.node.attempts.process_guard" not in names:
             found.append(process.pid)
     return found
 
@@ -193,7 +193,7 @@ def other_torch(stage: Stage) -> Iterator[None]:
 @contextmanager
 def stale_lock(stage: Stage) -> Iterator[None]:
     """A compile was killed on the second node."""
-    (folder,) = stage.cluster.disk("node1", view.OPERATORS).rglob("deepspeed_shm_comm")
+    (folder,) = stage.cluster.disk("node1", host_files.OPERATORS).rglob("deepspeed_shm_comm")
     lock = folder / "lock"
     lock.touch()
     yield

@@ -22,8 +22,8 @@ from fault_cases import FAULTS, LEASE_SECONDS, RANK, Fault, pids
 
 from infra.testcluster import Cluster
 from infra.testcluster.host import Process
-from infra.testcluster.view import HOME, HOSTFILE
-from t5train.run_files import WITNESS_FOLDER
+from infra.testcluster.host_files import HOME, HOSTFILE
+from t5train.files.run_folder import WITNESS_FOLDER
 
 STRIKE_AT, SLOW = 25, "8mbit"
 SETTINGS = {

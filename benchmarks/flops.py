@@ -1,7 +1,7 @@
 """What a training step computes: the matrix products of a T5, forward and backward."""
 
 from t5train.data.span_corruption import geometry
-from t5train.model.shape import T5Shape
+from t5train.model.model_shape import T5Shape
 from t5train.spec import ObjectiveSpec
 
 

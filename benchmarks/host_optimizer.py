@@ -23,11 +23,10 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from hardware import hardware
 
-from t5train.model.shape import resolve
+from t5train.engine.optimizer import AdamWRms, HostAdam, Partition, Segment
+from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
 from t5train.spec import ModelSpec
-from t5train.train.host_adam import HostAdam
-from t5train.train.optimizer import AdamWRms, Partition, Segment
 
 BETAS, EPSILON, RATE = (0.9, 0.999), 1e-8, 1e-3
 

@@ -18,11 +18,11 @@ from kill_tally import Found, Tally
 from struck import CONTEXT
 from whole_tags import files_of, whole_tags
 
-from infra.node_local.following import keep_up
+from infra.head.storage.checkpoint_sync import keep_up
 from t5train.errors import T5TrainError
+from t5train.files.run_folder import step_of, tag_of
 from t5train.progress import silent
-from t5train.run_files import step_of, tag_of
-from t5train.train.job import TrainJob
+from t5train.spec.rank_job import TrainJob
 
 _BETWEEN_SECONDS = 0.1
 _FEW_STEPS = 8
@@ -155,11 +155,12 @@ def _train(rank: int, job: str, meeting: str, told: Connection) -> None:
     import deepspeed
     from torch import distributed
 
-    from t5train.train import checkpointing, loop
+    from t5train.checkpoint import saving
+    from t5train.train import loop
 
     distributed.init_process_group("gloo", f"file://{meeting}/meet", rank=rank, world_size=len(HOSTS))
     deepspeed.init_distributed("gloo")
-    save = checkpointing.save
+    save = saving.save
 
     def told_of(engine: Any, job: TrainJob, step: int, *rest: Any) -> str:
         told.send(("saving", step, time.monotonic()))
@@ -167,5 +168,5 @@ def _train(rank: int, job: str, meeting: str, told: Connection) -> None:
         told.send(("saved", step, time.monotonic()))
         return tag
 
-    with mock.patch.object(checkpointing, "save", told_of):
+    with mock.patch.object(saving, "save", told_of):
         loop.Trainer(TrainJob.model_validate_json(job)).run()

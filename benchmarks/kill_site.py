@@ -9,20 +9,19 @@ from pathlib import Path
 
 from whole_tags import whole_tags
 
-from infra import node_folder
-from infra.cluster.hosts import Host, Hosts
-from infra.node_local.node_run import NodeRun
-from infra.node_local.storage import NodeLocalStorage
-from infra.node_store.survey import survey
-from infra.node_store.tags import complete_tags
+from infra.head.hosts.hostfile import Host, Hosts
+from infra.head.storage.checkpoint_inventory import complete_tags, survey
+from infra.head.storage.node_paths import NodeRun
+from infra.head.storage.run_storage import NodeLocalStorage
+from infra.node import node_folders
+from t5train.checkpoint.resume import run_fingerprint, write_job
+from t5train.checkpoint.resume_point import newest_verified_tag
+from t5train.files.run_folder import CHECKPOINTS
 from t5train.progress import silent
-from t5train.recipes import recipe
-from t5train.records import TokenizerFiles, TokenShards
-from t5train.run_files import CHECKPOINTS
+from t5train.records.stage_records import TokenizerFiles, TokenShards
 from t5train.spec import RunSpec
-from t5train.train.job import TrainJob
-from t5train.train.resume_point import newest_verified_tag
-from t5train.train.run import run_fingerprint, write_job
+from t5train.spec.rank_job import TrainJob
+from t5train.spec.recipes import recipe
 
 HOSTS = ("a", "b")
 SETTINGS = {
@@ -44,8 +43,8 @@ SETTINGS = {
 _NODE = """
 import sys
 from pathlib import Path
-from infra import node_folder
-node_folder.PARENT = Path(sys.argv.pop(1))
+from infra.node import node_folders
+node_folders.PARENT = Path(sys.argv.pop(1))
 from infra.node.__main__ import main
 sys.exit(main())
 """
@@ -106,7 +105,7 @@ class Site:
         """What the rank of a host is told, each host's disk being a folder here."""
         scratch = self.transport.scratch(HOSTS[rank])
         folders = {name: getattr(told, name) for name in ("run_folder", "shards_folder")}
-        default = node_folder.place("scratch")
+        default = node_folders.place("scratch")
         return told.model_copy(update={name: scratch / path.relative_to(default) for name, path in folders.items()})
 
     def elsewhere(self, folder: Path) -> "Site":

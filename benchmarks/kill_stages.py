@@ -14,14 +14,14 @@ from object_folder import URL
 from struck import Work, await_quiet, is_struck, seconds_of
 from whole_tags import tree, whole_tags
 
-from infra.node_local.following import keep_up
-from infra.node_local.recovery import recover
-from t5train.consolidate import consolidate
+from infra.head.storage.checkpoint_sync import keep_up
+from infra.head.storage.recovery import recover
+from t5train.checkpoint.consolidate import consolidate
+from t5train.checkpoint.resume_point import newest_verified_tag
 from t5train.errors import T5TrainError
 from t5train.progress import silent
-from t5train.publish import publish
-from t5train.records import MANIFEST, Export
-from t5train.train.resume_point import newest_verified_tag
+from t5train.records.stage_records import MANIFEST, Export
+from t5train.release.publication import publish
 
 _WHEN_MADE = ("provenance", "seal")
 """In a manifest: when it was made, and a digest over all it says."""

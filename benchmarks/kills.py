@@ -25,11 +25,11 @@ from kill_site import Site, made
 from kill_stages import Consolidated, Gathered, Published, contents, kill_stage
 from kill_tally import HEADER, Tally
 
-from t5train.certify import certify_in_fresh_process
-from t5train.consolidate import consolidate
-from t5train.export import export
-from t5train.records import Export, TokenizerFiles
-from t5train.train.run import conclude, open_run
+from t5train.checkpoint.consolidate import consolidate
+from t5train.checkpoint.resume import conclude, open_run
+from t5train.records.stage_records import Export, TokenizerFiles
+from t5train.release.certification import certify_in_fresh_process
+from t5train.release.export import export
 
 # Before anything asks for an accelerator; ranks have a core each.
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0"}

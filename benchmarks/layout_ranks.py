@@ -12,7 +12,7 @@ from deepspeed import comm
 from deepspeed.utils import groups
 
 from t5train.spec import build
-from t5train.train.job import TrainJob
+from t5train.spec.rank_job import TrainJob
 from t5train.train.loop import Trainer
 
 

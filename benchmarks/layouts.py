@@ -23,15 +23,15 @@ import torch
 from hardware import hardware
 from safetensors.numpy import load_file
 
-from infra.launch import LaunchSpec, launch
-from t5train.consolidate import consolidate
+from infra.head.launch.local_launch import LaunchSpec, launch
+from t5train import metrics
+from t5train.checkpoint.consolidate import consolidate
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
 from t5train.data.tokenizer import build_tokenizer
-from t5train.recipes import recipe
-from t5train.records import TokenShards
+from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
-from t5train.train import metrics
+from t5train.spec.recipes import recipe
 
 BEGIN, END = "<!-- made by benchmarks/layouts.py -->", "<!-- end of what benchmarks/layouts.py made -->"
 BATCH = 16

@@ -19,14 +19,14 @@ from pathlib import Path
 from hardware import hardware
 from simulated_hosts import Fault, Simulated, facts_of, write_answers
 
-from infra.cluster.hosts import hostfile_text, include_argument, parse, select
-from infra.cluster.launch_command import launch_command
-from infra.preflight.checks import judge
-from infra.preflight.facts import Software
-from infra.preflight.findings import Finding, Heard
-from infra.preflight.needs import Needs
-from infra.preflight.software import software
-from infra.preflight.survey import survey
+from infra.head.hosts.hostfile import hostfile_text, include_argument, parse, select
+from infra.head.launch.deepspeed_launcher import launch_command
+from infra.head.preflight.checklist import judge
+from infra.head.preflight.findings import Finding, Heard
+from infra.head.preflight.host_preflight import survey
+from infra.head.preflight.launch_requirements import Needs
+from infra.node.inspection.facts import Software
+from infra.node.inspection.software import software
 from t5train.spec import ClusterSpec
 
 SLOTS = 8
@@ -82,7 +82,13 @@ def planned(number: int, rounds: int) -> tuple[int, float, float]:
     for _ in range(rounds):
         at, work = time.perf_counter(), cpu_seconds()
         hosts = select(parse(text, "hosts"), include=None, exclude=None, num_nodes=None)
-        argv = launch_command(ClusterSpec(), hosts, Path("/var"), master=("10.0.0.1", 29500), program=("infra.guard",))
+        argv = launch_command(
+            ClusterSpec(),
+            hosts,
+            Path("/var"),
+            master=("10.0.0.1", 29500),
+            program=("infra.node.attempts.process_guard",),
+        )
         judged = judge(heards, needs, head, nonce="")
         walls.append(time.perf_counter() - at)
         works.append(cpu_seconds() - work)

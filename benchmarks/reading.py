@@ -19,12 +19,12 @@ import datasets
 import numpy as np
 from hardware import hardware
 
-from t5train.data import pydocs
+from t5train.data import sources
 from t5train.data.corpus import build_corpus
 from t5train.data.loader import Windows
 from t5train.data.shards import build_shards
 from t5train.data.tokenizer import build_tokenizer
-from t5train.records import TokenShards
+from t5train.records.stage_records import TokenShards
 from t5train.spec import CorpusSpec, ShardsSpec, TokenizerSpec
 
 WINDOW_TOKENS = 568
@@ -57,7 +57,7 @@ def main() -> None:
 
 def python_documentation(root: Path, windows: int) -> TokenShards:
     """The built-in corpus, tokenised, as often as so many windows need."""
-    pydocs.write_passages(root / "once.jsonl")
+    sources.write_passages(root / "once.jsonl")
     once = (root / "once.jsonl").read_bytes()
     text = root / "text"
     text.mkdir()

@@ -16,8 +16,8 @@ from apart_runs import NODE_FOLDER, SCRATCH, SLOW, TWO_NODES, Apart, await_truth
 from cluster_runs import Started
 from fault_cases import RANK, pids
 
-from infra.testcluster import sshd
-from infra.testcluster.view import HOSTFILE
+from infra.testcluster import host_files
+from infra.testcluster.host_files import HOSTFILE
 
 SEED, NUM_CUTS, LONGEST_SAVE_SECONDS = 6, 10, 0.04
 SHARD = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -91,7 +91,7 @@ def skewed(it: Apart) -> None:
             os.utime(path, times=(time.time() + days * _DAY,) * 2)
     it.cluster.stop_sshd("node1")
     ahead = ["unshare", "--time", "--fork", "--monotonic", str(10 * _DAY), "--boottime", str(10 * _DAY)]
-    it.cluster.exec("node1", [*ahead, *sshd.START]).check_returncode()
+    it.cluster.exec("node1", [*ahead, *host_files.START]).check_returncode()
 
 
 def cut_while_saving(host: str, seconds: float) -> Strike:

@@ -19,7 +19,7 @@ from cluster_runs import Ended, Started, weights
 from fault_table import write_table
 from resume_cases import CASES, Case
 
-from infra.testcluster.view import ROOT
+from infra.testcluster.host_files import ROOT
 
 _SAID = re.compile(r"passed over|takes its place|still at work")
 _BY_PREFECT = re.compile(r"^[0-9:.]+ \| .*? run '[^']*' - ")

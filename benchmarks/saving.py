@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from hardware import hardware
 
-from t5train.records import digest_files
-from t5train.train.archive_checksums import fill_in, no_checksums
+from t5train.checkpoint.archive_checksums import fill_in, no_checksums
+from t5train.records.digests import digest_files
 
 State = dict[str, torch.Tensor]
 
@@ -48,7 +48,7 @@ def theirs(state: State, path: Path) -> None:
 
 
 def ours(state: State, path: Path) -> None:
-    """As t5train.train.checkpointing does."""
+    """As t5train.checkpoint.saving does."""
     with no_checksums():
         torch.save(state, path)
     fill_in(path)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from ipaddress import IPv4Address
 from pathlib import Path
 
-from infra.preflight.facts import Facts, Question, Route
-from infra.preflight.gather import gather
+from infra.node.inspection import gather
+from infra.node.inspection.facts import Facts, Question, Route
 
 NETWORK = "10.0.0.0/16"
 # The facts are told with the head's nonce and the time; a fault is what ssh says, and its exit code 255.

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from hardware import hardware
 
-from infra.cluster.remote import Ssh
-from infra.node_store.nodes import Nodes
-from infra.node_store.pulling import listed
-from infra.node_store.staging import stage_folder
+from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.ssh import Ssh
+from infra.head.storage.provisioning import stage_folder
+from infra.node.storage.pull import listed
 from infra.testcluster import Cluster
 from t5train.spec import ClusterSpec
 

@@ -13,7 +13,12 @@ from typing import Any
 _IMPORTED = [
     *("deepspeed", "deepspeed.runtime.zero.muon.original_muon", "torch._dynamo", "torch._inductor.compile_fx"),
     *("torch.distributed.fsdp", "torch.utils.tensorboard", "fsspec.implementations.local"),
-    *("t5train.train.loop", "t5train.consolidate", "t5train.publish", "infra.node_local.storage"),
+    *(
+        "t5train.train.loop",
+        "t5train.checkpoint.consolidate",
+        "t5train.release.publication",
+        "infra.head.storage.run_storage",
+    ),
 ]
 _QUIET_SECONDS = 30.0
 Work = Callable[..., None]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hardware import hardware
 
-from t5train.data import pydocs
+from t5train.data import sources
 from t5train.data.corpus import build_corpus
 from t5train.data.tokenizer import build_tokenizer, given_tokenizer
 from t5train.spec import CorpusSpec, TokenizerSpec
@@ -63,8 +63,8 @@ print(ended.user + ended.system - started.user - started.system)
 import pathlib
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
-from t5train.records import TokenizerFiles
-from t5train.spec import CorpusSpec, ShardsSpec
+from t5train.records.stage_records import TokenizerFiles
+from t5train.spec import CorpusSpec; from t5train.spec import ShardsSpec
 corpus_spec = CorpusSpec(source=text, workers=PROCESSES)
 corpus = build_corpus(corpus_spec, pathlib.Path(out))
 build_shards(ShardsSpec(shard_tokens=1 << 20, workers=PROCESSES), corpus_spec, corpus,
@@ -103,7 +103,7 @@ def main() -> None:
 
 def python_documentation(root: Path) -> Path:
     """The built-in corpus, its short passages joined up to the length that Wikipedia's usually have."""
-    pydocs.write_passages(root / "pydocs.jsonl")
+    sources.write_passages(root / "pydocs.jsonl")
     words = [word for line in (root / "pydocs.jsonl").open() for word in json.loads(line)["text"].split()]
     passages = [" ".join(words[first : first + PASSAGE_WORDS]) for first in range(0, len(words), PASSAGE_WORDS)]
     joined = root / "joined.jsonl"

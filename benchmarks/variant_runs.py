@@ -14,13 +14,13 @@ from flops import flops_a_token
 from machine_memory import PeakMemory
 from variant_cases import CLEAR_ERRORS, Case
 
-from t5train.model.shape import resolve
-from t5train.recipes import recipe
-from t5train.records import TokenShards
+from t5train import metrics
+from t5train.model.model_shape import resolve
+from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
-from t5train.train import metrics
+from t5train.spec.recipes import recipe
 
-PROGRAM = (sys.executable, "-c", "from flows.cli import main; main()")
+PROGRAM = (sys.executable, "-c", "from flows.cli.__main__ import main; main()")
 Row = dict[str, Any]
 
 

@@ -10,9 +10,9 @@ import secrets
 import stat
 from pathlib import Path
 
-from t5train import atomic
 from t5train.errors import StorageError
-from t5train.private_folder import private_folder
+from t5train.files import atomic
+from t5train.files.locks import private_folder
 
 _NAME = "api-key"
 _USER = "t5-pretrain"

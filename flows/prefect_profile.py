@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from t5train import atomic
 from t5train.errors import InputError, StorageError
+from t5train.files import atomic
 
 NAME = "t5-pretrain"
 CHOOSING = ("PREFECT_PROFILE", "PREFECT_API_URL", "PREFECT_API_AUTH_STRING")

@@ -19,10 +19,9 @@ from typing import NamedTuple, TextIO
 
 from flows import api_key, run_records
 from flows.prefect_profile import UserProfiles
-from infra.ports import free_port
+from infra.node.ports import free_port
 from t5train.errors import InputError, LaunchError, RunLocked, StorageError
-from t5train.file_lock import is_locked, try_lock
-from t5train.private_folder import private_folder
+from t5train.files.locks import is_locked, private_folder, try_lock
 from t5train.progress import Progress
 
 HOST = "127.0.0.1"
@@ -308,7 +307,7 @@ def _start(home: Path, listening: socket.socket, environment: dict[str, str]) ->
     """
     with open(home / LOG, "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "flows.serve", str(listening.fileno())],
+            [sys.executable, "-P", "-m", "flows.server_process", str(listening.fileno())],
             pass_fds=[listening.fileno()],
             env=os.environ | environment,
             cwd=NEUTRAL_FOLDER,

@@ -10,17 +10,25 @@ from pydantic import Field
 
 from flows import run_records
 from flows.prefect_server import records_folder
-from flows.preflight import hold_ready_run, publish_url, require_possible
-from flows.resolve import resolve
-from t5train.os_errors import as_storage_errors
-from t5train.records import Publication
+from flows.spec_from_recipe import resolve
+from infra.head.preflight.run_checks import publish_url, require_possible
+from infra.head.training_run import hold_ready_run
+from t5train.files.os_errors import as_storage_errors
+from t5train.records.stage_records import Publication
 from t5train.spec import RUN_NAME_PATTERN
-from tasks.data import make_corpus, make_shards, make_tokenizer
-from tasks.release import certify_export, consolidate_weights, export_model, publish_export
-from tasks.run_log import drop_needless_tracebacks, library_log
-from tasks.stage_table import StageTable
+from tasks.prefect_log import drop_needless_tracebacks, library_log
+from tasks.stage_progress import StageTable
+from tasks.stage_tasks import (
+    certify_export,
+    consolidate_weights,
+    export_model,
+    make_corpus,
+    make_shards,
+    make_tokenizer,
+    publish_export,
+    train,
+)
 from tasks.summary import summarise
-from tasks.train import train
 
 RecipeName = Literal[
     "smoke",
@@ -34,7 +42,7 @@ RecipeName = Literal[
     "t5_3b_one_gpu",
     "t5_11b_one_gpu",
 ]
-"""The recipes of t5train.recipes, spelled out so that the form of a run offers them."""
+"""The recipes of t5train.spec.recipes, spelled out so that the form of a run offers them."""
 
 
 def _flow_run_name() -> str:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 from uuid import UUID
 
-from infra.processes import boot_id
-from t5train.file_lock import is_locked, try_lock
+from infra.node.processes import boot_id
+from t5train.files.locks import is_locked, try_lock
 
 _FOLDER = "t5-pretrain-runs"
 _NAME = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")

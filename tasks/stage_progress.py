@@ -1,21 +1,24 @@
-"""Progress of a stage as a Prefect artifact, and on the terminal of who started the flow."""
+"""Progress of a stage and a table of what each stage made, as Prefect artifacts; progress also on the terminal."""
 
+import json
 import logging
 import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, TypeVar, cast
 from uuid import UUID
 
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.artifacts import create_progress_artifact, create_table_artifact, update_progress_artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactUpdate
 
 from t5train.progress import Progress, silent
+from t5train.records.stage_records import Record
 
 SECONDS_UNTIL_SHOWN = 2.0
 SECONDS_BETWEEN_UPDATES = 1.0
 SECONDS_BETWEEN_LINES = 10.0
-
 _watcher: Progress = silent
 _log = logging.getLogger(__name__)
 
@@ -76,3 +79,45 @@ def _sentence(what: str, done: int, total: int | None) -> str:
 
 def _key(stage: str) -> str:
     return "progress-" + re.sub("[^a-z0-9]+", "-", stage.lower())
+
+
+R = TypeVar("R", bound=Record)
+
+
+class StageTable:
+    """Collects the records of a flow run, in the order of its stages."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self._added_at = time.monotonic()
+        self._artifact: UUID | None = None
+
+    def add(self, stage: str, record: R) -> R:
+        """Note what a stage made in the time since the stage before it; gives the record back."""
+        now = time.monotonic()
+        self._rows.append(line := row(stage, record, now - self._added_at))
+        _log.info("%s: %s %s", stage, line["result"], record.path)
+        self._added_at = now
+        self._show()
+        return record
+
+    def _show(self) -> None:
+        if self._artifact is None:
+            self._artifact = cast(UUID, create_table_artifact(self._rows, "stages", "What each stage made"))
+            return
+        with get_client(sync_client=True) as client:
+            client.update_artifact(self._artifact, ArtifactUpdate(data=json.dumps(self._rows)))
+
+
+def row(stage: str, record: Record, seconds: float) -> dict[str, Any]:
+    """One line of the table, the widest cells last: a page shows no more than half of them at once."""
+    return {
+        "stage": stage,
+        "result": "reused" if record.reused else "made",
+        "seconds": round(seconds, 1),
+        "files": len(record.files),
+        "bytes": f"{sum(digest.size for digest in record.files.values()):,}",
+        "fingerprint": record.fingerprint[:12],
+        "folder": str(record.path),
+        "counts": ", ".join(f"{name} {value:,}" for name, value in record.counts.items()),
+    }

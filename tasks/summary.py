@@ -1,22 +1,67 @@
-"""The last page of a run: what it reached, its loss curve, and where it is published."""
+"""The last page of a run: what it reached, its loss curve, what its checkpoints cost, and where it is published."""
 
+import base64
+import io
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from prefect import task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
+from t5train import metrics
+from t5train.files.run_folder import METRICS, WITNESS_FOLDER
 from t5train.locations import local_folder
-from t5train.records import Checkpoint, Publication
-from t5train.run_files import METRICS, WITNESS_FOLDER
+from t5train.metrics import Values, loss_lines, read
+from t5train.records.stage_records import Checkpoint, Publication
+from t5train.records.witness import Witness
 from t5train.spec import RunSpec
-from t5train.train import metrics
-from t5train.witness import Witness
-from tasks.loss_curve import data_url, loss_curve_png
-from tasks.loss_lines import loss_lines
-from tasks.saving_time import saving_line
+
+
+def saving_line(metrics: Iterable[Values]) -> str:
+    """For how long training stood still to save, of the time that steps and saving took; lost attempts aside."""
+    saved, trained = [], 0.0
+    for line in metrics:
+        trained += line.get("seconds") or 0.0
+        if (seconds := line.get("save_seconds")) is not None:
+            saved.append(seconds)
+    stood = sum(saved)
+    share = stood / (stood + trained) if saved else 0.0
+    return f"{len(saved)} checkpoints, for which training stood still {stood:.1f} s: {share:.2%} of its time"
+
+
+TRAINING, VALIDATION = "loss", "validation_loss"
+
+
+def loss_curve_png(metrics: Path) -> bytes:
+    """Training and validation loss by step, as PNG, from a run's ``metrics.jsonl``."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines = read(metrics)
+    figure = Figure(figsize=(7, 3.5), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    axes.plot(*_series(lines, TRAINING), linewidth=1, label="training")
+    axes.plot(*_series(lines, VALIDATION), marker="o", markersize=4, label="validation")
+    axes.set(xlabel="optimizer step", ylabel="nats per target token, sentinels too")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(picture)
+    return picture.getvalue()
+
+
+def data_url(png: bytes) -> str:
+    """The picture as a URL that carries it, as an artifact has no files beside it."""
+    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+
+
+def _series(lines: list[Values], name: str) -> tuple[list[float], list[float]]:
+    points = [(line["step"] or 0, line[name]) for line in lines if line.get(name) is not None]
+    return [step for step, _ in points], [value or 0.0 for _, value in points]
+
 
 _log = logging.getLogger(__name__)
 

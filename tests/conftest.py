@@ -14,13 +14,14 @@ from typing import Literal, NamedTuple
 import pytest
 from hypothesis import settings
 
-from infra.environment import search_path
-from infra.operator_folder import VARIABLE, operator_folder
-from infra.ports import free_port
-from infra.testcluster import requirements
-from t5train import sidecar
-from t5train.records import digest_files
-from t5train.sidecar import DataState, ParallelLayout, ParameterSlot, Sidecar
+from infra.node.attempts.rank_environment import search_path
+from infra.node.operator_folder import VARIABLE, operator_folder
+from infra.node.ports import free_port
+from infra.testcluster import namespaces
+from t5train.checkpoint import sidecar
+from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.model.parameters import ParameterSlot
+from t5train.records.digests import digest_files
 
 # Its ninja first, as ranks have it: what another one has compiled it compiles again, for minutes.
 os.environ["PATH"] = search_path()
@@ -32,7 +33,7 @@ GOLDEN = Path(__file__).parent / "golden"
 WEED = Path(sys.executable).with_name("weed")
 ENDING_WITH_US = """
 import os, signal, sys
-from infra.processes import die_with_parent
+from infra.node.processes import die_with_parent
 
 die_with_parent(signal.SIGKILL)
 os.execv(sys.argv[1], sys.argv[1:])
@@ -61,7 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked gpu or cluster are skipped, with the reason, where there is none."""
-    for marker, missing in (("gpu", _why_no_accelerator), ("cluster", requirements.what_is_missing)):
+    for marker, missing in (("gpu", _why_no_accelerator), ("cluster", namespaces.what_is_missing)):
         wanting = [item for item in items if item.get_closest_marker(marker)]
         if wanting and (reason := missing()):
             for item in wanting:

@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from infra.attempts.attempt import attempt_folder, rank_name, read
-from infra.processes import find, in_run
-from infra.run_lock import run_lock
-from t5train.certify import certify
-from t5train.consolidate import consolidate
+from infra.head.training_run import train_run
+from infra.node.attempts.attempt import attempt_folder, rank_name, read
+from infra.node.attempts.run_lock import run_lock
+from infra.node.processes import find, in_run
+from t5train import metrics
+from t5train.checkpoint.consolidate import consolidate
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
 from t5train.data.tokenizer import build_tokenizer
 from t5train.errors import LaunchError, NonFiniteLoss, TooManySkippedSteps
-from t5train.export import export
-from t5train.recipes import recipe
-from t5train.records import Checkpoint, TokenizerFiles, TokenShards
+from t5train.records.stage_records import Checkpoint, TokenizerFiles, TokenShards
+from t5train.release.certification import certify
+from t5train.release.export import export
 from t5train.spec import RunSpec
-from t5train.train import metrics
-from tasks.training_run import train_run
+from t5train.spec.recipes import recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

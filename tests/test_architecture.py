@@ -1,7 +1,9 @@
-"""The house rules that a reader relies on without being able to see them: who imports whom, and what stays small."""
+"""The rules of the tree that a reader relies on without seeing them: who imports whom, and what stays small."""
 
 import ast
 import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -16,6 +18,22 @@ LAYERS = {
     "tasks": {"tasks", "infra", "t5train", "prefect"},
     "flows": {"flows", "tasks", "infra", "t5train", "prefect", "deployments"},
 }
+ABOVE = {  # within a layer: what the package may not import
+    "infra.node": ("infra.head", "infra.testcluster"),
+    "infra.head": ("infra.testcluster",),
+    "infra.testcluster": ("infra.head",),
+    "flows": ("flows.cli",),
+}
+RUNS_ON_NODES = ("infra.node", "t5train.files", "t5train.rank", "t5train.errors", "t5train.progress")
+RUNS_ON_NODES += ("t5train.host_resources",)
+LATER = {  # imported within functions, where the head or a rank asks for it
+    "infra.node.compiled_operators": {"deepspeed"},
+    "infra.node.inspection.accelerators": {"torch"},
+    "infra.node.inspection.all_reduce": {"torch"},
+    "infra.node.inspection.software": {"t5train.spec", "t5train.records.identity"},
+    "infra.node.inspection.network_interfaces": {"psutil"},
+}
+MOST_MODULES = 16
 WATCHED = {*LAYERS, "prefect"}
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
 MOST_LINES = 400
@@ -62,6 +80,95 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail("import cycle: " + " <- ".join(error.args[1]))
+
+
+def children_of(package: str) -> dict[str, set[str]]:
+    """Modules and packages directly below a package, each with those of them that it imports."""
+    found: dict[str, set[str]] = {}
+    for name in MODULES:
+        if name.startswith(f"{package}."):
+            child = name.removeprefix(f"{package}.").partition(".")[0]
+            below = {each for each in imported(name) if each.startswith(f"{package}.")}
+            others = {each.removeprefix(f"{package}.").partition(".")[0] for each in below}
+            found.setdefault(child, set()).update(others - {child})
+    return found
+
+
+PACKAGES = sorted({name.rpartition(".")[0] for name in MODULES if "." in name})
+
+
+def test_siblings_form_no_cycle() -> None:
+    cycles = {}
+    for package in PACKAGES:
+        try:
+            TopologicalSorter(children_of(package)).prepare()
+        except CycleError as error:
+            cycles[package] = error.args[1]
+    assert not cycles
+
+
+def test_lower_packages_import_none_above_them() -> None:
+    upward = {
+        name: {each for each in imported(name) if each.startswith(above)}
+        for package, above in ABOVE.items()
+        for name in MODULES
+        if name.startswith(package) and not name.startswith(above)
+    }
+    assert not {name: found for name, found in upward.items() if found}
+
+
+def is_standard(module: str) -> bool:
+    return module.partition(".")[0] in sys.stdlib_module_names
+
+
+def imports_of(tree: ast.Module) -> Iterator[tuple[str, bool]]:
+    """Modules and names imported by a module, and whether at its top; typing-only imports are left out."""
+    nested = {
+        id(node) for top in tree.body for node in ast.walk(top) if isinstance(top, ast.FunctionDef | ast.ClassDef)
+    }
+    typing_only = {id(node) for top in tree.body if isinstance(top, ast.If) for node in ast.walk(top)}
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) not in nested) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                yield (submodule if submodule in MODULES else node.module), id(node) not in nested
+
+
+def is_on_nodes(module: str) -> bool:
+    return module in {"infra", "t5train"} or any(
+        module == each or module.startswith(f"{each}.") for each in RUNS_ON_NODES
+    )
+
+
+def test_what_runs_on_nodes_needs_the_standard_library_alone() -> None:
+    leaving = {
+        name: found
+        for name in MODULES
+        if is_on_nodes(name)
+        and (
+            found := {
+                module
+                for module, at_top in imports_of(TREES[name])
+                if not is_standard(module)
+                and not is_on_nodes(module)
+                and (at_top or not module.startswith(tuple(LATER.get(name, ()))))
+            }
+        )
+    }
+    assert not leaving
+
+
+def test_a_name_stands_for_one_module() -> None:
+    stems = [path.stem for path in MODULES.values() if not path.stem.startswith("__")]
+    assert not [stem for stem, count in Counter(stems).items() if count > 1]
+
+
+def test_a_package_is_small_enough_to_be_read() -> None:
+    assert not {package: names for package in PACKAGES if len(names := children_of(package)) > MOST_MODULES}
 
 
 def test_every_module_says_what_it_is_and_stays_small() -> None:
@@ -118,10 +225,11 @@ def test_the_library_is_imported_where_prefect_is_not_installed(run_python: RunP
 
 
 def test_the_orchestrating_host_imports_no_torch(run_python: RunPython) -> None:
-    light = {"t5train.spec", "t5train.recipes", "t5train.records", "t5train.publish"}
-    modules = [
-        name for name in RUNNABLE if layer(name) != "t5train" or name in light or name.startswith("t5train.data")
-    ]
+    light = ("t5train.spec", "t5train.records", "t5train.data", "t5train.files", "t5train.rank")
+    light += tuple(f"t5train.release.{name}" for name in ("publication", "verification", "certificate"))
+    light += tuple(f"t5train.checkpoint.{name}" for name in ("sidecar", "tags", "retention", "resume", "resume_point"))
+    light += ("t5train.model.parameters", "t5train.model.model_shape", "t5train.engine.memory_estimate")
+    modules = [name for name in RUNNABLE if layer(name) != "t5train" or name.startswith(light)]
     import_without(run_python, "torch,deepspeed,transformers", modules)
 
 

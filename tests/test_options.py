@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from t5train.recipes import RECIPES
 from t5train.spec import nearest, setting_names
+from t5train.spec.recipes import RECIPES
 
 TEXT = (Path(__file__).parent.parent / "docs/options.md").read_text("utf-8")
 THERE = {

@@ -93,7 +93,7 @@ def test_setup_does_nothing_twice_until_a_version_changes(checkout: Path) -> Non
     add_program(checkout, "python3.11", "#!/bin/bash\nexit 0\n")
     planned = make(checkout, "-n", "setup").stdout
     assert "pip install" in planned
-    assert "infra.op_cache" in planned
+    assert "infra.node.compiled_operators" in planned
 
 
 def test_every_target_is_documented() -> None:

@@ -10,7 +10,7 @@
     logs      its files, packed
     remove    remove its folder
 
-and, where hosts share no storage (infra.node_store)::
+and, where hosts share no storage (infra.node.storage)::
 
     claim     take or renew what it holds of a run for one head
     disown    undo that
@@ -37,29 +37,29 @@ from importlib import import_module
 from typing import Any
 
 from t5train.errors import StorageError, T5TrainError
-from t5train.os_errors import explain
+from t5train.files.os_errors import explain
 
 ACTIONS = {
-    "facts": "infra.preflight.gather:facts",
-    "probe": "infra.preflight.probe:probe",
-    "end_probe": "infra.preflight.probe:end_probe",
-    "prepare": "infra.node.attempt:prepare",
-    "watch": "infra.node.watch:watch",
-    "end": "infra.node.end:end",
-    "logs": "infra.node.attempt:logs",
-    "remove": "infra.node.attempt:remove",
-    "claim": "infra.node_store.ownership:claim",
-    "disown": "infra.node_store.ownership:disown",
-    "inventory": "infra.node_store.on_node:inventory",
-    "prune": "infra.node_store.on_node:prune",
-    "move_aside": "infra.node_store.on_node:move_aside",
-    "listing": "infra.node_store.on_node:listing",
-    "send": "infra.node_store.on_node:send",
-    "receive": "infra.node_store.on_node:receive",
-    "stage": "infra.node_store.stage_on_node:stage",
-    "release": "infra.node_store.stage_on_node:release",
-    "garbage": "infra.node_store.garbage:garbage",
-    "free": "infra.node_store.garbage:free",
+    "facts": "infra.node.inspection:facts",
+    "probe": "infra.node.inspection.all_reduce:probe",
+    "end_probe": "infra.node.inspection.all_reduce:end_probe",
+    "prepare": "infra.node.attempts.attempt_actions:prepare",
+    "watch": "infra.node.attempts.session_server:watch",
+    "end": "infra.node.attempts.attempt_actions:end",
+    "logs": "infra.node.attempts.attempt_actions:logs",
+    "remove": "infra.node.attempts.attempt_actions:remove",
+    "claim": "infra.node.attempts.run_ownership:claim",
+    "disown": "infra.node.attempts.run_ownership:disown",
+    "inventory": "infra.node.storage.stored_checkpoints:inventory",
+    "prune": "infra.node.storage.stored_checkpoints:prune",
+    "move_aside": "infra.node.storage.stored_checkpoints:move_aside",
+    "listing": "infra.node.storage.stored_checkpoints:listing",
+    "send": "infra.node.storage.stored_checkpoints:send",
+    "receive": "infra.node.storage.stored_checkpoints:receive",
+    "stage": "infra.node.storage.chain_copy:stage",
+    "release": "infra.node.storage.chain_copy:release",
+    "garbage": "infra.node.storage.garbage:garbage",
+    "free": "infra.node.storage.garbage:free",
 }
 """Where each action is done. Given what the head asks for, it answers; None where it has written to stdout itself."""
 

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Self
 
-from infra import processes
-from infra.processes import ProcessIdentity
-from infra.testcluster import namespaces, network, registry, requirements, sshd, view
+from infra.node import processes
+from infra.node.processes import ProcessIdentity
+from infra.testcluster import host_files, namespaces, network, registry
+from infra.testcluster import namespaces as requirements
 from infra.testcluster.host import Host, Process
 from infra.testcluster.network import HEAD
 from infra.testcluster.registry import State
@@ -44,7 +45,7 @@ class Cluster:
             raise TestClusterError(f"{share} is no folder that hosts could share: make it first")
         shared = str(share.resolve()) if share else None
         creator = ProcessIdentity.of(os.getpid())
-        registry.create(name, State(nodes, shared, temporary, view.environment(), creator))
+        registry.create(name, State(nodes, shared, temporary, host_files.environment(), creator))
         cluster = cls(name)
         try:
             cluster._start()
@@ -141,11 +142,11 @@ class Cluster:
 
     def start_sshd(self, host: str) -> None:
         """Take connections again."""
-        self.exec(host, sshd.START).check_returncode()
+        self.exec(host, host_files.START).check_returncode()
 
     def rekey(self, host: str, trusted: bool = False) -> None:
         """Give a host another host key; the head is told of it only if that is to be ``trusted``."""
-        sshd.make_key(self.host(host).etc / "host_key")
+        host_files.make_key(self.host(host).etc / "host_key")
         self.stop_sshd(host)
         self.start_sshd(host)
         if trusted:
@@ -166,7 +167,7 @@ class Cluster:
         return registry.folder(self.name) / "user_key"
 
     def _start(self) -> None:
-        sshd.make_key(self._user_key)
+        host_files.make_key(self._user_key)
         folder = registry.folder(self.name) / "switch"
         folder.mkdir()
         argv = ["sh", "-c", "echo ready; exec sleep infinity"]
@@ -191,10 +192,10 @@ class Cluster:
             network.plug(self._switch, name, self.host(name).await_ready(self._started[name]))
             self.start_sshd(name)
         if HEAD in names:
-            sshd.write_client(self.host(HEAD).disk, self._user_key)
+            host_files.write_client(self.host(HEAD).disk, self._user_key)
             self._tell_host_keys()
-            self.disk(HEAD, view.HOSTFILE).write_text(self.hostfile(), "utf-8")
+            self.disk(HEAD, host_files.HOSTFILE).write_text(self.hostfile(), "utf-8")
 
     def _tell_host_keys(self) -> None:
         keys = {name: self.host(name).etc / "host_key" for name in self.hosts}
-        sshd.write_known_hosts(self.host(HEAD).disk, keys)
+        host_files.write_known_hosts(self.host(HEAD).disk, keys)

@@ -8,9 +8,9 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from infra import processes
-from infra.processes import ProcessIdentity
-from infra.testcluster import namespaces, registry, sshd, view
+from infra.node import processes
+from infra.node.processes import ProcessIdentity
+from infra.testcluster import host_files, namespaces, registry
 from t5train.errors import TestClusterError
 
 
@@ -65,9 +65,9 @@ class Host:
         """Make what is missing: folders, keys, a disk; names and the boot's id anew."""
         self.etc.mkdir(parents=True, exist_ok=True)
         if not self.disk.exists():
-            view.make_disk(self.disk)
-        view.write_etc(self.etc, self.name, hosts)
-        sshd.write_server(self.etc, user_key)
+            host_files.make_disk(self.disk)
+        host_files.write_etc(self.etc, self.name, hosts)
+        host_files.write_server(self.etc, user_key)
 
     def remove_disk(self) -> None:
         """The next boot finds a new, empty one."""
@@ -75,9 +75,9 @@ class Host:
 
     def switch_on(self, share: str | None) -> subprocess.Popen[bytes]:
         """Start the first process; ``await_ready`` is to follow."""
-        mounts = [asdict(mount) for mount in view.prepare(self.disk, self.etc, share)]
+        mounts = [asdict(mount) for mount in host_files.prepare(self.disk, self.etc, share)]
         wanted = {"host": self.name, "record": str(self._record), "mounts": mounts}
-        argv = [sys.executable, "-m", "infra.testcluster.init"]
+        argv = [sys.executable, "-m", "infra.testcluster.host_init"]
         return namespaces.start(self.cluster, namespaces.HOST, argv, json.dumps(wanted).encode(), self._console)
 
     def await_ready(self, process: subprocess.Popen[bytes]) -> ProcessIdentity:

@@ -1,5 +1,7 @@
-"""Processes in new namespaces: each holds a host, or the switch, for as long as it lives."""
+"""Processes in new namespaces, each of which holds a host or the switch, and whether this machine can make them."""
 
+import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import IO, cast
@@ -39,3 +41,31 @@ def await_ready(process: subprocess.Popen[bytes], console: Path) -> None:
             return
     said = console.read_text("utf-8", "replace")[-2000:]
     raise TestClusterError(f"{console.parent.name} did not start: {said or 'it said nothing'}")
+
+
+PACKAGES = {
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "setpriv": "util-linux",
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "sshd": "openssh-server",
+    "pdsh": "pdsh",
+}
+"""The programs that are used, and the Debian package of each."""
+
+
+def what_is_missing() -> str | None:
+    """Why no test cluster can be had here, with the remedy; None if it can."""
+    if os.geteuid() != 0:
+        return "only root can make namespaces: run it as root (sudo, or a container with --privileged)"
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+    lacking = sorted({package for program, package in PACKAGES.items() if not shutil.which(program, path=path)})
+    if lacking:
+        return f"Debian packages are missing: apt-get install {' '.join(lacking)}"
+    tried = subprocess.run(["unshare", *HOST, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        return f"no namespaces can be made here ({tried.stderr.strip()}): a container must be started with --privileged"
+    return None

@@ -5,7 +5,7 @@ Nothing leads out of it, so clusters use the same addresses without meeting. A c
 
 import subprocess
 
-from infra.processes import ProcessIdentity
+from infra.node.processes import ProcessIdentity
 
 HEAD = "head"
 _SUBNET = "10.77.0"

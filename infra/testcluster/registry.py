@@ -10,10 +10,10 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from infra import processes
-from infra.processes import RUN_ID_VARIABLE, ProcessIdentity
-from t5train.atomic import write_json
+from infra.node import processes
+from infra.node.processes import RUN_ID_VARIABLE, ProcessIdentity
 from t5train.errors import TestClusterError
+from t5train.files.atomic import write_json
 
 FOLDER = Path("/var/tmp/t5-testcluster")  # noqa: S108 - private, and hidden from hosts by their own /var/tmp
 _STATE, _SWITCH = "cluster.json", "switch.json"

@@ -7,20 +7,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from t5train.data import pydocs
+from t5train.data import sources as pydocs
+from t5train.data.output_folder import making, stage_folder
 from t5train.data.passages import SourceFile
 from t5train.data.segments import SEGMENTS, FileSegments, Segment, write_segments
 from t5train.data.sources import local_files
-from t5train.data.stage_folder import making, stage_folder
-from t5train.data.workers import Json, in_processes
+from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import InputError
-from t5train.fingerprint import fingerprint
+from t5train.files.os_errors import explain
 from t5train.host_resources import num_cores
-from t5train.kept_files import keep_changed_files
 from t5train.locations import redacted
-from t5train.os_errors import explain
 from t5train.progress import Progress, silent
-from t5train.records import Corpus, FileDigest, digest_file, digest_files, reusable
+from t5train.records.digests import FileDigest, digest_file, digest_files
+from t5train.records.identity import fingerprint
+from t5train.records.kept_files import keep_changed_files
+from t5train.records.stage_records import Corpus, reusable
 from t5train.spec import CorpusSpec
 
 _STAGE_VERSION = 1  # raised when the same files would give another corpus

@@ -13,12 +13,11 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from t5train.atomic import write_text
-from t5train.data.encoding import Encoder
 from t5train.data.passages import Passage
-from t5train.data.spiece import SPECIAL_PIECES, UNK_ID
+from t5train.data.sentencepiece_model import SPECIAL_PIECES, UNK_ID, Encoder
 from t5train.errors import InputError
-from t5train.witness import EncodedPassage
+from t5train.files.atomic import write_text
+from t5train.records.witness import EncodedPassage
 
 HELD_OUT = "held-out-passages.json"
 _MOST_PASSAGES = 32

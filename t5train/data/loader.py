@@ -19,7 +19,7 @@ from t5train.data import keyed_random
 from t5train.data.shards import read_description, tokens_name
 from t5train.data.span_corruption import corrupt, geometry
 from t5train.errors import DigestMismatch, InputError
-from t5train.records import TokenShards
+from t5train.records.stage_records import TokenShards
 from t5train.spec import ObjectiveSpec
 
 ORDER_VERSION = 2

@@ -9,10 +9,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from t5train.atomic import replacing
 from t5train.data.passages import Passage, Row, SourceFile
 from t5train.data.readers import rows
-from t5train.data.workers import Advance, Json
+from t5train.data.worker_processes import Advance, Json
+from t5train.files.atomic import replacing
 
 SEGMENTS = "segments.json"
 _SEGMENT_BYTES = 64 << 10

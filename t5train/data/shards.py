@@ -18,30 +18,20 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from t5train.data.corpus import corpus_name
-from t5train.data.encoding import Encoder
 from t5train.data.held_out import HELD_OUT, comparable, write_held_out
-from t5train.data.passages import Passage, SourceFile
+from t5train.data.output_folder import making, stage_folder
+from t5train.data.passages import SPLITS, Passage, SourceFile, SplitRule, split_of
 from t5train.data.segments import FileSegments, Segment, passages_of, read_segments
-from t5train.data.spiece import EOS_ID, PAD_ID
-from t5train.data.splits import SPLITS, SplitRule, split_of
-from t5train.data.stage_folder import making, stage_folder
+from t5train.data.sentencepiece_model import EOS_ID, PAD_ID, Encoder
 from t5train.data.tokenizer import SPIECE, TOKENIZER_JSON
-from t5train.data.workers import Json, in_processes
+from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import DigestMismatch
-from t5train.fingerprint import fingerprint
 from t5train.host_resources import num_cores, require_space
-from t5train.kept_files import keep_changed_files
 from t5train.progress import Progress, silent
-from t5train.records import (
-    MANIFEST,
-    Corpus,
-    FileDigest,
-    TokenizerFiles,
-    TokenShards,
-    digest_file,
-    reusable,
-    verify_file,
-)
+from t5train.records.digests import FileDigest, digest_file, verify_file
+from t5train.records.identity import fingerprint
+from t5train.records.kept_files import keep_changed_files
+from t5train.records.stage_records import MANIFEST, Corpus, TokenizerFiles, TokenShards, reusable
 from t5train.spec import NUM_SENTINELS, CorpusSpec, ShardsSpec
 
 _STAGE_VERSION = 3  # raised when the same inputs would give other bytes
@@ -211,7 +201,7 @@ def _make(jobs: list[Json], workers: int, progress: Progress) -> None:
         done += text_bytes
         progress("bytes of text tokenised", done, total)
 
-    for _ in in_processes("t5train.data.tokenise:write_shard", jobs, workers, advance):
+    for _ in in_processes("t5train.data.shard_writer:write_shard", jobs, workers, advance):
         pass
 
 

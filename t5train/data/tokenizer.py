@@ -7,18 +7,18 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
-from t5train.atomic import replacing, write_json
-from t5train.data.encoding import Encoder
+from t5train.data.output_folder import making, stage_folder
+from t5train.data.passages import split_of
 from t5train.data.segments import passages_of, read_segments
-from t5train.data.spiece import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID, require_t5_form, train
-from t5train.data.splits import split_of
-from t5train.data.stage_folder import making, stage_folder
+from t5train.data.sentencepiece_model import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID, Encoder, require_t5_form, train
 from t5train.errors import InputError, SpecError
-from t5train.fingerprint import fingerprint
-from t5train.kept_files import keep_changed_files
-from t5train.os_errors import library_errors
+from t5train.files.atomic import replacing, write_json
+from t5train.files.os_errors import library_errors
 from t5train.progress import Progress, silent
-from t5train.records import Corpus, TokenizerFiles, digest_files, reusable
+from t5train.records.digests import digest_files
+from t5train.records.identity import fingerprint
+from t5train.records.kept_files import keep_changed_files
+from t5train.records.stage_records import Corpus, TokenizerFiles, reusable
 from t5train.spec import NUM_SENTINELS, CorpusSpec, TokenizerSpec
 
 SPIECE = "spiece.model"

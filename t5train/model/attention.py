@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from t5train.model.shape import RELATIVE_BUCKETS, RELATIVE_MAX_DISTANCE, T5Shape
+from t5train.model.model_shape import RELATIVE_BUCKETS, RELATIVE_MAX_DISTANCE, T5Shape
 
 
 class Attention(nn.Module):

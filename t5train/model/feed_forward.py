@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from t5train.model.shape import T5Shape
+from t5train.model.model_shape import T5Shape
 
 
 class FeedForward(nn.Module):

@@ -1,8 +1,16 @@
-"""Name and shape of every parameter of a T5, without torch: as Hugging Face's models have them, ties once."""
+"""Name and shape of every parameter of a T5, as Hugging Face's models have them, and where an engine keeps it.
 
-from collections.abc import Iterator
+Without torch. Tied parameters appear once.
+"""
 
-from t5train.model.shape import RELATIVE_BUCKETS, T5Shape
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from t5train.model.model_shape import RELATIVE_BUCKETS, T5Shape
 
 Named = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -49,3 +57,83 @@ def _projections(path: str, shape: T5Shape) -> Named:
     for projection in ("wi_0", "wi_1") if shape.gated else ("wi",):
         yield f"{path}.{projection}.weight", (shape.d_ff, shape.d_model)
     yield f"{path}.wo.weight", (shape.d_model, shape.d_ff)
+
+
+Precision = Literal["fp32", "bf16", "fp16"]
+_EXPERTS, _GATE = "deepspeed_moe.experts.deepspeed_experts.", "deepspeed_moe.gate.wg."
+_LAYER = r"\d+|tied_modules\.[^.]+"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ParameterSlot(_Part):
+    """Where one parameter lies in the flat buffer of its parameter group, all ranks' partitions joined.
+
+    At ZeRO 3, which cuts every parameter by itself, it is where each rank's part begins in that rank's buffer.
+    ``name`` is Hugging Face's; ``offset`` and ``numel`` count elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int = Field(ge=0)
+    numel: int = Field(ge=0)
+
+    @classmethod
+    def of(cls, name: str, shape: Sequence[int], offset: int) -> Self:
+        """The slot of a parameter of this shape at this offset."""
+        return cls(name=name, shape=tuple(shape), offset=offset, numel=math.prod(shape))
+
+    @model_validator(mode="after")
+    def _shape_agrees(self) -> Self:
+        if math.prod(self.shape) != self.numel:
+            raise ValueError(f"{self.name} has the shape {self.shape}, which does not hold {self.numel} elements")
+        return self
+
+
+class ExpertLayer(_Part):
+    """One layer with a mixture of experts, Hugging Face's sparse layer ``path`` (``"encoder.block.1.layer.1.mlp"``).
+
+    ``module`` is what the files call DeepSpeed's ``MoE`` in it, behind the model's prefix; it names its experts and
+    their gate otherwise than Hugging Face. Expert-parallel rank e of ``expert_parallel_size`` holds experts
+    ``e * n`` to ``e * n + n - 1``, n being ``num_experts // expert_parallel_size``.
+    """
+
+    path: str = Field(min_length=1)
+    module: str = Field(min_length=1)
+    num_experts: int = Field(ge=1)
+    expert_parallel_size: int = Field(ge=1)
+
+    def huggingface_name(self, name: str) -> str:
+        """Hugging Face's name for what the files call ``name``, experts numbered over all ranks."""
+        experts, gate = f"{self.module}.{_EXPERTS}", f"{self.module}.{_GATE}"
+        if name.startswith(experts):
+            return f"{self.path}.experts.expert_{name.removeprefix(experts)}"
+        return f"{self.path}.router.classifier.{name.removeprefix(gate)}" if name.startswith(gate) else name
+
+    @model_validator(mode="after")
+    def _ranks_hold_equally_many(self) -> Self:
+        if self.num_experts % self.expert_parallel_size:
+            raise ValueError(
+                f"{self.path}: num_experts is {self.num_experts}: it must be a multiple of expert_parallel_size "
+                f"({self.expert_parallel_size})"
+            )
+        return self
+
+
+def huggingface_name(name: str, model_prefix: str, pipeline_layers: Mapping[str, str]) -> str:
+    """Hugging Face's name of a parameter that the engine's module calls ``name``.
+
+    Raises ValueError when the name does not begin with ``model_prefix``, or with a layer of the pipeline.
+    """
+    if not name.startswith(model_prefix):
+        raise ValueError(f"{name!r} does not begin with {model_prefix!r}")
+    rest = name.removeprefix(model_prefix)
+    if not pipeline_layers:
+        return rest
+    match = re.fullmatch(rf"({_LAYER})\.(.+)", rest)
+    if match is None or match[1] not in pipeline_layers:
+        raise ValueError(f"{name!r} is in none of the pipeline's layers {sorted(pipeline_layers)}")
+    path = pipeline_layers[match[1]]
+    return f"{path}.{match[2]}" if path else match[2]

@@ -1,7 +1,7 @@
 """T5 v1.0 and v1.1, and with experts. Parameter names and arithmetic are those of Hugging Face's models.
 
 These are T5ForConditionalGeneration, and SwitchTransformersForConditionalGeneration for a model with experts, whose
-experts and routers alone DeepSpeed names otherwise (see t5train.model.names).
+experts and routers alone DeepSpeed names otherwise (see t5train.engine.parameter_layout).
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from t5train.model.activation_checkpointing import Recomputable, recomputed
 from t5train.model.attention import Attention, PositionBias
 from t5train.model.feed_forward import FeedForward, GatedFeedForward
-from t5train.model.recompute import Recomputable, recomputed
-from t5train.model.shape import LAYER_NORM_EPSILON, T5Shape
+from t5train.model.model_shape import LAYER_NORM_EPSILON, T5Shape
 
 if TYPE_CHECKING:
-    from t5train.model.moe import SparseFeedForward
+    from t5train.model.mixture_of_experts import SparseFeedForward
 
 
 class T5(nn.Module):
@@ -222,7 +222,9 @@ class FeedForwardStep(nn.Module):
 
 def _feed_forward(shape: T5Shape, index: int, expert_parallel_size: int) -> nn.Module:
     if shape.is_sparse(index):
-        from t5train.model.moe import SparseFeedForward  # it needs DeepSpeed, slow to import; dense models do without
+        from t5train.model.mixture_of_experts import (
+            SparseFeedForward,  # it needs DeepSpeed, slow to import; dense models do without
+        )
 
         return SparseFeedForward(shape, expert_parallel_size)
     return GatedFeedForward(shape) if shape.gated else FeedForward(shape)

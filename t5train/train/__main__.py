@@ -9,11 +9,11 @@ import sys
 import warnings
 from pathlib import Path
 
-from t5train.train.error_report import report, told_of
-from t5train.train.heartbeat import Heartbeat
-from t5train.train.job import TrainJob
-from t5train.train.preemption import Told
-from t5train.train.variables import RANK_FILES
+from t5train.files.run_folder import RANK_FILES
+from t5train.rank.error_report import report, told_of
+from t5train.rank.heartbeat import Heartbeat
+from t5train.rank.preemption import Told
+from t5train.spec.rank_job import TrainJob
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def _train(job: TrainJob, heart: Heartbeat, told: Told) -> None:
 
     from t5train.train.accelerator_lock import lock_accelerator
     from t5train.train.loop import Trainer
-    from t5train.train.rendezvous import listen_on_loopback
+    from t5train.train.loopback_store import listen_on_loopback
 
     lock_accelerator()
     store = listen_on_loopback()

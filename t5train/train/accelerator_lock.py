@@ -10,9 +10,8 @@ from pathlib import Path
 from deepspeed.accelerator import get_accelerator
 
 from t5train.errors import AcceleratorBusy
-from t5train.file_lock import try_lock
-from t5train.private_folder import private_folder
-from t5train.train.variables import LOCKS
+from t5train.files.locks import private_folder, try_lock
+from t5train.files.run_folder import LOCKS
 
 _RUN_ID = "T5_RUN_ID"
 _MOMENT_SECONDS = 0.5  # who asks for the holder shares the lock for an instant

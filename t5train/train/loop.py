@@ -9,34 +9,28 @@ from typing import Any, NoReturn
 
 import torch
 
+from t5train.checkpoint import saving
+from t5train.checkpoint.state_loading import StoredState
 from t5train.data.held_out import read_held_out
 from t5train.data.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples
 from t5train.data.span_corruption import geometry
+from t5train.engine.collectives import bits_of, data_rank, digest64, float_of, gather, rank
+from t5train.engine.engine import accelerator_memory_bytes, build_engine, host_memory_bytes, model_of, set_learning_rate
+from t5train.engine.expert_routing import Routing
+from t5train.engine.forward_backward import Passes, PipelinePasses, WholePasses
+from t5train.engine.gradient_accumulation import sums_of
+from t5train.engine.partitions import master_groups_of
 from t5train.errors import InputError, Preempted
-from t5train.model.initialise import initialise
-from t5train.model.shape import T5Shape, huggingface_config, resolve
-from t5train.records import TokenShards
-from t5train.run_files import tag_of
+from t5train.files.run_folder import tag_of
+from t5train.metrics import Metrics, Values
+from t5train.model.initialization import initialise
+from t5train.model.model_shape import T5Shape, huggingface_config, resolve
+from t5train.rank.heartbeat import Heartbeat
+from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
-from t5train.train import checkpointing, honesty, validation, witness
-from t5train.train.accumulation import sums_of
-from t5train.train.engine import (
-    accelerator_memory_bytes,
-    build_engine,
-    host_memory_bytes,
-    model_of,
-    set_learning_rate,
-)
-from t5train.train.heartbeat import Heartbeat
-from t5train.train.job import TrainJob
-from t5train.train.metrics import Metrics, Values
-from t5train.train.partitions import master_groups_of
-from t5train.train.passes import Passes, WholePasses
-from t5train.train.pipeline_passes import PipelinePasses
-from t5train.train.ranks import bits_of, data_rank, digest64, float_of, gather, rank
-from t5train.train.routing import Routing
-from t5train.train.schedule import learning_rate
-from t5train.train.stored_state import StoredState
+from t5train.spec.rank_job import TrainJob
+from t5train.train import sanity_checks, validation, witness_recording
+from t5train.train.learning_rate import learning_rate
 
 _log = logging.getLogger(__name__)
 
@@ -64,14 +58,14 @@ class Trainer:
         stored = StoredState.of(job, self.shape)
         fill = stored.fill if stored else partial(initialise, shape=self.shape, seed=self.spec.optimizer.seed)
         self.engine: Any = build_engine(self.spec, self.shape, pad_id, fill, job.node_local)
-        self.step = checkpointing.resume(self.engine, job, stored)
+        self.step = saving.resume(self.engine, job, stored)
         self.routing = Routing(model_of(self.engine))
         self.passes: Passes = (
             PipelinePasses(self.engine)
             if self.spec.layout.pipeline_stages > 1
             else WholePasses(self.engine, self.routing, sums_of(self.engine.module, self.spec))
         )
-        self.movement = honesty.Movement(
+        self.movement = sanity_checks.Movement(
             master_groups_of(self.engine), self._applied_steps(), self.spec.data_parallel_size, gather
         )
 
@@ -107,9 +101,9 @@ class Trainer:
         result = self.passes.step(self._taken(batches, seen))
         everybody = gather([bits_of(result.loss), digest64(b"".join(seen)), self.is_told()])
         loss = sum(float_of(row[0]) for row in everybody) / len(everybody)
-        honesty.require_finite(self.step, loss, result.gradient_norm)
-        honesty.require_distinct_batches(self.step, [row[1] for row in everybody], self.spec.data_parallel_size)
-        honesty.require_few_skips(self.step, self.engine.skipped_steps)
+        sanity_checks.require_finite(self.step, loss, result.gradient_norm)
+        sanity_checks.require_distinct_batches(self.step, [row[1] for row in everybody], self.spec.data_parallel_size)
+        sanity_checks.require_few_skips(self.step, self.engine.skipped_steps)
         seconds = time.perf_counter() - started
         values: Values = {
             "loss": loss,
@@ -130,7 +124,7 @@ class Trainer:
         for micro in range(self.spec.gradient_accumulation):
             batch = next(batches)
             first = first_sample(self.spec, self.step - 1, micro)
-            seen.append(honesty.identity_of(batch.sample_ids, first, self.train_samples.num_samples))
+            seen.append(sanity_checks.identity_of(batch.sample_ids, first, self.train_samples.num_samples))
             yield batch
 
     def _validate_when_due(self, metrics: Metrics | None) -> None:
@@ -145,7 +139,7 @@ class Trainer:
         """The first to see what the last update made of the weights."""
         self.heart.enter("validate", self.step)
         losses = validation.validate(self.passes, self.held_out, self.shards, self.spec)
-        honesty.require_finite(self.step, losses.all_targets, None)
+        sanity_checks.require_finite(self.step, losses.all_targets, None)
         return losses
 
     def _save_when_due(self, metrics: Metrics | None) -> None:
@@ -158,8 +152,8 @@ class Trainer:
         started = time.perf_counter()
         self.heart.enter("save", self.step)
         self.movement.require(self.step, self._applied_steps())
-        checkpointing.save(self.engine, self.job, self.step, self.huggingface_config, self.shards.fingerprint)
-        checkpointing.prune(self.job, self.step)
+        saving.save(self.engine, self.job, self.step, self.huggingface_config, self.shards.fingerprint)
+        saving.prune(self.job, self.step)
         self._report(metrics, {"save_seconds": time.perf_counter() - started})
 
     def _end_early(self, metrics: Metrics | None) -> NoReturn:
@@ -194,7 +188,7 @@ class Trainer:
             "validation": summary,
         }
         self.heart.enter("save", self.step)
-        witness.record(self.engine, self.job, self.shape, self.held_out, self.huggingface_config, facts)
+        witness_recording.record(self.engine, self.job, self.shape, self.held_out, self.huggingface_config, facts)
 
     def _report(self, metrics: Metrics | None, values: Values) -> None:
         if metrics:

@@ -8,9 +8,9 @@ from flops import flops_a_token, training_flops
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from t5train.model.shape import resolve
+from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
-from t5train.recipes import recipe
+from t5train.spec.recipes import recipe
 
 
 @pytest.mark.parametrize("settings", [{}, {"model.version": "v1.0", "model.num_decoder_layers": 3}])

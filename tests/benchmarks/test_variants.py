@@ -13,7 +13,7 @@ from variants import Results
 
 from t5train.data.corpus import build_corpus
 from t5train.data.tokenizer import build_tokenizer
-from t5train.recipes import RECIPES, recipe
+from t5train.spec.recipes import RECIPES, recipe
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks/variants.py"
 

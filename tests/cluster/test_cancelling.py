@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from cluster_runs import ENVIRONMENT, SETTINGS, Stage
 
-from infra.testcluster.view import HOSTFILE
-from t5train.run_files import METRICS
-from t5train.train import metrics
+from infra.testcluster.host_files import HOSTFILE
+from t5train import metrics
+from t5train.files.run_folder import METRICS
 
 pytestmark = pytest.mark.cluster
 

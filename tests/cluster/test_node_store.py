@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.node_store.paths import tag_place
+from infra.node.node_folders import tag_place
 from infra.testcluster import Cluster
-from infra.testcluster.view import HOSTFILE
-from t5train import sidecar
-from t5train.run_files import tag_of
+from infra.testcluster.host_files import HOSTFILE
+from t5train.checkpoint import sidecar, tags
+from t5train.files.run_folder import tag_of
 from tests.infra.node_store.conftest import digest, make_sidecar
 
 pytestmark = pytest.mark.cluster
@@ -20,15 +20,15 @@ PROGRAM = str(Path(sys.executable).with_name("t5-pretrain"))
 ON_HEAD = """
 import sys
 from pathlib import Path
-from infra.node_store.gather import gather
-from infra.node_store.nodes import Nodes
-from infra.node_store.paths import tag_place
-from infra.node_store.pulling import listed
-from infra.node_store.restore import part, restore
-from infra.node_store.staging import release, stage_folder
-from infra.node_store.survey import survey
-from infra.node_store.tags import complete_tags
-from infra.cluster.remote import Ssh
+from infra.head.storage.gather import gather
+from infra.head.hosts.node_client import Nodes
+from infra.node.node_folders import tag_place
+from infra.node.storage.pull import listed
+from infra.head.storage.provisioning import part; from infra.head.storage.provisioning import restore
+from infra.head.storage.provisioning import release; from infra.head.storage.provisioning import stage_folder
+from infra.head.storage.checkpoint_inventory import survey
+from infra.head.storage.checkpoint_inventory import complete_tags
+from infra.head.hosts.ssh import Ssh
 from t5train.spec import ClusterSpec
 
 head = Path("/var/tmp/head")
@@ -57,7 +57,7 @@ def test_shards_go_to_nodes_and_checkpoints_come_to_the_head_and_go_back(
     on("head", sys.executable, "-c", ON_HEAD, SCRATCH)
     shards = [cluster.disk(node, f"{SCRATCH}/shards/some/train.bin").read_bytes() for node in nodes]
     assert shards == [bytes(range(256)) * 40_000] * 2
-    sidecar.require_complete(cluster.disk("head", f"/var/tmp/head/checkpoints/{tag_of(8)}"))
+    tags.require_complete(cluster.disk("head", f"/var/tmp/head/checkpoints/{tag_of(8)}"))
     assert (cluster.disk("node0", place) / "part-1.pt").read_bytes() == bytes([1]) * 3_000_000
     gc = ["gc", "--root", "/var/tmp/head", "--hostfile", HOSTFILE, "--include", "node0@node1"]
     said = on("head", PROGRAM, *gc, "--set", f"storage.scratch={SCRATCH}", "--free")

@@ -12,15 +12,15 @@ import pytest
 from cluster_runs import SETTINGS, Ended, Stage, Started, weights
 
 from infra.testcluster import Cluster
-from infra.testcluster.demo import run_demo
-from infra.testcluster.view import HOME, HOSTFILE, ROOT
-from t5train import sidecar
-from t5train.certificate import CERTIFICATE, Certificate
-from t5train.run_files import FAILURES, is_tag
-from t5train.train import metrics
-from t5train.train.job import TrainJob
-from t5train.train.last_complete import last_complete
-from t5train.verify import verify
+from infra.testcluster.__main__ import run_demo
+from infra.testcluster.host_files import HOME, HOSTFILE, ROOT
+from t5train import metrics
+from t5train.checkpoint import tags
+from t5train.checkpoint.last_complete import last_complete
+from t5train.files.run_folder import FAILURES, is_tag
+from t5train.release.certificate import CERTIFICATE, Certificate
+from t5train.release.verification import verify
+from t5train.spec.rank_job import TrainJob
 
 pytestmark = pytest.mark.cluster
 
@@ -130,7 +130,7 @@ def test_hosts_that_share_nothing_train_what_one_host_trains(trained: Apart, und
 
 def test_what_was_saved_is_gathered_whole_and_lies_on_nodes_in_parts(trained: Apart) -> None:
     for tag in (FIRST, LAST):
-        sidecar.require_complete(trained.folder / "checkpoints" / tag)
+        tags.require_complete(trained.folder / "checkpoints" / tag)
     assert not (trained.on("node1") / "checkpoints" / LAST / SHARD_OF_0).exists()
     assert not (trained.on("node0") / "checkpoints" / LAST / SHARD_OF_1).exists()
 

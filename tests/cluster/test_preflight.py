@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infra.testcluster import Cluster
-from infra.testcluster.view import OPERATORS
+from infra.testcluster.host_files import OPERATORS
 
 pytestmark = pytest.mark.cluster
 

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from cluster_runs import Stage, Started
 
-from infra.attempts import attempt
-from infra.attempts.attempt import Attempt
-from infra.code_bundle import bundle, own_bundle
-from infra.node_folder import CODE
+from infra.node.attempts import attempt
+from infra.node.attempts.attempt import Attempt
+from infra.node.code_bundle import bundle, own_bundle
+from infra.node.node_folders import CODE
 from infra.testcluster import Cluster
-from infra.testcluster.view import HOSTFILE, ROOT
+from infra.testcluster.host_files import HOSTFILE, ROOT
 
 pytestmark = pytest.mark.cluster
 
 SENT = f"/var/tmp/t5-pretrain-0/{CODE}/{own_bundle().digest}"
-WHERE = "import infra.guard, pathlib; print(pathlib.Path(infra.guard.__file__).parents[1])"
+WHERE = "import infra, pathlib; print(pathlib.Path(infra.__file__).parents[1])"
 # So long that a head can come back to it.
 LONG = ["--set", "optimizer.num_steps=100000", "--set", "storage.checkpoint_every_steps=100000"]
 SECONDS = 300
@@ -57,7 +57,8 @@ def change(host: str, cluster: Cluster) -> None:
     packages = found(host, cluster)
     assert packages is not None
     shutil.copytree(packages / "infra", cluster.disk(host, "/run/infra"))
-    (cluster.disk(host, "/run/infra") / "guard.py").write_text("raise SystemExit('the guard that is installed')\n")
+    guard = cluster.disk(host, "/run/infra/node/attempts/process_guard.py")
+    guard.write_text("raise SystemExit('the guard that is installed')\n")
     cluster.exec(host, ["mount", "--bind", "/run/infra", str(packages / "infra")]).check_returncode()
 
 
@@ -132,7 +133,7 @@ def test_a_head_that_comes_back_goes_on_with_the_code_that_was_sent(stage: Stage
 
 
 def test_code_that_was_changed_or_removed_on_a_host_is_sent_again(stage: Stage) -> None:
-    changed = stage.cluster.disk("node0", SENT) / "infra/guard.py"
+    changed = stage.cluster.disk("node0", SENT) / "infra/node/attempts/process_guard.py"
     changed.write_text("raise SystemExit('the guard that somebody changed')\n")
     shutil.rmtree(stage.cluster.disk("node1", SENT))
     code, said = t5_pretrain(stage, "preflight", "smoke", "--set", "cluster.accelerator=cpu")

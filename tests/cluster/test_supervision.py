@@ -9,7 +9,7 @@ import pytest
 from cluster_runs import Stage, Started
 
 from infra.testcluster import Cluster
-from infra.testcluster.view import HOSTFILE
+from infra.testcluster.host_files import HOSTFILE
 
 pytestmark = pytest.mark.cluster
 

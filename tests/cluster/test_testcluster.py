@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from infra import processes
-from infra.processes import RUN_ID_VARIABLE
+from infra.node import processes
+from infra.node.processes import RUN_ID_VARIABLE
 from infra.testcluster import Cluster, registry
-from infra.testcluster.view import OPERATORS
+from infra.testcluster.host_files import OPERATORS
 from t5train.errors import TestClusterError
 
 pytestmark = pytest.mark.cluster

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from cluster_runs import Stage, weights
 
-from infra.testcluster.view import HOME, HOSTFILE
-from t5train.verify import verify
+from infra.testcluster.host_files import HOME, HOSTFILE
+from t5train.release.verification import verify
 
 pytestmark = pytest.mark.cluster
 

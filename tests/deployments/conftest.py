@@ -148,7 +148,8 @@ def up() -> Up:
 
     @contextmanager
     def up(root: Path, port: int, **more: str) -> Iterator[subprocess.Popen[str]]:
-        program = "from flows import cli, prefect_server; prefect_server.START_SECONDS = 300; cli.main()"
+        program = "from flows.cli import __main__; from flows import prefect_server; "
+        program += "prefect_server.START_SECONDS = 300; __main__.main()"
         command = [sys.executable, "-c", program, "up"]
         command += ["--root", str(root), "--port", str(port)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}

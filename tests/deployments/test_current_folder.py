@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from flows import deploy, server_commands
-from infra.ports import free_port
+from flows import deploy
+from flows.cli import server_commands
+from infra.node.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from infra.ports import free_port
-from infra.processes import RUN_ID_VARIABLE
-from t5train.verify import verify
+from infra.node.ports import free_port
+from infra.node.processes import RUN_ID_VARIABLE
+from t5train.release.verification import verify
 
 pytestmark = pytest.mark.slow
 

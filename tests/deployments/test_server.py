@@ -21,8 +21,8 @@ from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
 from flows.prefect_server import answers
-from infra.ports import free_port
-from t5train.recipes import RECIPES
+from infra.node.ports import free_port
+from t5train.spec.recipes import RECIPES
 
 pytestmark = pytest.mark.slow
 
@@ -135,7 +135,14 @@ def server() -> Iterator[tuple[Path, str]]:
 
 
 def deployed(home: Path, api_url: str, ask: Ask) -> list[dict[str, Any]]:
-    command = [sys.executable, "-c", "from flows.cli import main; main()", "deploy", "--root", str(home.parent)]
+    command = [
+        sys.executable,
+        "-c",
+        "from flows.cli.__main__ import main; main()",
+        "deploy",
+        "--root",
+        str(home.parent),
+    ]
     environment = client_environment(home, api_url)
     result = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

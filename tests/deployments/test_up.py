@@ -14,10 +14,10 @@ from flows.prefect_server import free_port
 
 STUBBORN = """
 import os, signal, threading, time
-from flows import work
-work.STOP_SECONDS = work.LOOK_SECONDS = 0.2
+from flows import worker
+worker.STOP_SECONDS = worker.LOOK_SECONDS = 0.2
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-threading.Thread(target=work.end_after, args=(os.getppid(),), daemon=True).start()
+threading.Thread(target=worker.end_after, args=(os.getppid(),), daemon=True).start()
 print(os.getpid(), flush=True)
 time.sleep(60)
 """

@@ -10,25 +10,25 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from flows import cli, run_command
-from flows.status_command import run_status
-from infra.run_lock import run_lock
+from flows.cli import __main__, run_command
+from flows.cli.status_command import run_status
+from infra.node.attempts.run_lock import run_lock
 from t5train import host_resources
+from t5train.checkpoint.resume_point import ask_to_begin_again
 from t5train.data.loader import ORDER_VERSION
-from t5train.data.spiece import train
+from t5train.data.sentencepiece_model import train
 from t5train.errors import NotGathered
-from t5train.model.shape import huggingface_config, resolve
+from t5train.model.model_shape import huggingface_config, resolve
 from t5train.progress import silent
-from t5train.recipes import recipe
 from t5train.spec import TokenizerSpec
-from t5train.train.resume_point import ask_to_begin_again
+from t5train.spec.recipes import recipe
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 HOLDS_A_RUN = """
 import sys
 from pathlib import Path
-from infra.run_lock import run_lock
+from infra.node.attempts.run_lock import run_lock
 
 with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
@@ -45,7 +45,7 @@ class Blocker:
 
 sys.meta_path.insert(0, Blocker())
 sys.argv[0] = "t5-pretrain"
-from flows.cli import main
+from flows.cli.__main__ import main
 main()
 """
 
@@ -283,7 +283,7 @@ def test_the_exit_code_says_that_training_is_done_though_its_result_is_not_gathe
     def lose_a_host() -> None:
         raise NotGathered("training is done, but node1 was lost")
 
-    monkeypatch.setattr(cli, "app", lose_a_host)
+    monkeypatch.setattr(__main__, "app", lose_a_host)
     assert t5_pretrain("run") == 3
     assert capsys.readouterr().err == "error: training is done, but node1 was lost\n"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from t5train.sidecar import ParameterSlot
+from t5train.model.parameters import ParameterSlot
 
 MODEL = "mp_rank_00_model_states.pt"
 Record = Callable[..., None]

@@ -6,7 +6,7 @@ from typing import get_args
 import yaml
 
 from flows.pretrain import RecipeName, pretrain
-from t5train.recipes import RECIPES
+from t5train.spec.recipes import RECIPES
 
 
 def test_the_form_of_a_run_offers_every_recipe() -> None:

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from infra.node_store.finished import FinishedRun
-from infra.node_store.garbage import Garbage
-from t5train import sidecar
-from t5train.records import Checkpoint, digest_files
-from t5train.train.resume_point import ask_to_begin_again
+from infra.head.storage.garbage_collection import FinishedRun
+from infra.node.storage.garbage import Garbage
+from t5train.checkpoint import sidecar
+from t5train.checkpoint.resume_point import ask_to_begin_again
+from t5train.records.digests import digest_files
+from t5train.records.stage_records import Checkpoint
 from tests.infra.node_store.conftest import make_sidecar
 
 
@@ -75,9 +76,11 @@ def test_hosts_keep_a_finished_run_of_which_the_heads_copy_does_not_verify(
     Checkpoint(path=run, fingerprint="f" * 64, step=8, tag="step-00000008", files=files).commit()
     asked: list[FinishedRun] = []
     monkeypatch.setattr(
-        "flows.gc_command.garbage_on", lambda *_: {"a": [Garbage(f"runs/{name}", 9, "the head has it")]}
+        "flows.cli.gc_command.garbage_on", lambda *_: {"a": [Garbage(f"runs/{name}", 9, "the head has it")]}
     )
-    monkeypatch.setattr("flows.gc_command.free_on", lambda _nodes, finished, *_: asked.extend(finished) or {"a": []})
+    monkeypatch.setattr(
+        "flows.cli.gc_command.free_on", lambda _nodes, finished, *_: asked.extend(finished) or {"a": []}
+    )
     (damaged,) = checkpoints.glob("step-00000008/*")
     damaged.write_bytes(bytes(damaged.stat().st_size))
     assert t5_pretrain("gc") == 0, "sizes fit: nothing is read before something is to be removed"
@@ -98,11 +101,13 @@ def test_hosts_keep_a_run_that_was_begun_again_while_the_heads_copy_was_read(
         ask_to_begin_again(run)
         return runs
 
-    monkeypatch.setattr("flows.gc_command.verified", read)
+    monkeypatch.setattr("flows.cli.gc_command.verified", read)
     monkeypatch.setattr(
-        "flows.gc_command.garbage_on", lambda *_: {"a": [Garbage(f"runs/{name}", 9, "the head has it")]}
+        "flows.cli.gc_command.garbage_on", lambda *_: {"a": [Garbage(f"runs/{name}", 9, "the head has it")]}
     )
-    monkeypatch.setattr("flows.gc_command.free_on", lambda _nodes, finished, *_: asked.append(finished) or {"a": []})
+    monkeypatch.setattr(
+        "flows.cli.gc_command.free_on", lambda _nodes, finished, *_: asked.append(finished) or {"a": []}
+    )
     assert t5_pretrain("gc", "--free") == 0
     assert asked == [[]]
 

@@ -8,19 +8,19 @@ from typing import Any, cast
 
 import pytest
 
-from flows import host_preflight
-from flows.host_preflight import require_hosts
-from flows.preflight import require_possible, require_ready
-from infra.attempts.attempt import Attempt
-from infra.cluster import attachment
-from infra.cluster.supervision import Supervision
-from infra.preflight.needs import Needs
+from infra.head import host_selection
+from infra.head.host_selection import require_hosts, training_hosts
+from infra.head.launch import earlier_attempts
+from infra.head.launch.supervision import Supervision
+from infra.head.preflight.launch_requirements import Needs
+from infra.head.preflight.run_checks import require_possible
+from infra.head.training_run import require_ready
+from infra.node.attempts.attempt import Attempt
 from t5train.data.loader import ORDER_VERSION
 from t5train.errors import PreflightError
-from t5train.recipes import recipe
-from t5train.records import Checkpoint
+from t5train.records.stage_records import Checkpoint
 from t5train.spec import RunSpec
-from tasks.training_run import training_hosts
+from t5train.spec.recipes import recipe
 
 Asked = tuple[list[tuple[str, ...]], set[str]]
 
@@ -49,7 +49,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
         times.append(tuple(needs.slots))
         return {host: f"{host}: no answer" for host in needs.slots if host in down}
 
-    monkeypatch.setattr(host_preflight, "require_agreement", require_agreement)
+    monkeypatch.setattr(host_selection, "require_agreement", require_agreement)
     return times, down
 
 
@@ -85,7 +85,7 @@ def test_hosts_whose_ranks_are_at_work_are_not_given_up_for_a_moment_without_an_
     down.add("b")
     hosts = training_hosts(spec(spares))
     this = Attempt(Path(), "id", "run", 1, None, 30.0, hosts={host.name: host.slots for host in hosts.all})
-    monkeypatch.setitem(attachment._kept, spec(spares).run_folder, cast(Supervision, SimpleNamespace(this=this)))
+    monkeypatch.setitem(earlier_attempts._kept, spec(spares).run_folder, cast(Supervision, SimpleNamespace(this=this)))
     require_hosts(spec(spares), require_possible(spec(spares)), 0)
     assert times == []
     assert training_hosts(spec(spares)) == hosts

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from t5train.sidecar import ParameterSlot
+from t5train.model.parameters import ParameterSlot
 
 MODEL = "mp_rank_00_model_states.pt"
 

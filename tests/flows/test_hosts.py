@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.resolve import resolve
+from flows.spec_from_recipe import resolve
 
 SMALLER = ("--set", "layout.micro_batch_sequences=8")
 

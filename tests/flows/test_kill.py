@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from infra.attempts.attempt import Attempt, attempt_folder, read
-from infra.attempts.exit_record import Cause
-from infra.processes import find, in_run
-from infra.shared_memory import SEGMENTS
-from t5train.train import metrics
+from infra.node.attempts.attempt import Attempt, attempt_folder, read
+from infra.node.attempts.attempt_actions import SEGMENTS
+from infra.node.attempts.exit_record import Cause
+from infra.node.processes import find, in_run
+from t5train import metrics
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +59,7 @@ RUN = "killed"
 
 def _command(root: Path, settings: dict[str, Any]) -> list[str]:
     changes = [argument for name, value in (SETTINGS | settings).items() for argument in ("--set", f"{name}={value}")]
-    program = [sys.executable, "-c", "from flows.cli import main; main()"]
+    program = [sys.executable, "-c", "from flows.cli.__main__ import main; main()"]
     return [*program, "run", "smoke", "--root", str(root), "--name", RUN, *changes]
 
 

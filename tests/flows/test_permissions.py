@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from t5train.data import spiece
+from t5train.data import sentencepiece_model
 from t5train.progress import silent
 from t5train.spec import TokenizerSpec
 
@@ -20,7 +20,7 @@ BOUND = ["setpriv", f"--bounding-set={CAPABILITIES}", f"--inh-caps={CAPABILITIES
 # Runs every command in one process, as most of a command's time goes into imports.
 PROGRAM = """
 import contextlib, io, json, os, pathlib, sys
-from flows import cli
+from flows.cli import __main__
 
 ended = []
 for folder, closed, arguments in json.loads(sys.argv[1]):
@@ -30,7 +30,7 @@ for folder, closed, arguments in json.loads(sys.argv[1]):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            cli.main()
+            __main__.main()
         except SystemExit as exit:
             code = exit.code
     ended.append((code, out.getvalue(), err.getvalue()))
@@ -88,7 +88,7 @@ class Ended(NamedTuple):
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
     """How each of the cases ended."""
-    pieces = spiece.train(TokenizerSpec(vocab_size=300), [Path(os.__file__).read_text("utf-8")], silent)
+    pieces = sentencepiece_model.train(TokenizerSpec(vocab_size=300), [Path(os.__file__).read_text("utf-8")], silent)
     cases = [(str(_folder(tmp_path_factory.mktemp("case"), pieces)), closed, args) for closed, args in CASES]
     command = [*BOUND, sys.executable, "-c", PROGRAM, json.dumps(cases)]
     said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

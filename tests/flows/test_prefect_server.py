@@ -12,9 +12,9 @@ import pytest
 
 from flows import api_key, prefect_server, run_records
 from flows.prefect_server import HOST, _listening, _refuse_after, configured_api_url, own_server
-from infra.ports import free_port
+from infra.node.ports import free_port
 from t5train.errors import LaunchError, StorageError
-from t5train.private_folder import private_folder
+from t5train.files.locks import private_folder
 from t5train.progress import silent
 
 ASK = """

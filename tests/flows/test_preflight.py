@@ -7,13 +7,13 @@ from unittest.mock import patch
 
 import pytest
 
-from flows import preflight
-from flows.preflight import require_ready
+from infra.head import training_run
+from infra.head.training_run import require_ready
 from t5train.data.tokenizer import expected_vocab_size
 from t5train.errors import StorageError
-from t5train.model.shape import count_parameters, resolve
-from t5train.recipes import recipe
+from t5train.model.model_shape import count_parameters, resolve
 from t5train.spec import RunSpec
+from t5train.spec.recipes import recipe
 
 RUN = {"optimizer.num_steps": 100, "storage.checkpoint_every_steps": 10, "storage.keep_last": 2}
 SMOKE = recipe("smoke")
@@ -26,7 +26,7 @@ def needed(root: Path, **storage: Any) -> int:
     """Bytes that the root is to have free."""
     settings = {f"storage.{name}": json.dumps(value) for name, value in storage.items()}
     with (
-        patch.object(preflight, "require_space", side_effect=StorageError("full")) as asked,
+        patch.object(training_run, "require_space", side_effect=StorageError("full")) as asked,
         pytest.raises(StorageError),
     ):
         require_ready(_spec(root).with_settings(settings))

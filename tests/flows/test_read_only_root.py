@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.ports import free_port
+from infra.node.ports import free_port
 
-PROGRAM = "from flows.cli import main; main()"
+PROGRAM = "from flows.cli.__main__ import main; main()"
 # Permissions do not bind root, unless it gives up the right to pass them over.
 BOUND = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"] if os.geteuid() == 0 else []
 

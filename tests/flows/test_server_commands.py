@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flows import server_commands
-from infra import processes
+from flows.cli import server_commands
+from infra.node import processes
 
 
 def test_a_second_ctrl_c_while_runs_save_ends_the_worker_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,14 @@ import logging
 
 import pytest
 
-from flows import terminal
-from flows.terminal import stage_display
+from flows.cli import terminal
+from flows.cli.terminal import stage_display
 
 
 def test_what_the_library_logs_is_seen_while_a_stage_runs_and_not_afterwards(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    log = logging.getLogger("t5train.train.run")
+    log = logging.getLogger("t5train.checkpoint.resume")
     with stage_display():
         log.info("resuming %s from %s", "mine", "step-00000010")
         log.warning("[bold] is no markup, text:100: no picture, and a long line stays one: %s", "x" * 200)
@@ -25,7 +25,7 @@ def test_what_the_library_logs_is_seen_while_a_stage_runs_and_not_afterwards(
 def test_what_a_store_or_a_host_said_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     hostile = "b\x1b[2Jucket\x1b]0;title\x07 \x9b5mis\r gone\x08\n\tfor good"
     with stage_display():
-        logging.getLogger("t5train.verify").warning("%s", hostile)
+        logging.getLogger("t5train.records.stage_records").warning("%s", hostile)
     terminal.say(hostile)
     terminal.complain(hostile)
     terminal.show_table(["what"], [[hostile]])

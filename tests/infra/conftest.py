@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from infra import processes
-from infra.attempts import attempt
-from infra.attempts.attempt import Attempt
-from infra.cluster.remote import Ssh, node_command, run
-from infra.ports import free_port
-from infra.processes import ProcessIdentity
+from infra.head.hosts.node_client import node_command
+from infra.head.hosts.ssh import Ssh, run
+from infra.node import processes
+from infra.node.attempts import attempt
+from infra.node.attempts.attempt import Attempt
+from infra.node.ports import free_port
+from infra.node.processes import ProcessIdentity
 from t5train.spec import ClusterSpec
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -52,7 +53,7 @@ def start_guard(this: Attempt, start: Start) -> Start:
     """Guards a Python program as rank 0 of the attempt."""
 
     def start_guard(program: str) -> subprocess.Popen[bytes]:
-        arguments = ("-m", "infra.guard", str(this.folder), sys.executable, "-c", program)
+        arguments = ("-m", "infra.node.attempts.process_guard", str(this.folder), sys.executable, "-c", program)
         return start(*arguments, RANK="0", T5_RUN_ID=this.run_id)
 
     return start_guard
@@ -81,8 +82,8 @@ NODE = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from infra import node_folder
-node_folder.PARENT = Path(sys.argv.pop(1))
+from infra.node import node_folders
+node_folders.PARENT = Path(sys.argv.pop(1))
 from infra.node.__main__ import main
 sys.exit(main())
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.code_bundle import bundle, own_bundle
+from infra.node.code_bundle import bundle, own_bundle
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -16,7 +16,12 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """Two small packages."""
-    for name in ("t5train/__init__.py", "t5train/data/shards.py", "infra/__init__.py", "infra/guard.py"):
+    for name in (
+        "t5train/__init__.py",
+        "t5train/data/shards.py",
+        "infra/__init__.py",
+        "infra/node/attempts/process_guard.py",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"# {name}: ß\n", "utf-8")
     return tmp_path
@@ -32,9 +37,9 @@ def test_equal_code_is_equal_bytes_whatever_lies_beside_it_and_whenever_it_was_w
         path.chmod(0o400)
     (other / "infra/__pycache__").mkdir()
     for name in (
-        "infra/__pycache__/guard.pyc",
-        "infra/guard.py~",
-        "infra/.#guard.py",
+        "infra/__pycache__/process_guard.pyc",
+        "infra/node/attempts/process_guard.py~",
+        "infra/.#process_guard.py",
         "infra/guard copy.py",
         "setup.py",
     ):
@@ -45,8 +50,8 @@ def test_equal_code_is_equal_bytes_whatever_lies_beside_it_and_whenever_it_was_w
 @pytest.mark.parametrize(
     "change",
     [
-        lambda folder: (folder / "infra/guard.py").write_text("x = 2\n"),
-        lambda folder: (folder / "infra/guard.py").rename(folder / "infra/renamed.py"),
+        lambda folder: (folder / "infra/node/attempts/process_guard.py").write_text("x = 2\n"),
+        lambda folder: (folder / "infra/node/attempts/process_guard.py").rename(folder / "infra/renamed.py"),
         lambda folder: (folder / "t5train/data/shards.py").unlink(),
         lambda folder: (folder / "infra/more.py").touch(),
     ],
@@ -62,4 +67,6 @@ def test_this_projects_bundle_holds_every_file_of_what_nodes_import() -> None:
     found = {path for top in ("t5train", "infra") for path in (ROOT / top).rglob("*") if path.is_file()}
     found = {path for path in found if "__pycache__" not in path.parts}
     assert {ROOT / name for name in sources} == found, "what is no module is not sent to hosts"
-    assert sources["infra/guard.py"] == (ROOT / "infra/guard.py").read_text("utf-8")
+    assert sources["infra/node/attempts/process_guard.py"] == (ROOT / "infra/node/attempts/process_guard.py").read_text(
+        "utf-8"
+    )

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.attempts.attempt import Attempt
-from infra.environment import rank_environment, redact, travelling_environment, variables_of_rank
-from infra.node_folder import node_path
+from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.rank_environment import rank_environment, redact, travelling_environment, variables_of_rank
+from infra.node.node_folders import node_path
 from t5train.errors import LaunchError
 
 SECRETS = {
@@ -93,7 +93,7 @@ def test_the_accelerator_is_the_specs_or_found_by_deepspeed(this: Attempt) -> No
 
 def test_a_module_in_the_current_folder_shadows_nothing(this: Attempt) -> None:
     (this.folder / "infra.py").write_text("raise SystemExit('shadowed')")
-    argv = [sys.executable, "-m", "infra.guard", str(this.folder), sys.executable, "-c", "pass"]
+    argv = [sys.executable, "-m", "infra.node.attempts.process_guard", str(this.folder), sys.executable, "-c", "pass"]
     subprocess.run(argv, cwd=this.folder, env={**environment(this, **os.environ), "RANK": "0"}, check=True)
 
 

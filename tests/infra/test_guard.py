@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.attempts import attempt, lease
-from infra.attempts.attempt import Attempt, now
-from infra.attempts.exit_record import Cause, ExitRecord
-from infra.attempts.vigil import Vigil
-from infra.processes import ProcessIdentity
-from t5train.train import heartbeat
-from t5train.train.heartbeat import Beat
+from infra.node.attempts import attempt, head_lease
+from infra.node.attempts.attempt import Attempt, now
+from infra.node.attempts.exit_record import Cause, ExitRecord
+from infra.node.attempts.watchdog import Vigil
+from infra.node.processes import ProcessIdentity
+from t5train.rank import heartbeat
+from t5train.rank.heartbeat import Beat
 
 Start = Callable[..., subprocess.Popen[bytes]]
 Until = Callable[..., None]
@@ -36,14 +36,14 @@ SAVING = (
     "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(4), print('saved', flush=True), sys.exit(1)));" + SLEEP
 )
 BEAT_ONCE = (
-    "import os, time; from pathlib import Path; from t5train.train.heartbeat import *;"
-    "from t5train.train.variables import RANK_FILES;"
+    "import os, time; from pathlib import Path; from t5train.rank.heartbeat import *;"
+    "from t5train.files.run_folder import RANK_FILES;"
     "write(beat_file(Path(os.environ[RANK_FILES])), Beat(0.0, 'step', time.monotonic(), 600.0, 7))\n"
 )
 HANGING = """
 import faulthandler, signal, time
 from types import SimpleNamespace
-from t5train.train.heartbeat import Heartbeat
+from t5train.rank.heartbeat import Heartbeat
 faulthandler.register(signal.SIGUSR1)
 def hangs_here():
     time.sleep(600)
@@ -55,7 +55,7 @@ with Heartbeat.of_rank(SimpleNamespace(start_seconds=60, save_seconds=1.0)) as h
 
 
 def guarded(start: Start, this: Attempt, program: str) -> subprocess.Popen[bytes]:
-    argv = ("-m", "infra.guard", str(this.folder), sys.executable, "-c", program)
+    argv = ("-m", "infra.node.attempts.process_guard", str(this.folder), sys.executable, "-c", program)
     return start(*argv, RANK="0", T5_RUN_ID=this.run_id)
 
 
@@ -171,7 +171,7 @@ def test_a_stopped_rank_is_found(this: Attempt, running: Start, survivors: Survi
 
 
 def test_a_rank_that_never_gave_a_sign_of_life_is_found(this: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.attempts.vigil._FIRST_BEAT_SECONDS", 0.0)
+    monkeypatch.setattr("infra.node.attempts.watchdog._FIRST_BEAT_SECONDS", 0.0)
     launcher, rank = Vigil(this, "launcher", os.getpid(), None), Vigil(this, "rank-00000", os.getpid(), None)
     assert launcher.look() is None
     verdict = rank.look()
@@ -210,7 +210,9 @@ def test_a_phase_that_takes_longer_than_its_deadline_ends_the_rank_that_tells_wh
 def test_a_launcher_told_to_end_goes_on_and_has_the_head_tell_the_ranks(
     this: Attempt, start: Start, until: Until
 ) -> None:
-    guard = start("-m", "infra.guard", "--launcher", str(this.folder), sys.executable, "-c", SLEEP)
+    guard = start(
+        "-m", "infra.node.attempts.process_guard", "--launcher", str(this.folder), sys.executable, "-c", SLEEP
+    )
     until((this.folder / "launcher.pid").exists)
     guard.terminate()
     until(lambda: this.is_stop_ordered)
@@ -224,7 +226,7 @@ def leased(tmp_path: Path) -> Attempt:
     """An attempt over hosts, as a host knows it."""
     this = attempt.begin(tmp_path / "run", None, lease_seconds=2.0)
     (this.folder / "environment.json").write_text(json.dumps({"GIVEN": "by the head", "T5_RUN_ID": this.run_id}))
-    lease.begin(this.folder)
+    head_lease.begin(this.folder)
     return this
 
 
@@ -233,7 +235,7 @@ def test_a_rank_lives_as_long_as_its_lease_is_renewed(
 ) -> None:
     guard = guarded(start, leased, SLEEP)
     for _ in range(20):
-        lease.renew(leased.folder)
+        head_lease.renew(leased.folder)
         time.sleep(0.2)
     assert guard.poll() is None
     assert guard.wait(10) == 1
@@ -244,13 +246,13 @@ def test_a_rank_lives_as_long_as_its_lease_is_renewed(
 
 
 def test_a_launcher_over_hosts_outlives_its_head_and_not_its_lease(leased: Attempt, start: Start, until: Until) -> None:
-    argv = ["-m", "infra.guard", "--launcher", str(leased.folder), sys.executable, "-c", SLEEP]
+    argv = ["-m", "infra.node.attempts.process_guard", "--launcher", str(leased.folder), sys.executable, "-c", SLEEP]
     head = start("-c", f"import subprocess, sys; subprocess.run([sys.executable, *{argv!r}])")
     until((leased.folder / "launcher.pid").exists)
     head.kill()
     head.wait()
     for _ in range(5):
-        lease.renew(leased.folder)
+        head_lease.renew(leased.folder)
         time.sleep(0.3)
     assert leased.exit_record("launcher") is None
     until(lambda: leased.exit_record("launcher"), 10)
@@ -259,7 +261,7 @@ def test_a_launcher_over_hosts_outlives_its_head_and_not_its_lease(leased: Attem
 def test_a_lease_that_is_taken_away_ends_the_rank_at_once(leased: Attempt, start: Start, until: Until) -> None:
     guard = guarded(start, leased, STUBBORN)
     until(lambda: leased.log("rank-00000").exists() and b"ready" in leased.log("rank-00000").read_bytes())
-    (leased.folder / lease.LEASE).unlink()
+    (leased.folder / head_lease.LEASE).unlink()
     guard.terminate()
     assert guard.wait(1.5) == 1
     assert ended(leased)[:2] == (Cause.TOLD, "the head ended the run")
@@ -271,7 +273,7 @@ def test_a_lease_that_is_taken_away_ends_the_rank_at_once(leased: Attempt, start
 def test_a_rank_over_hosts_sees_what_the_head_gave_and_what_is_this_machines_own(leased: Attempt, start: Start) -> None:
     program = "import json, os; print(json.dumps(dict(os.environ)))"
     numbers = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "MASTER_PORT": "29500"}
-    argv = ("-m", "infra.guard", str(leased.folder), sys.executable, "-c", program)
+    argv = ("-m", "infra.node.attempts.process_guard", str(leased.folder), sys.executable, "-c", program)
     assert start(*argv, **numbers, HOME="/home/here", STRAY="1").wait(20) == 0
     seen = json.loads(leased.log("rank-00003").read_text())
     expected = {"GIVEN": "by the head", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}
@@ -300,7 +302,16 @@ def test_the_rank_ends_when_the_head_is_killed(
 ) -> None:
     head = start("-c", SLEEP)
     this = attempt.begin(tmp_path / "run", ProcessIdentity.of(head.pid))
-    guard = start("-m", "infra.guard", str(this.folder), sys.executable, "-c", SLEEP, RANK="0", T5_RUN_ID=this.run_id)
+    guard = start(
+        "-m",
+        "infra.node.attempts.process_guard",
+        str(this.folder),
+        sys.executable,
+        "-c",
+        SLEEP,
+        RANK="0",
+        T5_RUN_ID=this.run_id,
+    )
     until((this.folder / "rank-00000.pid").exists)
     head.kill()  # and not reaped: a zombie is dead
     assert guard.wait(20) == 1
@@ -311,7 +322,7 @@ def test_the_rank_ends_when_the_head_is_killed(
 def test_the_rank_ends_when_the_guards_parent_is_killed(
     this: Attempt, start: Start, until: Until, survivors: Survivors
 ) -> None:
-    guard = [sys.executable, "-m", "infra.guard", str(this.folder), sys.executable, "-c", SLEEP]
+    guard = [sys.executable, "-m", "infra.node.attempts.process_guard", str(this.folder), sys.executable, "-c", SLEEP]
     parent = start("-c", f"import subprocess; subprocess.run({guard})", RANK="0", T5_RUN_ID=this.run_id)
     until((this.folder / "rank-00000.pid").exists)
     parent.kill()
@@ -324,7 +335,7 @@ def test_the_rank_ends_when_the_guards_parent_is_killed(
 def test_nothing_starts_when_the_heads_pid_belongs_to_another_process(tmp_path: Path, start: Start, ticks: int) -> None:
     alive = ProcessIdentity.of(os.getpid())
     this = attempt.begin(tmp_path / "run", ProcessIdentity(alive.pid, alive.start_time + ticks))
-    guard = start("-m", "infra.guard", str(this.folder), sys.executable, "-c", SLEEP, RANK="0")
+    guard = start("-m", "infra.node.attempts.process_guard", str(this.folder), sys.executable, "-c", SLEEP, RANK="0")
     assert guard.wait(20) == 1
     assert not this.log("rank-00000").exists()
     record = this.exit_record("rank-00000")
@@ -351,5 +362,7 @@ def test_the_rank_itself_holds_the_ranks_lock(this: Attempt, running: Start) -> 
 def test_a_rank_sees_the_devices_its_user_chose(this: Attempt, start: Start) -> None:
     program = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
     environment = {"RANK": "0", "CUDA_VISIBLE_DEVICES": "0,1", "T5_VISIBLE_DEVICES": "GPU-a,GPU-b"}
-    start("-m", "infra.guard", str(this.folder), sys.executable, "-c", program, **environment).wait(20)
+    start(
+        "-m", "infra.node.attempts.process_guard", str(this.folder), sys.executable, "-c", program, **environment
+    ).wait(20)
     assert this.log("rank-00000").read_text() == "GPU-a,GPU-b\n"

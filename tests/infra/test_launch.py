@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.attempts import attempt
-from infra.attempts.attempt import Attempt
-from infra.launch import LaunchSpec, command, launch
-from infra.shared_memory import SEGMENTS
+from infra.head.launch.local_launch import LaunchSpec, command, launch
+from infra.node.attempts import attempt
+from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.attempt_actions import SEGMENTS
 from t5train.errors import LaunchError, SpecError, WeightsDidNotMove
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -41,8 +41,8 @@ while not (folder / "finish").exists():
 HEAD = """
 import sys
 from pathlib import Path
-from infra.launch import LaunchSpec, launch
-from infra.run_lock import run_lock
+from infra.head.launch.local_launch import LaunchSpec; from infra.head.launch.local_launch import launch
+from infra.node.attempts.run_lock import run_lock
 folder = Path(sys.argv[1])
 with run_lock(folder / "run"):
     launch(LaunchSpec(lambda _folder: (str(folder / "rank.py"), str(folder)), folder / "run", 2, "cpu"))
@@ -60,7 +60,10 @@ def test_the_command_shows_ranks_port_and_program_and_no_hostfile() -> None:
     text = " ".join(argv)
     assert argv[0] == sys.executable
     assert "--hostfile /dev/null --num_gpus 4 --master_addr 127.0.0.1 --master_port 29500" in text
-    assert text.endswith(f"infra.guard /r/attempts/0007 {sys.executable} -m t5train.train /r/attempts/0007/spec.json")
+    assert text.endswith(
+        f"infra.node.attempts.process_guard /r/attempts/0007 "
+        f"{sys.executable} -m t5train.train /r/attempts/0007/spec.json"
+    )
 
 
 def test_a_port_in_use_is_refused_before_anything_is_made(tmp_path: Path) -> None:
@@ -102,7 +105,7 @@ def test_the_first_rank_that_fails_ends_the_others(tmp_path: Path, survivors: Su
 @pytest.mark.slow
 def test_an_error_of_ours_in_a_rank_is_raised_by_the_head(tmp_path: Path) -> None:
     program = (
-        "import os, sys; from pathlib import Path; from t5train import errors; from t5train.train import error_report\n"
+        "import os, sys; from pathlib import Path; from t5train import errors; from t5train.rank import error_report\n"
         "error = errors.WeightsDidNotMove('10 steps, same weights')\n"
         "error_report.report(Path(os.environ['T5_RANK_FILES']), error); raise error"
     )

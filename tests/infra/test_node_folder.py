@@ -3,34 +3,34 @@ from pathlib import Path
 
 import pytest
 
-from infra import node_folder
-from infra.attempts import lease
+from infra.node import node_folders
+from infra.node.attempts import head_lease
 from t5train.errors import StorageError
 
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_folder, "PARENT", tmp_path)
+    monkeypatch.setattr(node_folders, "PARENT", tmp_path)
 
 
 def test_the_folder_is_its_owners_alone_and_found_again() -> None:
-    folder = node_folder.attempt_folder("smoke-0001-0123abcd")
+    folder = node_folders.attempt_folder("smoke-0001-0123abcd")
     assert folder.parent.stat().st_mode & 0o077 == 0
     assert folder.parent.parent.name == f"t5-pretrain-{os.getuid()}"
-    assert node_folder.attempt_folder("smoke-0001-0123abcd") == folder
+    assert node_folders.attempt_folder("smoke-0001-0123abcd") == folder
 
 
 @pytest.mark.parametrize("run_id", ["", "../other", "a/b", ".hidden", "a b", "$(id)", "-o", "x" * 200])
 def test_an_id_that_is_no_name_reaches_no_path(run_id: str) -> None:
     with pytest.raises(StorageError, match="is not the id of an attempt"):
-        node_folder.attempt_folder(run_id)
+        node_folders.attempt_folder(run_id)
 
 
 def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / f"t5-pretrain-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError, match="move it away"):
-        node_folder.locks_folder()
+        node_folders.locks_folder()
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
@@ -38,15 +38,15 @@ def test_a_folder_open_to_others_is_refused(tmp_path: Path) -> None:
     (tmp_path / f"t5-pretrain-{os.getuid()}").mkdir(mode=0o777)
     (tmp_path / f"t5-pretrain-{os.getuid()}").chmod(0o777)
     with pytest.raises(StorageError, match="drwxrwxrwx"):
-        node_folder.node_folder()
+        node_folders.node_folder()
 
 
 def test_a_lease_ages_from_its_renewal_and_one_that_never_was_is_over(tmp_path: Path) -> None:
-    lease.renew(tmp_path)  # a word that comes late does not bring back what was ended
-    assert lease.age_seconds(tmp_path) == float("inf")
-    lease.begin(tmp_path)
+    head_lease.renew(tmp_path)  # a word that comes late does not bring back what was ended
+    assert head_lease.age_seconds(tmp_path) == float("inf")
+    head_lease.begin(tmp_path)
     for _ in range(50):  # whichever way the clock is rounded
-        lease.renew(tmp_path)
-        assert 0 <= lease.age_seconds(tmp_path) < 5
-    (tmp_path / lease.LEASE).write_text("1e18")  # of a time before the machine started anew
-    assert lease.age_seconds(tmp_path) == float("inf")
+        head_lease.renew(tmp_path)
+        assert 0 <= head_lease.age_seconds(tmp_path) < 5
+    (tmp_path / head_lease.LEASE).write_text("1e18")  # of a time before the machine started anew
+    assert head_lease.age_seconds(tmp_path) == float("inf")

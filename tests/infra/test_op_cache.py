@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from infra import local_disk
-from infra.op_cache import clear_stale_locks, missing, shared_locks
+from infra.node import compiled_operators
+from infra.node.compiled_operators import clear_stale_locks, missing, shared_locks
 
 Start = Callable[..., subprocess.Popen[bytes]]
 Until = Callable[..., None]
@@ -65,7 +65,7 @@ def test_a_lock_that_another_machine_may_hold_stays(
         "1 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
         f"2 1 0:50 / {str(tmp_path).replace(' ', chr(92) + '040')} rw,relatime shared:5 - nfs4 server:/home rw\n"
     )
-    monkeypatch.setattr(local_disk, "_MOUNTS", mounts)
+    monkeypatch.setattr(compiled_operators, "_MOUNTS", mounts)
     environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
     assert clear_stale_locks(environment) == []
     assert lock.exists()
@@ -74,8 +74,8 @@ def test_a_lock_that_another_machine_may_hold_stays(
 
 
 def test_the_disk_of_this_machine_is_told_from_others() -> None:
-    assert local_disk.is_on_local_disk(Path("/dev/shm"))  # noqa: S108 - looked at
-    assert not local_disk.is_on_local_disk(Path("/proc/self"))
+    assert compiled_operators.is_on_local_disk(Path("/dev/shm"))  # noqa: S108 - looked at
+    assert not compiled_operators.is_on_local_disk(Path("/proc/self"))
 
 
 def test_what_lies_compiled_is_not_missing(tmp_path: Path) -> None:

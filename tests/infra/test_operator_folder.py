@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infra import node_folder, operator_folder
+from infra.node import node_folders, operator_folder
 from t5train.errors import StorageError
 
 Folder = Callable[..., Path]
@@ -16,7 +16,7 @@ Folder = Callable[..., Path]
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     """That of an environment."""
-    monkeypatch.setattr(node_folder, "PARENT", tmp_path)
+    monkeypatch.setattr(node_folders, "PARENT", tmp_path)
 
     def folder(**environment: str) -> Path:
         operator_folder._package.cache_clear()
@@ -33,7 +33,7 @@ def test_a_folder_that_the_user_has_chosen_is_used_as_it_is(folder: Folder, tmp_
 
 def test_the_same_environment_has_the_same_folder_wherever_its_home_is(folder: Folder, tmp_path: Path) -> None:
     assert folder(HOME="/a") == folder(HOME="/b", XDG_CACHE_HOME="/c")
-    assert folder().parent == node_folder.node_path("operators")
+    assert folder().parent == node_folders.node_path("operators")
     assert folder().is_relative_to(tmp_path)
 
 
@@ -73,6 +73,6 @@ def test_other_sources_have_another_folder(folder: Folder, monkeypatch: pytest.M
 
 def test_operators_are_not_loaded_from_where_others_can_write(folder: Folder) -> None:
     folder()
-    node_folder.node_path("operators").chmod(0o777)
+    node_folders.node_path("operators").chmod(0o777)
     with pytest.raises(StorageError, match="operators is not a folder of user"):
         folder()

@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from infra import ports
+from infra.node import ports
 from t5train.errors import SpecError
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from infra import processes
+from infra.node import processes
 
 
 def test_a_process_of_another_user_is_never_meant_by_its_arguments(

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from infra import run_lease
-from infra.run_lock import holder, require_held, run_lock
+from infra.node.attempts import run_lease
+from infra.node.attempts.run_lock import holder, require_held, run_lock
 from t5train.errors import RunLocked, StorageError
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -25,8 +25,8 @@ Until = Callable[..., None]
 ELSEWHERE = """
 import sys, time
 from pathlib import Path
-from infra import run_lease
-from infra.run_lock import holder, require_held, run_lock
+from infra.node.attempts import run_lease
+from infra.node.attempts.run_lock import holder, require_held, run_lock
 run_lease.boot_id = lambda: "another machine"
 run_lease.LEASE_SECONDS = float(sys.argv[2])
 run_lease._RENEW_SECONDS = 0.2

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from infra.attempts.attempt import Attempt
-from infra.run_lock import holder, ranks_lock, run_lock
+from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.run_lock import holder, ranks_lock, run_lock
 from t5train.errors import RunLocked, StorageError
 
 Start = Callable[..., subprocess.Popen[bytes]]
 Until = Callable[..., None]
 
-HOLD = "import sys, time; from pathlib import Path; from infra.run_lock import {0}\nwith {0}(Path(sys.argv[1])):\n "
-HOLD += "(Path(sys.argv[1]) / 'held').touch(); time.sleep(600)"
+HOLD = "import sys, time; from pathlib import Path; from infra.node.attempts.run_lock import {0}\n"
+HOLD += "with {0}(Path(sys.argv[1])):\n (Path(sys.argv[1]) / 'held').touch(); time.sleep(600)"
 
 
 def test_a_second_start_is_refused_with_the_holders_name(tmp_path: Path, start: Start, until: Until) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 ENDING = """
 import time
-from infra.stop_signal import undisturbed
+from infra.head.stop_signal import undisturbed
 try:
     with undisturbed("ending the ranks"):
         print("begun", flush=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.testcluster import Cluster, registry, requirements
+from infra.testcluster import Cluster, namespaces, registry
 from t5train.errors import TestClusterError
 
 Programs = Callable[[dict[str, str]], None]
@@ -35,13 +35,13 @@ def test_who_is_not_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_packages_are_named_once_each(programs: Programs) -> None:
     programs(dict.fromkeys(("unshare", "nsenter", "setpriv", "ip", "tc", "sshd"), ""))
-    assert requirements.what_is_missing() == "Debian packages are missing: apt-get install openssh-client pdsh"
+    assert namespaces.what_is_missing() == "Debian packages are missing: apt-get install openssh-client pdsh"
 
 
 def test_a_container_without_the_right_is_told_what_it_lacks(programs: Programs) -> None:
-    all_programs = dict.fromkeys(requirements.PACKAGES, "")
+    all_programs = dict.fromkeys(namespaces.PACKAGES, "")
     programs(all_programs | {"unshare": "echo unshare failed: Operation not permitted >&2; exit 1"})
-    reason = requirements.what_is_missing()
+    reason = namespaces.what_is_missing()
     assert reason is not None
     assert "unshare failed: Operation not permitted" in reason
     assert "--privileged" in reason

@@ -11,17 +11,19 @@ from unittest import mock
 
 import typer
 
-from infra.cluster.hosts import Host, Hosts
-from infra.node_local.node_run import NodeRun
-from infra.node_store.gather import gather
-from infra.node_store.nodes import Nodes
-from infra.node_store.ownership import OWNER, Owner
-from infra.node_store.paths import run_place, tag_place
-from t5train import run_files, sidecar
-from t5train.atomic import write_json
+from infra.head.hosts.hostfile import Host, Hosts
+from infra.head.hosts.node_client import Nodes
+from infra.head.storage.gather import gather
+from infra.head.storage.node_paths import NodeRun
+from infra.node.attempts.run_ownership import OWNER, Owner
+from infra.node.node_folders import run_place, tag_place
+from t5train.checkpoint import sidecar, tags
+from t5train.files import run_folder
+from t5train.files.atomic import write_json
+from t5train.files.run_folder import CHECKPOINTS, METRICS, RUNS, tag_of
 from t5train.progress import silent
-from t5train.records import Checkpoint, digest_files
-from t5train.run_files import CHECKPOINTS, METRICS, RUNS, tag_of
+from t5train.records.digests import digest_files
+from t5train.records.stage_records import Checkpoint
 from t5train.spec import StorageSpec
 from tests.infra.node_store.conftest import RUN, Site, digest, make_sidecar
 from tests.io_faults.evidence import complete_tags, missing, tree
@@ -101,7 +103,7 @@ class _OnOneRun(_OnHosts):
         if tag_of(_NEWEST) not in whole:
             found += self._lost(folder, template, [site.checkpoints / tag_of(_OLD)])
             found += [f"wrong: {tag_of(_NEWEST)} is not on the head"] * ending.succeeded
-        taken = sidecar.complete_tags(site.checkpoints)
+        taken = tags.complete_tags(site.checkpoints)
         return found + [f"wrong: {tag} is taken for complete, and is not" for tag in taken if tag not in whole]
 
     def _template(self, folder: Path) -> Path:
@@ -117,7 +119,7 @@ class Recover(_OnOneRun):
 
     def enter(self, folder: Path) -> Callable[[], Any]:
         """The run."""
-        from infra.node_local.recovery import recover
+        from infra.head.storage.recovery import recover
 
         run = self._run(folder)
         return lambda: recover(run, silent)
@@ -130,7 +132,7 @@ class Gather(_OnOneRun):
 
     def enter(self, folder: Path) -> Callable[[], Any]:
         """The run."""
-        from infra.node_local.following import keep_up
+        from infra.head.storage.checkpoint_sync import keep_up
 
         run = self._run(folder)
         return lambda: keep_up(run, silent)
@@ -168,7 +170,7 @@ class Gc(_OnHosts):
 
     def enter(self, folder: Path) -> Callable[[], Any]:
         """The command, as a user gives it; hosts are not reached by ssh."""
-        from flows import gc_command
+        from flows.cli import gc_command
 
         site, hostfile = self._site(folder), folder.parent / "hosts"
         hostfile.write_text("".join(f"{host} slots=1\n" for host in self.hosts))
@@ -212,7 +214,7 @@ def _finish(run: Path) -> None:
     tag = tag_of(_NEWEST)
     names = [f"{CHECKPOINTS}/{tag}/{path.name}" for path in (run / CHECKPOINTS / tag).iterdir()]
     Checkpoint(path=run, fingerprint="f00df00df00dcafe", step=_NEWEST, tag=tag, files=digest_files(run, names)).commit()
-    write_json(run / run_files.RUN, {"unique_id": _OURS.unique_id})
+    write_json(run / run_folder.RUN, {"unique_id": _OURS.unique_id})
 
 
 def _claim(run: Path, owner: Owner) -> None:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from t5train.certificate import CERTIFICATE
 from t5train.errors import T5TrainError
-from t5train.records import MANIFEST, Export, Weights
+from t5train.records.stage_records import MANIFEST, Export, Weights
+from t5train.release.certificate import CERTIFICATE
 from tests.io_faults.evidence import digest_of, tree
 from tests.io_faults.small_run import SmallRun
 from tests.io_faults.trial import Ending
@@ -106,34 +106,34 @@ class Publish(_Stages):
 
 
 def _consolidate(folder: Path) -> None:
-    from t5train.consolidate import consolidate
+    from t5train.checkpoint.consolidate import consolidate
 
     consolidate(SmallRun(folder).checkpoints, folder / _WEIGHTS)
 
 
 def _export(folder: Path) -> None:
-    from t5train.export import export
+    from t5train.release.export import export
 
     run = SmallRun(folder)
     export(Weights.load(folder / _WEIGHTS), run.tokenizer, run.folder / "witness", run.spec, folder / _EXPORT)
 
 
 def _certify(folder: Path) -> None:
-    from t5train.certify import certify_in_fresh_process
+    from t5train.release.certification import certify_in_fresh_process
 
     certify_in_fresh_process(Export.load(folder / _EXPORT), SmallRun(folder).folder / "witness")
 
 
 def _publish(folder: Path) -> None:
-    from t5train.publish import publish
-    from t5train.verify import verify
+    from t5train.release.publication import publish
+    from t5train.release.verification import verify
 
     publish(Export.load(folder / _EXPORT), str(folder / _PUBLISHED))
     verify(str(folder / _PUBLISHED))
 
 
 def _why_not_whole(result: Path) -> list[str]:
-    from t5train.verify import verify
+    from t5train.release.verification import verify
 
     try:
         verify(result)

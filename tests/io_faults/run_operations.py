@@ -43,15 +43,15 @@ class Select(_OnTags):
 
     def enter(self, folder: Path) -> Callable[[], Any]:
         """Tokens are verified by the stage that made or reused them."""
-        from t5train.train.run import write_job
+        from t5train.checkpoint.resume import write_job
 
         run, shards = SmallRun(folder), SmallRun(folder).shards
         return lambda: write_job(run.spec, shards, self._attempt(folder)) and None
 
     def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - as all have it
         """The job names the newest complete checkpoint."""
-        from t5train.run_files import tag_of
-        from t5train.train.job import TrainJob
+        from t5train.files.run_folder import tag_of
+        from t5train.spec.rank_job import TrainJob
 
         found = self._lost(folder)
         if ending.succeeded:
@@ -70,25 +70,25 @@ class Save(_OnTags):
 
     def enter(self, folder: Path) -> Callable[[], Any]:
         """An engine with something to save."""
-        from t5train.train import checkpointing
+        from t5train.checkpoint import saving
 
         job = SmallRun(folder).job()
         be_alone()
         trainer = trained_a_step(job)
-        return lambda: checkpointing.save(
+        return lambda: saving.save(
             trainer.engine, job, UNFINISHED, trainer.huggingface_config, trainer.shards.fingerprint
         )
 
     def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - as all have it
         """It is complete if the rank says so, and only if it is does the project take it for complete."""
-        from t5train import sidecar
-        from t5train.run_files import tag_of
+        from t5train.checkpoint import tags
+        from t5train.files.run_folder import tag_of
 
         run, tag = SmallRun(folder), tag_of(UNFINISHED)
         found, whole = self._lost(folder), complete_tags(run.checkpoints)
         if ending.succeeded and tag not in whole:
             found.append(f"wrong: {tag} was saved, and is not complete")
-        if tag in sidecar.complete_tags(run.checkpoints) and tag not in whole:
+        if tag in tags.complete_tags(run.checkpoints) and tag not in whole:
             found.append(f"wrong: {tag} is taken for complete, and is not")
         return found
 
@@ -110,15 +110,15 @@ class Prune(_OnTags):
 
     def enter(self, folder: Path) -> Callable[[], Any]:
         """As after the save of the last step."""
-        from t5train.train import checkpointing
+        from t5train.checkpoint import saving
 
         run = SmallRun(folder)
         spec = run.spec.with_settings({"storage.keep_last": len(_KEPT_BY_PRUNING)})
         job = run.job(resume_step=STEPS[-2]).model_copy(update={"spec": spec})
 
         def prune() -> None:
-            with mock.patch.object(checkpointing, "rank", return_value=0), complaining(checkpointing.__name__):
-                checkpointing.prune(job, STEPS[-1])
+            with mock.patch.object(saving, "rank", return_value=0), complaining(saving.__name__):
+                saving.prune(job, STEPS[-1])
 
         return prune
 

@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from t5train.presence import visible_in
-from t5train.records import TokenizerFiles, TokenShards
-from t5train.run_files import CHECKPOINTS, tag_of
+from t5train.files.presence import visible_in
+from t5train.files.run_folder import CHECKPOINTS, tag_of
+from t5train.records.stage_records import TokenizerFiles, TokenShards
 from t5train.spec import RunSpec
-from t5train.train.job import TrainJob
+from t5train.spec.rank_job import TrainJob
 
 NAME = "small"
 STEPS = (2, 4, 6)
@@ -42,7 +42,7 @@ class SmallRun:
     """The run, below ``folder / "root"``."""
 
     def __init__(self, folder: Path) -> None:
-        from t5train.recipes import recipe
+        from t5train.spec.recipes import recipe
 
         self.root = folder / "root"
         self.spec: RunSpec = recipe("smoke").with_settings({**_SETTINGS, "storage.root": str(self.root)})
@@ -78,7 +78,7 @@ class SmallRun:
 
     def job(self, resume_step: int | None = None) -> TrainJob:
         """What its rank is told."""
-        from t5train.train.run import run_fingerprint
+        from t5train.checkpoint.resume import run_fingerprint
 
         shards = self.shards
         return TrainJob(
@@ -91,11 +91,11 @@ class SmallRun:
 
     def make(self) -> None:
         """Text, vocabulary, tokens and training to the end."""
+        from t5train.checkpoint.resume import conclude, open_run
         from t5train.data.corpus import build_corpus
         from t5train.data.shards import build_shards
         from t5train.data.tokenizer import build_tokenizer
         from t5train.train.loop import Trainer
-        from t5train.train.run import conclude, open_run
 
         self.root.mkdir(parents=True)
         text = self.root.with_name("words.txt")

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from infra.processes import die_with_parent
+from infra.node.processes import die_with_parent
 from tests.io_faults import interposer
 
 NODE_PARENT = "T5_IO_FAULTS_NODE_PARENT"

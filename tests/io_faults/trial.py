@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from t5train.errors import T5TrainError
-from t5train.os_errors import explain
+from t5train.files.os_errors import explain
 from tests.io_faults import interposer
 from tests.io_faults.interposer import Call, Fault, Region
 

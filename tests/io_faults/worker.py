@@ -20,15 +20,26 @@ from tests.io_faults.operations import operation
 from tests.io_faults.stand_in import NODE_PARENT, Main, StandIn
 from tests.io_faults.trial import Operation, Trials, in_a_child
 
-_ON_NODES = [f"infra.node_store.{name}" for name in ("on_node", "stage_on_node", "garbage")]
+_ON_NODES = [f"infra.node.storage.{name}" for name in ("on_node", "stage_on_node", "garbage")]
 _IMPORTED = [
     *("deepspeed", "torch._dynamo", "torch.distributed.fsdp", "torch.utils.tensorboard"),
     *("transformers.models.t5.modeling_t5", "transformers.models.t5.tokenization_t5", "transformers.models.mt5"),
     *("transformers.generation",),
     *("transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto", "safetensors.torch"),
-    *("t5train.train.loop", "t5train.train.run", "t5train.consolidate", "t5train.export", "t5train.certify"),
-    *("t5train.publish", "t5train.verify", "fsspec.implementations.local", "flows.gc_command"),
-    *("infra.node_store.collection", "infra.node_local.storage", "infra.node_local.following"),
+    *(
+        "t5train.train.loop",
+        "t5train.checkpoint.resume",
+        "t5train.checkpoint.consolidate",
+        "t5train.release.export",
+        "t5train.release.certification",
+    ),
+    *(
+        "t5train.release.publication",
+        "t5train.records.stage_records",
+        "fsspec.implementations.local",
+        "flows.cli.gc_command",
+    ),
+    *("infra.head.storage.garbage_collection", "infra.head.storage.run_storage", "infra.head.storage.checkpoint_sync"),
 ]
 
 
@@ -88,7 +99,7 @@ def import_everything() -> None:
     from deepspeed.accelerator import get_accelerator
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    from t5train.records import current_provenance
+    from t5train.records.identity import current_provenance
 
     current_provenance()
     get_checkpoint_conversion_mapping("t5")  # compiles a thousand patterns
@@ -96,14 +107,14 @@ def import_everything() -> None:
 
 
 def _node() -> dict[str, Main]:
-    from infra import node_folder
     from infra.node import __main__ as node
+    from infra.node import node_folders
 
     for module in _ON_NODES:
         import_module(module)
 
     def main(arguments: list[str]) -> int:
-        node_folder.PARENT = Path(os.environ[NODE_PARENT])
+        node_folders.PARENT = Path(os.environ[NODE_PARENT])
         sys.argv = ["infra.node", *arguments]
         return node.main()
 
@@ -111,9 +122,9 @@ def _node() -> dict[str, Main]:
 
 
 def _certifier() -> dict[str, Main]:
-    from t5train.certify import main
+    from t5train.release.certification import main
 
-    return {"t5train.certify": main}
+    return {"t5train.release.certification": main}
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from infra.environment import search_path
+from infra.node.attempts.rank_environment import search_path
 from tests.io_faults import interposer
 
 _ENVIRONMENT = {

@@ -7,9 +7,10 @@ from typing import Any
 import made_models
 import pytest
 
-from t5train.certify import certify
-from t5train.export import export
-from t5train.records import Export, digest_files
+from t5train.records.digests import digest_files
+from t5train.records.stage_records import Export
+from t5train.release.certification import certify
+from t5train.release.export import export
 
 MakeTrained = Callable[..., Any]
 

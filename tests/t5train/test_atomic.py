@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t5train.atomic import replacing, write_json, write_text
 from t5train.errors import StorageError
+from t5train.files.atomic import replacing, write_json, write_text
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 KILLED_AT = """
 import os, pathlib, signal, sys
-from t5train import atomic
+from t5train.files import atomic
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -57,7 +57,7 @@ def test_a_writer_killed_anywhere_leaves_a_whole_file(
 
 FOREVER = """
 import itertools, pathlib, sys
-from t5train.atomic import write_text
+from t5train.files.atomic import write_text
 
 for count in itertools.count():
     write_text(pathlib.Path(sys.argv[1]), str(count % 10) * 200_000)

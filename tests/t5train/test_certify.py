@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from t5train.certificate import Certificate
-from t5train.certify import certify, certify_in_fresh_process
 from t5train.errors import CertificationError, DigestMismatch, InputError, Unreadable
-from t5train.export import export
-from t5train.records import Export, digest_files
-from t5train.tokenizer_comparison import differing_passages, differing_tokenizer
-from t5train.witness import Witness
+from t5train.records.digests import digest_files
+from t5train.records.stage_records import Export
+from t5train.records.witness import Witness
+from t5train.release.certificate import Certificate
+from t5train.release.certification import certify, certify_in_fresh_process
+from t5train.release.export import export
+from t5train.release.tokenizer_comparison import differing_passages, differing_tokenizer
 
 MakeTrained = Callable[..., Any]
 MakeExport = Callable[..., Export]

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from t5train import sidecar
-from t5train.checkpoint_files import files_read_by
+from t5train.checkpoint import sidecar
+from t5train.checkpoint.sidecar import Sidecar
+from t5train.checkpoint.tags import files_read_by
 from t5train.errors import IncompleteCheckpoint
-from t5train.records import FileDigest
-from t5train.sidecar import Sidecar
+from t5train.records.digests import FileDigest
 from tests.t5train.test_sidecar import save
 
 ORIGINAL = FileDigest(sha256="a" * 64, size=1)

@@ -11,16 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
-from t5train.comparison import (
+from t5train.records.stage_records import Export
+from t5train.records.witness import Witness
+from t5train.release.model_comparison import (
     compare_generation,
     compare_logits,
     differing_probes,
     differing_settings,
     differing_ties,
 )
-from t5train.records import Export
-from t5train.tokenizer_comparison import differing_tokenizer
-from t5train.witness import Witness
+from t5train.release.tokenizer_comparison import differing_tokenizer
 
 MakeExport = Callable[..., Export]
 

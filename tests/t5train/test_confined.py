@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from t5train.confined import child, confined, require_distinct
 from t5train.errors import InputError, StorageError
+from t5train.files.confined import child, confined, require_distinct
 
 BAD = {
     "../x": "leads out",

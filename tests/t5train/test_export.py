@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from t5train.derived import set_damaged_aside
 from t5train.errors import DigestMismatch, InputError, SpecError, StorageError
-from t5train.export import export
-from t5train.kept_files import changed_files
 from t5train.locations import shareable_source
-from t5train.model_card import read_front_matter
-from t5train.records import Export, FileDigest, digest_files
+from t5train.records.digests import FileDigest, digest_files
+from t5train.records.kept_files import changed_files
+from t5train.records.stage_records import Export, set_damaged_aside
+from t5train.release.export import export
+from t5train.release.model_card import read_front_matter
 
 MakeTrained = Callable[..., Any]
 

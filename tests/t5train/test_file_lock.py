@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from t5train.errors import StorageError
-from t5train.file_lock import is_locked, try_lock
-from t5train.mounts import file_system, is_network_file_system
+from t5train.files.locks import file_system, is_locked, is_network_file_system, try_lock
 
 
 def test_a_lock_is_had_once_and_seen_by_others(tmp_path: Path) -> None:
@@ -72,7 +71,7 @@ def test_mounts_with_spaces_and_of_the_network_are_recognised(tmp_path: Path, mo
         "1 0 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:9 / /my\\040data rw - nfs4 server:/ rw\n"
         "3 2 0:7 / /my\\040data/local rw shared:1 - xfs /dev/sdb rw\n"
     )
-    monkeypatch.setattr("t5train.mounts._MOUNTS", table)
+    monkeypatch.setattr("t5train.files.locks._MOUNTS", table)
     found = [file_system(Path(path)) for path in ("/my data/x", "/my data/local/x", "/my datax", "/my data")]
     assert found == ["nfs4", "xfs", "ext4", "nfs4"]
     assert is_network_file_system(Path("/my data/x"))

@@ -17,12 +17,11 @@ from s3fs import S3FileSystem
 
 from t5train.data.corpus import build_corpus
 from t5train.data.sources import require_source
-from t5train.destination import check_destination
 from t5train.errors import DigestMismatch, InputError, PublicationError, RecordError, T5TrainError
-from t5train.publish import publish
-from t5train.records import Export, Publication
+from t5train.records.stage_records import Export, Publication
+from t5train.release.publication import check_destination, publish
+from t5train.release.verification import object_names, verify
 from t5train.spec import CorpusSpec
-from t5train.verify import object_names, verify
 
 pytestmark = pytest.mark.slow
 
@@ -33,8 +32,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from s3fs import S3FileSystem
-from t5train.publish import publish
-from t5train.records import Export
+from t5train.release.publication import publish
+from t5train.records.stage_records import Export
 
 send = S3FileSystem._call_s3
 
@@ -165,7 +164,7 @@ def test_of_two_publishers_that_found_the_place_empty_the_second_is_refused(
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr("t5train.upload.object_names", overtaken)
+        patch.setattr("t5train.release.publication.object_names", overtaken)
         with pytest.raises(PublicationError, match=r"certificate\.json is not what was sent: another process"):
             publish(second, place)
     assert verify(place).inputs["export"] == first.fingerprint

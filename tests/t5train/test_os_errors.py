@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from t5train.atomic import write_text
-from t5train.atomic_folder import remove_folder
 from t5train.errors import DigestMismatch, StorageError
-from t5train.os_errors import as_storage_errors, cause_of, explain, library_errors, naming
-from t5train.records import digest_file
-from t5train.safetensors_digest import digest_safetensors
+from t5train.files.atomic import remove_folder, write_text
+from t5train.files.os_errors import as_storage_errors, cause_of, explain, library_errors, naming
+from t5train.records.digests import digest_file, digest_safetensors
 
 
 def _read_bad_sector(_: Path) -> None:

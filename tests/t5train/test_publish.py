@@ -11,14 +11,14 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from t5train.atomic_folder import filling
-from t5train.certify import certify
-from t5train.destination import check_destination
 from t5train.errors import DigestMismatch, PublicationError, StorageError
-from t5train.export import export
-from t5train.publish import publish
-from t5train.records import Export, Publication, digest_files
-from t5train.verify import verify
+from t5train.files.atomic import filling
+from t5train.records.digests import digest_files
+from t5train.records.stage_records import Export, Publication
+from t5train.release.certification import certify
+from t5train.release.export import export
+from t5train.release.publication import check_destination, publish
+from t5train.release.verification import verify
 
 MakeExport = Callable[..., Export]
 STORE = "memory://bucket/models/t5"
@@ -236,7 +236,7 @@ def test_a_failed_copy_leaves_nothing(make_export: MakeExport, tmp_path: Path, m
         raise OSError(28, "No space left on device")
 
     exported = make_export()
-    monkeypatch.setattr("t5train.publish.copy_durably", full)
+    monkeypatch.setattr("t5train.release.publication.copy_durably", full)
     with pytest.raises(PublicationError, match="No space left"):
         publish(exported, str(tmp_path / "there/published"))
     assert not list((tmp_path / "there").iterdir())
@@ -249,7 +249,7 @@ def test_a_disk_that_garbles_is_found_out_before_the_folder_appears(
         target.write_text("garbled")
 
     exported = make_export()
-    monkeypatch.setattr("t5train.publish.copy_durably", garble)
+    monkeypatch.setattr("t5train.release.publication.copy_durably", garble)
     with pytest.raises(DigestMismatch, match="has 7 bytes"):
         publish(exported, str(tmp_path / "published"))
     assert not (tmp_path / "published").exists()

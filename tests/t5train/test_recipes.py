@@ -3,8 +3,8 @@
 import pytest
 
 from t5train.errors import SpecError
-from t5train.recipes import RECIPES, recipe
 from t5train.spec import build
+from t5train.spec.recipes import RECIPES, recipe
 
 
 @pytest.mark.parametrize("name", RECIPES)

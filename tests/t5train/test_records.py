@@ -12,9 +12,10 @@ import pytest
 from pydantic import ValidationError
 
 from t5train.errors import DigestMismatch, RecordError, UnknownVersion, Unreadable
-from t5train.fingerprint import fingerprint
-from t5train.records import MANIFEST, Corpus, FileDigest, TokenShards, digest_file, digest_files, reusable
-from t5train.verify import verify
+from t5train.records.digests import FileDigest, digest_file, digest_files
+from t5train.records.identity import fingerprint
+from t5train.records.stage_records import MANIFEST, Corpus, TokenShards, reusable
+from t5train.release.verification import verify
 
 FINGERPRINT = "f" * 64
 Damage = Callable[[Path], object]
@@ -180,7 +181,7 @@ def test_a_file_that_cannot_be_read_is_named_with_what_to_do(
         raise OSError(reason, os.strerror(reason), str(path))
 
     corpus = finished(tmp_path / "corpus")
-    monkeypatch.setattr("t5train.records.digest_file", fails)
+    monkeypatch.setattr("t5train.records.digests.digest_file", fails)
     with pytest.raises(Unreadable, match=r"one\.txt cannot be read now \(.*\): (check the disk|grant this user)"):
         corpus.verify()
 

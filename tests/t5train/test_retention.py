@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t5train.retention import kept, most_held
+from t5train.checkpoint.retention import kept, most_held
 
 STEPS = dict.fromkeys((4, 8, 12, 16, 20), 10)
 

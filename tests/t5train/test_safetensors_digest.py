@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save, save_file
 
-from t5train.safetensors_digest import SafetensorsDigest, digest_safetensors, digest_safetensors_stream
+from t5train.records.digests import SafetensorsDigest, digest_safetensors, digest_safetensors_stream
 
 TENSORS = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.arange(5, dtype=np.int64), "none": np.zeros(0)}
 FILE = save(TENSORS)

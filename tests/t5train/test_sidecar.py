@@ -7,20 +7,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from t5train import sidecar
+from t5train.checkpoint import sidecar
+from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.checkpoint.tags import complete_tags, require_complete
 from t5train.errors import IncompleteCheckpoint, UnknownVersion, UnlistedFile, Unreadable
-from t5train.fingerprint import fingerprint
-from t5train.records import digest_files
-from t5train.sidecar import (
-    DataState,
-    ExpertLayer,
-    ParallelLayout,
-    ParameterSlot,
-    Sidecar,
-    complete_tags,
-    huggingface_name,
-    require_complete,
-)
+from t5train.model.parameters import ExpertLayer, ParameterSlot, huggingface_name
+from t5train.records.digests import digest_files
+from t5train.records.identity import fingerprint
 
 
 def save(checkpoints: Path, at_step: int, ranks: int = 2, **changed: object) -> Path:

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t5train.errors import SpecError
-from t5train.fingerprint import differences
-from t5train.recipes import recipe, smoke
+from t5train.records.identity import differences
 from t5train.spec import Accelerator, RunSpec, SpecPart, build, pad_vocabulary, read, setting_names
+from t5train.spec.recipes import recipe, smoke
 
 # For each setting a value that is valid and not smoke's; a new setting is tested as soon as it has a line here.
 OTHER: dict[str, Any] = {

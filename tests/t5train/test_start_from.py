@@ -17,11 +17,11 @@ from transformers import (
 )
 
 from t5train.errors import DigestMismatch, InputError, SpecError, T5TrainError
-from t5train.model.shape import resolve
-from t5train.records import Export
+from t5train.model.model_shape import resolve
+from t5train.model.starting_model import require_fit, require_vocabulary, start_fingerprint, tensors_of
+from t5train.model.tensor_files import StoredTensors, list_tensors
+from t5train.records.stage_records import Export
 from t5train.spec import ModelSpec
-from t5train.start_from import require_fit, require_vocabulary, start_fingerprint, tensors_of
-from t5train.tensor_files import StoredTensors, list_tensors
 
 SIZES = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_heads": 2, "num_layers": 2, "num_decoder_layers": 2}
 IDS = 110  # of a tokenizer whose embedding has 128 rows

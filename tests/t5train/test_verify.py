@@ -9,9 +9,10 @@ import fsspec
 import pytest
 
 from t5train.errors import DigestMismatch, PublicationError, RecordError, T5TrainError
-from t5train.publish import publish
-from t5train.records import Corpus, Export, FileDigest, Publication, digest_file, digest_files
-from t5train.verify import verify
+from t5train.records.digests import FileDigest, digest_file, digest_files
+from t5train.records.stage_records import Corpus, Export, Publication
+from t5train.release.publication import publish
+from t5train.release.verification import verify
 
 MakeExport = Callable[..., Export]
 

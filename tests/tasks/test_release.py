@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from t5train.errors import StorageError
-from t5train.recipes import recipe
-from t5train.records import Checkpoint, Export, TokenizerFiles, Weights
+from t5train.records.stage_records import Checkpoint, Export, TokenizerFiles, Weights
 from t5train.spec import RunSpec
-from tasks import release
+from t5train.spec.recipes import recipe
+from tasks import stage_tasks
 
 Damage = Callable[[bytes], bytes]
 DAMAGES: dict[str, Damage] = {
@@ -43,11 +43,11 @@ def checkpoint(spec: RunSpec) -> Checkpoint:
 def test_weights_with_a_damaged_manifest_are_made_again_and_the_log_says_so(
     spec: RunSpec, checkpoint: Checkpoint, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = release.consolidate_weights.fn(spec, checkpoint)
+    made = stage_tasks.consolidate_weights.fn(spec, checkpoint)
     manifest = made.path / "manifest.json"
     manifest.write_bytes(DAMAGES[damage](manifest.read_bytes()))
     with caplog.at_level(logging.WARNING):
-        again = release.consolidate_weights.fn(spec, checkpoint)
+        again = stage_tasks.consolidate_weights.fn(spec, checkpoint)
     assert not again.reused
     assert again.files == made.files
     assert f"{manifest} is" in caplog.text
@@ -55,7 +55,7 @@ def test_weights_with_a_damaged_manifest_are_made_again_and_the_log_says_so(
     assert f"the folder was moved to {aside}, and is made again" in caplog.text
     assert Weights.load(made.path).fingerprint == made.fingerprint
     assert sorted(made.path.parent.iterdir()) == [made.path, aside]
-    assert release.consolidate_weights.fn(spec, checkpoint).reused
+    assert stage_tasks.consolidate_weights.fn(spec, checkpoint).reused
 
 
 def test_the_place_of_an_export_with_a_damaged_manifest_is_free_when_it_is_made(
@@ -65,24 +65,24 @@ def test_the_place_of_an_export_with_a_damaged_manifest_is_free_when_it_is_made(
     out.mkdir(parents=True)
     manifest = Export(path=out, fingerprint="e" * 64, files={}).commit().manifest_text().encode()
     found: list[bool] = []
-    monkeypatch.setattr(release, "export", lambda *_arguments: found.append(out.exists()))
+    monkeypatch.setattr(stage_tasks, "export", lambda *_arguments: found.append(out.exists()))
     for damage in DAMAGES.values():
         out.mkdir(exist_ok=True)
         (out / "manifest.json").write_bytes(damage(manifest).replace(b"e" * 64, b"f" * 64))
-        release.export_model.fn(spec, cast(Weights, None), cast(TokenizerFiles, None))
+        stage_tasks.export_model.fn(spec, cast(Weights, None), cast(TokenizerFiles, None))
     assert found == [False] * len(DAMAGES)
 
 
 @pytest.mark.parametrize("names", [["thesis.txt"], ["thesis.txt", "manifest.json"]])
 def test_what_is_no_damaged_result_is_left_alone(spec: RunSpec, checkpoint: Checkpoint, names: list[str]) -> None:
-    made = release.consolidate_weights.fn(spec, checkpoint)
+    made = stage_tasks.consolidate_weights.fn(spec, checkpoint)
     for path in made.path.iterdir():
         path.unlink()
     (made.path / "thesis.txt").write_text("mine")
     if "manifest.json" in names:
         Export(path=made.path, fingerprint="e" * 64, files={}).commit()
     with pytest.raises(StorageError, match="no finished result of consolidation"):
-        release.consolidate_weights.fn(spec, checkpoint)
+        stage_tasks.consolidate_weights.fn(spec, checkpoint)
     assert sorted(path.name for path in made.path.iterdir()) == sorted(names)
 
 
@@ -90,6 +90,6 @@ def test_an_error_of_the_disk_fails_a_task_with_one_line_that_names_path_and_rem
     spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The address 0 of this process is mapped nowhere: the kernel answers a read of it with EIO.
-    monkeypatch.setattr(release, "certify_in_fresh_process", lambda *_: Path("/proc/self/mem").read_bytes())
+    monkeypatch.setattr(stage_tasks, "certify_in_fresh_process", lambda *_: Path("/proc/self/mem").read_bytes())
     with pytest.raises(StorageError, match=r"^/proc/self/mem: Input/output error; the disk or the way to it fails: "):
-        release.certify_export.fn(spec, Export(path=spec.run_folder / "export", fingerprint="e" * 64, files={}))
+        stage_tasks.certify_export.fn(spec, Export(path=spec.run_folder / "export", fingerprint="e" * 64, files={}))

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from t5train.errors import SpecError
-from tasks.run_log import BURST_LINES, RunLogHandler, without_traceback
+from tasks.prefect_log import BURST_LINES, RunLogHandler, without_traceback
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """The share of a run's time that its checkpoints took."""
 
-from t5train.train.metrics import Values
-from tasks.saving_time import saving_line
+from t5train.metrics import Values
+from tasks.summary import saving_line
 
 
 def test_the_share_is_of_steps_and_saving_together() -> None:

@@ -7,14 +7,15 @@ from typing import Any, cast
 import pytest
 from prefect.states import Failed
 
-from infra.cluster import failure_history
-from infra.cluster.hosts import Host, Hosts
+from infra.head import retries
+from infra.head.host_selection import training_hosts
+from infra.head.hosts.hostfile import Host, Hosts
+from t5train import metrics
 from t5train.errors import LaunchError, NonFiniteLoss, SpecError
-from t5train.recipes import recipe
-from tasks import training_run
-from tasks.loss_curve import loss_curve_png
-from tasks.train import can_pass
-from tasks.training_run import last_metrics, training_hosts
+from t5train.metrics import last_metrics
+from t5train.spec.recipes import recipe
+from tasks.stage_tasks import can_pass
+from tasks.summary import loss_curve_png
 
 
 @pytest.mark.parametrize(
@@ -49,8 +50,8 @@ def test_a_spare_that_is_at_work_stays_when_the_head_starts_anew(
     spec = recipe("smoke").with_settings(settings)
     a, b, c, other = (Hosts((Host(first, (0,)), Host(second, (0,)))) for first, second in ("ab", "ba", "ac", "ax"))
     for at_work, expected in ((None, a), (b, b), (c, c), (other, a), (Hosts((Host("a", (0,)),)), a)):
-        monkeypatch.setattr(training_run, "hosts_at_work", lambda _, at_work=at_work: at_work)
+        monkeypatch.setattr(metrics, "hosts_at_work", lambda _, at_work=at_work: at_work)
         assert training_hosts(spec) == expected
-    failure_history.set_aside(spec.run_folder, ["b"])
-    monkeypatch.setattr(training_run, "hosts_at_work", lambda _: b)
+    retries.set_aside(spec.run_folder, ["b"])
+    monkeypatch.setattr(metrics, "hosts_at_work", lambda _: b)
     assert training_hosts(spec) == c

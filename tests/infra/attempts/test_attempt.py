@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.attempts import attempt, exit_record
-from infra.attempts.attempt import Attempt, now
-from infra.attempts.exit_record import Cause, ExitRecord
-from infra.processes import ProcessIdentity
+from infra.node.attempts import attempt, exit_record
+from infra.node.attempts.attempt import Attempt, now
+from infra.node.attempts.exit_record import Cause, ExitRecord
+from infra.node.processes import ProcessIdentity
 from t5train.errors import StorageError
 
 

@@ -5,26 +5,26 @@ from pathlib import Path
 
 import pytest
 
-from infra.attempts import attempt, guard_failure
-from infra.attempts.attempt import Attempt
-from infra.attempts.failure import failure_of
+from infra.head.launch.failures import failure_of
+from infra.node.attempts import attempt, guard_failure
+from infra.node.attempts.attempt import Attempt
 from t5train.errors import DiskFailed, DiskFull, StorageError, T5TrainError
-from t5train.train import error_report
+from t5train.rank import error_report
 from tests.small_disk import run_with_disk
 
 # Of a guard that starts on a disk that has just become read-only, and of the head that asks why.
 GUARD = """
 import os, subprocess, sys
 from pathlib import Path
-from infra.attempts import attempt
-from infra.attempts.failure import failure_of
-from infra.processes import ProcessIdentity
+from infra.node.attempts import attempt
+from infra.head.launch.failures import failure_of
+from infra.node.processes import ProcessIdentity
 
 folder, log = Path(sys.argv[1]), Path(sys.argv[2])
 this = attempt.begin(folder / "run", ProcessIdentity.of(os.getpid()))
 this.log("launcher").symlink_to(log)
 subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
-argv = [sys.executable, "-m", "infra.guard", str(this.folder), "true"]
+argv = [sys.executable, "-m", "infra.node.attempts.process_guard", str(this.folder), "true"]
 with open(log, "wb") as output:
     ended = subprocess.run(argv, env=os.environ | {"RANK": "0", "T5_RUN_ID": this.run_id}, stderr=output)
 print(ended.returncode, type(failure_of(this, 1)).__name__, failure_of(this, 1))

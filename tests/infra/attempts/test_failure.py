@@ -3,11 +3,11 @@ from typing import Any
 
 import pytest
 
-from infra.attempts import attempt
-from infra.attempts.attempt import Attempt, now, rank_name
-from infra.attempts.exit_record import Cause, ExitRecord
-from infra.attempts.failure import failure_of, tail
-from infra.processes import ProcessIdentity
+from infra.head.launch.failures import failure_of, tail
+from infra.node.attempts import attempt
+from infra.node.attempts.attempt import Attempt, now, rank_name
+from infra.node.attempts.exit_record import Cause, ExitRecord
+from infra.node.processes import ProcessIdentity
 from t5train.errors import (
     CollectiveTimeout,
     DiskFull,
@@ -19,7 +19,7 @@ from t5train.errors import (
     RankKilled,
     RankStopped,
 )
-from t5train.train import error_report
+from t5train.rank import error_report
 
 
 def ended(this: Attempt, rank: int, returncode: int, cause: Cause = Cause.EXITED, host: str = "") -> None:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.cluster.failure_history import MOST_ALIKE, judged, set_aside, unfit, with_spares
-from infra.cluster.hosts import Host, Hosts
+from infra.head.host_selection import with_spares
+from infra.head.hosts.hostfile import Host, Hosts
+from infra.head.retries import MOST_ALIKE, judged, set_aside, unfit
 from t5train.errors import DiskFull, HostLost, HostUnreachable, RankKilled, RepeatedFailure
-from t5train.run_files import FAILURES
+from t5train.files.run_folder import FAILURES
 
 HOSTS = Hosts((Host("a", (0, 1)), Host("b", (0, 1))))
 SPARES = Hosts((Host("small", (0,)), Host("c", (0, 1, 2)), Host("d", (0, 1))))
@@ -60,7 +61,7 @@ def test_a_host_that_failed_twice_is_named_and_replaced_by_a_spare_with_slots_en
 COMMAND = """
 import sys
 from pathlib import Path
-from infra.cluster.failure_history import judged, unfit
+from infra.head.retries import judged; from infra.head.retries import unfit
 from t5train.errors import OutOfMemory
 error = judged(Path(sys.argv[1]), OutOfMemory("rank 0 of 4 on a", ["a"]), lambda host: sys.argv[2:] == [host])
 print(type(error).__name__, error.retryable, sorted(unfit(Path(sys.argv[1]))), error, sep="|")

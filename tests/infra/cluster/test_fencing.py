@@ -10,13 +10,13 @@ from typing import Protocol
 
 import pytest
 
-from infra import node_folder
-from infra.attempts import attempt, lease
-from infra.attempts.attempt import Attempt
-from infra.cluster import fencing
-from infra.cluster.remote import Transport
-from infra.cluster.shipping import COMMAND
-from infra.code_bundle import own_bundle
+from infra.head.hosts.code_shipping import COMMAND
+from infra.head.hosts.ssh import Transport
+from infra.head.launch import earlier_attempts
+from infra.node import node_folders
+from infra.node.attempts import attempt, head_lease
+from infra.node.attempts.attempt import Attempt
+from infra.node.code_bundle import own_bundle
 
 HOSTS = {"a": (0,), "b": (0,)}
 
@@ -61,7 +61,7 @@ class Recorded:
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "head").mkdir()
-    monkeypatch.setattr(node_folder, "PARENT", tmp_path / "head")
+    monkeypatch.setattr(node_folders, "PARENT", tmp_path / "head")
 
 
 @pytest.fixture
@@ -72,10 +72,10 @@ def this(tmp_path: Path, local_hosts: Hosts) -> Attempt:
     for host in HOSTS:
         log = "before s3cret-value after\n" if host == "a" else "of b\n"
         (local_hosts.attempt_folder(host, this.run_id) / f"rank-0000{'ab'.index(host)}.log").write_text(log)
-    folder = node_folder.head_folder(this.run_id)
+    folder = node_folders.head_folder(this.run_id)
     folder.mkdir()
     (folder / "launcher.log").write_text("of the launcher\n")
-    lease.begin(folder)
+    head_lease.begin(folder)
     return this
 
 
@@ -89,7 +89,7 @@ def test_what_an_earlier_attempt_left_is_ended_gathered_without_secrets_and_remo
     monkeypatch.setenv("HUB_TOKEN", "s3cret-value")
     rank = start("-c", "import time; time.sleep(600)", T5_RUN_ID=this.run_id)
     launcher = start("-c", "import time; time.sleep(600)", T5_RUN_ID=f"{this.run_id}-head")
-    fencing.end_earlier(tmp_path / "run", local_hosts, lambda: None)
+    earlier_attempts.end_earlier(tmp_path / "run", local_hosts, lambda: None)
     assert rank.wait(1) == launcher.wait(1) == -9  # the launcher too: on SIGTERM it would end what is not its own
     text = {name: (this.folder / name).read_text() for name in ("rank-00000.log", "rank-00001.log", "launcher.log")}
     assert text["rank-00000.log"].startswith("before [")
@@ -97,8 +97,8 @@ def test_what_an_earlier_attempt_left_is_ended_gathered_without_secrets_and_remo
     assert text["rank-00001.log"] == "of b\n"
     assert text["launcher.log"] == "of the launcher\n"
     assert not local_hosts.attempt_folder("a", this.run_id).exists()
-    assert not node_folder.head_folder(this.run_id).exists()
-    assert not list(fencing.unended(tmp_path / "run"))
+    assert not node_folders.head_folder(this.run_id).exists()
+    assert not list(earlier_attempts.unended(tmp_path / "run"))
 
 
 def test_an_attempt_whose_code_may_be_gone_is_ended_by_that_of_this_head(
@@ -106,33 +106,33 @@ def test_an_attempt_whose_code_may_be_gone_is_ended_by_that_of_this_head(
 ) -> None:
     replace(this, code="0ld").write()
     way = Recorded(local_hosts)
-    fencing.end_earlier(tmp_path / "run", way, lambda: None)
-    assert not list(fencing.unended(tmp_path / "run"))
+    earlier_attempts.end_earlier(tmp_path / "run", way, lambda: None)
+    assert not list(earlier_attempts.unended(tmp_path / "run"))
     assert way.asked[:4] == [COMMAND[-1]] * 4  # the code first: both are asked, then both get it
-    path = f"PYTHONPATH={node_folder.code_folder(own_bundle().digest)}"
+    path = f"PYTHONPATH={node_folders.code_folder(own_bundle().digest)}"
     assert way.asked[4:] == [path] * 6  # `end`, `logs` and `remove` on both
 
 
 def test_a_host_that_does_not_answer_is_given_the_time_in_which_ranks_end_by_themselves(
     this: Attempt, local_hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(fencing, "END_SECONDS", 10.0)
-    monkeypatch.setattr(lease, "age_seconds", lambda _folder: 14.5)  # of 5 + 1 + 10
+    monkeypatch.setattr(earlier_attempts, "END_SECONDS", 10.0)
+    monkeypatch.setattr(head_lease, "age_seconds", lambda _folder: 14.5)  # of 5 + 1 + 10
     ticks = []
     began = time.monotonic()
-    fencing.end_earlier(tmp_path / "run", Severed(local_hosts), lambda: ticks.append(1))
+    earlier_attempts.end_earlier(tmp_path / "run", Severed(local_hosts), lambda: ticks.append(1))
     assert 1.5 <= time.monotonic() - began < 12
     assert len(ticks) >= 3
-    assert not list(fencing.unended(tmp_path / "run"))
+    assert not list(earlier_attempts.unended(tmp_path / "run"))
     assert local_hosts.attempt_folder("b", this.run_id).exists()  # with the logs that nobody could gather
 
 
 def test_a_host_that_is_back_when_its_time_is_over_is_ended_and_gathered(
     this: Attempt, local_hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(lease, "age_seconds", lambda _folder: 25.5)  # of 5 + 1 + 20
+    monkeypatch.setattr(head_lease, "age_seconds", lambda _folder: 25.5)  # of 5 + 1 + 20
     way = Severed(local_hosts)
-    fencing.end_earlier(tmp_path / "run", way, lambda: setattr(way, "is_cut", False))
+    earlier_attempts.end_earlier(tmp_path / "run", way, lambda: setattr(way, "is_cut", False))
     assert (this.folder / "rank-00001.log").read_text() == "of b\n"
     assert not local_hosts.attempt_folder("b", this.run_id).exists()
 
@@ -140,9 +140,9 @@ def test_a_host_that_is_back_when_its_time_is_over_is_ended_and_gathered(
 def test_an_attempt_that_could_not_be_ended_everywhere_is_ended_by_the_next_head(
     this: Attempt, local_hosts: Hosts, tmp_path: Path
 ) -> None:
-    assert fencing.end(this, Severed(local_hosts)) == ["b"]
-    assert [one.run_id for one in fencing.unended(tmp_path / "run")] == [this.run_id]
-    fencing.end_earlier(tmp_path / "run", local_hosts, lambda: None)
+    assert earlier_attempts.end(this, Severed(local_hosts)) == ["b"]
+    assert [one.run_id for one in earlier_attempts.unended(tmp_path / "run")] == [this.run_id]
+    earlier_attempts.end_earlier(tmp_path / "run", local_hosts, lambda: None)
     assert (this.folder / "rank-00001.log").read_text() == "of b\n"
 
 
@@ -154,10 +154,10 @@ def test_ctrl_c_pressed_again_does_not_keep_ranks_on_hosts_from_being_ended(
     for each in again:
         each.start()
     with pytest.raises(KeyboardInterrupt):
-        fencing.end(this, Slow(local_hosts))
+        earlier_attempts.end(this, Slow(local_hosts))
     assert rank.wait(1) == -9
     for host in HOSTS:
-        assert not (local_hosts.attempt_folder(host, this.run_id) / lease.LEASE).exists()
+        assert not (local_hosts.attempt_folder(host, this.run_id) / head_lease.LEASE).exists()
 
 
 def test_a_host_that_did_not_get_the_code_is_not_asked_to_run_it(
@@ -171,8 +171,8 @@ def test_a_host_that_did_not_get_the_code_is_not_asked_to_run_it(
         asked.extend(hosts)
         return []
 
-    monkeypatch.setattr(fencing, "unended", lambda _folder: [shipped])
-    monkeypatch.setattr(fencing, "end_on_hosts", ended_on)
-    monkeypatch.setattr(fencing, "_wait", lambda *_: None)
-    fencing.end_earlier(this.folder.parent.parent, Severed(local_hosts), lambda: None)
+    monkeypatch.setattr(earlier_attempts, "unended", lambda _folder: [shipped])
+    monkeypatch.setattr(earlier_attempts, "end_on_hosts", ended_on)
+    monkeypatch.setattr(earlier_attempts, "_wait", lambda *_: None)
+    earlier_attempts.end_earlier(this.folder.parent.parent, Severed(local_hosts), lambda: None)
     assert asked == ["a", "a"]

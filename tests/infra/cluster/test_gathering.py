@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.cluster import gathering
-from infra.cluster.gathering import unpack
+from infra.head.launch import log_collection
+from infra.head.launch.log_collection import unpack
 
 
 def packed(**files: str) -> bytes:
@@ -35,7 +35,7 @@ def test_a_host_has_no_say_about_the_logs_of_others(tmp_path: Path) -> None:
 def test_an_archive_that_unpacks_to_more_than_logs_is_refused_before_it_takes_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gathering, "_MOST_BYTES_OF_A_RANK", 1 << 20)
+    monkeypatch.setattr(log_collection, "_MOST_BYTES_OF_A_RANK", 1 << 20)
     with pytest.raises(tarfile.TarError, match="more than 2 MiB"):
         unpack(packed(**{"rank-00000.log": "x" * (3 << 20)}), tmp_path, range(2))
     assert not list(tmp_path.iterdir())

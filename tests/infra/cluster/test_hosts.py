@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.cluster.hosts import (
+from infra.head.hosts.hostfile import (
     Host,
     Hosts,
     chosen_hosts,

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import infra
-from infra.cluster.hosts import Host, Hosts, parse
-from infra.cluster.launch_command import launch_command, launcher_variables, require_launchable, write_hostfile
-from infra.cluster.remote import Ssh
-from infra.code_bundle import own_bundle
-from infra.node_folder import code_folder
+from infra.head.hosts.hostfile import Host, Hosts, parse
+from infra.head.hosts.ssh import Ssh
+from infra.head.launch.deepspeed_launcher import launch_command, launcher_variables, require_launchable, write_hostfile
+from infra.node.code_bundle import own_bundle
+from infra.node.node_folders import code_folder
 from t5train.errors import SpecError
 from t5train.spec import ClusterSpec
 
@@ -25,7 +25,7 @@ EQUAL = parse("node1 slots=2\nnode2 slots=2\n", "hosts")
 CHOSEN = Hosts((Host("node2", (1, 3)), Host("node1", (0,))))
 SENT = code_folder(own_bundle().digest)
 MASTER = ("10.0.0.1", 29500)
-PROGRAM = ("infra.guard", "/nodes/folder", sys.executable, "-m", "t5train.train")
+PROGRAM = ("infra.node.attempts.process_guard", "/nodes/folder", sys.executable, "-m", "t5train.train")
 # DeepSpeed's launcher up to the point at which it would start srun, mpirun or pdsh.
 UP_TO_THE_START = """
 import json, sys
@@ -88,7 +88,7 @@ def test_pdsh_starts_the_chosen_slots_in_the_order_of_the_hosts(started: dict[st
 def test_srun_starts_a_rank_for_each_slot_on_the_chosen_hosts(started: dict[str, dict[str, Any]]) -> None:
     argv = started["slurm"]["argv"]
     assert argv[:7] == ["srun", "-n", "4", "--nodelist", "node1,node2", "--nodes", "2"]
-    guard = str(Path(infra.__file__).parent / "guard.py")
+    guard = str(Path(infra.__file__).parent / "node/attempts/process_guard.py")
     assert argv[8:] == [sys.executable, "-u", guard, *PROGRAM[1:]]
 
 
@@ -104,7 +104,8 @@ def test_no_file_of_the_user_adds_to_what_is_run(started: dict[str, dict[str, An
 
 
 def test_code_that_was_sent_is_what_every_launcher_starts() -> None:
-    for launcher, program in (("pdsh", PROGRAM[0]), ("openmpi", PROGRAM[0]), ("slurm", f"{SENT}/infra/guard.py")):
+    sent = f"{SENT}/infra/node/attempts/process_guard.py"
+    for launcher, program in (("pdsh", PROGRAM[0]), ("openmpi", PROGRAM[0]), ("slurm", sent)):
         cluster = ClusterSpec(launcher=launcher, ship_code=True, hostfile=Path("hosts"))
         argv = launch_command(cluster, EQUAL, Path("/nodes/folder"), master=MASTER, program=PROGRAM)
         assert argv[:3] == ["env", f"PYTHONPATH={SENT}", sys.executable]
@@ -131,7 +132,13 @@ def test_slots_that_a_launcher_cannot_be_told_of_are_refused(launcher: Any, host
 @pytest.mark.parametrize("word", ["", "a b", "$(reboot)", "`x`", "a;b", "'", '"', "%n", "a\\b", "a\n", "*", "~"])
 def test_a_word_that_a_shell_or_pdsh_would_change_is_refused(word: str) -> None:
     with pytest.raises(SpecError, match="would go through the shell of every host"):
-        launch_command(ClusterSpec(), EQUAL, Path("/nodes/folder"), master=MASTER, program=("infra.guard", word))
+        launch_command(
+            ClusterSpec(),
+            EQUAL,
+            Path("/nodes/folder"),
+            master=MASTER,
+            program=("infra.node.attempts.process_guard", word),
+        )
 
 
 def test_a_python_that_a_shell_would_not_find_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,16 +6,15 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from infra import node_folder
-from infra.attempts import attempt, lease
-from infra.attempts.attempt import Attempt
-from infra.cluster import attachment
-from infra.cluster import launch as cluster_launch
-from infra.cluster.attachment import adopt, hold_run
-from infra.cluster.hosts import Host, Hosts
-from infra.cluster.launcher import ClusterLauncher
-from infra.cluster.supervision import Supervision
-from t5train.train.job import TrainJob
+from infra.head.hosts.hostfile import Host, Hosts
+from infra.head.launch import cluster_launch, earlier_attempts
+from infra.head.launch.deepspeed_launcher import ClusterLauncher
+from infra.head.launch.earlier_attempts import adopt, hold_run
+from infra.head.launch.supervision import Supervision
+from infra.node import node_folders
+from infra.node.attempts import attempt, head_lease
+from infra.node.attempts.attempt import Attempt
+from t5train.spec.rank_job import TrainJob
 
 Until = Callable[..., None]
 PROGRAM = """
@@ -30,7 +29,7 @@ time.sleep(600)
 @pytest.fixture
 def this(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
     (tmp_path / "head").mkdir()
-    monkeypatch.setattr(node_folder, "PARENT", tmp_path / "head")
+    monkeypatch.setattr(node_folders, "PARENT", tmp_path / "head")
     return attempt.begin(tmp_path / "run", None, 30.0, {"localhost": (0,)})
 
 
@@ -39,7 +38,7 @@ def launcher(this: Attempt, tmp_path: Path) -> Iterator[ClusterLauncher]:
     launcher = ClusterLauncher(this.run_id)
     launcher.folder.mkdir()
     (launcher.folder / "ssh_config").write_text("ConnectTimeout 1\n")
-    lease.begin(launcher.folder)
+    head_lease.begin(launcher.folder)
     yield launcher
     launcher.end()
 
@@ -75,7 +74,7 @@ def test_a_head_that_starts_anew_renews_the_lease_at_once_and_ends_what_nobody_a
     launch(launcher, this, tmp_path, until)
     time.sleep(1.5)
     with hold_run(tmp_path / "run"):
-        until(lambda: lease.age_seconds(launcher.folder) < 1, 1)
+        until(lambda: head_lease.age_seconds(launcher.folder) < 1, 1)
         with hold_run(tmp_path / "run"):
             pass
         assert launcher.is_alive
@@ -99,7 +98,7 @@ def test_hosts_of_ranks_that_are_gone_on_with_get_the_code_of_the_head_that_came
 ) -> None:
     sent: list[tuple[str, ...]] = []
     monkeypatch.setattr(cluster_launch, "hosts_with_code", lambda _, hosts, __: sent.append(hosts))
-    monkeypatch.setattr(attachment, "adopt", lambda _: MagicMock(this=this))
+    monkeypatch.setattr(earlier_attempts, "adopt", lambda _: MagicMock(this=this))
     monkeypatch.setattr(TrainJob, "read", MagicMock())
     spec = MagicMock(hosts=Hosts((Host("localhost", (0,)),)))
     for spec.needs.code in (None, "c0de"):
@@ -111,6 +110,6 @@ def test_ranks_whose_lease_is_over_are_not_gone_on_with(
     launcher: ClusterLauncher, this: Attempt, tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch(launcher, this, tmp_path, until)
-    monkeypatch.setattr(lease, "age_seconds", lambda _folder: 31.0)
+    monkeypatch.setattr(head_lease, "age_seconds", lambda _folder: 31.0)
     with hold_run(tmp_path / "run"):
         assert adopt(tmp_path / "run") is None

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from infra import node_folder
-from infra.cluster import remote
-from infra.cluster.remote import node_command
-from infra.cluster.shipping import hosts_with_code
-from infra.code_bundle import own_bundle
-from infra.node_folder import code_folder, node_path
+from infra.head.hosts import ssh
+from infra.head.hosts.code_shipping import hosts_with_code
+from infra.head.hosts.node_client import node_command
+from infra.node import node_folders
+from infra.node.code_bundle import own_bundle
+from infra.node.node_folders import code_folder, node_path
 from tests.infra.cluster.test_shipping import Here
 
 NOBODY = 65534
@@ -26,7 +26,7 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     parent = tmp_path / "tmp"
     parent.mkdir()
     parent.chmod(0o1777)
-    monkeypatch.setattr(node_folder, "PARENT", parent)
+    monkeypatch.setattr(node_folders, "PARENT", parent)
     return parent
 
 
@@ -95,7 +95,7 @@ def test_code_that_is_not_there_is_named() -> None:
 
 
 def test_the_error_of_such_a_host_shows_no_program_text() -> None:
-    shown = str(remote.failure_of("a", node_command("facts", DIGEST), 1, b"said"))
+    shown = str(ssh.failure_of("a", node_command("facts", DIGEST), 1, b"said"))
     assert "-m infra.node" in shown or "..." in shown
     assert "\\n" not in shown
 

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra import processes
-from infra.cluster import remote
-from infra.cluster.remote import Answer, Ssh, quoted, run, run_everywhere
-from infra.cluster.ssh_config import ssh_config
-from infra.node_folder import node_path
+from infra.head.hosts import code_shipping, node_client
+from infra.head.hosts import ssh as ssh_module
+from infra.head.hosts.ssh import Answer, Ssh, quoted, run, run_everywhere, ssh_config
+from infra.node import processes
+from infra.node.node_folders import node_path
 from t5train.errors import HostKeyMismatch, HostTimeout, HostUnreachable, RemoteFailed, SpecError
 from t5train.spec import ClusterSpec
 
@@ -173,7 +173,7 @@ def test_all_hosts_are_asked_at_once_and_answer_in_their_order() -> None:
 
 
 def test_what_still_runs_is_ended_when_the_one_who_asked_is_interrupted(sshd: Sshd) -> None:
-    def interrupt(host: str, _reply: remote.Reply) -> None:
+    def interrupt(host: str, _reply: ssh_module.Reply) -> None:
         assert host == HERE
         raise KeyboardInterrupt
 
@@ -199,25 +199,25 @@ def test_a_machine_without_ssh_says_what_to_install(monkeypatch: pytest.MonkeyPa
 def test_the_node_program_runs_by_this_python_and_its_absolute_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:some/where")
     path = f"PYTHONPATH={Path.cwd()}:{Path.cwd()}/some/where"
-    assert remote.node_command("facts", None) == [
+    assert node_client.node_command("facts", None) == [
         *("env", "PYTHONSAFEPATH=1", "PYTHONUTF8=1", path, sys.executable, "-m", "infra.node", "facts")
     ]
     monkeypatch.delenv("PYTHONPATH")
-    assert not any(word.startswith("PYTHONPATH") for word in remote.node_command("facts", None))
+    assert not any(word.startswith("PYTHONPATH") for word in node_client.node_command("facts", None))
 
 
 def test_code_that_was_sent_comes_before_all_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    checkout = Path(remote.__file__).parents[2]
+    checkout = Path(code_shipping.__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", f"{checkout}:/torch")
-    said = [word for word in remote.node_command("facts", "c0de") if word.startswith("PYTHONPATH=")]
+    said = [word for word in node_client.node_command("facts", "c0de") if word.startswith("PYTHONPATH=")]
     assert said == [f"PYTHONPATH={node_path('code', 'c0de')}:/torch"]
 
 
 def test_a_host_without_the_package_is_told_from_one_without_python() -> None:
     missing = b"/usr/bin/python3: Error while finding module specification for 'infra.node' (No module named 'infra')"
-    assert "or have its code sent with --ship-code" in str(remote.failure_of("a", ["python"], 1, missing))
-    assert "--ship-code" not in str(remote.failure_of("a", ["python"], 1, b"No module named 'infrared'"))
-    assert "at the same path as here. It" in str(remote.failure_of("a", ["python"], 127, b"python: not found"))
+    assert "or have its code sent with --ship-code" in str(ssh_module.failure_of("a", ["python"], 1, missing))
+    assert "--ship-code" not in str(ssh_module.failure_of("a", ["python"], 1, b"No module named 'infrared'"))
+    assert "at the same path as here. It" in str(ssh_module.failure_of("a", ["python"], 127, b"python: not found"))
 
 
 @given(lease_seconds=st.floats(5, 1e6))

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from infra import code_bundle, node_folder
-from infra.cluster import code_on_node, remote
-from infra.cluster.shipping import COMMAND, path_to, ship, shipped_code
-from infra.code_bundle import own_bundle
-from infra.node_folder import code_folder
+from infra.head.hosts import node_client
+from infra.head.hosts.code_shipping import COMMAND, path_to, ship, shipped_code
+from infra.node import code_bundle, code_receiver, node_folders
+from infra.node.code_bundle import own_bundle
+from infra.node.node_folders import code_folder
 from t5train.errors import HostUnreachable, RemoteFailed
 from t5train.spec import ClusterSpec
 
-SOURCES = {"infra/__init__.py": "", "infra/guard.py": "x = 'ß'\n"}
+SOURCES = {"infra/__init__.py": "", "infra/node/attempts/process_guard.py": "x = 'ß'\n"}
 
 
 class Here:
@@ -36,7 +36,7 @@ class Here:
 @pytest.fixture(autouse=True)
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the node folder lies."""
-    monkeypatch.setattr(node_folder, "PARENT", tmp_path)
+    monkeypatch.setattr(node_folders, "PARENT", tmp_path)
     return tmp_path
 
 
@@ -46,11 +46,11 @@ def packed(sources: dict[str, str]) -> tuple[str, bytes]:
 
 
 def hold(digest: str, content: bytes = b"") -> bool:
-    return code_on_node.hold(os.getuid(), node_folder.node_path(), digest, content)
+    return code_receiver.hold(os.getuid(), node_folders.node_path(), digest, content)
 
 
 def left() -> list[str]:
-    return sorted(path.name for path in node_folder.node_path("code").iterdir())
+    return sorted(path.name for path in node_folders.node_path("code").iterdir())
 
 
 def test_a_host_that_lacks_the_code_gets_it_and_one_that_has_it_is_only_asked() -> None:
@@ -58,17 +58,17 @@ def test_a_host_that_lacks_the_code_gets_it_and_one_that_has_it_is_only_asked() 
     assert not ship(hosts, ["a"])
     assert len(hosts.asked) == 2
     folder = code_folder(own_bundle().digest)
-    sent_at = (folder / "infra/guard.py").stat().st_ctime_ns
+    sent_at = (folder / "infra/node/attempts/process_guard.py").stat().st_ctime_ns
     assert not ship(hosts, ["a"])
     assert len(hosts.asked) == 3
-    assert (folder / "infra/guard.py").stat().st_ctime_ns == sent_at
+    assert (folder / "infra/node/attempts/process_guard.py").stat().st_ctime_ns == sent_at
     assert code_bundle.bundle(folder) == own_bundle()
 
 
 def test_what_was_sent_is_what_a_host_runs(tmp_path: Path) -> None:
     assert not ship(Here(), ["a"])
     program = "import infra, t5train; print(infra.__file__, t5train.__file__)"
-    command = remote.node_command("facts", own_bundle().digest)
+    command = node_client.node_command("facts", own_bundle().digest)
     argv = [*command[: command.index("-m")], "-c", program]
     said = subprocess.run(argv, capture_output=True, text=True, check=True, cwd="/").stdout.split()
     assert said == [str(code_folder(own_bundle().digest) / name / "__init__.py") for name in ("infra", "t5train")]
@@ -84,10 +84,10 @@ def test_a_host_that_is_lost_does_not_keep_others_from_the_code() -> None:
 def test_the_command_is_the_same_whatever_is_sent(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
     hosts = Here()
     ship(hosts, ["a"])
-    monkeypatch.setattr("infra.cluster.shipping.own_bundle", lambda: code_bundle.bundle(checkout))
+    monkeypatch.setattr("infra.head.hosts.code_shipping.own_bundle", lambda: code_bundle.bundle(checkout))
     ship(hosts, ["a"])
     assert len({tuple(argv[3:]) for argv in hosts.asked}) == 1  # before that: `timeout`
-    assert not any(str(node_folder.node_path()) in word or own_bundle().digest in word for word in COMMAND)
+    assert not any(str(node_folders.node_path()) in word or own_bundle().digest in word for word in COMMAND)
     assert len(left()) == 2
 
 
@@ -103,7 +103,7 @@ def checkout(tmp_path: Path) -> Path:
 def test_bytes_that_are_not_the_promised_ones_leave_nothing(content: bytes) -> None:
     with pytest.raises(SystemExit, match=r"came damaged, .* start again"):
         hold(packed(SOURCES)[0], content)
-    assert not node_folder.node_path().exists()
+    assert not node_folders.node_path().exists()
 
 
 @pytest.mark.parametrize(
@@ -123,11 +123,11 @@ def test_bytes_that_are_not_the_promised_ones_leave_nothing(content: bytes) -> N
 def test_a_name_that_is_not_of_a_module_leaves_nothing(name: str) -> None:
     with pytest.raises(SystemExit, match="which is not the path of a module"):
         hold(*packed({**SOURCES, name: ""}))
-    assert not node_folder.node_path().exists()
+    assert not node_folders.node_path().exists()
 
 
 def spoil(folder: Path) -> Path:
-    return folder / "infra/guard.py"
+    return folder / "infra/node/attempts/process_guard.py"
 
 
 @pytest.mark.parametrize(
@@ -151,14 +151,16 @@ def test_code_that_somebody_has_changed_counts_as_missing_and_is_replaced(change
     assert not hold(digest)
     assert hold(digest, content)
     assert hold(digest)
-    assert {path.name for path in code_folder(digest).rglob("*.py")} == {"__init__.py", "guard.py"}
+    assert {path.name for path in code_folder(digest).rglob("*.py")} == {"__init__.py", "process_guard.py"}
 
 
 def test_what_python_compiles_there_changes_nothing() -> None:
     digest, content = packed(SOURCES)
     assert hold(digest, content)
     subprocess.run(
-        [sys.executable, "-P", "-c", "import infra.guard"], check=True, env={"PYTHONPATH": str(code_folder(digest))}
+        [sys.executable, "-P", "-c", "import infra.node.attempts.process_guard"],
+        check=True,
+        env={"PYTHONPATH": str(code_folder(digest))},
     )
     assert list(code_folder(digest).rglob("*.pyc"))
     assert hold(digest)
@@ -166,12 +168,12 @@ def test_what_python_compiles_there_changes_nothing() -> None:
 
 def test_a_place_that_others_can_reach_is_refused(parent: Path) -> None:
     digest, content = packed(SOURCES)
-    node_folder.node_path().mkdir(mode=0o755)
+    node_folders.node_path().mkdir(mode=0o755)
     with pytest.raises(SystemExit, match=r"is not a folder of user .* alone: move it away"):
         hold(digest, content)
-    node_folder.node_path().rmdir()
+    node_folders.node_path().rmdir()
     (parent / "elsewhere").mkdir(mode=0o700)
-    node_folder.node_path().symlink_to("elsewhere")
+    node_folders.node_path().symlink_to("elsewhere")
     with pytest.raises(SystemExit, match="is not a folder of user"):
         hold(digest, content)
     assert not list((parent / "elsewhere").iterdir())
@@ -179,13 +181,13 @@ def test_a_place_that_others_can_reach_is_refused(parent: Path) -> None:
 
 def test_another_users_id_is_refused_before_its_folder_is_made(parent: Path) -> None:
     with pytest.raises(SystemExit, match=r"has the id \d+ there and \d+ on the head"):
-        code_on_node.hold(os.getuid() + 1, parent / "of-another", *packed(SOURCES))
+        code_receiver.hold(os.getuid() + 1, parent / "of-another", *packed(SOURCES))
     assert not (parent / "of-another").exists()
 
 
 def test_a_place_that_cannot_be_written_is_an_error_of_that_host(parent: Path) -> None:
-    node_folder.node_path().mkdir(mode=0o700)
-    node_folder.node_path("code").touch()
+    node_folders.node_path().mkdir(mode=0o700)
+    node_folders.node_path("code").touch()
     found = ship(Here(), ["a"])["a"]
     assert isinstance(found, RemoteFailed)
     assert "cannot be kept in" in str(found)
@@ -200,11 +202,11 @@ def test_what_breaks_off_while_it_is_written_has_no_name(monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(code_on_node, "_write", full)
+        patched.setattr(code_receiver, "_write", full)
         with pytest.raises(OSError, match="No space left"):
             hold(digest, content)
     assert left() == []
-    node_folder.node_path("code", f".{digest}.partial", "infra").mkdir(parents=True)  # of one that was killed
+    node_folders.node_path("code", f".{digest}.partial", "infra").mkdir(parents=True)  # of one that was killed
     assert hold(digest, content)
     assert left() == [digest]
 
@@ -212,7 +214,7 @@ def test_what_breaks_off_while_it_is_written_has_no_name(monkeypatch: pytest.Mon
 def test_many_heads_at_once_are_harmless() -> None:
     digest, content = packed(SOURCES | {f"infra/module_{number}.py": "x = 1\n" for number in range(20)})
     request = (
-        json.dumps({"user": os.getuid(), "place": str(node_folder.node_path()), "digest": digest}).encode() + b"\n"
+        json.dumps({"user": os.getuid(), "place": str(node_folders.node_path()), "digest": digest}).encode() + b"\n"
     )
     ended: list[subprocess.CompletedProcess[bytes]] = []
     heads = [

@@ -10,14 +10,14 @@ from typing import Any, Protocol
 
 import pytest
 
-from infra.attempts import attempt, lease
-from infra.attempts.attempt import Attempt
-from infra.attempts.exit_record import Cause, ExitRecord
-from infra.cluster import window
-from infra.cluster.launcher import ClusterLauncher
-from infra.cluster.remote import Transport
-from infra.cluster.supervision import Supervision
-from infra.cluster.watch import ClusterWatch
+from infra.head.hosts.ssh import Transport
+from infra.head.launch import host_session
+from infra.head.launch.attempt_outcome import ClusterWatch
+from infra.head.launch.deepspeed_launcher import ClusterLauncher
+from infra.head.launch.supervision import Supervision
+from infra.node.attempts import attempt, head_lease
+from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.exit_record import Cause, ExitRecord
 from t5train.errors import DiskFailed, HostLost
 
 HOSTS = {"a": (0,), "b": (0,)}
@@ -93,7 +93,7 @@ def test_success_is_a_good_record_of_every_rank(
     look_until(supervision, lambda: supervision.all_ended)
     assert supervision.succeeded
     assert this.exit_record("rank-00001") == supervision.records["rank-00001"]
-    assert lease.age_seconds(tmp_path / "head") < 4
+    assert head_lease.age_seconds(tmp_path / "head") < 4
 
 
 def test_a_name_from_a_host_is_no_way_out_of_the_attempts_folder(
@@ -125,7 +125,7 @@ def test_a_window_that_breaks_is_opened_again_and_nothing_is_lost(
     supervise: Callable[..., Supervision],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(window, "_SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(host_session, "_SILENT_SECONDS", 2.0)
     way.silent = "b"  # a first connection that says nothing is given up after some seconds
     supervision = supervise()
     end_rank(local_hosts.attempt_folder("a", this.run_id), 0)
@@ -144,7 +144,7 @@ def test_a_host_that_is_silent_is_warned_of_and_lost_when_the_lease_is_over(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("infra.cluster.supervision._SILENT_SECONDS", 1.0)
+    monkeypatch.setattr("infra.head.launch.supervision._SILENT_SECONDS", 1.0)
     way.silent = "b"
     supervision = supervise()
     assert 3 <= look_until(supervision, lambda: supervision.failed) < 5
@@ -184,7 +184,7 @@ def test_a_killed_guard_is_a_failure(this: Attempt, local_hosts: Hosts, supervis
     folder = local_hosts.attempt_folder("b", this.run_id)
     (folder / "rank-00001.pid").write_text(json.dumps({"process": gone, "guard": gone}))
     look_until(supervision, lambda: supervision.failed, 5)
-    assert supervision.failure is None  # infra.attempts.failure tells who
+    assert supervision.failure is None  # infra.head.launch.failures tells who
 
 
 def test_lines_of_ranks_are_logged_with_their_host_and_without_secrets(
@@ -228,8 +228,8 @@ def test_what_hosts_told_while_nobody_looked_is_heard_before_one_is_called_silen
         def join(self) -> None: ...
 
     opened: list[Quiet] = []
-    monkeypatch.setattr("infra.cluster.supervision.Window", Quiet)
-    monkeypatch.setattr("infra.cluster.supervision._SILENT_SECONDS", 0.1)
+    monkeypatch.setattr("infra.head.launch.supervision.Window", Quiet)
+    monkeypatch.setattr("infra.head.launch.supervision._SILENT_SECONDS", 0.1)
     (tmp_path / "head").mkdir()
     supervision = Supervision(replace(this, lease_seconds=0.2), way, tmp_path / "head", None)
     time.sleep(0.4)
@@ -244,7 +244,7 @@ def test_what_hosts_told_while_nobody_looked_is_heard_before_one_is_called_silen
 def test_a_host_whose_disk_cannot_be_written_is_named_at_once(
     this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]
 ) -> None:
-    supervision, lost = supervise(), local_hosts.attempt_folder("b", this.run_id) / lease.LEASE
+    supervision, lost = supervise(), local_hosts.attempt_folder("b", this.run_id) / head_lease.LEASE
     begun = lost.read_text()
     look_until(supervision, lambda: lost.read_text() != begun)
     lost.unlink()

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from infra.attempts.attempt import Attempt
-from infra.cluster.window import News, Window
+from infra.head.launch.host_session import News, Window
+from infra.node.attempts.attempt import Attempt
 
 
 @dataclass(frozen=True)

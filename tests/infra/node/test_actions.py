@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import pytest
 
-from infra.attempts import attempt, lease
-from infra.attempts.attempt import Attempt
-from infra.attempts.exit_record import Cause, ExitRecord
-from infra.processes import ProcessIdentity
+from infra.node.attempts import attempt, head_lease
+from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.exit_record import Cause, ExitRecord
+from infra.node.processes import ProcessIdentity
 
 Until = Callable[..., None]
 RUN_ID = "smoke-0001-0123abcd"
@@ -108,7 +108,7 @@ def test_an_attempt_is_prepared_once_with_all_that_its_ranks_are_to_know(prepare
     assert {path.name: path.stat().st_mode & 0o077 for path in prepared.iterdir()} == dict.fromkeys(
         ("attempt.json", "environment.json", "lease", "meeting.json", "spec.json"), 0
     )
-    assert lease.age_seconds(prepared) < 5
+    assert head_lease.age_seconds(prepared) < 5
     with pytest.raises(AssertionError, match=r"StorageError.*is there already"):
         act("prepare", run_id=RUN_ID, owner=None)
 
@@ -192,7 +192,7 @@ def test_the_end_leaves_neither_guards_nor_ranks_nor_launchers_of_that_attempt_a
     by: str,
 ) -> None:
     rank = start("-c", DEAF, T5_RUN_ID=RUN_ID)
-    launcher = start("-c", "import time; time.sleep(600)", "infra.guard", str(prepared))
+    launcher = start("-c", "import time; time.sleep(600)", "infra.node.attempts.process_guard", str(prepared))
     stranger = start("-c", "import time; time.sleep(600)", f"{prepared}-x", T5_RUN_ID=f"{RUN_ID}-other")
     of_head = start("-c", "import time; time.sleep(600)", str(prepared), T5_RUN_ID=f"{RUN_ID}-head")
     began = time.monotonic()

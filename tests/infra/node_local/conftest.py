@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from infra.cluster.hosts import Host, Hosts
-from infra.node_local.node_run import NodeRun
-from infra.node_store.ownership import Owner
+from infra.head.hosts.hostfile import Host, Hosts
+from infra.head.storage.node_paths import NodeRun
+from infra.node.attempts.run_ownership import Owner
 from t5train.spec import StorageSpec
 from tests.infra.node_store.conftest import RUN, Site
 

@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from infra.attempts.attempt import Attempt
-from infra.attempts.lease import LEASE
-from infra.cluster.hosts import Hosts
-from infra.node_local.claim import claim, end_claim, require_claimed
-from infra.node_local.node_run import NodeRun
-from infra.node_local.recovery import recover
-from infra.node_local.storage import NodeLocalStorage
-from infra.node_store.ownership import OWNER, Owner
-from infra.node_store.staging import release
-from infra.processes import ProcessIdentity
-from infra.run_lock import run_lock
-from t5train import sidecar
+from infra.head.hosts.hostfile import Hosts
+from infra.head.storage.claim import claim, end_claim, require_claimed
+from infra.head.storage.node_paths import NodeRun
+from infra.head.storage.provisioning import release
+from infra.head.storage.recovery import recover
+from infra.head.storage.run_storage import NodeLocalStorage
+from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.head_lease import LEASE
+from infra.node.attempts.run_lock import run_lock
+from infra.node.attempts.run_ownership import OWNER, Owner
+from infra.node.processes import ProcessIdentity
+from t5train.checkpoint import tags
 from t5train.errors import HostError, HostUnreachable, NothingVerifies, RemoteFailed, RunOwned
+from t5train.files.run_folder import tag_of
 from t5train.progress import silent
-from t5train.run_files import tag_of
 from tests.infra.node_store.conftest import Site
 
 Until = Callable[..., None]
@@ -115,7 +115,7 @@ def test_a_dead_heads_run_is_adopted_with_its_checkpoints_and_the_dead_head_stay
     die(site, first)
 
     def write_job(folder: Path) -> Path:
-        raise StopIteration(sidecar.complete_tags(second.checkpoints))
+        raise StopIteration(tags.complete_tags(second.checkpoints))
 
     storage = NodeLocalStorage(second, write_job, silent, adopt=True)
     storage.claim(are_ranks_at_work=False)

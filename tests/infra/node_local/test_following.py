@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from infra.node_local import following
-from infra.node_local.following import Follower, keep_up
-from infra.node_local.node_run import NodeRun
-from t5train import sidecar
+from infra.head.storage import checkpoint_sync
+from infra.head.storage.checkpoint_sync import Follower, keep_up
+from infra.head.storage.node_paths import NodeRun
+from t5train.checkpoint import tags as sidecar
 from t5train.errors import Unreadable
+from t5train.files.run_folder import tag_of
 from t5train.progress import silent
-from t5train.run_files import tag_of
 from t5train.spec import StorageSpec
 from tests.infra.node_store.conftest import Site
 
@@ -107,7 +107,7 @@ def test_a_follower_that_fails_tries_again_and_ends_at_once(
     run: NodeRun, site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for seconds in ("_LOOK_SECONDS", "_RETRY_SECONDS", "_METRICS_SECONDS"):
-        monkeypatch.setattr(following, seconds, 0.05)
+        monkeypatch.setattr(checkpoint_sync, seconds, 0.05)
     cut = Cut(site.transport)
     site.save(8)
     follower = Follower(replace(run, nodes=replace(run.nodes, transport=cut)), lambda: 2)

@@ -1,11 +1,11 @@
 from dataclasses import replace
 from pathlib import Path
 
-from infra.cluster.hosts import Host, Hosts
-from infra.node_folder import node_path
-from infra.node_local.node_run import NodeRun
-from t5train.recipes import recipe
-from t5train.train.job import Clock, Consolidated, TrainJob
+from infra.head.hosts.hostfile import Host, Hosts
+from infra.head.storage.node_paths import NodeRun
+from infra.node.node_folders import node_path
+from t5train.spec.rank_job import Clock, Consolidated, TrainJob
+from t5train.spec.recipes import recipe
 
 
 def job(**facts: object) -> TrainJob:

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from infra.cluster.hosts import Host, Hosts
-from infra.node_local import ledger, recovery
-from infra.node_local.following import keep_up
-from infra.node_local.node_run import NodeRun
-from infra.node_local.recovery import recover
-from t5train import sidecar
+from infra.head.hosts.hostfile import Host, Hosts
+from infra.head.storage import checkpoint_record, recovery
+from infra.head.storage.checkpoint_sync import keep_up
+from infra.head.storage.node_paths import NodeRun
+from infra.head.storage.recovery import recover
+from t5train.checkpoint import tags
+from t5train.checkpoint.resume_point import ask_to_begin_again, resume_tag
 from t5train.errors import NothingVerifies, UnlistedFile, Unreadable
+from t5train.files.run_folder import tag_of
 from t5train.progress import silent
-from t5train.run_files import tag_of
-from t5train.train.resume_point import ask_to_begin_again, resume_tag
 from tests.infra.node_store.conftest import Site
 
 PART_OF_B = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -31,7 +31,7 @@ def test_where_nothing_was_ever_complete_the_run_just_begins(run: NodeRun, site:
     site.save(8)
     shutil.rmtree(site.tag("b", 8))
     recover(run, silent)
-    assert sidecar.complete_tags(run.checkpoints) == []
+    assert tags.complete_tags(run.checkpoints) == []
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: NodeRun, site: Site) -> None:
@@ -39,14 +39,14 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: NodeRun, site: Si
     site.save(16)
     (site.tag("b", 16) / PART_OF_B).write_bytes(bytes(300_000))
     recover(run, silent)
-    assert sidecar.complete_tags(run.checkpoints) == [tag_of(8)]
+    assert tags.complete_tags(run.checkpoints) == [tag_of(8)]
     for host in "ab":  # what is newer would else be the newest that pruning knows of, and cost the one resumed from
         assert not site.tag(host, 16).exists()
         (aside,) = (site.scratch(host) / "set-aside" / run.name).iterdir()
         assert aside.name.startswith(f"{tag_of(16)}.")
         assert len(list(aside.iterdir())) == 3
     keep_up(run, silent)
-    assert sidecar.complete_tags(run.checkpoints) == [tag_of(8)]
+    assert tags.complete_tags(run.checkpoints) == [tag_of(8)]
 
 
 def loop(path: Path) -> None:
@@ -73,7 +73,7 @@ def test_pruning_keeps_a_checkpoint_of_which_a_host_cannot_read_something_now(ru
     loop(site.tag("b", 8) / "rank-00001.json")
     site.save(16)
     keep_up(run, silent)
-    assert sidecar.complete_tags(run.checkpoints) == [tag_of(16)]
+    assert tags.complete_tags(run.checkpoints) == [tag_of(16)]
     assert all((site.tag(host, 8) / f"rank-0000{rank}.json").is_symlink() == rank for rank, host in enumerate("ab"))
     assert (site.tag("b", 8) / PART_OF_B).exists()
 
@@ -85,7 +85,7 @@ def test_where_the_heads_copy_cannot_be_read_that_of_the_hosts_is_taken(run: Nod
     recover(run, silent)
     loop(run.checkpoints / tag_of(16) / name)
     recover(run, silent)
-    sidecar.require_complete(run.checkpoints / tag_of(16))
+    tags.require_complete(run.checkpoints / tag_of(16))
     (aside,) = (run.folder / "set-aside").iterdir()
     assert aside.name.startswith(f"{tag_of(16)}-{name}.")
 
@@ -117,7 +117,7 @@ def test_a_host_that_is_back_after_the_run_has_begun_again_keeps_what_it_has_fro
     run: NodeRun, site: Site
 ) -> None:
     site.save(8)
-    ledger.note(run.folder, site.newest())
+    checkpoint_record.note(run.folder, site.newest())
     owner = site.scratch("b") / run.place / "owner.json"
     owner.write_text("{")  # it cannot do what it is asked to
     alone = replace(run, hosts=Hosts((Host("a", (0, 1)),)), nodes=run.nodes.on("a"))
@@ -146,16 +146,16 @@ def test_hosts_that_have_left_the_run_are_asked_for_their_parts_by_the_code_that
 
     monkeypatch.setattr(recovery, "hosts_with_code", send)
     site.save(8)
-    ledger.note(run.folder, site.newest())
+    checkpoint_record.note(run.folder, site.newest())
     alone = replace(run, hosts=Hosts((Host("a", (0, 1)),)), nodes=replace(run.nodes.on("a"), code=code))
     recover(alone, silent)
-    assert sidecar.complete_tags(run.checkpoints) == [tag_of(8)]
+    assert tags.complete_tags(run.checkpoints) == [tag_of(8)]
     assert sent == are_sent
 
 
 def test_what_is_nowhere_any_more_is_named_with_where_it_was_last_seen(run: NodeRun, site: Site) -> None:
     site.save(8)
-    ledger.note(run.folder, site.newest())
+    checkpoint_record.note(run.folder, site.newest())
     shutil.rmtree(site.tag("b", 8))
     with pytest.raises(NothingVerifies, match=rf"{tag_of(8)} lacks {PART_OF_B} \(last seen \S+ on b\)"):
         recover(run, silent)

@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from infra.cluster.remote import Transport
-from infra.node_local import following
-from infra.node_local.node_run import NodeRun
-from infra.node_local.storage import NodeLocalStorage
-from infra.node_local.telling import told_here
-from infra.stop_signal import Stopped
-from t5train import sidecar
+from infra.head.hosts.ssh import Transport
+from infra.head.stop_signal import Stopped
+from infra.head.storage import checkpoint_sync
+from infra.head.storage.node_paths import NodeRun
+from infra.head.storage.run_storage import NodeLocalStorage
+from t5train.checkpoint import tags
 from t5train.errors import NotGathered, RankKilled
-from t5train.progress import Progress, silent
-from t5train.run_files import tag_of
+from t5train.files.run_folder import tag_of
+from t5train.progress import Progress, silent, told_here
 from tests.infra.node_store.conftest import Site
 
 
@@ -30,7 +29,7 @@ def test_what_ranks_saved_that_were_told_to_end_is_gathered_before_their_hosts_g
 
     with pytest.raises(type(error)):
         train(NodeLocalStorage(run, lambda folder: folder, silent))
-    assert sidecar.complete_tags(run.checkpoints) == gathered
+    assert tags.complete_tags(run.checkpoints) == gathered
 
 
 class Severed:
@@ -47,9 +46,9 @@ class Severed:
 def test_a_host_that_is_lost_at_the_last_gather_is_told_with_what_is_done_and_what_remains(
     run: NodeRun, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.node_local.storage._AGAIN_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr("infra.head.storage.run_storage._AGAIN_SECONDS", (0.0, 0.0))
     site.save(4)
-    following.keep_up(run, silent)
+    checkpoint_sync.keep_up(run, silent)
     site.save(8)
     way = Severed(site.nodes.transport)
     cut = replace(run, nodes=replace(run.nodes, transport=way))
@@ -91,7 +90,7 @@ def test_a_job_is_given_to_nodes_only_when_all_that_it_names_is_there(run: NodeR
     order: list[str] = []
 
     def write_job(folder: Path) -> Path:
-        order.append(",".join(sidecar.complete_tags(run.checkpoints)))
+        order.append(",".join(tags.complete_tags(run.checkpoints)))
         raise RankKilled("no further")
 
     site.save(8)

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from infra.node_store.nodes import Nodes
-from infra.node_store.paths import tag_place
-from infra.node_store.survey import Survey, survey
-from infra.node_store.tags import FoundTag, complete_tags
-from t5train import sidecar
-from t5train.records import FileDigest
-from t5train.run_files import tag_of
-from t5train.sidecar import DataState, ParallelLayout, Sidecar
+from infra.head.hosts.node_client import Nodes
+from infra.head.storage.checkpoint_inventory import FoundTag, Survey, complete_tags, survey
+from infra.node.node_folders import tag_place
+from t5train.checkpoint import sidecar
+from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.files.run_folder import tag_of
+from t5train.records.digests import FileDigest
 
 RUN = "smoke-f00df00df00d"
 

@@ -1,9 +1,9 @@
 """Metrics, the witness and the like come from the node that writes them, and go back to one that takes its place."""
 
-from infra.node_store.collect import collect
-from infra.node_store.paths import run_place
-from infra.node_store.pulling import listed
-from infra.node_store.restore import restore
+from infra.head.storage.gather import collect
+from infra.head.storage.provisioning import restore
+from infra.node.node_folders import run_place
+from infra.node.storage.pull import listed
 from tests.infra.node_store.conftest import RUN, Site
 
 NAMES = ["metrics.jsonl", "tensorboard", "witness"]

@@ -10,22 +10,30 @@ from pathlib import Path
 
 import pytest
 
-from infra.attempts import lease
-from infra.attempts.attempt import Attempt
-from infra.node_store.collection import free_on, free_under, garbage_on, garbage_under
-from infra.node_store.finished import FinishedRun, finished_runs, verified
-from infra.node_store.garbage import Garbage
-from infra.node_store.gather import gather
-from infra.node_store.left_attempts import KnownAttempts
-from infra.node_store.ownership import Owner
-from infra.node_store.paths import aside_place, run_place
-from infra.node_store.pulling import listed
-from infra.node_store.staging import release, stage_folder
-from infra.run_lock import run_lock
+from infra.head.storage.garbage_collection import (
+    FinishedRun,
+    finished_runs,
+    free_on,
+    free_under,
+    garbage_on,
+    garbage_under,
+    verified,
+)
+from infra.head.storage.gather import gather
+from infra.head.storage.provisioning import release, stage_folder
+from infra.node.attempts import head_lease
+from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.run_lock import run_lock
+from infra.node.attempts.run_ownership import Owner
+from infra.node.node_folders import aside_place, run_place
+from infra.node.storage.garbage import Garbage
+from infra.node.storage.left_attempts import KnownAttempts
+from infra.node.storage.pull import listed
 from t5train.errors import HostError
+from t5train.files.run_folder import tag_of
 from t5train.progress import silent
-from t5train.records import Checkpoint, digest_files
-from t5train.run_files import tag_of
+from t5train.records.digests import digest_files
+from t5train.records.stage_records import Checkpoint
 from tests.infra.node_store.conftest import RUN, Site
 
 PLACE = "shards/deadbeef"
@@ -101,7 +109,7 @@ def test_another_heads_run_of_the_same_name_and_settings_is_neither_listed_nor_f
 
 
 def test_a_run_whose_lease_is_renewed_is_left(site: Site, finished: list[FinishedRun]) -> None:
-    lease.begin(site.scratch("a") / run_place(RUN))
+    head_lease.begin(site.scratch("a") / run_place(RUN))
     assert [len(found) for found in found_on(site, finished).values()] == [0, 1]
 
 
@@ -168,7 +176,7 @@ def test_what_came_by_now_to_be_used_is_not_freed(site: Site, finished: list[Fin
 def send(site: Site, host: str, digest: str, hours_ago: float) -> Path:
     folder = site.scratch(host).parent / "code" / digest
     (folder / "infra").mkdir(parents=True)
-    (folder / "infra/guard.py").write_bytes(bytes(10))
+    (folder / "infra/node/attempts/process_guard.py").write_bytes(bytes(10))
     then = time.time() - 3600 * hours_ago
     os.utime(folder, (then, then))
     return folder

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from infra.node_store.gather import gather
-from infra.node_store.nodes import Nodes
-from infra.node_store.pulling import Wanted, Watcher, partial_path, pull
-from infra.node_store.tags import complete_tags
-from infra.node_store.wire import files_in
-from t5train import sidecar
+from infra.head.hosts.node_client import Nodes
+from infra.head.storage.checkpoint_inventory import complete_tags
+from infra.head.storage.gather import gather
+from infra.node.storage.file_channel import Wanted, Watcher, files_in
+from infra.node.storage.pull import partial_path, pull
+from t5train.checkpoint import tags
 from t5train.errors import HostUnreachable, IncompleteCheckpoint, StorageError, Unreadable
-from t5train.run_files import tag_of
+from t5train.files.run_folder import tag_of
 from tests.infra.node_store.conftest import RUN, Site, digest
 
 PART_OF_B = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -61,7 +61,7 @@ def test_what_lies_in_parts_on_nodes_is_gathered_into_one_checkpoint(site: Site)
     told: list[int] = []
     gather(site.nodes, RUN, site.newest(), site.checkpoints, lambda _what, done, _total: told.append(done))
     folder = site.checkpoints / tag_of(8)
-    assert [one.rank for one in sidecar.require_complete(folder)] == [0, 1]
+    assert [one.rank for one in tags.require_complete(folder)] == [0, 1]
     assert {path.name: path.read_bytes() for path in folder.glob("*.pt")} == contents
     assert told[-1] == sum(map(len, contents.values()))
     written = {path.name: path.stat().st_ino for path in folder.iterdir()}
@@ -114,7 +114,7 @@ def test_a_copy_that_cannot_be_read_is_replaced_from_a_node_and_kept(site: Site)
     for name in (PART_OF_B, "rank-00001.json"):
         loop(folder / name)
     gather(site.nodes, RUN, site.newest(), site.checkpoints)
-    sidecar.require_complete(folder)
+    tags.require_complete(folder)
     assert (folder / PART_OF_B).read_bytes() == contents[PART_OF_B]
     aside = sorted((folder.parent.parent / "set-aside").iterdir())
     assert [path.is_symlink() for path in aside] == [True, True]
@@ -145,7 +145,7 @@ def test_a_file_that_is_damaged_everywhere_is_named_with_its_places_and_the_tag_
     flip(site.tag("b", 8) / PART_OF_B)
     with pytest.raises(IncompleteCheckpoint, match=rf"{PART_OF_B} is nowhere as it was recorded \(b had it\)"):
         gather(site.nodes, RUN, site.newest(), site.checkpoints)
-    assert sidecar.complete_tags(site.checkpoints) == []
+    assert tags.complete_tags(site.checkpoints) == []
 
 
 def test_of_two_files_of_one_name_the_one_that_its_writer_recorded_is_taken(site: Site) -> None:
@@ -168,7 +168,7 @@ def test_another_saving_of_a_tag_replaces_what_was_gathered_of_the_first(site: S
     with pytest.raises(IncompleteCheckpoint):
         gather(site.nodes, RUN, first, site.checkpoints)
     gather(site.nodes, RUN, second, site.checkpoints)
-    sidecar.require_complete(site.checkpoints / tag_of(8))
+    tags.require_complete(site.checkpoints / tag_of(8))
     assert (site.checkpoints / tag_of(8) / PART_OF_B).read_bytes() == contents[PART_OF_B]
 
 
@@ -202,10 +202,10 @@ def test_a_disk_that_fills_up_leaves_what_has_come_and_is_gone_on_with(tmp_path:
 HEAD = """
 import sys
 from pathlib import Path
-from infra.node_store.gather import gather
-from infra.node_store.nodes import Nodes
-from infra.node_store.survey import survey
-from infra.node_store.tags import complete_tags
+from infra.head.storage.gather import gather
+from infra.head.hosts.node_client import Nodes
+from infra.head.storage.checkpoint_inventory import survey
+from infra.head.storage.checkpoint_inventory import complete_tags
 from tests.infra.conftest import LocalHosts
 
 run, checkpoints = sys.argv[1], Path(sys.argv[2])
@@ -226,10 +226,10 @@ def test_a_head_that_is_killed_at_any_moment_leaves_nothing_that_looks_complete_
             assert head.stdout.readline() == "gathering\n"
             time.sleep(moments.uniform(0, 0.4))
             head.kill()
-        for tag in sidecar.complete_tags(site.checkpoints):
-            sidecar.require_complete(site.checkpoints / tag)
+        for tag in tags.complete_tags(site.checkpoints):
+            tags.require_complete(site.checkpoints / tag)
     gather(site.nodes, RUN, site.newest(), site.checkpoints)
-    sidecar.require_complete(site.checkpoints / tag_of(8))
+    tags.require_complete(site.checkpoints / tag_of(8))
 
 
 def test_a_disk_without_room_is_told_before_anything_is_sent(site: Site, tiny_disk: Path) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from infra.node_store.collect import collect
-from infra.node_store.nodes import Nodes
-from infra.node_store.survey import survey
-from infra.node_store.tags import complete_tags
-from infra.node_store.wire import BrokenOff, Channel
+from infra.head.hosts.node_client import Nodes
+from infra.head.storage.checkpoint_inventory import complete_tags, survey
+from infra.head.storage.gather import collect
+from infra.node.storage.file_channel import BrokenOff, Channel
 from t5train.errors import T5TrainError
 from tests.infra.node_store.conftest import RUN, Site, make_sidecar
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from infra.node_store.paths import run_place
-from infra.node_store.pulling import Wanted, Watcher, is_whole, missing_bytes, pull
-from infra.node_store.wire import files_in
+from infra.node.node_folders import run_place
+from infra.node.storage.file_channel import Wanted, Watcher, files_in
+from infra.node.storage.pull import is_whole, missing_bytes, pull
 from t5train.errors import HostError, StorageError
 from tests.infra.node_store.conftest import RUN, Site
 

@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 
-from infra import node_folder
-from infra.attempts import attempt, lease
-from infra.attempts.attempt import Attempt
-from infra.node_store.collection import free_of_heads, free_on, garbage_of_heads, garbage_on
-from infra.node_store.finished import known_attempts
-from infra.node_store.left_attempts import KnownAttempts, left_attempts
-from infra.node_store.ownership import Owner
-from infra.node_store.paths import run_place
-from infra.processes import ProcessIdentity
-from infra.run_lock import run_lock
+from infra.head.storage.garbage_collection import free_of_heads, free_on, garbage_of_heads, garbage_on, known_attempts
+from infra.node import node_folders
+from infra.node.attempts import attempt, head_lease
+from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.run_lock import run_lock
+from infra.node.attempts.run_ownership import Owner
+from infra.node.node_folders import run_place
+from infra.node.processes import ProcessIdentity
+from infra.node.storage.left_attempts import KnownAttempts, left_attempts
 from tests.infra.node_store.conftest import RUN, Site
 
 Start = Callable[..., Any]
@@ -101,7 +100,7 @@ def test_an_attempt_with_a_living_process_is_left(attempts: Path, start: Start, 
 
 def test_an_attempt_whose_lease_runs_is_left(attempts: Path) -> None:
     folder = leave(attempts, "some", AGE_DAYS)
-    lease.begin(folder)
+    head_lease.begin(folder)
     assert left(attempts, KnownAttempts(idle=["some"])) == []
     (folder / "lease").write_text(f"{time.monotonic() - 60:<24.3f}")
     assert left(attempts, KnownAttempts(idle=["some"])) == ["some"]
@@ -115,7 +114,7 @@ def test_old_attempts_of_another_heads_run_that_is_at_work_are_left(site: Site, 
     shared = site.root / "runs" / "shared"
     shared.mkdir(parents=True)
     leave(attempts, "shared", AGE_DAYS, {"run_folder": str(shared)})
-    lease.begin(run)
+    head_lease.begin(run)
     with run_lock(shared):
         assert left(attempts, KnownAttempts()) == []
     lease_file = run / "lease"
@@ -133,10 +132,10 @@ def test_what_a_head_has_left_on_its_own_machine_is_freed(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "head").mkdir()
-    monkeypatch.setattr(node_folder, "PARENT", tmp_path / "head")
-    folder = leave(node_folder.heads_folder(), "some")
-    living = leave(node_folder.heads_folder(), "living")
-    lease.begin(living)
+    monkeypatch.setattr(node_folders, "PARENT", tmp_path / "head")
+    folder = leave(node_folders.heads_folder(), "some")
+    living = leave(node_folders.heads_folder(), "living")
+    head_lease.begin(living)
     known = KnownAttempts(idle=["some", "living"])
     found = list(garbage_of_heads(known))
     assert [each.place for each in found] == [str(folder)]

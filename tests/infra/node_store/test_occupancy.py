@@ -10,19 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from infra import node_folder
-from infra.attempts import attempt
-from infra.node_store import room
-from infra.node_store.occupancy import pin, remove_unused, staged_places, staging_lock, unpin, users
-from infra.node_store.room import require_room
-from infra.processes import ProcessIdentity
+from infra.node import node_folders
+from infra.node.attempts import attempt
+from infra.node.processes import ProcessIdentity
+from infra.node.storage import disk_usage
+from infra.node.storage.disk_usage import pin, remove_unused, require_room, staged_places, staging_lock, unpin, users
 from t5train.errors import StorageError
 from tests.infra.node_store.conftest import RUN
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from infra.node_store.occupancy import staging_lock
+from infra.node.storage.disk_usage import staging_lock
 with staging_lock(Path(sys.argv[1]), "shards/held"):
     print("held", flush=True)
     time.sleep(60)
@@ -32,8 +31,8 @@ with staging_lock(Path(sys.argv[1]), "shards/held"):
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three staged folders, used in this order."""
-    monkeypatch.setattr(node_folder, "PARENT", tmp_path)
-    scratch = node_folder.node_folder() / "scratch"
+    monkeypatch.setattr(node_folders, "PARENT", tmp_path)
+    scratch = node_folders.node_folder() / "scratch"
     for age, name in ((30, "old"), (20, "held"), (10, "new")):
         (scratch / "shards" / name).mkdir(parents=True)
         (scratch / "shards" / name / "train.bin").write_bytes(bytes(1_000_000))
@@ -64,10 +63,10 @@ def disk(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk on which there is room for one more folder of the three."""
 
     def free(_: Path) -> os.terminal_size:
-        usage = type("Usage", (), {"free": room.SPARE_BYTES + 3_000_000 - 1_000_000 * len(left(scratch))})
+        usage = type("Usage", (), {"free": disk_usage.SPARE_BYTES + 3_000_000 - 1_000_000 * len(left(scratch))})
         return usage()  # type: ignore[no-any-return]  # all that is asked of it
 
-    monkeypatch.setattr(room.shutil, "disk_usage", free)
+    monkeypatch.setattr(disk_usage.shutil, "disk_usage", free)
 
 
 def test_the_least_recently_used_goes_and_no_more_than_must(scratch: Path, disk: None) -> None:
@@ -87,7 +86,7 @@ def test_what_a_run_uses_or_somebody_stages_stays(scratch: Path, disk: None, hol
 def test_two_do_not_stage_one_folder_and_one_that_was_killed_is_in_nobodys_way(
     scratch: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.node_store.occupancy._LOCK_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("infra.node.storage.disk_usage._LOCK_WAIT_SECONDS", 0.2)
     with pytest.raises(StorageError, match=f"is being staged by process {holder.pid} since"), \
             staging_lock(scratch, "shards/held"):  # fmt: skip
         pass
@@ -104,7 +103,7 @@ def test_a_pin_counts_no_longer_than_its_run_lives(scratch: Path) -> None:
     os.utime(pinned, (1, 1))
     assert users(scratch, "shards/old") == []
     this = attempt.begin(scratch.parent / "smoke", None, 60.0)
-    own = replace(this, folder=node_folder.attempt_folder(this.run_id))
+    own = replace(this, folder=node_folders.attempt_folder(this.run_id))
     own.folder.mkdir(mode=0o700)
     own.write()
     own.write_process("rank-00000", ProcessIdentity.of(os.getpid()), ProcessIdentity.of(os.getpid()))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.node_store import relay
-from infra.node_store.relay import Server, connect, serve
-from infra.node_store.wire import files_in
+from infra.node.storage import peer_connection
+from infra.node.storage.file_channel import files_in
+from infra.node.storage.peer_connection import Server, connect, serve
 
 TOKEN = "ab" * 32
 
@@ -57,7 +57,7 @@ def test_200_silent_connections_take_few_threads_and_a_peer_is_served_at_once(
 def test_a_peer_that_is_being_served_is_not_hung_up_on(server: Server) -> None:
     channel = connect(server.address, server.port, TOKEN)
     with ExitStack() as strangers:
-        for _ in range(3 * relay._MOST_HANDSHAKES):
+        for _ in range(3 * peer_connection._MOST_HANDSHAKES):
             strangers.enter_context(socket.create_connection((server.address, server.port), timeout=10))
         assert b"".join(channel.fetch("file", 0, 7)) == b"content"
     channel.close()
@@ -66,8 +66,8 @@ def test_a_peer_that_is_being_served_is_not_hung_up_on(server: Server) -> None:
 def test_a_handshake_that_drags_on_is_broken_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(relay, "_HANDSHAKE_SECONDS", 1.0)
-    monkeypatch.setattr(relay, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(peer_connection, "_HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr(peer_connection, "_LOOK_SECONDS", 0.1)
     server = serve(files_in(tmp_path), TOKEN)
     with socket.create_connection((server.address, server.port), timeout=10) as slow:
 

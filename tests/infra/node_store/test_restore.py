@@ -2,11 +2,11 @@
 
 import shutil
 
-from infra.node_store.gather import gather
-from infra.node_store.paths import tag_place
-from infra.node_store.restore import part, restore
-from t5train.checkpoint_files import files_read_by
-from t5train.run_files import tag_of
+from infra.head.storage.gather import gather
+from infra.head.storage.provisioning import part, restore
+from infra.node.node_folders import tag_place
+from t5train.checkpoint.tags import files_read_by
+from t5train.files.run_folder import tag_of
 from tests.infra.node_store.conftest import RUN, Site
 
 

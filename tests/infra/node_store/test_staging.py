@@ -13,13 +13,13 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from infra.node_store import relay, stage_on_node
-from infra.node_store.nodes import Nodes
-from infra.node_store.pulling import Wanted, listed
-from infra.node_store.shelf import Shelf
-from infra.node_store.staging import stage_folder
-from infra.node_store.wire import BrokenOff, files_in
-from infra.ports import free_port
+from infra.head.hosts.node_client import Nodes
+from infra.head.storage.provisioning import stage_folder
+from infra.node.ports import free_port
+from infra.node.storage import chain_copy, peer_connection
+from infra.node.storage.chain_copy import Shelf
+from infra.node.storage.file_channel import BrokenOff, Wanted, files_in
+from infra.node.storage.pull import listed
 from t5train.errors import HostUnreachable, RemoteFailed, StorageError
 from tests.infra.node_store.conftest import Site
 
@@ -81,7 +81,7 @@ def test_room_is_kept_for_what_the_run_will_write_beside_and_has_not_written_yet
 
 
 def test_who_does_not_know_the_token_gets_nothing(shards: Path) -> None:
-    server = relay.serve(files_in(shards), TOKEN)
+    server = peer_connection.serve(files_in(shards), TOKEN)
     with socket.create_connection((server.address, server.port), timeout=10) as liar, liar.makefile("rwb") as lines:
         lines.readline()
         request = {"name": "manifest.json", "offset": 0, "size": 100}
@@ -92,10 +92,10 @@ def test_who_does_not_know_the_token_gets_nothing(shards: Path) -> None:
 
 
 def test_a_wrong_token_is_told_and_the_right_one_is_served(shards: Path) -> None:
-    server = relay.serve(files_in(shards), TOKEN)
+    server = peer_connection.serve(files_in(shards), TOKEN)
     with pytest.raises(BrokenOff, match="token"):
-        relay.connect(server.address, server.port, "cd" * 32)
-    channel = relay.connect(server.address, server.port, TOKEN)
+        peer_connection.connect(server.address, server.port, "cd" * 32)
+    channel = peer_connection.connect(server.address, server.port, TOKEN)
     assert b"".join(channel.fetch("manifest.json", 10, 100)) == (shards / "manifest.json").read_bytes()[10:]
     channel.close()
 
@@ -127,7 +127,7 @@ sys.exit(255)
 def test_a_node_that_cannot_reach_the_one_before_it_takes_from_the_head() -> None:
     said, head = list[Any](), MagicMock(fetch=lambda *_: iter([b"some"]))
     head.say = said.append
-    upstream = stage_on_node._Upstream(head, {"address": "127.0.0.1", "port": free_port()}, TOKEN)
+    upstream = chain_copy._Upstream(head, {"address": "127.0.0.1", "port": free_port()}, TOKEN)
     assert list(upstream.read("train.bin", 0, 4)) == [b"some"]
     assert [list(message) for message in said] == [["alone"]]
 

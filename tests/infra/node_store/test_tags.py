@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.node_store.inventory import HEAD, Copy, Inventory
-from infra.node_store.tags import complete_tags, shortcomings, superfluous
-from t5train import sidecar
-from t5train.run_files import tag_of
-from t5train.sidecar import sidecar_name
+from infra.head.storage.checkpoint_inventory import complete_tags, shortcomings, superfluous
+from infra.node.storage.stored_checkpoints import HEAD, Copy, Inventory
+from t5train.checkpoint import sidecar
+from t5train.checkpoint.sidecar import sidecar_name
+from t5train.files.run_folder import tag_of
 from tests.infra.node_store.conftest import digest, make_sidecar
 
 PLACES, RANKS, STEPS, SAVINGS = [HEAD, "a", "b"], (0, 1), (8, 16), ("1", "two")

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from infra.node_folder import node_path
-from infra.preflight.facts import Build, Devices, Facts, Network, Room, Route, Software
-from infra.preflight.findings import Heard
-from infra.preflight.needs import Needs
-from infra.preflight.software import PACKAGES
+from infra.head.preflight.findings import Heard
+from infra.head.preflight.launch_requirements import Needs
+from infra.node.inspection.facts import Build, Devices, Facts, Network, Room, Route, Software
+from infra.node.inspection.software import PACKAGES
+from infra.node.node_folders import node_path
 
 HOSTS = ["node0", "node1", "node2", "node3"]
 NONCE = "f00d"

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from infra.preflight.addresses import Meeting, meeting
-from infra.preflight.facts import Network, Route
+from infra.head.preflight.rendezvous import Meeting, meeting
+from infra.node.inspection.facts import Network, Route
 from t5train.errors import PreflightError
 from tests.infra.preflight.made_up import network
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from infra import ports, processes
-from infra.preflight.addresses import Meeting
-from infra.preflight.all_reduce import Outcome, all_reduce, judge_outcomes
-from infra.preflight.needs import Needs
-from infra.preflight.probe_rank import unreachable
+from infra.head.preflight.all_reduce_check import Outcome, all_reduce, judge_outcomes
+from infra.head.preflight.launch_requirements import Needs
+from infra.head.preflight.rendezvous import Meeting
+from infra.node import ports, processes
+from infra.node.inspection.all_reduce import unreachable
 
 NEEDS = Needs(slots={"near": (0,), "far": (0,)}, root=Path("/"), accelerator="cpu")
 Ranks = Callable[[], set[int]]
@@ -51,7 +51,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[int]]:
             environment, argv = (Path(f"/proc/{pid}/{what}").read_bytes() for what in ("environ", "cmdline"))
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             return False
-        return mark.encode() in environment and b"infra.preflight.probe_rank" in argv
+        return mark.encode() in environment and b"infra.node.inspection.all_reduce" in argv
 
     return lambda: processes.find(belongs)
 

@@ -3,10 +3,10 @@ from dataclasses import replace
 
 import pytest
 
-from infra.preflight.checks import CHECKS, judge, of_error
-from infra.preflight.facts import Facts, Route
-from infra.preflight.findings import Finding
-from infra.preflight.needs import Needs
+from infra.head.preflight.checklist import CHECKS, judge, of_error
+from infra.head.preflight.findings import Finding
+from infra.head.preflight.launch_requirements import Needs
+from infra.node.inspection.facts import Facts, Route
 from t5train.errors import HostError, HostKeyMismatch, HostUnreachable, RemoteFailed
 from tests.infra.preflight.made_up import HOSTS, NEEDS, NONCE, SOFTWARE, facts, heard, with_
 

@@ -13,18 +13,17 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from infra.code_bundle import own_bundle
-from infra.node_store.occupancy import pin
-from infra.preflight import devices, network, software
-from infra.preflight.facts import Facts, Question
-from infra.preflight.gather import gather
-from t5train.fingerprint import fingerprint
-from t5train.recipes import recipe
+from infra.node.code_bundle import own_bundle
+from infra.node.inspection import accelerators, gather, network_interfaces, software
+from infra.node.inspection.facts import Facts, Question
+from infra.node.storage.disk_usage import pin
+from t5train.records.identity import fingerprint
+from t5train.spec.recipes import recipe
 
 GATHERED_ONLY_LIGHTLY = """
 import sys
-from infra.preflight.facts import Question
-from infra.preflight.gather import gather
+from infra.node.inspection.facts import Question
+from infra.node.inspection import gather
 gather(Question(root="/", nonce_path="/", accelerator=sys.argv[1] or None))
 assert not {"torch", "deepspeed", "transformers"} & set(sys.modules), "something large was imported"
 """
@@ -78,9 +77,9 @@ def test_a_spec_that_the_nodes_code_does_not_know_is_told() -> None:
 def test_the_port_where_ranks_meet_is_tried(question: Question) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        answer = network.network(Question("/", "/", wants_port=True, master_port=port))
+        answer = network_interfaces.network(Question("/", "/", wants_port=True, master_port=port))
         assert (answer.port, answer.port_is_free) == (port, False)
-    found = network.network(Question("/", "/", wants_port=True))
+    found = network_interfaces.network(Question("/", "/", wants_port=True))
     assert found.port is not None
     assert found.port_is_free
 
@@ -93,12 +92,12 @@ def test_a_root_that_is_not_there_is_told(question: Question, tmp_path: Path) ->
 
 def test_a_lock_that_is_held_is_found_with_its_holder(tmp_path: Path) -> None:
     lock = tmp_path / "cuda-0.lock"
-    assert devices.holder(lock) is None
+    assert accelerators.holder(lock) is None
     lock.write_text("base-0001-ab12cd34", "utf-8")
-    assert devices.holder(lock) is None
+    assert accelerators.holder(lock) is None
     with open(lock, encoding="utf-8") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert devices.holder(lock) == "base-0001-ab12cd34"
+        assert accelerators.holder(lock) == "base-0001-ab12cd34"
 
 
 def test_stale_locks_are_removed_and_compiled_operators_found(question: Question, tmp_path: Path) -> None:

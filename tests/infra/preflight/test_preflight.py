@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.preflight.checks import CHECKS, Judgement
-from infra.preflight.findings import Finding
-from infra.preflight.needs import Needs
-from infra.preflight.preflight import Report, require_agreement, require_fit
-from infra.preflight.survey import survey
+from infra.head.preflight.checklist import CHECKS, Judgement
+from infra.head.preflight.findings import Finding
+from infra.head.preflight.host_preflight import Report, require_agreement, require_fit, survey
+from infra.head.preflight.launch_requirements import Needs
 from t5train.errors import HostUnreachable, PreflightError
 
 DENIES = "echo 'me@near: Permission denied (publickey).' >&2; exit 255"

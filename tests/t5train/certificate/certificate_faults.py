@@ -23,10 +23,11 @@ from typing import NamedTuple
 from file_faults import FAULTS, parsed
 from made_models import make_trained
 
-from t5train.certify import certify
 from t5train.errors import CertificationError, InputError
-from t5train.export import export
-from t5train.records import Export, digest_file
+from t5train.records.digests import digest_file
+from t5train.records.stage_records import Export
+from t5train.release.certification import certify
+from t5train.release.export import export
 
 FAMILIES = {"v1.0": 1, "v1.1": 1, "switch": 3}
 """Versions of the model, and in how many files their weights are."""

@@ -11,17 +11,17 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from t5train.consolidate.safetensors_format import index_name
-from t5train.data.encoding import Encoder
+from t5train.checkpoint.consolidate.safetensors_files import index_name
 from t5train.data.held_out import choose
-from t5train.data.spiece import train
+from t5train.data.sentencepiece_model import Encoder, train
 from t5train.data.tokenizer import SPIECE, Tokenizer, write_hugging_face_files
-from t5train.model.shape import generation_config, huggingface_config, resolve
+from t5train.model.model_shape import generation_config, huggingface_config, resolve
 from t5train.progress import silent
-from t5train.recipes import recipe
-from t5train.records import TokenizerFiles, Weights, digest_file, digest_files
+from t5train.records.digests import digest_file, digest_files
+from t5train.records.stage_records import TokenizerFiles, Weights
+from t5train.records.witness import EncodedPassage
 from t5train.spec import RunSpec, TokenizerSpec
-from t5train.witness import EncodedPassage
+from t5train.spec.recipes import recipe
 
 SHAPE = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_heads": 2, "num_layers": 2}
 FAMILIES: dict[str, dict[str, Any]] = {

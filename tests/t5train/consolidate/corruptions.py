@@ -30,7 +30,7 @@ from pipeline_files import Pipeline, write_pipeline
 from safetensors.torch import load_file
 from sidecar_files import write
 
-from t5train.consolidate import consolidate
+from t5train.checkpoint.consolidate import consolidate
 from t5train.errors import T5TrainError
 
 GROUPS = [[(5, 3), (7,)], [(4,), (2, 2)]]

@@ -24,10 +24,11 @@ from live_moments import live_moments
 from torch import nn
 from toy_ranks import in_fp16, meet, on_cpu
 
-from t5train import sidecar
-from t5train.records import digest_files
-from t5train.sidecar import DataState, ExpertLayer, ParallelLayout, ParameterSlot, Sidecar
-from t5train.train.parameter_layout import describe
+from t5train.checkpoint import sidecar
+from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.engine.parameter_layout import describe
+from t5train.model.parameters import ExpertLayer, ParameterSlot
+from t5train.records.digests import digest_files
 
 STEPS, MOMENTS = 3, ("exp_avg", "exp_avg_sq")
 _EXPERT = re.compile(r"(.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.*)")

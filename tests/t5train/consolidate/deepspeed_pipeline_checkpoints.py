@@ -20,10 +20,10 @@ from live_moments import live_moments
 from torch import nn
 from toy_ranks import in_fp16, meet, on_cpu
 
-from t5train import sidecar
-from t5train.records import digest_files
-from t5train.sidecar import DataState, ParallelLayout, Sidecar
-from t5train.train.parameter_layout import describe
+from t5train.checkpoint import sidecar
+from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.engine.parameter_layout import describe
+from t5train.records.digests import digest_files
 
 STEPS = 3
 HUGGINGFACE = {

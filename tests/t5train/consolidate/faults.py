@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from t5train.fingerprint import fingerprint
+from t5train.records.identity import fingerprint
 
 Files = dict[str, bytes | None]
 """Contents by name; None for a file that is not there."""

@@ -21,7 +21,7 @@ import torch
 from deepspeed_files import Group, Layout, Model, Shape, Written, zero12_files
 from sidecar_files import rank_sidecar
 
-from t5train import sidecar
+from t5train.checkpoint import sidecar
 
 TIED = "tied_modules.embed.weight"
 _STAGE_AND_RANK = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_")

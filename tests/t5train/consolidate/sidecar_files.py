@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 from deepspeed_files import Layout, Model, Written, expected, make_model, paddings, place, sub_groups, write_files
 
-from t5train import sidecar
-from t5train.records import digest_files
-from t5train.sidecar import DataState, ExpertLayer, ParallelLayout, ParameterSlot, Sidecar
+from t5train.checkpoint import sidecar
+from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.model.parameters import ExpertLayer, ParameterSlot
+from t5train.records.digests import digest_files
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_")
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

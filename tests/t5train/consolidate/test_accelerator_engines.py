@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from t5train.consolidate import consolidate
+from t5train.checkpoint.consolidate import consolidate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 DENSE = [

@@ -11,7 +11,7 @@ import torch
 from deepspeed_files import Written
 from safetensors.torch import load_file
 
-from t5train.consolidate import consolidate
+from t5train.checkpoint.consolidate import consolidate
 from t5train.errors import IncompleteCheckpoint, UnknownLayout
 
 

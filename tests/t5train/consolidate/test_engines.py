@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from t5train.consolidate import consolidate
+from t5train.checkpoint.consolidate import consolidate
 from t5train.errors import UnknownLayout
 
 pytestmark = pytest.mark.slow

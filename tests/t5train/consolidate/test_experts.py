@@ -11,8 +11,8 @@ from deepspeed_files import EXPERTS, Layout, Written
 from safetensors.torch import load_file
 from sidecar_files import write
 
-from t5train import sidecar
-from t5train.consolidate import consolidate
+from t5train.checkpoint import sidecar
+from t5train.checkpoint.consolidate import consolidate
 from t5train.errors import IncompleteCheckpoint, T5TrainError, UnknownLayout
 
 MODEL = "mp_rank_00_model_states.pt"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from t5train.consolidate.metadata import StoredTensor, read_metadata
+from t5train.checkpoint.consolidate.torch_file import StoredTensor, read_metadata
 from t5train.errors import IncompleteCheckpoint
 
 

@@ -9,7 +9,7 @@ from deepspeed_files import Layout
 from pipeline_files import Pipeline, write_pipeline
 from safetensors.torch import load_file
 
-from t5train.consolidate import consolidate
+from t5train.checkpoint.consolidate import consolidate
 
 LAYER = "layer_02-model_states.pt"
 

@@ -8,7 +8,7 @@ import torch
 from deepspeed_pipeline_checkpoints import HUGGINGFACE
 from safetensors.torch import load_file
 
-from t5train.consolidate import consolidate
+from t5train.checkpoint.consolidate import consolidate
 from t5train.errors import IncompleteCheckpoint
 
 pytestmark = pytest.mark.slow

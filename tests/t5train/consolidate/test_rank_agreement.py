@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from t5train.consolidate import consolidate
+from t5train.checkpoint.consolidate import consolidate
 from t5train.errors import IncompleteCheckpoint, T5TrainError, UnknownLayout
 
 pytestmark = pytest.mark.slow

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from sidecar_files import write
 
-from t5train.consolidate import consolidate
-from t5train.records import Weights
+from t5train.checkpoint.consolidate import consolidate
+from t5train.records.stage_records import Weights
 
 SHAPES = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
 GROUPS = st.lists(st.lists(SHAPES, min_size=1, max_size=5), min_size=1, max_size=3)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from t5train.consolidate import consolidate, consolidation, metadata, out_folder
+from t5train.checkpoint.consolidate import consolidate, consolidation, torch_file
+from t5train.checkpoint.consolidate import consolidation as out_folder
 from t5train.errors import (
     ConsolidationError,
     IncompleteCheckpoint,
@@ -64,7 +65,7 @@ def test_a_flipped_bit_of_a_master_that_rounding_hides_is_found(
     """The lowest bits of a master do not show in bf16; the archive's checksum of the record does."""
     written = zero12()
     path = written.tag / RANK1
-    master = metadata.read_metadata(path)["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
+    master = torch_file.read_metadata(path)["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
     content = bytearray(path.read_bytes())
     content[master.offset + bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)

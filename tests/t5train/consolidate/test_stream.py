@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from t5train.consolidate import copying
-from t5train.consolidate.plan import Extent, Source, TensorPlan
-from t5train.consolidate.reading import Reader
-from t5train.consolidate.stream import write_tensors
+from t5train.checkpoint.consolidate import tensor_writer
+from t5train.checkpoint.consolidate.plan import Extent, Source, TensorPlan
+from t5train.checkpoint.consolidate.span_reader import Reader
+from t5train.checkpoint.consolidate.tensor_writer import write_tensors
 from t5train.errors import IncompleteCheckpoint
 from t5train.progress import silent
-from t5train.safetensors_digest import digest_safetensors
+from t5train.records.digests import digest_safetensors
 
 CONTENT = torch.randint(0, 256, (300_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
@@ -51,7 +51,7 @@ def test_tensors_of_any_size_are_written_as_they_are(
     folder = tmp_path_factory.mktemp("stream")
     plans = planned(folder, tensors)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copying, "_PIECE_BYTES", 8192)
+        patch.setattr(tensor_writer, "_PIECE_BYTES", 8192)
         digests = write_tensors(plans, folder, "model", None, has_digests=True, progress=silent)
     found = load_file(folder / "model.safetensors")
     assert {name: tensor.numpy().tobytes() for name, tensor in found.items()} == {
@@ -70,7 +70,7 @@ def test_a_file_system_that_always_goes_through_its_cache_will_do(
             raise OSError(errno.EINVAL, "Invalid argument")
         return opened(path, flags, mode)
 
-    monkeypatch.setattr("t5train.consolidate.shard_file.os.open", refuse)
+    monkeypatch.setattr("t5train.checkpoint.consolidate.safetensors_files.os.open", refuse)
     plans = planned(tmp_path, [("F32", 0, 9000), ("U8", 3, 70_000)])
     write_tensors(plans, tmp_path, "model", None, has_digests=True, progress=silent)
     found = load_file(tmp_path / "model.safetensors")

@@ -10,7 +10,7 @@ import pytest
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
 from t5train.data.tokenizer import build_tokenizer
-from t5train.records import Corpus, TokenizerFiles, TokenShards
+from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards
 from t5train.spec import CorpusSpec, ShardsSpec, TokenizerSpec
 
 SYLLABLES = ["ba", "cor", "dine", "el", "fru", "gis", "ha", "il", "jo", "kern", "lum", "mo", "nes", "or", "pet", "qua"]

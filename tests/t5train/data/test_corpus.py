@@ -16,7 +16,8 @@ from t5train.data.corpus import build_corpus, corpus_name
 from t5train.data.segments import read_segments
 from t5train.data.sources import redacted, require_source
 from t5train.errors import InputError, StorageError
-from t5train.records import Corpus, digest_file
+from t5train.records.digests import digest_file
+from t5train.records.stage_records import Corpus
 from t5train.spec import CorpusSpec
 
 
@@ -59,7 +60,7 @@ def test_a_reused_corpus_is_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
     text.write_text("one\n")
     build(text, tmp_path)
     read: list[Path] = []
-    for module in ("t5train.data.corpus", "t5train.records"):
+    for module in ("t5train.data.corpus", "t5train.records.digests"):
         monkeypatch.setattr(f"{module}.digest_file", lambda path: read.append(path) or digest_file(path))
     assert build(text, tmp_path).reused
     assert read.count(text) == 1

@@ -15,7 +15,7 @@ import pytest
 
 from t5train.data.corpus import build_corpus
 from t5train.errors import InputError
-from t5train.records import Corpus
+from t5train.records.stage_records import Corpus
 from t5train.spec import CorpusSpec
 
 LINES = b"".join(b"line %d of a text that takes more than one read\n" % number for number in range(200_000))

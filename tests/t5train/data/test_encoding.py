@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 
-from t5train.data.encoding import Encoder
+from t5train.data.sentencepiece_model import Encoder
 from t5train.data.tokenizer import Tokenizer, given_tokenizer
 
 from .conftest import WORDS, Made

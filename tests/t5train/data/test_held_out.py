@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from t5train.data.held_out import HELD_OUT, choose, comparable, read_held_out, write_held_out
-from t5train.data.passages import Passage
+from t5train.data.passages import Passage, split_of
 from t5train.data.segments import passages_of, read_segments
-from t5train.data.splits import split_of
 from t5train.data.tokenizer import Tokenizer
 from t5train.errors import InputError
-from t5train.witness import EncodedPassage
+from t5train.records.witness import EncodedPassage
 
 from .conftest import Made
 

@@ -10,7 +10,7 @@ import pytest
 from t5train.data.loader import Batch, Prefetched, Samples, Windows
 from t5train.data.shards import tokens_name
 from t5train.errors import DigestMismatch, InputError
-from t5train.records import TokenShards
+from t5train.records.stage_records import TokenShards
 from t5train.spec import ObjectiveSpec
 
 from .conftest import Made

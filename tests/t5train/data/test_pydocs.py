@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from t5train.data import pydocs
+from t5train.data import sources
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pydocs") / "pydocs.jsonl"
-    pydocs.write_passages(path)
+    sources.write_passages(path)
     return path
 
 
@@ -37,5 +37,5 @@ def test_it_holds_topics_and_docstrings_of_modules_classes_and_functions(passage
 
 
 def test_it_is_the_same_every_time(written: Path, tmp_path: Path) -> None:
-    pydocs.write_passages(tmp_path / "again")
+    sources.write_passages(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == written.read_bytes()

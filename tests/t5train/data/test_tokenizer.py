@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 
-from t5train.data.spiece import train
+from t5train.data.sentencepiece_model import train
 from t5train.data.tokenizer import Tokenizer, build_tokenizer, given_tokenizer
 from t5train.errors import InputError, SpecError
 from t5train.progress import silent

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from t5train.data.shards import tokens_name, unigram_name
-from t5train.data.unigram import cross_entropy, train_unigram
 from t5train.errors import DigestMismatch
+from t5train.train.validation import cross_entropy, train_unigram
 
 from .conftest import Made
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from t5train.data.workers import Advance, Json, in_processes
+from t5train.data.worker_processes import Advance, Json, in_processes
 from t5train.errors import InputError, WorkerLost
 
 
@@ -91,7 +91,7 @@ def test_no_worker_outlives_the_program_that_started_it(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from t5train.data.workers import in_processes\n"
+        "from t5train.data.worker_processes import in_processes\n"
         "list(in_processes('test_workers:sleep', [{'pid_file': sys.argv[2]}], 1, lambda units: None))"
     )
     command = [sys.executable, "-c", code, str(Path(__file__).parent), str(pid_file)]

@@ -5,8 +5,8 @@ import re
 import pytest
 from torch import nn
 
-from t5train.model.compiled import compile_steps
-from t5train.model.shape import resolve
+from t5train.engine.engine import compile_steps
+from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
 from t5train.spec import ModelSpec
 

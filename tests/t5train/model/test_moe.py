@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, SwitchTransformersForConditionalGeneration
 
+from t5train.engine.parameter_layout import huggingface_names
 from t5train.errors import SpecError
-from t5train.model.initialise import first_value, initialise
-from t5train.model.names import huggingface_names
+from t5train.model.initialization import first_value, initialise
+from t5train.model.model_shape import T5Shape, count_parameters, huggingface_config, resolve
 from t5train.model.parameters import parameter_shapes
-from t5train.model.shape import T5Shape, count_parameters, huggingface_config, resolve
 from t5train.model.t5 import T5
 from t5train.spec import ExpertsSpec, ModelSpec
 

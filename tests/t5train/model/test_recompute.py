@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from t5train.model.initialise import initialise
-from t5train.model.recompute import checkpoint_activations
-from t5train.model.shape import resolve
+from t5train.model.activation_checkpointing import checkpoint_activations
+from t5train.model.initialization import initialise
+from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
 from t5train.spec import ExpertsSpec, ModelSpec
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from t5train.data.span_corruption import geometry
 from t5train.errors import SpecError
-from t5train.model.shape import T5Shape, count_parameters, resolve
-from t5train.model.stages import balanced, stage_bounds, stage_parameters, unit_costs
+from t5train.model.model_shape import T5Shape, count_parameters, resolve
+from t5train.model.pipeline_split import balanced, stage_bounds, stage_parameters, unit_costs
 from t5train.spec import ModelSpec, ObjectiveSpec
 
 SAMPLE = geometry(ObjectiveSpec())

@@ -11,9 +11,9 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from t5train.errors import SpecError
 from t5train.model.attention import _bucket
-from t5train.model.initialise import first_value, initialise
+from t5train.model.initialization import first_value, initialise
+from t5train.model.model_shape import _SIZES, T5Shape, count_parameters, huggingface_config, resolve
 from t5train.model.parameters import parameter_shapes
-from t5train.model.shape import _SIZES, T5Shape, count_parameters, huggingface_config, resolve
 from t5train.model.t5 import T5
 from t5train.spec import ModelSpec
 

@@ -8,8 +8,8 @@ import torch
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
 from t5train.data.tokenizer import build_tokenizer
-from t5train.recipes import recipe
-from t5train.records import TokenizerFiles, TokenShards
+from t5train.records.stage_records import TokenizerFiles, TokenShards
+from t5train.spec.recipes import recipe
 
 
 @pytest.fixture(scope="session")

@@ -19,11 +19,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 
 from t5train.data.loader import Prefetched
+from t5train.engine.gradient_accumulation import Fp32Sums
+from t5train.engine.optimizer import AdamWRms
 from t5train.spec import build
+from t5train.spec.rank_job import TrainJob
 from t5train.train import loop
-from t5train.train.accumulation import Fp32Sums
-from t5train.train.job import TrainJob
-from t5train.train.optimizer import AdamWRms
 
 
 def main(jobs: Path) -> None:

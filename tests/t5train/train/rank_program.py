@@ -23,19 +23,20 @@ import torch
 from deepspeed import comm
 from deepspeed.utils import groups
 
-from t5train import sidecar
-from t5train.checkpoint_files import files_read_by
+from t5train.checkpoint import saving, sidecar
+from t5train.checkpoint.reshard import consolidated_for
+from t5train.checkpoint.state_loading import StoredState
+from t5train.checkpoint.tags import files_read_by
 from t5train.data.loader import Batch, Samples
+from t5train.engine import collectives, deepspeed_config, forward_backward
+from t5train.engine.optimizer import AdamWRms
 from t5train.errors import T5TrainError
 from t5train.model.t5 import RMSNorm
 from t5train.progress import silent
 from t5train.spec import RunSpec, build
-from t5train.train import checkpointing, deepspeed_config, loop, passes, ranks
-from t5train.train.job import Consolidated, TrainJob
-from t5train.train.masters import full_masters
-from t5train.train.optimizer import AdamWRms
-from t5train.train.relayout import consolidated_for
-from t5train.train.stored_state import StoredState
+from t5train.spec.rank_job import Consolidated, TrainJob
+from t5train.train import loop
+from t5train.train.witness_recording import full_masters
 
 
 def main(jobs: Path) -> None:
@@ -74,7 +75,7 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
                 found["opened"] = sorted({path.name for path in map(Path, _OPENED) if path.suffix == ".pt"})
             if job.consolidated or (job.start_fingerprint and job.resume_tag is None):
                 found["begun"] = _digests(trainer)
-                checkpointing.save(trainer.engine, job, trainer.step, {}, trainer.shards.fingerprint)
+                saving.save(trainer.engine, job, trainer.step, {}, trainer.shards.fingerprint)
             if "stop_at" in entry:
                 _stop_after(trainer, entry["stop_at"])
             trainer.run()
@@ -125,7 +126,7 @@ def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _digests(trainer: loop.Trainer) -> dict[str, int]:
-    return {name: ranks.digest64(master.numpy().tobytes()) for name, master in full_masters(trainer.engine)}
+    return {name: collectives.digest64(master.numpy().tobytes()) for name, master in full_masters(trainer.engine)}
 
 
 def _consolidated(entry: dict[str, Any]) -> Consolidated | None:
@@ -167,13 +168,13 @@ def _no_fault() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _loss_becomes_nan() -> Iterator[None]:
-    original = ranks.gather
+    original = collectives.gather
     calls = {"count": 0}
 
     def gather(values: list[int]) -> list[list[int]]:
         calls["count"] += 1
         if len(values) == 3 and calls["count"] > 3 and comm.get_rank() == 0:
-            values = [ranks.bits_of(float("nan")), *values[1:]]
+            values = [collectives.bits_of(float("nan")), *values[1:]]
         return original(values)
 
     with mock.patch.object(loop, "gather", gather):
@@ -240,7 +241,7 @@ def _all_passes_of_a_step_take_one_batch() -> Iterator[None]:
     def micro_batches(samples: Samples, spec: RunSpec, step: int) -> Iterator[Batch]:
         size = spec.layout.micro_batch_sequences
         for done in range(step, spec.optimizer.num_steps):
-            first = (done * spec.data_parallel_size + ranks.data_rank(spec)) * size
+            first = (done * spec.data_parallel_size + collectives.data_rank(spec)) * size
             for _ in range(spec.gradient_accumulation):
                 yield samples.batch(first, size)
 
@@ -275,25 +276,25 @@ def _part_of_rank_0_is_of_unused_pieces() -> Iterator[None]:
 @contextlib.contextmanager
 def _every_step_is_skipped() -> Iterator[None]:
     """DeepSpeed counts a skip at every step, as its fp16 engine does when gradients overflow for ever."""
-    original = passes.update
+    original = forward_backward.update
 
     def update(engine: Any) -> float | None:
         engine.skipped_steps += engine.is_gradient_accumulation_boundary()
         return original(engine)
 
-    with mock.patch.object(passes, "update", update):
+    with mock.patch.object(forward_backward, "update", update):
         yield
 
 
 @contextlib.contextmanager
 def _rank_one_is_told_nothing() -> Iterator[None]:
-    original = checkpointing.resume
+    original = saving.resume
 
     def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
         told = job if comm.get_rank() == 0 else job.model_copy(update={"resume_tag": None})
         return original(engine, told, stored)
 
-    with mock.patch.object(checkpointing, "resume", resume):
+    with mock.patch.object(saving, "resume", resume):
         yield
 
 

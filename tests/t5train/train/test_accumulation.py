@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from t5train.recipes import recipe
-from t5train.train.accumulation import Fp32Sums, sums_of
+from t5train.engine.gradient_accumulation import Fp32Sums, sums_of
+from t5train.spec.recipes import recipe
 
 
 @given(st.integers(1, 128), st.integers(0, 1000), st.sampled_from([torch.bfloat16, torch.float16]))

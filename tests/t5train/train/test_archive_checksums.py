@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from t5train.checkpoint.archive_checksums import fill_in, no_checksums
 from t5train.errors import StorageError
-from t5train.train.archive_checksums import fill_in, no_checksums
 
 SERIALIZATION_ID = "archive/.data/serialization_id"  # made of checksums, and read by nobody
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from t5train.errors import DiskFull, RanksDisagree, StorageError
-from t5train.train import error_report
+from t5train.rank import error_report
 
 
 def test_an_error_of_ours_is_read_back_as_it_was(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from t5train.records import TokenShards
-from t5train.sidecar import read_all
+from t5train.checkpoint.sidecar import read_all
+from t5train.records.stage_records import TokenShards
 from tests.t5train.train.test_training import Trained, _launch, _spec
 
 pytestmark = pytest.mark.slow

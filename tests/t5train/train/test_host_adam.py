@@ -7,9 +7,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from t5train.engine.optimizer import AdamWRms, HostAdam, Partition, Segment, sum_of_squares
 from t5train.errors import SpecError
-from t5train.train.host_adam import HostAdam, sum_of_squares
-from t5train.train.optimizer import AdamWRms, Partition, Segment
 
 pytestmark = pytest.mark.slow
 SIZES, PADDING = [30_011, 7, 1_000], 6

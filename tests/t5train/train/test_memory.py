@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from t5train.model.shape import count_parameters, resolve
-from t5train.recipes import RECIPES, recipe
-from t5train.records import TokenShards
-from t5train.train.memory import FETCHED, PROCESS, WITNESS, held_by_a_rank, host_bytes
+from t5train.engine.memory_estimate import FETCHED, PROCESS, WITNESS, held_by_a_rank, host_bytes
+from t5train.model.model_shape import count_parameters, resolve
+from t5train.records.stage_records import TokenShards
+from t5train.spec.recipes import RECIPES, recipe
 from tests.t5train.train.test_training import _launch, _spec
 
 LAYOUTS = ["zero0-bf16", "zero1-bf16", "zero2-fp32-ep2", "zero2-bf16-offload", "zero3-bf16-offload"]

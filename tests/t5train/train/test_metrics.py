@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from t5train.train.metrics import Metrics, read
+from t5train.metrics import Metrics, read
 
 
 def test_a_line_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:

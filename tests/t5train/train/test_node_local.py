@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from t5train import sidecar
-from t5train.checkpoint_files import files_read_by
-from t5train.model.shape import resolve
-from t5train.records import TokenShards
-from t5train.sidecar import Sidecar, complete_tags
-from t5train.train.checkpoint_bytes import bytes_held
+from t5train.checkpoint import sidecar, tags
+from t5train.checkpoint.retention import bytes_held
+from t5train.checkpoint.sidecar import Sidecar
+from t5train.checkpoint.tags import complete_tags, files_read_by
+from t5train.model.model_shape import resolve
+from t5train.records.stage_records import TokenShards
 from tests.t5train.train.test_training import Trained, _launch, _spec
 
 pytestmark = pytest.mark.slow
@@ -86,7 +86,7 @@ def test_what_nodes_answer_for_is_together_the_checkpoint_of_one_disk(
 ) -> None:
     gathered = trained.root / f"{layout}.whole/checkpoints"
     assert complete_tags(gathered) == [LAST, TAG]
-    sidecars = sidecar.require_complete(gathered / LAST)
+    sidecars = tags.require_complete(gathered / LAST)
     names = [name for one in sidecars for name in one.files]
     assert sorted(names) == sorted({name for one in sidecars for name in files_read_by(one.rank, sidecars)})
     assert trained.consolidated(f"{layout}.whole", tmp_path) == trained.found(f"{layout}.whole")["masters"]

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from t5train.sidecar import ParameterSlot
-from t5train.train.optimizer import MINIMAL_RMS, AdamWRms, Partition, Segment
-from t5train.train.partitions import _cut_joined, _cut_one_by_one
+from t5train.engine.optimizer import MINIMAL_RMS, AdamWRms, Partition, Segment
+from t5train.engine.partitions import _cut_joined, _cut_one_by_one
+from t5train.model.parameters import ParameterSlot
 
 STEPS = 3
 

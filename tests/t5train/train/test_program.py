@@ -7,10 +7,11 @@ import deepspeed
 import pytest
 
 from t5train.errors import WeightsDidNotMove
-from t5train.recipes import recipe
+from t5train.rank import error_report
+from t5train.spec.rank_job import TrainJob
+from t5train.spec.recipes import recipe
 from t5train.train import __main__ as program
-from t5train.train import error_report, loop
-from t5train.train.job import TrainJob
+from t5train.train import loop
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@ import os
 import subprocess
 import sys
 
-from infra.ports import free_port
+from infra.node.ports import free_port
 
 RANK = """
 import deepspeed
 from torch.distributed import distributed_c10d
 
-from t5train.train.ranks import gather_objects, rank
+from t5train.engine.collectives import gather_objects; from t5train.engine.collectives import rank
 
 deepspeed.init_distributed("gloo", verbose=False)
 del distributed_c10d._unpickler  # with which torch reads what other ranks have sent

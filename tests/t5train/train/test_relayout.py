@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from t5train.consolidate import consolidate
+from t5train.checkpoint import resume as run_module
+from t5train.checkpoint.consolidate import consolidate
+from t5train.checkpoint.sidecar import read_all
+from t5train.engine.collectives import digest64
 from t5train.errors import StorageError
-from t5train.records import TokenShards
-from t5train.sidecar import read_all
+from t5train.metrics import read
+from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
-from t5train.train import run as run_module
-from t5train.train.job import TrainJob
-from t5train.train.metrics import read
-from t5train.train.ranks import digest64
+from t5train.spec.rank_job import TrainJob
 from tests.t5train.train.test_training import Trained, _launch, _spec
 
 pytestmark = pytest.mark.slow

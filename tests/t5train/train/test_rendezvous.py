@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from infra.ports import free_port
+from infra.node.ports import free_port
 
 # Prints the addresses at which this process listens, as the kernel lists them.
 PROGRAM = """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from t5train.train.rendezvous import listen_on_loopback
+from t5train.train.loopback_store import listen_on_loopback
 
 store = listen_on_loopback()
 assert (store is None) == (os.environ["RANK"] != "0")

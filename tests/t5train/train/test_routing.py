@@ -5,11 +5,11 @@ import logging
 import pytest
 import torch
 
-from t5train.model.shape import resolve
+from t5train.engine import expert_routing
+from t5train.engine.expert_routing import Routing
+from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
 from t5train.spec import ExpertsSpec, ModelSpec
-from t5train.train import routing
-from t5train.train.routing import Routing
 
 pytestmark = pytest.mark.slow
 ENCODER, DECODER = "encoder.block.1.layer.1.mlp", "decoder.block.1.layer.2.mlp"
@@ -18,8 +18,8 @@ ENCODER, DECODER = "encoder.block.1.layer.1.mlp", "decoder.block.1.layer.2.mlp"
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> T5:
     """Of two stacks with one sparse layer of four experts each, on the only rank there is."""
-    monkeypatch.setattr(routing, "gather", lambda values: [values])
-    monkeypatch.setattr(routing, "gather_floats", lambda values: [values])
+    monkeypatch.setattr(expert_routing, "gather", lambda values: [values])
+    monkeypatch.setattr(expert_routing, "gather_floats", lambda values: [values])
     moe = ExpertsSpec(num_experts=4)
     return T5(resolve(ModelSpec(preset="smoke", version="v1.0", moe=moe), 300), decoder_start_id=0)
 
@@ -35,7 +35,7 @@ def test_a_starving_expert_is_named_and_counted(model: T5, caplog: pytest.LogCap
     for _ in range(2):
         choose(model, [100, 100, 100, 100], [196, 100, 95, 9])
         watched.of_step(0.0)
-    with caplog.at_level(logging.WARNING, "t5train.train.routing"):
+    with caplog.at_level(logging.WARNING, "t5train.engine.expert_routing"):
         values = watched.of_experts()
     assert values["starving_experts"] == 1
     assert values[f"tokens/{ENCODER}/expert_2"] == 200

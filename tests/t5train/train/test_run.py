@@ -12,21 +12,21 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from t5train import sidecar
+from t5train.checkpoint import last_complete, saving, sidecar
+from t5train.checkpoint.reshard import discard_consolidated
+from t5train.checkpoint.resume import open_run, require_same_settings, run_fingerprint, write_job
+from t5train.checkpoint.resume_point import ask_to_begin_again
+from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.data.loader import ORDER_VERSION
 from t5train.errors import NothingVerifies, RunChanged, SpecError, UnknownVersion, UnlistedFile, Unreadable
-from t5train.fingerprint import fingerprint
-from t5train.recipes import recipe
-from t5train.records import FileDigest, TokenShards, digest_file
-from t5train.run_files import tag_of
-from t5train.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.files.run_folder import tag_of
+from t5train.model.starting_model import start_fingerprint
+from t5train.records.digests import FileDigest, digest_file
+from t5train.records.identity import fingerprint
+from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
-from t5train.start_from import start_fingerprint
-from t5train.train import checkpointing, last_complete
-from t5train.train.job import TrainJob
-from t5train.train.relayout import discard_consolidated
-from t5train.train.resume_point import ask_to_begin_again
-from t5train.train.run import open_run, require_same_settings, run_fingerprint, write_job
+from t5train.spec.rank_job import TrainJob
+from t5train.spec.recipes import recipe
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_a_disk_that_fails_while_a_checkpoint_is_verified_is_named(
 
     own = run_fingerprint(spec, shards)
     _checkpoint(spec, 100, own)
-    monkeypatch.setattr("t5train.records.digest_file", fails)
+    monkeypatch.setattr("t5train.records.digests.digest_file", fails)
     with pytest.raises(Unreadable, match=rf"{tag_of(100)}/{MODEL} cannot be read now"):
         write_job(spec, shards, tmp_path)
 
@@ -263,8 +263,8 @@ def _prune(spec: RunSpec, own: str, resumed: str | None, newest_step: int) -> li
     job = TrainJob(
         spec=spec, run_fingerprint=own, run_folder=spec.run_folder, shards_folder=spec.run_folder, resume_tag=resumed
     )
-    with mock.patch.object(checkpointing, "rank", return_value=0):
-        checkpointing.prune(job, newest_step)
+    with mock.patch.object(saving, "rank", return_value=0):
+        saving.prune(job, newest_step)
     return sorted(path.name for path in (spec.run_folder / "checkpoints").iterdir())
 
 
@@ -311,8 +311,8 @@ def test_pruning_removes_old_and_unfinished_checkpoints_and_what_was_consolidate
         shards_folder=tmp_path,
         resume_tag=None,
     )
-    with mock.patch.object(checkpointing, "rank", return_value=0):
-        checkpointing.prune(job, 4)
+    with mock.patch.object(saving, "rank", return_value=0):
+        saving.prune(job, 4)
     left = sorted(path.name for path in (spec.run_folder / "checkpoints").iterdir())
     assert left == ["notes", "step-00000001-good", tag_of(2), tag_of(4)]
     assert not (spec.run_folder / "relayout").exists()

@@ -3,7 +3,7 @@
 import pytest
 
 from t5train.spec import OptimizerSpec
-from t5train.train.schedule import learning_rate
+from t5train.train.learning_rate import learning_rate
 
 
 def _optimizer(schedule: str, warmup_steps: int = 10) -> OptimizerSpec:

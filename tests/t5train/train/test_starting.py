@@ -15,12 +15,12 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from t5train.consolidate import consolidate
-from t5train.records import TokenShards
+from t5train.checkpoint.consolidate import consolidate
+from t5train.engine.collectives import digest64
+from t5train.metrics import read
+from t5train.model.starting_model import require_fit
+from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
-from t5train.start_from import require_fit
-from t5train.train.metrics import read
-from t5train.train.ranks import digest64
 from tests.t5train.train.test_training import Trained, _launch, _spec
 
 pytestmark = pytest.mark.slow

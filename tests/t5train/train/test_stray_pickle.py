@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from infra import shared_memory
-from infra.ports import free_port
-from t5train import sidecar
+from infra.node.attempts import attempt_actions
+from infra.node.ports import free_port
+from t5train.checkpoint import tags
 from t5train.errors import UnlistedFile
 
 pytestmark = pytest.mark.slow
@@ -47,13 +47,13 @@ def test_deepspeed_unpickles_a_stray_file_and_a_tag_that_holds_one_is_refused(
 ) -> None:
     port = free_port()
     ended = run_python(LOADS_A_TAG_WITH_A_STRAY, str(tmp_path), STRAY, str(port))
-    shared_memory.remove_all("127.0.0.1", port)
+    attempt_actions.remove_all("127.0.0.1", port)
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "the-code-ran").exists(), "DeepSpeed does not look at such a file any more"
     tag = tmp_path / "tag"
     own = [path.name for path in tag.iterdir() if path.name != STRAY]
     record_alone(tag, own, [], zero_stage=1)
     with pytest.raises(UnlistedFile, match=f"holds {STRAY}, which no rank recorded"):
-        sidecar.require_complete(tag)
+        tags.require_complete(tag)
     (tag / STRAY).unlink()
-    sidecar.require_complete(tag)
+    tags.require_complete(tag)

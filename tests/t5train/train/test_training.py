@@ -13,17 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from infra import shared_memory
-from infra.ports import free_port
-from t5train.certify import certify
-from t5train.consolidate import consolidate
+from infra.node.attempts import attempt_actions
+from infra.node.ports import free_port
+from t5train.checkpoint.consolidate import consolidate
 from t5train.data.keyed_random import permuted
-from t5train.export import export
-from t5train.recipes import recipe
-from t5train.records import TokenizerFiles, TokenShards
+from t5train.engine.collectives import digest64
+from t5train.metrics import read
+from t5train.records.stage_records import TokenizerFiles, TokenShards
+from t5train.release.certification import certify
+from t5train.release.export import export
 from t5train.spec import RunSpec
-from t5train.train.metrics import read
-from t5train.train.ranks import digest64
+from t5train.spec.recipes import recipe
 
 pytestmark = pytest.mark.slow
 
@@ -212,7 +212,7 @@ def _launch(jobs: Path, ranks: int = 2, program: str = "rank_program.py") -> Non
             timeout=600,
             check=False,
         )
-    shared_memory.remove_all("127.0.0.1", port)
+    attempt_actions.remove_all("127.0.0.1", port)
     assert ended.returncode == 0, log.read_text(errors="replace")[-6000:]
 
 

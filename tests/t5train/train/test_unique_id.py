@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from t5train.recipes import recipe
-from t5train.records import TokenShards
+from t5train.checkpoint.resume import begun_fingerprint, open_run, unique_id
+from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
-from t5train.train.run import begun_fingerprint, open_run, unique_id
+from t5train.spec.recipes import recipe
 
 
 @pytest.fixture

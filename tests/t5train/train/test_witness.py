@@ -8,19 +8,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from t5train.certificate import Certificate
-from t5train.certify import certify
 from t5train.data.loader import Samples
-from t5train.export import export
-from t5train.model.initialise import initialise
-from t5train.model.names import huggingface_names
-from t5train.model.shape import huggingface_config, resolve
+from t5train.engine.parameter_layout import huggingface_names
+from t5train.model.initialization import initialise
+from t5train.model.model_shape import huggingface_config, resolve
 from t5train.model.t5 import T5
-from t5train.recipes import recipe
-from t5train.records import TokenizerFiles, TokenShards, Weights, digest_files
+from t5train.records.digests import digest_files
+from t5train.records.stage_records import TokenizerFiles, TokenShards, Weights
+from t5train.release.certificate import Certificate
+from t5train.release.certification import certify
+from t5train.release.export import export
 from t5train.spec import RunSpec
-from t5train.train import witness
-from t5train.train.job import TrainJob
+from t5train.spec.rank_job import TrainJob
+from t5train.spec.recipes import recipe
+from t5train.train import witness_recording
 
 FACTS = {"run_fingerprint": "3" * 64, "step": 7, "tag": "step-00000007", "validation": {"validation_loss": 4.5}}
 
@@ -43,8 +44,8 @@ def _certificate(
     masters = {names[name]: parameter.data for name, parameter in model.named_parameters()}
     for name, master in masters.items():
         initialise(name, master, shape=shape, seed=1)
-    monkeypatch.setattr(witness, "full_masters", lambda _engine: masters.items())
-    monkeypatch.setattr(witness, "rank", lambda: 0)
+    monkeypatch.setattr(witness_recording, "full_masters", lambda _engine: masters.items())
+    monkeypatch.setattr(witness_recording, "rank", lambda: 0)
     job = TrainJob(
         spec=spec,
         run_fingerprint="3" * 64,
@@ -55,7 +56,7 @@ def _certificate(
     )
     held_out = Samples(shards, "validation", spec.objective, 1, shuffle=False)
     facts: dict[str, Any] = FACTS | {"inputs": {**shards.inputs, "shards": shards.fingerprint}}
-    witness.record(None, job, shape, held_out, huggingface_config(shape, 0, 1), facts)
+    witness_recording.record(None, job, shape, held_out, huggingface_config(shape, 0, 1), facts)
     (folder / "weights").mkdir()
     save_file(masters, folder / "weights/model.safetensors", metadata={"format": "pt"})
     weights = Weights(
@@ -78,7 +79,7 @@ def test_transformers_generates_what_the_witness_recorded(
     assert certificate.passages_compared > 1
     assert certificate.generation is not None
     generated = load_file(tmp_path / "witness/witness.safetensors")["heldout.generated"]
-    assert certificate.generation.tokens_compared == generated.numel() == 2 * (1 + witness.GENERATED_TOKENS)
+    assert certificate.generation.tokens_compared == generated.numel() == 2 * (1 + witness_recording.GENERATED_TOKENS)
     assert torch.all(generated[:, 0] == 0)
     card = (tmp_path / "export/README.md").read_text()
     assert "Trained on `text.jsonl`" in card

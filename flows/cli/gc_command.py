@@ -1,0 +1,127 @@
+"""``gc``: what no run needs, on this machine and on hosts, and how much room it takes."""
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Annotated, TypeVar
+
+import typer
+
+from flows.cli.options import (
+    HostfileOption,
+    IncludeOption,
+    RootOption,
+    SetOption,
+    ShipCodeOption,
+    host_settings,
+    root_of,
+    settings,
+)
+from flows.cli.terminal import complain, say, show_table, stage_display
+from infra.head.hosts.code_shipping import ship, shipped_code
+from infra.head.hosts.hostfile import chosen_hosts, spare_hosts
+from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.ssh import Ssh
+from infra.head.storage.garbage_collection import (
+    FinishedRun,
+    finished_runs,
+    free_of_heads,
+    free_on,
+    free_under,
+    garbage_of_heads,
+    garbage_on,
+    garbage_under,
+    known_attempts,
+    verified,
+)
+from infra.node.storage.garbage import Garbage
+from t5train.errors import HostError
+from t5train.files.run_folder import RUNS
+from t5train.host_resources import format_bytes
+from t5train.spec import MachinesSpec
+
+_COLUMNS = ["host", "what", "size", "why"]
+_HEAD = "this machine"
+
+T = TypeVar("T")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this module."""
+    app.command()(gc)
+
+
+def gc(
+    changes: SetOption = None,
+    root: RootOption = None,
+    hostfile: HostfileOption = None,
+    include: IncludeOption = None,
+    ship_code: ShipCodeOption = None,
+    free: Annotated[bool, typer.Option("--free", help="Remove it")] = False,
+) -> None:
+    """Show what no run needs, under the root and on the hosts of a hostfile, and remove it with --free."""
+    changed = settings(changes) | host_settings(hostfile, include, None, None, None, ship_code=ship_code)
+    machines, place = MachinesSpec.of(changed), root_of(root)
+    finished, attempts = finished_runs(place), known_attempts(place)
+    own, of_heads = list(garbage_under(place)), list(garbage_of_heads(attempts))
+    with _nodes(machines) as (nodes, lacking):
+        answers = lacking | garbage_on(nodes, finished, attempts)
+        found = {_HEAD: [*own, *of_heads]} | _heard(answers)
+        show_table(_COLUMNS, [row for host, each in found.items() for row in _rows(host, each)])
+        if free:
+            checked = _verified(finished, found)
+            still = {run.name for run in finished_runs(place)}  # reading all that may have taken hours
+            verified_runs = [run for run in checked if run.name in still]
+            freed = {_HEAD: free_under(place, own) + free_of_heads(attempts, of_heads)}
+            freed |= _heard(free_on(nodes, verified_runs, attempts, found))
+            say(f"{sum(map(len, freed.values()))} removed")
+        else:
+            say(_summary(sum(each.size for share in found.values() for each in share if not each.is_kept)))
+    if len(found) <= len(answers):
+        raise typer.Exit(1)
+
+
+def _verified(finished: list[FinishedRun], found: Mapping[str, Iterable[Garbage]]) -> list[FinishedRun]:
+    """The finished runs, where the head's copy is verified of those that hosts are to remove; a line for each fault."""
+    names = {PurePath(each.place).name for share in found.values() for each in share if _is_run(each)}
+    with stage_display() as progress:
+        checked = list(verified(finished, names, progress))
+    for before, run in zip(finished, checked, strict=True):
+        if run.fault and not before.fault:
+            complain(f"kept on all hosts: {run.name}, as the head's copy is not whole: {run.fault}")
+    return checked
+
+
+def _is_run(garbage: Garbage) -> bool:
+    return not garbage.is_kept and garbage.place.startswith(f"{RUNS}/")
+
+
+@contextmanager
+def _nodes(machines: MachinesSpec) -> Iterator[tuple[Nodes, dict[str, HostError]]]:
+    """The hosts of the hostfile, none without one; and why others of it did not get the code that they are to run."""
+    cluster = machines.cluster
+    hosts = (*chosen_hosts(cluster).names, *spare_hosts(cluster).names) if cluster.hostfile else ()
+    with tempfile.TemporaryDirectory(prefix="t5-gc-") as folder:
+        transport, code = Ssh.configured(cluster, Path(folder)), shipped_code(cluster)
+        lacking = ship(transport, hosts) if code else {}
+        reached = tuple(host for host in hosts if host not in lacking)
+        yield Nodes(transport, reached, machines.storage.scratch, code), lacking
+
+
+def _heard(answers: dict[str, T | HostError]) -> dict[str, T]:
+    """Those of hosts that answered; of others, a line why not."""
+    for answer in answers.values():
+        if isinstance(answer, HostError):
+            complain(f"left out: {answer}")
+    return {host: answer for host, answer in answers.items() if not isinstance(answer, HostError)}
+
+
+def _rows(host: str, found: list[Garbage]) -> list[list[str]]:
+    return [[host, each.place, format_bytes(each.size), each.why] for each in found]
+
+
+def _summary(size_bytes: int) -> str:
+    if not size_bytes:
+        return "there is nothing that no run needs"
+    return f"{format_bytes(size_bytes)} that no run needs: `t5-pretrain gc --free` removes it"

@@ -1,0 +1,160 @@
+"""``deploy`` and ``up``: Prefect's server, pool, deployments and worker."""
+
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows import api_key, prefect_profile, prefect_server
+from flows.cli.options import RootOption, root_of
+from flows.cli.terminal import complain, progress_display, say
+from flows.worker import STOP_SECONDS
+from infra.node import processes
+from t5train.errors import InputError, LaunchError, SpecError, StorageError
+from t5train.spec.recipes import RECIPES
+
+LOOK_SECONDS = 10.0
+"""Between two looks for runs whose process has been killed."""
+
+RUN_SECONDS = 60.0
+"""For a run to save and end in order, as after a SIGTERM to `t5-pretrain run`."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command()(deploy)
+    app.command()(up)
+
+
+def deploy(root: RootOption = None) -> None:
+    """Make work pool and deployments on the configured Prefect server; again changes nothing."""
+    api_url = prefect_server.configured_api_url()
+    if api_url is None:
+        raise SpecError("no Prefect server is configured: set PREFECT_API_URL, or start one with `t5-pretrain up`")
+    prefect_server.join(root_of(root), api_url)
+    _deploy(root_of(root))
+
+
+def up(
+    root: RootOption = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Of the server, on this machine only")] = (
+        prefect_server.DEFAULT_PORT
+    ),
+) -> None:
+    """Start a Prefect server, the pool, the deployments and a worker for this machine, until Ctrl-C."""
+    prefect_server.require_free_port(port)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's stop is a Ctrl-C
+    home = root_of(root) / prefect_server.HOME
+    profiles = prefect_profile.UserProfiles.find()
+    with (
+        progress_display() as progress,
+        prefect_server.own_server(home, port, progress, lasting=True) as api_url,
+    ):
+        _deploy(root_of(root))
+        _close_runs_of_pool()
+        with _worker(home / "worker.log") as worker:
+            _explain(profiles, home, api_url)
+            code = _await_end(worker)
+            raise LaunchError(f"the worker ended with exit code {code}; {home / 'worker.log'} says why")
+
+
+def _explain(profiles: prefect_profile.UserProfiles, home: Path, api_url: str) -> None:
+    commands = "".join(f"\n    {line}" for line in _how_to_run(profiles, home, api_url))
+    say(f"Prefect is at {api_url.removesuffix('/api')}; Ctrl-C ends it with all its runs. Its page asks for a key:")
+    say(f"    cat {shlex.quote(str(api_key.path_of(home)))}")
+    say(f"To start a run, type{commands}")
+
+
+def _how_to_run(profiles: prefect_profile.UserProfiles, home: Path, api_url: str) -> Iterator[str]:
+    """Commands that start a run in another shell, whose settings are those that this one had."""
+    run = f"{shlex.quote(str(_prefect()))} deployment run t5-pretrain/smoke"
+    try:
+        is_in_use = profiles.write(api_url, api_key.read(home))
+    except (InputError, StorageError) as error:
+        complain(f"no profile {prefect_profile.NAME}: {error}")
+        key = f'"$(cat {shlex.quote(str(api_key.path_of(home)))})"'
+        yield f"PREFECT_API_URL={api_url} PREFECT_API_AUTH_STRING={key} {run}"
+        return
+    if profiles.overrides:
+        yield f"unset {' '.join(profiles.overrides)}"
+    if not is_in_use:
+        yield f"{shlex.quote(str(_prefect()))} profile use {prefect_profile.NAME}"
+    yield run
+
+
+def _await_end(worker: subprocess.Popen[bytes]) -> int:
+    """The exit code of the worker, in whose lifetime runs that others of this server's clients left are closed."""
+    while True:
+        try:
+            return worker.wait(LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            _close_abandoned_runs()
+
+
+@contextmanager
+def _worker(log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker of the pool, alive for the block; its runs are told to end before it, which else kills them."""
+    from flows.deploy import POOL
+
+    with open(log, "ab") as output:
+        worker = subprocess.Popen(
+            [sys.executable, "-P", "-m", "flows.worker", POOL],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=prefect_server.NEUTRAL_FOLDER,
+            start_new_session=True,  # Ctrl-C comes to us, who end the worker before its server
+        )
+    try:
+        yield worker
+    finally:
+        try:
+            _end_runs(processes.child_of(worker.pid))
+        finally:  # also after another Ctrl-C: the worker kills what still runs
+            prefect_server.stop(worker, STOP_SECONDS)
+
+
+def _end_runs(of_worker: processes.Belongs) -> None:
+    if processes.find(of_worker):
+        say(f"runs save and end, for which they have {RUN_SECONDS:.0f} s; Ctrl-C ends them at once")
+        processes.end(of_worker, RUN_SECONDS)
+
+
+def _close_runs_of_pool() -> None:
+    from flows.abandoned import (
+        close_abandoned_runs,
+        close_runs_of_pool,  # brings Prefect, as above
+    )
+
+    for name in [*close_abandoned_runs(), *close_runs_of_pool()]:
+        say(f"run {name!r} had lost its worker and is closed; the same run started again resumes where it stood")
+
+
+def _close_abandoned_runs() -> None:
+    from flows.abandoned import close_abandoned_runs
+
+    try:
+        closed = close_abandoned_runs()
+    except Exception as error:  # whatever Prefect's client makes of a server that is busy: no reason to end all runs
+        complain(f"killed runs are not closed, which is tried again: {type(error).__name__}: {error}")
+        return
+    for name in closed:
+        say(f"run {name!r} was killed and is closed; the same run started again resumes where it stood")
+
+
+def _deploy(root: Path) -> None:
+    from flows.deploy import deploy as deploy_all  # brings Prefect, which reads its settings when it is imported
+
+    deploy_all(root)
+    say(f"deployed: {', '.join(f't5-pretrain/{recipe}' for recipe in RECIPES)}")
+
+
+def _prefect() -> Path:
+    """Prefect's own command, which lies beside the interpreter."""
+    return Path(sys.executable).with_name("prefect")

@@ -1,0 +1,4 @@
+"""The machine that orchestrates. Start reading in ``training_run``.
+
+Not here: what runs on a machine with ranks (``infra.node``).
+"""

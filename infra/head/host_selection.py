@@ -1,0 +1,88 @@
+"""Which hosts train: those of the hostfile, with spares in the place of hosts that are down or have failed twice."""
+
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from infra.head import retries
+from infra.head.hosts.hostfile import Host, Hosts, read_hosts, spare_hosts
+from infra.head.hosts.ssh import Ssh, Transport
+from infra.head.launch.earlier_attempts import hosts_at_work
+from infra.head.preflight.host_preflight import require_agreement
+from infra.head.preflight.launch_requirements import Needs
+from t5train.errors import PreflightError
+from t5train.model.model_shape import T5Shape
+from t5train.spec import RunSpec
+
+_log = logging.getLogger(__name__)
+
+
+def with_spares(hosts: Hosts, spares: Hosts, unfit_hosts: Mapping[str, str]) -> Hosts:
+    """The hosts, those that are unfit replaced by spares with slots enough, as far as there are any."""
+    left = [spare for spare in spares.all if spare.name not in unfit_hosts]
+    return Hosts(
+        tuple(_or_spare(host, why, left) if (why := unfit_hosts.get(host.name)) else host for host in hosts.all)
+    )
+
+
+def _or_spare(host: Host, why: str, left: list[Host]) -> Host:
+    for spare in left:
+        if len(spare.slots) >= len(host.slots):
+            left.remove(spare)
+            _log.warning("%s %s: %s takes its place", host.name, why, spare.name)
+            return Host(spare.name, spare.slots[: len(host.slots)])
+    return host
+
+
+def training_hosts(spec: RunSpec) -> Hosts:
+    """Those that are to train; spares among them that an earlier head has put in the place of others stay."""
+    hosts, spares = read_hosts(spec.cluster), spare_hosts(spec.cluster)
+    unfit, at_work = retries.unfit(spec.run_folder), hosts_at_work(spec.run_folder)
+    fit = {*hosts.names, *spares.names} - unfit.keys()
+    if spares.all and at_work and at_work.num_ranks == hosts.num_ranks and fit.issuperset(at_work.names):
+        return at_work
+    return with_spares(hosts, spares, unfit)
+
+
+def require_hosts(spec: RunSpec, of_model: T5Shape, text_bytes: int) -> None:
+    """PreflightError unless those that are to train can train together, as far as that can be known now.
+
+    One that does not answer, which can pass, is done without if a spare can take its place, and the spare is asked.
+    Those whose ranks are at work were asked when these began, and are not given up for what may have come up since.
+    """
+    hosts, silent = training_hosts(spec), dict[str, str]()
+    if hosts == hosts_at_work(spec.run_folder):
+        return
+    while found := _silent(spec, hosts, of_model, text_bytes):
+        for said in found.values():
+            _log.warning("%s", said)
+        silent |= found
+        retries.set_aside(spec.run_folder, silent)
+        hosts = training_hosts(spec)
+        if silent.keys() & set(hosts.names):
+            raise _irreplaceable(silent)
+
+
+@contextmanager
+def asked(spec: RunSpec, hosts: Hosts, of_model: T5Shape, text_bytes: int) -> Iterator[tuple[Needs, Transport]]:
+    """What a run whose text has so many bytes asks of these hosts, and the way to them.
+
+    Token shards take no more room than plain text does.
+    """
+    with tempfile.TemporaryDirectory(prefix="t5-preflight-") as folder:
+        yield Needs.of_run(spec, hosts, of_model, text_bytes), Ssh.configured(spec.cluster, Path(folder))
+
+
+def _silent(spec: RunSpec, hosts: Hosts, of_model: T5Shape, text_bytes: int) -> dict[str, str]:
+    with asked(spec, hosts, of_model, text_bytes) as (needs, transport):
+        return require_agreement(needs, transport)
+
+
+def _irreplaceable(silent: dict[str, str]) -> PreflightError:
+    lines = "".join(f"\n  {said}" for said in silent.values())
+    return PreflightError(
+        "some hosts cannot be reached, and there are not enough spares with the same number of slots to replace them:"
+        f"{lines}\nFix these hosts, exclude them (--exclude), or add spares (--spares)"
+    )

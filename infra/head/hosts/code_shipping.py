@@ -1,0 +1,82 @@
+"""Sends the head's own code to hosts, so that it need not be installed there.
+
+Python, torch and other packages must be; infra.head.preflight checks that. The program that receives the code is
+always the same text; digest and code travel on stdin.
+"""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from infra.head.hosts.ssh import Reply, Transport, run_everywhere
+from infra.node import code_receiver
+from infra.node.code_bundle import own_bundle
+from infra.node.node_folders import code_folder, node_path
+from t5train.errors import HostError
+from t5train.spec import ClusterSpec
+
+_OWN = Path(__file__).resolve().parents[3]
+
+
+def module_path(code: str | None) -> str:
+    """PYTHONPATH for hosts: that of this process, for others that have another current folder; empty for none.
+
+    With the digest of code that was sent, where that lies comes first and the head's own copy is left out.
+    """
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    places = [os.path.abspath(place) for place in named if place]  # noqa: PTH100 - keeps links
+    if code is not None:
+        places = [str(code_folder(code)), *(place for place in places if Path(place).resolve() != _OWN)]
+    return os.pathsep.join(places)
+
+
+# Isolated and without site-packages: whatever is installed there has no say in what becomes of the code.
+COMMAND = [sys.executable, "-I", "-S", "-X", "utf8", "-c", Path(code_receiver.__file__).read_text("utf-8")]
+_SECONDS = 60.0
+_log = logging.getLogger(__name__)
+
+
+def shipped_code(cluster: ClusterSpec) -> str | None:
+    """Digest of the code that hosts are sent; None where they have theirs installed."""
+    return own_bundle().digest if cluster.ship_code else None
+
+
+def path_to(code: str | None) -> dict[str, str]:
+    """The variable by which other processes than infra.node find code that was sent."""
+    return {} if code is None else {"PYTHONPATH": module_path(code)}
+
+
+def ship(transport: Transport, hosts: Iterable[str]) -> dict[str, HostError]:
+    """Have the code of this process on all hosts, and send it to those that lack it; the errors of those that still do.
+
+    What ``infra.head.hosts.code_shipping.module_path`` names exists there then, whole.
+    """
+    asked = _ask(transport, hosts, b"")
+    sent = _ask(transport, [host for host, held in asked.items() if held is False], own_bundle().content)
+    return {host: found for host, found in (asked | sent).items() if isinstance(found, HostError)}
+
+
+def hosts_with_code(transport: Transport, hosts: Iterable[str], consequence: str) -> list[str]:
+    """``ship``, then the hosts that have the code; of each other one a warning says why, and what follows from that."""
+    names = list(hosts)
+    lacking = ship(transport, names)
+    for error in lacking.values():
+        _log.warning("%s: %s", consequence, error)
+    return [name for name in names if name not in lacking]
+
+
+def _ask(transport: Transport, hosts: Iterable[str], content: bytes) -> dict[str, bool | HostError]:
+    request = {"user": os.getuid(), "place": str(node_path()), "digest": own_bundle().digest}
+    stdin = json.dumps(request).encode() + b"\n" + content
+    replies = run_everywhere(transport, hosts, COMMAND, stdin_of=lambda _host: stdin, deadline_seconds=_SECONDS)
+    return {host: _held(reply) for host, reply in replies.items()}
+
+
+def _held(reply: Reply) -> bool | HostError:
+    try:
+        return reply if isinstance(reply, HostError) else bool(reply.message()["held"])
+    except HostError as error:
+        return error

@@ -1,0 +1,274 @@
+"""Runs commands on other machines; the only module that does, with the ssh configuration of a run.
+
+A command is an argv list, quoted for the shell that sshd hands it to; data travels on stdin, never in an argument.
+Nothing lasts longer than its deadline: the local process is killed then, and ``timeout`` ends the remote one by itself,
+also when the network is gone. pdsh uses the same configuration.
+"""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from infra.head.hosts.ssh_errors import SSH_FAILED, failure_of_ssh, last_lines
+from t5train.errors import HostError, HostTimeout, HostUnreachable, RemoteFailed, SpecError
+from t5train.files.atomic import write_text
+from t5train.spec import ClusterSpec
+
+CONNECT_SECONDS = 5
+_CHECKS = 6
+_STRICT = f"""\
+BatchMode yes
+StrictHostKeyChecking yes
+UpdateHostKeys no
+ConnectTimeout {CONNECT_SECONDS}
+ConnectionAttempts 1
+TCPKeepAlive yes
+ControlMaster no
+ControlPath none
+ForwardAgent no
+ForwardX11 no
+ClearAllForwardings yes
+PermitLocalCommand no
+RemoteCommand none
+RequestTTY no
+LogLevel INFO
+"""
+# Read last, ssh takes the first value it finds of a setting. No variable of this machine's goes along.
+_THE_USERS_OWN = """\
+Include ~/.ssh/config
+Include /etc/ssh/ssh_config
+Host *
+SendEnv -*
+"""
+
+
+def ssh_config(cluster: ClusterSpec) -> str:
+    """Text of an ssh configuration: what must be comes first, the user's own and the system's for all else.
+
+    A connection that carries nothing is given up after about ``cluster.lease_seconds``, when the ranks give up too.
+    Raises SpecError if ``cluster.known_hosts`` is no file that ssh could be told of.
+    """
+    interval = max(1, math.floor(cluster.lease_seconds / _CHECKS))
+    checks = math.ceil(cluster.lease_seconds / interval)
+    lines = [f"ServerAliveInterval {interval}", f"ServerAliveCountMax {checks}"]
+    if cluster.ssh_user is not None:
+        lines.append(f"User {cluster.ssh_user}")
+    if cluster.ssh_port is not None:
+        lines.append(f"Port {cluster.ssh_port}")
+    if cluster.known_hosts is not None:
+        _require_known_hosts(cluster.known_hosts)
+        lines += [f'UserKnownHostsFile "{cluster.known_hosts}"', "GlobalKnownHostsFile none"]
+    return _STRICT + "".join(f"{line}\n" for line in lines) + _THE_USERS_OWN
+
+
+def _require_known_hosts(path: Path) -> None:
+    if not path.is_file():
+        raise SpecError(f"cluster.known_hosts is {path}: there is no such file; make it with ssh-keyscan, and check it")
+    if not re.fullmatch(r"[\w@+=:,./ -]+", str(path)):
+        raise SpecError(f"cluster.known_hosts is {str(path)!r}: ssh would read some of it as other things; rename it")
+
+
+SSH_CONFIG = "ssh_config"
+_FAN_OUT = 64
+_KILL_AFTER_SECONDS = 2
+_NOT_FOUND = 127
+_NOT_INSTALLED = re.compile(rb"No module named '?(infra|t5train)\b")
+_SHOWN_BYTES = 80
+
+
+class Transport(Protocol):
+    """A way to another machine."""
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        """The local command that runs ``argv`` on ``host``, with stdin, stdout and stderr from there."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ssh:
+    """OpenSSH, configured by one file."""
+
+    config: Path
+
+    @classmethod
+    def configured(cls, cluster: ClusterSpec, folder: Path) -> Self:
+        """Write the configuration that the settings ask for into a folder, and use it."""
+        write_text(folder / SSH_CONFIG, ssh_config(cluster))
+        return cls(folder / SSH_CONFIG)
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        """``--``, as ssh would else take further options from what follows."""
+        return ["ssh", "-F", str(self.config), "--", host, quoted(argv)]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command that succeeded on a host said."""
+
+    host: str
+    stdout: bytes
+    stderr: bytes
+    seconds: float
+
+    def message(self) -> dict[str, Any]:
+        """What ``infra.node`` answered; errors as of ``message_of``."""
+        return message_of(self.host, self.stdout)
+
+
+Reply = Answer | HostError
+
+
+def quoted(argv: Sequence[str]) -> str:
+    """One line that every POSIX shell takes for exactly ``argv``: each argument in quotes, the first too."""
+    return " ".join("'" + argument.replace("'", "'\"'\"'") + "'" for argument in argv)
+
+
+def message_of(host: str, said: bytes) -> dict[str, Any]:
+    """A message of ``infra.node``, a line of JSON; RemoteFailed where something else came along on its stdout."""
+    try:
+        message = json.loads(said)
+    except ValueError:
+        message = None
+    if not isinstance(message, dict):
+        raise RemoteFailed(
+            f"{host}: {said[:_SHOWN_BYTES].decode('utf-8', 'replace')!r} came instead of an answer: let the login "
+            "shell there (~/.bashrc) print nothing where it has no terminal",
+            [host],
+        )
+    return message
+
+
+def run(transport: Transport, host: str, argv: Sequence[str], *, stdin: bytes = b"", deadline_seconds: float) -> Answer:
+    """Run a command to its end.
+
+    Raises HostUnreachable, HostKeyMismatch, HostTimeout, or RemoteFailed if it ended with another code than 0.
+    """
+    process = _started(transport, host, argv, deadline_seconds)
+    return _answer(process, host, argv, stdin, deadline_seconds)
+
+
+def run_everywhere(
+    transport: Transport,
+    hosts: Iterable[str],
+    argv: Sequence[str],
+    *,
+    stdin_of: Callable[[str], bytes] = lambda _: b"",
+    deadline_seconds: float,
+    on_answer: Callable[[str, Reply], None] = lambda _host, _reply: None,
+) -> dict[str, Reply]:
+    """Run a command on all hosts at once (64 at a time); answers and errors in the order of the hosts.
+
+    ``on_answer`` is called in this thread as they come. What still runs when that is interrupted is ended.
+    """
+    running: list[subprocess.Popen[bytes]] = []
+
+    def reply_of(host: str) -> Reply:
+        try:
+            process = _started(transport, host, argv, deadline_seconds)
+            running.append(process)
+            return _answer(process, host, argv, stdin_of(host), deadline_seconds)
+        except HostError as error:
+            return error
+
+    names, replies = list(hosts), dict[str, Reply]()
+    threads = ThreadPoolExecutor(_FAN_OUT, thread_name_prefix="remote")
+    try:
+        asked = {threads.submit(reply_of, name): name for name in names}
+        for future in as_completed(asked):
+            replies[asked[future]] = future.result()
+            on_answer(asked[future], future.result())
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        for process in running:
+            kill(process)
+        threads.shutdown()
+    return {name: replies[name] for name in names}
+
+
+def connect(transport: Transport, host: str, argv: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a command on a host and leave its stdin, stdout and stderr to the caller, who ends it.
+
+    It is in a process group of its own: Ctrl-C in a terminal does not reach it. Raises HostUnreachable where no ssh can
+    be started.
+    """
+    command = transport.command(host, argv)
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env=os.environ | {"LC_ALL": "C"},  # what ssh says is read
+        )
+    except FileNotFoundError as error:
+        raise HostUnreachable(f"{host}: {command[0]} is not on this machine: install openssh-client", [host]) from error
+    except OSError as error:  # no descriptors, processes or memory left
+        raise HostUnreachable(
+            f"{host}: {command[0]} cannot be started on this machine: {error.strerror}; raise its limit (ulimit -a)"
+        ) from error
+
+
+def _started(transport: Transport, host: str, argv: Sequence[str], deadline_seconds: float) -> subprocess.Popen[bytes]:
+    return connect(transport, host, ["timeout", "-k", str(_KILL_AFTER_SECONDS), f"{deadline_seconds:.3f}", *argv])
+
+
+def _answer(
+    process: subprocess.Popen[bytes], host: str, argv: Sequence[str], stdin: bytes, deadline_seconds: float
+) -> Answer:
+    started = time.monotonic()
+    with process:
+        try:
+            stdout, stderr = process.communicate(stdin, timeout=deadline_seconds)
+        except subprocess.TimeoutExpired as error:
+            raise HostTimeout(
+                f"{host}: {_short(argv)} had not ended after {deadline_seconds:g} s: see whether the host is "
+                f"overloaded or a disk of it hangs. It said: {last_lines(error.stderr or b'')}",
+                [host],
+            ) from None
+        finally:
+            kill(process)
+    if process.returncode:
+        raise failure_of(host, argv, process.returncode, stderr)
+    return Answer(host, stdout, stderr, time.monotonic() - started)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End a local process that still runs, with its children: ssh's ProxyCommand holds its pipes open."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def failure_of(host: str, argv: Sequence[str], returncode: int, said: bytes) -> HostError:
+    """The error for a command that ended with that exit code, after it had said that on stderr."""
+    if returncode == SSH_FAILED:
+        return failure_of_ssh(host, said)
+    return RemoteFailed(
+        f"{host}: {_short(argv)} ended with exit code {returncode}{_remedy(returncode, said)}. It said: "
+        f"{last_lines(said)}",
+        [host],
+    )
+
+
+def _remedy(returncode: int, said: bytes) -> str:
+    if returncode == _NOT_FOUND:
+        return ": install the package there, at the same path as here"
+    if _NOT_INSTALLED.search(said):
+        return ": install the package there, at the same path as here, or have its code sent with --ship-code"
+    return ""
+
+
+def _short(argv: Sequence[str], most: int = 120) -> str:
+    line = " ".join("..." if "\n" in word else word for word in argv)  # the text of a program is of no help
+    return repr(line if len(line) <= most else f"{line[:most]}...")

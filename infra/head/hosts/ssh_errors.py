@@ -1,0 +1,74 @@
+"""What ssh says when it fails, as an error with a remedy."""
+
+import re
+
+from infra.node.attempts.log_tail import printable
+from t5train.errors import HostError, HostKeyMismatch, HostMisconfigured, HostUnreachable
+
+SSH_FAILED = 255
+"""Exit code by which ssh itself fails; any other is the command's."""
+_NOISE = re.compile(r"[@*\s]*$")
+
+_Kind = type[HostKeyMismatch] | type[HostUnreachable]
+_FAILURES: tuple[tuple[str, _Kind, str], ...] = (
+    (
+        r"Host key for (?P<name>\S+) has changed",
+        HostKeyMismatch,
+        "its host key has changed. If the host was reinstalled, remove the old key with `ssh-keygen -R '{name}'` "
+        "(add -f FILE if cluster.known_hosts is set) and add the new one; otherwise the connection may be intercepted",
+    ),
+    (
+        r"No \S+ host key is known for (?P<name>\S+)|Host key verification failed",
+        HostKeyMismatch,
+        "its host key is unknown: verify the fingerprint, then add the key with "
+        "`ssh-keyscan {scan} >> ~/.ssh/known_hosts` (or to cluster.known_hosts)",
+    ),
+    (
+        "Permission denied|Too many authentication failures",
+        HostMisconfigured,
+        "it rejects this user's SSH keys: run `ssh-copy-id {host}`, or set cluster.ssh_user",
+    ),
+    (
+        "Could not resolve hostname",
+        HostMisconfigured,
+        "its name does not resolve: correct the hostfile, or add the name to /etc/hosts or ssh's configuration",
+    ),
+    (
+        "Connection refused",
+        HostUnreachable,
+        "connection refused: start sshd there, or set cluster.ssh_port",
+    ),
+    (
+        "timed out|No route to host|Network is unreachable|not responding|Host is down",
+        HostUnreachable,
+        "no answer: check that it is running and reachable over the network",
+    ),
+    (
+        "Bad configuration option|terminating, .* bad configuration",
+        HostMisconfigured,
+        "ssh cannot parse its configuration: fix ~/.ssh/config or /etc/ssh/ssh_config",
+    ),
+)
+_BROKEN = (
+    "the connection was lost, or the remote command was killed by a signal: check that the host is running, and look "
+    "at its sshd log"
+)
+
+
+def failure_of_ssh(host: str, said: bytes) -> HostError:
+    """The error for an ssh that ended with 255 after it had said that on stderr."""
+    for pattern, kind, remedy in _FAILURES:
+        if match := re.search(pattern, said.decode("utf-8", "replace")):
+            name = match.groupdict().get("name") or host  # as known_hosts has it: [host]:port where that is not 22
+            at = re.fullmatch(r"\[.+\]:(\d+)", name)
+            scan = f"-p {at[1]} {host}" if at else host
+            return kind(
+                f"{host}: {remedy.format(host=host, name=name, scan=scan)}. ssh said: {last_lines(said)}", [host]
+            )
+    return HostUnreachable(f"{host}: {_BROKEN}. ssh said: {last_lines(said)}", [host])
+
+
+def last_lines(said: bytes, most: int = 3) -> str:
+    """The last lines that say something, in one."""
+    lines = [printable(line).strip() for line in said.decode("utf-8", "replace").splitlines()]
+    return " / ".join([line for line in lines if not _NOISE.match(line)][-most:]) or "nothing"

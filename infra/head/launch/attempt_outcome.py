@@ -1,0 +1,110 @@
+"""From the start of an attempt's ranks to the end of the last: when it is decided, what is ended, what to raise."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from infra.head.hosts.ssh import Transport
+from infra.head.launch import earlier_attempts
+from infra.head.launch.deepspeed_launcher import ClusterLauncher
+from infra.head.launch.failures import failure_of
+from infra.head.launch.supervision import Supervision
+from infra.head.stop_signal import undisturbed
+from infra.node.attempts import attempt
+from t5train.errors import HostLost, LaunchError, T5TrainError
+
+_LOOK_SECONDS = 0.5
+_SETTLE_SECONDS = 2.0
+"""After a failure: another host may be about to tell of the one that came first."""
+_RECORDS_SECONDS = 5.0
+"""In which the records of ranks arrive that ended just before their launcher did."""
+_STOP_SECONDS = 10.0
+"""For a step to end, beside the time to save."""
+_STOP = {"stop": True}
+_log = logging.getLogger(__name__)
+
+
+class ClusterWatch:
+    """Watches one attempt over hosts to its end."""
+
+    def __init__(
+        self, supervision: Supervision, launcher: ClusterLauncher, transport: Transport, on_tick: Callable[[], None]
+    ) -> None:
+        self.this = supervision.this
+        self._supervision, self._launcher, self._transport, self._on_tick = supervision, launcher, transport, on_tick
+        self._unreachable: list[str] = []
+
+    def until_decided(self) -> None:
+        """Wait until every rank has ended, one has failed, a host is lost, or the launcher is gone."""
+        gone_since = None
+        while True:
+            gone = not self._launcher.is_alive  # asked before the records, which it outlives
+            self._look()
+            if self._supervision.failed:
+                self._supervision.look(_SETTLE_SECONDS)
+                return
+            if self._supervision.all_ended:
+                self._launcher.await_end()
+                return
+            gone_since = gone_since or (time.monotonic() if gone else None)
+            if gone_since and time.monotonic() - gone_since > _RECORDS_SECONDS and not self._supervision.silent:
+                return
+
+    def num_saved(self) -> int:
+        """Grows with each part of a checkpoint that ranks save on disks of their own."""
+        return self._supervision.num_saved
+
+    def stop(self) -> None:
+        """Tell the ranks to save and end, and give them the time."""
+        _log.warning("attempt %s was told to end: its ranks have %.0f s to save", self.this.number, self._grace)
+        self._supervision.order(_STOP)
+        deadline = time.monotonic() + self._grace + _STOP_SECONDS
+        while not self._supervision.all_ended and time.monotonic() < deadline:
+            self._supervision.look(_LOOK_SECONDS)
+
+    def end(self) -> None:
+        """Leave nothing of the attempt wherever that can be reached, and gather what its ranks have written."""
+        with undisturbed("ending the ranks on all hosts, which takes a minute at most"):
+            self._end_on_hosts()
+        earlier_attempts.settle(self.this, self._transport, self._unreachable)
+
+    def _end_on_hosts(self) -> None:
+        self._launcher.end()
+        self._supervision.order({"end": True})
+        deadline = time.monotonic() + earlier_attempts.END_SECONDS
+        while set(self._supervision.not_ended) - set(self._supervision.silent) and time.monotonic() < deadline:
+            self._supervision.look(_LOOK_SECONDS)
+        missing, silent = self._supervision.not_ended, self._supervision.silent
+        self._supervision.close()
+        if silent:  # where windows have tried in vain until now
+            _log.warning("attempt %s may go on until its lease is over on %s", self.this.number, ", ".join(silent))
+        asked = [host for host in missing if host not in silent]
+        self._unreachable = silent + earlier_attempts.end_on_hosts(self.this, self._transport, asked)
+
+    def failure(self) -> T5TrainError | None:
+        """What to raise, once all has ended; None for success."""
+        if self._supervision.succeeded:
+            return None
+        if (failure := self._supervision.failure) is not None:
+            return self._with_others_lost(failure)
+        found = failure_of(self.this, len(self._supervision.ranks))
+        if self._unreachable:
+            lost = "; ".join(f"{host} is lost: {self._supervision.broken(host)}" for host in self._unreachable)
+            return HostLost(f"{lost}. What others said: {found}", self._unreachable)
+        return found
+
+    def _with_others_lost(self, failure: LaunchError) -> LaunchError:
+        """The failure, and which other hosts were lost with those that it names."""
+        others = [host for host in self._unreachable if host not in failure.hosts]
+        lost = "".join(f"; {host} is lost too: {self._supervision.broken(host)}" for host in others)
+        return type(failure)(f"{failure}{lost}", [*failure.hosts, *others]) if others else failure
+
+    def _look(self) -> None:
+        self._supervision.look(_LOOK_SECONDS)
+        self._on_tick()
+        if (self._launcher.folder / attempt.STOP).exists():
+            self._supervision.order(_STOP)
+
+    @property
+    def _grace(self) -> float:
+        return self.this.grace_seconds

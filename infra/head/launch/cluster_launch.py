@@ -1,0 +1,219 @@
+"""Starts the ranks of a run on several hosts under DeepSpeed's launcher, watches them, and leaves none behind.
+
+::
+
+    head (this process) ─┬─ ssh: a window on each host (infra.head.launch.supervision)
+                         └─ guard ── deepspeed.launcher.runner ── pdsh ── ssh to each host
+    host: sshd ── deepspeed.launcher.launch ── guard ── rank
+
+The head ends everything when a rank or the launcher fails, or a host is lost; guards do when the head was not heard of
+for ``cluster.lease_seconds``. Whether the ranks did their work is told by their exit records alone: pdsh, and with it
+DeepSpeed's launcher, exits 0 when it was killed.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from infra.head.hosts.code_shipping import hosts_with_code, path_to, shipped_code
+from infra.head.hosts.hostfile import Host, Hosts
+from infra.head.hosts.node_client import node_command
+from infra.head.hosts.ssh import Answer, Ssh, Transport, run_everywhere
+from infra.head.launch import earlier_attempts
+from infra.head.launch.attempt_outcome import ClusterWatch
+from infra.head.launch.deepspeed_launcher import ClusterLauncher, launch_command, write_hostfile
+from infra.head.launch.supervision import Supervision
+from infra.head.preflight.host_preflight import Fit, require_fit
+from infra.head.preflight.launch_requirements import Needs
+from infra.head.stop_signal import is_stop, stoppable
+from infra.head.storage.run_storage import RunStorage
+from infra.node.attempts import attempt, head_lease
+from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.rank_environment import travelling_environment
+from infra.node.node_folders import attempt_folder
+from t5train.errors import HostError, SpecError
+from t5train.files.run_folder import ATTEMPT_SPEC
+from t5train.spec import ClusterSpec
+from t5train.spec.rank_job import TrainJob
+
+_PREPARE_SECONDS = 30.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ClusterLaunchSpec:
+    """What to start on which hosts."""
+
+    run_folder: Path
+    cluster: ClusterSpec
+    hosts: Hosts
+    needs: Needs
+    storage: Callable[[bool], RunStorage]
+    """Given whether the hosts have disks of their own alone: how ranks get their files. The job that it makes ready
+    goes to every host."""
+    program: Callable[[Path], tuple[str, ...]]
+    """Given where that file is on a host: arguments of the Python interpreter in every rank."""
+    is_same_job: Callable[[Path], bool]
+    """Given the folder of an attempt whose ranks are at work: whether that is what they are at."""
+
+
+def launch_on_hosts(spec: ClusterLaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Attempt:
+    """Run every rank to its end, also ranks at the same job that are at work already.
+
+    ``on_tick`` is as in infra.head.launch.local_launch.
+
+    Hold ``hold_run`` around it. Raises the error that a rank reported, HostLost, or another LaunchError. Left by an
+    exception of SIGTERM's (infra.head.stop_signal), it has first given the ranks time to save. However it is left, no
+    process of the attempt is left on any host that can be reached; on others they end when the lease runs out.
+    """
+    with stoppable(), TemporaryDirectory(prefix="t5-launch-") as folder:
+        transport = Ssh.configured(spec.cluster, Path(folder))
+        watch, storage = _continued(spec, transport, on_tick) or _started(spec, transport, on_tick)
+        with storage.following(watch.num_saved):
+            _see_through(watch)
+        if (failure := watch.failure()) is not None:
+            raise failure
+        storage.take_home()
+    return watch.this
+
+
+def _see_through(watch: ClusterWatch) -> None:
+    """Until nothing of the attempt is left."""
+    try:
+        watch.until_decided()
+    except BaseException as error:
+        if is_stop(error):
+            watch.stop()
+        raise
+    finally:
+        watch.end()
+
+
+def _continued(
+    spec: ClusterLaunchSpec, transport: Transport, on_tick: Callable[[], None]
+) -> tuple[ClusterWatch, RunStorage] | None:
+    """Of ranks that an earlier head has left at work at this very job."""
+    if (found := earlier_attempts.adopt(spec.run_folder)) is None:
+        return None
+    if found.this.hosts != _slots(spec.hosts) or not spec.is_same_job(found.this.folder):
+        _log.warning("attempt %s is at another job than is asked for: it is ended", found.this.number)
+        found.close()
+        return None
+    if spec.needs.code is not None:  # ranks go on with theirs; by this head's its files are staged in and gathered
+        hosts_with_code(transport, spec.hosts.names, "ranks go on, but their checkpoints stay on this host for now")
+    storage = spec.storage(TrainJob.read(found.this.folder / ATTEMPT_SPEC).node_local)
+    try:
+        storage.claim(are_ranks_at_work=True)
+    except BaseException:
+        found.close()
+        earlier_attempts.end(found.this, transport)
+        raise
+    launcher, way = ClusterLauncher(found.this.run_id), earlier_attempts.transport_of(found.this)
+    return ClusterWatch(found, launcher, way, _with_claim(storage, on_tick)), storage
+
+
+def _started(
+    spec: ClusterLaunchSpec, transport: Transport, on_tick: Callable[[], None]
+) -> tuple[ClusterWatch, RunStorage]:
+    """Make sure that nothing earlier is left and that the hosts are fit; prepare them; start the launcher."""
+    earlier_attempts.end_earlier(spec.run_folder, transport, on_tick)
+    fit = require_fit(spec.needs, transport)
+    storage = spec.storage(fit.is_node_local)
+    storage.claim(are_ranks_at_work=False)
+    this = attempt.begin(
+        spec.run_folder,
+        None,
+        spec.cluster.lease_seconds,
+        hosts=_slots(spec.hosts),
+        grace_seconds=spec.cluster.grace_seconds,
+        accelerator=spec.cluster.accelerator,
+        code=shipped_code(spec.cluster),
+    )
+    launcher, place = ClusterLauncher(this.run_id), attempt_folder(this.run_id)
+    launcher.folder.mkdir(mode=0o700)
+    head_lease.begin(launcher.folder)
+    transport = Ssh.configured(spec.cluster, launcher.folder)
+    try:
+        job = storage.make_ready(this.folder)
+        program = ("infra.node.attempts.process_guard", str(place), sys.executable, *spec.program(place / job.name))
+        write_hostfile(spec.hosts, launcher.folder)
+        argv = launch_command(
+            spec.cluster, spec.hosts, launcher.folder, master=(fit.meeting.address, fit.port), program=program
+        )
+        boot_ids = _prepare(spec, this, transport, fit, job, storage.owner)
+        head_lease.renew(launcher.folder)  # what came before may have taken long
+        launcher.start(this, argv, spec.cluster.accelerator)
+        supervision = Supervision(this, transport, launcher.folder, boot_ids)
+        return ClusterWatch(supervision, launcher, transport, _with_claim(storage, on_tick)), storage
+    except BaseException:
+        earlier_attempts.end(this, transport)
+        raise
+
+
+def _with_claim(storage: RunStorage, on_tick: Callable[[], None]) -> Callable[[], None]:
+    def tick() -> None:
+        storage.require_claimed()
+        on_tick()
+
+    return tick
+
+
+def _prepare(
+    spec: ClusterLaunchSpec, this: Attempt, transport: Transport, fit: Fit, job: Path, owner: str | None
+) -> dict[str, str]:
+    """Have every host make its folder of the attempt; their boot ids."""
+    environment = travelling_environment(this, accelerator=this.accelerator, names=spec.cluster.environment)
+    environment |= path_to(this.code)
+
+    def request(host: Host) -> bytes:
+        own = replace(this, host=host.name, slots=host.slots, hosts=None)
+        return _line(
+            {
+                "run_id": this.run_id,
+                "attempt": own.facts(),
+                "environment": _interface(fit.meeting.interfaces[host.name]) | environment,
+                "meeting": {"address": fit.meeting.address, "port": fit.port},
+                "owner": owner,
+                "files": {job.name: job.read_text("utf-8")},
+            }
+        )
+
+    requests = {host.name: request(host) for host in spec.hosts.all}
+    replies = run_everywhere(
+        transport,
+        spec.hosts.names,
+        node_command("prepare", this.code),
+        stdin_of=requests.__getitem__,
+        deadline_seconds=_PREPARE_SECONDS,
+    )
+    return {host: _boot_id(host, reply, attempt_folder(this.run_id)) for host, reply in replies.items()}
+
+
+def _interface(name: str) -> dict[str, str]:
+    """Has collectives use the interface that leads to the meeting, and not the one that a hostname means."""
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+
+
+def _boot_id(host: str, reply: Answer | HostError, expected: Path) -> str:
+    if isinstance(reply, HostError):
+        raise reply
+    answer: dict[str, str] = reply.message()
+    if answer["folder"] != str(expected):
+        raise SpecError(
+            f"{host} keeps attempts in {answer['folder']}, not in {expected}: the user there has another user id than "
+            "here; let it have the same, or set cluster.ssh_user"
+        )
+    return answer["boot_id"]
+
+
+def _slots(hosts: Hosts) -> dict[str, tuple[int, ...]]:
+    return {host.name: host.slots for host in hosts.all}
+
+
+def _line(request: Any) -> bytes:
+    return json.dumps(request).encode() + b"\n"

@@ -1,0 +1,273 @@
+"""Why an attempt failed: the one error to raise, from what its ranks and guards left behind."""
+
+import os
+import re
+import tempfile
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeGuard
+
+from infra.node.attempts import guard_failure
+from infra.node.attempts.attempt import LAUNCHER, Attempt, rank_name
+from infra.node.attempts.attempt_actions import REMEDY, SEGMENTS, Room
+from infra.node.attempts.exit_record import Cause, ExitRecord
+from infra.node.attempts.log_tail import shown_lines
+from infra.node.attempts.rank_environment import redact
+from infra.node.attempts.watchdog import TOLD_TO_SAVE
+from t5train.errors import (
+    CollectiveTimeout,
+    DiskFailed,
+    DiskFull,
+    HostLost,
+    LaunchError,
+    OutOfMemory,
+    Preempted,
+    RankKilled,
+    RankStopped,
+    StorageError,
+    T5TrainError,
+)
+from t5train.files.os_errors import of_rank
+from t5train.rank import error_report
+
+_SIGKILL, _SIGBUS, _SIGSEGV = -9, -7, -11
+_FULL_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The class of an error, and a sentence to go with it."""
+
+    kind: type[LaunchError]
+    advice: str
+    hops: int = 0
+    """From the cause: 1 for a rank that waited for another, 2 for one that lost another."""
+
+
+_HOST_MEMORY = Diagnosis(
+    OutOfMemory, "the host has too little memory: use fewer ranks a host, or less of layout.offload; see its other uses"
+)
+_WAITED = Diagnosis(
+    CollectiveTimeout,
+    "it waited in a collective for others in vain: their output tells which one hangs, else the network does",
+    hops=1,
+)
+_BY_CAUSE = {
+    Cause.HEAD: Diagnosis(
+        HostLost, "the network between the head and this host, or the head itself, was gone too long"
+    ),
+    Cause.TOLD: Diagnosis(Preempted, "it saved nothing: the same command goes on from the last checkpoint"),
+    Cause.PARENT: Diagnosis(LaunchError, "DeepSpeed's launcher on its host was killed", hops=1),
+    Cause.BEAT: Diagnosis(RankStopped, ""),
+    Cause.PHASE: Diagnosis(
+        RankStopped, "it hangs where its output ends; if it only needs more time, raise cluster.deadlines of that phase"
+    ),
+}
+_DISK_FULL = Diagnosis(
+    DiskFull,
+    "its disk is full: make room where the output names a path, or choose another storage.root; storage.scratch, where "
+    "hosts have disks of their own",
+)
+# By what the last lines of an output hold, the more telling first.
+_BY_WORDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
+    (re.compile(r"No space left on device|Disk quota exceeded"), _DISK_FULL),
+    (
+        re.compile(r"Read-only file system|Input/output error|Stale file handle"),
+        Diagnosis(
+            DiskFailed,
+            "its disk fails or was made read-only, and its output names the path: see `dmesg` there, repair and "
+            "remount the disk, or choose another storage.root or storage.scratch",
+        ),
+    ),
+    (re.compile(r"\[enforce fail at inline_container\.cc"), _DISK_FULL),
+    (re.compile(r"\bMemoryError|Cannot allocate memory|can't allocate memory|std::bad_alloc"), _HOST_MEMORY),
+    (
+        re.compile(r"OutOfMemoryError|out of memory|OUT_OF_MEMORY", re.IGNORECASE),
+        Diagnosis(
+            OutOfMemory,
+            "the accelerator has too little memory: lower layout.micro_batch_sequences, raise layout.zero_stage, set "
+            "model.activation_checkpointing or layout.offload, and see that no other program uses it",
+        ),
+    ),
+    (
+        re.compile(
+            r"collective operation timeout|wait timeout|Timed out waiting \d+ ?ms|[Tt]imed out after \d+ ?(ms|seconds)"
+            r"|DistStoreError|Timeout waiting for key"
+        ),
+        _WAITED,
+    ),
+    (
+        re.compile(
+            r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited|Socket closed"
+            r"|ncclRemoteError|Connection was likely closed"
+        ),
+        Diagnosis(LaunchError, "another rank was gone: see the others' output", hops=2),
+    ),
+)
+# NCCL's and torch's words for it.
+_SHARED_MEMORY = re.compile(rf"{SEGMENTS}|shared memory|No space left on device")
+_IN_A_COLLECTIVE = re.compile(r'File "[^"]*(torch/distributed|deepspeed/comm)/')
+
+
+def diagnose(record: ExitRecord, output: str) -> Diagnosis:
+    """Of a rank that did not succeed; ``output`` is the end of what it wrote."""
+    if record.cause == Cause.PHASE and _IN_A_COLLECTIVE.search(output):
+        return _WAITED
+    if record.cause in _BY_CAUSE:
+        return _BY_CAUSE[record.cause]
+    if record.returncode is not None and record.returncode < 0:
+        return _of_signal(record)
+    if _SHARED_MEMORY.search(output) and (full := _shared_memory(record)) is not None:
+        return full
+    # Of a disk that is full, its own output could not tell.
+    is_full = record.free_bytes is not None and record.free_bytes < _FULL_BYTES
+    unknown = _DISK_FULL if is_full else Diagnosis(LaunchError, "")
+    return next((found for words, found in _BY_WORDS if words.search(output)), unknown)
+
+
+def _of_signal(record: ExitRecord) -> Diagnosis:
+    if record.returncode == _SIGKILL and record.oom_kills:
+        return _HOST_MEMORY
+    if record.returncode in (_SIGBUS, _SIGSEGV) and (full := _shared_memory(record)) is not None:
+        return full
+    if record.returncode == _SIGBUS:
+        return Diagnosis(RankKilled, "a file in memory or on a full disk could not grow: see /dev/shm and its disks")
+    return Diagnosis(RankKilled, "")
+
+
+def _shared_memory(record: ExitRecord) -> Diagnosis | None:
+    """That /dev/shm is full, where it is."""
+    free, total = record.shared_memory_free_bytes, record.shared_memory_bytes
+    if free is None or total is None or free >= _FULL_BYTES:
+        return None
+    return Diagnosis(DiskFull, f"{SEGMENTS} on {record.host or 'its host'} is full ({Room(free, total)}): {REMEDY}")
+
+
+_TAIL_BYTES = 16 << 10
+_TAIL_LINES = 20
+_LINES_READ = 200
+
+
+def failure_of(this: Attempt, num_ranks: int) -> T5TrainError:
+    """The error that a rank reported, else a LaunchError of the class that fits the first rank that failed.
+
+    Call it when every process of the attempt has ended, and what ranks left is in its folder.
+    """
+    read = {rank: error_report.read(this.rank_files(rank_name(rank))) for rank in range(num_ranks)}
+    reported = {rank: error for rank, error in read.items() if error is not None}
+    # That they did what they were told is the reason only if there is no other.
+    for rank, error in (reported | _of_guards(this, num_ranks)).items():
+        if not isinstance(error, Preempted):
+            return _on_its_host(this, rank, num_ranks, error)
+    if (found := _first_failure(this, num_ranks, reported.keys())) is None:
+        return next(iter(reported.values()), None) or _launcher_failure(this, num_ranks)
+    kind, what, log, hosts = found
+    text = f"{what} (attempt {this.folder.name}); its output is in {log}, and ends:\n{redact(tail(log))}"
+    return kind(text, hosts)
+
+
+def _of_guards(this: Attempt, num_ranks: int) -> dict[int, T5TrainError]:
+    """What guards said who could not write it down."""
+    said = guard_failure.read(this.log(LAUNCHER))
+    return {rank: said[rank_name(rank)] for rank in range(num_ranks) if rank_name(rank) in said}
+
+
+def _on_its_host(this: Attempt, rank: int, num_ranks: int, error: T5TrainError) -> T5TrainError:
+    """An error of a disk with the rank, its host and what to do without it; any other as it is."""
+    if not isinstance(error, DiskFull | DiskFailed | StorageError):
+        return error
+    hosts = _host_of(this, rank)
+    remedy = "".join(f"; or do without {host}: --exclude {host}" for host in hosts)
+    return type(error)(f"{_who(this, rank, num_ranks, None)}: {error}{remedy}", hosts)
+
+
+_Found = tuple[type[T5TrainError], str, Path, list[str]]
+
+
+def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) -> _Found | None:
+    """What happened, whose output tells of it, and whose host is to blame, without the ranks that are ``explained``.
+
+    A killed guard explains all that follows; else the first failure does that was no consequence of another. None when
+    every rank was ended from above, or none ever started.
+    """
+    records = {rank: this.exit_record(rank_name(rank)) for rank in range(num_ranks) if rank not in explained}
+    for rank, record in records.items():
+        if record is None and (this.folder / f"{rank_name(rank)}.pid").exists():
+            who = _who(this, rank, num_ranks, None)
+            if (reason := _disk_failure(this.folder)) is not None:
+                return type(reason), f"{who} could not write its exit record: {reason}", this.log(rank_name(rank)), []
+            what = f"{who} left no exit record: its guard was killed"
+            return RankKilled, what, this.log(rank_name(rank)), _host_of(this, rank)
+    failed = [
+        (_diagnosis(this, record), record, rank)
+        for rank, record in records.items()
+        if _is_cause(record, this.hosts is not None)
+    ]
+    if not failed:
+        return None
+    diagnosis, record, rank = min(failed, key=lambda one: (one[0].hops, one[1].ended_at))
+    what = f"{_who(this, rank, num_ranks, record)} {record}"
+    blamed = _host_of(this, rank) if diagnosis.hops == 0 else []  # else it is another's fault, and not known whose
+    return diagnosis.kind, f"{what}: {diagnosis.advice}" if diagnosis.advice else what, this.log(record.name), blamed
+
+
+def _disk_failure(folder: Path) -> T5TrainError | None:
+    """Why nothing can be written to a folder; None if something can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return of_rank(error)
+    return None
+
+
+def _diagnosis(this: Attempt, record: ExitRecord) -> Diagnosis:
+    return diagnose(record, tail(this.log(record.name), _LINES_READ))
+
+
+def _who(this: Attempt, rank: int, num_ranks: int, record: ExitRecord | None) -> str:
+    """``rank 3 of 4 on node2``; the host only where there are several."""
+    if this.hosts is None:
+        return f"rank {rank} of {num_ranks}"
+    return f"rank {rank} of {num_ranks} on {record.host if record else ''.join(_host_of(this, rank))}"
+
+
+def _host_of(this: Attempt, rank: int) -> list[str]:
+    """Its name; nothing in an attempt on this machine alone."""
+    return [host for host, slots in (this.hosts or {}).items() for _ in slots][rank : rank + 1]
+
+
+def _launcher_failure(this: Attempt, num_ranks: int) -> LaunchError:
+    record = this.exit_record(LAUNCHER)
+    how = "left no exit record, its guard was killed," if record is None else str(record)
+    absent = [rank for rank in range(num_ranks) if not (this.folder / f"{rank_name(rank)}.pid").exists()]
+    which = "" if not absent else f"; {_who(this, absent[0], num_ranks, None)} never started"
+    log = this.log(LAUNCHER)
+    return LaunchError(
+        f"the launcher {how} before its ranks had done their work{which} (attempt {this.folder.name}); its output is "
+        f"in {log}, and ends:\n{redact(tail(log))}"
+    )
+
+
+def _is_cause(record: ExitRecord | None, is_over_hosts: bool) -> TypeGuard[ExitRecord]:
+    """Whether a rank failed, or had not saved when its time was over; not whether it was ended because of another."""
+    if record is None or record.succeeded:
+        return False
+    if record.cause == Cause.TOLD:
+        return record.reason.startswith(TOLD_TO_SAVE)
+    # On one machine, the launcher that died has a record of its own that says more.
+    return record.cause != Cause.REFUSED and (record.cause != Cause.PARENT or is_over_hosts)
+
+
+def tail(log: Path, lines_kept: int = _TAIL_LINES) -> str:
+    """The last lines of a log that have text."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            lines = shown_lines(file.read())
+    except FileNotFoundError:
+        return "(there is no such file: the process never started)"
+    return "\n".join(f"  {line}" for line in lines[-lines_kept:]) or "  (nothing)"

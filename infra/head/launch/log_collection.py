@@ -1,0 +1,122 @@
+"""Output of ranks: their lines in the head's log while they run, and their files in the run's folder afterwards.
+
+Secrets are removed. Lines come at a bounded rate.
+"""
+
+import gzip
+import io
+import json
+import logging
+import re
+import tarfile
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from infra.head.hosts.hostfile import Hosts
+from infra.head.hosts.node_client import node_command
+from infra.head.hosts.ssh import Transport, run_everywhere
+from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.log_tail import RateLimit, printable, warns
+from infra.node.attempts.rank_environment import redact
+from infra.node.node_folders import attempt_folder
+from t5train.errors import HostError
+from t5train.files.atomic import write_text
+
+_LOGS_SECONDS, _REMOVE_SECONDS = 120.0, 20.0
+_OF_A_RANK = re.compile(r"rank-([0-9]{5})\.(?:log|pid|beat|exit\.json|error\.json)")
+_MOST_BYTES_OF_A_RANK = 64 << 20  # twice what a node packs of a log, far above the rest
+_log = logging.getLogger(__name__)
+
+
+def gather(this: Attempt, transport: Transport, hosts: Iterable[str]) -> None:
+    """Bring the files of ranks into the attempt's folder; a host that does not answer in time keeps its own."""
+    request = json.dumps({"run_id": this.run_id}).encode() + b"\n"
+    gathered, known = [], Hosts.of(this.hosts or {})
+    ranks = dict(zip(known.names, known.ranks(), strict=True))  # a host has no say about the files of others
+    replies = run_everywhere(
+        transport,
+        hosts,
+        node_command("logs", this.code),
+        stdin_of=lambda _host: request,
+        deadline_seconds=_LOGS_SECONDS,
+    )
+    for host, reply in replies.items():
+        try:
+            if isinstance(reply, HostError):
+                raise reply
+            unpack(reply.stdout, this.folder, ranks[host])
+            gathered.append(host)
+        except (HostError, tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+            _log.warning("what %s has of attempt %s stays there, in %s: %s", host, this.number, _place(this), error)
+    remove(this, transport, gathered)
+
+
+def remove(this: Attempt, transport: Transport, hosts: Iterable[str]) -> None:
+    """Remove the attempt's folder on some hosts."""
+    request = json.dumps({"run_id": this.run_id}).encode() + b"\n"
+    run_everywhere(
+        transport,
+        hosts,
+        node_command("remove", this.code),
+        stdin_of=lambda _host: request,
+        deadline_seconds=_REMOVE_SECONDS,
+    )
+
+
+def keep_own(head_folder: Path, folder: Path) -> None:
+    """Bring the launcher's files from the head's own folder."""
+    for path in head_folder.glob("launcher.*"):
+        write_text(folder / path.name, redact(path.read_text("utf-8", errors="replace")))
+
+
+def unpack(packed: bytes, folder: Path, ranks: range) -> None:
+    """Write the files of these ranks in a gzipped tar into a folder, and nothing else: another machine packed it.
+
+    Raises TarError where it holds more than ranks leave, and what gzip and tarfile raise where it is damaged.
+    """
+    most = _MOST_BYTES_OF_A_RANK * len(ranks)
+    with gzip.open(io.BytesIO(packed)) as archive:
+        content = archive.read(most + 1)
+    if len(content) > most:
+        raise tarfile.TarError(
+            f"it holds more than {most >> 20} MiB, and only logs of {len(ranks)} ranks were asked for"
+        )
+    with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as files:
+        for member in files:
+            file = files.extractfile(member) if member.isreg() and _is_of(ranks, member.name) else None
+            if file is not None:
+                write_text(folder / member.name, redact(file.read().decode("utf-8", errors="replace")))
+
+
+def _is_of(ranks: range, name: str) -> bool:
+    found = _OF_A_RANK.fullmatch(name)
+    return found is not None and int(found[1]) in ranks
+
+
+def _place(this: Attempt) -> Path:
+    return attempt_folder(this.run_id)
+
+
+LINES_A_SECOND = 20.0
+BURST_LINES = 200.0
+
+
+class RankLines:
+    """Passes on what the machines of a run send, each of which bounds its own lines already."""
+
+    def __init__(self) -> None:
+        self._limit = RateLimit(LINES_A_SECOND, BURST_LINES)
+        self._left_out = 0
+
+    def tell(self, host: str, lines: Iterable[tuple[str, str]], left_out: int) -> None:
+        """Log lines, each with its rank's name; how many were left out is told with the next."""
+        for name, line in lines:
+            if not self._limit.take(1):
+                self._left_out += 1
+                continue
+            omitted = f" ({self._left_out} lines before this one are left out)" if self._left_out else ""
+            self._left_out = 0
+            level = logging.WARNING if warns(line) else logging.INFO
+            _log.log(level, "%s %s: %s%s", host, printable(name), printable(redact(line)), omitted)
+        self._left_out += left_out  # its machine has left out what came after these lines

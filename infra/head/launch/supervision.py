@@ -1,0 +1,205 @@
+"""The hosts of an attempt, seen from the head: a window on each, what their ranks did, and who was lost.
+
+Windows renew the leases by themselves, from their opening until they are closed; what they hear is taken in by
+``look``, in the thread of the caller.
+"""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+from infra.head.hosts.hostfile import Hosts
+from infra.head.hosts.ssh import Transport
+from infra.head.launch.host_session import RENEW_SECONDS, Message, News, Window
+from infra.head.launch.log_collection import RankLines
+from infra.node.attempts import exit_record, head_lease
+from infra.node.attempts.attempt import Attempt, rank_name
+from infra.node.attempts.exit_record import ExitRecord
+from infra.node.attempts.rank_environment import redact
+from t5train.errors import DiskFailed, HostLost, LaunchError
+from t5train.files.atomic import write_json
+
+_SILENT_SECONDS = 5.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Host:
+    """What is known of a host."""
+
+    window: Window
+    heard_at: float
+    boot_id: str | None
+    broken: str = ""
+    is_silent: bool = False
+    ended: bool = False
+
+
+class Supervision:
+    """Of one attempt over hosts. The records of its ranks are written into its folder as they come."""
+
+    def __init__(self, this: Attempt, transport: Transport, head_folder: Path, boot_ids: dict[str, str] | None) -> None:
+        """Open the windows; ``boot_ids`` are those that the hosts had at the start, None if ranks are at work."""
+        self.this, self.head_folder = this, head_folder
+        self.records: dict[str, ExitRecord] = {}
+        self.failure: LaunchError | None = None
+        """What is wrong with the attempt, if that cannot be told from its records."""
+        self.num_saved = 0
+        """Grows with each sidecar that ranks write on disks of their own."""
+        self._may_end = False
+        self._gone = set[str]()
+        self._news, self._lines = News(), RankLines()
+        self._hosts = {
+            host: _Host(
+                Window(transport, host, this, None if boot_ids is None else {}, self._news),
+                time.monotonic(),
+                boot_ids[host] if boot_ids else None,
+            )
+            for host in this.hosts or {}
+        }
+        self._closed = threading.Event()
+        self._renewal = threading.Thread(target=self._renew, name="lease of the head", daemon=True)
+        self._renewal.start()
+
+    @property
+    def ranks(self) -> list[str]:
+        """Names of all ranks that are expected."""
+        return [rank_name(rank) for rank in range(Hosts.of(self.this.hosts or {}).num_ranks)]
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether every rank has done its work."""
+        return self.all_ended and all(record.succeeded for record in self.records.values())
+
+    @property
+    def failed(self) -> bool:
+        """Whether some rank has not, or is gone without a record, or a host was lost."""
+        bad = self._gone or any(record.is_failure for record in self.records.values())
+        return self.failure is not None or bool(bad)
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether every rank has ended, one way or another."""
+        return all(name in self.records for name in self.ranks)
+
+    @property
+    def silent(self) -> list[str]:
+        """Hosts that were not heard of for a while."""
+        return [name for name, host in self._hosts.items() if host.is_silent]
+
+    def broken(self, name: str) -> str:
+        """Why the last window on a host broke."""
+        return self._hosts[name].broken or "it is silent"
+
+    @property
+    def not_ended(self) -> list[str]:
+        """Hosts that have not told that everything there has ended."""
+        return [name for name, host in self._hosts.items() if not host.ended]
+
+    def look(self, seconds: float) -> None:
+        """Take in what hosts tell for that long, and all that they told before: it may have been waiting for hours."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self._take(*self._news.get(timeout=max(0.0, deadline - time.monotonic())))
+            except Empty:
+                break
+        for name, host in self._hosts.items():
+            self._judge_silence(name, host)
+
+    def order(self, message: Message) -> None:
+        """Have all hosts do something."""
+        self._may_end = self._may_end or "end" in message
+        for host in self._hosts.values():
+            host.window.order(message)
+
+    def close(self) -> None:
+        """Close all windows; leases are not renewed from now on."""
+        self._closed.set()
+        for host in self._hosts.values():
+            host.window.close()
+        for host in self._hosts.values():
+            host.window.join()
+        self._renewal.join()
+
+    def _renew(self) -> None:
+        head_lease.begin(self.head_folder)
+        while not self._closed.wait(RENEW_SECONDS):
+            head_lease.renew(self.head_folder)
+
+    def _take(self, name: str, heard_at: float, message: Message) -> None:
+        host = self._hosts[name]
+        if "broken" in message:
+            host.broken = message["broken"]
+            return
+        host.heard_at = heard_at
+        if "hello" in message:
+            self._greet(name, host, message["hello"]["boot_id"])
+        if "disk" in message:
+            self._fail(DiskFailed(f"{name}: {redact(message['disk'])}; or do without {name}: --exclude {name}", [name]))
+        if "error" in message and self._is_of_a_rank(message["error"]):
+            self._keep_error(**message["error"])
+        if "exit" in message and self._is_of_a_rank(message["exit"]):
+            self._keep_record(message["exit"])
+        self.num_saved += message.get("saved", 0)
+        if "lines" in message:
+            self._lines.tell(name, message["lines"], message["left_out"])
+        self._gone |= set(message.get("gone", ()))
+        if "ended" in message:
+            self._part(name, host, message["ended"]["left"])
+
+    def _is_of_a_rank(self, told: Message) -> bool:
+        """Asked of a name from another machine before it becomes one of a file here."""
+        return told["name"] in self.ranks
+
+    def _greet(self, name: str, host: _Host, boot_id: str) -> None:
+        if host.boot_id not in (None, boot_id):
+            self._fail(HostLost(f"{name} was restarted while its ranks were running", [name]))
+        host.boot_id, host.broken = boot_id, ""
+
+    def _keep_error(self, name: str, **error: Any) -> None:
+        write_json(self.this.folder / f"{name}.error.json", {key: redact(text) for key, text in error.items()})
+
+    def _keep_record(self, facts: Message) -> None:
+        record = exit_record.of_facts(facts)
+        self.records[record.name] = record
+        self.this.write_exit(record)
+
+    def _part(self, name: str, host: _Host, left: list[int]) -> None:
+        host.ended = True
+        if not self._may_end:
+            self._fail(
+                HostLost(f"{name} has ended the attempt, or knows nothing of it, though nobody here ended it", [name])
+            )
+        if left:
+            _log.error("%s: processes %s do not end, not even by SIGKILL", name, left)
+
+    def _judge_silence(self, name: str, host: _Host) -> None:
+        seconds = time.monotonic() - host.heard_at
+        if host.is_silent and seconds <= _SILENT_SECONDS:
+            _log.warning("%s is heard of again", name)
+        if not host.is_silent and seconds > _SILENT_SECONDS and not host.ended:
+            tolerated = self.this.lease_seconds or 0
+            _log.warning(
+                "%s has not been heard of for %.0f s, of %.0f s; %s",
+                name,
+                seconds,
+                tolerated,
+                host.broken or "it is silent",
+            )
+        host.is_silent = seconds > _SILENT_SECONDS and not host.ended
+        if host.is_silent and seconds > (self.this.lease_seconds or 0):
+            self._fail(
+                HostLost(f"{name} has not been heard of for {seconds:.0f} s; {host.broken or 'it is silent'}", [name])
+            )
+
+    def _fail(self, failure: LaunchError) -> None:
+        """Keep the first failure; of hosts that were lost together, all."""
+        if self.failure is None:
+            self.failure = failure
+        elif isinstance(self.failure, HostLost) and not {*failure.hosts} <= {*self.failure.hosts}:
+            self.failure = HostLost(f"{self.failure}; {failure}", [*self.failure.hosts, *failure.hosts])

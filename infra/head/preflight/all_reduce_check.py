@@ -1,0 +1,159 @@
+"""A small all-reduce over all ranks of a run, and who kept it from coming about."""
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from infra.head.hosts.node_client import node_command
+from infra.head.hosts.ssh import Answer, Reply, Transport, run_everywhere
+from infra.head.preflight.findings import names
+from infra.head.preflight.launch_requirements import Needs
+from infra.head.preflight.rendezvous import Meeting
+from infra.node.inspection.all_reduce import IMPORTED, MET, REACHED, STAGES, STARTED, SUMMED
+from t5train.errors import HostError
+
+DEADLINE_SECONDS = 60.0
+_ANSWER_SECONDS = 15.0  # more, for ssh and for what the node does before and after
+_SETTLE_SECONDS = 1.0  # after the first failure: others may be about to fail by themselves
+_WAITED_FOR = {
+    STARTED: "the first host's address answers: see whether a firewall swallows connections to it",
+    REACHED: "torch is imported: see whether the disk that holds it is slow, or the host is overloaded",
+    IMPORTED: "all ranks have met: see whether a firewall separates the hosts, or set cluster.master_address",
+    MET: "the sum is there: see whether a firewall or a broken cable keeps the hosts from each other",
+}
+"""What the next stage is, and why it may not come."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How far a rank came."""
+
+    host: str
+    stage: str
+    """The last one that it reached."""
+    said: str
+    """Why it failed; empty where it did not, or was ended while it waited."""
+
+
+def all_reduce(
+    needs: Needs, transport: Transport, meeting: Meeting, port: int, deadline_seconds: float = DEADLINE_SECONDS
+) -> Iterator[str]:
+    """One process for each slot of each host; nothing is found when all of them get the right sum in time.
+
+    As soon as one host fails, the ranks of all are ended, and none is left however this is left.
+    """
+    run_id = f"preflight-{secrets.token_hex(4)}"
+    requests = _requests(needs, meeting, port, run_id, deadline_seconds)
+    replies, ended = dict[str, Reply](), set[str]()
+
+    def on_answer(host: str, reply: Reply) -> None:
+        replies[host] = reply
+        if not ended and _fails(reply):
+            time.sleep(_SETTLE_SECONDS)
+            ended.update(other for other in needs.slots if other not in replies)
+            _end(needs, transport, ended, run_id)
+
+    try:
+        run_everywhere(
+            transport,
+            needs.slots,
+            node_command("probe", needs.code),
+            stdin_of=lambda host: requests[host],
+            deadline_seconds=deadline_seconds + _ANSWER_SECONDS,
+            on_answer=on_answer,
+        )
+    finally:
+        _end(needs, transport, {host for host in needs.slots if host not in replies}, run_id)
+    return _findings(replies, ended, deadline_seconds)
+
+
+def judge_outcomes(outcomes: Mapping[int, Outcome], deadline_seconds: float) -> Iterator[str]:
+    """Ranks that failed by themselves, else those that kept others waiting: of either, those that came least far."""
+    failed = {rank: one for rank, one in outcomes.items() if one.said}
+    if failed:
+        for (host, said), ranks in _grouped(_least_far(failed)).items():
+            yield f"{host}: {_ranks(ranks)}: {said}"
+        return
+    waiting = {rank: one for rank, one in outcomes.items() if one.stage != SUMMED}
+    if late := _least_far(waiting):
+        hosts = list(dict.fromkeys(one.host for one in late.values()))
+        what = _WAITED_FOR[next(iter(late.values())).stage]
+        yield f"{names(hosts)}: {_ranks(list(late))} waited {deadline_seconds:g} s in vain until {what}"
+
+
+def _least_far(outcomes: Mapping[int, Outcome]) -> dict[int, Outcome]:
+    least = min((STAGES.index(one.stage) for one in outcomes.values()), default=0)
+    return {rank: one for rank, one in outcomes.items() if STAGES.index(one.stage) == least}
+
+
+def _requests(needs: Needs, meeting: Meeting, port: int, run_id: str, deadline_seconds: float) -> dict[str, bytes]:
+    common = {
+        "run_id": run_id,
+        "address": meeting.address,
+        "port": port,
+        "num_ranks": needs.num_ranks,
+        "accelerator": needs.accelerator,
+        "environment": dict(needs.environment),
+        "deadline_seconds": deadline_seconds,
+    }
+    requests, first_rank = {}, 0
+    for host, slots in needs.slots.items():
+        own = {"interface": meeting.interfaces[host], "slots": list(slots), "first_rank": first_rank}
+        requests[host] = json.dumps(common | own).encode() + b"\n"
+        first_rank += len(slots)
+    return requests
+
+
+def _end(needs: Needs, transport: Transport, hosts: set[str], run_id: str) -> None:
+    """Hosts that do not answer to this end their ranks at the deadline."""
+    stdin = json.dumps({"run_id": run_id}).encode() + b"\n"
+    run_everywhere(
+        transport,
+        hosts,
+        node_command("end_probe", needs.code),
+        stdin_of=lambda _: stdin,
+        deadline_seconds=_ANSWER_SECONDS,
+    )
+
+
+def _outcomes(answer: Answer, was_ended: bool = False) -> dict[int, Outcome]:
+    found = answer.message()
+    return {
+        int(rank): Outcome(answer.host, one["stage"], _said(one["returncode"], one["said"], was_ended))
+        for rank, one in found.items()
+    }
+
+
+def _said(returncode: int | None, said: str, was_ended: bool) -> str:
+    if not returncode or (was_ended and returncode < 0):
+        return ""
+    return said or (f"signal {-returncode} ended it" if returncode < 0 else f"it ended with exit code {returncode}")
+
+
+def _fails(reply: Reply) -> bool:
+    return isinstance(reply, HostError) or any(one.stage != SUMMED for one in _outcomes(reply).values())
+
+
+def _findings(replies: Mapping[str, Reply], ended: set[str], deadline_seconds: float) -> Iterator[str]:
+    """A host that is gone keeps the ranks of the others waiting, so nothing is said of these."""
+    outcomes: dict[int, Outcome] = {}
+    for host, reply in replies.items():
+        if isinstance(reply, HostError):
+            yield str(reply)
+        else:
+            outcomes |= _outcomes(reply, host in ended)
+    if all(isinstance(reply, Answer) for reply in replies.values()):
+        yield from judge_outcomes(outcomes, deadline_seconds)
+
+
+def _grouped(outcomes: Mapping[int, Outcome]) -> dict[tuple[str, str], list[int]]:
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, outcome in outcomes.items():
+        groups.setdefault((outcome.host, outcome.said), []).append(rank)
+    return groups
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {names([str(rank) for rank in sorted(ranks)])}"

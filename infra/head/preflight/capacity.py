@@ -1,0 +1,87 @@
+"""Whether each host has what its ranks need: accelerators, memory and file descriptors."""
+
+from collections.abc import Iterator
+
+from infra.head.preflight.compilation import STATIC_TLS
+from infra.head.preflight.findings import Heards, of_each
+from infra.head.preflight.launch_requirements import Needs
+from infra.node.attempts.attempt_actions import Room, shortage
+from infra.node.inspection.accelerators import CPU
+from infra.node.inspection.facts import Facts
+from t5train.host_resources import format_bytes
+
+_IN_USE_BYTES = 2 * 10**9  # what drivers, displays and our own look at it take is less
+_FILES, _FILES_A_RANK = 512, 8
+
+
+def accelerators(heards: Heards, needs: Needs) -> Iterator[str]:
+    """As many as slots."""
+
+    def complaint(host: str, facts: Facts) -> str | None:
+        found, slots = facts.devices, needs.slots[host]
+        if found.error:
+            return None if STATIC_TLS in found.error else f"{found.error}: repair the installation there"
+        wants_none = needs.accelerator == CPU or (needs.accelerator is None and found.kind == CPU)
+        if not wants_none and max(slots) >= found.count:
+            return (
+                f"{found.count} accelerators that torch can use, slot {max(slots)} is asked for: repair the driver "
+                "there, or ask for fewer slots"
+            )
+        return None
+
+    yield from of_each(heards, complaint)
+
+
+def accelerators_in_use(heards: Heards) -> Iterator[str]:
+    """By a run of ours, which holds a lock, or by whoever has memory of them."""
+
+    def complaint(_: str, facts: Facts) -> str | None:
+        found = facts.devices
+        if found.held_by:
+            held = ", ".join(f"{slot} by {holder}" for slot, holder in found.held_by.items())
+            return f"accelerators are in use, {held}: wait for that run, end it, or take others by cluster.include"
+        if used := {slot: size for slot, size in found.used_bytes.items() if size > _IN_USE_BYTES}:
+            taken = ", ".join(f"{slot} ({format_bytes(size)})" for slot, size in used.items())
+            return f"another program has memory of accelerator {taken}: end it, or take others by cluster.include"
+        return None
+
+    yield from of_each(heards, complaint)
+
+
+def memory(heards: Heards, needs: Needs) -> Iterator[str]:
+    """Of the host, for the ranks there."""
+
+    def complaint(host: str, facts: Facts) -> str | None:
+        needed, found = needs.memory_bytes.get(host, 0), facts.room.memory_bytes
+        if found >= needed:
+            return None
+        short = f"{format_bytes(found)} of memory, its ranks need {format_bytes(needed)}"
+        return f"{short}: give it fewer slots, or offload less"
+
+    yield from of_each(heards, complaint)
+
+
+def shared_memory(heards: Heards, needs: Needs) -> Iterator[str]:
+    """Of /dev/shm, for collectives of the ranks there."""
+
+    def complaint(host: str, facts: Facts) -> str | None:
+        found = Room(facts.room.shared_memory_free_bytes, facts.room.shared_memory_bytes)
+        return shortage(found, needs.shared_memory_bytes.get(host, 0))
+
+    yield from of_each(heards, complaint)
+
+
+def open_files(heards: Heards, needs: Needs) -> Iterator[str]:
+    """A rank has connections to all others, for each group of ranks."""
+    needed = _FILES + _FILES_A_RANK * needs.num_ranks
+
+    def complaint(_: str, facts: Facts) -> str | None:
+        found = facts.room.open_files
+        if found >= needed or found < 0:  # RLIM_INFINITY is -1
+            return None
+        return (
+            f"{found} open files are allowed, {needs.num_ranks} ranks need {needed}: raise nofile in "
+            "/etc/security/limits.conf there, or LimitNOFILE of sshd"
+        )
+
+    yield from of_each(heards, complaint)

@@ -1,0 +1,74 @@
+"""What is wrong, and with whom: lines that name hosts, values and the remedy."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from infra.node.inspection.facts import Facts
+
+_MOST_NAMES = 8
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line about one check; what is no problem is worth knowing all the same."""
+
+    check: str
+    text: str
+    is_problem: bool = True
+    hosts: tuple[str, ...] = ()
+    """Those that did not answer."""
+    can_pass: bool = False
+    """Whether these may answer another time."""
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A node's facts, with the head's clock when it asked and when it had the answer."""
+
+    facts: Facts
+    asked_at: float
+    answered_at: float
+
+
+Heards = Mapping[str, Heard]
+"""By the hosts' names, in the hostfile's order."""
+
+
+def names(hosts: list[str]) -> str:
+    """``node1, node2``; of many hosts the first few."""
+    more = len(hosts) - _MOST_NAMES
+    return ", ".join(hosts[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def of_each(heards: Heards, complaint: Callable[[str, Facts], str | None]) -> Iterator[str]:
+    """What ``complaint`` says of hosts, those that it says the same of in one line."""
+    groups: dict[str, list[str]] = {}
+    for host, heard in heards.items():
+        if (text := complaint(host, heard.facts)) is not None:
+            groups.setdefault(text, []).append(host)
+    return (f"{names(hosts)}: {text}" for text, hosts in groups.items())
+
+
+class Odd(NamedTuple):
+    """Hosts that have another value than most."""
+
+    hosts: list[str]
+    value: str
+    rest: str
+    """What to call the hosts that have the right one."""
+    right: str
+
+
+def odd_ones(values: Mapping[str, str], preferred: str | None = None) -> Iterator[Odd]:
+    """Hosts with another value than most.
+
+    Where two values are equally frequent, ``preferred`` is the right one if it is among them, else the first host's.
+    """
+    counts = Counter(values.values())
+    right = max(counts, key=lambda value: (counts[value], value == preferred), default="")
+    rest = "others" if len(counts) == 2 else "most"
+    for value in counts:
+        if value != right:
+            yield Odd([host for host, its in values.items() if its == value], value, rest, right)

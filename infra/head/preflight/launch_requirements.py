@@ -1,0 +1,99 @@
+"""What a launch asks of its hosts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from infra.head.hosts.code_shipping import path_to, shipped_code
+from infra.head.hosts.hostfile import Hosts
+from infra.node.attempts.attempt_actions import RANK_BYTES
+from infra.node.attempts.rank_environment import settings_of_head
+from infra.node.inspection.accelerators import CPU
+from infra.node.node_folders import name_on_nodes
+from t5train.checkpoint.resume import begun_fingerprint
+from t5train.checkpoint.retention import bytes_held
+from t5train.engine.memory_estimate import host_bytes
+from t5train.model.model_shape import T5Shape
+from t5train.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Of all hosts together, and of each."""
+
+    slots: Mapping[str, tuple[int, ...]]
+    """Accelerators of each host that its ranks are to use, in the hostfile's order; the ranks meet on the first."""
+    root: Path
+    scratch: Path | None = None
+    """On each node's own disk, should it not share the root."""
+    accelerator: str | None = None
+    """DeepSpeed's name for it; found on the nodes when None."""
+    code: str | None = None
+    """Digest of this process's code, which the hosts are sent; None where they have it installed."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that ranks get from the head."""
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    """The run's, as JSON."""
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Host memory that the ranks of each host take."""
+    shared_memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Of /dev/shm that collectives of the ranks of each host take."""
+    checkpoint_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Room that checkpoints of the ranks of each host take on its own disk, should it not share the root."""
+    staged_bytes: int = 0
+    """Of token shards that each host is brought then."""
+    run_on_nodes: str | None = None
+    """The run's name there, once it was begun."""
+    operators: tuple[str, ...] = ()
+    """DeepSpeed's compiled operators that ranks load."""
+    master_address: str | None = None
+    master_port: int | None = None
+    launcher: str = "pdsh"
+
+    @classmethod
+    def of_run(cls, spec: RunSpec, hosts: Hosts, shape: T5Shape, staged_bytes: int = 0) -> Self:
+        """Those of a run whose model has that shape, and whose token shards have ``staged_bytes``."""
+        cluster, begun = spec.cluster, begun_fingerprint(spec.run_folder)
+        ranks = dict(zip(hosts.names, hosts.ranks(), strict=True))
+        return cls(
+            slots={host.name: host.slots for host in hosts.all},
+            root=spec.storage.root,
+            scratch=spec.storage.scratch,
+            accelerator=cluster.accelerator,
+            code=shipped_code(cluster),
+            environment=settings_of_head(cluster.environment) | path_to(shipped_code(cluster)),
+            spec=spec.model_dump(mode="json"),
+            memory_bytes={host: host_bytes(spec, shape, its) for host, its in ranks.items()},
+            shared_memory_bytes=_shared_memory(spec, hosts),
+            checkpoint_bytes={host: bytes_held(spec, shape, its) for host, its in ranks.items()},
+            staged_bytes=staged_bytes,
+            run_on_nodes=name_on_nodes(spec.run_name, begun) if begun else None,
+            operators=operators_of(spec),
+            master_address=cluster.master_address,
+            master_port=cluster.master_port,
+            launcher=cluster.launcher,
+        )
+
+    @property
+    def first(self) -> str:
+        """The host where the ranks meet."""
+        return next(iter(self.slots))
+
+    @property
+    def num_ranks(self) -> int:
+        """On all hosts."""
+        return sum(len(slots) for slots in self.slots.values())
+
+
+def _shared_memory(spec: RunSpec, hosts: Hosts) -> dict[str, int]:
+    """DeepSpeed's collectives on the CPU use it only where all ranks are on one host."""
+    if spec.cluster.accelerator != CPU or len(hosts.all) > 1:
+        return {}
+    return {host.name: len(host.slots) * RANK_BYTES for host in hosts.all}
+
+
+def operators_of(spec: RunSpec) -> tuple[str, ...]:
+    """What DeepSpeed compiles for ranks on the CPU, and for an optimizer in host memory."""
+    of_cpu = ("deepspeed_shm_comm",) if spec.cluster.accelerator == "cpu" else ()
+    return (*of_cpu, *(("cpu_adam",) if spec.layout.offload != "none" else ()))

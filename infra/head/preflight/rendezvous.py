@@ -1,0 +1,131 @@
+"""Where the ranks meet, and by which interface each host gets there: decided from the hosts' own facts."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from ipaddress import (
+    IPv4Address,
+    IPv4Interface,
+    IPv4Network,
+    IPv6Address,
+    IPv6Interface,
+    IPv6Network,
+    ip_address,
+    ip_interface,
+    ip_network,
+)
+
+from infra.node.inspection.facts import Network
+from t5train.errors import PreflightError
+
+Address = IPv4Address | IPv6Address
+Interface = IPv4Interface | IPv6Interface
+LOOPBACK = "lo"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """An address of the first host, and for each host the name of the interface that leads to it."""
+
+    address: str
+    interfaces: Mapping[str, str]
+
+
+def meeting(networks: Mapping[str, Network], first: str, given: str | None = None) -> Meeting:
+    """Choose an address of host ``first`` that every host has a way to.
+
+    ``given`` is the address or name that the user wants. Else the address at which the head's ssh came in is preferred,
+    then one in a network that most hosts are in themselves. Addresses that several hosts have (bridges of container
+    programs) and those of loopback say nothing about which machine is meant; a lone host may meet itself on loopback.
+    Raises PreflightError where there is none.
+    """
+    others = {name: network for name, network in networks.items() if name != first}
+    if not others and given is None:
+        return Meeting("127.0.0.1", {first: LOOPBACK})
+    candidates = _given(networks[first], first, given) if given else _candidates(networks[first], others)
+    for address in candidates:
+        ways = {name: interface_to(network, address) for name, network in networks.items()}
+        found = {name: interface for name, interface in ways.items() if interface is not None}
+        if len(found) == len(networks):
+            return Meeting(str(address), found)
+    raise PreflightError(_why_none(networks, first, given))
+
+
+def interface_to(network: Network, address: Address) -> str | None:
+    """The interface that has ``address``, else the one that the longest matching route leads through, if any."""
+    for name, own in _addresses(network):
+        if own.ip == address:
+            return name
+    matching = [
+        (ip_network(route.network).prefixlen, -route.metric, route.interface)
+        for route in network.routes
+        if route.interface != LOOPBACK and address in ip_network(route.network)
+    ]
+    return max(matching)[2] if matching else None
+
+
+def is_of_no_use(address: Address) -> bool:
+    """Whether an address means another machine, or none, elsewhere."""
+    return address.is_loopback or address.is_link_local or address.is_unspecified
+
+
+def _candidates(first: Network, others: Mapping[str, Network]) -> list[Address]:
+    """Addresses of the first host, the best first."""
+    elsewhere = {own.ip for network in others.values() for _, own in _addresses(network)}
+    usable = [own for _, own in _addresses(first) if not is_of_no_use(own.ip) and own.ip not in elsewhere]
+
+    def rank(own: Interface) -> tuple[bool, int, int]:
+        neighbours = sum(_is_in(network, own.network) for network in others.values())
+        return str(own.ip) != first.ssh_address, -neighbours, own.version
+
+    return [own.ip for own in sorted(usable, key=rank)]
+
+
+def _given(first: Network, name: str, given: str) -> list[Address]:
+    own = {address.ip for _, address in _addresses(first)}
+    resolved = [ip_address(text) for text in first.master_addresses]
+    found = [address for address in resolved if address in own and not is_of_no_use(address)]
+    if not found:
+        means = ", ".join(map(str, resolved)) or "nothing"
+        raise PreflightError(
+            f"cluster.master_address is {given!r}, which means {means} on {name}, the first host: it must be an "
+            f"address of that host, and not of loopback ({_own(first)}); change it, or leave it out to have one chosen"
+        )
+    return found
+
+
+def _is_in(network: Network, wanted: IPv4Network | IPv6Network) -> bool:
+    return any(own.network == wanted for _, own in _addresses(network))
+
+
+def _addresses(network: Network) -> Iterator[tuple[str, Interface]]:
+    for name, texts in network.interfaces.items():
+        for text in texts:
+            yield name, ip_interface(text)
+
+
+def _own(network: Network) -> str:
+    return ", ".join(str(own.ip) for _, own in _addresses(network) if not is_of_no_use(own.ip)) or "it has none"
+
+
+def _why_none(networks: Mapping[str, Network], first: str, given: str | None) -> str:
+    of_first = [own.ip for _, own in _addresses(networks[first]) if not is_of_no_use(own.ip)]
+    stranded = [
+        name
+        for name, network in networks.items()
+        if all(interface_to(network, address) is None for address in of_first)
+    ]
+    who = f"{', '.join(stranded[:8])} have no route to any of them" if stranded else "none can be reached by every host"
+    return (
+        f"{first} is the first host, where the ranks meet, and has the addresses {_own(networks[first])}: {who}; put "
+        "the hosts into one network" + ("" if given else ", or name an address by cluster.master_address")
+    )
+
+
+def hostnames(networks: Mapping[str, Network], interfaces: Mapping[str, str]) -> Iterator[tuple[str, str, bool]]:
+    """Hosts whose own name leads collectives astray: (host, what of it, whether naming an interface mends it)."""
+    for host, network in networks.items():
+        found = [ip_address(text) for text in network.hostname_addresses]
+        if found and not any(is_of_no_use(address) for address in found):
+            continue
+        means = f"is {', '.join(map(str, found))}" if found else "means no address"
+        yield host, f"its hostname {network.hostname} {means} there", host in interfaces

@@ -1,0 +1,123 @@
+"""Checks of a run that need no other host: all that is cheap to know before anything expensive starts."""
+
+from pathlib import Path
+
+from infra.node import ports
+from infra.node.attempts import attempt_actions
+from infra.node.storage.garbage import size_of
+from t5train.checkpoint.resume import has_finished
+from t5train.checkpoint.retention import bytes_held
+from t5train.data.sources import PYDOCS, require_source
+from t5train.data.span_corruption import geometry
+from t5train.data.tokenizer import expected_vocab_size, spiece_in
+from t5train.engine import memory_estimate
+from t5train.errors import SpecError
+from t5train.files.run_folder import CHECKPOINTS
+from t5train.host_resources import require_host_memory
+from t5train.model import model_shape, starting_model
+from t5train.model.model_shape import T5Shape
+from t5train.model.pipeline_split import stage_bounds
+from t5train.records.digests import digest_file
+from t5train.release.export import require_exportable
+from t5train.spec import ClusterSpec, RunSpec
+
+_WEIGHT_BYTES = 4
+_RELEASES = 3  # weights, export and publication, where the disk has no hard links
+_REST_BYTES = 512 << 20  # Python's documentation, logs, and the server's database
+
+
+def require_possible(spec: RunSpec) -> T5Shape:
+    """The model of a whole chain that settings and given files allow on some machine; raises why they do not."""
+    require_exportable(spec.model)
+    of_model = _require_model(spec)
+    _require_vocabulary_of_start(spec)
+    return of_model
+
+
+def require_text(spec: RunSpec) -> int:
+    """Bytes of the text, as far as they are known; InputError where there is none."""
+    return 0 if spec.corpus.source == PYDOCS else require_source(spec.corpus.source)
+
+
+def publish_url(spec: RunSpec) -> str:
+    """Where the run is published: the place asked for, else a folder under the root."""
+    return spec.storage.publish_to or str(spec.storage.root / "published" / spec.run_name)
+
+
+def _require_model(spec: RunSpec) -> T5Shape:
+    sample = geometry(spec.objective)  # raises where it needs more spans than there are sentinels
+    vocab_size = expected_vocab_size(spec.tokenizer)
+    starting_model.require_fit(spec.model, vocab_size)
+    of_model = model_shape.resolve(spec.model, vocab_size)
+    stage_bounds(of_model, spec.layout.pipeline_stages, sample)
+    return of_model
+
+
+def _require_vocabulary_of_start(spec: RunSpec) -> None:
+    """SpecError where ids would mean other text than they did to the model to continue from."""
+    if spec.model.start_from is None:
+        return
+    if spec.tokenizer.path is None:
+        raise SpecError(
+            f"model.start_from is {spec.model.start_from} and tokenizer.path is left out, so that a vocabulary would "
+            "be trained which that model does not know: set tokenizer.path to the vocabulary it was trained with"
+        )
+    starting_model.require_vocabulary(spec.model, digest_file(spiece_in(Path(spec.tokenizer.path))).sha256)
+
+
+def _require_this_machine(spec: RunSpec, of_model: T5Shape) -> None:
+    _require_accelerators(spec.cluster)
+    _require_arithmetic(spec)
+    if spec.cluster.accelerator == "cpu":
+        attempt_actions.require_room(spec.cluster.ranks)
+    require_host_memory(
+        memory_estimate.host_bytes(spec, of_model), "layout.offload, cluster.ranks and the model's shape"
+    )
+    if spec.cluster.master_port is not None:
+        ports.require_free(spec.cluster.master_port)
+
+
+def _require_absolute(root: Path) -> None:
+    if not root.is_absolute():
+        raise SpecError(f"root is {str(root)!r}: give an absolute path, as a worker runs flows in a folder of its own")
+
+
+def _require_accelerators(cluster: ClusterSpec) -> None:
+    """SpecError when this machine lacks the GPUs that are asked for; of other accelerators only DeepSpeed knows."""
+    if cluster.accelerator != "cuda":
+        return
+    import torch  # slow, and needed where GPUs are only
+
+    if (found := torch.accelerator.device_count()) < cluster.ranks:
+        raise SpecError(
+            f"cluster.accelerator is 'cuda' and cluster.ranks is {cluster.ranks}: this machine has {found} GPUs that "
+            "torch can use: ask for fewer ranks, or set cluster.accelerator to cpu"
+        )
+
+
+def _require_arithmetic(spec: RunSpec) -> None:
+    """SpecError for fp16 on a CPU without instructions for it, which DeepSpeed refuses when the ranks are up."""
+    if spec.optimizer.precision != "fp16" or spec.cluster.accelerator not in (None, "cpu"):
+        return
+    import torch  # slow, as above
+
+    on_gpu = spec.cluster.accelerator is None and torch.accelerator.is_available()
+    if not on_gpu and not torch.ops.mkldnn._is_mkldnn_fp16_supported():  # what DeepSpeed asks
+        raise SpecError(
+            "optimizer.precision is 'fp16': this machine's CPU has no instructions for it (AVX512-FP16); use bf16 or "
+            "fp32, or a GPU"
+        )
+
+
+def _needed_bytes(spec: RunSpec, of_model: T5Shape, text_bytes: int) -> int:
+    releases = _WEIGHT_BYTES * _RELEASES * model_shape.count_parameters(of_model)
+    # Tokens take half the bytes of plain text, more of compressed text.
+    return _checkpoint_bytes(spec, of_model) + releases + text_bytes + _REST_BYTES
+
+
+def _checkpoint_bytes(spec: RunSpec, of_model: T5Shape) -> int:
+    """Those still to come: a run that goes on is not refused for what it has."""
+    if has_finished(spec.run_folder):
+        return 0
+    held = size_of(spec.run_folder / CHECKPOINTS)
+    return max(0, bytes_held(spec, of_model, range(spec.cluster.ranks)) - held)

@@ -1,0 +1,118 @@
+"""Whether hosts share the head's storage or each has its own, and whether there is room in what they have."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from infra.head.preflight.findings import Heards, names, of_each
+from infra.head.preflight.launch_requirements import Needs
+from infra.node.inspection.facts import Facts, Room
+from infra.node.node_folders import node_path
+from infra.node.storage.disk_usage import SPARE_BYTES
+from t5train.host_resources import format_bytes
+
+_NODE_FOLDER_BYTES = 10**9
+_ROOT_BYTES = 10**9  # how much a run will write there is asked on the head
+_SCRATCH_BYTES = 10**9
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What is to be seen of the file under the root that the head has just written."""
+
+    sharing: list[str]
+    """Hosts that read it."""
+    apart: list[str]
+    """Hosts that do not."""
+    is_node_local: bool
+    """Whether no other host than the head itself, which may be one of them, reads it."""
+
+    @classmethod
+    def of(cls, heards: Heards, nonce: str, head: str) -> "Storage":
+        """``head`` is the identity of the head's machine."""
+        sharing = [host for host, heard in heards.items() if heard.facts.room.nonce == nonce]
+        apart = [host for host in heards if host not in sharing]
+        others = [host for host in sharing if heards[host].facts.identity != head]
+        return cls(sharing, apart, bool(apart) and not others)
+
+
+def problems(heards: Heards, needs: Needs, storage: Storage) -> Iterator[str]:
+    """Storage that some share and some do not, or that cannot be written."""
+    if storage.is_node_local:
+        yield from _scratch(heards, storage)
+    elif storage.apart:
+        yield (
+            f"{names(storage.apart)}: {needs.root} is not the head's, and on {names(storage.sharing)} it is: mount the "
+            "storage that holds it at the same path on every host, or choose a --root that none of them shares"
+        )
+    else:
+        yield from of_each(heards, lambda _, facts: _write_error(facts, needs))
+
+
+def remark(storage: Storage) -> Iterator[str]:
+    """That it takes staging and gathering."""
+    if storage.is_node_local:
+        yield f"{names(storage.apart)}: {_called(storage)} nothing with the head: files are staged in and gathered"
+
+
+def disks(heards: Heards, needs: Needs, storage: Storage) -> Iterator[str]:
+    """Room where the run will write, and for logs in the node's own folder."""
+
+    def complaint(host: str, facts: Facts) -> str | None:
+        room = facts.room
+        if room.node_folder_error:
+            return room.node_folder_error
+        if room.node_folder != (here := str(node_path())):
+            return (
+                f"keeps attempts in {room.node_folder}, the head in {here}: the user there has another user id; give "
+                "it the same, or set cluster.ssh_user"
+            )
+        if room.node_folder_free_bytes < _NODE_FOLDER_BYTES:
+            return (
+                f"{room.node_folder} has {format_bytes(room.node_folder_free_bytes)} free, logs want "
+                f"{format_bytes(_NODE_FOLDER_BYTES)}: make room there"
+            )
+        if storage.is_node_local:
+            return _scratch_room(room, needs.checkpoint_bytes.get(host, 0) + needs.staged_bytes)
+        if not room.root_error and room.root_free_bytes < _ROOT_BYTES:
+            free = format_bytes(room.root_free_bytes)
+            return f"{needs.root} has {free} free, a run wants more: make room, or choose another root"
+        return None
+
+    yield from of_each(heards, complaint)
+
+
+def _scratch_room(room: Room, run_bytes: int) -> str | None:
+    """What a run that goes on has there already is no reason to refuse it."""
+    needed, yielding = run_bytes + SPARE_BYTES, room.scratch_yielding_bytes
+    if not room.scratch or room.scratch_error or room.scratch_free_bytes + yielding >= max(needed, _SCRATCH_BYTES):
+        return None
+    more = f" and {format_bytes(yielding)} that give way" if yielding else ""
+    return (
+        f"{room.scratch} has {format_bytes(room.scratch_free_bytes)} free{more}, its ranks' checkpoints and token "
+        f"shards need {format_bytes(max(needed, _SCRATCH_BYTES))}: make room, keep fewer (storage.keep_last, "
+        "storage.keep_every_steps, storage.checkpoint_gigabytes), or choose another storage.scratch"
+    )
+
+
+def _write_error(facts: Facts, needs: Needs) -> str | None:
+    if facts.room.root_error:
+        return f"{needs.root} cannot be written ({facts.room.root_error}): give this user the right to write there"
+    return None
+
+
+def _scratch(heards: Heards, storage: Storage) -> Iterator[str]:
+    """Every host must have one to itself: what ranks of several wrote into one would be taken for another's."""
+    yield from of_each(heards, lambda _, facts: facts.room.scratch_error or None)
+    marks = {host: heards[host].facts.room.scratch_mark for host in storage.apart}
+    for mark, count in Counter(marks.values()).items():
+        if mark and count > 1:
+            sharing = [host for host, its in marks.items() if its == mark]
+            yield (
+                f"{names(sharing)}: {heards[sharing[0]].facts.room.scratch} is one and the same folder: choose a "
+                "storage.scratch on each host's own disk; if that is a copy of another host's, remove it"
+            )
+
+
+def _called(storage: Storage) -> str:
+    return "share" if len(storage.apart) > 1 else "shares"

@@ -1,0 +1,246 @@
+"""What the head and all nodes hold of a run's checkpoints, which of them are complete, and which to keep.
+
+A tag's sidecars come from one *version* of it: those on the head alone, those on the nodes alone, or all together, the
+first that is complete. A tag may be written twice, the second time after damage was found in the gathered copy of the
+first; sidecars of the two are never mixed. Files come from any place with one of the right size; digests decide.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from infra.head.hosts.node_client import Nodes
+from infra.node.storage.stored_checkpoints import HEAD, Copy, Inventory, inventory_of
+from t5train.checkpoint import sidecar, tags
+from t5train.checkpoint.retention import kept
+from t5train.checkpoint.sidecar import Sidecar
+from t5train.errors import HostError, IncompleteCheckpoint, StorageError
+from t5train.files import run_folder
+from t5train.files.confined import child
+from t5train.files.run_folder import is_tag_or_removed
+from t5train.records.digests import FileDigest
+
+_DEADLINE_SECONDS = 120.0
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What all places hold of a run's checkpoints."""
+
+    found: Mapping[str, Inventory]
+    """By place: the head's gathered copy, and each node that answered."""
+    silent: Mapping[str, HostError]
+    """Why the other nodes did not."""
+
+
+def survey(nodes: Nodes, run_name: str, checkpoints: Path) -> Survey:
+    """Ask all nodes what they hold, and look at the gathered copy."""
+    answers = nodes.ask("inventory", lambda _: nodes.request(run_name=run_name), _DEADLINE_SECONDS)
+    silent = {host: answer for host, answer in answers.items() if isinstance(answer, HostError)}
+    heard = {
+        host: {tag: _copy(host, copy) for tag, copy in _plainly_named(host, answer["tags"]).items()}
+        for host, answer in answers.items()
+        if not isinstance(answer, HostError)
+    }
+    return Survey({HEAD: inventory_of(checkpoints), **heard}, silent)
+
+
+def _copy(host: str, told: Mapping[str, Any]) -> Copy:
+    """What a host has of a tag; why something cannot be read is only ever shown, whatever it is called there."""
+    sidecars, files = _plainly_named(host, told["sidecars"]), _plainly_named(host, told["files"])
+    return Copy(sidecars, files, {str(name): str(why) for name, why in told["unreadable"].items()})
+
+
+def _plainly_named(host: str, told: Mapping[str, T]) -> dict[str, T]:
+    """What a host lists, without names that would lead out of the folder of checkpoints here."""
+    found = {}
+    for name, each in told.items():
+        try:
+            child(Path(), name, host)
+        except StorageError as error:
+            _log.warning("left out of the checkpoints on %s: %s", host, error)
+            continue
+        found[name] = each
+    return found
+
+
+def prune_on(nodes: Nodes, run_name: str, tags: list[str]) -> dict[str, HostError | None]:
+    """Remove these tags from all nodes, and what is left of others; the error of each that did not."""
+    answers = nodes.ask("prune", lambda _: nodes.request(run_name=run_name, tags=tags), _DEADLINE_SECONDS)
+    return {host: each if isinstance(each, HostError) else None for host, each in answers.items()}
+
+
+def move_aside_on(nodes: Nodes, run_name: str, tags: list[str] | None, why: str) -> dict[str, list[str] | HostError]:
+    """Have all nodes move these tags (None: all) where nothing uses or removes them; those that each had."""
+    request = nodes.request(run_name=run_name, tags=tags, why=why)
+    answers = nodes.ask("move_aside", lambda _: request, _DEADLINE_SECONDS)
+    return {host: each if isinstance(each, HostError) else each["tags"] for host, each in answers.items()}
+
+
+Inventories = Mapping[str, Inventory]
+"""By place."""
+
+
+@dataclass(frozen=True)
+class FoundTag:
+    """A version of a tag that is complete, all places together."""
+
+    name: str
+    step: int
+    texts: Mapping[str, str]
+    """Its sidecars, by name."""
+    sidecars: Sequence[Sidecar]
+    files: Mapping[str, FileDigest]
+    places: Mapping[str, tuple[str, ...]]
+    """Where each file is, as far as its size tells: the head first, then those who wrote it."""
+
+
+def complete_tags(found: Inventories) -> list[FoundTag]:
+    """Versions of complete tags, the newest step first; of one tag, the likeliest first."""
+    return sorted(_complete(found), key=lambda tag: (tag.step, tag.name), reverse=True)
+
+
+def shortcomings(found: Inventories) -> dict[str, str]:
+    """Why tags are not complete, by name, the newest first."""
+    complete = {tag.name for tag in complete_tags(found)}
+    return {name: _why(name, found) for name in sorted(_names(found) - complete, reverse=True)}
+
+
+def superfluous(
+    found: Inventories, keep_last: int, keep_every: int | None = None, most_bytes: int | None = None
+) -> list[str]:
+    """Tags to remove: complete ones that are not ``kept``, ``most_bytes`` being those of each place.
+
+    Of incomplete tags those that are older than the newest complete one: a newer one may be being written. A tag of
+    which something cannot be read now stays.
+    """
+    steps = {tag.name: tag.step for tag in complete_tags(found)}
+    keep = kept({step: _size(name, found) for name, step in steps.items()}, keep_last, keep_every, most_bytes)
+    newest = max(steps, key=lambda name: steps[name], default="")
+    incomplete = _names(found) - steps.keys() - unreadable(found).keys()
+    left_over = {name for name in incomplete if is_tag_or_removed(name) and name < newest}
+    return sorted({name for name, step in steps.items() if step not in keep} | left_over)
+
+
+def unreadable(found: Inventories) -> dict[str, str]:
+    """Tags of which something cannot be read now somewhere, and why."""
+    return {
+        name: f"{_called(place)}: {next(iter(copy.unreadable.values()))}"
+        for place, inventory in found.items()
+        for name, copy in inventory.items()
+        if copy.unreadable
+    }
+
+
+def finished_once(found: Inventories) -> set[str]:
+    """Tags of which the sidecars of all ranks are there: they were complete, whatever has become of their files."""
+    return {name for name in _names(found) for places in _versions(found) if _is_finished(name, places, found)}
+
+
+def _is_finished(name: str, places: Sequence[str], found: Inventories) -> bool:
+    try:
+        return _sidecars(name, _texts(name, places, found))[0].tag == name
+    except IncompleteCheckpoint:
+        return False
+
+
+def require_listed(tag: FoundTag, found: Inventories) -> None:
+    """UnlistedFile that names a pickle which lies among the files of this saving somewhere, and that nobody recorded.
+
+    What lies where nobody has finished this saving is left of another one; a restore moves it aside.
+    """
+    for place, inventory in found.items():
+        copy = inventory.get(tag.name)
+        if copy and any(copy.sidecars.get(name) == text for name, text in tag.texts.items()):
+            run_folder.require_listed(f"checkpoint {tag.name} on {_called(place)}", copy.files, tag.files)
+
+
+def _size(name: str, found: Inventories) -> int:
+    """Bytes that a tag takes, of all places where it takes the most."""
+    return max(sum(inventory[name].files.values()) for inventory in found.values() if name in inventory)
+
+
+def _names(found: Inventories) -> set[str]:
+    return {name for inventory in found.values() for name in inventory}
+
+
+def _complete(found: Inventories) -> Iterator[FoundTag]:
+    for name in _names(found):
+        known = set[frozenset[tuple[str, str]]]()
+        for places in _versions(found):
+            try:
+                tag = _version(name, places, found)
+            except IncompleteCheckpoint:
+                continue
+            if frozenset(tag.texts.items()) not in known:
+                known.add(frozenset(tag.texts.items()))
+                yield tag
+
+
+def _versions(found: Inventories) -> list[list[str]]:
+    """Places from which the sidecars of a tag may come together."""
+    nodes = [place for place in found if place != HEAD]
+    return [[HEAD], nodes, [HEAD, *nodes]]
+
+
+def _version(name: str, places: Sequence[str], found: Inventories) -> FoundTag:
+    """The tag, by the sidecars of those places; IncompleteCheckpoint says what is wrong with it."""
+    texts = _texts(name, places, found)
+    sidecars = _sidecars(name, texts)
+    if sidecars[0].tag != name:
+        raise IncompleteCheckpoint(f"{name} was {sidecars[0].tag} before: it was renamed")
+    files = tags.files_of(sidecars)
+    holders = {file: tuple(_holders(name, file, digest.size, texts, found)) for file, digest in files.items()}
+    for file, where in holders.items():
+        if not where:
+            raise IncompleteCheckpoint(f"{name} lacks {file}, which {_writer(file, sidecars)} wrote: it is nowhere")
+    return FoundTag(name, sidecars[0].step, texts, sidecars, files, holders)
+
+
+def _sidecars(name: str, texts: Mapping[str, str]) -> list[Sidecar]:
+    parsed = [sidecar.parsed(text, Path(name) / file) for file, text in sorted(texts.items())]
+    return tags.require_agreement(parsed, name)
+
+
+def _texts(name: str, places: Sequence[str], found: Inventories) -> dict[str, str]:
+    texts, seen = dict[str, str](), dict[str, str]()
+    for place in places:
+        copy = found.get(place, {}).get(name)
+        for file, text in copy.sidecars.items() if copy else ():
+            if texts.setdefault(file, text) != text:
+                raise IncompleteCheckpoint(
+                    f"{name} has {file} of two savings, on {_called(seen[file])} and on {_called(place)}"
+                )
+            seen.setdefault(file, place)
+    return texts
+
+
+def _holders(name: str, file: str, size: int, texts: Mapping[str, str], found: Inventories) -> list[str]:
+    copies = {place: inventory[name] for place, inventory in found.items() if name in inventory}
+    holding = [place for place, copy in copies.items() if copy.files.get(file) == size]
+
+    def distance(place: str) -> int:
+        wrote = any(file in text and copies[place].sidecars.get(one) == text for one, text in texts.items())
+        return 0 if place == HEAD else 1 if wrote else 2
+
+    return sorted(holding, key=distance)
+
+
+def _writer(file: str, sidecars: Sequence[Sidecar]) -> str:
+    return next(f"rank {each.rank}" for each in sidecars if file in each.files)
+
+
+def _why(name: str, found: Inventories) -> str:
+    try:
+        _version(name, [HEAD, *(place for place in found if place != HEAD)], found)
+    except IncompleteCheckpoint as error:
+        return str(error)
+    raise AssertionError(f"{name} is complete")
+
+
+def _called(place: str) -> str:
+    return place or "the head"

@@ -1,0 +1,81 @@
+"""What the head records of checkpoints on hosts: the last complete one, and which hosts have some that are given up."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from infra.head.storage.checkpoint_inventory import FoundTag, Survey, finished_once, shortcomings
+from infra.node.storage.stored_checkpoints import HEAD
+from t5train.checkpoint import last_complete
+from t5train.checkpoint.last_complete import LastComplete
+from t5train.checkpoint.resume_point import nothing_verifies
+from t5train.errors import NothingVerifies, RecordError
+from t5train.files.atomic import write_json
+from t5train.files.presence import ABSENT, reading
+from t5train.files.run_folder import NOT_BEGUN_AGAIN, is_tag
+
+_MOST_FILES = 4
+
+
+def note(run_folder: Path, tag: FoundTag) -> None:
+    """Remember the newest complete checkpoint."""
+    last_complete.note(run_folder, tag.name, tag.places)
+
+
+def note_adopted(run_folder: Path, survey: Survey) -> None:
+    """Remember the newest checkpoint of a run that was adopted, whether it is complete on these hosts or not.
+
+    Only the run's former head knows which were: one of which something is missing here must not be taken for one that
+    was never finished, and be written over.
+    """
+    newest = max((name for inventory in survey.found.values() for name in inventory if is_tag(name)), default="")
+    seen = last_complete.last_complete(run_folder)
+    if newest and (seen is None or seen.tag < newest):
+        last_complete.note(run_folder, newest)
+
+
+def former_hosts(run_folder: Path) -> list[str]:
+    """Those that had some of the last complete checkpoint."""
+    seen = last_complete.last_complete(run_folder)
+    return sorted({place for places in seen.places.values() for place in places if place != HEAD}) if seen else []
+
+
+def note_not_begun_again(run_folder: Path, hosts: Collection[str]) -> None:
+    """Remember the hosts whose checkpoints are yet to be moved aside, as the run has begun again without them."""
+    if hosts or not_begun_again(run_folder):
+        write_json(run_folder / NOT_BEGUN_AGAIN, sorted(hosts))
+
+
+def not_begun_again(run_folder: Path) -> set[str]:
+    """Those hosts. Raises Unreadable and RecordError."""
+    path = run_folder / NOT_BEGUN_AGAIN
+    try:
+        with reading(path):
+            return set(json.loads(path.read_bytes()))
+    except ABSENT:
+        return set()
+    except (ValueError, TypeError) as error:
+        raise RecordError(f"{path} is damaged ({error}): write the names of hosts into it, as a JSON list") from error
+
+
+def nothing_complete(run_folder: Path, survey: Survey, damaged: Sequence[str]) -> NothingVerifies | None:
+    """What to say where no checkpoint is complete, though one was; None if none ever was: then the run just begins.
+
+    ``damaged`` tells of those that looked complete and were not.
+    """
+    seen = last_complete.last_complete(run_folder)
+    if seen is None and not finished_once(survey.found):
+        return None
+    said = [*(_missing(seen, survey) if seen else ()), *damaged, *(str(each) for each in survey.silent.values())]
+    return nothing_verifies(run_folder, said or list(shortcomings(survey.found).values()))
+
+
+def _missing(seen: LastComplete, survey: Survey) -> list[str]:
+    held = {file for inventory in survey.found.values() if seen.tag in inventory for file in inventory[seen.tag].files}
+    missing: Mapping[str, Sequence[str]] = {file: at for file, at in seen.places.items() if file not in held}
+    named = [
+        f"{file} (last seen {seen.at} on {', '.join(place or 'the head' for place in missing[file])})"
+        for file in sorted(missing)[:_MOST_FILES]
+    ]
+    more = f" and {len(missing) - len(named)} more files" if len(missing) > len(named) else ""
+    return [f"{seen.tag} lacks {', '.join(named)}{more}"] if named else []

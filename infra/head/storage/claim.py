@@ -1,0 +1,161 @@
+"""The head's claim to the files of a run on its hosts: made before anything is read or written there, then renewed.
+
+It is renewed for as long as the head holds the run, also between two attempts and while checkpoints are gathered, so
+that no other head adopts the run of one that is alive.
+"""
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.head.hosts.node_client import Nodes
+from infra.head.storage.node_paths import NodeRun
+from infra.node.attempts import run_lock
+from infra.node.attempts.run_ownership import Mode, Owner
+from t5train.errors import HostError, RunOwned
+
+_DEADLINE_SECONDS = 60.0
+_SHORTEST_DEADLINE_SECONDS = 5.0
+_RENEWALS_IN_A_LEASE = 4
+_END_SECONDS = 5.0
+_log = logging.getLogger(__name__)
+_claims: dict[Path, "Claim"] = {}
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a host says of a run."""
+
+    is_ours: bool
+    owner: Owner | None
+    left_seconds: float
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any]) -> "_State":
+        owner = answer["owner"]
+        return cls(answer["is_ours"], owner and Owner(**owner), answer["left_seconds"])
+
+
+_Answers = Mapping[str, _State | HostError]
+
+
+def claim(run: NodeRun, required: Sequence[str], others: Sequence[str], adopt: bool) -> list[Owner]:
+    """Claim the run on ``required`` hosts, and on ``others`` that answer; renew that until the run is released.
+
+    Returns the other heads from which it was adopted. Raises RunOwned if the run belongs to another head, and the
+    HostError of a required host that does not answer.
+    """
+    nodes = run.nodes.on(*required, *others)
+    _require_free(run, _answered(required, _ask(nodes, run, Mode.LOOK)), adopt)
+    states = _answered(required, _ask(nodes, run, Mode.ADOPT if adopt else Mode.CLAIM))
+    if not all(state.is_ours for state in states.values()):
+        fresh = [host for host, state in states.items() if state.is_ours and state.owner is None]
+        nodes.on(*fresh).ask("disown", lambda _: _request(nodes, run), _DEADLINE_SECONDS)
+        _require_free(run, states, adopt)
+    _keep(run, nodes.on(*{**dict.fromkeys(run.nodes.hosts), **states}))
+    owners = dict.fromkeys(state.owner for state in states.values() if state.owner)
+    return [owner for owner in owners if owner.unique_id != run.owner.unique_id]
+
+
+def require_claimed(run_folder: Path) -> None:
+    """Raise RunOwned if another head has taken over the run, which this process has claimed."""
+    claimed = _claims.get(run_folder)
+    if claimed is not None and claimed.lost is not None:
+        raise claimed.lost
+
+
+def end_claim(run_folder: Path) -> None:
+    """Renew the claim no longer."""
+    if (claimed := _claims.pop(run_folder, None)) is not None:
+        claimed.end()
+
+
+class Claim:
+    """A thread that renews the leases of a run on its hosts."""
+
+    def __init__(self, run: NodeRun, nodes: Nodes) -> None:
+        self._run, self._nodes = run, nodes
+        self.lost: RunOwned | None = None
+        """Set once a host belongs to another head."""
+        self._silent: set[str] = set()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="claim on hosts", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Renew nothing from now on; a renewal that a host does not answer is not waited for."""
+        self._ended.set()
+        self._thread.join(_END_SECONDS)
+
+    def _renew(self) -> None:
+        interval = self._run.owner.lease_seconds / _RENEWALS_IN_A_LEASE
+        while self.lost is None and not self._ended.wait(interval):
+            deadline = max(2 * interval, _SHORTEST_DEADLINE_SECONDS)  # a host that hangs must not hold up the others
+            answers = _ask(self._nodes, self._run, Mode.CLAIM, deadline)
+            refused = {host: each for host, each in _states(answers).items() if not each.is_ours}
+            if refused:
+                self.lost = _owned(self._run, refused)
+                _log.error("%s", self.lost)
+            self._note_silent({host: each for host, each in answers.items() if isinstance(each, HostError)})
+
+    def _note_silent(self, silent: Mapping[str, HostError]) -> None:
+        for host in silent.keys() - self._silent:
+            _log.warning("the claim to %s on %s is not renewed: %s", self._run.name, host, silent[host])
+        self._silent = set(silent)
+
+
+def _keep(run: NodeRun, nodes: Nodes) -> None:
+    """Renew this claim from now on; one of an earlier attempt, on other hosts perhaps, was renewed until now."""
+    before = _claims.get(run.folder)
+    if before is None:
+        run_lock.at_release(run.folder).callback(end_claim, run.folder)
+    _claims[run.folder] = Claim(run, nodes)
+    if before is not None:
+        before.end()
+
+
+def _ask(nodes: Nodes, run: NodeRun, mode: Mode, deadline_seconds: float = _DEADLINE_SECONDS) -> _Answers:
+    answers = nodes.ask("claim", lambda _: _request(nodes, run, mode=mode), deadline_seconds)
+    return {host: each if isinstance(each, HostError) else _State.of(each) for host, each in answers.items()}
+
+
+def _request(nodes: Nodes, run: NodeRun, **facts: Any) -> dict[str, Any]:
+    return nodes.request(run_name=run.name, claimant=asdict(run.owner), **facts)
+
+
+def _states(answers: _Answers) -> dict[str, _State]:
+    return {host: each for host, each in answers.items() if not isinstance(each, HostError)}
+
+
+def _answered(required: Sequence[str], answers: _Answers) -> dict[str, _State]:
+    """What hosts answered; HostError if a required one did not, a warning for others."""
+    for host, each in answers.items():
+        if isinstance(each, HostError):
+            if host in required:
+                raise each
+            _log.warning("%s is not asked whose run it has: %s", host, each)
+    return _states(answers)
+
+
+def _require_free(run: NodeRun, states: Mapping[str, _State], adopt: bool) -> None:
+    """RunOwned if another head has the run on some host, and it is not to be adopted or the lease still runs."""
+    refused = {
+        host: state
+        for host, state in states.items()
+        if state.owner is not None and not state.is_ours and not (adopt and state.left_seconds <= 0)
+    }
+    if refused:
+        raise _owned(run, refused)
+
+
+def _owned(run: NodeRun, refused: Mapping[str, _State]) -> RunOwned:
+    host, state = max(refused.items(), key=lambda item: item[1].left_seconds)
+    what = f"the checkpoints of run {run.folder.name} on {', '.join(refused)} are owned by {state.owner}"
+    another = "choose another --name"
+    if state.left_seconds > 0:
+        lease = f"that head is alive: its lease on {host} runs for another {state.left_seconds:.0f} s"
+        return RunOwned(f"{what}; {lease}. Wait until it is over, then take the run over with --adopt, or {another}")
+    return RunOwned(f"{what}; its lease has expired: take the run over with --adopt, or {another}")

@@ -1,0 +1,200 @@
+"""Finds and frees what no run needs: on all nodes, and under the head's own root.
+
+A node's copy of a finished run is freed only if the head's copy of the last checkpoint has been verified.
+"""
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from infra.head.hosts.node_client import Nodes
+from infra.head.storage.checkpoint_inventory import superfluous
+from infra.node.attempts import attempt
+from infra.node.attempts.run_lock import holder, run_lock
+from infra.node.node_folders import heads_folder, name_on_nodes
+from infra.node.storage.garbage import KEPT_ASIDE, Garbage, size_of
+from infra.node.storage.left_attempts import KnownAttempts, left_attempts
+from infra.node.storage.stored_checkpoints import HEAD, inventory_of
+from t5train.checkpoint.resume import unique_id
+from t5train.errors import HostError, RecordError, RunLocked, T5TrainError, UnknownVersion, Unreadable
+from t5train.files.atomic import discard
+from t5train.files.presence import is_folder, visible_in
+from t5train.files.run_folder import ATTEMPTS, CHECKPOINTS, RUNS, SET_ASIDE
+from t5train.progress import Progress
+from t5train.records.stage_records import Checkpoint
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run whose end is recorded and that nobody works on."""
+
+    folder: Path
+    name: str
+    """On nodes."""
+    unique_id: str | None
+    """None for a run of an earlier version."""
+    fault: str = ""
+    """Why what hosts have of it must stay: what is wrong with the head's copy."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What nodes are told."""
+        return {"unique_id": self.unique_id, "fault": self.fault}
+
+
+def finished_runs(root: Path) -> list[FinishedRun]:
+    """The runs under a root that have ended and that nobody works on; their files are looked for, and not read."""
+    found = []
+    for folder in idle_runs(root):
+        try:
+            record = Checkpoint.load(folder)
+        except RecordError:
+            continue
+        except (Unreadable, UnknownVersion) as error:
+            _log.warning("what hosts have of %s is kept: %s", folder.name, error)
+            continue
+        name = name_on_nodes(folder.name, record.fingerprint)
+        found.append(FinishedRun(folder, name, unique_id(folder), _fault(record)))
+    return found
+
+
+def verified(runs: Iterable[FinishedRun], names: Collection[str], progress: Progress) -> Iterator[FinishedRun]:
+    """The same, where every byte of those called ``names`` on nodes was compared with its digest."""
+    for run in runs:
+        if run.fault or run.name not in names:
+            yield run
+            continue
+        try:
+            Checkpoint.load(run.folder).verify(progress)
+            yield run
+        except T5TrainError as error:
+            yield replace(run, fault=str(error))
+
+
+def idle_runs(root: Path) -> Iterator[Path]:
+    """Folders of runs that nobody works on."""
+    return (folder for folder in _folders(root) if holder(folder) is None)
+
+
+def known_attempts(root: Path) -> KnownAttempts:
+    """The attempts of all runs under a root."""
+    idle = list(idle_runs(root))
+    busy = [folder for folder in _folders(root) if folder not in idle]
+    return KnownAttempts(_attempts(idle), _attempts(busy))
+
+
+def _folders(root: Path) -> list[Path]:
+    return [folder for folder in visible_in(root / RUNS) if folder.is_dir()]
+
+
+def _attempts(runs: Iterable[Path]) -> list[str]:
+    files = (file for run in runs for file in sorted((run / ATTEMPTS).glob(f"*/{attempt.ATTEMPT}")))
+    return [attempt.read(file.parent).run_id for file in files]
+
+
+def _fault(record: Checkpoint) -> str:
+    """What is wrong with the head's copy, as far as sizes tell."""
+    for name, digest in record.files.items():
+        path = record.path / name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            return f"{path}: {error.strerror}"
+        if size != digest.size:
+            return f"{path} has {size} bytes, {digest.size} were recorded"
+    return ""
+
+
+_DEADLINE_SECONDS = 600.0
+
+
+def garbage_on(
+    nodes: Nodes, finished: Sequence[FinishedRun], attempts: KnownAttempts
+) -> dict[str, list[Garbage] | HostError]:
+    """What no run needs on each host; of one that does not answer, the error."""
+    answers = nodes.ask("garbage", lambda _: _request(nodes, finished, attempts), _DEADLINE_SECONDS)
+    return {
+        host: each if isinstance(each, HostError) else [Garbage(**one) for one in each["found"]]
+        for host, each in answers.items()
+    }
+
+
+def free_on(
+    nodes: Nodes,
+    finished: Sequence[FinishedRun],
+    attempts: KnownAttempts,
+    found: Mapping[str, Sequence[Garbage]],
+) -> dict[str, list[str] | HostError]:
+    """Remove that, as far as no run has come to need it; the places that were removed, by host.
+
+    The head's copy of ``finished`` runs must be ``verified``.
+    """
+
+    def request(host: str) -> dict[str, Any]:
+        places = [each.place for each in found.get(host, []) if not each.is_kept]
+        return _request(nodes, finished, attempts, places=places)
+
+    answers = nodes.ask("free", request, _DEADLINE_SECONDS)
+    return {host: each if isinstance(each, HostError) else each["freed"] for host, each in answers.items()}
+
+
+def _request(nodes: Nodes, finished: Sequence[FinishedRun], attempts: KnownAttempts, **facts: Any) -> dict[str, Any]:
+    runs = {run.name: run.to_json() for run in finished}
+    return nodes.request(finished=runs, attempts=attempts.to_json(), **facts)
+
+
+def garbage_of_heads(attempts: KnownAttempts) -> Iterator[Garbage]:
+    """What heads of this machine have left of attempts over hosts; places are absolute."""
+    for folder, why in left_attempts(heads_folder(), attempts):
+        yield Garbage(str(folder), size_of(folder), why)
+
+
+def free_of_heads(attempts: KnownAttempts, found: Sequence[Garbage]) -> list[str]:
+    """Remove that, as far as nobody has come to need it."""
+    asked = {each.place for each in found}
+    freed = [each.place for each in garbage_of_heads(attempts) if each.place in asked]
+    for place in freed:
+        discard(Path(place))
+    return freed
+
+
+def garbage_under(root: Path) -> Iterator[Garbage]:
+    """What no run needs of the checkpoints under a root: what was never finished and is older than one that was."""
+    for run in idle_runs(root):
+        yield from _garbage_in(root, run)
+
+
+def free_under(root: Path, found: Sequence[Garbage]) -> list[str]:
+    """Remove that, as far as no run has come to need it; the places that were removed."""
+    asked, freed = {each.place for each in found}, list[str]()
+    for run in idle_runs(root):
+        try:
+            with run_lock(run, wait_seconds=0):
+                freed += _free_in(root, run, asked)
+        except RunLocked as error:
+            _log.warning("%s", error)
+    return freed
+
+
+def _free_in(root: Path, run: Path, asked: Collection[str]) -> list[str]:
+    freed = [each.place for each in _garbage_in(root, run) if each.place in asked and not each.is_kept]
+    for place in freed:
+        discard(root / place)
+    return freed
+
+
+def _garbage_in(root: Path, run: Path) -> Iterator[Garbage]:
+    checkpoints = run / CHECKPOINTS
+    tags = {HEAD: inventory_of(checkpoints)}
+    names = [*superfluous(tags, keep_last=len(tags[HEAD]) or 1), *_half_removed(checkpoints)]
+    for folder in (checkpoints / name for name in names):
+        yield Garbage(str(folder.relative_to(root)), size_of(folder), "a checkpoint that is not whole")
+    if is_folder(aside := run / SET_ASIDE):
+        yield Garbage(str(aside.relative_to(root)), size_of(aside), KEPT_ASIDE, is_kept=True)
+
+
+def _half_removed(checkpoints: Path) -> list[str]:
+    return sorted(path.name for path in checkpoints.glob(".*.discarded"))

@@ -1,0 +1,199 @@
+"""Brings to the head what it lacks of a checkpoint, from all nodes at once, and verifies each file as it arrives.
+
+Metrics and the witness come from one node.
+"""
+
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.head.hosts.node_client import Nodes, conversation
+from infra.head.storage.checkpoint_inventory import FoundTag
+from infra.node.node_folders import tag_place
+from infra.node.storage.file_channel import CannotRead, Refused, Wanted, Watcher
+from infra.node.storage.pull import is_whole, missing_bytes, pull
+from infra.node.storage.stored_checkpoints import HEAD
+from t5train.checkpoint.sidecar import is_sidecar
+from t5train.errors import DigestMismatch, HostError, IncompleteCheckpoint, RemoteFailed, T5TrainError, Unreadable
+from t5train.files.atomic import sync_folder, write_text
+from t5train.files.presence import is_there, names_in, reading
+from t5train.files.run_folder import SET_ASIDE, unlisted
+from t5train.files.set_aside import set_aside
+from t5train.host_resources import num_cores, require_space
+from t5train.progress import Progress, silent
+
+_AT_ONCE = 16
+"""Nodes that send at the same time."""
+
+
+def gather(nodes: Nodes, run_name: str, tag: FoundTag, checkpoints: Path, progress: Progress = silent) -> None:
+    """Make ``checkpoints / tag`` complete: every file verified, sidecars last; gone on with after a break.
+
+    What is in the way, of another saving of this tag or not to be read now, is moved aside and not removed. Raises
+    IncompleteCheckpoint when a file is nowhere as it was recorded, naming where it was looked for, Unreadable when that
+    cannot be known, StorageError when the disk is full, and HostError when a node that alone has something does not
+    send it.
+    """
+    folder = checkpoints / tag.name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _move_strangers(folder, tag)
+    lacking = _lacking(folder, _wanted(tag), progress)
+    require_space(folder, missing_bytes(folder, lacking.wanted), f"checkpoint {tag.name}")
+    _Gathering(nodes, tag_place(run_name, tag.name), folder, lacking, progress).run(tag.places)
+    for name, text in sorted(tag.texts.items()):
+        if not is_there(folder / name):  # else it is this one: others have been moved
+            write_text(folder / name, text)
+    sync_folder(checkpoints)
+
+
+@dataclass(frozen=True)
+class _Lacking:
+    """What is to come, and of that what is there and cannot be read now."""
+
+    wanted: list[Wanted]
+    unreadable: Mapping[str, Unreadable]
+
+
+def _wanted(tag: FoundTag) -> list[Wanted]:
+    return [Wanted.of(name, digest) for name, digest in sorted(tag.files.items())]
+
+
+def _lacking(folder: Path, wanted: list[Wanted], progress: Progress) -> _Lacking:
+    """What is not there whole; what is there is read, one file on each core."""
+    total, done, missing = sum(each.size for each in wanted), 0, []
+    unreadable = dict[str, Unreadable]()
+
+    def whole(each: Wanted) -> bool:
+        try:
+            return is_whole(folder, each)
+        except Unreadable as error:
+            unreadable[each.name] = error
+            return False
+
+    with ThreadPoolExecutor(num_cores()) as threads:
+        for each, there in zip(wanted, threads.map(whole, wanted), strict=True):
+            done += each.size
+            progress("checkpoint bytes verified", done, total)
+            if not there:
+                missing.append(each)
+    return _Lacking(missing, unreadable)
+
+
+def _move_strangers(folder: Path, tag: FoundTag) -> None:
+    """What was gathered of another saving of this tag: its sidecars first, so it is never taken for complete."""
+    names = names_in(folder)
+    for name in (name for name in names if is_sidecar(name)):
+        if not _holds(folder / name, tag.texts.get(name)):
+            set_aside(folder / name, _aside(folder), f"it is not of the saving of {tag.name} that is gathered")
+    for name in unlisted(names, tag.files):
+        set_aside(folder / name, _aside(folder), f"no rank recorded it as a part of {tag.name}")
+
+
+def _holds(path: Path, text: str | None) -> bool:
+    try:
+        with reading(path):
+            return text is not None and path.read_bytes() == text.encode()
+    except Unreadable:
+        return False
+
+
+def _aside(folder: Path) -> Path:
+    """Where what is in the way in a tag of a run on the head is kept."""
+    return folder.parent.parent / SET_ASIDE
+
+
+class _Gathering(Watcher):
+    """Files still to come, and why those that did not come did not."""
+
+    def __init__(self, nodes: Nodes, place: str, folder: Path, lacking: _Lacking, progress: Progress) -> None:
+        self._nodes, self._place, self._folder, self._progress = nodes, place, folder, progress
+        self._lacking = {each.name: each for each in lacking.wanted}
+        self._total, self._done = sum(each.size for each in lacking.wanted), 0
+        self._failures: dict[str, list[T5TrainError]] = {each.name: [] for each in lacking.wanted}
+        self._unreadable = lacking.unreadable
+        self._lock = threading.Lock()
+
+    def run(self, places: Mapping[str, Iterable[str]]) -> None:
+        """Ask for each file where it is, then where else it is."""
+        left = {name: [place for place in places[name] if place in self._nodes.hosts] for name in self._lacking}
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="gather") as threads:
+            while self._lacking:
+                for name in self._lacking:
+                    if not left[name]:
+                        raise self._failure(name, places[name])
+                list(threads.map(lambda shares: self._from(*shares), self._shares(left).items()))
+
+    def begun(self, wanted: Wanted, path: Path, size: int) -> None:  # noqa: ARG002 - as Watcher has it
+        """Count what a broken-off transfer left."""
+        self.grown(wanted, size)
+
+    def grown(self, wanted: Wanted, count: int) -> None:  # noqa: ARG002 - as Watcher has it
+        """Tell how far all is."""
+        with self._lock:
+            self._done += count
+            self._progress("checkpoint bytes gathered", min(self._done, self._total), self._total)
+
+    def whole(self, wanted: Wanted) -> None:
+        """One less to come."""
+        with self._lock:
+            del self._lacking[wanted.name]
+
+    def _shares(self, left: dict[str, list[str]]) -> dict[str, list[Wanted]]:
+        """Who is to send what: of those that have a file the one with the least to send; taken off ``left``."""
+        shares: dict[str, list[Wanted]] = {}
+        for name, wanted in self._lacking.items():
+            host = min(left[name], key=lambda one: sum(each.size for each in shares.get(one, [])))
+            left[name].remove(host)
+            shares.setdefault(host, []).append(wanted)
+        return shares
+
+    def _from(self, host: str, share: list[Wanted]) -> None:
+        try:
+            with conversation(self._nodes, host, "send", self._nodes.request(place=self._place)) as channel:
+                for each in share:
+                    try:
+                        pull(channel.fetch, [each], self._folder, self, _aside(self._folder))
+                    except (DigestMismatch, Refused) as error:
+                        self._failures[each.name].append(error)
+        except HostError as error:
+            for each in share:
+                self._failures[each.name].append(error)
+
+    def _failure(self, name: str, places: Iterable[str]) -> T5TrainError:
+        for error in self._failures[name]:
+            if isinstance(error, HostError):
+                return error
+        cannot = [str(each) for each in self._failures[name] if isinstance(each, CannotRead)]
+        if name in self._unreadable:
+            cannot.append(str(self._unreadable[name]))
+        if cannot:
+            return Unreadable(f"{name} may be whole, and is not to be had now: {'; '.join(cannot)}")
+        where = ", ".join(place or "the head" for place in places if place != HEAD) or "no node"
+        said = "; ".join(map(str, self._failures[name])) or "what the head has of it is damaged"
+        return IncompleteCheckpoint(f"{name} is nowhere as it was recorded ({where} had it): {said}")
+
+
+_DEADLINE_SECONDS = 600.0
+
+
+def collect(nodes: Nodes, host: str, place: str, names: Iterable[str], into: Path) -> list[str]:
+    """Copy files and whole folders called ``names`` from a host's ``place`` into the folder ``into``.
+
+    What is not there is left out; returns the names of the files that are. A file that grows comes as it was at one
+    moment. Raises HostError.
+    """
+    asked = tuple(names)
+    folders = tuple(f"{name}/" for name in asked)
+    request = nodes.request(place=place, names=list(asked))
+    answer = nodes.on(host).ask("listing", lambda _: request, _DEADLINE_SECONDS)[host]
+    if isinstance(answer, HostError):
+        raise answer
+    wanted = [Wanted(**each) for each in answer["files"]]
+    if strange := [each.name for each in wanted if each.name not in asked and not each.name.startswith(folders)]:
+        raise RemoteFailed(f"{host} answers with {strange[0]!r}, which was not asked for: see what runs there", [host])
+    into.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with conversation(nodes, host, "send", nodes.request(place=place)) as channel:
+        pull(channel.fetch, wanted, into, Watcher())
+    return [each.name for each in wanted]

@@ -1,0 +1,110 @@
+"""A run on nodes with disks of their own: its names there, and what its ranks are told of them."""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Self
+
+from infra.head.hosts.code_shipping import shipped_code
+from infra.head.hosts.hostfile import Host, Hosts
+from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.ssh import Transport
+from infra.node.attempts.attempt import now
+from infra.node.attempts.run_ownership import Owner
+from infra.node.node_folders import name_on_nodes, node_path, run_place, shards_place, staged_place
+from t5train.files.run_folder import CHECKPOINTS
+from t5train.spec import RunSpec, StorageSpec
+from t5train.spec.rank_job import Consolidated, TrainJob
+
+
+@dataclass(frozen=True)
+class NodeRun:
+    """One run, on the head and on its nodes."""
+
+    name: str
+    """On the nodes: with the fingerprint, so that a run of this name and other settings does not meet its files."""
+    folder: Path
+    """On the head."""
+    hosts: Hosts
+    nodes: Nodes
+    keep: StorageSpec
+    """Which checkpoints."""
+    owner: Owner
+    """Whom its files on the nodes belong to."""
+    checkpoint_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Room that these take on each host."""
+
+    @classmethod
+    def of(
+        cls,
+        spec: RunSpec,
+        run_fingerprint: str,
+        unique_id: str,
+        hosts: Hosts,
+        transport: Transport,
+        checkpoint_bytes: Mapping[str, int],
+    ) -> Self:
+        """The run of that spec."""
+        return cls(
+            name=name_on_nodes(spec.run_name, run_fingerprint),
+            folder=spec.run_folder,
+            hosts=hosts,
+            nodes=Nodes(transport, hosts.names, spec.storage.scratch, shipped_code(spec.cluster), unique_id),
+            keep=spec.storage,
+            owner=Owner(unique_id, socket.gethostname(), str(spec.storage.root), now(), spec.cluster.lease_seconds),
+            checkpoint_bytes=checkpoint_bytes,
+        )
+
+    @property
+    def checkpoints(self) -> Path:
+        """The gathered copy."""
+        return self.folder / CHECKPOINTS
+
+    @property
+    def place(self) -> str:
+        """Within the scratch folder of each node."""
+        return run_place(self.name)
+
+    @property
+    def first(self) -> str:
+        """The host of rank 0, which alone reports."""
+        return self.hosts.names[0]
+
+    def ranks_of(self, host: Host) -> range:
+        """Global ranks."""
+        return dict(zip(self.hosts.all, self.hosts.ranks(), strict=True))[host]
+
+    def told(self, job: TrainJob) -> TrainJob:
+        """The job as ranks on nodes are to read it."""
+        changes = {
+            "node_local": True,
+            "run_folder": self._on_node(self.place),
+            "shards_folder": self._on_node(place_of_shards(job)),
+        }
+        if job.consolidated is not None:
+            folder = self._on_node(place_of_consolidated(job.consolidated))
+            changes["consolidated"] = job.consolidated.model_copy(update={"folder": folder})
+        elif job.begins_from is not None:
+            start = {"start_from": str(self._on_node(place_of_start(job)))}
+            changes["spec"] = job.spec.model_copy(update={"model": job.spec.model.model_copy(update=start)})
+        return job.model_copy(update=changes)
+
+    def _on_node(self, name: str) -> Path:
+        return (self.nodes.scratch or node_path("scratch")) / name
+
+
+def place_of_shards(job: TrainJob) -> str:
+    """Where token shards are staged."""
+    return shards_place(job.shards_folder.name)
+
+
+def place_of_consolidated(told: Consolidated) -> str:
+    """Where a checkpoint of another layout is staged."""
+    return staged_place(told.folder.name, told.fingerprint)
+
+
+def place_of_start(job: TrainJob) -> str:
+    """Where the model to continue from is staged."""
+    assert job.begins_from is not None  # noqa: S101 - asked of such jobs alone
+    return staged_place(PurePath(job.spec.model.start_from or "").name, job.begins_from)

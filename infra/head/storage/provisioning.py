@@ -1,0 +1,217 @@
+"""Brings to nodes what their ranks begin from: only what each lacks, verified there.
+
+Folders that all nodes need are passed on from node to node, so that each byte crosses a link once. Parts of a
+checkpoint go from the gathered copy to the nodes that lack them.
+"""
+
+import secrets
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from infra.head.hosts.node_client import Nodes, conversation, serve
+from infra.head.storage.checkpoint_inventory import FoundTag, complete_tags
+from infra.head.storage.node_paths import NodeRun, place_of_consolidated, place_of_shards, place_of_start
+from infra.node.node_folders import tag_place
+from infra.node.storage.file_channel import BrokenOff, Channel, Message, Wanted
+from infra.node.storage.pull import listed
+from infra.node.storage.stored_checkpoints import HEAD, inventory_of
+from t5train.checkpoint.sidecar import sidecar_name
+from t5train.checkpoint.tags import files_read_by
+from t5train.errors import HostError
+from t5train.files.run_folder import METRICS, step_of
+from t5train.metrics import drop_after
+from t5train.progress import Progress, silent
+from t5train.records.digests import digest_file
+from t5train.records.stage_records import MANIFEST, Record, Weights
+from t5train.spec.rank_job import TrainJob
+
+_AT_ONCE = 16
+
+
+def part(tag: FoundTag, names: Iterable[str], ranks: Sequence[int]) -> list[Wanted]:
+    """What a node must have to resume from a tag: the files ``names`` that its ranks read, and its ranks' sidecars.
+
+    In place of a file of another node's rank, the replica that one of its own ranks recorded will do.
+    """
+    replicas = {name: digest for rank in ranks for name, digest in tag.sidecars[rank].replicas.items()}
+    files = [
+        Wanted(
+            *(name, tag.files[name].size, tag.files[name].sha256),
+            as_good=((replicas[name].size, replicas[name].sha256),) if name in replicas else (),
+        )
+        for name in sorted(names)
+    ]
+    texts = {name: tag.texts[name].encode("utf-8") for name in map(sidecar_name, ranks)}
+    return [*files, *(Wanted(name, len(text), sha256(text).hexdigest()) for name, text in texts.items())]
+
+
+def restore(
+    nodes: Nodes,
+    run_name: str,
+    place: str,
+    parts: Mapping[str, Sequence[Wanted]],
+    source: Path,
+    progress: Progress = silent,
+    recorded: Collection[str] | None = None,
+) -> None:
+    """Give each host what it lacks, or has damaged, of its part: copies of files of the folder ``source``, verified.
+
+    ``place`` is the folder there, such as ``paths.tag_place``. Files come in the order of the part, so sidecars last.
+    A copy there that cannot be read now is moved aside, and so is a pickle that is not ``recorded``, where that is
+    given. Raises the first HostError, after all hosts have ended.
+    """
+    telling = _Restored(progress, sum(each.size for wanted in parts.values() for each in wanted))
+
+    def give(host: str) -> None:
+        files = [each.to_json() for each in parts[host]]
+        names = None if recorded is None else sorted(recorded)
+        request = nodes.request(run_name=run_name, place=place, files=files, recorded=names)
+        _give(nodes, host, request, source, telling)
+
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="restore") as threads:
+        list(threads.map(give, parts))
+
+
+class _Restored:
+    """How far all hosts are."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        """So many bytes more are where they belong."""
+        with self._lock:
+            self._done += count
+            self._progress("checkpoint bytes restored", min(self._done, self._total), self._total)
+
+
+def _give(nodes: Nodes, host: str, request: dict[str, Any], source: Path, restored: _Restored) -> None:
+    with conversation(nodes, host, "receive", request) as channel:
+        serve(channel, host, source, restored.add)
+
+
+def files_of_record(record: Record) -> list[Wanted]:
+    """What to stage of a record that lies in one folder: its files, and the manifest last."""
+    digests = {name: digest_file(record.path / name) for name in [*sorted(record.files), MANIFEST]}
+    return [Wanted.of(name, digest) for name, digest in digests.items()]
+
+
+def stage_folder(
+    nodes: Nodes,
+    source: Path,
+    files: Sequence[Wanted],
+    place: str,
+    run_name: str,
+    progress: Progress = silent,
+    beside: Mapping[str, int] | None = None,
+) -> None:
+    """Have every node hold these files of the folder ``source`` in its ``place``, verified, pinned for the run.
+
+    Each keeps room for as many bytes as the run will write ``beside`` on that host. What a node has whole is not sent
+    again, and what broke off goes on where it stood. A node that does not reach the one before it takes from the head.
+    Raises the HostError of the first node that does not get there.
+    """
+    if not nodes.hosts:
+        return
+    staging = _Staging(nodes, source, files, progress)
+    request = nodes.request(
+        place=place, run_name=run_name, token=secrets.token_hex(32), files=[each.to_json() for each in files]
+    )
+    requests = [{**request, "beside_bytes": (beside or {}).get(host, 0)} for host in nodes.hosts]
+    with ThreadPoolExecutor(len(nodes.hosts), thread_name_prefix="stage") as threads:
+        results = [threads.submit(staging.one, number, request) for number, request in enumerate(requests)]
+    for result in results:
+        result.result()
+
+
+def release(nodes: Nodes, run_name: str) -> dict[str, HostError | None]:
+    """A run has ended: what was staged for it may go when room is needed; the error of each node that was not told."""
+    answers = nodes.ask("release", lambda _: nodes.request(run_name=run_name), deadline_seconds=60.0)
+    return {host: each if isinstance(each, HostError) else None for host, each in answers.items()}
+
+
+class _Staging:
+    """A chain of nodes."""
+
+    def __init__(self, nodes: Nodes, source: Path, files: Sequence[Wanted], progress: Progress) -> None:
+        self._nodes, self._source, self._progress = nodes, source, progress
+        self._servers: list[Future[Message | None]] = [Future() for _ in nodes.hosts]
+        self._ended = [threading.Event() for _ in nodes.hosts]
+        self._total, self._done = len(nodes.hosts) * sum(each.size for each in files), 0
+        self._lock = threading.Lock()
+
+    def one(self, number: int, request: Message) -> None:
+        """Talk with a node until it has everything, and the next one, too."""
+        host = self._nodes.hosts[number]
+        try:
+            with conversation(self._nodes, host, "stage", request) as channel:
+                self._servers[number].set_result(_server(channel))
+                channel.say({"upstream": self._servers[number - 1].result() if number else None})
+                serve(channel, host, self._source, self._add)
+                self._ended[number].set()
+                if number + 1 < len(self._nodes.hosts):
+                    self._ended[number + 1].wait()
+        finally:
+            self._ended[number].set()
+            if not self._servers[number].done():
+                self._servers[number].set_result(None)
+
+    def _add(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            self._progress("bytes staged on hosts", min(self._done, self._total), self._total)
+
+
+def _server(channel: Channel) -> Message:
+    """Where the node serves others."""
+    message = channel.hear()
+    if message is None:
+        raise BrokenOff("it ended before it had begun")
+    server: Message = message["listening"]
+    return server
+
+
+def provide(run: NodeRun, job: TrainJob, progress: Progress) -> None:
+    """Give each node what its ranks read of a job that has the head's paths. Raises HostError."""
+    _stage(run, job.shards_folder, files_of_record(job.shards()), place_of_shards(job), progress)
+    if (told := job.consolidated) is not None:
+        files = files_of_record(Weights.load(told.folder))
+        _stage(run, told.folder, files, place_of_consolidated(told), progress)
+    elif job.resume_tag is not None:
+        _restore(run, job.resume_tag, progress)
+    elif job.begins_from is not None:
+        folder = Path(job.spec.model.start_from or "")
+        _stage(run, folder, listed(folder, _visible(folder)), place_of_start(job), progress)
+    _continue_metrics(run, job, progress)
+
+
+def _stage(run: NodeRun, folder: Path, files: list[Wanted], place: str, progress: Progress) -> None:
+    stage_folder(run.nodes, folder, files, place, run.name, progress, run.checkpoint_bytes)
+
+
+def _visible(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def _restore(run: NodeRun, name: str, progress: Progress) -> None:
+    tag = next(tag for tag in complete_tags({HEAD: inventory_of(run.checkpoints)}) if tag.name == name)
+    parts = {host.name: part(tag, _read_by(tag, run.ranks_of(host)), run.ranks_of(host)) for host in run.hosts.all}
+    place = tag_place(run.name, name)
+    restore(run.nodes, run.name, place, parts, run.checkpoints / name, progress, recorded=tag.files)
+
+
+def _read_by(tag: FoundTag, ranks: range) -> set[str]:
+    return {name for rank in ranks for name in files_read_by(rank, tag.sidecars)}
+
+
+def _continue_metrics(run: NodeRun, job: TrainJob, progress: Progress) -> None:
+    """Have rank 0 go on with the lines that the head has; and every node a folder of the run."""
+    step = job.consolidated.clock.step if job.consolidated else step_of(job.resume_tag) if job.resume_tag else 0
+    drop_after(run.folder / METRICS, step)
+    wanted = {host: listed(run.folder, [METRICS]) if host == run.first else [] for host in run.nodes.hosts}
+    restore(run.nodes, run.name, run.place, wanted, run.folder, progress)

@@ -1,0 +1,159 @@
+"""Before ranks start: the newest complete checkpoint, wherever its parts are, is had on the head, verified."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from infra.head.hosts.code_shipping import hosts_with_code
+from infra.head.hosts.node_client import Nodes
+from infra.head.storage import checkpoint_record
+from infra.head.storage.checkpoint_inventory import (
+    FoundTag,
+    Survey,
+    complete_tags,
+    finished_once,
+    move_aside_on,
+    require_listed,
+    shortcomings,
+    survey,
+    unreadable,
+)
+from infra.head.storage.gather import collect, gather
+from infra.head.storage.node_paths import NodeRun
+from infra.node.attempts import attempt
+from t5train import metrics
+from t5train.checkpoint.last_complete import last_complete
+from t5train.checkpoint.resume_point import is_asked_to_begin_again
+from t5train.errors import HostError, IncompleteCheckpoint, Unreadable
+from t5train.files.run_folder import ATTEMPTS, METRICS, SET_ASIDE, is_tag
+from t5train.files.set_aside import set_aside
+from t5train.progress import Progress
+
+_FORMER_ATTEMPTS = 3
+_log = logging.getLogger(__name__)
+
+
+def recover(run: NodeRun, progress: Progress) -> None:
+    """Have the gathered copy hold the newest checkpoint that is complete anywhere; none where none ever was.
+
+    Hosts that had something of it and are not among the run's any more are asked too. Damaged checkpoints that are
+    newer are moved aside everywhere. Where the user asked to begin again, all are; on hosts that do not answer, as soon
+    as they do. Raises NothingVerifies where checkpoints were complete and are no more, Unreadable, UnknownVersion and
+    UnlistedFile where that cannot be known, and HostError when a host of the run does not answer.
+    """
+    former = former_hosts(run)
+    if run.nodes.code is not None:  # a launch has sent it to its own hosts alone
+        former = hosts_with_code(run.nodes.transport, former, "a former host is not asked for checkpoints")
+    nodes = replace(run.nodes, hosts=(*run.nodes.hosts, *former))
+    if is_asked_to_begin_again(run.folder):  # what the head has is moved when it comes to choose
+        _begin_again(run, nodes)
+        return
+    found = _survey(run, _begun_again(run, nodes))
+    tag = _gathered(run, nodes, found, progress)
+    if tag is None:
+        return
+    if newer := _once_complete_and_newer(run, found, tag.name):
+        _move_aside(run, nodes, newer, f"it is damaged, and newer than {tag.name}, from which training resumes")
+    checkpoint_record.note(run.folder, tag)
+    _collect_metrics(run)
+
+
+def _gathered(run: NodeRun, nodes: Nodes, found: Survey, progress: Progress) -> FoundTag | None:
+    """The newest checkpoint that is whole, which the head has then; None where none ever was complete."""
+    doubtful, damaged = unreadable(found.found), list[str]()
+    complete = complete_tags(found.found)
+    unknown = sorted(doubtful.keys() - {tag.name for tag in complete}, reverse=True)
+    for tag in complete:
+        _require_known(doubtful, [name for name in unknown if name > tag.name])
+        require_listed(tag, found.found)
+        try:
+            gather(nodes, run.name, tag, run.checkpoints, progress)
+        except IncompleteCheckpoint as error:
+            _require_known(doubtful, [tag.name] if tag.name in doubtful else [])
+            _log.warning("%s is passed over: %s", tag.name, error)
+            damaged.append(f"{tag.name}: {error}")
+            continue
+        return tag
+    _require_known(doubtful, unknown)
+    if (lost := checkpoint_record.nothing_complete(run.folder, found, damaged)) is not None:
+        raise lost
+    return None
+
+
+def _require_known(doubtful: Mapping[str, str], names: Sequence[str]) -> None:
+    """Unreadable for the first of these tags, which may be complete: an older one must not take its place."""
+    for name in names:
+        if is_tag(name):
+            raise Unreadable(f"{name} may be complete, and this cannot be known now: {doubtful[name]}")
+
+
+def _once_complete_and_newer(run: NodeRun, found: Survey, chosen: str) -> list[str]:
+    """Tags that were complete once; one that never was, as of a save that was killed, may be written again."""
+    last, finished = last_complete(run.folder), finished_once(found.found)
+    names = sorted({name for inventory in found.found.values() for name in inventory if is_tag(name)})
+    return [name for name in names if name > chosen and (name in finished or (last is not None and name <= last.tag))]
+
+
+def _begun_again(run: NodeRun, nodes: Nodes) -> Nodes:
+    """Those whose checkpoints are all of this beginning; others are asked once more to move what they have aside."""
+    if late := [host for host in nodes.hosts if host in checkpoint_record.not_begun_again(run.folder)]:
+        _begin_again(run, nodes.on(*late))
+    without = checkpoint_record.not_begun_again(run.folder)
+    return nodes.on(*(host for host in nodes.hosts if host not in without))
+
+
+def _begin_again(run: NodeRun, nodes: Nodes) -> None:
+    silent = _move_aside(run, nodes, None, "the run begins again at step 0")
+    checkpoint_record.note_not_begun_again(
+        run.folder, (checkpoint_record.not_begun_again(run.folder) - {*nodes.hosts}) | {*silent}
+    )
+
+
+def _move_aside(run: NodeRun, nodes: Nodes, tags: list[str] | None, why: str) -> list[str]:
+    """Also on the head, unless all tags are meant; names the former hosts that did not answer."""
+    silent = []
+    for host, answer in move_aside_on(nodes, run.name, tags, why).items():
+        if not isinstance(answer, HostError):
+            _log.warning("%s moved %s aside: %s", host, ", ".join(answer) or "nothing", why)
+        elif host in run.nodes.hosts:
+            raise answer
+        else:
+            _log.warning("%s, which has trained this run before, keeps its checkpoints: %s", host, answer)
+            silent.append(host)
+    for tag in tags or ():
+        set_aside(run.checkpoints / tag, run.folder / SET_ASIDE, why)
+    return silent
+
+
+def former_hosts(run: NodeRun) -> list[str]:
+    """Hosts that may have parts of checkpoints and are not among the run's any more."""
+    return [host for host in dict.fromkeys(_former(run.folder)) if host not in run.nodes.hosts]
+
+
+def _survey(run: NodeRun, nodes: Nodes) -> Survey:
+    found = survey(nodes, run.name, run.checkpoints)
+    for host, error in found.silent.items():
+        if host in run.nodes.hosts:
+            raise error
+        _log.warning("%s, which has trained this run before, is not asked for checkpoints: %s", host, error)
+    for name, why in shortcomings(found.found).items():
+        _log.warning("%s is passed over: %s", name, why)
+    return found
+
+
+def _former(run_folder: Path) -> Iterator[str]:
+    """Hosts that may have parts of checkpoints."""
+    yield from checkpoint_record.former_hosts(run_folder)
+    for path in sorted((run_folder / ATTEMPTS).glob(f"*/{attempt.ATTEMPT}"))[-_FORMER_ATTEMPTS:]:
+        yield from attempt.read(path.parent).hosts or ()
+
+
+def _collect_metrics(run: NodeRun) -> None:
+    """Steps that the head has not heard of; a node that is new has none, and one that is back has old ones."""
+    with TemporaryDirectory(prefix=".metrics-", dir=run.folder, ignore_cleanup_errors=True) as folder:
+        collect(run.nodes, run.first, run.place, [METRICS], Path(folder))
+        theirs, ours = Path(folder, METRICS), run.folder / METRICS
+        if len(metrics.read(theirs)) > len(metrics.read(ours)):
+            theirs.replace(ours)

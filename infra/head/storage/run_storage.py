@@ -1,0 +1,198 @@
+"""What a launch over hosts asks of storage, whether hosts share the root or have disks of their own."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from infra.head.hosts.code_shipping import hosts_with_code
+from infra.head.stop_signal import is_stop
+from infra.head.storage import checkpoint_record, checkpoint_sync
+from infra.head.storage.checkpoint_inventory import complete_tags, survey
+from infra.head.storage.checkpoint_sync import Follower
+from infra.head.storage.claim import claim, end_claim, require_claimed
+from infra.head.storage.gather import collect
+from infra.head.storage.node_paths import NodeRun
+from infra.head.storage.provisioning import provide, release
+from infra.head.storage.recovery import former_hosts, recover
+from infra.node.attempts.run_ownership import Owner
+from infra.node.storage.stored_checkpoints import HEAD, inventory_of
+from t5train.errors import HostError, NotGathered, T5TrainError
+from t5train.files.atomic import write_text
+from t5train.files.run_folder import METRICS, TENSORBOARD, WITNESS_FOLDER
+from t5train.progress import Progress, told_here
+from t5train.spec.rank_job import TrainJob
+
+
+class RunStorage(Protocol):
+    """Where the files of a run are while its ranks are at work."""
+
+    @property
+    def owner(self) -> str | None:
+        """Unique id of the run that files on the hosts' own disks belong to; None where there are none."""
+        ...
+
+    def claim(self, are_ranks_at_work: bool) -> None:
+        """Have the run's files on its hosts for this head alone; RunOwned if another head has them.
+
+        Where ranks of this head are at work already, a host that does not answer for a while is no obstacle.
+        """
+        ...
+
+    def require_claimed(self) -> None:
+        """Raise RunOwned if another head has taken them over since."""
+        ...
+
+    def make_ready(self, attempt_folder: Path) -> Path:
+        """Have what ranks begin from where they read it, and the file that tells them their job, in that folder."""
+        ...
+
+    def following(self, num_saved: Callable[[], int]) -> AbstractContextManager[None]:
+        """A block in which ranks are at work; ``num_saved`` counts what hosts tell of checkpoints."""
+        ...
+
+    def take_home(self) -> None:
+        """Have on the head what ranks that did their work have left."""
+        ...
+
+
+@dataclass(frozen=True)
+class SharedStorage:
+    """The root itself, which every host has."""
+
+    write_job: Callable[[Path], Path]
+
+    @property
+    def owner(self) -> None:
+        """Hosts have no files of their own."""
+
+    def claim(self, are_ranks_at_work: bool) -> None:
+        """The lock of the run's folder is enough."""
+
+    def require_claimed(self) -> None:
+        """As above."""
+
+    def make_ready(self, attempt_folder: Path) -> Path:
+        """Nothing has to move."""
+        return self.write_job(attempt_folder)
+
+    def following(self, num_saved: Callable[[], int]) -> AbstractContextManager[None]:  # noqa: ARG002 - as RunStorage has it
+        """Nor while ranks are at work."""
+        return nullcontext()
+
+    def take_home(self) -> None:
+        """Nor afterwards."""
+
+
+_AGAIN_SECONDS = (5.0, 15.0)
+"""After which a host that did not answer is asked again, when all that is left is to gather what it has."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NodeLocalStorage:
+    """Each node's own disk; the head has copies."""
+
+    run: NodeRun
+    write_job: Callable[[Path], Path]
+    """Writes the job that ranks on the head would have, in the folder of an attempt."""
+    progress: Progress
+    adopt: bool = False
+    """Whether to take the run over from another head whose lease has expired."""
+
+    @property
+    def owner(self) -> str:
+        """As RunStorage has it."""
+        return self.run.owner.unique_id
+
+    def claim(self, are_ranks_at_work: bool) -> None:
+        """On the hosts of the run, and on those that have left it and answer."""
+        former = former_hosts(self.run)
+        if self.run.nodes.code is not None:  # a launch has sent it to its own hosts alone
+            former = hosts_with_code(self.run.nodes.transport, former, "a former host is not asked whose run it has")
+        hosts = self.run.nodes.hosts
+        required, others = ((), (*hosts, *former)) if are_ranks_at_work else (hosts, former)
+        if adopted := claim(self.run, required, others, self.adopt):
+            self._report(adopted)
+
+    def _report(self, adopted: Sequence[Owner]) -> None:
+        """Also record the newest checkpoint: hosts that have the rest of it may not be among those of this head."""
+        found = survey(self.run.nodes, self.run.name, self.run.checkpoints)
+        checkpoint_record.note_adopted(self.run.folder, found)
+        tags = list(dict.fromkeys(tag.name for tag in complete_tags(found.found)))
+        what = f"{', '.join(tags)} complete, goes on from {tags[0]}" if tags else "no checkpoint complete"
+        _log.warning("run %s is adopted from %s: %s", self.run.folder.name, "; ".join(map(str, adopted)), what)
+
+    def require_claimed(self) -> None:
+        """Asked while ranks are at work."""
+        require_claimed(self.run.folder)
+
+    def make_ready(self, attempt_folder: Path) -> Path:
+        """Recover the newest checkpoint, and bring it and the token shards to those who read them."""
+        told_here(partial(recover, self.run), self.progress)
+        path = self.write_job(attempt_folder)
+        job = TrainJob.read(path)
+        told_here(partial(provide, self.run, job), self.progress)
+        write_text(path, self.run.told(job).model_dump_json(indent=1) + "\n")
+        return path
+
+    @contextmanager
+    def following(self, num_saved: Callable[[], int]) -> Iterator[None]:
+        """Gather what is saved meanwhile; also what ranks have saved that were told to end, as hosts may go then."""
+        follower = Follower(self.run, num_saved)
+        try:
+            yield
+        except BaseException as error:
+            follower.end()
+            if is_stop(error):
+                self._gather_if_possible()
+            raise
+        follower.end()
+
+    def _gather_if_possible(self) -> None:
+        try:
+            told_here(partial(checkpoint_sync.keep_up, self.run), self.progress)
+        except T5TrainError as error:
+            _log.warning("what was saved last is on the hosts alone: %s", error)
+
+    def take_home(self) -> None:
+        """Gather the last checkpoint, and collect the witness and the metrics.
+
+        From then on what was staged for the run may give way to others. Raises NotGathered if a host does not answer,
+        also when it is asked again.
+        """
+        for seconds in _AGAIN_SECONDS:
+            try:
+                return self._take_home()
+            except HostError as error:
+                _log.warning("training is done, and its result is not gathered yet: %s", error)
+            time.sleep(seconds)
+        try:
+            self._take_home()
+        except HostError as error:
+            raise self._not_gathered(error) from error
+
+    def _not_gathered(self, error: HostError) -> NotGathered:
+        held = complete_tags({HEAD: inventory_of(self.run.checkpoints)})
+        lost = ", ".join(error.hosts) or "the host"
+        return NotGathered(
+            f"training is done, but {lost} was lost before the head had all of the result: {error}. Start the same "
+            f"command again when {lost} answers: it gathers the rest, and no step is trained again. If {lost} is gone "
+            f"for good, let another host take its place (--exclude, --spares): training then goes on from "
+            f"{held[0].name if held else 'the beginning'}",
+            error.hosts,
+        )
+
+    def _take_home(self) -> None:
+        told_here(partial(checkpoint_sync.keep_up, self.run), self.progress)
+        self.require_claimed()
+        names = [METRICS, TENSORBOARD, WITNESS_FOLDER]
+        collect(self.run.nodes, self.run.first, self.run.place, names, self.run.folder)
+        end_claim(self.run.folder)
+        for host, error in release(self.run.nodes, self.run.name).items():
+            if error is not None:
+                _log.warning("what was staged on %s for this run stays: %s", host, error)

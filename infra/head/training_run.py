@@ -1,0 +1,178 @@
+"""Trains a run to its end, on this machine or on hosts. Start reading here.
+
+Without Prefect, for the flow's task and for the command line alike.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from infra.head import retries
+from infra.head.host_selection import require_hosts, training_hosts
+from infra.head.hosts.ssh import Ssh
+from infra.head.launch.cluster_launch import ClusterLaunchSpec, launch_on_hosts
+from infra.head.launch.earlier_attempts import end_all, hold_run
+from infra.head.launch.local_launch import LaunchSpec, launch
+from infra.head.preflight.launch_requirements import Needs, operators_of
+from infra.head.preflight.run_checks import (
+    _needed_bytes,
+    _require_absolute,
+    _require_model,
+    _require_this_machine,
+    publish_url,
+    require_text,
+)
+from infra.head.storage.node_paths import NodeRun
+from infra.head.storage.run_storage import NodeLocalStorage, RunStorage, SharedStorage
+from infra.node.attempts.run_lock import at_release, require_held
+from t5train.checkpoint import resume
+from t5train.checkpoint.resume import has_finished, require_same_settings
+from t5train.checkpoint.resume_point import ask_to_begin_again
+from t5train.errors import HostError, LaunchError
+from t5train.files.run_folder import METRICS
+from t5train.host_resources import require_space
+from t5train.metrics import last_metrics
+from t5train.model import model_shape
+from t5train.model.model_shape import resolve
+from t5train.progress import Progress, silent
+from t5train.records.stage_records import Checkpoint, TokenShards
+from t5train.release.publication import check_destination
+from t5train.spec import RunSpec
+
+
+def train_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent, *, adopt: bool = False) -> Checkpoint:
+    """The run's last checkpoint: reused, or trained from the newest complete one on.
+
+    ``adopt`` takes the run's files on hosts over from another head whose lease has expired. Hold ``hold_run`` around
+    it. Raises RunChanged when the run was begun with other settings, RunOwned when another head has its files on hosts,
+    a TrainingError when training was not honest, and LaunchError or HostError, after most of which trying again can
+    help. A host that has failed twice in the last week is named then, and replaced by a spare the next time.
+    """
+    resume.open_run(spec, shards, progress)
+    if (checkpoint := resume.finished(spec, shards, progress)) is not None:
+        return checkpoint
+    try:
+        _train(spec, shards, progress, adopt)
+        require_held(spec.run_folder)
+    except (LaunchError, HostError) as error:
+        raise retries.judged(spec.run_folder, error, partial(_is_replaced, spec)) from error
+    _tell(spec, progress)
+    return resume.conclude(spec, shards, progress)
+
+
+def train_again(spec: RunSpec) -> None:
+    """Have ``train_run`` begin at step 0 the next time, with all checkpoints moved aside; the caller holds the run.
+
+    Ranks that an earlier command left at work are ended first.
+    """
+    end_all(spec.run_folder, spec.cluster, on_tick=lambda: None)
+    ask_to_begin_again(spec.run_folder)
+
+
+def _train(spec: RunSpec, shards: TokenShards, progress: Progress, adopt: bool) -> None:
+    def job(attempt_folder: Path) -> Path:
+        return resume.write_job(spec, shards, attempt_folder, progress)
+
+    def on_tick() -> None:
+        require_held(spec.run_folder)
+        _tell(spec, progress)
+
+    require_held(spec.run_folder)  # before what seems to be left of an earlier attempt is ended
+    if spec.cluster.hostfile is None:
+        end_all(spec.run_folder, spec.cluster, on_tick)
+        launch(launch_spec(spec, lambda attempt_folder: rank_program(job(attempt_folder))), on_tick)
+    else:
+        launch_on_hosts(_on_hosts(spec, shards, job, progress, adopt), on_tick)
+
+
+def _on_hosts(
+    spec: RunSpec, shards: TokenShards, job: Callable[[Path], Path], progress: Progress, adopt: bool
+) -> ClusterLaunchSpec:
+    hosts = training_hosts(spec)
+    shape = resolve(spec.model, int(shards.counts["vocab_size"]))
+    needs = Needs.of_run(spec, hosts, shape, sum(digest.size for digest in shards.files.values()))
+
+    def storage(is_node_local: bool) -> RunStorage:
+        if not is_node_local:
+            return SharedStorage(job)
+        # The claim on the hosts is renewed between two launches, too.
+        folder = at_release(spec.run_folder).enter_context(TemporaryDirectory(prefix="t5-hosts-"))
+        transport = Ssh.configured(spec.cluster, Path(folder))
+        begun, unique_id = resume.run_fingerprint(spec, shards), resume.unique_id(spec.run_folder)
+        of_nodes = NodeRun.of(spec, begun, str(unique_id), hosts, transport, needs.checkpoint_bytes)
+        return NodeLocalStorage(of_nodes, job, progress, adopt)
+
+    return ClusterLaunchSpec(
+        run_folder=spec.run_folder,
+        cluster=spec.cluster,
+        hosts=hosts,
+        needs=needs,
+        storage=storage,
+        program=rank_program,
+        is_same_job=lambda attempt_folder: resume.is_job_of(spec, shards, attempt_folder),
+    )
+
+
+def _is_replaced(spec: RunSpec, host: str) -> bool:
+    return spec.cluster.hostfile is not None and host not in training_hosts(spec).names
+
+
+def launch_spec(spec: RunSpec, program: Callable[[Path], tuple[str, ...]]) -> LaunchSpec:
+    """What DeepSpeed's launcher is to start; ``program`` as LaunchSpec has it."""
+    return LaunchSpec(
+        program=program,
+        run_folder=spec.run_folder,
+        num_ranks=spec.cluster.ranks,
+        accelerator=spec.cluster.accelerator,
+        master_port=spec.cluster.master_port,
+        grace_seconds=spec.cluster.grace_seconds,
+        operators=operators_of(spec),
+    )
+
+
+def rank_program(spec_path: Path) -> tuple[str, ...]:
+    """Arguments of the interpreter in every rank."""
+    return "-m", "t5train.train", "--spec", str(spec_path)
+
+
+def _tell(spec: RunSpec, progress: Progress) -> None:
+    line = last_metrics(spec.run_folder / METRICS)
+    if line is None:
+        progress("steps, ranks are starting", 0, spec.optimizer.num_steps)
+        return
+    facts = f"loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s"
+    progress(f"steps, {facts}", int(line["step"] or 0), spec.optimizer.num_steps)
+
+
+_WEIGHT_BYTES = 4
+
+
+def require_ready(spec: RunSpec) -> None:
+    """Raise the error that training would raise hours later on this machine, as far as that can be known now."""
+    _require_absolute(spec.storage.root)
+    require_same_settings(spec)
+    of_model = _require_model(spec)
+    if spec.cluster.hostfile is None:
+        _require_this_machine(spec, of_model)
+    parameters = model_shape.count_parameters(of_model)
+    text_bytes = require_text(spec)
+    require_space(spec.storage.root, _needed_bytes(spec, of_model, text_bytes), f"run {spec.run_name!r}")
+    check_destination(publish_url(spec), _WEIGHT_BYTES * parameters, spec.fingerprint())
+    if spec.cluster.hostfile is not None and not has_finished(spec.run_folder):
+        require_hosts(spec, of_model, text_bytes)
+
+
+@contextmanager
+def hold_ready_run(spec: RunSpec) -> Iterator[None]:
+    """``hold_run`` of a run for which ``require_ready`` holds.
+
+    A run that was begun is held first: its ranks may be at work on hosts, and do not wait long for a head.
+    """
+    with ExitStack() as stack:
+        if spec.run_folder.exists():
+            stack.enter_context(hold_run(spec.run_folder))
+        require_ready(spec)
+        stack.enter_context(hold_run(spec.run_folder))
+        yield

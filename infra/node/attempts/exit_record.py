@@ -1,0 +1,112 @@
+"""How a guarded process ended, and why: written by its guard, and the only word on it that counts.
+
+Standard library only, as the guards import it.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from t5train.files.atomic import write_json, write_text
+
+_RESERVED_BYTES = 4096
+
+
+class Cause(StrEnum):
+    """What ended a guarded process."""
+
+    EXITED = "exited"
+    """It ended of its own accord, or by a signal that was not its guard's."""
+    TOLD = "told"
+    """Its guard was told to end it."""
+    HEAD = "head"
+    """The head died, or was not heard of for too long."""
+    PARENT = "parent"
+    """What had started its guard died."""
+    BEAT = "beat"
+    """It gave no sign of life."""
+    PHASE = "phase"
+    """A phase of its work took longer than its deadline."""
+    REFUSED = "refused"
+    """It was never started."""
+
+
+@dataclass(frozen=True)
+class ExitRecord:
+    """How a guarded process ended, and why."""
+
+    name: str
+    returncode: int | None
+    """As subprocess has it: minus the signal's number when a signal ended it; None if it never started."""
+    cause: Cause
+    reason: str
+    """The cause in words."""
+    started_at: str
+    ended_at: str
+    host: str = ""
+    oom_kills: int = 0
+    """Processes that the kernel of its machine killed meanwhile for want of memory, whosever they were."""
+    free_bytes: int | None = None
+    """Of the attempt's disk, at the end."""
+    shared_memory_free_bytes: int | None = None
+    """Of /dev/shm, at the end; None where there is none."""
+    shared_memory_bytes: int | None = None
+
+    @property
+    def succeeded(self) -> bool:
+        """It did all it had to do, be it that it was told to end just then."""
+        return self.returncode == 0 and self.cause in (Cause.EXITED, Cause.TOLD)
+
+    @property
+    def is_failure(self) -> bool:
+        """It ended before its work was done, and not because it was told to."""
+        return not self.succeeded and self.cause != Cause.TOLD
+
+    def __str__(self) -> str:
+        if self.cause != Cause.EXITED:
+            return f"was ended by its guard ({self.reason})"
+        if self.returncode is not None and self.returncode < 0:
+            return f"was killed by {signal.Signals(-self.returncode).name}"
+        return f"ended with exit code {self.returncode}"
+
+
+def reserve(folder: Path, name: str) -> None:
+    """Make room for the record of that name, which is to be written although the disk be full by then."""
+    write_text(_reserved(folder, name), " " * _RESERVED_BYTES)
+
+
+def write(folder: Path, record: ExitRecord) -> None:
+    """Write a record into an attempt's folder, into the room that was made for it if there is any."""
+    path, reserved = folder / f"{record.name}.exit.json", _reserved(folder, record.name)
+    text = json.dumps(asdict(record), indent=1).encode()
+    if not reserved.exists() or len(text) > _RESERVED_BYTES:
+        write_json(path, asdict(record))
+        return
+    with open(reserved, "r+b") as file:
+        file.write(text.ljust(_RESERVED_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+    reserved.replace(path)
+
+
+def read(folder: Path, name: str) -> ExitRecord | None:
+    """The record of that name; None if there is none."""
+    try:
+        facts = json.loads((folder / f"{name}.exit.json").read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    return of_facts(facts)
+
+
+def of_facts(facts: Mapping[str, Any]) -> ExitRecord:
+    """The record that its JSON tells of."""
+    return ExitRecord(**{**facts, "cause": Cause(facts["cause"])})
+
+
+def _reserved(folder: Path, name: str) -> Path:
+    return folder / f".{name}.exit.reserved"

@@ -1,0 +1,34 @@
+"""The last words of a guard whose disk failed: with no exit record, they reach the head through the launcher's log.
+
+Standard library only, as the guards import it.
+"""
+
+import re
+from pathlib import Path
+
+from t5train import errors
+from t5train.errors import StorageError, T5TrainError
+from t5train.rank.error_report import told_of
+
+_LINE = re.compile(r"the guard of (\S+) failed: (\w+): (.*)")
+
+
+def line(name: str, error: OSError | StorageError) -> str:
+    """What the guard of the process of that name says on stderr."""
+    told = told_of(error)
+    return f"the guard of {name} failed: {type(told).__name__}: {told}\n"
+
+
+def read(launcher_log: Path) -> dict[str, T5TrainError]:
+    """What guards have said, by the name of their process."""
+    try:
+        lines = launcher_log.read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}  # never started, or on a disk that failed as well
+    found = (match for each in lines if (match := _LINE.search(each)))
+    return {match[1]: _kind(match[2])(match[3]) for match in found}
+
+
+def _kind(name: str) -> type[T5TrainError]:
+    kind = getattr(errors, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, T5TrainError) else T5TrainError

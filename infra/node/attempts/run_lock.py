@@ -1,0 +1,148 @@
+"""One run, one head: the locks that keep two starts of a run apart.
+
+``{run}/lock`` is held by the head, the process that answers for the run. ``{run}/ranks.lock`` is shared by
+every guard and its rank, so a head that follows a killed one can wait until the last of them is gone.
+Both are flocks: the kernel releases them when the holder dies. Where the folder is shared and its file system keeps
+locks local to each client, the lease (infra.node.attempts.run_lease) excludes heads on other machines.
+"""
+
+import fcntl
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+from infra.node.attempts import run_lease
+from infra.node.attempts.attempt import living_processes
+from infra.node.attempts.run_lease import RunLease
+from t5train.errors import RunLocked, StorageError
+from t5train.files.locks import flock, is_locked, try_lock
+
+_LOCK, _RANKS_LOCK = "lock", "ranks.lock"
+_MOMENT_SECONDS = 0.5  # who asks for the holder shares the lock for an instant
+_log = logging.getLogger(__name__)
+_held: ContextVar[frozenset[Path]] = ContextVar("held", default=frozenset())
+_leases: dict[Path, RunLease] = {}
+_at_release: dict[Path, ExitStack] = {}
+
+
+@contextmanager
+def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[None]:
+    """Hold a run for this process; makes the folder if need be. Within the block it may be taken again.
+
+    Ranks that a killed head left behind are waited for. Raises RunLocked if another process holds the run, on this
+    machine or another, or if such ranks outlive ``wait_seconds``, and StorageError where the folder cannot be written
+    or locked, or is not this user's alone to write.
+    """
+    if run_folder in _held.get():
+        yield
+        return
+    _make(run_folder)
+    with _opened(run_folder / _LOCK) as descriptor:
+        if not try_lock(descriptor, _MOMENT_SECONDS):
+            raise RunLocked(
+                f"run {run_folder} is being worked on by {_signature(run_folder)}: wait for it to end, or stop it "
+                "(kill that process)"
+            )
+        with _leased(run_folder):
+            _wait_for_ranks(run_folder, wait_seconds)
+            token = _held.set(_held.get() | {run_folder})
+            try:
+                yield
+            finally:
+                _held.reset(token)
+
+
+def require_held(run_folder: Path) -> None:
+    """Raise RunLocked if a head on another machine has taken over the run that this process holds."""
+    lease = _leases.get(run_folder)
+    if lease is not None and lease.lost_to is not None:
+        raise RunLocked(
+            f"run {run_folder} was taken over by {lease.lost_to}, as this process could not renew "
+            f"{run_folder / run_lease.HOLDER} for {run_lease.LEASE_SECONDS:.0f} s: let that process go on, or stop it "
+            "before you start the run here again"
+        )
+
+
+def at_release(run_folder: Path) -> ExitStack:
+    """What is closed when this process releases the run that it holds."""
+    return _at_release[run_folder]
+
+
+def holder(run_folder: Path) -> str | None:
+    """Who works on a run, on this machine or another, in words; None when nobody does."""
+    if is_locked(run_folder / _LOCK):
+        return _signature(run_folder)
+    found = run_lease.holder_elsewhere(run_folder)
+    return None if found is None else str(found)
+
+
+@contextmanager
+def _leased(run_folder: Path) -> Iterator[None]:
+    lease = _leases[run_folder] = RunLease(run_folder)
+    try:
+        with ExitStack() as stack:
+            _at_release[run_folder] = stack
+            yield
+    finally:
+        del _leases[run_folder], _at_release[run_folder]
+        lease.release()
+
+
+@contextmanager
+def ranks_lock(run_folder: Path) -> Iterator[int]:
+    """Hold the guards' shared lock; yields its descriptor, which the rank is to inherit."""
+    with _opened(run_folder / _RANKS_LOCK) as descriptor:
+        flock(descriptor, fcntl.LOCK_SH)
+        yield descriptor
+
+
+def _wait_for_ranks(run_folder: Path, wait_seconds: float) -> None:
+    """Let go at once: guards of the old head that come late find it dead after they have their lock."""
+    with _opened(run_folder / _RANKS_LOCK) as descriptor:
+        if try_lock(descriptor):
+            return
+        _log.info("waiting up to %.0f s for ranks of an earlier start of %s", wait_seconds, run_folder)
+        if not try_lock(descriptor, wait_seconds):
+            raise RunLocked(_survivors(run_folder, wait_seconds))
+
+
+def _make(run_folder: Path) -> None:
+    try:
+        run_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = run_folder.stat()
+    except OSError as error:
+        raise StorageError(f"{run_folder} cannot be made: {error.strerror}; choose another root (--root)") from error
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:  # DeepSpeed unpickles what lies there
+        raise StorageError(
+            f"{run_folder} belongs to user {found.st_uid} and has the mode {stat.filemode(found.st_mode)}: whoever may "
+            f"write to a run can have its ranks run code, so only user {os.getuid()} may; take the others' right "
+            "(chmod go-w) if the folder is yours, else choose another root (--root)"
+        )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be opened: {error.strerror}; repair its permissions") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _signature(run_folder: Path) -> str:
+    return str(run_lease.read(run_folder) or "a process that started just now")
+
+
+def _survivors(run_folder: Path, wait_seconds: float) -> str:
+    pids = " ".join(str(pid) for pid in living_processes(run_folder)) or "unknown"
+    return (
+        f"ranks of an earlier start of run {run_folder} are still there after {wait_seconds:.0f} s "
+        f"(processes: {pids}): end them (kill -9), then start again"
+    )

@@ -1,0 +1,172 @@
+"""Which run the files in ``{scratch}/runs/{name}`` of this node belong to. Standard library only, as nodes import it.
+
+Two heads, each with a root of its own, may train runs of one name and the same settings, which are called the same on
+nodes. ``owner.json`` beside the checkpoints names the one that the files belong to, and ``lease`` holds this machine's
+clock at its last word. The owner stays when its lease expires: from then on another head may adopt the run.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from infra.node.attempts import attempt, head_lease
+from infra.node.node_folders import attempts_folder, run_place, scratch_folder, within
+from t5train.errors import RunOwned, StorageError
+from t5train.files.atomic import write_json
+from t5train.files.locks import try_lock
+from t5train.files.run_folder import ATTEMPT_SPEC, RUNS
+
+OWNER = "owner.json"
+_LOCK_WAIT_SECONDS = 10.0
+
+
+class Mode(StrEnum):
+    """What a head wants of a run on a node."""
+
+    LOOK = "look"
+    CLAIM = "claim"
+    """Take it if it is nobody's; renew the lease if it is the head's own."""
+    ADOPT = "adopt"
+    """Take it also from another head whose lease has expired."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The run that files on nodes belong to, and its head."""
+
+    unique_id: str
+    """Drawn when the run was started for the first time."""
+    head: str
+    """Name of the head's machine."""
+    root: str
+    since: str
+    lease_seconds: float
+
+    def __str__(self) -> str:
+        return f"head {self.head}, root {self.root}, since {self.since}"
+
+
+def claim(request: dict[str, Any]) -> dict[str, Any]:
+    """Claim run ``run_name`` for ``claimant``, by ``mode``.
+
+    The answer says whether it ``is_ours``, whose it was (``owner``, None for nobody), and for how long its lease runs.
+    """
+    folder, asked = _run_folder(request), Owner(**request["claimant"])
+    if request["mode"] == Mode.LOOK and not folder.exists():
+        return {"is_ours": False, "owner": None, "left_seconds": 0.0}
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _locked(folder):
+        found = owner_of(folder)
+        left = 0.0 if found is None else _left_seconds(folder, found)
+        is_ours = _may_take(found, asked, left, Mode(request["mode"]))
+        if is_ours and request["mode"] != Mode.LOOK:
+            if found is None or (found.unique_id, found.head, found.root) != (asked.unique_id, asked.head, asked.root):
+                write_json(folder / OWNER, asdict(asked))
+            head_lease.begin(folder)
+    return {"is_ours": is_ours, "owner": found and asdict(found), "left_seconds": left}
+
+
+def disown(request: dict[str, Any]) -> dict[str, Any]:
+    """Undo a claim of run ``run_name`` that ``claimant`` has just made, as it was refused on another node."""
+    folder = _run_folder(request)
+    with _locked(folder):
+        if owner_of(folder) == Owner(**request["claimant"]):
+            (folder / OWNER).unlink()
+            (folder / head_lease.LEASE).unlink(missing_ok=True)
+    return {}
+
+
+def require_owner(scratch: Path, place: str, unique_id: str | None) -> None:
+    """Raise RunOwned if ``place`` is of a run that belongs to another than the one with that id."""
+    parts = PurePosixPath(place).parts
+    if parts[:1] == (RUNS,) and len(parts) > 1:
+        require_owner_of(within(scratch, run_place(parts[1])), unique_id)
+
+
+def require_owner_of(folder: Path, unique_id: str | None) -> None:
+    """Raise RunOwned if the run's folder on this node belongs to another than the one with that id."""
+    found = owner_of(folder)
+    if found is not None and found.unique_id != unique_id:
+        raise RunOwned(f"{folder} belongs to {found}: start the run under another --name")
+
+
+def release(scratch: Path, run_name: str) -> None:
+    """The head needs nothing of the run here any more: another one may adopt it at once."""
+    (within(scratch, run_place(run_name)) / head_lease.LEASE).unlink(missing_ok=True)
+
+
+def is_held(scratch: Path, run_name: str) -> bool:
+    """Whether the head of a run has renewed its lease in time, or ranks of the run are at work here."""
+    return is_held_at(within(scratch, run_place(run_name)))
+
+
+def is_held_at(folder: Path) -> bool:
+    """The same of a run whose folder on this node is known."""
+    found = owner_of(folder)
+    return found is not None and _left_seconds(folder, found) > 0
+
+
+def owner_of(folder: Path) -> Owner | None:
+    """Who a run's folder on this node belongs to; None for nobody, as where an earlier version made it."""
+    path = folder / OWNER
+    try:
+        facts = json.loads(path.read_text("utf-8"))
+        return Owner(**{one.name: facts[one.name] for one in fields(Owner)})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StorageError(
+            f"{path} cannot be read ({error}), so it is unknown whose run this is: repair the disk; if the file is "
+            "damaged, find out who trains this run, then remove the file"
+        ) from error
+
+
+def _may_take(found: Owner | None, asked: Owner, left_seconds: float, mode: Mode) -> bool:
+    if found is None:
+        return True
+    if found.unique_id == asked.unique_id:  # another head has it too where a root was copied
+        return (found.head, found.root) == (asked.head, asked.root) or left_seconds <= 0
+    return mode == Mode.ADOPT and left_seconds <= 0
+
+
+def _left_seconds(folder: Path, found: Owner) -> float:
+    left = max(0.0, found.lease_seconds - head_lease.age_seconds(folder))
+    return max(left, found.lease_seconds) if _has_ranks_at_work(folder) else left
+
+
+def _has_ranks_at_work(folder: Path) -> bool:
+    """Whether ranks that write into this very folder are alive, whatever has become of their head."""
+    return any(_writes_into(folder, spec) for spec in attempts_folder().glob(f"*/{ATTEMPT_SPEC}"))
+
+
+def _writes_into(folder: Path, spec: Path) -> bool:
+    try:
+        job = json.loads(spec.read_text("utf-8"))
+        if not job.get("node_local") or Path(job["run_folder"]).resolve() != folder.resolve():
+            return False
+        this = attempt.read(spec.parent)
+        # Before guards are there, the attempt's own lease tells that ranks are about to start.
+        return bool(this.guards()) or head_lease.age_seconds(spec.parent) <= (this.lease_seconds or 0)
+    except FileNotFoundError:  # it is just being prepared or removed
+        return False
+
+
+def _run_folder(request: dict[str, Any]) -> Path:
+    return within(scratch_folder(request["scratch"]), run_place(request["run_name"]))
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One head at a time; the scratch folder is on this machine's own disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if not try_lock(descriptor, _LOCK_WAIT_SECONDS):
+            raise StorageError(f"{folder} is locked by another process for over {_LOCK_WAIT_SECONDS:.0f} s: try again")
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,115 @@
+"""What ends a guarded process, beside its own end: looked at once a second, and when a signal comes.
+
+Time to save is given for SIGTERM alone, and only while there is somebody to save with.
+"""
+
+import os
+import signal
+import time
+
+from infra.node import processes
+from infra.node.attempts import attempt, head_lease
+from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.exit_record import Cause
+from t5train.rank import heartbeat
+from t5train.rank.heartbeat import Beat, beat_file
+
+Verdict = tuple[Cause, str]
+"""The cause and the words of an exit record."""
+
+TOLD_TO_SAVE = "SIGTERM"
+"""How the reason begins of what was told to end, and had the time to save."""
+
+_FIRST_BEAT_SECONDS = 600.0
+"""In which a rank imports what gives its signs of life; after that its own deadlines count."""
+
+_STOPPED, _IN_THE_KERNEL = "T", "D"
+
+
+class Vigil:
+    """Over one process: what was seen of it, and what its guard was told."""
+
+    def __init__(self, this: Attempt, name: str, pid: int, parent: int | None) -> None:
+        self._this, self._name, self._pid, self._parent = this, name, pid, parent
+        self._told_at: float | None = None
+        self._sign: tuple[float, int] | None = None
+        self._silent_looks, self._began, self._has_beaten = 0, time.monotonic(), False
+
+    def hear(self, numbers: bytes) -> Verdict | None:
+        """Signals that came to the guard. SIGTERM is passed on, and gives a rank time to save; others end it."""
+        if (verdict := self._of_those_above()) is not None:
+            return verdict
+        for number in numbers:
+            if number != signal.SIGTERM:
+                return Cause.TOLD, signal.Signals(number).name
+            self._begin_to_end()
+        return self.look()
+
+    def look(self) -> Verdict | None:
+        """The first reason to end it now; None if there is none. To be called once a second."""
+        return self._of_those_above() or self._of_its_life() or self._of_its_grace()
+
+    def of_its_end(self) -> Verdict:
+        """Why it ended that did so by itself."""
+        return (Cause.EXITED, "exited") if self._told_at is None else (Cause.TOLD, TOLD_TO_SAVE)
+
+    def _begin_to_end(self) -> None:
+        if self._told_at is not None:
+            return
+        self._told_at = time.monotonic()
+        if self._name == attempt.LAUNCHER:
+            self._this.order_stop()  # it cannot tell the ranks; the head can
+        else:
+            os.kill(self._pid, signal.SIGTERM)
+
+    def _of_those_above(self) -> Verdict | None:
+        tolerated = self._this.lease_seconds
+        if tolerated is not None and head_lease.is_ended(
+            self._this.folder
+        ):  # asked first: then the launcher was ended too
+            return Cause.TOLD, "the head ended the run"
+        if self._parent is not None and os.getppid() != self._parent:
+            return Cause.PARENT, "what started it died"
+        if tolerated is not None and (age := head_lease.age_seconds(self._this.folder)) > tolerated:
+            return Cause.HEAD, f"no word from the head for {age:.0f} s"
+        return None
+
+    def _of_its_life(self) -> Verdict | None:
+        beat = heartbeat.read(beat_file(self._this.rank_files(self._name)))
+        self._silent_looks = self._silent_looks + 1 if self._is_silent(beat) else 0
+        self._has_beaten = self._has_beaten or beat is not None
+        if not self._has_beaten and self._name != attempt.LAUNCHER and self._seconds > _FIRST_BEAT_SECONDS:
+            return Cause.BEAT, f"no first sign of life for {self._seconds:.0f} s: it hangs where it imports its program"
+        if self._silent_looks > self._this.beat_seconds:
+            return Cause.BEAT, f"no sign of life for {self._silent_looks} s: it was stopped, or hangs"
+        if beat is not None and (seconds := time.monotonic() - beat.since) > beat.limit:
+            where = f"phase {beat.phase!r} of step {beat.step}"
+            return Cause.PHASE, f"{where} took {seconds:.0f} s, and may take {beat.limit:.0f} s"
+        return None
+
+    def _is_silent(self, beat: Beat | None) -> bool:
+        """Whether it was stopped, or has neither shown a sign since the last look nor computed nor waited for a disk.
+
+        Looks are counted, not seconds: when the machine slept, or had no time for anybody, nobody is to blame.
+        """
+        try:
+            activity = processes.activity(self._pid)
+        except ProcessLookupError:
+            return False
+        before, self._sign = self._sign, (beat.beat if beat else 0.0, activity.cpu_ticks)
+        if activity.state == _STOPPED:
+            return True
+        return beat is not None and before == self._sign and activity.state != _IN_THE_KERNEL
+
+    def _of_its_grace(self) -> Verdict | None:
+        if self._told_at is None or self._name == attempt.LAUNCHER:
+            return None
+        if (fellow := self._this.failed_fellow(self._name)) is not None:
+            return Cause.TOLD, f"for {fellow} had failed"
+        if time.monotonic() - self._told_at > self._this.grace_seconds:
+            return Cause.TOLD, f"{TOLD_TO_SAVE}; it had not ended after {self._this.grace_seconds:.0f} s"
+        return None
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began

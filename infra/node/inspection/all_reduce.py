@@ -1,0 +1,206 @@
+"""The ranks of preflight's all-reduce on this node: started, given a time, and ended.
+
+``python -m infra.node.inspection.all_reduce`` is one rank. It reports how far it has come, a word a line, on stdout,
+and after the word ``failed`` what stopped it. Its address is in the variables that torch knows (RANK, WORLD_SIZE,
+MASTER_ADDR, MASTER_PORT), its accelerator in DS_ACCELERATOR and SLOT.
+"""
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any
+
+from infra.node import processes
+from infra.node.attempts.rank_environment import search_path
+from infra.node.processes import RUN_ID_VARIABLE
+
+if TYPE_CHECKING:
+    import torch
+
+
+STARTED, REACHED, IMPORTED, MET, SUMMED = STAGES = ("started", "reached", "imported", "met", "summed")
+FAILED = "failed"
+SLOT = "T5_PREFLIGHT_SLOT"
+_ELEMENTS = 1 << 18
+_CONNECT_SECONDS = 5.0
+_NEVER = timedelta(days=1)  # whoever started the ranks ends them at the deadline: the first error is then the culprit's
+_ANSWERED = {0, errno.ECONNREFUSED}  # by the machine, that is; rank 0 may still be on its way
+
+
+def main() -> int:
+    """Meet, sum, compare."""
+    _say(STARTED)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if problem := unreachable(address, port):
+        return _fail(f"{address}, port {port}, where ranks meet, cannot be reached: {problem}")
+    _say(REACHED)
+    try:
+        import torch.distributed  # noqa: F401 - tried, and timed
+    except (ImportError, OSError) as error:  # OSError: one of its libraries cannot be loaded
+        return _fail(f"torch cannot be imported: {error}")
+    _say(IMPORTED)
+    try:
+        problem = _meet_and_sum(_device())
+    except (RuntimeError, ValueError, OSError) as error:  # what collectives raise when others cannot be reached
+        problem = f"{type(error).__name__}: {error}"
+    return _fail(problem) if problem else 0
+
+
+def unreachable(address: str, port: int) -> str:
+    """Why no packet from there comes back; empty when the machine answers, if only that nobody listens yet."""
+    family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.settimeout(_CONNECT_SECONDS)
+        try:
+            number = sock.connect_ex((address, port))
+        except TimeoutError:
+            number = errno.ETIMEDOUT
+    # EAGAIN is what connect_ex says when its time is over.
+    number = errno.ETIMEDOUT if number == errno.EAGAIN else number
+    return "" if number in _ANSWERED else os.strerror(number)
+
+
+def _device() -> "torch.device":
+    import torch
+
+    slot = int(os.environ[SLOT])
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or os.environ.get("DS_ACCELERATOR") == "cpu":
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(slot)
+    return torch.device(found.type, slot)
+
+
+def _meet_and_sum(device: "torch.device") -> str:
+    """What is wrong with the result; empty when nothing is."""
+    import torch.distributed as dist
+
+    dist.init_process_group(dist.get_default_backend_for_device(device), init_method="env://", timeout=_NEVER)
+    _say(MET)
+    problem = _sum(device)
+    if not problem:
+        _say(SUMMED)
+    dist.destroy_process_group()
+    return problem
+
+
+def _sum(device: "torch.device") -> str:
+    """Add up a number of each rank; sums of small whole numbers are exact in fp32."""
+    import torch
+    import torch.distributed as dist
+
+    values = torch.full((_ELEMENTS,), _share(dist.get_rank()), dtype=torch.float32, device=device)
+    dist.all_reduce(values)
+    right = sum(map(_share, range(dist.get_world_size())))
+    low, high = values.min().item(), values.max().item()
+    return "" if low == high == right else f"the sum over all ranks is {low:g} to {high:g}, and must be {right:g}"
+
+
+def _share(rank: int) -> float:
+    return float(rank % 7 + 1)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _fail(problem: str) -> int:
+    _say(f"{FAILED} {' '.join(problem.split())}")
+    return 1
+
+
+_LOOK_SECONDS = 0.05
+_TAIL_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+
+
+def probe(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a rank for each of ``slots``, the first with number ``first_rank``, for ``deadline_seconds`` at most.
+
+    Returns how far each came, by its number: ``{"3": {"stage": "met", "said": "", "returncode": -9}}``, without the
+    return code where the rank was ended because its time was over or another one here had failed.
+    """
+    deadline = time.monotonic() + request["deadline_seconds"]
+    ranks = [_start(request, index) for index in range(len(request["slots"]))]
+    try:
+        while time.monotonic() < deadline:
+            codes = [rank.process.poll() for rank in ranks]
+            if any(codes) or None not in codes:
+                break
+            time.sleep(_LOOK_SECONDS)
+        codes = [rank.process.poll() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+    return {str(rank.number): _outcome(rank) | {"returncode": code} for rank, code in zip(ranks, codes, strict=True)}
+
+
+def end_probe(request: Mapping[str, Any]) -> dict[str, Any]:
+    """End the ranks of a probe, whose ``probe`` then returns."""
+    return {"left": sorted(processes.end(processes.in_run(request["run_id"]), grace_seconds=0))}
+
+
+def _start(request: Mapping[str, Any], index: int) -> _Rank:
+    number, slots = request["first_rank"] + index, request["slots"]
+    environment = {
+        **os.environ,
+        "PATH": search_path(),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": request["interface"],
+        "NCCL_SOCKET_IFNAME": request["interface"],
+        **request["environment"],
+        **({} if request["accelerator"] is None else {"DS_ACCELERATOR": request["accelerator"]}),
+        RUN_ID_VARIABLE: request["run_id"],
+        "RANK": str(number),
+        "LOCAL_RANK": str(index),
+        "WORLD_SIZE": str(request["num_ranks"]),
+        "MASTER_ADDR": request["address"],
+        "MASTER_PORT": str(request["port"]),
+        SLOT: str(slots[index]),
+    }
+    stdout, stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the rank
+    process = subprocess.Popen(
+        [sys.executable, "-m", "infra.node.inspection.all_reduce"],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        env=environment,
+        preexec_fn=partial(processes.die_with_parent, signal.SIGKILL),  # noqa: PLW1509 - unsafe with threads only, and there are none
+    )
+    return _Rank(number, process, stdout, stderr)
+
+
+def _outcome(rank: _Rank) -> dict[str, Any]:
+    rank.process.wait()
+    with rank.stdout as stdout, rank.stderr as stderr:
+        lines = _lines(stdout)
+        stages = [line for line in lines if line in STAGES]
+        failures = [line.removeprefix(FAILED).strip() for line in lines if line.startswith(FAILED)]
+        return {"stage": stages[-1] if stages else STARTED, "said": (failures or _lines(stderr) or [""])[-1]}
+
+
+def _lines(file: IO[bytes]) -> list[str]:
+    """Those near the end of a file that say something."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+    return [line.strip() for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Memory, disks and descriptors of a node, and whether it sees the head's folder."""
+
+import os
+import resource
+import secrets
+import shutil
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from infra.node.attempts import attempt_actions
+from infra.node.inspection.facts import Question, Room
+from infra.node.node_folders import node_folder, run_place, scratch_folder, within
+from infra.node.processes import identity
+from infra.node.storage.disk_usage import staged_places, users
+from infra.node.storage.garbage import size_of
+from t5train.errors import StorageError
+from t5train.host_resources import host_memory_bytes
+
+_MARK = ".mark"
+
+
+def room(question: Question) -> Room:
+    """What there is, and what the head's nonce says here."""
+    root, nonce = Path(question.root), _read(Path(question.nonce_path))
+    folder, folder_error = _node_folder()
+    has_own = nonce is None or identity() == question.head
+    scratch = _Scratch.of(question.scratch, question.run_on_nodes) if has_own else _Scratch()
+    shared = attempt_actions.room() or attempt_actions.Room(0, 0)
+    return Room(
+        memory_bytes=host_memory_bytes(),
+        shared_memory_bytes=shared.total,
+        shared_memory_free_bytes=shared.free,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        nonce=nonce,
+        root_error=_write_error(root),
+        root_free_bytes=_free_bytes(root),
+        node_folder=folder,
+        node_folder_error=folder_error,
+        node_folder_free_bytes=_free_bytes(Path(folder)),
+        scratch=scratch.path,
+        scratch_mark=scratch.mark,
+        scratch_error=scratch.error,
+        scratch_free_bytes=_free_bytes(Path(scratch.path)),
+        scratch_yielding_bytes=scratch.yielding_bytes,
+    )
+
+
+def _node_folder() -> tuple[str, str]:
+    """Its path, and why it is of no use, if so."""
+    try:
+        folder = node_folder()
+    except StorageError as error:
+        return "", str(error)
+    reason = _write_error(folder)
+    return str(folder), f"{folder} cannot be written ({reason}): make room there, or mend its disk" if reason else ""
+
+
+@dataclass(frozen=True)
+class _Scratch:
+    """A folder on this node's own disk."""
+
+    path: str = ""
+    mark: str = ""
+    error: str = ""
+    yielding_bytes: int = 0
+
+    @classmethod
+    def of(cls, chosen: str | None, run_name: str | None) -> Self:
+        """Make it if it is not there, and see whether it can be written."""
+        try:
+            folder = scratch_folder(chosen)
+            reason = _write_error(folder)
+            mark = "" if reason else _mark(folder / _MARK)
+        except StorageError as error:
+            return cls(error=str(error))
+        remedy = f"{folder} cannot be written ({reason}): make room there, or choose another storage.scratch"
+        return cls(str(folder), mark, remedy if reason else "", _yielding_bytes(folder, run_name))
+
+
+def _yielding_bytes(scratch: Path, run_name: str | None) -> int:
+    unused = [place for place in staged_places(scratch) if not set(users(scratch, place)) - {run_name}]
+    own = [run_place(run_name)] if run_name else []
+    return sum(size_of(within(scratch, place)) for place in [*own, *unused])
+
+
+def _mark(path: Path) -> str:
+    """Made at random once, and the same from then on."""
+    mark = secrets.token_hex(16)
+    written = path.with_name(f"{path.name}-{mark}")
+    written.write_text(mark, "ascii")
+    with suppress(FileExistsError):
+        path.hardlink_to(written)  # whole at once, for a host with the same folder
+    written.unlink()
+    return path.read_text("ascii")
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text("utf-8")
+    except OSError:
+        return None
+
+
+def _write_error(folder: Path) -> str:
+    """A file is really made, because permissions do not tell of read-only and full file systems."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return str(error.strerror)
+    return ""
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0

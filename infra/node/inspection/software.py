@@ -1,0 +1,118 @@
+"""What a node would run: versions, digests of our code and of the run, and compilers. No large package is imported."""
+
+import ctypes
+import os
+import platform
+import runpy
+import shutil
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+from typing import Any
+
+from infra.node import compiled_operators
+from infra.node.attempts.rank_environment import search_path
+from infra.node.code_bundle import bundle
+from infra.node.inspection.facts import Build, Software
+from infra.node.operator_folder import VARIABLE, operator_folder
+from t5train.errors import SpecError, StorageError
+
+PACKAGES = (
+    *("torch", "deepspeed", "numpy", "safetensors", "transformers", "pydantic", "orjson", "pyarrow"),
+    *("sentencepiece", "fsspec", "isal", "tensorboard"),
+)
+"""What ranks import: others may differ."""
+_CODE = Path(__file__).parents[3]
+"""Where it is imported from."""
+_RUNTIMES = ("cuda", "hip", "xpu")
+
+
+def software(spec: dict[str, Any]) -> Software:
+    """Of this interpreter; ``spec`` is the run's, as JSON, or empty."""
+    return Software(
+        python=platform.python_version(),
+        machine=platform.machine(),
+        packages={name: _version(name) for name in PACKAGES},
+        runtime=torch_runtime(),
+        code_digest=bundle(_CODE).digest,
+        spec_digest=spec_digest(spec),
+        libgomp_error=_libgomp_error(),
+    )
+
+
+def spec_digest(spec: dict[str, Any]) -> str:
+    """Fingerprint of the whole spec, execution too, as this code understands it; its complaint when it does not."""
+    if not spec:
+        return ""
+    from t5train.records.identity import fingerprint  # pydantic may be missing here: another check tells
+    from t5train.spec import RunSpec
+
+    try:
+        return fingerprint(RunSpec.model_validate(spec).model_dump(mode="json"))
+    except (SpecError, ValueError) as error:
+        return f"refused: {' '.join(str(error).split())[:300]}"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _torch_folder() -> Path | None:
+    try:
+        return Path(str(distribution("torch").locate_file("torch")))
+    except PackageNotFoundError:
+        return None
+
+
+def torch_runtime() -> dict[str, str]:
+    """What torch was built for, as its own ``version.py`` has it, which imports nothing of torch."""
+    folder = _torch_folder()
+    if folder is None or not (folder / "version.py").is_file():
+        return {}
+    built = runpy.run_path(str(folder / "version.py"))
+    return {name: str(built[name]) for name in _RUNTIMES if built.get(name)}
+
+
+def _libgomp_error() -> str:
+    """Load torch's OpenMP library, after the libraries that ranks load before it.
+
+    It wants static thread-local storage, of which the loader sets little aside: when others have taken it, as
+    happens on aarch64, ``import torch`` fails with "cannot allocate memory in static TLS block".
+    """
+    for library in _openmp_libraries():
+        try:
+            ctypes.CDLL(str(library))
+        except OSError as error:
+            return str(error)
+    return ""
+
+
+def _openmp_libraries() -> Iterator[Path]:
+    if (folder := _torch_folder()) is not None:
+        yield from (folder / "lib").glob("libgomp*.so*")
+        yield from folder.with_name("torch.libs").glob("libgomp*.so*")
+
+
+def build(given: Mapping[str, str]) -> Build:
+    """With the variables that ranks get from the head, and otherwise this node's, as sshd gives them.
+
+    Stale locks of the cache of operators are removed.
+    """
+    environment = {**os.environ, **given}
+    path = search_path()
+    try:
+        environment |= {VARIABLE: str(operator_folder(environment))}
+    except StorageError:  # which preflight/room.py reports
+        environment |= {VARIABLE: os.devnull}
+    cleared, foreign = compiled_operators.clear_stale_locks(environment), compiled_operators.foreign_locks(environment)
+    return Build(
+        ninja=shutil.which("ninja", path=path),
+        compiler=shutil.which(environment.get("CXX", "c++"), path=path),
+        compiled=compiled_operators.compiled(environment),
+        cleared_locks=[str(lock) for lock in cleared],
+        foreign_locks=[str(lock) for lock in foreign],
+        shared_locks=[str(lock) for lock in compiled_operators.shared_locks(environment)],
+    )

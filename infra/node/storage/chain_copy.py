@@ -1,0 +1,193 @@
+"""A node of a chain: it receives a folder from the node before it, or the head, and passes it on while it arrives."""
+
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.node.attempts import run_ownership
+from infra.node.node_folders import run_place, scratch_folder, within
+from infra.node.storage import peer_connection
+from infra.node.storage.disk_usage import pin, require_room, staging_lock, unpin
+from infra.node.storage.file_channel import CHUNK_BYTES, Channel, Message, Telling, Wanted, Watcher, node_channel
+from infra.node.storage.garbage import size_of
+from infra.node.storage.pull import missing_bytes, pull
+from t5train.errors import StorageError
+
+_SIGN_OF_LIFE_SECONDS = 5.0
+
+
+@dataclass
+class _Growth:
+    """A file as it comes: ``size`` bytes of ``descriptor`` are there."""
+
+    descriptor: int
+    size: int
+    discarded: bool = False
+    """It came damaged, and comes again."""
+
+
+class Shelf(Watcher):
+    """Told by ``pull`` what is there; read by any number of threads."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._growths: dict[str, _Growth] = {}
+        self._whole = set[str]()
+        self._changed = threading.Condition()
+
+    def begun(self, wanted: Wanted, path: Path, size: int) -> None:
+        """The first ``size`` bytes can be read; what was read of an earlier try is void."""
+        with self._changed:
+            self._forget(wanted.name)
+            self._growths[wanted.name] = _Growth(os.open(path, os.O_RDONLY), size)
+            self._changed.notify_all()
+
+    def grown(self, wanted: Wanted, count: int) -> None:
+        """More can."""
+        with self._changed:
+            self._growths[wanted.name].size += count
+            self._changed.notify_all()
+
+    def whole(self, wanted: Wanted) -> None:
+        """All of it can, and from now on at its place."""
+        with self._changed:
+            self._whole.add(wanted.name)
+            if growth := self._growths.pop(wanted.name, None):
+                growth.size = wanted.size
+                os.close(growth.descriptor)
+            self._changed.notify_all()
+
+    def read(self, name: str, offset: int, size: int) -> Iterator[bytes]:
+        """As ``wire.Source`` has it; an empty chunk now and then while there is nothing to read."""
+        opened = None
+        try:
+            while offset < size:
+                opened = opened or self._opened(name)
+                chunk = _read(opened, name, offset, size) if opened and self._has_beyond(opened[0], offset) else b""
+                offset += len(chunk)
+                yield chunk
+        finally:
+            if opened:
+                os.close(opened[1])
+
+    def _opened(self, name: str) -> tuple[_Growth | None, int] | None:
+        """What others write to, None if it is whole, and a descriptor of one's own; nothing if it has not begun."""
+        with self._changed:
+            if name in self._whole:
+                return None, os.open(within(self._folder, name), os.O_RDONLY)
+            if name in self._growths:
+                return self._growths[name], os.dup(self._growths[name].descriptor)
+            self._changed.wait(_SIGN_OF_LIFE_SECONDS)
+        return None
+
+    def _has_beyond(self, growth: _Growth | None, offset: int) -> bool:
+        with self._changed:
+            if growth and growth.discarded:
+                raise StorageError("it had come damaged: ask again")
+            if growth is None or growth.size > offset:
+                return True
+            self._changed.wait(_SIGN_OF_LIFE_SECONDS)
+        return False
+
+    def _forget(self, name: str) -> None:
+        if growth := self._growths.pop(name, None):
+            growth.discarded = True
+            os.close(growth.descriptor)
+
+
+def _read(opened: tuple[_Growth | None, int], name: str, offset: int, size: int) -> bytes:
+    growth, descriptor = opened
+    available = growth.size if growth else size
+    chunk = os.pread(descriptor, min(CHUNK_BYTES, available - offset), offset)
+    if not chunk:
+        raise StorageError(f"{name} ends after {offset} of {size} bytes: it was cut short")
+    return chunk
+
+
+def stage(request: dict[str, Any]) -> None:
+    """Take ``files`` into ``place`` for run ``run_name``, and serve them to who knows ``token`` until stdin ends."""
+    scratch, place = scratch_folder(request["scratch"]), str(request["place"])
+    folder, wanted = within(scratch, place), [Wanted(**each) for each in request["files"]]
+    run_ownership.require_owner(scratch, run_place(request["run_name"]), request["owner"])
+    with staging_lock(scratch, place):
+        require_room(scratch, missing_bytes(folder, wanted), place, _still_to_write(scratch, request))
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        head, shelf = node_channel(), Shelf(folder)
+        head.say({"listening": asdict(peer_connection.serve(shelf.read, request["token"]))})
+        upstream = _Upstream(head, (head.hear() or {}).get("upstream"), request["token"])
+        pull(upstream.read, wanted, folder, _Both(shelf, Telling(head)))
+        pin(scratch, place, request["run_name"])
+    head.say({"done": True})
+    head.hear()  # others may read what is here until stdin ends
+
+
+def _still_to_write(scratch: Path, request: Message) -> int:
+    """Bytes that the run will write beside, less what it has written."""
+    own = size_of(within(scratch, run_place(request["run_name"])))
+    return max(0, int(request["beside_bytes"]) - own)
+
+
+def release(request: dict[str, Any]) -> dict[str, Any]:
+    """Run ``run_name`` has ended: what was staged for it may go when room is needed."""
+    scratch, run_name = scratch_folder(request["scratch"]), request["run_name"]
+    run_ownership.require_owner(scratch, run_place(run_name), request["owner"])
+    unpin(scratch, run_name)
+    run_ownership.release(scratch, run_name)
+    return {}
+
+
+class _Upstream:
+    """The node before this one, as long as it is to be had; then the head, at the byte where the other broke off."""
+
+    def __init__(self, head: Channel, neighbour: Message | None, token: str) -> None:
+        self._head = head
+        self._neighbour = self._connected(neighbour, token) if neighbour else None
+
+    def read(self, name: str, offset: int, size: int) -> Iterator[bytes]:
+        """As ``wire.Source`` has it."""
+        if self._neighbour is not None:
+            try:
+                for chunk in self._neighbour.fetch(name, offset, size):
+                    offset += len(chunk)
+                    yield chunk
+            except OSError as error:  # Refused is none: then the neighbour is there
+                self._give_up(error)
+            else:
+                return
+        yield from self._head.fetch(name, offset, size)
+
+    def _connected(self, neighbour: Message, token: str) -> Channel | None:
+        try:
+            return peer_connection.connect(str(neighbour["address"]), int(neighbour["port"]), token)
+        except OSError as error:
+            self._give_up(error)
+            return None
+
+    def _give_up(self, error: OSError) -> None:
+        self._neighbour = None
+        self._head.say({"alone": str(error)})
+
+
+class _Both(Watcher):
+    """Two watchers as one."""
+
+    def __init__(self, *watchers: Watcher) -> None:
+        self._watchers = watchers
+
+    def begun(self, wanted: Wanted, path: Path, size: int) -> None:
+        """Both are told."""
+        for each in self._watchers:
+            each.begun(wanted, path, size)
+
+    def grown(self, wanted: Wanted, count: int) -> None:
+        """Both are told."""
+        for each in self._watchers:
+            each.grown(wanted, count)
+
+    def whole(self, wanted: Wanted) -> None:
+        """Both are told."""
+        for each in self._watchers:
+            each.whole(wanted)

@@ -1,0 +1,136 @@
+"""Who uses what was staged on this node, and what is removed when disk space is needed.
+
+Who stages a folder holds its lock, which the kernel releases with its process. From then on a *pin* holds it for the
+run: a file that counts as long as the run has guards on this node, its head renews its lease
+(infra.node.attempts.run_ownership), or it was pinned within the last hour and since this machine was started, which
+covers the time before the start and between two attempts. No pin outlives its owner.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from infra.node.attempts import attempt
+from infra.node.attempts.run_ownership import is_held
+from infra.node.node_folders import SHARDS, STAGED, attempts_folder, run_name_of, within
+from infra.node.processes import boot_id
+from t5train.errors import StorageError
+from t5train.files.atomic import discard, write_text
+from t5train.files.locks import try_lock
+from t5train.host_resources import format_bytes
+
+_LOCKS, _PINS = "locks", "pins"
+_PIN_SECONDS = 3600.0
+_LOCK_WAIT_SECONDS = 10.0
+
+
+@contextmanager
+def staging_lock(scratch: Path, place: str) -> Iterator[None]:
+    """Hold a place for this process. Raises StorageError that names who holds it."""
+    with _opened_lock(scratch, place) as descriptor:
+        if not try_lock(descriptor, _LOCK_WAIT_SECONDS):
+            holder = os.pread(descriptor, 200, 0).decode() or "a process that started just now"
+            raise StorageError(f"{scratch / place} is being staged by {holder}: wait for it to end, then try again")
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} since {attempt.now()}".encode(), 0)
+        yield
+        os.utime(descriptor)
+
+
+def pin(scratch: Path, place: str, run_name: str) -> None:
+    """Keep a staged folder for a run of this node."""
+    folder = scratch / _PINS / _flat(place)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_text(within(folder, run_name), boot_id())
+
+
+def unpin(scratch: Path, run_name: str) -> None:
+    """A run needs nothing any more."""
+    for folder in (scratch / _PINS).glob("*"):
+        within(folder, run_name).unlink(missing_ok=True)
+
+
+def staged_places(scratch: Path) -> list[str]:
+    """What was staged, or partly so; the least recently used first."""
+    places = [f"{kind}/{path.name}" for kind in (SHARDS, STAGED) for path in (scratch / kind).glob("[!.]*")]
+    return sorted(places, key=lambda place: _used_at(scratch, place))
+
+
+def users(scratch: Path, place: str) -> list[str]:
+    """Runs that use a staged folder."""
+    return [path.name for path in sorted((scratch / _PINS / _flat(place)).glob("*")) if _counts(path)]
+
+
+def is_at_work(name: str) -> bool:
+    """Whether a run of that name on nodes has guards on this machine."""
+    folders = [path for path in attempts_folder().iterdir() if (path / attempt.ATTEMPT).exists()]
+    attempts = (attempt.read(folder) for folder in folders)
+    return any(each.run_name == run_name_of(name) and each.guards() for each in attempts)
+
+
+def remove_unused(scratch: Path, place: str) -> bool:
+    """Remove a staged folder unless somebody uses or stages it; whether that was done."""
+    with _opened_lock(scratch, place) as descriptor:
+        if not try_lock(descriptor) or users(scratch, place):
+            return False
+        discard(within(scratch, place))
+    return True
+
+
+@contextmanager
+def _opened_lock(scratch: Path, place: str) -> Iterator[int]:
+    path = _lock_path(scratch, place)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _counts(pinned: Path) -> bool:
+    if pinned.read_text("utf-8") != boot_id():
+        return False
+    if time.time() - pinned.stat().st_mtime < _PIN_SECONDS or is_at_work(pinned.name):
+        return True
+    return is_held(pinned.parents[2], pinned.name)
+
+
+def _used_at(scratch: Path, place: str) -> float:
+    lock = _lock_path(scratch, place)
+    return lock.stat().st_mtime if lock.exists() else 0.0
+
+
+def _lock_path(scratch: Path, place: str) -> Path:
+    return scratch / _LOCKS / f"{_flat(place)}.lock"
+
+
+def _flat(place: str) -> str:
+    return place.replace("/", "~")
+
+
+SPARE_BYTES = 256 << 20
+"""Left free, for logs and for what else uses the disk."""
+
+
+def require_room(scratch: Path, needed_bytes: int, what: str, beside_bytes: int = 0) -> None:
+    """Raise StorageError unless that many bytes fit on the disk of the scratch folder, and leave ``beside_bytes``.
+
+    These are for what a run will write there. For that, folders that were staged and that no run uses are removed, the
+    least recently used first, other than ``what``.
+    """
+    needed = needed_bytes + beside_bytes + SPARE_BYTES
+    for place in staged_places(scratch):
+        if shutil.disk_usage(scratch).free >= needed:
+            return
+        if place != what:
+            remove_unused(scratch, place)
+    if (free := shutil.disk_usage(scratch).free) < needed:
+        also = f"with {format_bytes(beside_bytes)} for checkpoints " if beside_bytes else ""
+        raise StorageError(
+            f"{scratch} has {format_bytes(free)} free, {what} {also}needs {format_bytes(needed)}, and what else was "
+            "staged there is in use: make room, or choose another storage.scratch"
+        )

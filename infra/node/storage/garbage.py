@@ -1,0 +1,166 @@
+"""What lies on a node and no run needs, code that heads have sent included.
+
+What this cannot judge is left alone: a run that the asking head does not know may be another head's. An attempt uses
+its code as long as its files are here, a process as long as it runs; and what was wanted within the last hour may be
+about to be used. Standard library only, as nodes import it.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.node import processes
+from infra.node.attempts import attempt
+from infra.node.attempts.run_ownership import is_held_at, owner_of
+from infra.node.node_folders import (
+    ATTEMPTS,
+    CODE,
+    SHARDS,
+    STAGED,
+    attempts_folder,
+    node_folder,
+    node_path,
+    run_place,
+    scratch_folder,
+    within,
+)
+from infra.node.storage.disk_usage import is_at_work, remove_unused, staged_places, users
+from infra.node.storage.left_attempts import KnownAttempts, left_attempts
+from t5train.files.atomic import discard
+from t5train.files.locks import try_lock
+from t5train.files.presence import visible_in
+from t5train.files.run_folder import CHECKPOINTS, RUNS, SET_ASIDE
+
+_KEPT_SECONDS = 3600.0
+_LOCK_WAIT_SECONDS = 10.0
+
+
+def unused_code() -> Iterator[Path]:
+    """Folders of such code, and what is left of some that was being put here or removed when that was killed."""
+    if not node_path(CODE).is_dir():
+        return
+    kept = {attempt.read(path.parent).code for path in attempts_folder().glob(f"*/{attempt.ATTEMPT}")}
+    for folder in sorted(node_path(CODE).iterdir()):
+        if folder.name not in kept and _is_old(folder) and not processes.find(_runs_from(folder)):
+            yield folder
+
+
+def remove_code(folder: Path) -> bool:
+    """Remove one of these, unless it is used by now; whether that was done."""
+    with _locked(folder.parent) as is_locked:
+        if not is_locked or folder not in unused_code():
+            return False
+        discard(folder)
+        return True
+
+
+def _is_old(folder: Path) -> bool:
+    try:
+        return time.time() - folder.lstat().st_mtime > _KEPT_SECONDS
+    except FileNotFoundError:  # somebody else's partial folder, which has its name now
+        return False
+
+
+def _runs_from(folder: Path) -> processes.Belongs:
+    return lambda pid: str(folder) in processes.variable(pid, "PYTHONPATH").split(os.pathsep)
+
+
+@contextmanager
+def _locked(code: Path) -> Iterator[bool]:
+    """Against heads that are about to want it."""
+    descriptor = os.open(code, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield try_lock(descriptor, _LOCK_WAIT_SECONDS)
+    finally:
+        os.close(descriptor)
+
+
+KEPT_ASIDE = "kept: damaged or given up, and moved aside; remove it yourself once you do not need it"
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """A folder by its place within the scratch folder, or on the head within the root; its size in bytes.
+
+    Code that was sent, and folders of attempts, lie within the node folder.
+    """
+
+    place: str
+    size: int
+    why: str
+    is_kept: bool = False
+    """Whether it is only listed: ``why`` says what stands against removing it."""
+
+
+def garbage(request: dict[str, Any]) -> dict[str, Any]:
+    """What no run needs here; ``finished`` are the head's ``FinishedRun`` by name, ``attempts`` its KnownAttempts."""
+    return {"found": [asdict(each) for each in _found(scratch_folder(request["scratch"]), request)]}
+
+
+def free(request: dict[str, Any]) -> dict[str, Any]:
+    """Remove ``places``, as far as no run needs them now; the answer says which were removed."""
+    scratch = scratch_folder(request["scratch"])
+    found = [each for each in _found(scratch, request) if each.place in request["places"] and not each.is_kept]
+    return {"freed": [each.place for each in found if _remove(scratch, each.place)]}
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files in a folder; what goes away meanwhile does not count."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += Path(parent, name).lstat().st_size
+    return total
+
+
+def _found(scratch: Path, request: Mapping[str, Any]) -> Iterator[Garbage]:
+    for place in staged_places(scratch):
+        if not users(scratch, place):
+            yield Garbage(place, size_of(within(scratch, place)), "staged, and used by no run")
+    for folder in sorted((scratch / RUNS).glob("[!.]*")):
+        if folder.name in request["finished"] and not is_at_work(folder.name):
+            yield from _of_run(folder, **request["finished"][folder.name])
+    for folder in visible_in(scratch / SET_ASIDE):
+        yield Garbage(str(folder.relative_to(scratch)), size_of(folder), KEPT_ASIDE, is_kept=True)
+    for folder, why in left_attempts(attempts_folder(), KnownAttempts(**request["attempts"])):
+        yield Garbage(f"{ATTEMPTS}/{folder.name}", size_of(folder), why)
+    for folder in unused_code():
+        yield Garbage(f"{CODE}/{folder.name}", size_of(folder), "code that was sent, and is used by no attempt")
+    for parent in (SHARDS, STAGED, RUNS, f"{RUNS}/*/{CHECKPOINTS}"):
+        for folder in sorted(scratch.glob(f"{parent}/.*.discarded")):
+            yield Garbage(str(folder.relative_to(scratch)), size_of(folder), "left by a removal that was killed")
+
+
+def _of_run(folder: Path, unique_id: str | None, fault: str) -> Iterator[Garbage]:
+    """What this node has of a run that has ended on the head; nothing if it is another head's run of that name."""
+    owner, place, size = owner_of(folder), run_place(folder.name), size_of(folder)
+    if owner is None:
+        why = (
+            "kept: no head has claimed it, as an earlier version wrote it; remove it yourself if no other root needs it"
+        )
+        yield Garbage(place, size, why, is_kept=True)
+    elif owner.unique_id != unique_id or is_held_at(folder):
+        return
+    elif fault:
+        yield Garbage(
+            place, size, f"kept: the run is finished, but the head's copy is not whole: {fault}", is_kept=True
+        )
+    else:
+        yield Garbage(place, size, "the head has the finished run")
+
+
+def _remove(scratch: Path, place: str) -> bool:
+    if place.startswith(f"{CODE}/"):
+        return remove_code(within(node_folder(), place))
+    if place.startswith(f"{ATTEMPTS}/"):
+        discard(within(node_folder(), place))
+        return True
+    if place in staged_places(scratch):
+        return remove_unused(scratch, place)
+    discard(within(scratch, place))
+    return True

@@ -1,0 +1,85 @@
+"""Folders of attempts that were left on this machine, and that nobody needs any more. Standard library only.
+
+A head removes the folder of an attempt from its hosts once it has gathered what lies there; what it could not gather
+stays. ``heads/{run_id}`` on the head's machine stays as long as something of the attempt may be left on a host.
+"""
+
+import json
+import os
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.node import processes
+from infra.node.attempts import attempt, head_lease, run_lock
+from infra.node.attempts.attempt_actions import of_attempt
+from infra.node.attempts.run_ownership import is_held_at
+from t5train.files.run_folder import ATTEMPT_SPEC
+
+_OLD_DAYS = 7
+_OF_THIS_HEAD = "left by an attempt that has ended, and not gathered by its head"
+_OF_ANOTHER = f"left by another head's attempt that has ended, unchanged for {_OLD_DAYS} days"
+_HALF_REMOVED = "left by a removal that was killed"
+
+
+@dataclass(frozen=True)
+class KnownAttempts:
+    """Attempts of the runs under a head's root, by their run ids."""
+
+    idle: Collection[str] = ()
+    """Of runs that nobody works on."""
+    busy: Collection[str] = ()
+    """Of the others."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Such that ``KnownAttempts(**...)`` is the same."""
+        return asdict(self)
+
+
+def left_attempts(parent: Path, known: KnownAttempts) -> Iterator[tuple[Path, str]]:
+    """Folders within ``parent`` that nobody needs, and why they are there."""
+    for folder in sorted(parent.iterdir()):
+        if folder.name.startswith("."):
+            yield folder, _HALF_REMOVED
+        elif folder.name in known.busy or _is_living(folder):
+            continue
+        elif folder.name in known.idle:
+            yield folder, _OF_THIS_HEAD
+        elif _days_unchanged(folder) > _OLD_DAYS and not _is_run_at_work(folder):
+            yield folder, _OF_ANOTHER
+
+
+def _is_living(folder: Path) -> bool:
+    """Whether processes of the attempt run here, its head still renews the lease, or it is just being prepared."""
+    ours, launcher = of_attempt(folder), processes.in_run(attempt.launcher_run_id(folder.name))
+    if processes.find(lambda pid: ours(pid) or launcher(pid)):
+        return True
+    try:
+        this = attempt.read(folder)
+    except FileNotFoundError:
+        return _days_unchanged(folder) < 1
+    return head_lease.age_seconds(folder) <= (this.lease_seconds or 0) + this.grace_seconds
+
+
+def _is_run_at_work(folder: Path) -> bool:
+    """Whether a head works on the attempt's run, as far as that can be seen from this machine."""
+    try:
+        job = json.loads((folder / ATTEMPT_SPEC).read_text("utf-8"))
+    except FileNotFoundError:
+        return False
+    run_folder = Path(job["run_folder"])
+    if job.get("node_local"):
+        return is_held_at(run_folder)
+    return run_folder.is_dir() and run_lock.holder(run_folder) is not None
+
+
+def _days_unchanged(folder: Path) -> float:
+    newest = folder.stat().st_mtime
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                newest = max(newest, Path(parent, name).lstat().st_mtime)
+    return (time.time() - newest) / 86400

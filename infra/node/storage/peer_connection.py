@@ -1,0 +1,174 @@
+"""Connections between nodes, over which one takes from another what it is itself still taking.
+
+Both sides prove that they know the run's token, by HMAC of a number that the other has just drawn; the token itself
+came by ssh. What travels is not secret to who can read the network, and is verified by digests that came by ssh, too.
+"""
+
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, cast
+
+from infra.node.storage.file_channel import CHUNK_BYTES, BrokenOff, Channel, Source
+
+_HANDSHAKE_SECONDS = 10.0
+_MOST_HANDSHAKES = 32
+_LOOK_SECONDS = 1.0
+_SILENCE_SECONDS = 60.0
+"""Much longer than the sender may be silent."""
+_NONCE_BYTES = 32
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Server:
+    """Serves a source to whoever knows the token, for as long as this process lives."""
+
+    address: str
+    port: int
+
+
+def serve(source: Source, token: str) -> Server:
+    """Begin to; at an address of this machine that others reach, and a free port."""
+    address = _own_address()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
+    threading.Thread(target=_accept, args=(listener, source, token), name="relay", daemon=True).start()
+    return Server(address, int(listener.getsockname()[1]))
+
+
+def connect(address: str, port: int, token: str) -> Channel:
+    """A channel to another node's server. Raises OSError if there is none, BrokenOff if it does not know the token."""
+    with socket.create_connection((address, port), timeout=_HANDSHAKE_SECONDS) as connection:
+        channel = _channel(connection)  # which keeps it open
+        try:
+            _introduce(channel, token)
+            connection.settimeout(_SILENCE_SECONDS)
+        except OSError:
+            channel.close()
+            raise
+    return channel
+
+
+def _introduce(channel: Channel, token: str) -> None:
+    theirs, own = _word(channel, "nonce"), secrets.token_hex(_NONCE_BYTES)
+    channel.say({"nonce": own, "proof": _proof(token, "client", theirs, own)})
+    if not hmac.compare_digest(_word(channel, "proof").encode(), _proof(token, "server", theirs, own).encode()):
+        raise BrokenOff("the other node does not know the token of this run")
+
+
+def _own_address() -> str:
+    """The address at which the head reached this machine by ssh; others that cannot reach it ask the head."""
+    connection = os.environ.get("SSH_CONNECTION", "").split()  # of sshd: client, its port, server, its port
+    return connection[2] if len(connection) == 4 else "127.0.0.1"
+
+
+class _Handshakes:
+    """Connections whose peer has not yet proved that it knows the token: at most so many, each with a thread.
+
+    The oldest gives way to a newcomer, as peers that connect and say nothing could otherwise keep all others out, and
+    one that knows the token is done within milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._began_at: dict[socket.socket, float] = {}  # the oldest first
+        self._free = threading.BoundedSemaphore(_MOST_HANDSHAKES)
+
+    def begin(self, connection: socket.socket) -> None:
+        """Count it, as soon as there are few enough."""
+        if not self._free.acquire(blocking=False):
+            self._hang_up(most=1)
+            self._free.acquire()
+        with self._lock:
+            self._began_at[connection] = time.monotonic()
+
+    def end(self, connection: socket.socket) -> None:
+        """It knows the token, or was closed."""
+        with self._lock:
+            self._began_at.pop(connection, None)
+        self._free.release()
+
+    def hang_up_late(self) -> None:
+        """Close those that take too long in all, however often they say something."""
+        self._hang_up(most=_MOST_HANDSHAKES, began_before=time.monotonic() - _HANDSHAKE_SECONDS)
+
+    def _hang_up(self, most: int, began_before: float = float("inf")) -> None:
+        """Their threads close them, once they read the end."""
+        with self._lock:
+            late = [one for one, began_at in self._began_at.items() if began_at < began_before]
+            for connection in late[:most]:
+                del self._began_at[connection]
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _accept(listener: socket.socket, source: Source, token: str) -> None:
+    handshakes = _Handshakes()
+    listener.settimeout(_LOOK_SECONDS)
+    while True:
+        handshakes.hang_up_late()
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            continue
+        except OSError as error:  # no descriptors left for now
+            _log.warning("a connection from another node cannot be accepted: %s", error)
+            time.sleep(_LOOK_SECONDS)
+            continue
+        handshakes.begin(connection)
+        arguments = (connection, handshakes, source, token)
+        threading.Thread(target=_attend, args=arguments, name="relay", daemon=True).start()
+
+
+def _attend(connection: socket.socket, handshakes: _Handshakes, source: Source, token: str) -> None:
+    """Serve one who knows the token until it goes away; how it fails is for it to tell."""
+    with connection, suppress(OSError, ValueError):
+        try:
+            channel = _authenticated(connection, token)
+        finally:
+            handshakes.end(connection)
+        if channel is None:
+            return
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        while (request := channel.hear()) is not None:
+            channel.answer(request, source)
+
+
+def _authenticated(connection: socket.socket, token: str) -> Channel | None:
+    """A channel to a peer that knows the token, which is proved to it in turn; None for any other."""
+    connection.settimeout(_HANDSHAKE_SECONDS)
+    channel = _channel(connection)
+    own = secrets.token_hex(_NONCE_BYTES)
+    channel.say({"nonce": own})
+    answer = channel.hear(most_bytes=4 * _NONCE_BYTES * 2)
+    theirs, proof = str((answer or {}).get("nonce")), str((answer or {}).get("proof"))
+    if not hmac.compare_digest(proof.encode(), _proof(token, "client", own, theirs).encode()):
+        return None
+    channel.say({"proof": _proof(token, "server", own, theirs)})
+    return channel
+
+
+def _channel(connection: socket.socket) -> Channel:
+    reader = cast(IO[bytes], connection.makefile("rb", buffering=CHUNK_BYTES))
+    return Channel(reader, cast(IO[bytes], connection.makefile("wb")))
+
+
+def _word(channel: Channel, key: str) -> str:
+    answer = channel.hear(most_bytes=4 * _NONCE_BYTES * 2)
+    if answer is None or not isinstance(word := answer.get(key), str):
+        raise BrokenOff("the other node does not know the token of this run")
+    return word
+
+
+def _proof(token: str, role: str, server_nonce: str, client_nonce: str) -> str:
+    said = f"{role} {server_nonce} {client_nonce}".encode()
+    return hmac.new(bytes.fromhex(token), said, hashlib.sha256).hexdigest()

@@ -1,0 +1,156 @@
+"""Takes files from elsewhere: each is verified while it arrives, appears whole or not at all, and can be resumed.
+
+Standard library only, as nodes import it.
+"""
+
+import errno
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from infra.node.node_folders import within
+from infra.node.storage.file_channel import CHUNK_BYTES, Refused, Source, Wanted, Watcher
+from t5train.errors import DigestMismatch, StorageError, Unreadable
+from t5train.files.atomic import sync_folder
+from t5train.files.presence import ABSENT, file_size, reading
+from t5train.files.set_aside import set_aside
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+
+
+def listed(folder: Path, names: Iterable[str]) -> list[Wanted]:
+    """Files of a folder called ``names``, and all in folders of it that are called so; what to ``restore`` of them."""
+    return [_as_it_is(folder, path) for name in names for path in _files(within(folder, name))]
+
+
+def partial_path(path: Path) -> Path:
+    """Where a file grows until it is whole."""
+    return path.with_name(f".{path.name}.part")
+
+
+def is_whole(folder: Path, wanted: Wanted, on_bytes: Callable[[int], None] = lambda _: None) -> bool:
+    """Whether the file is there with this very content, or one as good. Raises Unreadable when that cannot be known."""
+    path = within(folder, wanted.name)
+    good = {(wanted.size, wanted.sha256), *((size, sha256) for size, sha256 in wanted.as_good)}
+    if file_size(path) not in {size for size, _ in good}:
+        return False
+    try:
+        digest, size = _hash_of(path, on_bytes)
+    except ABSENT:
+        return False
+    return (size, digest.hexdigest()) in good
+
+
+def missing_bytes(folder: Path, wanted: Iterable[Wanted]) -> int:
+    """How much more the disk must hold until all are there, judged by sizes."""
+    return sum(max(0, each.size - _size(within(folder, each.name), each.size)) for each in wanted)
+
+
+def pull(source: Source, wanted: Iterable[Wanted], folder: Path, watcher: Watcher, aside: Path | None = None) -> None:
+    """Take what ``folder`` lacks, in that order; what is there whole is left.
+
+    What is there and cannot be read now is kept in the folder ``aside``, once a good copy has come. Raises Unreadable
+    where there is no such folder, DigestMismatch where what comes has another digest twice, Refused where nothing does,
+    StorageError when it cannot be written, and what ``source`` raises; what has come stays for the next time.
+    """
+    for each in wanted:
+        path, keep = within(folder, each.name), None
+        try:
+            whole = is_whole(folder, each)
+        except Unreadable:
+            if aside is None:
+                raise
+            whole, keep = False, aside
+        if not whole:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _pull_file(source, each, path, watcher, keep)
+        watcher.whole(each)
+
+
+def _pull_file(source: Source, wanted: Wanted, path: Path, watcher: Watcher, keep: Path | None) -> None:
+    """Take a file; what is in its place goes into the folder ``keep``, if there is to be one."""
+    partial = partial_path(path)
+    for last in (False, True):  # a part that was there may be damaged, so it gets a second try
+        try:
+            found = _grow(source, wanted, partial, watcher)
+            if found == wanted.sha256:
+                if keep is not None:
+                    set_aside(path, keep, "it could not be read, and a good copy of it has come")
+                partial.replace(path)
+                sync_folder(path.parent)
+                return
+        except Refused:
+            if last:
+                raise
+            found = "none"  # what had come was damaged there, and is there anew
+        except OSError as error:
+            if isinstance(error, ConnectionError):
+                raise
+            remedy = "make room" if error.errno in _NO_ROOM else "see to the disk and the permissions"
+            raise StorageError(f"{path} cannot be written: {error.strerror}; {remedy}, then start again") from error
+        partial.unlink(missing_ok=True)
+        if last:
+            raise DigestMismatch(
+                f"{path} came with sha256 {found}, {wanted.sha256} was recorded: its source is damaged"
+            )
+
+
+def _grow(source: Source, wanted: Wanted, partial: Path, watcher: Watcher) -> str:
+    """Add what is missing; the sha256 of all of it, once that is on disk."""
+    digest, size = hashlib.sha256(), 0
+    if partial.exists():
+        digest, size = _hash_of(partial)
+    if size > wanted.size:
+        partial.unlink()
+        digest, size = hashlib.sha256(), 0
+    with open(partial, "ab", buffering=0, opener=_private) as file:
+        watcher.begun(wanted, partial, size)
+        for chunk in source(wanted.name, size, wanted.size):
+            _write(file.fileno(), chunk)
+            digest.update(chunk)
+            watcher.grown(wanted, len(chunk))
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _write(descriptor: int, chunk: bytes) -> None:
+    rest = memoryview(chunk)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _hash_of(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> "tuple[hashlib._Hash, int]":
+    digest, size = hashlib.sha256(), 0
+    with reading(path), open(path, "rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+            on_bytes(len(chunk))
+    return digest, size
+
+
+def _size(path: Path, most: int) -> int:
+    """Bytes of it that are there, whole or in part; what cannot be read now is to come again."""
+    for each in (path, partial_path(path)):
+        with suppress(Unreadable):
+            if (size := file_size(each)) is not None:
+                return min(size, most)
+    return 0
+
+
+def _as_it_is(folder: Path, path: Path) -> Wanted:
+    digest, size = _hash_of(path)
+    return Wanted(str(path.relative_to(folder)), size, digest.hexdigest())
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+    elif path.is_dir():
+        yield from (each for each in sorted(path.rglob("*")) if each.is_file() and not each.name.startswith("."))

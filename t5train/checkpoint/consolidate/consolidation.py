@@ -1,0 +1,170 @@
+"""Turns a checkpoint into a finished record of its weights. The output folder appears whole, or not at all.
+
+It never replaces something else.
+"""
+
+import logging
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from t5train.checkpoint.consolidate.layouts.detection import plan_of
+from t5train.checkpoint.consolidate.opened_checkpoint import OpenedCheckpoint, open_checkpoint, refusing_what_vanishes
+from t5train.checkpoint.consolidate.plan import Plan
+from t5train.checkpoint.consolidate.tensor_writer import write_tensors
+from t5train.checkpoint.tags import files_of
+from t5train.errors import RecordError, StorageError
+from t5train.files.atomic import partial_folder, rename_aside, sync_folder
+from t5train.files.os_errors import explain
+from t5train.progress import Progress, silent
+from t5train.records.digests import FileDigest, SafetensorsDigest
+from t5train.records.identity import fingerprint
+from t5train.records.stage_records import MANIFEST, Weights, reusable
+
+_log = logging.getLogger(__name__)
+_SPARE_BYTES = 16 << 20
+
+
+@contextmanager
+def new_folder(out: Path, size: int) -> Iterator[Path]:
+    """The ``partial_folder`` of ``out``, to be moved by ``put_in_place``.
+
+    StorageError when ``size`` bytes do not fit, or what is in the body cannot be written.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{out.parent} cannot be made: {error.strerror}; choose another folder") from error
+    try:
+        free = shutil.disk_usage(out.parent).free
+        if free < size + _SPARE_BYTES:
+            raise StorageError(
+                f"{out} will take {size} bytes, and {_SPARE_BYTES} to spare; {free} are free there: make room or "
+                "choose another folder"
+            )
+        with partial_folder(out) as folder:
+            yield folder
+    except FileNotFoundError:  # of what is read: a run may remove an old tag meanwhile, as the caller explains
+        raise
+    except OSError as error:
+        raise StorageError(f"{out} cannot be written: {explain(error)}") from error
+
+
+def require_vacant(out: Path, fingerprint: str | None) -> None:
+    """StorageError when ``out`` holds anything but damaged weights of this fingerprint (any where it is yet unknown).
+
+    A file that somebody put beside damaged weights would be lost with them.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    try:
+        there = Weights.load(out)
+    except RecordError as error:
+        raise StorageError(
+            f"{out} holds no finished result of consolidation ({error}): remove it or choose another folder"
+        ) from None
+    if fingerprint is None:
+        return
+    if fingerprint != there.fingerprint:
+        raise StorageError(f"{out} holds other weights ({there.fingerprint[:12]}): remove it or choose another folder")
+    if strangers := sorted({path.name for path in out.iterdir()} - {*there.files, MANIFEST}):
+        raise StorageError(
+            f"{out} holds damaged weights, and {strangers[0]} beside them: move that away, and try again"
+        )
+
+
+def put_in_place(folder: Path, out: Path) -> None:
+    """Make ``folder`` the folder ``out``, durably; damaged weights that are there are moved aside."""
+    if out.is_dir() and any(out.iterdir()):
+        _log.warning("%s holds weights that are damaged or were changed: they were moved to %s", out, rename_aside(out))
+    folder.rename(out)
+    sync_folder(out.parent)
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # what every optimizer of Adam's kind calls them
+
+
+def consolidate(
+    checkpoint: Path,
+    out: Path,
+    *,
+    tag: str | None = None,
+    shard_bytes: int | None = None,
+    moments: bool = False,
+    progress: Progress = silent,
+) -> Weights:
+    """Write the fp32 weights of a DeepSpeed checkpoint into the folder ``out`` and return their record.
+
+    ``checkpoint`` is a save folder with tags inside (the newest complete tag is taken, or ``tag``), or the folder
+    of a tag. ``out`` gets ``model.safetensors`` (or files of at most ``shard_bytes``, and their index),
+    ``model.tensors.json`` with the sha256 of each tensor's bytes, and ``manifest.json``. Floating-point tensors are
+    fp32, whole numbers stay what they are; a tied parameter stands under its owner's name alone. With ``moments`` the
+    optimizer's two moments of each trained parameter go beside them in the same way, as ``exp_avg.safetensors`` and
+    ``exp_avg_sq.safetensors``. ZeRO 0 to 3, pipelines and mixtures of experts, in fp32, bf16 and fp16.
+
+    ``out`` appears whole or not at all; one that holds the same weights already is verified and reused. Raises
+    InputError (no such checkpoint or tag), IncompleteCheckpoint (missing, altered or mixed files),
+    ConsolidationError (a hostile or contradictory file), UnknownLayout, and StorageError (``out`` holds something
+    else, cannot be written, or is too small).
+    """
+    out = out.resolve()
+    with refusing_what_vanishes(checkpoint.absolute()):
+        opened = open_checkpoint(checkpoint, tag, progress)
+        return _consolidate(opened, out, shard_bytes, _MOMENTS if moments else (), progress)
+
+
+def _consolidate(
+    opened: OpenedCheckpoint, out: Path, shard_bytes: int | None, moments: Sequence[str], progress: Progress
+) -> Weights:
+    recorded = _recorded_identity(opened, shard_bytes, moments)
+    if recorded is not None and (there := reusable(Weights, out, recorded, progress)):
+        return there
+    require_vacant(out, recorded)
+    plan = plan_of(opened, moments)
+    with new_folder(out, plan.size) as folder:
+        files: dict[str, FileDigest | SafetensorsDigest] = {}
+        for stem, tensors in {"model": plan.tensors, **plan.moments}.items():
+            files |= write_tensors(
+                tensors, folder, stem, shard_bytes, has_digests=bool(opened.sidecars), progress=progress
+            )
+        identity = recorded or _content_identity(files)
+        if there := reusable(Weights, out, identity, progress):
+            return there
+        require_vacant(out, identity)
+        weights = _record(out, opened, plan, identity, files).commit(folder)
+        sync_folder(folder)
+        put_in_place(folder, out)
+    return weights
+
+
+def _recorded_identity(opened: OpenedCheckpoint, shard_bytes: int | None, moments: Sequence[str]) -> str | None:
+    """Fingerprint of weights yet to be made: of the run, its step and the files' digests, where these are recorded."""
+    if not opened.sidecars:
+        return None
+    first = opened.sidecars[0]
+    digests = {name: digest.sha256 for name, digest in files_of(opened.sidecars).items()}
+    identity = {"run": first.run_fingerprint, "step": first.step, "files": digests, "shard_bytes": shard_bytes}
+    return fingerprint({**identity, "moments": list(moments)})
+
+
+def _content_identity(files: Mapping[str, FileDigest | SafetensorsDigest]) -> str:
+    """Fingerprint of weights of unknown origin: their own content."""
+    return fingerprint({"files": {name: digest.model_dump() for name, digest in files.items()}})
+
+
+def _record(
+    out: Path, opened: OpenedCheckpoint, plan: Plan, identity: str, files: Mapping[str, FileDigest | SafetensorsDigest]
+) -> Weights:
+    return Weights(
+        path=out,
+        fingerprint=identity,
+        inputs={"run": opened.sidecars[0].run_fingerprint} if opened.sidecars else {},
+        files=files,
+        counts={
+            "parameters": plan.num_parameters,
+            "tensors": len(plan.tensors),
+            "bytes": plan.size,
+            "step": plan.step,
+        },
+    )

@@ -1,0 +1,95 @@
+"""Joins the module's states with the optimizer's masters: every parameter once, and every copy of it a witness."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from t5train.checkpoint.consolidate.layouts.module_states import ModuleStates, Weight
+from t5train.checkpoint.consolidate.layouts.optimizer_states import Master, ParameterGroup
+from t5train.checkpoint.consolidate.plan import Plan, Source, TensorPlan
+from t5train.errors import ConsolidationError, IncompleteCheckpoint, UnknownLayout
+
+_FLOATING = frozenset({"F64", "F32", "BF16", "F16"})
+
+
+def assemble(module: ModuleStates, groups: Sequence[ParameterGroup], moments: Sequence[str] = ()) -> Plan:
+    """The plan of a checkpoint from what the module and the parameter groups hold.
+
+    A weight that is in no group is frozen, or the engine trains it in place; both are taken from the module.
+    ``moments`` are the optimizer's tensors (``"exp_avg"``) that are wanted as well.
+    """
+    masters = _joined((group.masters() for group in groups), module)
+    _require_named(module, masters)
+    tensors = [_trained(name, master, _stored_as(name, module)) for name, master in masters.items()]
+    tensors += [
+        _untrained(name, weight, _stored_as(name, module)[1:], is_parameter=name not in module.buffers)
+        for name, weight in module.weights.items()
+        if name not in masters and name not in module.aliases
+    ]
+    return Plan(tensors, module.step, {key: _moments(groups, module, key) for key in moments})
+
+
+def _joined(found: Iterable[Mapping[str, Master]], module: ModuleStates) -> dict[str, Master]:
+    """The masters of all groups; one that stands in several stages has the others' as copies."""
+    joined: dict[str, Master] = {}
+    for name, master in (item for masters in found for item in masters.items()):
+        first = joined.setdefault(name, master)
+        if first is not master:
+            if name not in module.in_several_stages or first.shape != master.shape:
+                raise ConsolidationError(f"{name} has a master in several places of the parameter groups")
+            joined[name] = replace(first, copies=(*first.copies, master.source))
+    return joined
+
+
+def _moments(groups: Sequence[ParameterGroup], module: ModuleStates, key: str) -> list[TensorPlan]:
+    found = _joined((group.moments(key) for group in groups), module)
+    if not found:
+        raise UnknownLayout(f"which parameter's {key} lies where cannot be told of this checkpoint: leave moments out")
+    return [TensorPlan(name, moment.shape, "F32", moment.source, moment.copies) for name, moment in found.items()]
+
+
+def _require_named(module: ModuleStates, masters: Mapping[str, Master]) -> None:
+    known = module.weights.keys() | module.without_values
+    for name in masters:
+        if name not in known:
+            raise ConsolidationError(f"{name} has a master but no weight in the module's state dictionary")
+        if name in module.aliases:
+            raise ConsolidationError(
+                f"{name} has a master of its own, yet is recorded as an alias of {module.aliases[name]}"
+            )
+    for alias, owner in module.aliases.items():
+        if owner not in known:
+            raise ConsolidationError(f"{alias} is an alias of {owner}, which the module's state dictionary lacks")
+    for name in sorted(module.without_values - masters.keys() - module.aliases.keys()):
+        raise IncompleteCheckpoint(f"{name} is a parameter of the module, and no file of the checkpoint holds it")
+
+
+def _stored_as(owner: str, module: ModuleStates) -> list[Weight]:
+    """What the module holds of a parameter: the weight under its own name, then under its aliases."""
+    names = [owner, *(alias for alias, name in module.aliases.items() if name == owner)]
+    return [module.weights[name] for name in names if name in module.weights]
+
+
+def _trained(name: str, master: Master, weights: Sequence[Weight]) -> TensorPlan:
+    _require_shape(name, master.shape, weights)
+    return TensorPlan(name, master.shape, "F32", master.source, (*_sources(weights), *master.copies))
+
+
+def _untrained(name: str, weight: Weight, tied: Sequence[Weight], *, is_parameter: bool) -> TensorPlan:
+    _require_shape(name, weight.shape, tied)
+    dtype = "F32" if weight.source.dtype in _FLOATING else weight.source.dtype
+    copies = tuple(copy for copy in _sources([weight, *tied]) if copy != weight.source)
+    return TensorPlan(name, weight.shape, dtype, weight.source, copies, is_parameter)
+
+
+def _require_shape(name: str, shape: tuple[int, ...], weights: Sequence[Weight]) -> None:
+    for weight in weights:
+        if weight.shape != shape:
+            files = ", ".join(sorted({str(extent.file) for extent in weight.source.extents}))
+            raise IncompleteCheckpoint(
+                f"{files} holds {name} or its tie with the shape {weight.shape}, not {shape}: "
+                "it is of another checkpoint"
+            )
+
+
+def _sources(weights: Sequence[Weight]) -> tuple[Source, ...]:
+    return tuple(dict.fromkeys(source for weight in weights for source in (weight.source, *weight.copies)))

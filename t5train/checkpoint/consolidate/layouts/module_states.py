@@ -1,0 +1,158 @@
+"""What the engine holds of the module, whichever files it is in.
+
+A dense module is in one file, ``mp_rank_00_model_states.pt``: every parameter and buffer in full.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from t5train.checkpoint.consolidate.opened_checkpoint import OpenedCheckpoint
+from t5train.checkpoint.consolidate.plan import Source
+from t5train.checkpoint.consolidate.torch_file import StoredTensor
+from t5train.errors import ConsolidationError, IncompleteCheckpoint, UnknownLayout
+
+_log = logging.getLogger(__name__)
+_FOREIGN_KEYS = {"ds_autoep_layers": "AutoEP", "autoep_layers": "AutoEP", "folding": "AutoEP folded with AutoTP"}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter or buffer of the module; ``copies`` hold the same weight elsewhere, to be equal bit for bit."""
+
+    shape: tuple[int, ...]
+    source: Source
+    copies: tuple[Source, ...] = ()
+
+    @classmethod
+    def of(cls, stored: StoredTensor) -> "Weight":
+        """One that lies in one place."""
+        return cls(stored.shape, stored.source())
+
+
+@dataclass(frozen=True)
+class ModuleStates:
+    """The module's state dictionary, by the names the result will have.
+
+    ``aliases`` maps a tied name to the name that owns the weight. ``without_values`` names parameters that the
+    module does have, but whose values are with the optimizer alone (ZeRO 3). ``in_several_stages`` names those that
+    have a master in each stage of a pipeline which uses them, all equal.
+    """
+
+    weights: Mapping[str, Weight]
+    buffers: frozenset[str]
+    aliases: Mapping[str, str]
+    step: int
+    without_values: frozenset[str] = frozenset()
+    in_several_stages: frozenset[str] = frozenset()
+
+
+def model_states(checkpoint: OpenedCheckpoint, name: str) -> dict[str, Any]:
+    """A file of model states; UnknownLayout when it tells of an arrangement that no rule is known for."""
+    model = checkpoint.read(name)
+    found = [what for key, what in _FOREIGN_KEYS.items() if model.get(key)]
+    dimensions = model.get("checkpoint_parallel_dimensions") or {}
+    if dimensions.get("tp_degree", 1) != 1:
+        found.append(f"tensor parallelism over {dimensions['tp_degree']} ranks")
+    if found:
+        raise UnknownLayout(f"{checkpoint.folder / name} tells of {' and '.join(found)}: no rule is known for that")
+    for key in ("global_steps", "dp_world_size"):
+        if not isinstance(model.get(key, 0), int):
+            raise UnknownLayout(
+                f"{checkpoint.folder / name} has for {key} {model[key]!r}, not a whole number: "
+                "what is passed as client_state replaces DeepSpeed's own; choose a tag that was saved without"
+            )
+    return model
+
+
+def stored_weights(checkpoint: OpenedCheckpoint, module: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """The tensors of a state dictionary, by the names the result will have."""
+    return {checkpoint.result_name(name): tensor for name, tensor in tensors_of(checkpoint, module).items()}
+
+
+def tensors_of(checkpoint: OpenedCheckpoint, states: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """The tensors of a state dictionary; the log names what else it holds (modules' extra state) and is left out."""
+    tensors = {name: item for name, item in states.items() if isinstance(item, StoredTensor)}
+    if left_out := sorted(map(str, states.keys() - tensors.keys())):
+        _log.warning("%s: %s are no tensors, and left out", checkpoint.folder, ", ".join(left_out))
+    return tensors
+
+
+def buffer_names(checkpoint: OpenedCheckpoint, model: Mapping[str, Any]) -> frozenset[str]:
+    """The buffers among the weights."""
+    return frozenset(checkpoint.result_name(name) for name in model.get("buffer_names") or ())
+
+
+def tied_names(
+    checkpoint: OpenedCheckpoint, model: Mapping[str, Any], weights: Mapping[str, StoredTensor]
+) -> dict[str, str]:
+    """Alias to owner: as recorded, and where two names of the module share their storage."""
+    recorded = checkpoint.sidecars[0].aliases if checkpoint.sidecars else model.get("shared_params") or {}
+    left_out = ties_left_out(checkpoint, model)
+    aliases = {alias: owner for alias, owner in recorded.items() if alias not in left_out}
+    owners: dict[tuple[Any, ...], str] = {}
+    for name, weight in weights.items():
+        place = (weight.file, weight.offset, weight.dtype, weight.shape, weight.strides)
+        if name not in aliases and weight.num_elements and owners.setdefault(place, name) != name:
+            aliases[name] = owners[place]
+    return {alias: _owner(alias, aliases) for alias in aliases}
+
+
+def ties_left_out(checkpoint: OpenedCheckpoint, model: Mapping[str, Any]) -> frozenset[str]:
+    """Recorded aliases without their owner: ``exclude_frozen_parameters`` takes a frozen tie's first name out alone."""
+    if checkpoint.sidecars:
+        return frozenset()
+    ties = model.get("shared_params") or {}
+    return frozenset(alias for alias, owner in ties.items() if owner not in model["module"])
+
+
+def step_of(checkpoint: OpenedCheckpoint, model: Mapping[str, Any]) -> int:
+    """The optimizer step; the model states must be of the step that the sidecars name."""
+    step = int(model.get("global_steps", 0))
+    if checkpoint.sidecars and checkpoint.sidecars[0].step != step:
+        raise IncompleteCheckpoint(
+            f"{checkpoint.folder}: sidecars are of step {checkpoint.sidecars[0].step}, model states of step {step}"
+        )
+    return step
+
+
+def _owner(alias: str, aliases: Mapping[str, str]) -> str:
+    name, seen = alias, {alias}
+    while name in aliases:
+        name = aliases[name]
+        if name in seen:
+            raise ConsolidationError(f"{alias} is recorded as an alias of itself")
+        seen.add(name)
+    return name
+
+
+ReadModule = Callable[[OpenedCheckpoint], ModuleStates]
+"""One half of a layout: gathers the module's states."""
+
+
+MODEL_STATES = "mp_rank_00_model_states.pt"
+
+
+def module_states(checkpoint: OpenedCheckpoint) -> ModuleStates:
+    """The module of a checkpoint without experts, pipeline stages and partitioned parameters."""
+    return states_of(checkpoint, whole_module(checkpoint))
+
+
+def whole_module(checkpoint: OpenedCheckpoint) -> dict[str, Any]:
+    """The model states, which hold a module."""
+    model = model_states(checkpoint, MODEL_STATES)
+    if not isinstance(model.get("module"), dict) or not model["module"]:
+        raise UnknownLayout(f"{checkpoint.folder / MODEL_STATES} holds no module, as that of a pipeline or ZeRO 3")
+    return model
+
+
+def states_of(checkpoint: OpenedCheckpoint, model: Mapping[str, Any]) -> ModuleStates:
+    """The states of a module that the model states hold in full."""
+    stored = stored_weights(checkpoint, model["module"])
+    return ModuleStates(
+        weights={name: Weight.of(weight) for name, weight in stored.items()},
+        buffers=buffer_names(checkpoint, model),
+        aliases=tied_names(checkpoint, model, stored),
+        step=step_of(checkpoint, model),
+    )

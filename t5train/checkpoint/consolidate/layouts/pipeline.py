@@ -1,0 +1,174 @@
+"""The module of a pipeline: each layer's weights in a file of its own.
+
+``layer_LL-model_states.pt`` holds the state dictionary of layer LL, under the names it has within the layer. A tied
+module has a master in each of its stages, but a layer's file only where a layer calls it without a function of its
+own; the file does not say that it is tied.
+
+``mp_rank_SS_model_states.pt`` has the shapes of stage SS's parameter groups, its buffers and the step, by the names
+``LL.name`` and ``tied_modules.KEY.name``. With node-local storage DeepSpeed leaves out some stages' files, and with
+BF16_Optimizer at ZeRO 0 the shapes; then the optimizer states of the stage's ranks have the names.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from t5train.checkpoint.consolidate.layouts import zero12
+from t5train.checkpoint.consolidate.layouts.module_states import ModuleStates, Weight, model_states, step_of, tensors_of
+from t5train.checkpoint.consolidate.opened_checkpoint import (
+    OpenedCheckpoint,
+    StateFile,
+    kind_of,
+    numbered,
+    require_same,
+)
+from t5train.checkpoint.consolidate.span_reader import repeated_element
+from t5train.checkpoint.consolidate.torch_file import StoredTensor, content_of
+from t5train.errors import IncompleteCheckpoint, UnknownLayout
+
+TIED = "tied_modules."
+_SAME_IN_EVERY_STAGE = (
+    "ds_version", "global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size",
+    "checkpoint_parallel_dimensions",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: its model states if there are any, and what each of its ranks saved of a partitioned optimizer."""
+
+    index: int
+    model: Mapping[str, Any] | None
+    optimizers: Sequence[Mapping[str, Any]]
+
+    def parameters(self) -> list[dict[str, tuple[int, ...] | None]]:
+        """The parameter groups by DeepSpeed's names, in order, with the shapes where these are told."""
+        if shapes := (self.model or {}).get("param_shapes"):
+            return [{name: tuple(shape) for name, shape in group.items()} for group in shapes]
+        mappings = [optimizer.get("param_slice_mappings") or [] for optimizer in self.optimizers]
+        return [dict.fromkeys(name for held in group for name in held) for group in zip(*mappings, strict=True)]
+
+    def buffers(self) -> list[str]:
+        """Buffers by DeepSpeed's names."""
+        return list((self.model or {}).get("buffer_names") or ())
+
+
+def stages(checkpoint: OpenedCheckpoint) -> list[Stage]:
+    """Every stage of the pipeline, all files being of one run and step."""
+    models = _models(checkpoint)
+    dimensions = models[0].get("checkpoint_parallel_dimensions") or {}
+    count = int(dimensions.get("pp_degree") or models[0].get("mp_world_size") or 1)
+    if unknown := sorted(set(models) - set(range(count))):
+        raise UnknownLayout(f"{checkpoint.folder} is a pipeline of {count} stages, and has model states of {unknown}")
+    size = int(models[0].get("dp_world_size", 0))
+    is_partitioned = any(kind_of(name) is StateFile.OPTIMIZER for name in checkpoint.names)
+    return [
+        Stage(stage, models.get(stage), zero12.optimizer_states(checkpoint, size, stage) if is_partitioned else [])
+        for stage in range(count)
+    ]
+
+
+def _models(checkpoint: OpenedCheckpoint) -> dict[int, dict[str, Any]]:
+    names = {0: checkpoint.first(StateFile.MODEL)}
+    names |= {stage: name for (stage,), name in numbered(checkpoint.names, StateFile.OTHER_MODEL)}
+    models = {stage: model_states(checkpoint, name) for stage, name in names.items()}
+    require_same(checkpoint.folder, {names[stage]: model for stage, model in models.items()}, _SAME_IN_EVERY_STAGE)
+    return models
+
+
+_Shapes = Mapping[str, tuple[int, ...] | None]
+
+
+def module_states(checkpoint: OpenedCheckpoint) -> ModuleStates:
+    """What the layers' files hold; parameters are called ``LL.name``, or ``tied_modules.KEY.name`` if tied."""
+    found = stages(checkpoint)
+    shapes = {name: shape for stage in found for group in stage.parameters() for name, shape in group.items()}
+    buffers = {name for stage in found for name in stage.buffers()}
+    held = _held(checkpoint, shapes, buffers)
+    trained = {checkpoint.result_name(name) for name in shapes}
+    tied = {checkpoint.result_name(name) for name in shapes if name.startswith(TIED)} | _recorded_as_tied(checkpoint)
+    return ModuleStates(
+        weights={name: _weight(name, tensors) for name, tensors in held.items()},
+        buffers=frozenset(map(checkpoint.result_name, buffers)),
+        aliases=_aliases(checkpoint, found[0], held, trained),
+        step=step_of(checkpoint, found[0].model or {}),
+        without_values=frozenset(tied - held.keys()),
+        in_several_stages=frozenset(tied),
+    )
+
+
+def _held(checkpoint: OpenedCheckpoint, shapes: _Shapes, buffers: Iterable[str]) -> dict[str, list[StoredTensor]]:
+    """The layers' tensors by the names the result will have; several of a tied module with several files."""
+    layers = {
+        layer: tensors_of(checkpoint, checkpoint.read(name))
+        for (layer,), name in numbered(checkpoint.names, StateFile.LAYER)
+    }
+    named = {int(name.split(".", 1)[0]) for name in (*shapes, *buffers) if not name.startswith(TIED)}
+    if missing := sorted(named - layers.keys()):
+        raise IncompleteCheckpoint(
+            f"{checkpoint.folder} lacks layer_{missing[0]:02d}-model_states.pt: its stages tell of parameters or "
+            f"buffers of the layers {missing}, and no file of these is there; choose another tag"
+        )
+    tied = {} if checkpoint.sidecars else _tied_layers(checkpoint, named, layers, shapes)
+    held: dict[str, list[StoredTensor]] = {}
+    for layer, tensors in layers.items():
+        for name, tensor in tensors.items():
+            held.setdefault(checkpoint.result_name(f"{tied.get(layer, layer)}.{name}"), []).append(tensor)
+    return held
+
+
+def _tied_layers(
+    checkpoint: OpenedCheckpoint,
+    named: Set[int],
+    layers: Mapping[int, Mapping[str, StoredTensor]],
+    shapes: _Shapes,
+) -> dict[int, str]:
+    """Which layers are tied modules: those that no stage names, and that hold what it says of one tied module."""
+    modules: dict[str, dict[str, tuple[int, ...] | None]] = {}
+    for name, shape in shapes.items():
+        if name.startswith(TIED):
+            key, rest = name.removeprefix(TIED).split(".", 1)
+            modules.setdefault(TIED + key, {})[rest] = shape
+    found: dict[int, str] = {}
+    for layer in layers.keys() - named:
+        fitting = [module for module, parameters in modules.items() if _fits(parameters, layers[layer])]
+        if len(fitting) > 1:
+            raise UnknownLayout(f"{checkpoint.folder}: which of {fitting} is layer {layer} cannot be told: all fit")
+        if fitting:
+            found[layer] = fitting[0]
+    return found
+
+
+def _fits(parameters: _Shapes, tensors: Mapping[str, StoredTensor]) -> bool:
+    return all(name in tensors and shape in (None, tensors[name].shape) for name, shape in parameters.items())
+
+
+def _weight(name: str, tensors: Sequence[StoredTensor]) -> Weight:
+    first, *others = tensors
+    if any(other.shape != first.shape for other in others):
+        raise IncompleteCheckpoint(f"{name} has several shapes: {sorted({tensor.shape for tensor in tensors})}")
+    return Weight(first.shape, first.source(), tuple(other.source() for other in others))
+
+
+def _recorded_as_tied(checkpoint: OpenedCheckpoint) -> set[str]:
+    """The parameters of tied modules where sidecars have them, which is also for stages without model states."""
+    table = checkpoint.sidecars[0].pipeline_layers if checkpoint.sidecars else {}
+    paths = [path for layer, path in table.items() if layer.startswith(TIED)]
+    names = {slot.name for sidecar in checkpoint.sidecars for group in sidecar.groups for slot in group}
+    return {name for name in names for path in paths if not path or name.startswith(f"{path}.")}
+
+
+def _aliases(
+    checkpoint: OpenedCheckpoint, first: Stage, held: Mapping[str, Sequence[StoredTensor]], trained: set[str]
+) -> dict[str, str]:
+    """Alias to owner. Only the first stage records its ties: elsewhere a weight that equals a trained one is tied."""
+    if checkpoint.sidecars:
+        return dict(checkpoint.sidecars[0].aliases)
+    aliases: dict[str, str] = dict((first.model or {}).get("shared_params") or {})
+    owners = {content_of(held[name][0]): name for name in held if name in trained}
+    for name in held.keys() - trained - aliases.keys():
+        weight = held[name][0]
+        owner = owners.get(content_of(weight))
+        if owner and repeated_element(weight.source()) is None:  # two norms of ones are no tie
+            aliases[name] = owner
+    return aliases

@@ -1,0 +1,173 @@
+"""The masters of a pipeline: each stage has an optimizer of its own, over its own data-parallel ranks.
+
+``TiedLayerSpec(..., tied_weight_attr=["word.weight"])`` ties one parameter of a module and gives each of its stages the
+other ones too, such as position embeddings. The stage that does not use them never updates them, so they keep their
+initial values; there the second moments, which sum squares of gradients, are all zero.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from t5train.checkpoint.consolidate.layouts import zero12
+from t5train.checkpoint.consolidate.layouts.module_states import ModuleStates
+from t5train.checkpoint.consolidate.layouts.optimizer_states import FlatGroup, Master, ParameterGroup, packed_slots
+from t5train.checkpoint.consolidate.layouts.pipeline import Stage, stages
+from t5train.checkpoint.consolidate.layouts.zero0 import (
+    in_place_groups,
+    master_groups,
+    partition_groups,
+    require_full_precision,
+)
+from t5train.checkpoint.consolidate.opened_checkpoint import OpenedCheckpoint
+from t5train.checkpoint.consolidate.plan import Source
+from t5train.checkpoint.consolidate.span_reader import repeated_element
+from t5train.checkpoint.consolidate.torch_file import StoredTensor, content_of
+from t5train.errors import IncompleteCheckpoint, UnknownLayout
+from t5train.model.parameters import ParameterSlot
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """A parameter group without the parameters ``left_out``."""
+
+    group: ParameterGroup
+    left_out: frozenset[str]
+
+    def masters(self) -> Mapping[str, Master]:
+        return {name: master for name, master in self.group.masters().items() if name not in self.left_out}
+
+    def moments(self, key: str) -> Mapping[str, Master]:
+        return {name: moment for name, moment in self.group.moments(key).items() if name not in self.left_out}
+
+
+def without_unmoved(groups: Sequence[ParameterGroup], tied: frozenset[str]) -> Sequence[ParameterGroup]:
+    """The groups without those copies of ``tied`` parameters that never moved while another copy did.
+
+    Optimizers without Adam's second moments say nothing; there all copies stay, and must be equal.
+    """
+    squares = [_squares(group, tied) for group in groups]
+    moved = {name for held in squares for name, source in held.items() if not _is_zero(source)}
+    unmoved = [
+        frozenset(name for name, source in held.items() if name in moved and _is_zero(source)) for held in squares
+    ]
+    for name in sorted(frozenset().union(*unmoved)):
+        _log.warning("%s was moved in one stage of the pipeline and never in another: the former is taken", name)
+    return [_Moved(group, names) if names else group for group, names in zip(groups, unmoved, strict=True)]
+
+
+def _squares(group: ParameterGroup, tied: frozenset[str]) -> dict[str, Source]:
+    if not tied & group.masters().keys():
+        return {}
+    try:
+        moments = group.moments("exp_avg_sq")
+    except UnknownLayout:
+        return {}
+    return {name: moment.source for name, moment in moments.items() if name in tied}
+
+
+def _is_zero(source: Source) -> bool:
+    element = repeated_element(source)
+    return element is not None and not any(element)
+
+
+_Slots = Sequence[Sequence[ParameterSlot]]
+
+
+def partitioned(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[ParameterGroup]:
+    """The parameter groups of every stage, cut over its data-parallel ranks: ZeRO 1 and BF16_Optimizer."""
+    groups = [
+        group
+        for stage in stages(checkpoint)
+        for group in zero12.flat_groups(checkpoint, stage.optimizers, _slots(checkpoint, module, stage))
+    ]
+    return without_unmoved(groups, module.in_several_stages)
+
+
+def replicated(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[ParameterGroup]:
+    """The parameter groups of every stage, whole in its model states: ZeRO 0."""
+    optimizers = [(stage.model or {}).get("optimizer") for stage in stages(checkpoint)]
+    recorded = [_recorded(checkpoint, stage) or [] for stage in range(len(optimizers))]
+    if not any(map(master_groups, optimizers)):
+        require_full_precision(checkpoint, module)
+        _require_weights(checkpoint, module, optimizers)
+        return [group for each in zip(optimizers, recorded, strict=True) for group in in_place_groups(*each)]
+    found: list[ParameterGroup] = []
+    for stage, (held, slots) in enumerate(zip(map(partition_groups, optimizers), recorded, strict=True)):
+        if len(held) != len(slots) or not held:
+            raise UnknownLayout(
+                f"{checkpoint.folder}: stage {stage} is ZeRO 0 with {len(held)} groups of masters, of which sidecars "
+                f"record {len(slots)}: which parameter lies where cannot be told; save it with ZeRO 1"
+            )
+        found += [FlatGroup(index, *group, padding=0) for index, group in enumerate(zip(held, slots, strict=True))]
+    return found
+
+
+def _require_weights(checkpoint: OpenedCheckpoint, module: ModuleStates, optimizers: Sequence[Any]) -> None:
+    """IncompleteCheckpoint when there are fewer weights of some shape than parameters the optimizers move.
+
+    Nothing names the parameters here, so that nothing else tells that the file of a layer is missing. Moments of a
+    tied parameter are equal in all of its stages, and are counted once; those of one that never moved are all zero.
+    """
+    states = [state for optimizer in optimizers if optimizer for state in optimizer.get("state", {}).values()]
+    moments = [held for state in states if isinstance(held := state.get("exp_avg"), StoredTensor)]
+    changing = {content_of(moment) for moment in moments if repeated_element(moment.source()) is None}
+    moved = Counter(shape for _, shape, _ in changing)
+    held = Counter(weight.shape for name, weight in module.weights.items() if name not in module.buffers)
+    for shape, count in (moved - held).items():
+        raise IncompleteCheckpoint(
+            f"{checkpoint.folder}: the optimizer moves {held[shape] + count} parameters of shape {shape}, and the "
+            f"layers' files hold {held[shape]}: a file layer_LL-model_states.pt is missing; choose another tag"
+        )
+
+
+def _slots(checkpoint: OpenedCheckpoint, module: ModuleStates, stage: Stage) -> _Slots:
+    """Where the parameters of a stage lie: by the shapes it tells, which sidecars must confirm, or by these alone.
+
+    Without either it is the order in which the optimizer names the parameters. Nothing promises that order; the
+    weights, every one of which is in a layer's file, must bear it out later.
+    """
+    recorded = _recorded(checkpoint, stage.index)
+    if recorded is not None and not (stage.model or {}).get("param_shapes"):
+        return recorded
+    groups = stage.parameters()
+    paddings = stage.optimizers[0].get("param_alignment_paddings") or [None] * len(groups)
+    if len(groups) != len(paddings):
+        raise UnknownLayout(
+            f"{checkpoint.folder}: stage {stage.index} names {len(groups)} parameter groups and pads {len(paddings)}"
+        )
+    derived = [
+        packed_slots([_named(checkpoint, module, name, shape) for name, shape in group.items()], padding)
+        for group, padding in zip(groups, paddings, strict=True)
+    ]
+    if recorded not in (None, derived):
+        raise IncompleteCheckpoint(
+            f"{checkpoint.folder}: sidecars and model states of stage {stage.index} differ in where parameters lie"
+        )
+    return derived
+
+
+def _named(
+    checkpoint: OpenedCheckpoint, module: ModuleStates, name: str, shape: tuple[int, ...] | None
+) -> tuple[str, tuple[int, ...]]:
+    """A parameter by the name the result will have, and the shape that is told or that of its weight."""
+    known = checkpoint.result_name(name)
+    if shape is not None:
+        return known, shape
+    if known not in module.weights:
+        raise UnknownLayout(f"{checkpoint.folder}: no file tells the shape of {name}: save it with ZeRO 1")
+    return known, module.weights[known].shape
+
+
+def _recorded(checkpoint: OpenedCheckpoint, stage: int) -> list[list[ParameterSlot]] | None:
+    """What the sidecars of a stage's ranks record, all alike; None without sidecars."""
+    if not checkpoint.sidecars:
+        return None
+    groups = [sidecar.groups for sidecar in checkpoint.sidecars if sidecar.layout.pipeline_rank == stage]
+    if not groups or any(other != groups[0] for other in groups):
+        raise IncompleteCheckpoint(f"{checkpoint.folder}: the sidecars of stage {stage} are missing or differ")
+    return groups[0]

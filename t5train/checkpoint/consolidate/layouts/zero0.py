@@ -1,0 +1,114 @@
+"""ZeRO 0: every rank holds all masters, and the file of model states has the optimizer's state too.
+
+In fp32 the optimizer updates the module's own weights, so it adds only its moments. In bf16 and fp16 the optimizer
+keeps the masters: flat for each group (``fp32_groups_flat``, DeepSpeed's fused Adam) or one tensor a parameter
+(``fp32_groups``, every other optimizer). Neither says which parameter lies where; the sidecar does.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from t5train.checkpoint.consolidate.layouts.module_states import MODEL_STATES, ModuleStates, model_states
+from t5train.checkpoint.consolidate.layouts.optimizer_states import (
+    FlatGroup,
+    Master,
+    ParameterGroup,
+    Partition,
+    inner_states,
+    packed_slots,
+)
+from t5train.checkpoint.consolidate.opened_checkpoint import OpenedCheckpoint
+from t5train.checkpoint.consolidate.torch_file import StoredTensor
+from t5train.errors import IncompleteCheckpoint, UnknownLayout
+from t5train.model.parameters import ParameterSlot
+
+
+@dataclass(frozen=True)
+class InPlaceGroup:
+    """The optimizer's parameters in its order, and what it keeps of each."""
+
+    slots: Sequence[ParameterSlot]
+    states: Sequence[Mapping[str, Any]]
+
+    def masters(self) -> dict[str, Master]:
+        """None: the module's weights are the masters."""
+        return {}
+
+    def moments(self, key: str) -> dict[str, Master]:
+        """Where the optimizer's tensor ``key`` of each parameter lies; UnknownLayout where there is none."""
+        return {slot.name: self._moment(slot, state, key) for slot, state in zip(self.slots, self.states, strict=True)}
+
+    def _moment(self, slot: ParameterSlot, state: Mapping[str, Any], key: str) -> Master:
+        held = state.get(key)
+        if not isinstance(held, StoredTensor) or held.shape != slot.shape or held.dtype != "F32":
+            raise UnknownLayout(
+                f"the optimizer keeps no {key} in fp32 of {slot.name}, as one of Adam's kind would; it keeps "
+                f"{sorted(map(str, state)) or 'nothing'}: leave moments out"
+            )
+        return Master(held.shape, held.source())
+
+
+def in_place_groups(optimizer: Any, recorded: Sequence[Sequence[ParameterSlot]]) -> list[InPlaceGroup]:
+    """The optimizer's parameters as the sidecar records their order, without which nothing tells it."""
+    slots = [slot for group in recorded for slot in group]
+    return [InPlaceGroup(slots, inner_states(optimizer, len(slots)))] if slots else []
+
+
+def groups(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[ParameterGroup]:
+    """The parameter groups of a ZeRO 0 optimizer; without masters where it moves the module's own weights."""
+    optimizer = model_states(checkpoint, MODEL_STATES).get("optimizer")
+    held = master_groups(optimizer)
+    if not held:
+        require_full_precision(checkpoint, module)
+        return in_place_groups(optimizer, checkpoint.sidecars[0].groups if checkpoint.sidecars else [])
+    layouts = checkpoint.sidecars[0].groups if checkpoint.sidecars else _in_module_order(checkpoint, module, held)
+    if len(layouts) != len(held):
+        raise IncompleteCheckpoint(
+            f"{checkpoint.folder}: the optimizer holds {len(held)} parameter groups, the sidecar {len(layouts)}"
+        )
+    return [
+        FlatGroup(index, partitions, slots, padding=0)
+        for index, (partitions, slots) in enumerate(zip(partition_groups(optimizer), layouts, strict=True))
+    ]
+
+
+def master_groups(optimizer: Any) -> list[Sequence[StoredTensor]]:
+    """The masters of each parameter group, in one tensor or several; none where the optimizer keeps no masters."""
+    if isinstance(optimizer, dict) and "fp32_groups_flat" in optimizer:
+        return [[flat] for flat in optimizer["fp32_groups_flat"]]
+    if isinstance(optimizer, dict) and "fp32_groups" in optimizer:
+        return list(optimizer["fp32_groups"])
+    return []
+
+
+def partition_groups(optimizer: Any) -> list[list[Partition]]:
+    """The masters of each parameter group with what the optimizer inside DeepSpeed's keeps of them."""
+    held = master_groups(optimizer)
+    states = iter(inner_states(optimizer.get("optimizer_state_dict"), sum(map(len, held))) if held else [])
+    return [[Partition(master, next(states)) for master in masters] for masters in held]
+
+
+def require_full_precision(checkpoint: OpenedCheckpoint, module: ModuleStates) -> None:
+    """UnknownLayout when a weight that should be its own master is of low precision."""
+    for name, weight in module.weights.items():
+        dtype = weight.source.dtype
+        if dtype in {"BF16", "F16"} and name not in module.buffers:
+            raise UnknownLayout(f"{checkpoint.folder}: {name} is {dtype}, and no fp32 master is beside it")
+
+
+def _in_module_order(
+    checkpoint: OpenedCheckpoint, module: ModuleStates, groups: Sequence[Sequence[StoredTensor]]
+) -> list[list[ParameterSlot]]:
+    """The one order a single group can have, if all parameters are in it; the weights must bear it out later."""
+    untrained = module.buffers | module.aliases.keys()
+    slots = packed_slots((name, weight.shape) for name, weight in module.weights.items() if name not in untrained)
+    held = sum(master.num_elements for group in groups for master in group)
+    needed = sum(slot.numel for slot in slots)
+    if len(groups) != 1 or held != needed:
+        raise UnknownLayout(
+            f"{checkpoint.folder} is ZeRO 0 without sidecars. Parameter groups: {len(groups)}; elements of their "
+            f"masters: {held}, of the module's parameters: {needed}. With several groups or frozen parameters it "
+            "cannot be told which lies where: load it with its program and save it with ZeRO 1"
+        )
+    return [slots]

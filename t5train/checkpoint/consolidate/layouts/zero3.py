@@ -1,0 +1,185 @@
+"""ZeRO 3: every parameter is cut over the data-parallel ranks by itself.
+
+Each rank holds ``ceil(numel / ranks)`` elements of every parameter, the last ones being padding of arbitrary
+content, and lays those of a sub-group (a few consecutive parameters of a group) end to end in a flat buffer. The
+module's parameters are empty in every file of model states; frozen ones are there as fragments, cut the same way,
+and buffers in full. There is no second copy of a trained weight, so that only the files' agreement, their sizes and
+checksums can be verified.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from t5train.checkpoint.consolidate.layouts.module_states import (
+    ModuleStates,
+    Weight,
+    buffer_names,
+    model_states,
+    step_of,
+    stored_weights,
+    tied_names,
+    ties_left_out,
+)
+from t5train.checkpoint.consolidate.layouts.optimizer_states import (
+    Master,
+    OptimizerKeys,
+    Partition,
+    packed_slots,
+    partition_of,
+    read_optimizers,
+)
+from t5train.checkpoint.consolidate.opened_checkpoint import OpenedCheckpoint, StateFile, require_same
+from t5train.checkpoint.consolidate.plan import Extent, Source
+from t5train.checkpoint.consolidate.torch_file import StoredTensor
+from t5train.errors import ConsolidationError, IncompleteCheckpoint, UnknownLayout
+from t5train.model.parameters import ParameterSlot
+
+_KEYS = OptimizerKeys(masters="fp32_flat_groups", inner="optimizer_state_dict")
+_SAME_IN_MODEL_STATES = (
+    "ds_version", "global_steps", "global_samples", "skipped_steps", "dp_world_size", "param_shapes",
+    "frozen_param_shapes", "buffer_names",
+)  # fmt: skip
+_SAME_IN_OPTIMIZER_STATES = ("partition_count", "dynamic_loss_scale")
+
+
+def module_states(checkpoint: OpenedCheckpoint) -> ModuleStates:
+    """What the model states of all ranks hold: buffers, frozen parameters, and the names of all others."""
+    models = _models(checkpoint)
+    first = models[0]
+    stored = stored_weights(checkpoint, first["module"])
+    buffers = buffer_names(checkpoint, first)
+    empty = {name for name, weight in stored.items() if name not in buffers and not weight.num_elements}
+    kept = {name: weight for name, weight in stored.items() if name not in empty}
+    frozen = _frozen(checkpoint, models)
+    return ModuleStates(
+        weights={name: Weight.of(weight) for name, weight in kept.items()} | frozen,
+        buffers=buffers,
+        aliases=tied_names(checkpoint, first, kept),
+        step=step_of(checkpoint, first),
+        without_values=frozenset(empty - frozen.keys() - ties_left_out(checkpoint, first)),
+    )
+
+
+def groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> list["PartitionedGroup"]:
+    """The sub-groups of a ZeRO 3 optimizer."""
+    shapes = _models(checkpoint)[0].get("param_shapes")
+    states = _optimizer_states(checkpoint)
+    if not isinstance(shapes, list) or any(len(state[_KEYS.masters]) != len(shapes) for state in states):
+        counts = [len(state[_KEYS.masters]) for state in states]
+        raise UnknownLayout(
+            f"{checkpoint.folder}: the optimizer states of its ranks hold {counts} sub-groups; the model states do not "
+            "hold the shapes of as many"
+        )
+    found = [
+        PartitionedGroup(
+            index,
+            [partition_of(state, _KEYS, index) for state in states],
+            [(checkpoint.result_name(name), tuple(shape)) for name, shape in group.items()],
+        )
+        for index, group in enumerate(shapes)
+    ]
+    if any(sidecar.groups != [group.slots() for group in found] for sidecar in checkpoint.sidecars):
+        raise IncompleteCheckpoint(f"{checkpoint.folder}: sidecars and model states differ in where parameters lie")
+    return found
+
+
+@dataclass(frozen=True)
+class PartitionedGroup:
+    """One sub-group: each rank's flat buffer, and the parameters in it, each cut over all ranks."""
+
+    index: int
+    partitions: Sequence[Partition]
+    shapes: Sequence[tuple[str, tuple[int, ...]]]
+
+    def slots(self) -> list[ParameterSlot]:
+        """Where each parameter's part begins, in the flat buffer of any rank."""
+        paddings = [_part(shape, len(self.partitions)) - math.prod(shape) for _, shape in self.shapes]
+        return packed_slots(self.shapes, paddings)
+
+    def masters(self) -> dict[str, Master]:
+        """Where each parameter's fp32 master lies, after every element of the sub-group was accounted for."""
+        return self._located([partition.master for partition in self.partitions])
+
+    def moments(self, key: str) -> dict[str, Master]:
+        """Where the optimizer's tensor ``key`` of each parameter lies: in flat tensors cut as the masters are."""
+        return self._located([partition.moment(key, padding=0) for partition in self.partitions])
+
+    def _located(self, tensors: Sequence[StoredTensor]) -> dict[str, Master]:
+        held = sum(_part(shape, len(tensors)) for _, shape in self.shapes)
+        for stored in tensors:
+            if stored.dtype != "F32":
+                raise UnknownLayout(f"{stored.file} keeps sub-group {self.index} in {stored.dtype}, not in fp32")
+            if stored.num_elements != held:
+                raise ConsolidationError(
+                    f"{stored.file} holds {stored.num_elements} elements of sub-group {self.index}; its parameters "
+                    f"take {held} on each of {len(tensors)} ranks: the file is of another checkpoint"
+                )
+        sources = [stored.source() for stored in tensors]
+        return {slot.name: Master(slot.shape, _joined(sources, slot.shape, slot.offset)) for slot in self.slots()}
+
+
+def _part(shape: Sequence[int], num_ranks: int) -> int:
+    """Elements of a parameter that each rank holds, padding included."""
+    return -(-math.prod(shape) // num_ranks)
+
+
+def _joined(sources: Sequence[Source], shape: tuple[int, ...], offset: int) -> Source:
+    """A parameter put together from each rank's part, which begins at element ``offset``; without the padding."""
+    part, left = _part(shape, len(sources)), math.prod(shape)
+    item = sources[0].item_bytes
+    extents: list[Extent] = []
+    for source in sources:
+        taken = min(part, left)
+        extents += source.span(item * offset, item * taken)
+        left -= taken
+    return Source(sources[0].dtype, tuple(extents))
+
+
+def _models(checkpoint: OpenedCheckpoint) -> list[dict[str, Any]]:
+    """The model states of every rank, in agreement."""
+    size = int(model_states(checkpoint, checkpoint.first(StateFile.RANK_MODEL)).get("dp_world_size", 0))
+    names = checkpoint.files_by_rank(StateFile.RANK_MODEL, size)
+    models = [model_states(checkpoint, name) for name in names]
+    require_same(checkpoint.folder, dict(zip(names, models, strict=True)), _SAME_IN_MODEL_STATES)
+    return models
+
+
+def _optimizer_states(checkpoint: OpenedCheckpoint) -> list[dict[str, Any]]:
+    size = len(_models(checkpoint))
+    names = checkpoint.files_by_rank(StateFile.OPTIMIZER, size)
+    states = read_optimizers(checkpoint, names, _KEYS, _SAME_IN_OPTIMIZER_STATES)
+    if states[0].get("partition_count") != size:
+        raise UnknownLayout(
+            f"{checkpoint.folder / names[0]} is cut over {states[0].get('partition_count')} ranks, not over all {size}"
+        )
+    return states
+
+
+def _frozen(checkpoint: OpenedCheckpoint, models: Sequence[Mapping[str, Any]]) -> dict[str, Weight]:
+    """Frozen parameters, from the fragments in every rank's model states."""
+    shapes: Mapping[str, Sequence[int]] = models[0].get("frozen_param_shapes") or {}
+    fragments = [model.get("frozen_param_fragments") or {} for model in models]
+    return {
+        checkpoint.result_name(name): _frozen_weight(name, tuple(shape), [held.get(name) for held in fragments])
+        for name, shape in shapes.items()
+    }
+
+
+def _frozen_weight(name: str, shape: tuple[int, ...], fragments: Sequence[Any]) -> Weight:
+    sources = []
+    for rank, fragment in enumerate(fragments):
+        if not isinstance(fragment, StoredTensor) or fragment.num_elements != _part(shape, len(fragments)):
+            raise IncompleteCheckpoint(
+                f"the model states of rank {rank} hold no fragment of the frozen parameter {name} of shape {shape}"
+            )
+        sources.append(fragment.source())
+    if len(dtypes := {source.dtype for source in sources}) > 1:
+        raise IncompleteCheckpoint(f"the ranks hold the frozen parameter {name} in several types: {sorted(dtypes)}")
+    if dtypes & {"I8", "U8"}:
+        raise UnknownLayout(
+            f"the frozen parameter {name} is {dtypes.pop()}, as quantized ones are whose scales are not in the files: "
+            "save it without zero_quantized_nontrainable_weights"
+        )
+    return Weight(shape, _joined(sources, shape, 0))

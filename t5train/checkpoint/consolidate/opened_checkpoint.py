@@ -1,0 +1,228 @@
+"""The tag that is meant, its files by what they hold, and whether they belong together.
+
+File names tell what is in them. ``mp_rank_00`` is the whole model, except that each stage of a pipeline, and each
+tensor-parallel rank, has a number of its own.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from t5train.checkpoint.consolidate.plan import ITEM_BYTES
+from t5train.checkpoint.consolidate.span_reader import Reader
+from t5train.checkpoint.consolidate.torch_file import TORCH_DTYPES, StoredTensor, read_metadata
+from t5train.checkpoint.sidecar import Sidecar, is_sidecar, read_all
+from t5train.checkpoint.tags import complete_tags, files_of, require_complete
+from t5train.errors import ConsolidationError, IncompleteCheckpoint, InputError
+from t5train.files.presence import is_folder, names_in
+from t5train.model.parameters import huggingface_name
+from t5train.progress import Progress
+
+
+class StateFile(Enum):
+    """What a file holds; the text says what a checkpoint with such files looks like."""
+
+    MODEL = "model states in one file"
+    RANK_MODEL = "model states of each rank (ZeRO 3)"
+    OPTIMIZER = "optimizer states of each data-parallel rank"
+    LAYER = "a pipeline"
+    EXPERT = "a mixture of experts"
+    EXPERT_OPTIMIZER = "a mixture of experts (ZeRO 0)"
+    OTHER_MODEL = "tensor or pipeline parallelism"
+    OTHER_RANK_MODEL = "tensor or pipeline parallelism (ZeRO 3)"
+    OTHER_OPTIMIZER = "tensor or pipeline parallelism (optimizer states)"
+
+
+_PATTERNS = {
+    StateFile.MODEL: r"mp_rank_00_model_states\.pt",
+    StateFile.RANK_MODEL: r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt",
+    StateFile.OPTIMIZER: r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt",
+    StateFile.LAYER: r"layer_(\d+)-model_states\.pt",
+    StateFile.EXPERT: r"layer_(\d+)_expert_(\d+)_mp_rank_00_model_states\.pt",
+    StateFile.EXPERT_OPTIMIZER: r"expp_rank_(\d+)_mp_rank_00_optim_states\.pt",
+    StateFile.OTHER_MODEL: r"mp_rank_(\d+)_model_states\.pt",
+    StateFile.OTHER_RANK_MODEL: r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt",
+    StateFile.OTHER_OPTIMIZER: r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt",
+}
+
+
+def kind_of(name: str) -> StateFile | None:
+    """The first kind whose pattern is that of the name."""
+    return next((kind for kind, pattern in _PATTERNS.items() if re.fullmatch(pattern, name)), None)
+
+
+def numbered(names: Iterable[str], kind: StateFile) -> list[tuple[tuple[int, ...], str]]:
+    """The files of one kind with the numbers in their names (ranks, layers, experts), in the numbers' order."""
+    found = [(tuple(map(int, match.groups())), match[0]) for name in names if (match := _match(kind, name))]
+    return sorted(found)
+
+
+def _match(kind: StateFile, name: str) -> re.Match[str] | None:
+    return re.fullmatch(_PATTERNS[kind], name) if kind_of(name) is kind else None
+
+
+LATEST = "latest"
+_STATES = "_states.pt"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    """The folder of one tag. With sidecars it is ours, and every file named here has been verified."""
+
+    folder: Path
+    names: frozenset[str]
+    sidecars: Sequence[Sidecar]
+    _contents: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False, repr=False)
+
+    def read(self, name: str) -> dict[str, Any]:
+        """The structure of one of its files, read once; tensors stay where they are."""
+        if name not in self._contents:
+            self._contents[name] = read_metadata(self.folder / name)
+        return self._contents[name]
+
+    def first(self, kind: StateFile) -> str:
+        """The file of a kind with the smallest numbers in its name; there is one."""
+        return numbered(self.names, kind)[0][1]
+
+    def files_by_rank(self, kind: StateFile, num_ranks: int, *stage: int) -> list[str]:
+        """The files of a kind of which each of ``num_ranks`` ranks wrote one; IncompleteCheckpoint if one lacks.
+
+        ``stage`` is that of a pipeline, where the files' names have it behind the rank.
+        """
+        found = [(numbers, name) for numbers, name in numbered(self.names, kind) if numbers[1:] == stage]
+        ranks = [rank for (rank, *_), _ in found]
+        if ranks != list(range(num_ranks)):
+            raise IncompleteCheckpoint(
+                f"{self.folder} was written by {num_ranks} data-parallel ranks; it holds {kind.value}: of ranks "
+                f"{ranks}, it lacks ranks {sorted(set(range(num_ranks)) - set(ranks))}"
+            )
+        return [name for _, name in found]
+
+    def result_name(self, name: str) -> str:
+        """A name of the module as the result will have it: Hugging Face's where sidecars tell, else as it is."""
+        if not self.sidecars:
+            return name
+        try:
+            plain = huggingface_name(name, self.sidecars[0].model_prefix, self.sidecars[0].pipeline_layers)
+        except ValueError as error:
+            raise ConsolidationError(f"{self.folder}: {error}") from None
+        for layer in self.sidecars[0].expert_layers:
+            plain = layer.huggingface_name(plain)
+        return plain
+
+
+def open_checkpoint(checkpoint: Path, tag: str | None, progress: Progress) -> OpenedCheckpoint:
+    """The checkpoint in ``checkpoint``, a save folder with tags inside or the folder of a tag.
+
+    Without ``tag`` it is the newest complete tag by its sidecars. A checkpoint of another program has none:
+    there ``latest`` chooses, and everything it leads to is still checked. Raises InputError when there is no such
+    folder or tag, IncompleteCheckpoint when ranks or files are missing, altered or of different checkpoints, and
+    errors of ``require_complete`` where that cannot be known.
+    """
+    folder = _tag_folder(checkpoint, tag)
+    if not read_all(folder):
+        return OpenedCheckpoint(folder, frozenset(name for name in names_in(folder) if name.endswith(_STATES)), ())
+    sidecars = require_complete(folder, progress)
+    return OpenedCheckpoint(folder, frozenset(files_of(sidecars)), sidecars)
+
+
+@contextmanager
+def refusing_what_vanishes(checkpoint: Path) -> Iterator[None]:
+    """IncompleteCheckpoint when a file of the checkpoint is removed while it is read, as a run does with older tags."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if not error.filename or not Path(os.fsdecode(error.filename)).absolute().is_relative_to(checkpoint):
+            raise
+        raise IncompleteCheckpoint(
+            f"{error.filename} was removed while {checkpoint} was read: a run in training removes older tags; choose "
+            "the newest one, or one that the run keeps"
+        ) from error
+
+
+def _tag_folder(checkpoint: Path, tag: str | None) -> Path:
+    if not checkpoint.is_dir():
+        raise InputError(f"{checkpoint} is not a folder: name a DeepSpeed save folder or the folder of a tag")
+    if _is_tag(checkpoint):
+        if tag not in (None, checkpoint.name):
+            raise InputError(f"{checkpoint} is the tag {checkpoint.name!r} itself, not {tag!r}")
+        return checkpoint
+    tags = [name for name in names_in(checkpoint) if is_folder(checkpoint / name) and _is_tag(checkpoint / name)]
+    chosen = tag if tag is not None else _newest(checkpoint, tags)
+    if chosen not in tags:
+        raise InputError(f"{checkpoint} has no tag {chosen!r}; it has {tags}")
+    return checkpoint / chosen
+
+
+def _newest(checkpoint: Path, tags: Sequence[str]) -> str:
+    complete = complete_tags(checkpoint)
+    if complete:
+        return complete[0]
+    if any(read_all(checkpoint / tag) for tag in tags):
+        raise IncompleteCheckpoint(f"{checkpoint} has no complete tag; unfinished or damaged: {list(tags)}")
+    if not tags:
+        raise InputError(f"{checkpoint} holds no checkpoint: name a DeepSpeed save folder or the folder of a tag")
+    latest = checkpoint / LATEST
+    if not latest.is_file():
+        raise InputError(f"{checkpoint} has no file {LATEST!r}: say which tag is meant, of {list(tags)}")
+    name = latest.read_text("utf-8", errors="replace").strip()
+    if PurePosixPath(name).name != name:
+        raise InputError(
+            f"{latest} holds {name!r}, which is not the name of a tag: say which is meant, of {list(tags)}"
+        )
+    _log.warning("%s has no sidecars: %s, named by %s, is taken", checkpoint, name, latest)
+    return name
+
+
+def _is_tag(folder: Path) -> bool:
+    return any(is_sidecar(name) or name.endswith(_STATES) for name in names_in(folder))
+
+
+def require_same(folder: Path, contents: Mapping[str, Mapping[str, Any]], keys: Iterable[str]) -> None:
+    """IncompleteCheckpoint unless the files (content by name) have the same value under each of the keys."""
+    (first, expected), *others = contents.items()
+    for key in keys:
+        for name, content in others:
+            if content.get(key) != expected.get(key):
+                raise IncompleteCheckpoint(
+                    f"{folder}: {first} and {name} differ in {key} ({_shown(expected.get(key))} and "
+                    f"{_shown(content.get(key))}): they are not of one checkpoint; choose another tag"
+                )
+
+
+def progress_of(optimizer: Any) -> dict[str, Any]:
+    """How far an optimizer is, by its state dictionary: the steps it counts and its learning rates."""
+    if not isinstance(optimizer, Mapping):
+        return {}
+    groups = [group for group in optimizer.get("param_groups", ()) if isinstance(group, Mapping)]
+    states = [state for state in optimizer.get("state", {}).values() if isinstance(state, Mapping)]
+    counted = {_number(holder["step"]) for holder in [*groups, *states] if "step" in holder}
+    return {
+        "parameter groups": len(groups),
+        "optimizer steps": sorted(counted),
+        "learning rates": [_number(group.get("lr")) for group in groups],
+    }
+
+
+def _number(value: Any) -> Any:
+    """The number in a tensor of one element, which is read for it; any other value as it is."""
+    if not isinstance(value, StoredTensor) or value.num_elements != 1:
+        return value
+    data = bytearray(ITEM_BYTES[value.dtype])
+    with Reader() as reader:
+        reader.read(value.source(), 0, memoryview(data))
+    return torch.frombuffer(data, dtype=TORCH_DTYPES[value.dtype]).item()
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

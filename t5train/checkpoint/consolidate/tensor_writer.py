@@ -1,0 +1,206 @@
+"""Copies tensors into safetensors files: several at once, in bounded memory, checked and hashed on the way.
+
+A thread does everything with a piece of a tensor while it is in the cache of its core. Of every master it checks that
+it rounds to the value that the engine computed with.
+"""
+
+import hashlib
+import mmap
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+import torch
+
+from t5train.checkpoint.consolidate.plan import ITEM_BYTES, Source, TensorPlan
+from t5train.checkpoint.consolidate.safetensors_files import BLOCK_BYTES, Place, ShardFile, index, index_name, shards
+from t5train.checkpoint.consolidate.span_reader import PassedBytes, Reader, require_intact
+from t5train.checkpoint.consolidate.torch_file import TORCH_DTYPES
+from t5train.errors import IncompleteCheckpoint
+from t5train.files.atomic import write_json
+from t5train.host_resources import num_cores
+from t5train.progress import Progress
+from t5train.records.digests import FileDigest, SafetensorsDigest, digest_file
+
+_PIECE = 30_000  # elements: just below where torch starts threads, which only get in the way of the other tensors'
+
+
+class RoundingCheck:
+    """Compares masters with the weights they round to, in one thread; its two buffers are used again and again.
+
+    It is the one check that needs no live engine and no record: a partition of another step, another run or
+    another place does not pass it.
+    """
+
+    def __init__(self, reader: Reader, most_bytes: int) -> None:
+        self._reader = reader
+        widest = max(ITEM_BYTES.values())  # of a copy's elements, where the source's have one byte
+        self._stored, self._rounded = (torch.empty(widest * most_bytes, dtype=torch.uint8) for _ in range(2))
+
+    def require_copies(self, tensor: TensorPlan, start: int, data: memoryview) -> None:
+        """IncompleteCheckpoint unless ``data``, the source's bytes from ``start`` on, rounds to every copy's."""
+        masters = torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.source.dtype])
+        for copy in tensor.copies:
+            size = ITEM_BYTES[copy.dtype] * len(masters)
+            stored, rounded = self._stored[:size].numpy(), self._rounded[:size]
+            self._reader.read(copy, start // masters.element_size() * ITEM_BYTES[copy.dtype], stored.data)
+            _round(masters, rounded.view(TORCH_DTYPES[copy.dtype]))
+            bits = f"u{ITEM_BYTES[copy.dtype]}"
+            if not np.array_equal(stored.view(bits), rounded.numpy().view(bits)):
+                raise IncompleteCheckpoint(_contradiction(tensor, start, len(data), copy))
+
+
+def _round(masters: torch.Tensor, rounded: torch.Tensor) -> None:
+    for start in range(0, len(masters), _PIECE):
+        rounded[start : start + _PIECE].copy_(masters[start : start + _PIECE])
+
+
+def _contradiction(tensor: TensorPlan, start: int, size: int, copy: Source) -> str:
+    masters = sorted({extent.file.name for extent in tensor.source.span(start, size)})
+    weights = sorted({str(extent.file) for extent in copy.extents})
+    return (
+        f"{tensor.name}: the master in {', '.join(masters)}, rounded to {copy.dtype}, is not the weight in "
+        f"{', '.join(weights)}: the files are damaged or of different steps; choose another tag"
+    )
+
+
+_PIECE_BYTES = 1 << 20  # all that is done with a piece is done while it is in the processor's cache
+
+
+class Copier:
+    """What one thread needs to copy one tensor after the other; ``advance`` learns of bytes written."""
+
+    def __init__(self, reader: Reader, advance: Callable[[int], None]) -> None:
+        self._reader, self._advance = reader, advance
+        self._buffer = memoryview(mmap.mmap(-1, _PIECE_BYTES))
+        self._rounding = RoundingCheck(reader, _PIECE_BYTES)
+
+    def copy(self, tensor: TensorPlan, place: Place, passed: PassedBytes | None) -> bytes:
+        """The sha256 of the tensor's bytes, after they were written; ``passed`` takes in what was read.
+
+        Raises IncompleteCheckpoint when a master contradicts the engine's own copy of it, or a file is too short.
+        """
+        digest, start = hashlib.sha256(), 0
+        while start < tensor.source.size:
+            shift = place.position % BLOCK_BYTES  # so that all later pieces begin and end with a block
+            data = self._buffer[shift : min(_PIECE_BYTES, shift + tensor.source.size - start)]
+            self._reader.read(tensor.source, start, data)
+            self._rounding.require_copies(tensor, start, data)
+            if passed is not None:
+                passed.add(tensor.source, start, data)
+            written = data if tensor.source.dtype == tensor.dtype else _cast(data, tensor)
+            digest.update(written)
+            place.write(written)
+            self._advance(len(written))
+            start += len(data)
+        return digest.digest()
+
+
+def _cast(data: memoryview, tensor: TensorPlan) -> memoryview:
+    """The same numbers in the type of the result, which holds every number of the source's type but float64's."""
+    values = torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.source.dtype]).to(TORCH_DTYPES[tensor.dtype])
+    return values.numpy().view(np.uint8).data
+
+
+_THREADS_PER_CORE = 2  # one computes while another waits for the disk
+_MOST_THREADS = 32
+_TELL_SECONDS = 0.5
+
+
+def write_tensors(
+    tensors: Sequence[TensorPlan],
+    folder: Path,
+    stem: str,
+    shard_bytes: int | None,
+    *,
+    has_digests: bool,
+    progress: Progress,
+) -> dict[str, FileDigest | SafetensorsDigest]:
+    """Write ``stem``.safetensors into ``folder`` (or shards and their index), and ``stem``.tensors.json with the
+    sha256 of each tensor; the digests of these files, all of which are on disk then.
+
+    With ``has_digests`` the checkpoint's files were verified already; else the CRC-32 of each record is checked.
+    Raises IncompleteCheckpoint when a master contradicts the engine's own copy of it, or a file is damaged.
+    """
+    parts = shards(tensors, stem, shard_bytes)
+    files = {name: ShardFile(folder / name, part) for name, part in parts.items()}
+    jobs = [_Job(tensor, files[name]) for name, part in parts.items() for tensor in part]
+    stream = _Stream(jobs, None if has_digests else [], progress)
+    stream.run()
+    for file in files.values():
+        file.sync()
+    digests: dict[str, FileDigest | SafetensorsDigest] = {
+        name: file.digest(stream.digests) for name, file in files.items()
+    }
+    documents: dict[str, object] = {f"{stem}.tensors.json": _described(tensors, stream.digests)}
+    if len(parts) > 1:
+        documents[index_name(stem)] = index(parts)
+    for name, document in documents.items():
+        write_json(folder / name, document)
+        digests[name] = digest_file(folder / name)
+    return digests
+
+
+def _described(tensors: Sequence[TensorPlan], digests: dict[str, bytes]) -> dict[str, object]:
+    return {
+        tensor.name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "sha256": digests[tensor.name].hex()}
+        for tensor in tensors
+    }
+
+
+@dataclass(frozen=True)
+class _Job:
+    tensor: TensorPlan
+    file: ShardFile
+
+
+class _Stream:
+    """Threads that take one tensor after the other, the largest first so that none is left with a long one at the end.
+
+    ``digests`` fills with the sha256 of each tensor by name.
+    """
+
+    def __init__(self, jobs: Sequence[_Job], passed: list[PassedBytes] | None, progress: Progress) -> None:
+        self.digests: dict[str, bytes] = {}
+        self._jobs = deque(sorted(jobs, key=lambda job: -job.tensor.size))
+        self._passed, self._progress = passed, progress
+        self._total, self._done, self._lock = sum(job.tensor.size for job in jobs), 0, Lock()
+
+    def run(self) -> None:
+        """Copy everything; what a thread raises is raised here, when all others have stopped too."""
+        num_threads = min(_THREADS_PER_CORE * num_cores(), _MOST_THREADS)
+        with ThreadPoolExecutor(num_threads) as threads:
+            running = {threads.submit(self._work) for _ in range(num_threads)}
+            try:
+                while running:
+                    done, running = wait(running, timeout=_TELL_SECONDS, return_when=FIRST_EXCEPTION)
+                    for thread in done:
+                        thread.result()
+                    self._progress("weight bytes written", self._done, self._total)
+            finally:
+                with self._lock:  # else a thread may find a job, and then none
+                    self._jobs.clear()
+        if self._passed is not None:
+            require_intact(self._passed)
+
+    def _work(self) -> None:
+        with Reader() as reader:
+            copier = Copier(reader, self._advance)
+            while job := self._next():
+                passed = None if self._passed is None else PassedBytes()
+                with job.file.place(job.tensor) as place:
+                    self.digests[job.tensor.name] = copier.copy(job.tensor, place, passed)
+                if self._passed is not None and passed is not None:
+                    self._passed.append(passed)
+
+    def _next(self) -> _Job | None:
+        with self._lock:
+            return self._jobs.popleft() if self._jobs else None
+
+    def _advance(self, size: int) -> None:
+        with self._lock:
+            self._done += size

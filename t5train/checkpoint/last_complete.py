@@ -1,0 +1,43 @@
+"""The record of the last complete checkpoint of a run: what tells a tag that was lost from one never finished."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from t5train.errors import RecordError
+from t5train.files.atomic import write_json
+from t5train.files.presence import ABSENT, reading
+from t5train.files.run_folder import LAST_COMPLETE
+
+
+@dataclass(frozen=True)
+class LastComplete:
+    """A checkpoint that was complete at that time."""
+
+    tag: str
+    at: str
+    places: Mapping[str, Sequence[str]]
+    """Where each file was, on hosts with disks of their own."""
+
+
+def note(run_folder: Path, tag: str, places: Mapping[str, Sequence[str]] | None = None) -> None:
+    """Record that a tag is complete, durably."""
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    write_json(run_folder / LAST_COMPLETE, {"tag": tag, "at": at, "places": places or {}})
+
+
+def last_complete(run_folder: Path) -> LastComplete | None:
+    """What was recorded last; None when no checkpoint was ever complete. Raises Unreadable and RecordError."""
+    path = run_folder / LAST_COMPLETE
+    try:
+        with reading(path):
+            return LastComplete(**json.loads(path.read_bytes()))
+    except ABSENT:
+        return None
+    except (ValueError, TypeError) as error:
+        raise RecordError(
+            f"{path} is damaged ({error}), so that it is unknown whether the run ever had a complete checkpoint: "
+            "restore it, or move it away if the newest checkpoint is whole"
+        ) from error

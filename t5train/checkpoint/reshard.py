@@ -1,0 +1,83 @@
+"""A run's checkpoint for ranks of another layout: consolidated with its moments, in a folder of the run.
+
+Every layout can begin from that, and it is needed only until the new layout has saved a checkpoint of its own. Nothing
+here imports torch before there is something to consolidate.
+"""
+
+import logging
+from pathlib import Path
+
+from t5train.checkpoint import sidecar, tags
+from t5train.checkpoint.sidecar import Sidecar
+from t5train.files import run_folder as run_files
+from t5train.files.atomic import discard
+from t5train.host_resources import require_space
+from t5train.progress import Progress
+from t5train.records.identity import differences, fingerprint
+from t5train.records.stage_records import set_damaged_aside
+from t5train.spec import RunSpec
+from t5train.spec.rank_job import Clock, Consolidated
+
+_log = logging.getLogger(__name__)
+
+
+def consolidated_for(spec: RunSpec, tag: str, progress: Progress) -> Consolidated | None:
+    """The checkpoint ``tag`` as weights and moments, if it was written in another layout than the spec asks for.
+
+    What an attempt that was killed has made is verified and reused. Raises StorageError where the disk has no room.
+    """
+    folder = spec.run_folder / run_files.CHECKPOINTS / tag
+    sidecars = sidecar.read_all(folder)
+    changed = _changed(sidecars[0], spec)
+    if not changed:
+        discard_consolidated(spec.run_folder)
+        return None
+    _log.info("%s was written in another layout (%s): it is consolidated first", folder, "; ".join(changed))
+    files = tags.files_of(sidecars)
+    out = _only(
+        spec.run_folder / run_files.RELAYOUT, f"{tag}-{fingerprint({n: d.sha256 for n, d in files.items()})[:12]}"
+    )
+    if not out.exists():
+        size = sum(digest.size for digest in files.values())
+        require_space(spec.run_folder, 2 * size, f"{tag} of run {spec.run_name!r}, and the next checkpoint after it,")
+    from t5train.checkpoint.consolidate import consolidate  # brings torch
+
+    first = sidecars[0]
+    clock = Clock(step=first.step, skipped_steps=first.skipped_steps, loss_scaler=first.loss_scaler)
+    weights = consolidate(folder, out, moments=clock.has_moments, progress=progress)
+    return Consolidated(folder=out.resolve(), fingerprint=weights.fingerprint, clock=clock)
+
+
+def discard_consolidated(run_folder: Path) -> None:
+    """Remove what was consolidated, once the newest checkpoint is one of the layout that trains."""
+    discard(run_folder / run_files.RELAYOUT)
+
+
+def _changed(written: Sidecar, spec: RunSpec) -> list[str]:
+    """The settings of the layout that are others than a checkpoint was written with."""
+    found = {
+        "cluster.ranks": written.world_size,
+        "layout.zero_stage": written.layout.zero_stage,
+        "layout.expert_parallel_size": written.layout.expert_size,
+        "layout.pipeline_stages": written.layout.pipeline_size,
+    }
+    asked = {
+        "cluster.ranks": spec.cluster.ranks,
+        "layout.zero_stage": spec.layout.zero_stage,
+        "layout.expert_parallel_size": spec.layout.expert_parallel_size,
+        "layout.pipeline_stages": spec.layout.pipeline_stages,
+    }
+    return differences(found, asked)
+
+
+def _only(folder: Path, name: str) -> Path:
+    """The place of that name in a folder, where what was consolidated of other checkpoints gives way."""
+    if folder.exists() and any(not _is_of(name, other.name) for other in folder.iterdir()):
+        discard(folder)
+    set_damaged_aside(folder / name)
+    return folder / name
+
+
+def _is_of(name: str, other: str) -> bool:
+    """Whether an entry is the result of that name, in the making, or an earlier one that was moved aside."""
+    return other in {name, f".{name}.partial"} or other.startswith(f"{name}.aside-")

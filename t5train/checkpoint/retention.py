@@ -1,0 +1,100 @@
+"""Which complete checkpoints are kept, and how much disk space they take: by formula, before any is written.
+
+Bytes of one checkpoint, with R ranks, N parameters, E of them experts', and b bytes a weight (4 in fp32, else 2). Of a
+pipeline N are those of a stage and R its ranks. A test compares this with DeepSpeed 0.19's files; beside them a rank
+writes some kilobytes.
+
+================== =========================================== =======================
+what               who writes it                               bytes
+================== =========================================== =======================
+masters, moments   every rank; at ZeRO 0 the first of a disk   12 N/R; at ZeRO 0 12 N
+weights            the first of a disk, or of its stage        b (N - E); at ZeRO 3, and in fp32 at 0, none more
+experts            the first to hold them                      b E / expert_parallel_size
+================== =========================================== =======================
+
+Ranks that resume read more than they write where experts, or a stage's weights, were written on another disk.
+"""
+
+import math
+from collections.abc import Mapping
+
+from t5train.data.span_corruption import geometry
+from t5train.model.model_shape import T5Shape, count_expert_parameters, count_parameters
+from t5train.model.pipeline_split import stage_parameters
+from t5train.spec import RunSpec
+
+
+def kept(
+    sizes: Mapping[int, int], keep_last: int, keep_every: int | None = None, most_bytes: int | None = None
+) -> set[int]:
+    """Of complete checkpoints, by step and size in bytes, the steps of those to keep.
+
+    The ``keep_last`` newest, and those whose step ``keep_every`` divides; of these, where they and one more as large as
+    the newest exceed ``most_bytes``, the oldest go, but for the newest.
+    """
+    newest_first = sorted(sizes, reverse=True)
+    chosen = newest_first[:keep_last]
+    chosen += [step for step in newest_first[keep_last:] if keep_every and step % keep_every == 0]
+    while len(chosen) > 1 and most_bytes is not None and _with_the_next(chosen, sizes) > most_bytes:
+        chosen.pop()
+    return set(chosen)
+
+
+def _with_the_next(chosen: list[int], sizes: Mapping[int, int]) -> int:
+    """The next is complete before an old one goes."""
+    return sum(sizes[step] for step in chosen) + sizes[chosen[0]]
+
+
+def most_held(num_steps: int, save_every: int, keep_last: int, keep_every: int | None = None) -> int:
+    """How many checkpoints a run has at a time at most: those that are ``kept``, and the one that it writes.
+
+    It saves every ``save_every`` steps and at the last, when it has the most.
+    """
+    num_before = -(-num_steps // save_every) - 1
+    older = max(0, num_before - keep_last)
+    marked = older * save_every // math.lcm(save_every, keep_every) if keep_every else 0
+    return min(num_before, keep_last) + marked + 1
+
+
+_STATE = 12  # fp32 masters and two moments
+
+
+def bytes_held(spec: RunSpec, shape: T5Shape, ranks: range) -> int:
+    """Room that all checkpoints of the run take at a time, at most, on a disk where those ranks write.
+
+    They are as many as ``storage`` says, and the one that is written before an old one goes; one may hold what the
+    ranks were brought to resume from it.
+    """
+    written, whole = _bytes(spec, shape, ranks), _bytes(spec, shape, range(spec.cluster.ranks))
+    storage = spec.storage
+    count: float = most_held(
+        spec.optimizer.num_steps, storage.checkpoint_every_steps, storage.keep_last, storage.keep_every_steps
+    )
+    if storage.checkpoint_bytes is not None:  # of each disk; the head's has them whole, and all keep the same
+        count = min(count, max(2, storage.checkpoint_bytes / whole))
+    return round(count * written) + _bytes(spec, shape, ranks, is_read=True) - written
+
+
+def _bytes(spec: RunSpec, shape: T5Shape, ranks: range, is_read: bool = False) -> int:
+    """Of one checkpoint."""
+    weight = 4 if spec.optimizer.precision == "fp32" else 2
+    if spec.layout.pipeline_stages > 1:
+        return _of_stages(spec, shape, ranks, weight, is_read)
+    parameters, experts = count_parameters(shape), count_expert_parameters(shape)
+    if spec.layout.zero_stage == 0:
+        return (_STATE + weight % 4) * parameters  # weights in fp32 are the masters
+    state = len(ranks) * -(-_STATE * parameters // spec.cluster.ranks)
+    if spec.layout.zero_stage == 3:
+        return state
+    size = spec.layout.expert_parallel_size
+    holders = min(len(ranks), size) if is_read else len(range(ranks.start, min(ranks.stop, size)))
+    return state + weight * (parameters - experts + holders * experts // size)
+
+
+def _of_stages(spec: RunSpec, shape: T5Shape, ranks: range, weight: int, is_read: bool) -> int:
+    """The first rank of a stage writes its weights, and all of them read these."""
+    parameters = stage_parameters(shape, spec.layout.pipeline_stages, geometry(spec.objective))
+    size = spec.data_parallel_size
+    state = sum(-(-_STATE * parameters[rank // size] // size) for rank in ranks)
+    stages = {rank // size for rank in ranks if is_read or rank % size == 0}
+    return state + weight * sum(parameters[stage] for stage in stages)

@@ -1,0 +1,99 @@
+"""Loads the state of a training from files into an engine of any layout, by Hugging Face's names.
+
+The optimizer gets the ranges of tensors that it updates on a rank; modules get whole parameters.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from t5train.engine.collectives import expert_rank
+from t5train.engine.engine import model_of
+from t5train.engine.optimizer import Segment
+from t5train.engine.parameter_layout import describe, huggingface_names
+from t5train.engine.partitions import inner_optimizer, partitions_of
+from t5train.errors import InputError
+from t5train.model.model_shape import T5Shape
+from t5train.model.parameters import ParameterSlot
+from t5train.model.starting_model import tensors_of
+from t5train.model.tensor_files import StoredTensors, list_tensors
+from t5train.records.stage_records import Weights
+from t5train.spec.rank_job import Clock, Consolidated, TrainJob
+
+
+def named_groups(engine: Any) -> list[list[ParameterSlot]]:
+    """What ``describe`` tells; experts are this rank's, numbered over all ranks."""
+    model = model_of(engine)
+    names = huggingface_names(model, expert_rank(model.expert_parallel_size))
+    return [[slot.model_copy(update={"name": names[slot.name]}) for slot in group] for group in describe(engine)]
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """fp32 weights, and where training has begun already its optimizer's moments and how far it is."""
+
+    weights: StoredTensors
+    moments: Mapping[str, StoredTensors] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
+
+    @classmethod
+    def of(cls, job: TrainJob, shape: T5Shape) -> Self | None:
+        """What the job says its attempt begins with; None where that is a checkpoint of DeepSpeed's, or the seed."""
+        if job.consolidated:
+            return cls._consolidated(job.consolidated)
+        if job.resume_tag is None and (places := tensors_of(job.spec.model, shape)):
+            return cls(StoredTensors(places))
+        return None
+
+    @classmethod
+    def _consolidated(cls, told: Consolidated) -> Self:
+        """The state in a folder made by ``consolidate`` with moments; InputError when it is another than was told."""
+        found = Weights.load(told.folder).fingerprint
+        if found != told.fingerprint:
+            raise InputError(f"{told.folder} holds the weights {found[:12]}, not {told.fingerprint[:12]}: start again")
+        stems = ("model", *(MOMENTS if told.clock.has_moments else ()))
+        model, *moments = (StoredTensors(list_tensors([told.folder / f"{stem}.safetensors"])) for stem in stems)
+        return cls(model, dict(zip(stems[1:], moments, strict=True)), told.clock)
+
+    def fill(self, name: str, parameter: nn.Parameter) -> None:
+        """Give a module's parameter its value, rounded to its type."""
+        with torch.no_grad():
+            parameter.copy_(self.weights.whole(name))
+
+    def restore(self, engine: Any) -> None:
+        """Give an engine whose module was filled the masters, bit for bit, and all else that is stored."""
+        optimizer = inner_optimizer(engine)
+        with torch.no_grad():
+            for flat, parts in _held(engine):
+                _copy(self.weights, parts, flat)
+                state = optimizer.state_of(flat)
+                state["step"].fill_(self.clock.optimizer_steps)
+                for key, stored in self.moments.items():
+                    _copy(stored, parts, state[key])
+        engine.global_steps, engine.skipped_steps = self.clock.step, self.clock.skipped_steps
+        engine.global_samples = self.clock.step * engine.train_batch_size()
+        for name, value in self.clock.loss_scaler.items():
+            setattr(engine.optimizer.loss_scaler, name, value)
+
+
+_Parts = list[tuple[str, Segment]]
+
+
+def _held(engine: Any) -> Iterator[tuple[Tensor, _Parts]]:
+    """Every tensor this rank's optimizer moves, and whose parts it is made of."""
+    groups = named_groups(engine)
+    if not engine.zero_optimization():  # where the optimizer steps parameter by parameter
+        groups = [[slot] for group in groups for slot in group]
+    for (flat, partition), slots in zip(partitions_of(engine).items(), groups, strict=True):
+        yield flat, [(slots[segment.owner].name, segment) for segment in partition.segments]
+
+
+def _copy(stored: StoredTensors, parts: _Parts, flat: Tensor) -> None:
+    for name, (start, stop, _owner, _numel, first) in parts:
+        flat.view(-1)[start:stop].copy_(stored.stretch(name, first, first + stop - start))

@@ -1,0 +1,179 @@
+"""Which checkpoints are complete, and which rank wrote and reads each of DeepSpeed's files.
+
+A checkpoint (DeepSpeed calls its folder a *tag*) is complete when the sidecars of every rank, of one run, step and
+layout, are present and their files verify. That decides what may be resumed or consolidated; DeepSpeed's file
+``latest`` never does.
+
+There are three answers: yes; no, because something is absent or was read and differs (IncompleteCheckpoint); and that
+this cannot be known now: a file cannot be read (Unreadable), a sidecar is of another version (UnknownVersion), or the
+tag holds a file that no rank recorded (UnlistedFile).
+
+On hosts that share no disk, a file lies where it was written, which is not always where it is read.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from t5train.checkpoint.sidecar import Sidecar, read_all, sidecar_name
+from t5train.errors import DigestMismatch, IncompleteCheckpoint
+from t5train.files.presence import file_size, is_folder, names_in
+from t5train.files.run_folder import require_listed
+from t5train.host_resources import num_cores
+from t5train.progress import Progress, silent
+from t5train.records.digests import FileDigest, verify_file
+
+_SAME_ON_EVERY_RANK = (
+    "run_fingerprint",
+    "step",
+    "tag",
+    "saving",
+    "world_size",
+    "aliases",
+    "expert_layers",
+    "model_prefix",
+    "pipeline_layers",
+    "huggingface_config",
+    "skipped_steps",
+    "loss_scaler",
+    "data",
+)
+
+
+def require_complete(folder: Path, progress: Progress = silent) -> list[Sidecar]:
+    """Every rank's sidecar, by rank, after every file was compared with its digest.
+
+    Raises IncompleteCheckpoint that names the rank or file: absent, altered, or of another run, step or layout;
+    Unreadable for a file that cannot be read now; UnknownVersion for a sidecar of another version; and UnlistedFile for
+    a file that no rank wrote, which DeepSpeed, who finds files by pattern, would unpickle all the same.
+    """
+    sidecars = require_agreement(read_all(folder), folder)
+    files = files_of(sidecars)
+    require_listed(f"checkpoint {folder}", names_in(folder), files)
+    try:
+        _verify(folder, files, progress)
+    except DigestMismatch as error:
+        raise IncompleteCheckpoint(f"checkpoint {folder}: {error}") from error
+    return sidecars
+
+
+def _verify(folder: Path, files: Mapping[str, FileDigest], progress: Progress) -> None:
+    """Compare files with their digests, one on each core."""
+    total, done = sum(digest.size for digest in files.values()), 0
+    with ThreadPoolExecutor(num_cores()) as threads:
+        verified = threads.map(verify_file, [folder / name for name in files], files.values())
+        for digest, _ in zip(files.values(), verified, strict=True):
+            done += digest.size
+            progress("checkpoint bytes verified", done, total)
+
+
+def complete_tags(checkpoints: Path) -> list[str]:
+    """Names of the complete tags in a DeepSpeed save folder, the newest step first.
+
+    Sidecars must agree and files have their sizes; ``require_complete`` then reads the chosen one's digests. A tag
+    that was renamed is none: a run renames what it is about to remove, and may be killed before it has. Raises
+    Unreadable and UnknownVersion for a tag of which this cannot be known: an older one must not take its place.
+    """
+    found: list[tuple[int, str]] = []
+    for name in names_in(checkpoints):
+        folder = checkpoints / name
+        sidecars = _if_complete(folder) if is_folder(folder) else None
+        if sidecars is not None:
+            found.append((sidecars[0].step, name))
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def files_of(sidecars: Sequence[Sidecar]) -> dict[str, FileDigest]:
+    """The files of all ranks; IncompleteCheckpoint when two ranks claim one name with different content."""
+    files: dict[str, FileDigest] = {}
+    for sidecar in sidecars:
+        for name, digest in sidecar.files.items():
+            if files.setdefault(name, digest) != digest:
+                raise IncompleteCheckpoint(
+                    f"rank {sidecar.rank} of tag {sidecar.tag} recorded another digest of {name} than a rank before it"
+                )
+    return files
+
+
+def _if_complete(folder: Path) -> list[Sidecar] | None:
+    try:
+        sidecars = require_agreement(read_all(folder), folder)
+        files = files_of(sidecars)
+    except IncompleteCheckpoint:
+        return None
+    whole = all(file_size(folder / name) == digest.size for name, digest in files.items())
+    return sidecars if whole and sidecars[0].tag == folder.name else None
+
+
+def require_agreement(sidecars: list[Sidecar], where: Path | str) -> list[Sidecar]:
+    """The sidecars, if they are those of every rank of one checkpoint; else IncompleteCheckpoint says why not."""
+    if not sidecars:
+        raise IncompleteCheckpoint(f"{where} has no sidecar {sidecar_name(0)}: it was never finished")
+    first = sidecars[0]
+    for sidecar in sidecars:
+        _require_same(where, first, sidecar)
+    missing = sorted(set(range(first.world_size)) - {sidecar.rank for sidecar in sidecars})
+    if missing:
+        raise IncompleteCheckpoint(
+            f"{where} lacks {sidecar_name(missing[0])} (ranks {missing} of {first.world_size}): choose another tag"
+        )
+    return sidecars
+
+
+def _require_same(where: Path | str, first: Sidecar, other: Sidecar) -> None:
+    differing = [name for name in _SAME_ON_EVERY_RANK if getattr(first, name) != getattr(other, name)]
+    if first.layout.shape() != other.layout.shape():
+        differing.append("layout")
+    if differing:
+        raise IncompleteCheckpoint(
+            f"{where}: {sidecar_name(other.rank)} and {sidecar_name(first.rank)} differ in {', '.join(differing)}: "
+            "they are not of one checkpoint; choose another tag"
+        )
+
+
+_PARTITION = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_")
+_EXPERT = re.compile(r"layer_\d+_expert_(\d+)_mp_rank_\d+_")
+_LAYER = re.compile(r"layer_(\d+)-model_states\.pt")
+_STAGE = re.compile(r"mp_rank_(\d+)_")
+
+
+@dataclass(frozen=True)
+class Writers:
+    """Who answers for each file; a model that is no pipeline has one stage, of all ranks."""
+
+    ranks_a_stage: int
+    experts_a_rank: int = 0
+    stage_of_layer: Callable[[int], int] | None = None
+
+    def of(self, name: str) -> int:
+        """The rank that wrote a file of this name; where several did or could, the first."""
+        if match := _EXPERT.search(name):
+            return int(match[1]) // self.experts_a_rank
+        if self.stage_of_layer and (match := _LAYER.match(name)):
+            return self.stage_of_layer(int(match[1])) * self.ranks_a_stage
+        stage, partition = _STAGE.search(name), _PARTITION.search(name)
+        return int(stage[1] if stage else 0) * self.ranks_a_stage + int(partition[1] if partition else 0)
+
+
+def files_read_by(rank: int, sidecars: Sequence[Sidecar]) -> list[str]:
+    """Names of the files that must lie on the node of ``rank`` for DeepSpeed to resume there, sorted.
+
+    ``sidecars`` are those of all ranks of the checkpoint. Raises IncompleteCheckpoint when that of ``rank`` is missing.
+    """
+    own = next((one for one in sidecars if one.rank == rank), None)
+    if own is None:
+        raise IncompleteCheckpoint(f"rank {rank} has no sidecar among the {len(sidecars)} at hand: gather them first")
+    return sorted(name for writer in sidecars for name in writer.files if _reads(own, writer, name))
+
+
+def _reads(reader: Sidecar, writer: Sidecar, name: str) -> bool:
+    if _PARTITION.search(name):
+        return reader.rank == writer.rank
+    if _EXPERT.match(name):
+        return reader.layout.expert_rank == writer.layout.expert_rank
+    if _LAYER.match(name):
+        return reader.layout.pipeline_rank == writer.layout.pipeline_rank
+    # Of what stages say of themselves DeepSpeed opens the first and the reader's, and counts them: all must be there.
+    return True

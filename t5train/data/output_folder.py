@@ -1,0 +1,68 @@
+"""The folder a data stage works in: one maker at a time, and never on top of something else."""
+
+import fcntl
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from t5train.errors import StorageError
+from t5train.files.locks import flock, try_lock
+from t5train.files.os_errors import explain
+
+_CLAIM = ".claim"
+_log = logging.getLogger(__name__)
+
+
+def stage_folder(root: Path, kind: str, name: str, fingerprint: str) -> Path:
+    """``{root}/{kind}/{name}-{fp12}``: where the result with this fingerprint lies."""
+    return root / kind / f"{name}-{fingerprint[:12]}"
+
+
+@contextmanager
+def making(folder: Path, fingerprint: str) -> Iterator[None]:
+    """Hold ``folder`` for the result with this fingerprint; wait while another process makes it.
+
+    The lock goes with its process, however that ends, so what a killed one left half-written is removed here.
+    Raises StorageError when the folder cannot be written or holds anything else.
+    """
+    with _open_claim(folder) as claim:
+        lock_or_wait(claim.fileno(), folder)
+        for leftover in folder.glob(f".*.{'[0-9a-f]' * 8}.tmp"):
+            leftover.unlink()
+        _own(claim, folder, fingerprint)
+        yield
+
+
+def lock_or_wait(descriptor: int, result: Path) -> None:
+    """Have the exclusive lock of an open file or folder; the log tells who waits what for."""
+    if not try_lock(descriptor):
+        _log.warning("%s is being made by another process: waiting for it", result)
+        flock(descriptor, fcntl.LOCK_EX)
+
+
+def _open_claim(folder: Path) -> TextIO:
+    try:
+        _refuse_foreign(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        return open(folder / _CLAIM, "a+", encoding="ascii", errors="replace")
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {explain(error)}") from error
+
+
+def _own(claim: TextIO, folder: Path, fingerprint: str) -> None:
+    """Note whose folder this is; one that was claimed, but where nothing came of it, can be had by others."""
+    claim.seek(0)
+    if claim.read() == fingerprint:
+        return
+    if any(each.name != _CLAIM for each in folder.iterdir()):
+        raise StorageError(f"{folder} holds a result of other inputs or settings: choose another folder")
+    claim.truncate(0)
+    claim.write(fingerprint)
+    claim.flush()
+
+
+def _refuse_foreign(folder: Path) -> None:
+    if folder.exists() and not (folder / _CLAIM).exists() and any(folder.iterdir()):
+        raise StorageError(f"{folder} is not empty, and not the work of this stage: choose another folder")

@@ -1,0 +1,256 @@
+"""SentencePiece models in T5's form: what makes one, and how to train one.
+
+Text to ids: SentencePiece's segmentation, made to agree with Hugging Face's tokenizer, the reference.
+
+A published model is used with that one, so a text that the two encode differently would be trained on with ids that
+nobody gives it later. They differ in three ways.
+
+Sums: SentencePiece adds up scores in float32 from the beginning of a text on, the reference in float64, word by word.
+So scores are rounded to a grid on which float32 sums are exact up to 8192, and segmentations that are equally good
+(``---``+``-``, ``-``+``---``) tie instead of being told apart by rounding errors. And a long text is encoded in
+stretches short enough for that; they end at spaces, where the segmentation of a text falls apart anyway.
+
+Normalisation: SentencePiece replaces the longest match of its table wherever it stands. The reference goes grapheme by
+grapheme. One of less than six bytes it replaces by the shortest match at its beginning, and drops the rest of it
+(a full-width A with an acute accent becomes a plain A); a longer one it replaces character by character, and never
+composes it. Spaces: the reference splits words at U+0085 too, which the table leaves as it is. Both matter only
+in texts with characters that combine with others, or with U+0085: these are normalised by the reference's own
+normaliser, and SentencePiece segments the result as it is.
+"""
+
+import io
+import re
+import time
+import unicodedata
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers.normalizers import Precompiled
+
+from t5train.errors import InputError, SpecError
+from t5train.progress import Progress
+from t5train.spec import TokenizerSpec
+
+PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
+SPECIAL_PIECES = ("<pad>", "</s>", "<unk>")
+_SENTINEL = re.compile("<extra_id_[0-9]+>")
+_NUM_THREADS = 8  # part of the result: sums are formed per thread
+_SENTENCE_CHARACTERS = 1000  # at most 4 bytes each, so below the length that the trainer would skip
+_Piece = sentencepiece_model_pb2.ModelProto.SentencePiece
+
+
+def require_t5_form(proto: bytes, where: str) -> None:
+    """SpecError unless ``proto`` is a SentencePiece model that encodes text as T5's does.
+
+    That is: a unigram without byte fallback, ``<pad>``, ``</s>``, ``<unk>`` first, and every other piece plain
+    text, so that no text becomes a control id.
+    """
+    model = _parsed(proto, where)
+    if model.trainer_spec.model_type != model.trainer_spec.UNIGRAM or model.trainer_spec.byte_fallback:
+        raise SpecError(f"tokenizer.path: {where} is not a unigram without byte fallback, as T5's vocabulary is")
+    spelling = model.normalizer_spec
+    if not (spelling.add_dummy_prefix and spelling.remove_extra_whitespaces and spelling.escape_whitespaces):
+        raise SpecError(f"tokenizer.path: {where} treats spaces in another way than T5's vocabulary does")
+    first = tuple(piece.piece for piece in model.pieces[:3])
+    if first != SPECIAL_PIECES:
+        raise SpecError(f"tokenizer.path: {where} begins with the pieces {first}: T5's begins with {SPECIAL_PIECES}")
+    kinds = [piece.type for piece in model.pieces[:3]]
+    if kinds != [_Piece.CONTROL, _Piece.CONTROL, _Piece.UNKNOWN]:
+        raise SpecError(f"tokenizer.path: {where}: the types of {first} must be control, control, unknown")
+    for piece in model.pieces[3:]:
+        if piece.type != _Piece.NORMAL or _SENTINEL.search(piece.piece):
+            raise SpecError(
+                f"tokenizer.path: {where} has the special piece {piece.piece!r}, which text could spell: "
+                "take a model with <pad>, </s>, <unk> and plain pieces only"
+            )
+
+
+def train(spec: TokenizerSpec, texts: Iterable[str], progress: Progress) -> bytes:
+    """Train a unigram of ``spec.vocab_size`` pieces, T5's special ones among them, with T5's normalisation.
+
+    The same texts in the same order give the same bytes. SpecError when the texts cannot fill the vocabulary.
+    """
+    with ThreadPoolExecutor(1) as pool:  # the trainer has no callback; the clock at least shows that it lives
+        started = time.monotonic()
+        training = pool.submit(_train, spec, texts)
+        while True:
+            try:
+                trained = training.result(timeout=1)
+            except NotYet:
+                progress("seconds of vocabulary training", int(time.monotonic() - started), None)
+            else:
+                seconds = int(time.monotonic() - started)
+                progress("seconds of vocabulary training", seconds, seconds)
+                return trained
+
+
+def _train(spec: TokenizerSpec, texts: Iterable[str]) -> bytes:
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_sentences(texts),
+            model_writer=model,
+            model_type="unigram",
+            vocab_size=spec.vocab_size,
+            character_coverage=spec.character_coverage,
+            pad_id=PAD_ID,
+            eos_id=EOS_ID,
+            unk_id=UNK_ID,
+            bos_id=-1,
+            pad_piece=SPECIAL_PIECES[PAD_ID],
+            eos_piece=SPECIAL_PIECES[EOS_ID],
+            unk_piece=SPECIAL_PIECES[UNK_ID],
+            normalization_rule_name="nmt_nfkc",
+            num_threads=_NUM_THREADS,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        raise _training_error(spec, str(error)) from error
+    return model.getvalue()
+
+
+def _training_error(spec: TokenizerSpec, why: str) -> SpecError:
+    if match := re.search(r"value <= (\d+)", why):
+        return SpecError(
+            f"tokenizer.vocab_size is {spec.vocab_size}: this corpus gives at most {match[1]} pieces; "
+            "lower it or add text"
+        )
+    if match := re.search(r"smaller than required_chars\D*\d+ vs (\d+)", why):
+        return SpecError(
+            f"tokenizer.vocab_size is {spec.vocab_size}: the corpus has more characters than that ({match[1]}); "
+            "raise it or lower tokenizer.character_coverage"
+        )
+    return SpecError(f"tokenizer.vocab_size {spec.vocab_size} cannot be trained on this corpus: {why}")
+
+
+def _sentences(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        for start in range(0, len(text), _SENTENCE_CHARACTERS):
+            yield text[start : start + _SENTENCE_CHARACTERS]
+
+
+def _parsed(proto: bytes, where: str) -> sentencepiece_model_pb2.ModelProto:
+    """The model, if SentencePiece itself takes it for one."""
+    try:
+        sentencepiece.SentencePieceProcessor(model_proto=proto)
+        model = sentencepiece_model_pb2.ModelProto()
+        model.ParseFromString(proto)
+    except Exception as error:
+        # protobuf and SentencePiece share no class of errors narrower than this
+        raise InputError(f"{where} is not a SentencePiece model: {error}") from error
+    if not model.pieces:
+        raise InputError(f"{where} is not a SentencePiece model: it has no pieces")
+    return model
+
+
+_SCORE_STEPS = 1 << 11  # a nat; float32 has 24 bits, so sums are exact below 2**24 / 2**11
+_STRETCH_CHARACTERS = 1200  # at 2 to 3 nats a character; 8192 leaves room for 6.8
+_SPACE = "\u2581"  # what SentencePiece writes for a space
+_NEXT_LINE = "\u0085"
+_COMBINING = {"Mn", "Mc", "Me", "Cf", "Cn"}  # unassigned ones may combine in a later version of Unicode
+# Of the basic plane, what combines though its category does not say so: prefixes, vowels of Thai and Lao that follow
+# their consonant, parts of Hangul syllables, half-width Japanese sound marks.
+_ALSO_COMBINING = "\u0d4e\u0e33\u0eb3\u1100-\u11ff\ua960-\ua97f\ud7b0-\ud7ff\uff9e\uff9f"
+_LOCAL_RULES = {"nmt_nfkc", "nfkc", "identity"}  # normalisations without a rule for a space and its neighbours
+
+
+class Encoder:
+    """Text to ids as Hugging Face's T5 tokenizer forms them, except that no text becomes a control id."""
+
+    def __init__(self, spiece: Path) -> None:
+        model = sentencepiece_model_pb2.ModelProto.FromString(spiece.read_bytes())
+        for piece in model.pieces:
+            piece.score = round(piece.score * _SCORE_STEPS) / _SCORE_STEPS
+        self._falls_apart_at_spaces = _falls_apart_at_spaces(model)
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+        self._normaliser = _normaliser(model)
+        model.normalizer_spec.ClearField("precompiled_charsmap")
+        self._of_normalised = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+        self.num_pieces = len(model.pieces)
+
+    def encode(self, texts: list[str], *, add_eos: bool = False) -> list[np.ndarray]:
+        """int32 ids of each text; its EOS comes last if ``add_eos``."""
+        ids: list[np.ndarray] = []
+        for combines, some in groupby(texts, _combines):
+            if combines:
+                ids += self._encoded(self._of_normalised, [self._normalised(text) for text in some], add_eos)
+            else:
+                ids += self._encoded(self._processor, list(some), add_eos)
+        return ids
+
+    def _normalised(self, text: str) -> str:
+        """As the reference does, which then splits at white space: all but U+0085 is a plain space by then."""
+        if self._normaliser:
+            text = self._normaliser.normalize_str(text)
+        return text.replace(_NEXT_LINE, " ")
+
+    def _encoded(
+        self, processor: sentencepiece.SentencePieceProcessor, texts: list[str], add_eos: bool
+    ) -> list[np.ndarray]:
+        if not self._falls_apart_at_spaces or all(len(text) <= _STRETCH_CHARACTERS for text in texts):
+            return _segmented(processor, texts, add_eos)
+        stretches = [_stretches(text) for text in texts]
+        encoded = iter(_segmented(processor, [each for some in stretches for each in some], add_eos))
+        return [_joined(encoded, len(some), add_eos) for some in stretches]
+
+
+def _segmented(processor: sentencepiece.SentencePieceProcessor, texts: list[str], add_eos: bool) -> list[np.ndarray]:
+    # One thread: processes share the work, threads would fight over it.
+    ids: list[np.ndarray] = processor.encode(texts, return_type="numpy", add_eos=add_eos, num_threads=1)
+    return ids
+
+
+def _normaliser(model: sentencepiece_model_pb2.ModelProto) -> Precompiled | None:
+    """The normaliser of the reference; None where the vocabulary has no table for it."""
+    table = model.normalizer_spec.precompiled_charsmap
+    return Precompiled(table) if table else None
+
+
+def _combines(text: str) -> bool:
+    """Whether a text may have U+0085, or a grapheme of several characters."""
+    return not text.isascii() and _combining().search(text) is not None
+
+
+@cache
+def _combining() -> re.Pattern[str]:
+    """Also every character beyond the basic plane: they are rare, and a pattern of one range is fast."""
+    found = [chr(code) for code in range(0x80, 0xD800) if unicodedata.category(chr(code)) in _COMBINING]
+    found += [chr(code) for code in range(0xE000, 0x10000) if unicodedata.category(chr(code)) in _COMBINING]
+    return re.compile(f"[{_NEXT_LINE}{_ALSO_COMBINING}{''.join(map(re.escape, found))}\U00010000-\U0010ffff]")
+
+
+def _stretches(text: str) -> list[str]:
+    """The text, cut at spaces."""
+    cut, first = [], 0
+    while (end := text.find(" ", first + _STRETCH_CHARACTERS)) >= 0:
+        cut.append(text[first:end])
+        first = end + 1
+    return [*cut, text[first:]]
+
+
+def _falls_apart_at_spaces(model: sentencepiece_model_pb2.ModelProto) -> bool:
+    """Whether no piece, unknown run or rule of normalisation reaches from one word into the next."""
+    pieces = {piece.piece for piece in model.pieces}
+    return (
+        model.normalizer_spec.name in _LOCAL_RULES
+        and not model.trainer_spec.treat_whitespace_as_suffix
+        and _SPACE in pieces
+        and not any(_SPACE in piece[1:] for piece in pieces)
+    )
+
+
+def _joined(encoded: Iterator[np.ndarray], count: int, add_eos: bool) -> np.ndarray:
+    """The next ``count`` arrays in one, of whose EOS only the last stays."""
+    if count == 1:
+        return next(encoded)
+    parts = [next(encoded) for _ in range(count)]
+    if add_eos:
+        parts[:-1] = [part[:-1] for part in parts[:-1]]
+    return np.concatenate(parts)

@@ -1,0 +1,130 @@
+"""Forward and backward passes, of an engine that holds the whole model and of a pipeline, which DeepSpeed schedules."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from t5train.data.loader import Batch
+from t5train.engine.collectives import on_accelerator
+from t5train.engine.engine import norm_of_step, update
+from t5train.engine.expert_routing import Routing
+from t5train.engine.gradient_accumulation import Fp32Sums
+from t5train.errors import TooManySkippedSteps
+from t5train.model.t5 import T5
+
+
+class StepResult(NamedTuple):
+    """Of a step: the mean cross-entropy of the rank's samples, what routers paid, and the norm before clipping.
+
+    The norm is None where the loss scaler skipped the step.
+    """
+
+    loss: float
+    router_loss: float
+    gradient_norm: float | None
+
+
+class Passes(Protocol):
+    """How an engine takes a step, and what its model makes of samples that are not trained on."""
+
+    def step(self, batches: Iterator[Batch]) -> StepResult:
+        """All passes of an optimizer step and its update; takes every micro-batch. A collective of all ranks."""
+
+    def token_losses(self, batches: Sequence[Batch]) -> list[np.ndarray]:
+        """Cross-entropy in nats, fp32 [b, t], of each batch, by a model in evaluation mode; a collective.
+
+        Every rank must come with as many batches of one size. Nothing on a rank that computes no losses.
+        """
+
+
+class WholePasses:
+    """Passes of an engine that holds the model from the embedding to the loss.
+
+    With ``sums`` the engine is given its gradients when the last pass of a step is over, and reduces them then.
+    """
+
+    def __init__(self, engine: Any, routing: Routing, sums: Fp32Sums | None) -> None:
+        self._engine, self._routing, self._sums = engine, routing, sums
+        self._model: T5 = engine.module
+        engine.enable_backward_allreduce = sums is None
+
+    def step(self, batches: Iterator[Batch]) -> StepResult:
+        """See Passes."""
+        losses, paid, norm = [], [], None
+        for batch in batches:
+            loss = self._engine(on_accelerator(batch.inputs), on_accelerator(batch.targets))
+            self._engine.backward(loss)
+            if self._sums and self._engine.is_gradient_accumulation_boundary():
+                self._sums.hand_over()
+                self._engine.allreduce_gradients()
+            norm = take_update(self._engine)
+            paid.append(self._routing.paid())
+            losses.append(float(loss.detach()) - paid[-1])
+        return StepResult(sum(losses) / len(losses), sum(paid) / len(paid), norm)
+
+    def token_losses(self, batches: Sequence[Batch]) -> list[np.ndarray]:
+        """See Passes."""
+        self._model.eval()
+        with torch.no_grad():
+            losses = [
+                self._model.token_losses(on_accelerator(batch.inputs), on_accelerator(batch.targets)).cpu().numpy()
+                for batch in batches
+            ]
+        self._model.train()
+        return losses
+
+
+def take_update(engine: Any) -> float | None:
+    """``update``; TooManySkippedSteps when fp16 gradients overflow at the smallest loss scale."""
+    try:
+        return update(engine)
+    except Exception as error:  # DeepSpeed raises no class of its own for it
+        raise_if_scaled_out(engine, error)
+        raise
+
+
+def raise_if_scaled_out(engine: Any, error: Exception) -> None:
+    """TooManySkippedSteps in place of DeepSpeed's word that its loss scale is down to the minimum."""
+    if "loss scale" in str(error):
+        raise TooManySkippedSteps(
+            f"fp16 gradients overflow at step {engine.global_steps + 1} although the loss scale is at its minimum: "
+            "use optimizer.precision=bf16, or lower optimizer.peak_learning_rate"
+        ) from error
+
+
+class PipelinePasses:
+    """Passes of an engine that holds one stage of the model; see t5train.engine.forward_backward.Passes."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def step(self, batches: Iterator[Batch]) -> StepResult:
+        """See Passes; the loss is the mean over all models."""
+        try:
+            loss = float(self._engine.train_batch(data_iter=map(_as_deepspeed_takes, batches)))
+        except Exception as error:  # DeepSpeed raises no class of its own for a loss scale at its minimum
+            raise_if_scaled_out(self._engine, error)
+            raise
+        for _ in batches:  # stages between the first and the last take none: what they would have taken is counted
+            pass
+        return StepResult(loss, 0.0, norm_of_step(self._engine))
+
+    def token_losses(self, batches: Sequence[Batch]) -> list[np.ndarray]:
+        """See Passes; the last stage alone computes them."""
+        self._engine.total_loss = None  # it would be added to
+        self._engine.reset_activation_shape()  # these batches may be of another size than those trained on
+        losses = self._engine.eval_batch(
+            map(_as_deepspeed_takes, batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches)
+        )
+        self._engine.reset_activation_shape()
+        self._engine.module.train()
+        return [each.cpu().numpy() for each in losses] if self._engine.is_last_stage() else []
+
+
+def _as_deepspeed_takes(batch: Batch) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """What the first stage takes, and what the last one does."""
+    inputs, targets = on_accelerator(batch.inputs), on_accelerator(batch.targets)
+    return (inputs, targets), targets

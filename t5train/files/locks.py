@@ -1,0 +1,107 @@
+"""File locks, which the kernel releases however their holder ends, and the private folders they lie in.
+
+Such a lock excludes processes of this machine. Where a file system keeps locks local to each client (NFS mounted with
+``nolock`` or ``local_lock``, Lustre with ``localflock``), it does not exclude those of other machines. Standard library
+only, as guards import it.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import stat
+import time
+from pathlib import Path
+
+from t5train.errors import StorageError
+
+
+def private_folder(folder: Path) -> Path:
+    """Make a folder for its owner alone, if it is not there.
+
+    Raises StorageError if it is a link, another user's, or open to others.
+    """
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise StorageError(
+            f"{folder} cannot be made: {error.strerror}; make room, repair its permissions, or choose another folder"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise StorageError(
+            f"{folder} is not a folder of user {os.getuid()} alone (its owner is {found.st_uid}, its mode "
+            f"{stat.filemode(found.st_mode)}): move it away"
+        )
+    return folder
+
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_NETWORK = re.compile(
+    "nfs4?|lustre|gpfs|beegfs|ceph|cifs|smb3|9p|afs|gfs2|ocfs2|orangefs|panfs|pvfs2|virtiofs|wekafs|fuse[.].*"
+)
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that ``path`` is on, such as ``ext4`` or ``nfs4``."""
+    real, found, longest = os.path.realpath(path), "unknown", ""
+    for line in _MOUNTS.read_text("utf-8", "replace").splitlines():
+        before, _, after = line.partition(" - ")
+        mounted_on = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4])
+        is_above = real == mounted_on or real.startswith(mounted_on.rstrip("/") + "/")
+        if is_above and len(mounted_on) >= len(longest):  # of two at one place, the later one covers the other
+            found, longest = after.split()[0], mounted_on
+    return found
+
+
+def is_network_file_system(path: Path) -> bool:
+    """Whether other machines may have the same files."""
+    return _NETWORK.fullmatch(file_system(path)) is not None
+
+
+_LOOK_SECONDS = 0.1
+_UNSUPPORTED = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+
+
+def flock(descriptor: int, operation: int) -> None:
+    """``fcntl.flock``; StorageError where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, operation)
+    except OSError as error:
+        if error.errno in _UNSUPPORTED:
+            raise _no_locks(Path(f"/proc/self/fd/{descriptor}").readlink(), error) from error
+        raise
+
+
+def try_lock(descriptor: int, seconds: float = 0.0) -> bool:
+    """Try to take the exclusive lock of an open file, for up to ``seconds``; returns whether it was taken."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        else:
+            return True
+
+
+def is_locked(path: Path) -> bool:
+    """Whether somebody holds the exclusive lock of a file; to find out, it is shared for an instant."""
+    try:
+        with open(path, "rb") as file:
+            flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _no_locks(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"{path} cannot be locked: its file system ({file_system(path)}) does not support flock ({error.strerror}). "
+        "Mount it with locking (NFS: without nolock, with a lock service that runs; Lustre: with flock), or use a "
+        "folder on another file system"
+    )

@@ -1,0 +1,91 @@
+"""Names of what lies in a run's folder, ``{root}/runs/{run_name}``, and variables by which a guard passes paths on.
+
+Standard library only, as guards import it.
+"""
+
+import re
+from collections.abc import Collection, Iterable
+
+from t5train.errors import UnlistedFile
+
+RUNS = "runs"
+"""Folder under the root with a folder for each run."""
+RUN = "run.json"
+"""What the run was begun as."""
+METRICS = "metrics.jsonl"
+"""One JSON line a step."""
+TENSORBOARD = "tensorboard"
+"""Folder with the same for TensorBoard."""
+CHECKPOINTS = "checkpoints"
+"""DeepSpeed's save folder: a folder a tag."""
+SET_ASIDE = "set-aside"
+"""Folder for what must neither be used nor deleted, such as a damaged checkpoint; beside a run's checkpoints."""
+LAST_COMPLETE = "last-seen.json"
+"""Which checkpoint was the last that was known to be complete."""
+BEGIN_AGAIN = "begin-again"
+"""File that asks the next start to move all checkpoints aside and to begin at step 0."""
+NOT_BEGUN_AGAIN = "not-begun-again.json"
+"""Hosts that did not answer when the run began again, and still have checkpoints from before."""
+RELAYOUT = "relayout"
+"""Folder with the consolidated checkpoint that ranks of another layout begin from, until they have saved their own."""
+ATTEMPTS = "attempts"
+"""Folder with one folder for each start of the ranks."""
+FAILURES = "failures.jsonl"
+"""One JSON line for each failure of an attempt (infra.head.host_selection)."""
+ATTEMPT_SPEC = "spec.json"
+"""In the folder of an attempt: what its ranks are told."""
+WITNESS_FOLDER = "witness"
+"""Folder with what the engine said of its own weights at the end."""
+WEIGHTS = "weights"
+"""Folder with a folder of safetensors for each checkpoint that was consolidated."""
+EXPORT = "export"
+"""The Hugging Face folder."""
+PUBLISHED = "published.json"
+"""Where the run was published last."""
+_TAG = re.compile("step-[0-9]{8}")
+_REMOVED = "removed-"
+
+
+def tag_of(step: int) -> str:
+    """The name of a step's checkpoint, such as ``step-00000400``."""
+    return f"step-{step:08d}"
+
+
+def step_of(tag: str) -> int:
+    """The step of a tag made by ``tag_of``."""
+    return int(tag.removeprefix("step-"))
+
+
+def is_tag(name: str) -> bool:
+    """Whether a folder of this name is a run's checkpoint; one of any other name is somebody's copy or note."""
+    return _TAG.fullmatch(name) is not None
+
+
+def name_while_removed(token: str) -> str:
+    """The name of a checkpoint that is being removed; ``token`` is eight hexadecimal digits."""
+    return f"{_REMOVED}{token}"
+
+
+def is_tag_or_removed(name: str) -> bool:
+    """Whether it is a checkpoint, or what is left of one whose removal was interrupted."""
+    return is_tag(name) or re.fullmatch(f"{_REMOVED}[0-9a-f]{{8}}", name) is not None
+
+
+RANK_FILES = "T5_RANK_FILES"
+"""The files of the rank itself, up to their suffix: ``.../rank-00003``."""
+LOCKS = "T5_LOCKS"
+"""This machine's folder of locks on accelerators."""
+
+
+def unlisted(found: Iterable[str], recorded: Collection[str]) -> list[str]:
+    """Of the names in a tag's folder, the pickles that are not among the recorded ones."""
+    return sorted(name for name in found if name.endswith(".pt") and name not in recorded)
+
+
+def require_listed(where: str, found: Iterable[str], recorded: Collection[str]) -> None:
+    """UnlistedFile when a tag holds a pickle that was not recorded: DeepSpeed finds files by pattern."""
+    if strangers := unlisted(found, recorded):
+        raise UnlistedFile(
+            f"{where} holds {strangers[0]}, which no rank recorded: DeepSpeed would load it and run whatever code is "
+            "in it. Move that file away, then start again; nothing was changed"
+        )

@@ -1,0 +1,37 @@
+"""Moves what must not be used, and must not be lost, out of the way. Standard library only, as nodes import it.
+
+A damaged checkpoint that is newer than the one training resumes from, or a copy that cannot be read while another one
+can: neither is ever deleted. Nothing prunes or frees a folder called ``set-aside``; the log says what was moved there.
+"""
+
+import logging
+import secrets
+from pathlib import Path
+
+from t5train.errors import StorageError
+from t5train.files.atomic import sync_folder
+from t5train.files.presence import ABSENT
+
+_log = logging.getLogger(__name__)
+
+
+def set_aside(path: Path, into: Path, why: str) -> Path | None:
+    """Rename a file or folder to a name of its own in the folder ``into``, durably; None if it is gone already.
+
+    Raises StorageError when it cannot be renamed, as between two disks; it is then where it was.
+    """
+    within = f"{path.parent.name}-" if path.parent.name.startswith("step-") else ""
+    target = into / f"{within}{path.name}.{secrets.token_hex(4)}"
+    try:
+        into.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.rename(target)
+        sync_folder(into)
+        sync_folder(path.parent)
+    except ABSENT:
+        return None
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be moved to {target} ({error.strerror}): move it away yourself, then start again"
+        ) from error
+    _log.warning("%s was moved to %s: %s", path, target, why)
+    return target

@@ -1,0 +1,52 @@
+"""First values of every parameter, a function of seed and name alone: every layout starts from the same numbers."""
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from t5train.model.model_shape import T5Shape
+
+# Of the variance of experts and routers: Fedus et al. 2022, section 2.4, where the usual one made training unstable.
+EXPERT_SCALE = 0.1
+
+Fill = Callable[[str, nn.Parameter], None]
+"""Gives a parameter, in place, the first value of its Hugging Face name."""
+
+
+def initialise(name: str, parameter: nn.Parameter, shape: T5Shape, seed: int) -> None:
+    """Fill a parameter in place by seed and its Hugging Face name."""
+    with torch.no_grad():
+        parameter.copy_(first_value(name, parameter.shape, shape, seed))
+
+
+def first_value(name: str, size: torch.Size, shape: T5Shape, seed: int) -> Tensor:
+    """fp32 tensor of ``size``: ones for norms, else normal with T5's standard deviation for that name."""
+    if name.endswith("layer_norm.weight"):
+        return torch.ones(size)
+    digest = hashlib.sha256(f"{seed}|{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") & (2**63 - 1))
+    return torch.empty(size).normal_(0.0, deviation(name, shape), generator=generator)
+
+
+def deviation(name: str, shape: T5Shape) -> float:
+    """Standard deviation of T5's initialisation (Mesh TensorFlow's, which folds the attention scale into q)."""
+    scale = math.sqrt(EXPERT_SCALE) if ".experts." in name or ".router." in name else 1.0
+    return scale * _dense_deviation(name, shape)
+
+
+def _dense_deviation(name: str, shape: T5Shape) -> float:
+    match name.split(".")[-2]:
+        case "shared":
+            return 1.0
+        case "q":
+            return 1 / math.sqrt(shape.d_model * shape.d_kv)
+        case "o":
+            return 1 / math.sqrt(shape.inner)
+        case "wo":
+            return 1 / math.sqrt(shape.d_ff)
+        case "k" | "v" | "wi" | "wi_0" | "wi_1" | "relative_attention_bias" | "lm_head" | "classifier":
+            return 1 / math.sqrt(shape.d_model)
+    raise KeyError(f"no initialisation is known for {name}")

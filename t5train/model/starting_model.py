@@ -1,0 +1,294 @@
+"""The model that a run continues from: a Hugging Face folder, whether it fits the settings, and what identifies it.
+
+No tensor is read.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from t5train.data.tokenizer import SPIECE
+from t5train.errors import DigestMismatch, InputError, RecordError, SpecError
+from t5train.files.confined import child
+from t5train.locations import local_folder
+from t5train.model.model_shape import T5Shape, huggingface_config, preset_of, resolve
+from t5train.model.parameters import parameter_shapes
+from t5train.model.tensor_files import FLOATING, StoredTensor, StoredTensors, list_tensors
+from t5train.progress import Progress, silent
+from t5train.records.digests import FileDigest, digest_file
+from t5train.records.identity import differences, fingerprint
+from t5train.records.stage_records import MANIFEST, parse_manifest
+from t5train.spec import ModelSpec, pad_vocabulary
+
+_SIZES = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "num_decoder_layers")
+_SPARSE = ("num_experts", "num_sparse_encoder_layers", "num_sparse_decoder_layers")
+_COUNTS = {"t5": ("vocab_size", *_SIZES), "switch_transformers": ("vocab_size", *_SIZES, *_SPARSE)}
+_LEFT_OUT = {  # by configurations that are older than the field
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+    "layer_norm_epsilon": 1e-6,
+    "feed_forward_proj": "relu",
+}
+_SCALED = "scale_decoder_outputs"
+_FEED_FORWARDS = ("relu", "gated-gelu")  # of v1.0 and v1.1
+_NO_REMEDY = "no settings ask for a model of that form (the vocabulary must be a multiple of 128); name another folder"
+
+
+def told_by(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """The fields of a configuration that decide what its model computes; SpecError where it is no T5's.
+
+    v1.0, which is tied, scales its output; transformers 5 says so in a field of its own, older ones by the tie.
+    """
+    kind = config.get("model_type")
+    if kind not in _COUNTS:
+        raise SpecError(f"model.start_from: {file} has the model_type {kind!r}: there are {' and '.join(_COUNTS)}")
+    told = {name: config.get(name) for name in _COUNTS[kind]}
+    if told["num_decoder_layers"] is None:
+        told["num_decoder_layers"] = told["num_layers"]
+    for name, value in told.items():
+        if not isinstance(value, int) or value < 1:
+            raise SpecError(f"model.start_from: {file} has {value!r} for {name}: it must be a number above zero")
+    form = {name: config.get(name, usual) for name, usual in _LEFT_OUT.items()}
+    scaled = config.get(_SCALED, config.get("tie_word_embeddings") is not False)
+    return {"model_type": kind, **told, **form, _SCALED: bool(scaled)}
+
+
+def require_agreement(told: Mapping[str, Any], shape: T5Shape, file: Path) -> None:
+    """SpecError that names every field in which a configuration differs from a shape, and what to set."""
+    config = huggingface_config(shape, pad_id=0, eos_id=1) | {_SCALED: shape.tied}
+    asked = {name: config.get(name, usual) for name, usual in (dict.fromkeys(told) | _LEFT_OUT).items()}
+    if changed := differences(asked, told):
+        remedy = _settings(asked, told)
+        raise SpecError(
+            f"model.start_from: {file} is of another model than the settings ({'; '.join(changed)}): "
+            + (f"set {' '.join(f'{name}={value}' for name, value in remedy.items())}" if remedy else _NO_REMEDY)
+        )
+
+
+def _settings(asked: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
+    """What to set so that the settings ask for the model there; nothing where none do."""
+    version, feed_forward = ("v1.0", _FEED_FORWARDS[0]) if told[_SCALED] else ("v1.1", _FEED_FORWARDS[1])
+    if any(asked[name] != told[name] for name in _LEFT_OUT if name != "feed_forward_proj"):
+        return {}
+    if told["feed_forward_proj"] not in _FEED_FORWARDS or pad_vocabulary(told["vocab_size"]) > told["vocab_size"]:
+        return {}
+    found: dict[str, Any] = {} if asked[_SCALED] == told[_SCALED] else {"model.version": version}
+    if told["feed_forward_proj"] not in (feed_forward, asked["feed_forward_proj"]):
+        found["model.feed_forward"] = told["feed_forward_proj"]
+    found |= _experts(asked, told)
+    if found or any(asked[name] != told[name] for name in _SIZES):
+        preset = preset_of(version, [told[name] for name in _SIZES])
+        found |= {"model.preset": preset} if preset else {f"model.{name}": told[name] for name in _SIZES}
+    return found | ({"model.vocab_size": told["vocab_size"]} if asked["vocab_size"] != told["vocab_size"] else {})
+
+
+def _experts(asked: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
+    if told["model_type"] == "t5":
+        return {} if asked["model_type"] == "t5" else {"model.moe.num_experts": 0}
+    if all(asked.get(name) == told[name] for name in _SPARSE):
+        return {}
+    step = told["num_layers"] // told["num_sparse_encoder_layers"]
+    return {"model.moe.num_experts": told["num_experts"], "model.moe.every_n_layers": step}
+
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_INDEX = f"{WEIGHTS}.index.json"
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.ckpt", "*.h5", "*.msgpack")
+
+
+class HuggingFaceFolder(NamedTuple):
+    """``tensors`` have the names of the files, in which a tied tensor may stand twice."""
+
+    path: Path
+    config: dict[str, Any]
+    files: list[Path]
+    tensors: dict[str, StoredTensor]
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Of ``model.safetensors``, or of the shards that its index names.
+
+        Raises InputError for a folder that is absent, damaged or incomplete, and for one whose weights are a pickle,
+        which can run whatever code it likes.
+        """
+        if not path.is_dir():
+            raise InputError(
+                f"model.start_from is {path}: there is no such folder on this machine; name where it lies now"
+            )
+        files = _weight_files(path)
+        return cls(path, _read_json(path / CONFIG), files, list_tensors(files))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / _INDEX).is_file():
+        raise InputError(_without_weights(folder))
+    places = _read_json(folder / _INDEX).get("weight_map")
+    names = set(places.values()) if isinstance(places, dict) else set()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise InputError(f"{folder / _INDEX} does not name the files of weights beside it: restore it")
+    files = {name: child(folder, name, str(folder / _INDEX), InputError) for name in sorted(names)}
+    if missing := [name for name, file in files.items() if not file.is_file()]:
+        raise InputError(f"{folder} lacks {missing[0]}, which {_INDEX} names: copy it there too")
+    return list(files.values())
+
+
+def _without_weights(folder: Path) -> str:
+    if others := sorted(path.name for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern)):
+        return (
+            f"{folder} has its weights in {others[0]}, which may run code when it is read: load it where you trust it, "
+            "with transformers' from_pretrained, and save it with save_pretrained, which writes safetensors"
+        )
+    return f"{folder} has neither {WEIGHTS} nor {_INDEX}: name the folder of a whole model"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist: name the folder of a whole model") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read ({error}): restore it from where it came") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path} holds no JSON object: restore it from where it came")
+    return found
+
+
+# Older versions of transformers wrote it; none reads it.
+_NEVER_READ = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+_SHARED, _HEAD = "shared.weight", "lm_head.weight"
+_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+_log = logging.getLogger(__name__)
+
+
+def require_fit(model: ModelSpec, tokenizer_vocab_size: int) -> None:
+    """Nothing without ``start_from``; else refuse a folder whose model is not the one the settings describe.
+
+    Raises SpecError that names every field of its ``config.json`` that differs, and what to set; InputError for a
+    folder that cannot be read, or whose tensors are too few, too many or of another shape.
+    """
+    if (path := _folder(model)) is None:
+        return
+    folder = HuggingFaceFolder.open(path)
+    told = told_by(folder.config, path / CONFIG)
+    if told["vocab_size"] < tokenizer_vocab_size:
+        raise SpecError(
+            f"model.start_from is {path}, with a vocabulary of {told['vocab_size']}, and the tokenizer has "
+            f"{tokenizer_vocab_size} ids: set tokenizer.path to the vocabulary that it was trained with"
+        )
+    shape = resolve(model, tokenizer_vocab_size)
+    require_agreement(told, shape, path / CONFIG)
+    _tensors(folder, shape)
+
+
+def tensors_of(model: ModelSpec, shape: T5Shape) -> dict[str, StoredTensor] | None:
+    """Where each parameter lies in the folder of ``start_from``, None without one; errors as of ``require_fit``.
+
+    As with transformers, copies of tied tensors may stand beside them, and an output that the files leave out is the
+    embedding, also where it is to be trained by itself.
+    """
+    path = _folder(model)
+    return None if path is None else _tensors(HuggingFaceFolder.open(path), shape)
+
+
+def _tensors(folder: HuggingFaceFolder, shape: T5Shape) -> dict[str, StoredTensor]:
+    found = {name: tensor for name, tensor in folder.tensors.items() if name != _NEVER_READ}
+    copies = {name: found.pop(name) for name in (*_COPIES, *([_HEAD] if shape.tied else [])) if name in found}
+    if copies:
+        _require_equal(folder, {_SHARED: found.setdefault(_SHARED, next(iter(copies.values())))} | copies)
+    if _SHARED in found and not shape.tied:
+        found.setdefault(_HEAD, found[_SHARED])
+    _require_tensors(folder, found, parameter_shapes(shape))
+    return found
+
+
+def start_fingerprint(model: ModelSpec, progress: Progress = silent) -> str | None:
+    """What identifies the weights that a run continues from, wherever they lie; None without ``start_from``.
+
+    Of their files' sha256, which are formed once a process as long as nothing about a file changes. Raises
+    DigestMismatch where a manifest of ours lies beside them and recorded others.
+    """
+    if (path := _folder(model)) is None:
+        return None
+    folder = HuggingFaceFolder.open(path)
+    total, done, digests = sum(file.stat().st_size for file in folder.files), 0, {}
+    for file in folder.files:
+        status = file.stat()
+        digests[file.name] = _sha256(file, status.st_size, status.st_mtime_ns, status.st_ino)
+        done += status.st_size
+        progress("bytes of the weights to continue from verified", done, total)
+    _require_as_recorded(path, digests)
+    return fingerprint({"config": told_by(folder.config, path / CONFIG), "files": digests})
+
+
+def start_name(model: ModelSpec) -> str | None:
+    """The name of the folder whose weights a run continues from; None without ``start_from``."""
+    folder = _folder(model)
+    return None if folder is None else folder.name
+
+
+def require_vocabulary(model: ModelSpec, spiece_sha256: str) -> None:
+    """SpecError where the folder of ``start_from`` has another vocabulary than the run's: its ids mean other text."""
+    path = _folder(model)
+    if path is None or not (path / SPIECE).is_file():
+        return
+    if (found := digest_file(path / SPIECE).sha256) != spiece_sha256:
+        raise SpecError(
+            f"model.start_from is {path}, whose {SPIECE} has sha256 {found[:12]}, and the run's vocabulary "
+            f"{spiece_sha256[:12]}: set tokenizer.path={path}"
+        )
+
+
+def _folder(model: ModelSpec) -> Path | None:
+    return None if model.start_from is None else local_folder(model.start_from)
+
+
+@lru_cache
+def _sha256(file: Path, _size: int, _mtime_ns: int, _inode: int) -> str:
+    return digest_file(file).sha256
+
+
+def _require_as_recorded(folder: Path, digests: Mapping[str, str]) -> None:
+    if not (folder / MANIFEST).is_file():
+        return
+    try:
+        recorded = parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST)).files
+    except RecordError as error:  # somebody else's file of that name
+        _log.warning("%s: the files beside it are taken as they are", error)
+        return
+    for name, sha256 in digests.items():
+        expected = recorded.get(name)
+        if not isinstance(expected, FileDigest) or expected.sha256 != sha256:
+            raise DigestMismatch(f"{folder / name} has sha256 {sha256}, {expected} was recorded: restore it")
+
+
+def _require_equal(folder: HuggingFaceFolder, copies: dict[str, StoredTensor]) -> None:
+    import torch  # only where the files hold copies, which must be compared
+
+    stored = StoredTensors(copies)
+    for name in copies:
+        if not torch.equal(stored.whole(name), stored.whole(_SHARED)):
+            raise SpecError(
+                f"model.start_from is {folder.path}, where {name} is tied to {_SHARED}, and the files hold other "
+                "values of it: name a model whose embeddings are one, or set model.version=v1.1 if that is what it is"
+            )
+
+
+def _require_tensors(
+    folder: HuggingFaceFolder, found: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    wrong = {
+        "are missing": [name for name in expected if name not in found],
+        "are of no such model": [name for name in found if name not in expected],
+        "have another shape": [name for name in expected if name in found and found[name].shape != expected[name]],
+        "are no floating-point numbers of 16 or 32 bits": [
+            n for n, held in found.items() if held.dtype not in FLOATING
+        ],
+    }
+    said = [f"{', '.join(names[:3])}{' and more' * (len(names) > 3)} {what}" for what, names in wrong.items() if names]
+    if said:
+        raise InputError(f"model.start_from is {folder.path}: {'; '.join(said)}; name the folder of a whole model")

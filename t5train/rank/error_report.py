@@ -1,0 +1,44 @@
+"""How a rank tells whoever launched it which error ended it, in one of its files.
+
+These are named up to their suffix, ``.../rank-00003``, as t5train.files.run_folder.RANK_FILES has it.
+"""
+
+import json
+from pathlib import Path
+
+from t5train import errors
+from t5train.errors import StorageError, T5TrainError
+from t5train.files.atomic import write_json
+from t5train.files.os_errors import of_rank
+
+
+def report(rank_files: Path, error: BaseException) -> None:
+    """Leave ``error`` for the launching process to raise as its own.
+
+    Only this project's errors and those of disks are left; any other is explained by its traceback in the rank's log.
+    """
+    if (told := told_of(error)) is not None:
+        write_json(_path(rank_files), {"type": type(told).__name__, "message": str(told)})
+
+
+def told_of(error: BaseException) -> T5TrainError | None:
+    """What is told of an error: a T5TrainError as it is, one of a disk in words; None of any other."""
+    if isinstance(error, OSError | StorageError) and not isinstance(error, ConnectionError | TimeoutError):
+        return of_rank(error)
+    return error if isinstance(error, T5TrainError) else None
+
+
+def read(rank_files: Path) -> T5TrainError | None:
+    """The error that the rank reported, of its own class; None if it reported none."""
+    try:
+        reported = json.loads(_path(rank_files).read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    kind = getattr(errors, reported["type"])
+    if not (isinstance(kind, type) and issubclass(kind, T5TrainError)):
+        raise TypeError(f"{_path(rank_files)} names {reported['type']!r}, which is no error of this project")
+    return kind(reported["message"])
+
+
+def _path(rank_files: Path) -> Path:
+    return rank_files.with_name(f"{rank_files.name}.error.json")

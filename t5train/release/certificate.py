@@ -1,0 +1,90 @@
+"""The proof that an exported folder holds the model that was trained, as a file in that folder."""
+
+from collections.abc import Mapping
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from t5train.errors import CertificationError
+from t5train.records.digests import FileDigest
+from t5train.records.identity import Provenance
+
+CERTIFICATE = "certificate.json"
+
+
+class ProbeComparison(BaseModel):
+    """Logits of the export against those of the training engine, on one probe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    shape: tuple[int, ...]
+    bit_equal: bool
+    max_difference: float
+    max_relative_difference: float
+
+
+class GenerationComparison(BaseModel):
+    """Greedy ``generate()`` of the export against that of the training engine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    sequences: int
+    tokens_compared: int
+
+
+class Certificate(BaseModel):
+    """What was compared by whom, and with which outcome. Tolerance 0 asks for equal bits.
+
+    When the files already differ from what they should state, nothing is loaded, and ``probes`` are empty.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    schema_version: Literal[2] = 2
+    passed: bool
+    differences: list[str]
+    export_fingerprint: str
+    weights_fingerprint: str
+    run_fingerprint: str
+    step: int
+    witness: dict[str, FileDigest]
+    files: dict[str, FileDigest]
+    tensors_compared: int
+    elements_compared: int
+    ties: dict[str, str]
+    documents: tuple[str, ...]
+    passages_compared: int
+    probes: dict[str, ProbeComparison]
+    generation: GenerationComparison | None
+    relative_tolerance: float
+    tolerance_reason: str = ""
+    witness_device: str
+    device: str
+    num_threads: int
+    provenance: Provenance
+
+    @classmethod
+    def parse(cls, content: bytes, where: str) -> Self:
+        """Read a certificate; CertificationError when ``content`` is none, or of an earlier version."""
+        try:
+            return cls.model_validate_json(content)
+        except ValidationError as error:
+            if error.errors()[0]["loc"] == ("schema_version",):
+                raise CertificationError(
+                    f"{where} has schema version {error.errors()[0]['input']}, and this version of t5-pretrain reads "
+                    "2, which vouches for more: use the version that made it, or certify the export again"
+                ) from error
+            raise CertificationError(
+                f"{where} is not a certificate: {error.errors()[0]['msg']}; certify the export again"
+            ) from error
+
+    def require_vouching(self, export_fingerprint: str, files: Mapping[str, FileDigest], where: str) -> None:
+        """CertificationError unless it passed, for this export, and for exactly these files (itself apart)."""
+        if not self.passed:
+            raise CertificationError(f"{where} has not passed: {'; '.join(self.differences)}")
+        if self.export_fingerprint != export_fingerprint:
+            raise CertificationError(f"{where} vouches for the export {self.export_fingerprint}, not for this one")
+        present = {name: digest for name, digest in files.items() if name != CERTIFICATE}
+        names = {*present, *self.files}
+        differing = sorted(name for name in names if present.get(name) != self.files.get(name))
+        if differing:
+            raise CertificationError(
+                f"{where} does not vouch for {', '.join(differing[:5])} as they are here: certify the export again"
+            )

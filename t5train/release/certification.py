@@ -1,0 +1,277 @@
+"""Proof, by a process that knows only plain ``transformers``, that an export is the model that was trained.
+
+``python -m t5train.release.certification EXPORT WITNESS`` writes ``certificate.json`` into the export and ends with 0,
+or writes ``certificate.failed.json`` beside the export and ends with 1. While it works it reports on standard output,
+one JSON line each: when its parent is gone the next line cannot be written, and it ends too.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from t5train.data.tokenizer import SPIECE
+from t5train.errors import CertificationError, InputError, T5TrainError
+from t5train.files.atomic import write_text
+from t5train.files.os_errors import explain
+from t5train.files.presence import ABSENT, reading
+from t5train.progress import Progress, silent
+from t5train.records.digests import FileDigest, digest_file, digest_files
+from t5train.records.identity import current_provenance
+from t5train.records.stage_records import Export
+from t5train.records.witness import WITNESS, WITNESS_TENSORS, Witness
+from t5train.release.certificate import CERTIFICATE, Certificate, GenerationComparison, ProbeComparison
+from t5train.release.folder_comparison import DOCUMENTS, differing_folder
+from t5train.release.model_card import README
+from t5train.release.model_comparison import (
+    compare_generation,
+    compare_probes,
+    differing_keys,
+    differing_probes,
+    differing_settings,
+    differing_tensors,
+    differing_ties,
+    expected_ties,
+)
+from t5train.release.tokenizer_comparison import differing_tokenizer
+
+FAILED_CERTIFICATE = "certificate.failed.json"
+LOG = "certify.log"
+# Of the largest logit. A dense model's bits must be equal where the kind of device is the same.
+OTHER_DEVICE_TOLERANCE = 1e-3
+EXPERTS_TOLERANCE = 1e-5
+
+
+def certify_in_fresh_process(export: Export, witness: Path, progress: Progress = silent) -> Export:
+    """The export with a passing certificate among its files; one that holds already is kept.
+
+    The certificate is made by a new Python process, whose log is ``certify.log`` beside the export.
+    Raises CertificationError with what differed, InputError when the witness is of another run than the export, and
+    DigestMismatch when a certified export is damaged.
+    """
+    _require_its_witness(export, Witness.load(witness))
+    if _is_certified(export, witness):
+        if not export.reused:  # else every byte was compared a moment ago
+            export.verify(progress)
+        return export.model_copy(update={"reused": True})
+    _run_certifier(export.path, witness, progress)
+    certificate = export.path / CERTIFICATE
+    files = _uncertified_files(export)
+    with reading(certificate):
+        content = certificate.read_bytes()
+    Certificate.parse(content, str(certificate)).require_vouching(export.fingerprint, files, str(certificate))
+    return export.model_copy(update={"files": {**files, CERTIFICATE: digest_file(certificate)}}).commit()
+
+
+def certify(export_folder: Path, witness: Path, progress: Progress = silent) -> Certificate:
+    """Load the export, compare it with the witness in the folder ``witness``, write ``certificate.json``.
+
+    Raises CertificationError that lists what differed, after writing ``certificate.failed.json`` beside the export;
+    InputError when the witness is of another run, and DigestMismatch when a file of the export is not the one its
+    manifest tells of.
+    """
+    export = Export.load(export_folder)
+    _require_its_witness(export, Witness.load(witness))
+    _require_same_transformers(export)
+    files = _uncertified_files(export)
+    export.model_copy(update={"files": files}).verify(progress)
+    certificate = _compare(export, files, witness, progress)
+    text = certificate.model_dump_json(indent=1) + "\n"
+    if not certificate.passed:
+        failed = export_folder.absolute().parent / FAILED_CERTIFICATE
+        write_text(failed, text)
+        (export_folder / CERTIFICATE).unlink(missing_ok=True)  # an earlier one does not outlive this
+        raise CertificationError(
+            f"{export_folder} is not the model that was trained: {'; '.join(certificate.differences)}. "
+            f"Nothing may be published; see {failed}, and export again"
+        )
+    write_text(export_folder / CERTIFICATE, text)
+    return certificate
+
+
+def _compare(export: Export, files: dict[str, FileDigest], folder: Path, progress: Progress) -> Certificate:
+    witness = Witness.load(folder)
+    device = _device(witness)
+    tolerance, reason = _tolerance(witness, device)
+    differences = differing_folder(export, witness)
+    probes: dict[str, ProbeComparison] = {}
+    generation: GenerationComparison | None = None
+    if not differences:  # else nothing of it is fit to be loaded
+        differences, probes, generation = _compare_loaded(export.path, witness, folder, device, tolerance, progress)
+    return Certificate(
+        passed=not differences,
+        differences=differences,
+        export_fingerprint=export.fingerprint,
+        run_fingerprint=witness.run_fingerprint,
+        weights_fingerprint=export.inputs["weights"],
+        step=witness.step,
+        witness=_witness_digests(folder),
+        files=files,
+        tensors_compared=len(witness.tensors),
+        elements_compared=witness.num_parameters,
+        ties=expected_ties(witness),
+        documents=(*DOCUMENTS, README),
+        passages_compared=len(witness.passages),
+        probes=probes,
+        generation=generation,
+        relative_tolerance=tolerance,
+        tolerance_reason=reason,
+        witness_device=witness.device_type,
+        device=device,
+        num_threads=witness.num_threads,
+        provenance=current_provenance(),
+    )
+
+
+def _compare_loaded(
+    export: Path, witness: Witness, folder: Path, device: str, tolerance: float, progress: Progress
+) -> tuple[list[str], dict[str, ProbeComparison], GenerationComparison]:
+    """What plain transformers makes of the folder."""
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, T5TokenizerFast
+
+    model, loading = AutoModelForSeq2SeqLM.from_pretrained(export, output_loading_info=True)
+    model = model.eval().to(device)
+    differences = differing_keys(loading)
+    differences += differing_tensors(model, witness, progress)
+    differences += differing_ties(model, witness)
+    differences += differing_settings(model, witness)
+    for kind in (AutoTokenizer, T5TokenizerFast):
+        differences += differing_tokenizer(kind.from_pretrained(export), export / SPIECE, witness)
+    probes = dict(compare_probes(model, witness, folder, device, progress))
+    generation, generated_otherwise = compare_generation(model, witness, folder, device, tolerance)
+    return [*differences, *differing_probes(probes, tolerance), *generated_otherwise], probes, generation
+
+
+def _device(witness: Witness) -> str:
+    """The witness's kind of device where there is one, else the CPU; with as many threads as the witness had."""
+    import torch
+
+    torch.set_num_threads(witness.num_threads)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return witness.device_type if accelerator is not None and accelerator.type == witness.device_type else "cpu"
+
+
+def _tolerance(witness: Witness, device: str) -> tuple[float, str]:
+    """By how much of the largest logit the two models may differ, and why."""
+    if device != witness.device_type:
+        return OTHER_DEVICE_TOLERANCE, f"{device} rounds otherwise than {witness.device_type}, the engine's device"
+    if witness.huggingface_config.get("num_experts"):
+        return EXPERTS_TOLERANCE, (
+            "the engine pads every expert's tokens to one number, transformers multiplies each expert's own: matrix "
+            "products of other sizes are summed in another order"
+        )
+    return 0.0, "the same operations on the same kind of device give the same bits"
+
+
+def _require_its_witness(export: Export, witness: Witness) -> None:
+    """One of another run would withdraw a certificate that holds."""
+    if export.inputs["run"] != witness.run_fingerprint:
+        raise InputError(
+            f"{export.path} is of run {export.inputs['run'][:12]}, the witness of run {witness.run_fingerprint[:12]}: "
+            "name the folder `witness` of the run that the export is of"
+        )
+
+
+def _require_same_transformers(export: Export) -> None:
+    """What another version would write into the same files is not known."""
+    made, here = (each.versions.get("transformers") for each in (export.provenance, current_provenance()))
+    if made != here:
+        raise InputError(
+            f"{export.path} was exported with transformers {made}, and {here} is installed: certify it with {made}, or "
+            "remove it and export again"
+        )
+
+
+def _is_certified(export: Export, witness: Path) -> bool:
+    if CERTIFICATE not in export.files:
+        return False
+    path = export.path / CERTIFICATE
+    try:
+        with reading(path):
+            certificate = Certificate.parse(path.read_bytes(), str(path))
+        certificate.require_vouching(export.fingerprint, export.files, str(path))
+    except (CertificationError, *ABSENT):
+        return False
+    return certificate.witness == _witness_digests(witness)
+
+
+def _uncertified_files(export: Export) -> dict[str, FileDigest]:
+    return {name: digest for name, digest in export.files.items() if name != CERTIFICATE}
+
+
+def _witness_digests(folder: Path) -> dict[str, FileDigest]:
+    try:
+        return digest_files(folder, (WITNESS, WITNESS_TENSORS))
+    except OSError as error:
+        raise InputError(
+            f"the witness cannot be read: {explain(error)}; or name the folder `witness` of a finished run"
+        ) from error
+
+
+def _run_certifier(export_folder: Path, witness: Path, progress: Progress) -> None:
+    """Start this module's ``main``, pass its progress on, and raise what it says went wrong."""
+    # -P: nothing that happens to lie in the current folder may take the place of a library.
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "t5train.release.certification",
+        os.fspath(export_folder),
+        os.fspath(witness),
+    ]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    log_path = export_folder.absolute().parent / LOG
+    failure = None
+    with (
+        open(log_path, "wb") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process,
+    ):
+        assert process.stdout is not None  # noqa: S101 - for the type checker: it is a pipe
+        for line in process.stdout:
+            match json.loads(line):
+                case {"error": str(text)}:
+                    failure = text
+                case {"what": str(what), "done": int(done), "total": int(total)}:
+                    progress(what, done, total)
+    if process.returncode != 0:
+        raise CertificationError(failure or f"the certifying process ended with {process.returncode}: see {log_path}")
+
+
+def main(arguments: list[str]) -> int:
+    """The fresh process: certify, and report on what standard output was."""
+    export_folder, witness = map(Path, arguments)
+    report = _reporter()
+    try:
+        certify(export_folder, witness, lambda what, done, total: report(what=what, done=done, total=total))
+    except T5TrainError as error:
+        report(error=str(error))
+        return 1
+    except Exception as error:  # of libraries, which often name no file
+        traceback.print_exc()
+        said = explain(error) if isinstance(error, OSError) else " ".join(str(error).split())
+        report(
+            error=f"{export_folder} could not be compared with {witness} ({type(error).__name__}: {said}): "
+            f"{export_folder.absolute().parent / LOG} has the details"
+        )
+        return 1
+    return 0
+
+
+def _reporter() -> Callable[..., None]:
+    """Writes JSON lines to standard output, and sends whatever else would print there to standard error."""
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def report(**fact: Any) -> None:
+        channel.write(json.dumps(fact) + "\n")
+        channel.flush()
+
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

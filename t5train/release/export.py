@@ -1,0 +1,187 @@
+"""A trained model as a Hugging Face folder that plain ``transformers`` loads."""
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from t5train.data.tokenizer import HUGGING_FACE_FILES, SPIECE, write_hugging_face_files
+from t5train.errors import InputError, RecordError, SpecError, StorageError
+from t5train.files.atomic import copy_durably, discard, filling, rename_aside, write_json, write_text
+from t5train.progress import Progress, silent
+from t5train.records.digests import digest_files, verify_file
+from t5train.records.identity import current_provenance, fingerprint
+from t5train.records.kept_files import changed_files
+from t5train.records.stage_records import Export, Record, TokenizerFiles, Weights, reusable
+from t5train.records.witness import Witness
+from t5train.release.certificate import CERTIFICATE
+from t5train.release.model_card import README, model_card
+from t5train.spec import ModelSpec, RunSpec
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+INDEX = "model.safetensors.index.json"
+_log = logging.getLogger(__name__)
+
+
+def export(
+    weights: Weights, tokenizer: TokenizerFiles, witness: Path, spec: RunSpec, out: Path, progress: Progress = silent
+) -> Export:
+    """Write ``out``: safetensors, config, generation config, tokenizer files, model card, manifest.
+
+    ``witness`` is the folder with the training engine's witness, which decides the configuration. The result is not
+    certified yet: see ``t5train.release.certification``. An earlier export of the same run in ``out`` is replaced, or
+    moved aside when somebody added files to it or changed some; anything else there raises StorageError. The tokenizer
+    files are made from the vocabulary once more. Damaged inputs raise DigestMismatch, weights or a vocabulary that are
+    not those of the witness InputError, and a model that transformers has no class for SpecError.
+    """
+    require_exportable(spec.model)
+    seen = Witness.load(witness)
+    _require_its_weights(weights, seen)
+    _require_its_vocabulary(tokenizer, seen)
+    _require_replaceable(out, seen)
+    lineage = _lineage(weights, seen, spec)
+    identity = export_fingerprint(lineage)
+    if (existing := reusable(Export, out, identity, progress)) is not None:
+        return existing
+    with filling(out) as folder:
+        _take_files(weights, _weight_names(weights), folder, progress)
+        _take_files(tokenizer, [SPIECE], folder, progress)
+        write_model_files(seen, folder)
+        files, provenance = digest_files(folder, sorted(path.name for path in folder.iterdir())), current_provenance()
+        write_text(folder / README, model_card(seen, lineage, files, provenance))
+        record = Export(
+            path=out,
+            fingerprint=identity,
+            inputs=lineage,
+            files=files | digest_files(folder, [README]),
+            counts=export_counts(seen),
+            provenance=provenance,
+        ).commit(folder)
+        _give_way(out)
+    return record
+
+
+def require_exportable(model: ModelSpec) -> None:
+    """SpecError for a model that no class of transformers computes: one whose tokens choose two experts."""
+    if model.moe.num_experts and model.moe.top_k != 1:
+        raise SpecError(
+            f"model.moe.top_k is {model.moe.top_k}: SwitchTransformers in transformers has 1, so that such a model can "
+            "be trained and consolidated (stages `train` and `consolidate`), and not exported; set model.moe.top_k=1"
+        )
+
+
+def export_fingerprint(lineage: Mapping[str, str]) -> str:
+    """Identity of an export."""
+    return fingerprint({"stage": "export", "schema_version": 2, "inputs": dict(lineage)})
+
+
+def export_counts(witness: Witness) -> dict[str, int]:
+    """The counts that an export's manifest states."""
+    return {"num_parameters": witness.num_parameters, "step": witness.step, "tensors": len(witness.tensors)}
+
+
+def export_names(weights: Iterable[str]) -> set[str]:
+    """The names of all files of an uncertified export with these files of weights."""
+    return {*weights, CONFIG, GENERATION_CONFIG, SPIECE, *HUGGING_FACE_FILES, README}
+
+
+def _require_its_weights(weights: Weights, witness: Witness) -> None:
+    """The engine bears witness to its last step alone, so that of others nothing could be certified.
+
+    Weights of a checkpoint that this project did not write tell of no run; the certificate will tell.
+    """
+    found = (weights.inputs.get("run", witness.run_fingerprint), weights.counts.get("step", witness.step))
+    if found != (witness.run_fingerprint, witness.step):
+        raise InputError(
+            f"{weights.path} holds weights of run {found[0][:12]} at step {found[1]}, and the witness is of run "
+            f"{witness.run_fingerprint[:12]} at step {witness.step}: take those that belong together"
+        )
+
+
+def _require_its_vocabulary(tokenizer: TokenizerFiles, witness: Witness) -> None:
+    """Another one of the same size would load, pass every comparison of weights, and make nonsense of text."""
+    expected, given = witness.inputs["vocabulary"], tokenizer.files.get(SPIECE)
+    if given is None or given.sha256 != expected:
+        raise InputError(
+            f"{tokenizer.path} has another vocabulary than the model was trained with, whose {SPIECE} has sha256 "
+            f"{expected}: take that one"
+        )
+
+
+def _lineage(weights: Weights, witness: Witness, spec: RunSpec) -> dict[str, str]:
+    """Fingerprints of all that decides the export, the stages before its own inputs among them."""
+    return {
+        **witness.inputs,
+        "spec": spec.fingerprint(),
+        "run": witness.run_fingerprint,
+        "weights": weights.fingerprint,
+    }
+
+
+def _weight_names(weights: Weights) -> list[str]:
+    names = [name for name in weights.files if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", name)]
+    if not names:
+        raise InputError(f"{weights.path} holds no safetensors: consolidate the checkpoint again")
+    return names
+
+
+def _take_files(record: Record, names: Iterable[str], folder: Path, progress: Progress) -> None:
+    """Bring files of a record into ``folder``, by hard link where the disk allows it, and verify them there."""
+    total, done = sum(record.files[name].size for name in names), 0
+    for name in names:
+        source, target = record.path / name, folder / Path(name).name
+        try:
+            os.link(source, target, follow_symlinks=True)
+        except FileNotFoundError:
+            raise InputError(f"{source} is missing: make the {record.kind} again") from None
+        except OSError:  # another disk, or one without hard links
+            copy_durably(source, target)
+        verify_file(target, record.files[name])
+        done += record.files[name].size
+        progress(f"bytes of {record.kind} exported", done, total)
+
+
+def write_model_files(witness: Witness, folder: Path) -> None:
+    """Everything that transformers reads besides weights and spiece.model, which must be in ``folder`` already.
+
+    ``tie_word_embeddings`` is written as the witness has it: transformers 5 sets it to true on every T5 and keeps
+    whether the output is scaled (v1.0) apart, while older ones decide both tying and scaling by it.
+    """
+    from transformers import AutoConfig, GenerationConfig  # slow to import, needed here only
+
+    settings = witness.huggingface_config
+    config = AutoConfig.for_model(**settings)
+    write_json(folder / CONFIG, {**config.to_diff_dict(), **settings, "dtype": "float32"})
+    write_json(folder / GENERATION_CONFIG, GenerationConfig(**witness.generation_config).to_diff_dict())
+    write_hugging_face_files(folder)
+
+
+def _require_replaceable(out: Path, witness: Witness) -> None:
+    """StorageError unless ``out`` is absent, empty, or an export of the same run."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    try:
+        there = Export.load(out)
+    except RecordError as error:
+        raise StorageError(f"{out} is in the way: {error}. Remove it or export to another folder") from error
+    if (other := there.inputs.get("run", "")) != witness.run_fingerprint:
+        raise StorageError(
+            f"{out} holds the export of run {other[:12]} (made {there.provenance.created_at}), and this one is of run "
+            f"{witness.run_fingerprint[:12]}: export to another folder, or remove that one yourself"
+        )
+
+
+def _give_way(out: Path) -> None:
+    """Make ``out`` free: an export as it was written is removed, one that holds anything else is moved aside."""
+    if not out.exists() or not any(out.iterdir()):
+        return
+    if changed := [name for name in changed_files(Export.load(out)) if name != CERTIFICATE]:
+        aside = rename_aside(out)
+        _log.warning(
+            "the export in %s holds files that were added or changed (%s): it was moved to %s",
+            out, ", ".join(changed[:5]), aside,
+        )  # fmt: skip
+    else:
+        _log.warning("the export in %s is of other weights of this run, or of another version: it is replaced", out)
+        discard(out)

@@ -1,0 +1,274 @@
+"""Publishes a certified export to a folder or an object store.
+
+The destination is checked first, before a run trains. The certificate is uploaded first, as a claim, and
+``manifest.json`` last; each file is read back. Nothing that is not of this export is ever overwritten.
+"""
+
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from t5train.errors import CertificationError, DigestMismatch, PublicationError, RecordError, StorageError
+from t5train.files.atomic import copy_durably, filling
+from t5train.files.os_errors import explain
+from t5train.files.presence import reading
+from t5train.locations import Counted, explained, local_folder, redacted, remote_folder
+from t5train.progress import Progress, silent
+from t5train.records.digests import FileDigest, verify_file
+from t5train.records.identity import current_provenance, fingerprint
+from t5train.records.stage_records import MANIFEST, Export, Publication, Record, parse_manifest
+from t5train.release.certificate import CERTIFICATE, Certificate
+from t5train.release.verification import object_names, verify, verify_object
+
+_log = logging.getLogger(__name__)
+
+
+def upload(source: Path, record: Publication, url: str, progress: Progress = silent) -> None:
+    """Make ``record`` come true at ``url`` with the files of the folder ``source``.
+
+    The certificate goes first and claims the place: it is of one export, so an upload that was cut off can be told
+    from what somebody else put there, and is completed. Raises PublicationError when the place is not free, or the
+    store fails; nothing that is not of this export is ever overwritten.
+    """
+    filesystem, folder = remote_folder(url)
+    with explained(url, "cannot be written"):
+        present = _claim(filesystem, folder, (source / CERTIFICATE).read_bytes(), record)
+        for name, digest in record.files.items():
+            target, shown = f"{folder}/{name}", f"{record.url}/{name}"
+            if name in present and _is_there(filesystem, target, digest, shown, progress):
+                continue
+            counted = Counted(f"bytes of {name} sent", progress)
+            filesystem.put_file(os.fspath(source / name), target, callback=counted)
+            verify_object(filesystem, target, digest, shown, progress)
+        _create(filesystem, f"{folder}/{MANIFEST}", record.manifest_text().encode(), record.url)
+
+
+def _claim(filesystem: Any, folder: str, certificate: bytes, record: Publication) -> set[str]:
+    """Names that an earlier upload of the same export left, once its certificate is there."""
+    present = set(object_names(filesystem, folder))
+    if not present:
+        if not filesystem.async_impl:  # object stores have no folders to make, and might make a bucket
+            filesystem.makedirs(folder, exist_ok=True)
+        _create(filesystem, f"{folder}/{CERTIFICATE}", certificate, record.url)
+        return {CERTIFICATE}
+    foreign = sorted(present - record.files.keys())
+    if foreign or CERTIFICATE not in present or filesystem.cat_file(f"{folder}/{CERTIFICATE}") != certificate:
+        raise PublicationError(
+            f"{record.url} holds {', '.join((foreign or sorted(present))[:5])}, and no publication: "
+            "publish to another place, or remove that yourself"
+        )
+    _log.info("%s holds %d files of an unfinished upload: it is completed", record.url, len(present))
+    return present
+
+
+def _is_there(filesystem: Any, target: str, digest: FileDigest, shown: str, progress: Progress) -> bool:
+    try:
+        verify_object(filesystem, target, digest, shown, progress)
+    except DigestMismatch as error:
+        _log.warning("%s: it is sent again", error)
+        return False
+    return True
+
+
+def _create(filesystem: Any, path: str, content: bytes, shown: str) -> None:
+    """Write a small object that must not be there yet: the store itself refuses a second one where it can.
+
+    Stores refuse in words of their own, and a request that was sent twice finds the object of its first attempt, so
+    what lies there afterwards decides.
+    """
+    try:
+        filesystem.pipe_file(path, content, mode="create")
+    except Exception:  # stores have no error in common; it stands unless the object is there, and is then compared
+        filesystem.invalidate_cache()
+        if not filesystem.exists(path):
+            raise
+    if filesystem.cat_file(path) != content:
+        raise PublicationError(
+            f"{shown}/{Path(path).name} is not what was sent: another process is publishing there, or the store is "
+            "not reliable; see what is there, then try again"
+        )
+
+
+def check_destination(url: str, needed_bytes: int = 0, spec_fingerprint: str | None = None) -> None:
+    """Refuse now what ``publish`` would refuse after the training.
+
+    Raises PublicationError when the protocol's package is missing, the place cannot be written, holds something
+    else, or a publication of another spec than ``spec_fingerprint``; StorageError when a local disk has less space
+    than ``needed_bytes``. A store is asked by writing an empty object beside the destination and removing it.
+    """
+    published = publication_at(url)
+    if published is None:
+        _try_writing(url, needed_bytes)
+    elif spec_fingerprint is not None and published.inputs.get("spec") != spec_fingerprint:
+        raise PublicationError(f"{redacted(url)} holds {described(published)}: publish to another place")
+
+
+def publication_at(url: str) -> Publication | None:
+    """The publication whose manifest lies there, not verified; None where nothing does.
+
+    Raises PublicationError for anything else: a folder in use, another kind of record, a damaged manifest.
+    """
+    folder = local_folder(url)
+    content = _stored_manifest(url) if folder is None else _local_manifest(folder)
+    if content is None:
+        return None
+    try:
+        record = parse_manifest(content, f"{redacted(url)}/{MANIFEST}")
+    except (RecordError, DigestMismatch) as error:
+        raise PublicationError(f"{redacted(url)} is in the way: {error}. Publish to another place") from error
+    if not isinstance(record, Publication):
+        raise PublicationError(f"{redacted(url)} holds {described(record)}: publish to another place")
+    return record
+
+
+def described(record: Record) -> str:
+    """What is in the way, in words."""
+    return f"another {record.kind} ({record.fingerprint[:12]}, made {record.provenance.created_at})"
+
+
+def _local_manifest(folder: Path) -> bytes | None:
+    """The manifest's content; None for a folder that is absent or empty."""
+    try:
+        if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+            return None
+        return (folder / MANIFEST).read_bytes()
+    except OSError as error:
+        raise PublicationError(
+            f"{folder} is there and not a publication ({MANIFEST}: {error.strerror}): publish to another folder"
+        ) from error
+
+
+def _stored_manifest(url: str) -> bytes | None:
+    """The manifest's content; None where nothing is, or what an upload left that was cut off: its certificate tells."""
+    filesystem, folder = remote_folder(url)
+    with explained(url, "cannot be read"):
+        path = f"{folder}/{MANIFEST}"
+        if filesystem.exists(path):
+            return bytes(filesystem.cat_file(path))
+        present = object_names(filesystem, folder)
+    if present and CERTIFICATE not in present:
+        raise PublicationError(
+            f"{redacted(url)} holds {', '.join(sorted(present)[:5])}, and no publication: publish to another place"
+        )
+    return None
+
+
+def _try_writing(url: str, needed_bytes: int) -> None:
+    folder = local_folder(url)
+    if folder is None:
+        _try_store(url)
+    else:
+        _try_folder(folder, needed_bytes)
+
+
+def _try_folder(folder: Path, needed_bytes: int) -> None:
+    """Write a nameless file into the nearest folder that is there already.
+
+    The publication takes its place by a rename, which neither a link nor a mounted disk gives way to.
+    """
+    if folder.is_symlink() or folder.is_mount():
+        raise PublicationError(f"{folder} is a link or a mounted disk: publish to a folder inside what it stands for")
+    nearest = next(parent for parent in folder.parents if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+        free = shutil.disk_usage(nearest).free
+    except OSError as error:
+        raise PublicationError(f"{folder} cannot be made: {nearest} is not writable ({error.strerror})") from error
+    if free < needed_bytes:
+        raise StorageError(
+            f"{folder} needs {needed_bytes:,} bytes and {nearest} has {free:,} left: free some, or publish elsewhere"
+        )
+
+
+def _try_store(url: str) -> None:
+    """Beside the destination, not in it: what may write need not be allowed to remove."""
+    filesystem, folder = remote_folder(url)
+    suffix = f".write-check-{secrets.token_hex(4)}"
+    with explained(url, "cannot be written"):
+        filesystem.pipe_file(folder + suffix, b"")
+    try:
+        filesystem.rm_file(folder + suffix)
+    except Exception as error:  # fsspec's filesystems have no error in common
+        _log.warning("the empty object %s%s is left behind: %s", redacted(url), suffix, type(error).__name__)
+
+
+def publish(export: Export, url: str, progress: Progress = silent) -> Publication:
+    """Copy a certified export to a folder or fsspec URL and return what is there now.
+
+    A local folder appears whole, by one rename. A publication of the same export that verifies is reused. Raises
+    PublicationError without a passing certificate for exactly these files, and when anything else is in the way.
+    Secrets of the URL appear in no record, log or error.
+    """
+    _require_certified(export, progress)
+    record = _record(export, url)
+    if (existing := _existing(url, record.fingerprint, progress)) is not None:
+        return existing
+    folder = local_folder(url)
+    if folder is None:
+        upload(export.path, record, url, progress)
+        return record
+    _copy(export, record, folder, progress)
+    return record.model_copy(update={"path": folder, "url": str(folder)})
+
+
+def _record(export: Export, url: str) -> Publication:
+    """What the manifest will say; a local folder is ``.``, for its manifest travels with it."""
+    return Publication(
+        path=Path(),
+        url="." if local_folder(url) is not None else redacted(url).rstrip("/"),
+        fingerprint=fingerprint({"stage": "publication", "schema_version": 1, "export": export.fingerprint}),
+        inputs={**export.inputs, "export": export.fingerprint},
+        files=export.files,
+        counts=export.counts,
+        provenance=current_provenance(),
+    ).sealed()
+
+
+def _require_certified(export: Export, progress: Progress) -> None:
+    if CERTIFICATE not in export.files:
+        raise PublicationError(f"{export.path} may not be published: it has no certificate; certify it first")
+    path = export.path / CERTIFICATE
+    try:
+        export.verify(progress)
+        with reading(path):
+            content = path.read_bytes()
+        Certificate.parse(content, str(path)).require_vouching(export.fingerprint, export.files, str(path))
+    except (CertificationError, DigestMismatch) as error:
+        raise PublicationError(f"{export.path} may not be published: {error}") from error
+
+
+def _existing(url: str, identity: str, progress: Progress) -> Publication | None:
+    """The verified publication of this identity; PublicationError when something else is in its place."""
+    found = publication_at(url)
+    if found is None:
+        return None
+    if found.fingerprint != identity:
+        raise PublicationError(
+            f"{redacted(url)} holds {described(found)}: publish to another place, or remove that yourself"
+        )
+    try:
+        verified = verify(url, progress)
+    except (DigestMismatch, PublicationError) as error:
+        raise PublicationError(
+            f"{redacted(url)} holds this publication, but damaged: {error}. Remove it, then publish again"
+        ) from error
+    return Publication.model_validate(verified).model_copy(update={"reused": True})
+
+
+def _copy(export: Export, record: Publication, folder: Path, progress: Progress) -> None:
+    total, done = sum(digest.size for digest in record.files.values()), 0
+    try:
+        with filling(folder) as partial:
+            for name, digest in record.files.items():
+                copy_durably(export.path / name, partial / name)
+                verify_file(partial / name, digest)
+                done += digest.size
+                progress("bytes published", done, total)
+            record.commit(partial)
+    except OSError as error:
+        raise PublicationError(f"{folder} cannot be written: {explain(error)}") from error

@@ -1,0 +1,124 @@
+"""Compares a folder, here or in an object store, with what its manifest says, byte by byte."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from t5train.errors import CertificationError, DigestMismatch, PublicationError, RecordError
+from t5train.files.confined import confined
+from t5train.files.presence import ABSENT, files_below, reading
+from t5train.locations import explained, local_folder, redacted, remote_folder
+from t5train.progress import Progress, silent
+from t5train.records.digests import FileDigest, SafetensorsDigest, digest_safetensors_stream
+from t5train.records.stage_records import MANIFEST, Publication, Record, parse_manifest
+from t5train.release.certificate import CERTIFICATE, Certificate
+
+_CHUNK_BYTES = 8 << 20
+
+
+def verify(path_or_url: str | Path, progress: Progress = silent) -> Record:
+    """The record of a folder or URL, once every file of it has the recorded size and sha256.
+
+    Any stage's folder will do. A publication must also hold nothing else, a manifest exactly as it was written, and
+    a passing certificate for its files. Raises RecordError without a manifest, DigestMismatch that names the file
+    that differs or is missing, PublicationError for what is there beyond the record or is not certified.
+    """
+    url = str(path_or_url)
+    folder = local_folder(url)
+    return verify_remote(url, progress) if folder is None else verify_local(folder, progress)
+
+
+def verify_local(folder: Path, progress: Progress = silent) -> Record:
+    """``verify`` for a folder on this machine."""
+    try:
+        with reading(folder / MANIFEST):
+            content = (folder / MANIFEST).read_bytes()
+    except ABSENT as error:
+        raise RecordError(f"{folder / MANIFEST} cannot be read: {error.strerror}; nothing was finished here") from None
+    record = parse_manifest(content, str(folder / MANIFEST)).model_copy(update={"path": folder})
+    record.verify(progress)
+    if isinstance(record, Publication):
+        _require_whole(record, files_below(folder), str(folder))
+        with reading(folder / CERTIFICATE):
+            content = (folder / CERTIFICATE).read_bytes()
+        _require_certified(record, content, str(folder))
+        return record.model_copy(update={"url": str(folder)})
+    return record
+
+
+def verify_remote(url: str, progress: Progress = silent) -> Record:
+    """``verify`` for any other place that fsspec can read; files are streamed, none is kept."""
+    filesystem, folder = remote_folder(url)
+    where = redacted(url).rstrip("/")
+    with explained(url, "cannot be read"):
+        try:
+            content = filesystem.cat_file(f"{folder}/{MANIFEST}")
+        except FileNotFoundError:
+            raise RecordError(f"{where}/{MANIFEST} does not exist: nothing was finished there") from None
+        record = parse_manifest(content, f"{where}/{MANIFEST}")
+        for name in record.files:  # those of a corpus could be anywhere, but only on its own machine
+            confined(Path(folder), name, f"{where}/{MANIFEST}", RecordError)
+        for name, digest in record.files.items():
+            verify_object(filesystem, f"{folder}/{name}", digest, f"{where}/{name}", progress)
+        if isinstance(record, Publication):
+            _require_whole(record, object_names(filesystem, folder), where)
+            _require_certified(record, filesystem.cat_file(f"{folder}/{CERTIFICATE}"), where)
+            return record.model_copy(update={"url": where})
+    return record
+
+
+def verify_object(
+    filesystem: Any, path: str, expected: FileDigest | SafetensorsDigest, shown: str, progress: Progress
+) -> None:
+    """DigestMismatch unless the object at ``path`` has this size and digest; it is read back for that."""
+
+    def tell(size: int) -> None:
+        progress(f"bytes of {PurePosixPath(path).name} verified", size, expected.size)
+
+    try:
+        with filesystem.open(path, "rb", block_size=_CHUNK_BYTES) as file:
+            found = _digest(file, tell) if isinstance(expected, FileDigest) else digest_safetensors_stream(file, tell)
+    except FileNotFoundError:
+        raise DigestMismatch(f"{shown} is missing; {expected.size} bytes were recorded") from None
+    if found != expected:
+        raise DigestMismatch(
+            f"{shown} has {found.size} bytes and {found}, {expected.size} bytes and {expected} were recorded: "
+            "publish it again"
+        )
+
+
+def _digest(file: IO[bytes], tell: Callable[[int], None]) -> FileDigest:
+    digest, size = hashlib.sha256(), 0
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+        size += len(chunk)
+        tell(size)
+    return FileDigest(size=size, sha256=digest.hexdigest())
+
+
+def object_names(filesystem: Any, folder: str) -> list[str]:
+    """Names, relative to ``folder``, of everything below it."""
+    if "http" in filesystem.protocol or "https" in filesystem.protocol:
+        return []  # a web server need not list its folders
+    prefix = filesystem._strip_protocol(folder).rstrip("/") + "/"
+    return [str(path).removeprefix(prefix) for path in filesystem.find(folder)]
+
+
+def _require_whole(record: Publication, present: Iterable[str], where: str) -> None:
+    """Its certificate is among its files, and nothing lies there beside them."""
+    if CERTIFICATE not in record.files:
+        raise PublicationError(f"{where} is not certified: its manifest names no {CERTIFICATE}; publish it again")
+    if extra := sorted(set(present) - {*record.files, MANIFEST}):
+        raise PublicationError(
+            f"{where} holds {', '.join(extra[:5])}, which was not published{' (and more)' if extra[5:] else ''}: "
+            "remove what does not belong there"
+        )
+
+
+def _require_certified(record: Publication, content: bytes, where: str) -> None:
+    try:
+        certificate = Certificate.parse(content, f"{where}/{CERTIFICATE}")
+        certificate.require_vouching(record.inputs.get("export", ""), record.files, f"{where}/{CERTIFICATE}")
+    except CertificationError as error:
+        raise PublicationError(f"{where} is not certified: {error}") from error

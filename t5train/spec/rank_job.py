@@ -1,0 +1,96 @@
+"""What a rank is told: one JSON file, the same for all ranks of an attempt."""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from t5train.errors import SpecError
+from t5train.files import run_folder as run_files
+from t5train.records.stage_records import TokenShards
+from t5train.spec import RunSpec
+
+
+class Clock(BaseModel):
+    """How far training is, beside weights and moments; ``loss_scaler`` holds the state of fp16's, by attribute."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    step: int = 0
+    skipped_steps: int = 0
+    loss_scaler: dict[str, int | float] = {}
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Those that moved the weights: a loss scaler drops the others."""
+        return self.step - self.skipped_steps
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether an optimizer has any to be kept: before its first step there are none."""
+        return self.optimizer_steps > 0
+
+
+class Consolidated(BaseModel):
+    """A checkpoint of the run in a form that any layout can begin from: ``folder`` holds weights and moments."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    folder: Path
+    fingerprint: str
+    clock: Clock
+
+
+class TrainJob(BaseModel):
+    """One attempt at a run: what to train, on what, where, and from what.
+
+    That is the checkpoint ``resume_tag``, or one of another layout, ``consolidated``, or neither: then the run begins,
+    where ``start_fingerprint`` says so with the weights of that content in ``spec.model.start_from``, a folder that the
+    user calls ``start_name``.
+    With ``node_local``, folders are on each node's own disk, and hold what its ranks wrote or were brought.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    spec: RunSpec
+    run_fingerprint: str
+    run_folder: Path
+    shards_folder: Path
+    node_local: bool = False
+    resume_tag: str | None
+    consolidated: Consolidated | None = None
+    start_fingerprint: str | None = None
+    start_name: str | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> "TrainJob":
+        """The job in a JSON file; SpecError when it is not one."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise SpecError(f"{path} is not the job of a training attempt: {error}") from error
+
+    def shards(self) -> TokenShards:
+        """The manifest of the token shards; their digests were verified by the stage that made or reused them."""
+        return TokenShards.load(self.shards_folder)
+
+    @property
+    def begins_from(self) -> str | None:
+        """Fingerprint of the weights in ``spec.model.start_from``, if it is these that the attempt begins with."""
+        return None if self.resume_tag or self.consolidated else self.start_fingerprint
+
+    @property
+    def checkpoints_folder(self) -> Path:
+        """Where tags lie."""
+        return self.run_folder / run_files.CHECKPOINTS
+
+    @property
+    def witness_folder(self) -> Path:
+        """What the engine says of its own weights at the end."""
+        return self.run_folder / run_files.WITNESS_FOLDER
+
+    @property
+    def metrics_path(self) -> Path:
+        """One JSON line a step."""
+        return self.run_folder / run_files.METRICS
+
+    @property
+    def tensorboard_folder(self) -> Path:
+        """The same for TensorBoard."""
+        return self.run_folder / run_files.TENSORBOARD

@@ -1,0 +1,116 @@
+"""The stages as Prefect tasks: one library call each.
+
+The library decides whether an existing result is reused; Prefect neither caches nor keeps results. Training is retried
+after a transient failure, and resumes where it was. Weights and export lie in the run's own folder and can be made
+again from its checkpoint, so damaged ones are moved aside. A checkpoint or a publication never is.
+"""
+
+from typing import Any
+
+from prefect import Task, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+
+from infra.head.training_run import train_run
+from t5train.data.corpus import build_corpus
+from t5train.data.shards import build_shards
+from t5train.data.tokenizer import build_tokenizer
+from t5train.errors import T5TrainError
+from t5train.files import run_folder
+from t5train.files.atomic import write_json
+from t5train.files.os_errors import as_storage_errors
+from t5train.records.identity import fingerprint
+from t5train.records.stage_records import (
+    Checkpoint,
+    Corpus,
+    Export,
+    Publication,
+    TokenizerFiles,
+    TokenShards,
+    Weights,
+    set_damaged_aside,
+)
+from t5train.release.certification import certify_in_fresh_process
+from t5train.release.export import export
+from t5train.release.publication import publish
+from t5train.spec import RunSpec
+from tasks.stage_progress import StageProgress
+
+
+@task(name="corpus", cache_policy=NO_CACHE)
+@as_storage_errors()
+def make_corpus(spec: RunSpec) -> Corpus:
+    """Find or make the text, and verify every file of it."""
+    return build_corpus(spec.corpus, spec.storage.root, StageProgress("corpus"))
+
+
+@task(name="tokenizer", cache_policy=NO_CACHE)
+@as_storage_errors()
+def make_tokenizer(spec: RunSpec, corpus: Corpus) -> TokenizerFiles:
+    """Train the vocabulary, or take the given one."""
+    return build_tokenizer(spec.tokenizer, spec.corpus, corpus, spec.storage.root, StageProgress("tokenizer"))
+
+
+@task(name="shards", cache_policy=NO_CACHE)
+@as_storage_errors()
+def make_shards(spec: RunSpec, corpus: Corpus, tokenizer: TokenizerFiles) -> TokenShards:
+    """Turn the text into files of token ids."""
+    return build_shards(spec.shards, spec.corpus, corpus, tokenizer, spec.storage.root, StageProgress("shards"))
+
+
+SECONDS_BEFORE_RETRY = 5
+
+
+def can_pass(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
+    """Whether the failure is one that trying the same thing again can mend."""
+    error = state.data
+    return isinstance(error, T5TrainError) and error.retryable
+
+
+@task(name="train", cache_policy=NO_CACHE, retry_delay_seconds=SECONDS_BEFORE_RETRY, retry_condition_fn=can_pass)
+@as_storage_errors()
+def train(spec: RunSpec, shards: TokenShards, adopt: bool = False) -> Checkpoint:
+    """Train to the last step, from the newest complete checkpoint on; the caller holds the run's lock."""
+    return train_run(spec, shards, StageProgress("train"), adopt=adopt)
+
+
+@task(name="consolidate", cache_policy=NO_CACHE)
+@as_storage_errors()
+def consolidate_weights(spec: RunSpec, checkpoint: Checkpoint) -> Weights:
+    """Join the ranks' parts of the fp32 masters to safetensors."""
+    from t5train.checkpoint.consolidate import (
+        consolidate,  # brings torch, which a flow that reuses everything does without
+    )
+
+    # Named by content: should a GPU train the last steps once more, their bytes may differ.
+    content = fingerprint({name: digest.sha256 for name, digest in checkpoint.files.items()})
+    out = spec.run_folder / run_folder.WEIGHTS / f"{checkpoint.tag}-{content[:12]}"
+    checkpoints = spec.run_folder / run_folder.CHECKPOINTS
+    set_damaged_aside(out)
+    return consolidate(checkpoints, out, tag=checkpoint.tag, progress=StageProgress("consolidate"))
+
+
+@task(name="export", cache_policy=NO_CACHE)
+@as_storage_errors()
+def export_model(spec: RunSpec, weights: Weights, tokenizer: TokenizerFiles) -> Export:
+    """Write the Hugging Face folder."""
+    witness, out = spec.run_folder / run_folder.WITNESS_FOLDER, spec.run_folder / run_folder.EXPORT
+    set_damaged_aside(out)
+    return export(weights, tokenizer, witness, spec, out, StageProgress("export"))
+
+
+@task(name="certify", cache_policy=NO_CACHE)
+@as_storage_errors()
+def certify_export(spec: RunSpec, exported: Export) -> Export:
+    """Let a fresh process prove that the export is the model that was trained."""
+    return certify_in_fresh_process(exported, spec.run_folder / run_folder.WITNESS_FOLDER, StageProgress("certify"))
+
+
+@task(name="publish", cache_policy=NO_CACHE)
+@as_storage_errors()
+def publish_export(spec: RunSpec, exported: Export, url: str) -> Publication:
+    """Put the certified export where others find it, its manifest last; the run notes where."""
+    publication = publish(exported, url, StageProgress("publish"))
+    note = {"url": publication.url, "fingerprint": publication.fingerprint}
+    write_json(spec.run_folder / run_folder.PUBLISHED, note)
+    return publication
