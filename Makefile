@@ -46,7 +46,7 @@ types: setup ## mypy, strict
 	@$(BIN)/mypy
 
 bench: setup ## Every benchmark of the CPU, one after the other
-	@for benchmark in tokenise span_corruption sample_order reading saving consolidate preflight; do $(BIN)/python "benchmarks/$$benchmark.py"; done
+	@for benchmark in tokenise span_corruption sample_order reading saving consolidate preflight; do $(BIN)/python -m "benchmarks.$$benchmark"; done
 
 corruptions: setup ## 10,000 faults in small checkpoints: each refused before anything is unpickled
 	@$(BIN)/python tests/t5train/consolidate/corruptions.py
@@ -55,19 +55,19 @@ certificate-faults: setup ## Up to 600 single faults in published files, sealed 
 	@$(BIN)/python tests/t5train/certificate/certificate_faults.py
 
 bench-consolidate: setup ## Consolidation of 1.1 billion parameters beside cp and zero_to_fp32, then 3 billion alone; 50 GB of disk
-	@$(BIN)/python benchmarks/consolidate.py --parameters 1.1e9 --rounds 5 --alone 0.25e9 1.1e9 3e9
+	@$(BIN)/python -m benchmarks.consolidate --parameters 1.1e9 --rounds 5 --alone 0.25e9 1.1e9 3e9
 
 variants-table: setup ## Every layout trained beside plain data parallelism: the table in docs/variants.md
-	@$(BIN)/python benchmarks/layouts.py --into docs/variants.md
+	@$(BIN)/python -m tests.acceptance.layout_equality --into docs/variants.md
 
 faults: setup ## All that can happen to a run over hosts, done on the test cluster (root): the table in docs/faults.md
-	@$(BIN)/python benchmarks/fault_table.py --into docs/faults.md
+	@$(BIN)/python -m tests.acceptance.fault_table --into docs/faults.md
 
 resumes: setup ## All that can have become of checkpoints when a run goes on (root): the table in docs/resumes.md
-	@$(BIN)/python benchmarks/resume_table.py --into docs/resumes.md
+	@$(BIN)/python -m tests.acceptance.resume_table --into docs/resumes.md
 
 kills: setup ## 200 kills of processes that save, gather, consolidate and publish, at random moments
-	@$(BIN)/python benchmarks/kills.py
+	@$(BIN)/python -m tests.acceptance.kills.kill_all
 
 io-faults: setup ## Every system call on a file fails in turn; continues where it was interrupted (io-faults.jsonl)
 	@$(BIN)/python -m tests.io_faults

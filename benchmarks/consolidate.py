@@ -26,8 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hardware import hardware
-from synthetic_checkpoints import RANKS, TAG, write_experts, write_zero2, write_zero3
+from benchmarks.synthetic_checkpoints import RANKS, TAG, write_experts, write_zero2, write_zero3
+from tests.support.hardware import hardware
 
 CONSOLIDATE = """
 from pathlib import Path

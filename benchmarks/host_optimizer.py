@@ -21,12 +21,12 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from hardware import hardware
 
 from t5train.engine.optimizer import AdamWRms, HostAdam, Partition, Segment
 from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
 from t5train.spec import ModelSpec
+from tests.support.hardware import hardware
 
 BETAS, EPSILON, RATE = (0.9, 0.999), 1e-8, 1e-3
 

@@ -16,9 +16,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from hardware import hardware
-from simulated_hosts import Fault, Simulated, facts_of, write_answers
-
 from infra.head.hosts.hostfile import hostfile_text, include_argument, parse, select
 from infra.head.launch.deepspeed_launcher import launch_command
 from infra.head.preflight.checklist import judge
@@ -28,6 +25,8 @@ from infra.head.preflight.launch_requirements import Needs
 from infra.node.inspection.facts import Software
 from infra.node.inspection.software import software
 from t5train.spec import ClusterSpec
+from tests.support.hardware import hardware
+from tests.support.simulated_hosts import Fault, Simulated, facts_of, write_answers
 
 SLOTS = 8
 UNWELL = {

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import datasets
 import numpy as np
-from hardware import hardware
 
 from t5train.data import sources
 from t5train.data.corpus import build_corpus
@@ -26,6 +25,7 @@ from t5train.data.shards import build_shards
 from t5train.data.tokenizer import build_tokenizer
 from t5train.records.stage_records import TokenShards
 from t5train.spec import CorpusSpec, ShardsSpec, TokenizerSpec
+from tests.support.hardware import hardware
 
 WINDOW_TOKENS = 568
 SECONDS_A_ROUND = 1.0

@@ -13,9 +13,9 @@ import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
-from hardware import hardware
 
 from t5train.data.keyed_random import permuted
+from tests.support.hardware import hardware
 
 SECONDS_A_ROUND = 0.5
 

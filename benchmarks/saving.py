@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from hardware import hardware
 
 from t5train.checkpoint.archive_checksums import fill_in, no_checksums
 from t5train.records.digests import digest_files
+from tests.support.hardware import hardware
 
 State = dict[str, torch.Tensor]
 

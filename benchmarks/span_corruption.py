@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from hardware import hardware
 
 from t5train.data import keyed_random
 from t5train.data.span_corruption import corrupt, geometry
 from t5train.spec import ObjectiveSpec
+from tests.support.hardware import hardware
 
 VOCAB_SIZE, EOS_ID, PAD_ID = 32_100, 1, 0
 NOISE_DENSITY, MEAN_SPAN_TOKENS = 0.15, 3.0

@@ -17,14 +17,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hardware import hardware
-
 from infra.head.hosts.node_client import Nodes
 from infra.head.hosts.ssh import Ssh
 from infra.head.storage.provisioning import stage_folder
 from infra.node.storage.pull import listed
 from infra.testcluster import Cluster
 from t5train.spec import ClusterSpec
+from tests.support.hardware import hardware
 
 FILES, PLACE = 8, "shards/benchmark"
 SOURCE = "/var/tmp/source"  # noqa: S108 - on a disk of the head alone

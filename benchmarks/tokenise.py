@@ -19,12 +19,11 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from hardware import hardware
-
 from t5train.data import sources
 from t5train.data.corpus import build_corpus
 from t5train.data.tokenizer import build_tokenizer, given_tokenizer
 from t5train.spec import CorpusSpec, TokenizerSpec
+from tests.support.hardware import hardware
 
 PROCESSES = 2
 LITTLE_BYTES = 10_000_000

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from flops import flops_a_token, training_flops
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
 from t5train.spec.recipes import recipe
+from tests.acceptance.variants.flops import flops_a_token, training_flops
 
 
 @pytest.mark.parametrize("settings", [{}, {"model.version": "v1.0", "model.num_decoder_layers": 3}])

@@ -4,7 +4,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from layouts import BEGIN, CONDITIONS, END, LAYOUTS, Difference, Trained, put_into, spec_of, table
+
+from tests.acceptance.layout_equality import (
+    BEGIN,
+    CONDITIONS,
+    END,
+    LAYOUTS,
+    Difference,
+    Trained,
+    put_into,
+    spec_of,
+    table,
+)
 
 
 def _trained(nudge: float) -> Trained:

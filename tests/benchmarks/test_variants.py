@@ -6,16 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from variant_cases import CASES, Case
-from variant_runs import with_mfu
-from variant_table import table
-from variants import Results
 
 from t5train.data.corpus import build_corpus
 from t5train.data.tokenizer import build_tokenizer
 from t5train.spec.recipes import RECIPES, recipe
+from tests.acceptance.variants.measure_all import Results
+from tests.acceptance.variants.variant_cases import CASES, Case
+from tests.acceptance.variants.variant_runs import with_mfu
+from tests.acceptance.variants.variant_table import table
 
-PROGRAM = Path(__file__).parents[2] / "benchmarks/variants.py"
+PROGRAM = Path(__file__).parents[2] / "tests/acceptance/variants/measure_all.py"
 
 
 @pytest.mark.parametrize("tiny", [False, True])

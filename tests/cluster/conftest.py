@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster_runs import Stage
 
 from infra.testcluster import Cluster
+from tests.support.cluster_runs import Stage
 
 
 @pytest.fixture(scope="session")

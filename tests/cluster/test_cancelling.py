@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_runs import ENVIRONMENT, SETTINGS, Stage
 
 from infra.testcluster.host_files import HOSTFILE
 from t5train import metrics
 from t5train.files.run_folder import METRICS
+from tests.support.cluster_runs import ENVIRONMENT, SETTINGS, Stage
 
 pytestmark = pytest.mark.cluster
 

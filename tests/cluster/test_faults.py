@@ -7,9 +7,10 @@ import re
 from typing import Any
 
 import pytest
-from cluster_runs import Stage
-from fault_cases import FAULTS, LEASE_SECONDS, Fault
-from fault_table import ALLOWED_SECONDS, SETTINGS, do, goes_on_to, undisturbed_weights
+
+from tests.acceptance.fault_cases import FAULTS, LEASE_SECONDS, Fault
+from tests.acceptance.fault_table import ALLOWED_SECONDS, SETTINGS, do, goes_on_to, undisturbed_weights
+from tests.support.cluster_runs import Stage
 
 pytestmark = pytest.mark.cluster
 

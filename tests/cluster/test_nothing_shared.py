@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_runs import SETTINGS, Ended, Stage, Started, weights
 
 from infra.testcluster import Cluster
 from infra.testcluster.__main__ import run_demo
@@ -21,6 +20,7 @@ from t5train.files.run_folder import FAILURES, is_tag
 from t5train.release.certificate import CERTIFICATE, Certificate
 from t5train.release.verification import verify
 from t5train.spec.rank_job import TrainJob
+from tests.support.cluster_runs import SETTINGS, Ended, Stage, Started, weights
 
 pytestmark = pytest.mark.cluster
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster_runs import Stage, Started
 
 from infra.node.attempts import attempt
 from infra.node.attempts.attempt import Attempt
@@ -17,6 +16,7 @@ from infra.node.code_bundle import bundle, own_bundle
 from infra.node.node_folders import CODE
 from infra.testcluster import Cluster
 from infra.testcluster.host_files import HOSTFILE, ROOT
+from tests.support.cluster_runs import Stage, Started
 
 pytestmark = pytest.mark.cluster
 

@@ -6,10 +6,10 @@ import signal
 import time
 
 import pytest
-from cluster_runs import Stage, Started
 
 from infra.testcluster import Cluster
 from infra.testcluster.host_files import HOSTFILE
+from tests.support.cluster_runs import Stage, Started
 
 pytestmark = pytest.mark.cluster
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cluster_runs import Stage, weights
 
 from infra.testcluster.host_files import HOME, HOSTFILE
 from t5train.release.verification import verify
+from tests.support.cluster_runs import Stage, weights
 
 pytestmark = pytest.mark.cluster
 

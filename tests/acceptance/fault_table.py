@@ -2,8 +2,8 @@
 
 ::
 
-    python benchmarks/fault_table.py --into docs/faults.md         all of it, as root; about ten minutes on two cores
-    python benchmarks/fault_table.py --only "a rank is killed"
+    python tests/acceptance/fault_table.py --into docs/faults.md         all of it, as root; about ten minutes on two cores
+    python tests/acceptance/fault_table.py --only "a rank is killed"
 """
 
 import argparse
@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster_runs import Ended, Stage, Started, weights
-from fault_cases import FAULTS, LEASE_SECONDS, RANK, Fault, pids
-
 from infra.testcluster import Cluster
 from infra.testcluster.host import Process
 from infra.testcluster.host_files import HOME, HOSTFILE
 from t5train.files.run_folder import WITNESS_FOLDER
+from tests.acceptance.fault_cases import FAULTS, LEASE_SECONDS, RANK, Fault, pids
+from tests.support.cluster_runs import Ended, Stage, Started, weights
 
 STRIKE_AT, SLOW = 25, "8mbit"
 SETTINGS = {

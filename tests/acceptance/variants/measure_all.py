@@ -1,7 +1,7 @@
 """Every variant from tokens to a certified export on this machine's accelerators: speed, memory, and the proof.
 
-    python benchmarks/variants.py --corpus TEXT --tokenizer SPIECE [--out FOLDER] [--only NAME ...] [--beside]
-    python benchmarks/variants.py --list | --table [--out FOLDER]
+    python tests/acceptance/variants/measure_all.py --corpus TEXT --tokenizer SPIECE [--out FOLDER] [--only NAME ...] [--beside]
+    python tests/acceptance/variants/measure_all.py --list | --table [--out FOLDER]
 
 Each case is a run of the program's own stages. After each a line is appended to FOLDER/results.jsonl, for one that
 failed too, and a case that has a line is not run again: type the command again to go on, and remove a line to repeat
@@ -23,13 +23,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from hardware import hardware
-from machine_memory import memory_bytes
-from variant_cases import CASES, Case
-from variant_runs import Row, Runner, with_mfu
-from variant_table import listing, table
 
 from t5train.errors import SpecError
+from tests.acceptance.variants.machine_memory import memory_bytes
+from tests.acceptance.variants.variant_cases import CASES, Case
+from tests.acceptance.variants.variant_runs import Row, Runner, with_mfu
+from tests.acceptance.variants.variant_table import listing, table
+from tests.support.hardware import hardware
 
 H200_TERAFLOPS = 790.0
 

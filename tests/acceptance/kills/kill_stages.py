@@ -8,12 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from kill_site import Site, wrongly_chosen
-from kill_tally import Found, Tally
-from object_folder import URL
-from struck import Work, await_quiet, is_struck, seconds_of
-from whole_tags import tree, whole_tags
-
 from infra.head.storage.checkpoint_sync import keep_up
 from infra.head.storage.recovery import recover
 from t5train.checkpoint.consolidate import consolidate
@@ -22,6 +16,11 @@ from t5train.errors import T5TrainError
 from t5train.progress import silent
 from t5train.records.stage_records import MANIFEST, Export
 from t5train.release.publication import publish
+from tests.acceptance.kills.independent_tags import tree, whole_tags
+from tests.acceptance.kills.kill_site import Site, wrongly_chosen
+from tests.acceptance.kills.kill_tally import Found, Tally
+from tests.acceptance.kills.killed_process import Work, await_quiet, is_struck, seconds_of
+from tests.acceptance.kills.object_folder import URL
 
 _WHEN_MADE = ("provenance", "seal")
 """In a manifest: when it was made, and a digest over all it says."""

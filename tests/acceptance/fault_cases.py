@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from importlib.metadata import distribution
 from pathlib import Path
 
-from cluster_runs import Stage, Started
-
 from infra.testcluster import host_files
 from infra.testcluster.host_files import HOME, HOSTFILE
+from tests.support.cluster_runs import Stage, Started
 
 LEASE_SECONDS = 10
 _AGAIN_SECONDS = 0.3

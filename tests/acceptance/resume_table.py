@@ -2,8 +2,8 @@
 
 ::
 
-    python benchmarks/resume_table.py --into docs/resumes.md       all of it, as root; a quarter of an hour on two cores
-    python benchmarks/resume_table.py --only "clock skew"
+    python tests/acceptance/resume_table.py --into docs/resumes.md       all of it, as root; a quarter of an hour on two cores
+    python tests/acceptance/resume_table.py --only "clock skew"
 """
 
 import argparse
@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from apart_runs import SECONDS, Apart, Files, apart, interrupt, require_success
-from cluster_runs import Ended, Started, weights
-from fault_table import write_table
-from resume_cases import CASES, Case
-
 from infra.testcluster.host_files import ROOT
+from tests.acceptance.fault_table import write_table
+from tests.acceptance.resume_cases import CASES, Case
+from tests.support.apart_runs import SECONDS, Apart, Files, apart, interrupt, require_success
+from tests.support.cluster_runs import Ended, Started, weights
 
 _SAID = re.compile(r"passed over|takes its place|still at work")
 _BY_PREFECT = re.compile(r"^[0-9:.]+ \| .*? run '[^']*' - ")

@@ -10,14 +10,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from cluster_runs import Ended, Stage, Started
-
 from infra.node import node_folders
 from infra.testcluster import Cluster
 from infra.testcluster.host_files import HOSTFILE, ROOT
 from t5train.checkpoint import tags as sidecar
 from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS, CHECKPOINTS, WITNESS_FOLDER
 from t5train.spec.rank_job import TrainJob
+from tests.support.cluster_runs import Ended, Stage, Started
 
 RUN = "resumed"
 NODE_FOLDER = str(node_folders.place())

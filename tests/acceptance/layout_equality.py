@@ -1,6 +1,6 @@
 """Every layout beside plain data parallelism (ZeRO 0): one seed, no dropout, fp32, CPU ranks.
 
-    python benchmarks/layouts.py [--steps 50] [--ranks 2 4] [--into docs/variants.md]
+    python tests/acceptance/layout_equality.py [--steps 50] [--ranks 2 4] [--into docs/variants.md]
 
 A model of the demo's size is trained in each layout under three conditions, with as many ranks; its consolidated
 weights, losses and gradient norms are compared with those of ZeRO 0 under the same condition. Differences are given as
@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from hardware import hardware
 from safetensors.numpy import load_file
 
 from infra.head.launch.local_launch import LaunchSpec, launch
@@ -32,8 +31,12 @@ from t5train.data.tokenizer import build_tokenizer
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
+from tests.support.hardware import hardware
 
-BEGIN, END = "<!-- made by benchmarks/layouts.py -->", "<!-- end of what benchmarks/layouts.py made -->"
+BEGIN, END = (
+    "<!-- made by tests/acceptance/layout_equality.py -->",
+    "<!-- end of what tests/acceptance/layout_equality.py made -->",
+)
 BATCH = 16
 PLAIN = "ZeRO 0"
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {

@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from kill_site import HOSTS, Site, wrongly_chosen
-from kill_tally import Found, Tally
-from struck import CONTEXT
-from whole_tags import files_of, whole_tags
-
 from infra.head.storage.checkpoint_sync import keep_up
 from t5train.errors import T5TrainError
 from t5train.files.run_folder import step_of, tag_of
 from t5train.progress import silent
 from t5train.spec.rank_job import TrainJob
+from tests.acceptance.kills.independent_tags import files_of, whole_tags
+from tests.acceptance.kills.kill_site import HOSTS, Site, wrongly_chosen
+from tests.acceptance.kills.kill_tally import Found, Tally
+from tests.acceptance.kills.killed_process import CONTEXT
 
 _BETWEEN_SECONDS = 0.1
 _FEW_STEPS = 8

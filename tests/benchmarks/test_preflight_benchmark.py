@@ -1,4 +1,4 @@
-import preflight
+from benchmarks import preflight
 
 
 def test_simulated_hosts_answer_as_real_ones_do() -> None:

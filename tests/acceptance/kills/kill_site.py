@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from whole_tags import whole_tags
-
 from infra.head.hosts.hostfile import Host, Hosts
 from infra.head.storage.checkpoint_inventory import complete_tags, survey
 from infra.head.storage.node_paths import NodeRun
@@ -22,6 +20,7 @@ from t5train.records.stage_records import TokenizerFiles, TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 from t5train.spec.recipes import recipe
+from tests.acceptance.kills.independent_tags import whole_tags
 
 HOSTS = ("a", "b")
 SETTINGS = {

@@ -12,12 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from apart_runs import NODE_FOLDER, SCRATCH, SLOW, TWO_NODES, Apart, await_truth
-from cluster_runs import Started
-from fault_cases import RANK, pids
-
 from infra.testcluster import host_files
 from infra.testcluster.host_files import HOSTFILE
+from tests.acceptance.fault_cases import RANK, pids
+from tests.support.apart_runs import NODE_FOLDER, SCRATCH, SLOW, TWO_NODES, Apart, await_truth
+from tests.support.cluster_runs import Started
 
 SEED, NUM_CUTS, LONGEST_SAVE_SECONDS = 6, 10, 0.04
 SHARD = "zero_pp_rank_1_mp_rank_00_optim_states.pt"

@@ -10,15 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flops import flops_a_token
-from machine_memory import PeakMemory
-from variant_cases import CLEAR_ERRORS, Case
-
 from t5train import metrics
 from t5train.model.model_shape import resolve
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
+from tests.acceptance.variants.flops import flops_a_token
+from tests.acceptance.variants.machine_memory import PeakMemory
+from tests.acceptance.variants.variant_cases import CLEAR_ERRORS, Case
 
 PROGRAM = (sys.executable, "-c", "from flows.cli.__main__ import main; main()")
 Row = dict[str, Any]

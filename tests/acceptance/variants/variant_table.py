@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from variant_cases import CASES, Case
-from variant_runs import Row
+from tests.acceptance.variants.variant_cases import CASES, Case
+from tests.acceptance.variants.variant_runs import Row
 
 GIB = 1 << 30
 

@@ -2,8 +2,8 @@
 
 ::
 
-    python benchmarks/kills.py                     fifty of each
-    python benchmarks/kills.py --kills 3 --seed 1
+    python tests/acceptance/kills/kill_all.py                     fifty of each
+    python tests/acceptance/kills/kill_all.py --kills 3 --seed 1
 
 Two DeepSpeed ranks on two hosts that are folders of this machine train a small T5 and save after every step; hosts are
 asked by the protocol that is spoken over ssh. Moments are drawn from the seed, between 0 and the time that the stage
@@ -20,16 +20,15 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from kill_saves import finish, kill_saves, otherwise_saved, undisturbed
-from kill_site import Site, made
-from kill_stages import Consolidated, Gathered, Published, contents, kill_stage
-from kill_tally import HEADER, Tally
-
 from t5train.checkpoint.consolidate import consolidate
 from t5train.checkpoint.resume import conclude, open_run
 from t5train.records.stage_records import Export, TokenizerFiles
 from t5train.release.certification import certify_in_fresh_process
 from t5train.release.export import export
+from tests.acceptance.kills.kill_saves import finish, kill_saves, otherwise_saved, undisturbed
+from tests.acceptance.kills.kill_site import Site, made
+from tests.acceptance.kills.kill_stages import Consolidated, Gathered, Published, contents, kill_stage
+from tests.acceptance.kills.kill_tally import HEADER, Tally
 
 # Before anything asks for an accelerator; ranks have a core each.
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0"}
