@@ -1,6 +1,6 @@
 """Consolidation beside DeepSpeed's zero_to_fp32 and ``cp``: time, ratio to ``cp``, peak memory above imports.
 
-    python benchmarks/consolidate.py [--parameters 1.1e9] [--rounds 5] [--alone 0.25e9 1.1e9 3e9] [--folder DIR]
+    python -m benchmarks.consolidate [--parameters 1.1e9] [--rounds 5] [--alone 0.25e9 1.1e9 3e9] [--folder DIR]
 
 Synthetic checkpoints of four ranks (bf16; ZeRO 2, ZeRO 3, and a mixture of experts) are written as files, moments
 included. Each tool turns them into one safetensors file, in turns and each time in a process of its own, with its

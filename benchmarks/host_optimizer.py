@@ -2,7 +2,7 @@
 
 ::
 
-    python benchmarks/host_optimizer.py [--preset base] [--rounds 5]
+    python -m benchmarks.host_optimizer [--preset base] [--rounds 5]
 
 AdamWRms moves each tensor in proportion to its RMS; DeepSpeedCPUAdam moves all alike. Both with the operator that
 DeepSpeed compiles, and AdamWRms with torch's operators too. CPU seconds of one thread; they take turns, and the median

@@ -1,6 +1,6 @@
 """How the cost of preflight and of planning grows with the number of hosts, on simulated hosts.
 
-    python benchmarks/preflight.py [--hosts 1 4 16 64 128] [--latency 0.3] [--rounds 5]
+    python -m benchmarks.preflight [--hosts 1 4 16 64 128] [--latency 0.3] [--rounds 5]
 
 Preflight asks every host, each of which answers after ``latency`` seconds, as over ssh, and judges the answers; the
 all-reduce is left out. Then four of 64 hosts are not well, and must be named. Planning is what the head does by itself,
@@ -19,9 +19,9 @@ from pathlib import Path
 from infra.head.hosts.hostfile import hostfile_text, include_argument, parse, select
 from infra.head.launch.deepspeed_launcher import launch_command
 from infra.head.preflight.checklist import judge
-from infra.head.preflight.findings import Finding, Heard
+from infra.head.preflight.findings import Finding, HostReply
 from infra.head.preflight.host_preflight import survey
-from infra.head.preflight.launch_requirements import Needs
+from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.node.inspection.facts import Software
 from infra.node.inspection.software import software
 from t5train.spec import ClusterSpec
@@ -75,7 +75,7 @@ def planned(number: int, rounds: int) -> tuple[int, float, float]:
     """Hosts, and seconds and CPU seconds of the head to plan a launch on them."""
     needs, text = needs_of(number), "".join(f"{name} slots={SLOTS}\n" for name in names(number))
     answers = facts_of(names(number), {})
-    heards = {name: Heard(facts, facts.started_at, facts.ended_at) for name, facts in answers.items()}
+    replies = {name: HostReply(facts, facts.started_at, facts.ended_at) for name, facts in answers.items()}
     head = software({})
     walls, works = [], []
     for _ in range(rounds):
@@ -88,7 +88,7 @@ def planned(number: int, rounds: int) -> tuple[int, float, float]:
             master=("10.0.0.1", 29500),
             program=("infra.node.attempts.process_guard",),
         )
-        judged = judge(heards, needs, head, nonce="")
+        judged = judge(replies, needs, head, nonce="")
         walls.append(time.perf_counter() - at)
         works.append(cpu_seconds() - work)
         assert include_argument(hosts) in argv
@@ -109,9 +109,9 @@ def unwell(number: int, latency_seconds: float) -> tuple[float, list[Finding]]:
     return time.perf_counter() - at, found
 
 
-def needs_of(number: int) -> Needs:
+def needs_of(number: int) -> LaunchRequirements:
     """Of ranks on the CPU, eight on every host."""
-    return Needs(dict.fromkeys(names(number), tuple(range(SLOTS))), Path("/"), accelerator="cpu")
+    return LaunchRequirements(dict.fromkeys(names(number), tuple(range(SLOTS))), Path("/"), accelerator="cpu")
 
 
 def names(number: int) -> list[str]:

@@ -1,6 +1,6 @@
 """Reading windows of tokens in random order: ours, mapped from shards, against a Hugging Face Arrow dataset.
 
-    python benchmarks/reading.py [--windows 20000] [--batch 128] [--rounds 5]
+    python -m benchmarks.reading [--windows 20000] [--batch 128] [--rounds 5]
 
 The same windows of 568 tokens lie in both, written once and read before, so they come out of the page cache. Both
 read the same random batches and return them as one array. Samples a second of one process; the two run in turns,

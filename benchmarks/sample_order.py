@@ -1,6 +1,6 @@
 """The order of samples: computed place by place, against a permutation of numpy's that is made at each epoch.
 
-    python benchmarks/sample_order.py [--samples 20000000] [--batch 128] [--rounds 7]
+    python -m benchmarks.sample_order [--samples 20000000] [--batch 128] [--rounds 7]
 
 Both give the ids of random batches of an epoch; the rate is over CPU seconds of one process. Time and memory of an
 epoch's beginning are told apart, as every rank pays them again at each epoch.

@@ -1,6 +1,6 @@
 """How long a rank stands still to save: our way beside torch.save by itself, both until all is on disk and hashed.
 
-    python benchmarks/saving.py [--gigabytes 1] [--rounds 5] [--folder FOLDER]
+    python -m benchmarks.saving [--gigabytes 1] [--rounds 5] [--folder FOLDER]
 
 The state is what a rank of ZeRO has: masters and two moments in fp32, flat. Both write, sync and hash the same archive;
 of ours torch leaves the checksums out, and they are filled in. Rounds alternate; medians, and that of each one's ratio.

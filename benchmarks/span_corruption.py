@@ -1,6 +1,6 @@
 """Span corruption: ours, a batch at a time, against T5's published algorithm a row at a time, as collators do it.
 
-    python benchmarks/span_corruption.py [--batch 128] [--rounds 7]
+    python -m benchmarks.span_corruption [--batch 128] [--rounds 7]
 
 568 tokens become 512 inputs and 114 targets (noise density 0.15, mean span 3). CPU seconds of one process; the
 two run in turns, and the median of the rounds counts.

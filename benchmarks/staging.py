@@ -1,6 +1,6 @@
 """A folder to four nodes over links of 200 Mbit: relayed from node to node, and sent to each by the head.
 
-    sudo python benchmarks/staging.py [--nodes 4] [--megabytes 256] [--rate 200mbit] [--rounds 3]
+    sudo python -m benchmarks.staging [--nodes 4] [--megabytes 256] [--rate 200mbit] [--rounds 3]
 
 On the test cluster (docs/test-cluster.md), each host's cable limited in both directions. The measure is the time of the
 same folder to a single node. Each round begins with disks that have nothing of it; the median of the rounds is shown.

@@ -1,6 +1,6 @@
 """Tokenisation end to end, JSON lines to token files: ours against ``datasets.map`` and sentencepiece alone.
 
-    python benchmarks/tokenise.py [--text FILE.jsonl] [--spiece FILE.model] [--megabytes 40] [--rounds 3]
+    python -m benchmarks.tokenise [--text FILE.jsonl] [--spiece FILE.model] [--megabytes 40] [--rounds 3]
 
 Without arguments the text is Python's documentation in passages of about 100 words, repeated, and the vocabulary
 is trained on it. Each runs in processes of its own, in turns; what counts is CPU time of all its processes, once as

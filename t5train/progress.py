@@ -44,7 +44,7 @@ class Interruptible:
             progress(*self._last)
 
 
-def told_here(act: Callable[[Progress], Result], progress: Progress) -> Result:
+def relayed(act: Callable[[Progress], Result], progress: Progress) -> Result:
     """The result of ``act``; what it tells of its progress, in whatever thread, is told in this one.
 
     Left by an exception, as of SIGTERM, it breaks off what is being done.

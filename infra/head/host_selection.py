@@ -11,7 +11,7 @@ from infra.head.hosts.hostfile import Host, Hosts, read_hosts, spare_hosts
 from infra.head.hosts.ssh import Ssh, Transport
 from infra.head.launch.earlier_attempts import hosts_at_work
 from infra.head.preflight.host_preflight import require_agreement
-from infra.head.preflight.launch_requirements import Needs
+from infra.head.preflight.launch_requirements import LaunchRequirements
 from t5train.errors import PreflightError
 from t5train.model.model_shape import T5Shape
 from t5train.spec import RunSpec
@@ -66,13 +66,15 @@ def require_hosts(spec: RunSpec, of_model: T5Shape, text_bytes: int) -> None:
 
 
 @contextmanager
-def asked(spec: RunSpec, hosts: Hosts, of_model: T5Shape, text_bytes: int) -> Iterator[tuple[Needs, Transport]]:
+def asked(
+    spec: RunSpec, hosts: Hosts, of_model: T5Shape, text_bytes: int
+) -> Iterator[tuple[LaunchRequirements, Transport]]:
     """What a run whose text has so many bytes asks of these hosts, and the way to them.
 
     Token shards take no more room than plain text does.
     """
     with tempfile.TemporaryDirectory(prefix="t5-preflight-") as folder:
-        yield Needs.of_run(spec, hosts, of_model, text_bytes), Ssh.configured(spec.cluster, Path(folder))
+        yield LaunchRequirements.of_run(spec, hosts, of_model, text_bytes), Ssh.configured(spec.cluster, Path(folder))
 
 
 def _silent(spec: RunSpec, hosts: Hosts, of_model: T5Shape, text_bytes: int) -> dict[str, str]:

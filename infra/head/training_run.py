@@ -15,7 +15,7 @@ from infra.head.hosts.ssh import Ssh
 from infra.head.launch.cluster_launch import ClusterLaunchSpec, launch_on_hosts
 from infra.head.launch.earlier_attempts import end_all, hold_run
 from infra.head.launch.local_launch import LaunchSpec, launch
-from infra.head.preflight.launch_requirements import Needs, operators_of
+from infra.head.preflight.launch_requirements import LaunchRequirements, operators_of
 from infra.head.preflight.run_checks import (
     _needed_bytes,
     _require_absolute,
@@ -92,7 +92,7 @@ def _on_hosts(
 ) -> ClusterLaunchSpec:
     hosts = training_hosts(spec)
     shape = resolve(spec.model, int(shards.counts["vocab_size"]))
-    needs = Needs.of_run(spec, hosts, shape, sum(digest.size for digest in shards.files.values()))
+    needs = LaunchRequirements.of_run(spec, hosts, shape, sum(digest.size for digest in shards.files.values()))
 
     def storage(is_node_local: bool) -> RunStorage:
         if not is_node_local:

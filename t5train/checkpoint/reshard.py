@@ -16,7 +16,7 @@ from t5train.progress import Progress
 from t5train.records.identity import differences, fingerprint
 from t5train.records.stage_records import set_damaged_aside
 from t5train.spec import RunSpec
-from t5train.spec.rank_job import Clock, Consolidated
+from t5train.spec.rank_job import Consolidated, TrainingProgress
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def consolidated_for(spec: RunSpec, tag: str, progress: Progress) -> Consolidate
     from t5train.checkpoint.consolidate import consolidate  # brings torch
 
     first = sidecars[0]
-    clock = Clock(step=first.step, skipped_steps=first.skipped_steps, loss_scaler=first.loss_scaler)
+    clock = TrainingProgress(step=first.step, skipped_steps=first.skipped_steps, loss_scaler=first.loss_scaler)
     weights = consolidate(folder, out, moments=clock.has_moments, progress=progress)
     return Consolidated(folder=out.resolve(), fingerprint=weights.fingerprint, clock=clock)
 

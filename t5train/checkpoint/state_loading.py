@@ -21,7 +21,7 @@ from t5train.model.parameters import ParameterSlot
 from t5train.model.starting_model import tensors_of
 from t5train.model.tensor_files import StoredTensors, list_tensors
 from t5train.records.stage_records import Weights
-from t5train.spec.rank_job import Clock, Consolidated, TrainJob
+from t5train.spec.rank_job import Consolidated, TrainingProgress, TrainJob
 
 
 def named_groups(engine: Any) -> list[list[ParameterSlot]]:
@@ -40,7 +40,7 @@ class StoredState:
 
     weights: StoredTensors
     moments: Mapping[str, StoredTensors] = field(default_factory=dict)
-    clock: Clock = field(default_factory=Clock)
+    clock: TrainingProgress = field(default_factory=TrainingProgress)
 
     @classmethod
     def of(cls, job: TrainJob, shape: T5Shape) -> Self | None:

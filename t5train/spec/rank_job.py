@@ -10,7 +10,7 @@ from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 
 
-class Clock(BaseModel):
+class TrainingProgress(BaseModel):
     """How far training is, beside weights and moments; ``loss_scaler`` holds the state of fp16's, by attribute."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -35,7 +35,7 @@ class Consolidated(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     folder: Path
     fingerprint: str
-    clock: Clock
+    clock: TrainingProgress
 
 
 class TrainJob(BaseModel):

@@ -2,8 +2,8 @@
 
 ::
 
-    python tests/acceptance/fault_table.py --into docs/faults.md         all of it, as root; about ten minutes on two cores
-    python tests/acceptance/fault_table.py --only "a rank is killed"
+    python -m tests.acceptance.fault_table --into docs/faults.md     all of it, as root; ten minutes on two cores
+    python -m tests.acceptance.fault_table --only "a rank is killed"
 """
 
 import argparse

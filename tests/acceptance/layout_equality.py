@@ -1,6 +1,6 @@
 """Every layout beside plain data parallelism (ZeRO 0): one seed, no dropout, fp32, CPU ranks.
 
-    python tests/acceptance/layout_equality.py [--steps 50] [--ranks 2 4] [--into docs/variants.md]
+    python -m tests.acceptance.layout_equality [--steps 50] [--ranks 2 4] [--into docs/variants.md]
 
 A model of the demo's size is trained in each layout under three conditions, with as many ranks; its consolidated
 weights, losses and gradient norms are compared with those of ZeRO 0 under the same condition. Differences are given as

@@ -2,8 +2,8 @@
 
 ::
 
-    python tests/acceptance/resume_table.py --into docs/resumes.md       all of it, as root; a quarter of an hour on two cores
-    python tests/acceptance/resume_table.py --only "clock skew"
+    python -m tests.acceptance.resume_table --into docs/resumes.md   all of it, as root; 15 minutes on two cores
+    python -m tests.acceptance.resume_table --only "clock skew"
 """
 
 import argparse

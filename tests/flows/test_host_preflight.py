@@ -12,7 +12,7 @@ from infra.head import host_selection
 from infra.head.host_selection import require_hosts, training_hosts
 from infra.head.launch import earlier_attempts
 from infra.head.launch.supervision import Supervision
-from infra.head.preflight.launch_requirements import Needs
+from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.head.preflight.run_checks import require_possible
 from infra.head.training_run import require_ready
 from infra.node.attempts.attempt import Attempt
@@ -45,7 +45,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     times: list[tuple[str, ...]] = []
     down = set[str]()
 
-    def require_agreement(needs: Needs, _: Any) -> dict[str, str]:
+    def require_agreement(needs: LaunchRequirements, _: Any) -> dict[str, str]:
         times.append(tuple(needs.slots))
         return {host: f"{host}: no answer" for host in needs.slots if host in down}
 

@@ -14,7 +14,7 @@ import pytest
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt, now
 from infra.node.attempts.exit_record import Cause, ExitRecord
-from infra.node.attempts.watchdog import Vigil
+from infra.node.attempts.watchdog import Watchdog
 from infra.node.processes import ProcessIdentity
 from t5train.rank import heartbeat
 from t5train.rank.heartbeat import Beat
@@ -172,7 +172,7 @@ def test_a_stopped_rank_is_found(this: Attempt, running: Start, survivors: Survi
 
 def test_a_rank_that_never_gave_a_sign_of_life_is_found(this: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infra.node.attempts.watchdog._FIRST_BEAT_SECONDS", 0.0)
-    launcher, rank = Vigil(this, "launcher", os.getpid(), None), Vigil(this, "rank-00000", os.getpid(), None)
+    launcher, rank = Watchdog(this, "launcher", os.getpid(), None), Watchdog(this, "rank-00000", os.getpid(), None)
     assert launcher.look() is None
     verdict = rank.look()
     assert verdict is not None

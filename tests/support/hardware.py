@@ -12,7 +12,3 @@ def hardware() -> str:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     processor = names[0] if names else platform.processor()
     return f"{processor}, {os.cpu_count()} cores, {memory:.0f} GB, {platform.system()} {platform.release()}"
-
-
-if __name__ == "__main__":
-    print(hardware())

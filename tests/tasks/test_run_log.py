@@ -10,7 +10,7 @@ from tasks.prefect_log import BURST_LINES, RunLogHandler, without_traceback
 
 
 @pytest.fixture
-def heard(caplog: pytest.LogCaptureFixture) -> tuple[RunLogHandler, pytest.LogCaptureFixture]:
+def reply(caplog: pytest.LogCaptureFixture) -> tuple[RunLogHandler, pytest.LogCaptureFixture]:
     caplog.set_level(logging.INFO)
     return RunLogHandler(logging.getLogger("heard")), caplog
 
@@ -19,8 +19,8 @@ def record(level: int, message: str) -> logging.LogRecord:
     return logging.LogRecord("t5train.x", level, __file__, 1, message, (), None)
 
 
-def test_a_flood_of_lines_is_cut_and_counted(heard: tuple[RunLogHandler, pytest.LogCaptureFixture]) -> None:
-    handler, caplog = heard
+def test_a_flood_of_lines_is_cut_and_counted(reply: tuple[RunLogHandler, pytest.LogCaptureFixture]) -> None:
+    handler, caplog = reply
     for number in range(10_000):
         handler.emit(record(logging.INFO, f"line {number}"))
     assert BURST_LINES <= len(caplog.records) <= BURST_LINES + 5

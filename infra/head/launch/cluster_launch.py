@@ -29,7 +29,7 @@ from infra.head.launch.attempt_outcome import ClusterWatch
 from infra.head.launch.deepspeed_launcher import ClusterLauncher, launch_command, write_hostfile
 from infra.head.launch.supervision import Supervision
 from infra.head.preflight.host_preflight import Fit, require_fit
-from infra.head.preflight.launch_requirements import Needs
+from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.head.stop_signal import is_stop, stoppable
 from infra.head.storage.run_storage import RunStorage
 from infra.node.attempts import attempt, head_lease
@@ -52,7 +52,7 @@ class ClusterLaunchSpec:
     run_folder: Path
     cluster: ClusterSpec
     hosts: Hosts
-    needs: Needs
+    needs: LaunchRequirements
     storage: Callable[[bool], RunStorage]
     """Given whether the hosts have disks of their own alone: how ranks get their files. The job that it makes ready
     goes to every host."""

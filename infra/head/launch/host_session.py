@@ -31,7 +31,7 @@ News = SimpleQueue[tuple[str, float, Message]]
 """What hosts tell: whose word it is, when it was heard (monotonic), the message. ``broken`` is the window's own."""
 
 
-class Window:
+class HostSession:
     """A thread that talks with one host. What it hears goes to ``news``."""
 
     def __init__(self, transport: Transport, host: str, this: Attempt, offsets: Offsets | None, news: News) -> None:

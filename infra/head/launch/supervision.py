@@ -14,7 +14,7 @@ from typing import Any
 
 from infra.head.hosts.hostfile import Hosts
 from infra.head.hosts.ssh import Transport
-from infra.head.launch.host_session import RENEW_SECONDS, Message, News, Window
+from infra.head.launch.host_session import RENEW_SECONDS, HostSession, Message, News
 from infra.head.launch.log_collection import RankLines
 from infra.node.attempts import exit_record, head_lease
 from infra.node.attempts.attempt import Attempt, rank_name
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 class _Host:
     """What is known of a host."""
 
-    window: Window
+    window: HostSession
     heard_at: float
     boot_id: str | None
     broken: str = ""
@@ -55,7 +55,7 @@ class Supervision:
         self._news, self._lines = News(), RankLines()
         self._hosts = {
             host: _Host(
-                Window(transport, host, this, None if boot_ids is None else {}, self._news),
+                HostSession(transport, host, this, None if boot_ids is None else {}, self._news),
                 time.monotonic(),
                 boot_ids[host] if boot_ids else None,
             )

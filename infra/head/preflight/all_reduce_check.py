@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from infra.head.hosts.node_client import node_command
 from infra.head.hosts.ssh import Answer, Reply, Transport, run_everywhere
 from infra.head.preflight.findings import names
-from infra.head.preflight.launch_requirements import Needs
+from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.head.preflight.rendezvous import Meeting
 from infra.node.inspection.all_reduce import IMPORTED, MET, REACHED, STAGES, STARTED, SUMMED
 from t5train.errors import HostError
@@ -38,7 +38,11 @@ class Outcome:
 
 
 def all_reduce(
-    needs: Needs, transport: Transport, meeting: Meeting, port: int, deadline_seconds: float = DEADLINE_SECONDS
+    needs: LaunchRequirements,
+    transport: Transport,
+    meeting: Meeting,
+    port: int,
+    deadline_seconds: float = DEADLINE_SECONDS,
 ) -> Iterator[str]:
     """One process for each slot of each host; nothing is found when all of them get the right sum in time.
 
@@ -88,7 +92,9 @@ def _least_far(outcomes: Mapping[int, Outcome]) -> dict[int, Outcome]:
     return {rank: one for rank, one in outcomes.items() if STAGES.index(one.stage) == least}
 
 
-def _requests(needs: Needs, meeting: Meeting, port: int, run_id: str, deadline_seconds: float) -> dict[str, bytes]:
+def _requests(
+    needs: LaunchRequirements, meeting: Meeting, port: int, run_id: str, deadline_seconds: float
+) -> dict[str, bytes]:
     common = {
         "run_id": run_id,
         "address": meeting.address,
@@ -106,7 +112,7 @@ def _requests(needs: Needs, meeting: Meeting, port: int, run_id: str, deadline_s
     return requests
 
 
-def _end(needs: Needs, transport: Transport, hosts: set[str], run_id: str) -> None:
+def _end(needs: LaunchRequirements, transport: Transport, hosts: set[str], run_id: str) -> None:
     """Hosts that do not answer to this end their ranks at the deadline."""
     stdin = json.dumps({"run_id": run_id}).encode() + b"\n"
     run_everywhere(

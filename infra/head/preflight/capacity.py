@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from infra.head.preflight.compilation import STATIC_TLS
-from infra.head.preflight.findings import Heards, of_each
-from infra.head.preflight.launch_requirements import Needs
+from infra.head.preflight.findings import HostReplies, of_each
+from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.node.attempts.attempt_actions import Room, shortage
 from infra.node.inspection.accelerators import CPU
 from infra.node.inspection.facts import Facts
@@ -14,7 +14,7 @@ _IN_USE_BYTES = 2 * 10**9  # what drivers, displays and our own look at it take 
 _FILES, _FILES_A_RANK = 512, 8
 
 
-def accelerators(heards: Heards, needs: Needs) -> Iterator[str]:
+def accelerators(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
     """As many as slots."""
 
     def complaint(host: str, facts: Facts) -> str | None:
@@ -29,10 +29,10 @@ def accelerators(heards: Heards, needs: Needs) -> Iterator[str]:
             )
         return None
 
-    yield from of_each(heards, complaint)
+    yield from of_each(replies, complaint)
 
 
-def accelerators_in_use(heards: Heards) -> Iterator[str]:
+def accelerators_in_use(replies: HostReplies) -> Iterator[str]:
     """By a run of ours, which holds a lock, or by whoever has memory of them."""
 
     def complaint(_: str, facts: Facts) -> str | None:
@@ -45,10 +45,10 @@ def accelerators_in_use(heards: Heards) -> Iterator[str]:
             return f"another program has memory of accelerator {taken}: end it, or take others by cluster.include"
         return None
 
-    yield from of_each(heards, complaint)
+    yield from of_each(replies, complaint)
 
 
-def memory(heards: Heards, needs: Needs) -> Iterator[str]:
+def memory(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
     """Of the host, for the ranks there."""
 
     def complaint(host: str, facts: Facts) -> str | None:
@@ -58,20 +58,20 @@ def memory(heards: Heards, needs: Needs) -> Iterator[str]:
         short = f"{format_bytes(found)} of memory, its ranks need {format_bytes(needed)}"
         return f"{short}: give it fewer slots, or offload less"
 
-    yield from of_each(heards, complaint)
+    yield from of_each(replies, complaint)
 
 
-def shared_memory(heards: Heards, needs: Needs) -> Iterator[str]:
+def shared_memory(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
     """Of /dev/shm, for collectives of the ranks there."""
 
     def complaint(host: str, facts: Facts) -> str | None:
         found = Room(facts.room.shared_memory_free_bytes, facts.room.shared_memory_bytes)
         return shortage(found, needs.shared_memory_bytes.get(host, 0))
 
-    yield from of_each(heards, complaint)
+    yield from of_each(replies, complaint)
 
 
-def open_files(heards: Heards, needs: Needs) -> Iterator[str]:
+def open_files(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
     """A rank has connections to all others, for each group of ranks."""
     needed = _FILES + _FILES_A_RANK * needs.num_ranks
 
@@ -84,4 +84,4 @@ def open_files(heards: Heards, needs: Needs) -> Iterator[str]:
             "/etc/security/limits.conf there, or LimitNOFILE of sshd"
         )
 
-    yield from of_each(heards, complaint)
+    yield from of_each(replies, complaint)

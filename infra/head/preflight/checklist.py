@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from infra.head.preflight import agreement, capacity, compilation, storage_checks
 from infra.head.preflight import agreement as agreement_module
-from infra.head.preflight.findings import Finding, Heards
-from infra.head.preflight.launch_requirements import Needs
+from infra.head.preflight.findings import Finding, HostReplies
+from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.head.preflight.rendezvous import Meeting, hostnames, meeting
 from infra.head.preflight.storage_checks import Storage
 from infra.node.inspection.facts import Software
@@ -59,34 +59,34 @@ class Judgement:
     """Whether no host shares the head's storage."""
 
 
-def judge(heards: Heards, needs: Needs, head: Software, nonce: str, machine: str = "") -> Judgement:
+def judge(replies: HostReplies, needs: LaunchRequirements, head: Software, nonce: str, machine: str = "") -> Judgement:
     """Everything that can be known from the facts of hosts that answered; the first host need not be among them.
 
     ``head`` is the software of the head, which wrote the ``nonce``, and ``machine`` its identity.
     """
-    found = Storage.of(heards, nonce, machine)
-    place, about_meeting = _place(heards, needs)
+    found = Storage.of(replies, nonce, machine)
+    place, about_meeting = _place(replies, needs)
     remarks = {
-        "operators": compilation.operators_to_compile(heards, needs),
-        "compile locks": compilation.cleared_locks(heards),
+        "operators": compilation.operators_to_compile(replies, needs),
+        "compile locks": compilation.cleared_locks(replies),
         "root": storage_checks.remark(found),
     }
     findings = [
-        *(Finding(check, text) for check, texts in _problems(heards, needs, head, found).items() for text in texts),
+        *(Finding(check, text) for check, texts in _problems(replies, needs, head, found).items() for text in texts),
         *(Finding(check, text, is_problem=False) for check, texts in remarks.items() for text in texts),
         *about_meeting,
-        *_hostnames(heards, place),
+        *_hostnames(replies, place),
     ]
-    port = heards[needs.first].facts.network.port if needs.first in heards else None
-    return Judgement(findings, place, port, _seen(heards, place, port), found.is_node_local)
+    port = replies[needs.first].facts.network.port if needs.first in replies else None
+    return Judgement(findings, place, port, _seen(replies, place, port), found.is_node_local)
 
 
-def _seen(heards: Heards, place: Meeting | None, port: int | None) -> dict[str, str]:
-    seen = {REACHABLE: f"{len(heards)} of them"}
+def _seen(replies: HostReplies, place: Meeting | None, port: int | None) -> dict[str, str]:
+    seen = {REACHABLE: f"{len(replies)} of them"}
     if place is not None:
         seen |= {ADDRESS: f"{place.address}, by {', '.join(sorted(set(place.interfaces.values())))}", PORT: str(port)}
-    if heards:
-        facts = next(iter(heards.values())).facts
+    if replies:
+        facts = next(iter(replies.values())).facts
         software, packages = facts.software, facts.software.packages
         seen |= {"python": f"{software.python}, {software.machine}", "accelerators": facts.devices.kind}
         seen["packages"] = f"{packages.get('torch')}, {packages.get('deepspeed')}"
@@ -100,51 +100,53 @@ def of_error(error: HostError) -> Finding:
     return Finding(kinds.get(type(error), REACHABLE), str(error), hosts=error.hosts, can_pass=can_pass)
 
 
-def _problems(heards: Heards, needs: Needs, head: Software, found: Storage) -> Mapping[str, Iterator[str]]:
+def _problems(
+    replies: HostReplies, needs: LaunchRequirements, head: Software, found: Storage
+) -> Mapping[str, Iterator[str]]:
     return {
-        "machines": agreement.distinct_machines(heards),
-        PORT: _port(heards, needs),
-        "python": agreement.same_python(heards, head),
-        "packages": agreement.same_packages(heards, head),
-        "runtime": agreement.same_runtime(heards),
-        "code": agreement.same_code(heards, head, needs.code is not None),
-        "spec": agreement.same_spec(heards, head),
-        "accelerators": _accelerators(heards, needs),
-        IN_USE: capacity.accelerators_in_use(heards),
-        "ninja": compilation.ninja(heards),
-        "operators": compilation.operators(heards, needs),
-        "compile locks": compilation.foreign_locks(heards),
+        "machines": agreement.distinct_machines(replies),
+        PORT: _port(replies, needs),
+        "python": agreement.same_python(replies, head),
+        "packages": agreement.same_packages(replies, head),
+        "runtime": agreement.same_runtime(replies),
+        "code": agreement.same_code(replies, head, needs.code is not None),
+        "spec": agreement.same_spec(replies, head),
+        "accelerators": _accelerators(replies, needs),
+        IN_USE: capacity.accelerators_in_use(replies),
+        "ninja": compilation.ninja(replies),
+        "operators": compilation.operators(replies, needs),
+        "compile locks": compilation.foreign_locks(replies),
         "architectures": compilation.architectures(needs),
-        "openmp": compilation.openmp(heards, needs),
-        "root": storage_checks.problems(heards, needs, found),
-        "disks": storage_checks.disks(heards, needs, found),
-        "memory": capacity.memory(heards, needs),
-        "shared memory": capacity.shared_memory(heards, needs),
-        "open files": capacity.open_files(heards, needs),
-        "clock": agreement_module.clocks(heards),
+        "openmp": compilation.openmp(replies, needs),
+        "root": storage_checks.problems(replies, needs, found),
+        "disks": storage_checks.disks(replies, needs, found),
+        "memory": capacity.memory(replies, needs),
+        "shared memory": capacity.shared_memory(replies, needs),
+        "open files": capacity.open_files(replies, needs),
+        "clock": agreement_module.clocks(replies),
     }
 
 
-def _accelerators(heards: Heards, needs: Needs) -> Iterator[str]:
-    yield from agreement.same_accelerators(heards)
-    yield from capacity.accelerators(heards, needs)
+def _accelerators(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
+    yield from agreement.same_accelerators(replies)
+    yield from capacity.accelerators(replies, needs)
 
 
-def _place(heards: Heards, needs: Needs) -> tuple[Meeting | None, list[Finding]]:
-    if needs.first not in heards:
+def _place(replies: HostReplies, needs: LaunchRequirements) -> tuple[Meeting | None, list[Finding]]:
+    if needs.first not in replies:
         return None, []
-    machines = {heard.facts.identity: host for host, heard in reversed(list(heards.items()))}  # the first of two
-    networks = {host: heards[host].facts.network for host in heards if host in machines.values()}
+    machines = {reply.facts.identity: host for host, reply in reversed(list(replies.items()))}  # the first of two
+    networks = {host: replies[host].facts.network for host in replies if host in machines.values()}
     try:
         return meeting(networks, needs.first, needs.master_address), []
     except PreflightError as error:
         return None, [Finding(ADDRESS, str(error))]
 
 
-def _hostnames(heards: Heards, place: Meeting | None) -> Iterator[Finding]:
+def _hostnames(replies: HostReplies, place: Meeting | None) -> Iterator[Finding]:
     """A name that means loopback is no problem where ranks are told the interface to take."""
     interfaces = place.interfaces if place else {}
-    for host, text, is_mended in hostnames({host: heard.facts.network for host, heard in heards.items()}, interfaces):
+    for host, text, is_mended in hostnames({host: reply.facts.network for host, reply in replies.items()}, interfaces):
         end = (
             f"ranks are told to use {interfaces[host]} instead"
             if is_mended
@@ -153,8 +155,8 @@ def _hostnames(heards: Heards, place: Meeting | None) -> Iterator[Finding]:
         yield Finding(HOSTNAME, f"{host}: {text}: {end}", is_problem=not is_mended)
 
 
-def _port(heards: Heards, needs: Needs) -> Iterator[str]:
-    if needs.first in heards and not (network := heards[needs.first].facts.network).port_is_free:
+def _port(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
+    if needs.first in replies and not (network := replies[needs.first].facts.network).port_is_free:
         yield (
             f"{needs.first}: another program listens on port {network.port}: choose another cluster.master_port, or "
             "leave it out to have a free one found"

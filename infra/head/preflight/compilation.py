@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterator
 
-from infra.head.preflight.findings import Heards, of_each
-from infra.head.preflight.launch_requirements import Needs
+from infra.head.preflight.findings import HostReplies, of_each
+from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.node.inspection.accelerators import CPU
 from infra.node.inspection.facts import Facts
 
@@ -13,13 +13,13 @@ STATIC_TLS = "static TLS"
 _ARCHITECTURE = re.compile(r"[0-9]+\.[0-9]+(\+PTX)?")
 
 
-def ninja(heards: Heards) -> Iterator[str]:
+def ninja(replies: HostReplies) -> Iterator[str]:
     """DeepSpeed asks for it even when every operator is compiled."""
     remedy = "not on the PATH that sshd gives: pip install ninja there, or put it into /usr/bin"
-    yield from of_each(heards, lambda _, facts: None if facts.build.ninja else f"ninja is {remedy}")
+    yield from of_each(replies, lambda _, facts: None if facts.build.ninja else f"ninja is {remedy}")
 
 
-def operators(heards: Heards, needs: Needs) -> Iterator[str]:
+def operators(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
     """Compiled, or a compiler."""
 
     def complaint(_: str, facts: Facts) -> str | None:
@@ -28,10 +28,10 @@ def operators(heards: Heards, needs: Needs) -> Iterator[str]:
             return None
         return f"{', '.join(missing)} is not compiled, and there is no C++ compiler: install g++ there"
 
-    yield from of_each(heards, complaint)
+    yield from of_each(replies, complaint)
 
 
-def operators_to_compile(heards: Heards, needs: Needs) -> Iterator[str]:
+def operators_to_compile(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
     """What costs time at the start, and no more."""
 
     def remark(_: str, facts: Facts) -> str | None:
@@ -40,10 +40,10 @@ def operators_to_compile(heards: Heards, needs: Needs) -> Iterator[str]:
             return None
         return f"compiles {', '.join(missing)} when its ranks start, which takes about a minute each"
 
-    yield from of_each(heards, remark)
+    yield from of_each(replies, remark)
 
 
-def foreign_locks(heards: Heards) -> Iterator[str]:
+def foreign_locks(replies: HostReplies) -> Iterator[str]:
     """Which a rank might wait for until it is removed, which only their owner can."""
 
     def complaint(_: str, facts: Facts) -> str | None:
@@ -52,10 +52,10 @@ def foreign_locks(heards: Heards) -> Iterator[str]:
             return None
         return f"{', '.join(locks)} of another user: have that user remove it, or set TORCH_EXTENSIONS_DIR"
 
-    yield from of_each(heards, complaint)
+    yield from of_each(replies, complaint)
 
 
-def cleared_locks(heards: Heards) -> Iterator[str]:
+def cleared_locks(replies: HostReplies) -> Iterator[str]:
     """Which a rank would have waited for, for ever."""
 
     def remark(_: str, facts: Facts) -> str | None:
@@ -67,10 +67,10 @@ def cleared_locks(heards: Heards) -> Iterator[str]:
             )
         return f"removed {', '.join(cleared)}, left behind by a compile that was killed" if cleared else None
 
-    yield from of_each(heards, remark)
+    yield from of_each(replies, remark)
 
 
-def architectures(needs: Needs) -> Iterator[str]:
+def architectures(needs: LaunchRequirements) -> Iterator[str]:
     """What DeepSpeed can make of the variable: it compares numbers, and knows neither 9.0a nor Hopper."""
     given = needs.environment.get("TORCH_CUDA_ARCH_LIST", "")
     wrong = [name for name in given.replace(";", " ").split() if not _ARCHITECTURE.fullmatch(name)]
@@ -81,7 +81,7 @@ def architectures(needs: Needs) -> Iterator[str]:
         )
 
 
-def openmp(heards: Heards, needs: Needs) -> Iterator[str]:
+def openmp(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
     """Torch's OpenMP library, where the loader has no room left for it and ranks do not load it first of all."""
     if "libgomp" in needs.environment.get("LD_PRELOAD", ""):
         return
@@ -90,4 +90,4 @@ def openmp(heards: Heards, needs: Needs) -> Iterator[str]:
         error = facts.software.libgomp_error or (facts.devices.error if STATIC_TLS in facts.devices.error else "")
         return f"{error}: set LD_PRELOAD to that library, and name LD_PRELOAD in cluster.environment" if error else None
 
-    yield from of_each(heards, complaint)
+    yield from of_each(replies, complaint)

@@ -24,7 +24,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Heard:
+class HostReply:
     """A node's facts, with the head's clock when it asked and when it had the answer."""
 
     facts: Facts
@@ -32,7 +32,7 @@ class Heard:
     answered_at: float
 
 
-Heards = Mapping[str, Heard]
+HostReplies = Mapping[str, HostReply]
 """By the hosts' names, in the hostfile's order."""
 
 
@@ -42,16 +42,16 @@ def names(hosts: list[str]) -> str:
     return ", ".join(hosts[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def of_each(heards: Heards, complaint: Callable[[str, Facts], str | None]) -> Iterator[str]:
+def of_each(replies: HostReplies, complaint: Callable[[str, Facts], str | None]) -> Iterator[str]:
     """What ``complaint`` says of hosts, those that it says the same of in one line."""
     groups: dict[str, list[str]] = {}
-    for host, heard in heards.items():
-        if (text := complaint(host, heard.facts)) is not None:
+    for host, reply in replies.items():
+        if (text := complaint(host, reply.facts)) is not None:
             groups.setdefault(text, []).append(host)
     return (f"{names(hosts)}: {text}" for text, hosts in groups.items())
 
 
-class Odd(NamedTuple):
+class Outlier(NamedTuple):
     """Hosts that have another value than most."""
 
     hosts: list[str]
@@ -61,7 +61,7 @@ class Odd(NamedTuple):
     right: str
 
 
-def odd_ones(values: Mapping[str, str], preferred: str | None = None) -> Iterator[Odd]:
+def odd_ones(values: Mapping[str, str], preferred: str | None = None) -> Iterator[Outlier]:
     """Hosts with another value than most.
 
     Where two values are equally frequent, ``preferred`` is the right one if it is among them, else the first host's.
@@ -71,4 +71,4 @@ def odd_ones(values: Mapping[str, str], preferred: str | None = None) -> Iterato
     rest = "others" if len(counts) == 2 else "most"
     for value in counts:
         if value != right:
-            yield Odd([host for host, its in values.items() if its == value], value, rest, right)
+            yield Outlier([host for host, its in values.items() if its == value], value, rest, right)

@@ -26,8 +26,8 @@ from infra.head.preflight.checklist import (
     judge,
     of_error,
 )
-from infra.head.preflight.findings import Finding, Heard
-from infra.head.preflight.launch_requirements import Needs
+from infra.head.preflight.findings import Finding, HostReply
+from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.head.preflight.rendezvous import Meeting
 from infra.node.inspection.facts import Facts, Question, Software
 from infra.node.inspection.software import software
@@ -39,13 +39,13 @@ _DEADLINE_SECONDS = 60.0  # importing torch from a slow disk, where accelerators
 _STARTERS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}
 
 
-def survey(needs: Needs, transport: Transport) -> Judgement:
+def survey(needs: LaunchRequirements, transport: Transport) -> Judgement:
     """Ask every host, and judge what those say that answer; StorageError if the root cannot be written here.
 
     Hosts that are to be sent their code are sent it first.
     """
     asked_at: dict[str, float] = {}
-    heards: dict[str, Heard] = {}
+    replies: dict[str, HostReply] = {}
     lacking = ship(transport, needs.slots) if needs.code else {}
     findings = [*_launcher(needs.launcher), *map(of_error, lacking.values())]
     with _nonce(needs.root) as (nonce, path):
@@ -59,7 +59,7 @@ def survey(needs: Needs, transport: Transport) -> Judgement:
                 findings.append(of_error(reply))
             else:
                 try:
-                    heards[host] = Heard(_facts(reply), asked_at[host], time.time())
+                    replies[host] = HostReply(_facts(reply), asked_at[host], time.time())
                 except RemoteFailed as error:
                     findings.append(of_error(error))
 
@@ -71,18 +71,18 @@ def survey(needs: Needs, transport: Transport) -> Judgement:
             deadline_seconds=_DEADLINE_SECONDS,
             on_answer=on_answer,
         )
-    in_order = {host: heards[host] for host in needs.slots if host in heards}
+    in_order = {host: replies[host] for host in needs.slots if host in replies}
     judged = judge(in_order, needs, _own(needs), nonce, identity())
     return replace(judged, findings=[*findings, *judged.findings])
 
 
-def _own(needs: Needs) -> Software:
+def _own(needs: LaunchRequirements) -> Software:
     """The head's software. While it runs others may have changed its code on disk, of which it has sent what it is."""
     found = software(dict(needs.spec))
     return found if needs.code is None else replace(found, code_digest=needs.code)
 
 
-def _question(needs: Needs, host: str, nonce_path: Path) -> Question:
+def _question(needs: LaunchRequirements, host: str, nonce_path: Path) -> Question:
     is_first = host == needs.first
     return Question(
         root=str(needs.root),
@@ -176,7 +176,7 @@ class Report:
         return rows
 
 
-def preflight(needs: Needs, transport: Transport) -> Report:
+def preflight(needs: LaunchRequirements, transport: Transport) -> Report:
     """Ask all hosts, and where these have no problem let all ranks meet."""
     judged = survey(needs, transport)
     if judged.meeting is None or judged.port is None or any(one.is_problem for one in judged.findings):
@@ -185,7 +185,7 @@ def preflight(needs: Needs, transport: Transport) -> Report:
     return Report(judged, met, has_met=True)
 
 
-def require_agreement(needs: Needs, transport: Transport) -> dict[str, str]:
+def require_agreement(needs: LaunchRequirements, transport: Transport) -> dict[str, str]:
     """PreflightError with every problem that can be known before the ranks' turn comes, in a second.
 
     An attempt of this very run that is still going on is none: it holds accelerators and the port. Where the only
@@ -207,7 +207,7 @@ class Fit:
     is_node_local: bool
 
 
-def require_fit(needs: Needs, transport: Transport) -> Fit:
+def require_fit(needs: LaunchRequirements, transport: Transport) -> Fit:
     """Where the ranks can meet, and did, and what they share.
 
     Raises PreflightError with every problem, and HostUnreachable if that is the only one.

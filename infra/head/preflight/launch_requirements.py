@@ -19,7 +19,7 @@ from t5train.spec import RunSpec
 
 
 @dataclass(frozen=True)
-class Needs:
+class LaunchRequirements:
     """Of all hosts together, and of each."""
 
     slots: Mapping[str, tuple[int, ...]]

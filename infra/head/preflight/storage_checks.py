@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from infra.head.preflight.findings import Heards, names, of_each
-from infra.head.preflight.launch_requirements import Needs
+from infra.head.preflight.findings import HostReplies, names, of_each
+from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.node.inspection.facts import Facts, Room
 from infra.node.node_folders import node_path
 from infra.node.storage.disk_usage import SPARE_BYTES
@@ -28,25 +28,25 @@ class Storage:
     """Whether no other host than the head itself, which may be one of them, reads it."""
 
     @classmethod
-    def of(cls, heards: Heards, nonce: str, head: str) -> "Storage":
+    def of(cls, replies: HostReplies, nonce: str, head: str) -> "Storage":
         """``head`` is the identity of the head's machine."""
-        sharing = [host for host, heard in heards.items() if heard.facts.room.nonce == nonce]
-        apart = [host for host in heards if host not in sharing]
-        others = [host for host in sharing if heards[host].facts.identity != head]
+        sharing = [host for host, reply in replies.items() if reply.facts.room.nonce == nonce]
+        apart = [host for host in replies if host not in sharing]
+        others = [host for host in sharing if replies[host].facts.identity != head]
         return cls(sharing, apart, bool(apart) and not others)
 
 
-def problems(heards: Heards, needs: Needs, storage: Storage) -> Iterator[str]:
+def problems(replies: HostReplies, needs: LaunchRequirements, storage: Storage) -> Iterator[str]:
     """Storage that some share and some do not, or that cannot be written."""
     if storage.is_node_local:
-        yield from _scratch(heards, storage)
+        yield from _scratch(replies, storage)
     elif storage.apart:
         yield (
             f"{names(storage.apart)}: {needs.root} is not the head's, and on {names(storage.sharing)} it is: mount the "
             "storage that holds it at the same path on every host, or choose a --root that none of them shares"
         )
     else:
-        yield from of_each(heards, lambda _, facts: _write_error(facts, needs))
+        yield from of_each(replies, lambda _, facts: _write_error(facts, needs))
 
 
 def remark(storage: Storage) -> Iterator[str]:
@@ -55,7 +55,7 @@ def remark(storage: Storage) -> Iterator[str]:
         yield f"{names(storage.apart)}: {_called(storage)} nothing with the head: files are staged in and gathered"
 
 
-def disks(heards: Heards, needs: Needs, storage: Storage) -> Iterator[str]:
+def disks(replies: HostReplies, needs: LaunchRequirements, storage: Storage) -> Iterator[str]:
     """Room where the run will write, and for logs in the node's own folder."""
 
     def complaint(host: str, facts: Facts) -> str | None:
@@ -79,7 +79,7 @@ def disks(heards: Heards, needs: Needs, storage: Storage) -> Iterator[str]:
             return f"{needs.root} has {free} free, a run wants more: make room, or choose another root"
         return None
 
-    yield from of_each(heards, complaint)
+    yield from of_each(replies, complaint)
 
 
 def _scratch_room(room: Room, run_bytes: int) -> str | None:
@@ -95,21 +95,21 @@ def _scratch_room(room: Room, run_bytes: int) -> str | None:
     )
 
 
-def _write_error(facts: Facts, needs: Needs) -> str | None:
+def _write_error(facts: Facts, needs: LaunchRequirements) -> str | None:
     if facts.room.root_error:
         return f"{needs.root} cannot be written ({facts.room.root_error}): give this user the right to write there"
     return None
 
 
-def _scratch(heards: Heards, storage: Storage) -> Iterator[str]:
+def _scratch(replies: HostReplies, storage: Storage) -> Iterator[str]:
     """Every host must have one to itself: what ranks of several wrote into one would be taken for another's."""
-    yield from of_each(heards, lambda _, facts: facts.room.scratch_error or None)
-    marks = {host: heards[host].facts.room.scratch_mark for host in storage.apart}
+    yield from of_each(replies, lambda _, facts: facts.room.scratch_error or None)
+    marks = {host: replies[host].facts.room.scratch_mark for host in storage.apart}
     for mark, count in Counter(marks.values()).items():
         if mark and count > 1:
             sharing = [host for host, its in marks.items() if its == mark]
             yield (
-                f"{names(sharing)}: {heards[sharing[0]].facts.room.scratch} is one and the same folder: choose a "
+                f"{names(sharing)}: {replies[sharing[0]].facts.room.scratch} is one and the same folder: choose a "
                 "storage.scratch on each host's own disk; if that is a copy of another host's, remove it"
             )
 

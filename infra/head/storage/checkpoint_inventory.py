@@ -41,12 +41,12 @@ def survey(nodes: Nodes, run_name: str, checkpoints: Path) -> Survey:
     """Ask all nodes what they hold, and look at the gathered copy."""
     answers = nodes.ask("inventory", lambda _: nodes.request(run_name=run_name), _DEADLINE_SECONDS)
     silent = {host: answer for host, answer in answers.items() if isinstance(answer, HostError)}
-    heard = {
+    reply = {
         host: {tag: _copy(host, copy) for tag, copy in _plainly_named(host, answer["tags"]).items()}
         for host, answer in answers.items()
         if not isinstance(answer, HostError)
     }
-    return Survey({HEAD: inventory_of(checkpoints), **heard}, silent)
+    return Survey({HEAD: inventory_of(checkpoints), **reply}, silent)
 
 
 def _copy(host: str, told: Mapping[str, Any]) -> Copy:
@@ -104,13 +104,13 @@ def complete_tags(found: Inventories) -> list[FoundTag]:
     return sorted(_complete(found), key=lambda tag: (tag.step, tag.name), reverse=True)
 
 
-def shortcomings(found: Inventories) -> dict[str, str]:
+def missing_parts(found: Inventories) -> dict[str, str]:
     """Why tags are not complete, by name, the newest first."""
     complete = {tag.name for tag in complete_tags(found)}
     return {name: _why(name, found) for name in sorted(_names(found) - complete, reverse=True)}
 
 
-def superfluous(
+def prunable(
     found: Inventories, keep_last: int, keep_every: int | None = None, most_bytes: int | None = None
 ) -> list[str]:
     """Tags to remove: complete ones that are not ``kept``, ``most_bytes`` being those of each place.

@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from infra.head.storage.checkpoint_inventory import FoundTag, Survey, finished_once, shortcomings
+from infra.head.storage.checkpoint_inventory import FoundTag, Survey, finished_once, missing_parts
 from infra.node.storage.stored_checkpoints import HEAD
 from t5train.checkpoint import last_complete
 from t5train.checkpoint.last_complete import LastComplete
@@ -67,7 +67,7 @@ def nothing_complete(run_folder: Path, survey: Survey, damaged: Sequence[str]) -
     if seen is None and not finished_once(survey.found):
         return None
     said = [*(_missing(seen, survey) if seen else ()), *damaged, *(str(each) for each in survey.silent.values())]
-    return nothing_verifies(run_folder, said or list(shortcomings(survey.found).values()))
+    return nothing_verifies(run_folder, said or list(missing_parts(survey.found).values()))
 
 
 def _missing(seen: LastComplete, survey: Survey) -> list[str]:

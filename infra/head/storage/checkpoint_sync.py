@@ -11,8 +11,8 @@ from infra.head.storage.checkpoint_inventory import (
     Inventories,
     Survey,
     complete_tags,
+    prunable,
     prune_on,
-    superfluous,
     survey,
     unreadable,
 )
@@ -33,7 +33,7 @@ _METRICS_SHARE = 0.05
 _log = logging.getLogger(__name__)
 
 
-class Follower:
+class CheckpointSync:
     """A thread beside those that watch the ranks. What fails is logged and tried again; it ends when it is told to."""
 
     def __init__(self, run: NodeRun, num_saved: Callable[[], int]) -> None:
@@ -115,7 +115,7 @@ def _lacking(run: NodeRun, found: Survey) -> list[FoundTag]:
 
 
 def _superfluous(run: NodeRun, found: Inventories) -> list[str]:
-    return superfluous(found, run.keep.keep_last, run.keep.keep_every_steps, run.keep.checkpoint_bytes)
+    return prunable(found, run.keep.keep_last, run.keep.keep_every_steps, run.keep.checkpoint_bytes)
 
 
 def bring_metrics(run: NodeRun) -> None:

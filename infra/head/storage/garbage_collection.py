@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.head.hosts.node_client import Nodes
-from infra.head.storage.checkpoint_inventory import superfluous
+from infra.head.storage.checkpoint_inventory import prunable
 from infra.node.attempts import attempt
 from infra.node.attempts.run_lock import holder, run_lock
 from infra.node.node_folders import heads_folder, name_on_nodes
@@ -189,7 +189,7 @@ def _free_in(root: Path, run: Path, asked: Collection[str]) -> list[str]:
 def _garbage_in(root: Path, run: Path) -> Iterator[Garbage]:
     checkpoints = run / CHECKPOINTS
     tags = {HEAD: inventory_of(checkpoints)}
-    names = [*superfluous(tags, keep_last=len(tags[HEAD]) or 1), *_half_removed(checkpoints)]
+    names = [*prunable(tags, keep_last=len(tags[HEAD]) or 1), *_half_removed(checkpoints)]
     for folder in (checkpoints / name for name in names):
         yield Garbage(str(folder.relative_to(root)), size_of(folder), "a checkpoint that is not whole")
     if is_folder(aside := run / SET_ASIDE):

@@ -14,9 +14,9 @@ from infra.head.storage.checkpoint_inventory import (
     Survey,
     complete_tags,
     finished_once,
+    missing_parts,
     move_aside_on,
     require_listed,
-    shortcomings,
     survey,
     unreadable,
 )
@@ -138,7 +138,7 @@ def _survey(run: NodeRun, nodes: Nodes) -> Survey:
         if host in run.nodes.hosts:
             raise error
         _log.warning("%s, which has trained this run before, is not asked for checkpoints: %s", host, error)
-    for name, why in shortcomings(found.found).items():
+    for name, why in missing_parts(found.found).items():
         _log.warning("%s is passed over: %s", name, why)
     return found
 

@@ -13,7 +13,7 @@ from infra.head.hosts.code_shipping import hosts_with_code
 from infra.head.stop_signal import is_stop
 from infra.head.storage import checkpoint_record, checkpoint_sync
 from infra.head.storage.checkpoint_inventory import complete_tags, survey
-from infra.head.storage.checkpoint_sync import Follower
+from infra.head.storage.checkpoint_sync import CheckpointSync
 from infra.head.storage.claim import claim, end_claim, require_claimed
 from infra.head.storage.gather import collect
 from infra.head.storage.node_paths import NodeRun
@@ -24,7 +24,7 @@ from infra.node.storage.stored_checkpoints import HEAD, inventory_of
 from t5train.errors import HostError, NotGathered, T5TrainError
 from t5train.files.atomic import write_text
 from t5train.files.run_folder import METRICS, TENSORBOARD, WITNESS_FOLDER
-from t5train.progress import Progress, told_here
+from t5train.progress import Progress, relayed
 from t5train.spec.rank_job import TrainJob
 
 
@@ -133,17 +133,17 @@ class NodeLocalStorage:
 
     def make_ready(self, attempt_folder: Path) -> Path:
         """Recover the newest checkpoint, and bring it and the token shards to those who read them."""
-        told_here(partial(recover, self.run), self.progress)
+        relayed(partial(recover, self.run), self.progress)
         path = self.write_job(attempt_folder)
         job = TrainJob.read(path)
-        told_here(partial(provide, self.run, job), self.progress)
+        relayed(partial(provide, self.run, job), self.progress)
         write_text(path, self.run.told(job).model_dump_json(indent=1) + "\n")
         return path
 
     @contextmanager
     def following(self, num_saved: Callable[[], int]) -> Iterator[None]:
         """Gather what is saved meanwhile; also what ranks have saved that were told to end, as hosts may go then."""
-        follower = Follower(self.run, num_saved)
+        follower = CheckpointSync(self.run, num_saved)
         try:
             yield
         except BaseException as error:
@@ -155,7 +155,7 @@ class NodeLocalStorage:
 
     def _gather_if_possible(self) -> None:
         try:
-            told_here(partial(checkpoint_sync.keep_up, self.run), self.progress)
+            relayed(partial(checkpoint_sync.keep_up, self.run), self.progress)
         except T5TrainError as error:
             _log.warning("what was saved last is on the hosts alone: %s", error)
 
@@ -188,7 +188,7 @@ class NodeLocalStorage:
         )
 
     def _take_home(self) -> None:
-        told_here(partial(checkpoint_sync.keep_up, self.run), self.progress)
+        relayed(partial(checkpoint_sync.keep_up, self.run), self.progress)
         self.require_claimed()
         names = [METRICS, TENSORBOARD, WITNESS_FOLDER]
         collect(self.run.nodes, self.run.first, self.run.place, names, self.run.folder)

@@ -29,7 +29,7 @@ from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.exit_record import Cause, ExitRecord
 from infra.node.attempts.rank_environment import variables_of_rank
 from infra.node.attempts.run_lock import ranks_lock
-from infra.node.attempts.watchdog import Verdict, Vigil
+from infra.node.attempts.watchdog import Verdict, Watchdog
 from infra.node.processes import ProcessIdentity
 from t5train.errors import StorageError
 
@@ -89,7 +89,7 @@ def _run(
     """Start the program, wait, end its group; its return code, None if it outlived SIGKILL, and why it ended."""
     child = start()
     this.write_process(name, ProcessIdentity.of(child.pid), ProcessIdentity.of(os.getpid()))
-    verdict = _wait(child.pid, alarms, Vigil(this, name, child.pid, alarms.parent))
+    verdict = _wait(child.pid, alarms, Watchdog(this, name, child.pid, alarms.parent))
     if verdict[0] == Cause.PHASE:
         os.kill(child.pid, signal.SIGUSR1)  # a rank writes to its log where it hangs
         time.sleep(_STACKS_SECONDS)
@@ -117,7 +117,7 @@ def _start(
         )
 
 
-def _wait(child: int, alarms: _Alarms, vigil: Vigil) -> Verdict:
+def _wait(child: int, alarms: _Alarms, vigil: Watchdog) -> Verdict:
     """Sleep until the child has ended, or must end."""
     ended = os.pidfd_open(child)
     watched = [ended, alarms.told, *([] if alarms.head is None else [alarms.head])]
@@ -127,8 +127,8 @@ def _wait(child: int, alarms: _Alarms, vigil: Vigil) -> Verdict:
             return vigil.of_its_end()
         if alarms.head in ready:
             return Cause.HEAD, "the head died"
-        heard = os.read(alarms.told, _SIGNALS_AT_ONCE) if alarms.told in ready else b""
-        if (verdict := vigil.hear(heard) if heard else vigil.look()) is not None:
+        reply = os.read(alarms.told, _SIGNALS_AT_ONCE) if alarms.told in ready else b""
+        if (verdict := vigil.hear(reply) if reply else vigil.look()) is not None:
             return verdict
 
 

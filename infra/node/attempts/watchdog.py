@@ -26,7 +26,7 @@ _FIRST_BEAT_SECONDS = 600.0
 _STOPPED, _IN_THE_KERNEL = "T", "D"
 
 
-class Vigil:
+class Watchdog:
     """Over one process: what was seen of it, and what its guard was told."""
 
     def __init__(self, this: Attempt, name: str, pid: int, parent: int | None) -> None:

@@ -11,7 +11,7 @@ from infra.node.attempts import run_ownership
 from infra.node.node_folders import run_place, scratch_folder, within
 from infra.node.storage import peer_connection
 from infra.node.storage.disk_usage import pin, require_room, staging_lock, unpin
-from infra.node.storage.file_channel import CHUNK_BYTES, Channel, Message, Telling, Wanted, Watcher, node_channel
+from infra.node.storage.file_channel import CHUNK_BYTES, Channel, Message, ProgressRelay, Wanted, Watcher, node_channel
 from infra.node.storage.garbage import size_of
 from infra.node.storage.pull import missing_bytes, pull
 from t5train.errors import StorageError
@@ -29,7 +29,7 @@ class _Growth:
     """It came damaged, and comes again."""
 
 
-class Shelf(Watcher):
+class GrowingFiles(Watcher):
     """Told by ``pull`` what is there; read by any number of threads."""
 
     def __init__(self, folder: Path) -> None:
@@ -115,10 +115,10 @@ def stage(request: dict[str, Any]) -> None:
     with staging_lock(scratch, place):
         require_room(scratch, missing_bytes(folder, wanted), place, _still_to_write(scratch, request))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        head, shelf = node_channel(), Shelf(folder)
+        head, shelf = node_channel(), GrowingFiles(folder)
         head.say({"listening": asdict(peer_connection.serve(shelf.read, request["token"]))})
         upstream = _Upstream(head, (head.hear() or {}).get("upstream"), request["token"])
-        pull(upstream.read, wanted, folder, _Both(shelf, Telling(head)))
+        pull(upstream.read, wanted, folder, _Both(shelf, ProgressRelay(head)))
         pin(scratch, place, request["run_name"])
     head.say({"done": True})
     head.hear()  # others may read what is here until stdin ends

@@ -174,7 +174,7 @@ def node_channel() -> Channel:
     return Channel(reader, open(1, "wb", closefd=False))
 
 
-class Telling(Watcher):
+class ProgressRelay(Watcher):
     """Tells the head how many more bytes are here, now and then."""
 
     def __init__(self, channel: Channel) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from infra.node.attempts.run_ownership import require_owner
 from infra.node.node_folders import aside_place, run_place, scratch_folder, within
 from infra.node.storage.disk_usage import require_room
-from infra.node.storage.file_channel import Telling, Wanted, files_in, node_channel
+from infra.node.storage.file_channel import ProgressRelay, Wanted, files_in, node_channel
 from infra.node.storage.pull import listed, missing_bytes, pull
 from t5train.errors import Unreadable
 from t5train.files.atomic import discard, remove_discarded
@@ -121,7 +121,7 @@ def receive(request: dict[str, Any]) -> None:
     require_room(scratch, missing_bytes(folder, wanted), request["place"])
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     channel = node_channel()
-    telling = Telling(channel)
+    telling = ProgressRelay(channel)
     pull(channel.fetch, wanted, folder, telling, _aside(request))
     channel.say({"done": True})
 

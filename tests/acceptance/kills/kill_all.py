@@ -2,8 +2,8 @@
 
 ::
 
-    python tests/acceptance/kills/kill_all.py                     fifty of each
-    python tests/acceptance/kills/kill_all.py --kills 3 --seed 1
+    python -m tests.acceptance.kills.kill_all                     fifty of each
+    python -m tests.acceptance.kills.kill_all --kills 3 --seed 1
 
 Two DeepSpeed ranks on two hosts that are folders of this machine train a small T5 and save after every step; hosts are
 asked by the protocol that is spoken over ssh. Moments are drawn from the seed, between 0 and the time that the stage

@@ -52,7 +52,7 @@ class Ranks:
             self._processes[-1].start()
             theirs.close()
 
-    def heard(self) -> Iterator[tuple[str, int, float]]:
+    def reply(self) -> Iterator[tuple[str, int, float]]:
         """What rank 0 tells: "saving" and "saved", each with the step and the time."""
         while True:
             assert self._pipes[0][0].poll(_LONGEST_SECONDS), "ranks hang"
@@ -67,7 +67,7 @@ class Ranks:
 
     def tell_of(self, what: str, step: int) -> bool:
         """Whether that is heard before they end."""
-        return any(each[:2] == (what, step) for each in self.heard())
+        return any(each[:2] == (what, step) for each in self.reply())
 
     def kill(self, first: int, pause: float) -> None:
         """SIGKILL one, and the other so many seconds later."""
@@ -89,7 +89,7 @@ def undisturbed(site: Site) -> tuple[float, Saved]:
     """How long a save takes, the median of all, and what is saved where nobody is killed."""
     ranks, began, seconds, saved = Ranks(site), dict[int, float](), list[float](), dict[str, Mapping[str, str]]()
     ranks.begin()
-    for what, step, at in ranks.heard():
+    for what, step, at in ranks.reply():
         if what == "saving":
             began[step] = at
             continue
@@ -134,7 +134,7 @@ def finish(site: Site) -> None:
     spec = site.spec.with_settings({"storage.checkpoint_every_steps": _FEW_STEPS})
     ranks = Ranks(replace(site, spec=spec))
     ranks.begin()
-    for _ in ranks.heard():
+    for _ in ranks.reply():
         pass
     ranks.join()
 

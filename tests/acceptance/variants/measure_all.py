@@ -1,7 +1,8 @@
 """Every variant from tokens to a certified export on this machine's accelerators: speed, memory, and the proof.
 
-    python tests/acceptance/variants/measure_all.py --corpus TEXT --tokenizer SPIECE [--out FOLDER] [--only NAME ...] [--beside]
-    python tests/acceptance/variants/measure_all.py --list | --table [--out FOLDER]
+    python -m tests.acceptance.variants.measure_all --corpus TEXT --tokenizer SPIECE [--out FOLDER] [--only NAME ...]
+        [--beside]
+    python -m tests.acceptance.variants.measure_all --list | --table [--out FOLDER]
 
 Each case is a run of the program's own stages. After each a line is appended to FOLDER/results.jsonl, for one that
 failed too, and a case that has a line is not run again: type the command again to go on, and remove a line to repeat

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from infra.head.launch.host_session import News, Window
+from infra.head.launch.host_session import HostSession, News
 from infra.node.attempts.attempt import Attempt
 
 
@@ -29,7 +29,7 @@ class Runs:
 )
 def test_what_breaks_a_window_is_told_and_it_is_opened_again(argv: tuple[str, ...], words: str, this: Attempt) -> None:
     news = News()
-    window = Window(Runs(argv), "a", this, {}, news)
+    window = HostSession(Runs(argv), "a", this, {}, news)
     for _ in range(2):
         host, heard_at, message = news.get(timeout=10)
         assert host == "a"

@@ -66,7 +66,7 @@ def prepared(local_hosts: Hosts, act: Act) -> Path:
     return folder
 
 
-class Window:
+class HostSession:
     """A window as the head has it."""
 
     def __init__(self, argv: list[str], offsets: dict[str, int] | None) -> None:
@@ -89,11 +89,11 @@ class Window:
 
 
 @pytest.fixture
-def window(local_hosts: Hosts) -> Iterator[Callable[..., Window]]:
-    opened: list[Window] = []
+def window(local_hosts: Hosts) -> Iterator[Callable[..., HostSession]]:
+    opened: list[HostSession] = []
 
-    def window(offsets: dict[str, int] | None = None) -> Window:
-        opened.append(Window(local_hosts.command("a", ["watch"]), offsets if offsets is not None else {}))
+    def window(offsets: dict[str, int] | None = None) -> HostSession:
+        opened.append(HostSession(local_hosts.command("a", ["watch"]), offsets if offsets is not None else {}))
         return opened[-1]
 
     yield window
@@ -125,7 +125,7 @@ def test_no_ranks_are_prepared_for_a_run_that_another_head_has_taken_over(
 
 
 def test_a_window_tells_of_lines_errors_and_ends_and_goes_on_where_the_last_one_was(
-    prepared: Path, window: Callable[..., Window]
+    prepared: Path, window: Callable[..., HostSession]
 ) -> None:
     (prepared / "rank-00000.log").write_text("step 1\nstep 2\nhal")
     (prepared / "rank-00001.log").write_text("chatter\nsomething WARNING of rank 1\n")
@@ -145,14 +145,16 @@ def test_a_window_tells_of_lines_errors_and_ends_and_goes_on_where_the_last_one_
 
 
 def test_a_flood_of_lines_is_bounded_and_what_is_left_out_is_counted(
-    prepared: Path, window: Callable[..., Window]
+    prepared: Path, window: Callable[..., HostSession]
 ) -> None:
     (prepared / "rank-00000.log").write_text("chatter\n" * 5000)
     one = window()
     assert one.hear("left_out") >= 4900
 
 
-def test_the_lease_lives_by_the_heads_word_alone(prepared: Path, window: Callable[..., Window], until: Until) -> None:
+def test_the_lease_lives_by_the_heads_word_alone(
+    prepared: Path, window: Callable[..., HostSession], until: Until
+) -> None:
     one = window()
     one.hear("hello")
     before = (prepared / "lease").read_text()
@@ -162,14 +164,14 @@ def test_the_lease_lives_by_the_heads_word_alone(prepared: Path, window: Callabl
     until(lambda: (prepared / "lease").read_text() != before)
 
 
-def test_a_window_without_a_head_ends_when_the_lease_does(prepared: Path, window: Callable[..., Window]) -> None:
+def test_a_window_without_a_head_ends_when_the_lease_does(prepared: Path, window: Callable[..., HostSession]) -> None:
     this = attempt.read(prepared)
     Attempt(**{**vars(this), "lease_seconds": 0.5}).write()
     assert window().process.wait(10) == -signal.SIGALRM
 
 
 def test_a_rank_whose_guard_was_killed_is_told_as_gone(
-    prepared: Path, window: Callable[..., Window], start: Callable[..., subprocess.Popen[bytes]]
+    prepared: Path, window: Callable[..., HostSession], start: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     guard = start("-c", "import time; time.sleep(600)")
     identity = ProcessIdentity.of(guard.pid)
@@ -186,7 +188,7 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); prin
 def test_the_end_leaves_neither_guards_nor_ranks_nor_launchers_of_that_attempt_and_no_others_touched(
     prepared: Path,
     act: Act,
-    window: Callable[..., Window],
+    window: Callable[..., HostSession],
     start: Callable[..., subprocess.Popen[bytes]],
     survivors: Callable[[str], set[int]],
     by: str,
@@ -211,7 +213,9 @@ def test_the_end_leaves_neither_guards_nor_ranks_nor_launchers_of_that_attempt_a
     assert not (prepared / "lease").exists()
 
 
-def test_a_window_on_an_ended_attempt_renews_nothing(prepared: Path, act: Act, window: Callable[..., Window]) -> None:
+def test_a_window_on_an_ended_attempt_renews_nothing(
+    prepared: Path, act: Act, window: Callable[..., HostSession]
+) -> None:
     act("end", run_id=RUN_ID)
     one = window()
     assert one.hear("ended") == {"left": []}

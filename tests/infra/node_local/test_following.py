@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infra.head.storage import checkpoint_sync
-from infra.head.storage.checkpoint_sync import Follower, keep_up
+from infra.head.storage.checkpoint_sync import CheckpointSync, keep_up
 from infra.head.storage.node_paths import NodeRun
 from t5train.checkpoint import tags as sidecar
 from t5train.errors import Unreadable
@@ -110,7 +110,7 @@ def test_a_follower_that_fails_tries_again_and_ends_at_once(
         monkeypatch.setattr(checkpoint_sync, seconds, 0.05)
     cut = Cut(site.transport)
     site.save(8)
-    follower = Follower(replace(run, nodes=replace(run.nodes, transport=cut)), lambda: 2)
+    follower = CheckpointSync(replace(run, nodes=replace(run.nodes, transport=cut)), lambda: 2)
     wait_for(lambda: "metrics are not brought" in caplog.text)
     cut.is_cut = False
     wait_for(lambda: sidecar.complete_tags(run.checkpoints) == [tag_of(8)])

@@ -4,7 +4,7 @@ from pathlib import Path
 from infra.head.hosts.hostfile import Host, Hosts
 from infra.head.storage.node_paths import NodeRun
 from infra.node.node_folders import node_path
-from t5train.spec.rank_job import Clock, Consolidated, TrainJob
+from t5train.spec.rank_job import Consolidated, TrainingProgress, TrainJob
 from t5train.spec.recipes import recipe
 
 
@@ -31,7 +31,9 @@ def test_ranks_on_nodes_are_told_their_own_paths(run: NodeRun) -> None:
 
 
 def test_what_an_attempt_begins_from_is_named_where_it_is_staged(run: NodeRun) -> None:
-    consolidated = Consolidated(folder=Path("/root/w/relayout/step-8"), fingerprint="c" * 64, clock=Clock(step=8))
+    consolidated = Consolidated(
+        folder=Path("/root/w/relayout/step-8"), fingerprint="c" * 64, clock=TrainingProgress(step=8)
+    )
     told = run.told(job(consolidated=consolidated))
     assert told.consolidated == consolidated.model_copy(
         update={"folder": node_path("scratch/staged/step-8-cccccccccccc")}

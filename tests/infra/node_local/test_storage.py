@@ -14,7 +14,7 @@ from infra.head.storage.run_storage import NodeLocalStorage
 from t5train.checkpoint import tags
 from t5train.errors import NotGathered, RankKilled
 from t5train.files.run_folder import tag_of
-from t5train.progress import Progress, silent, told_here
+from t5train.progress import Progress, relayed, silent
 from tests.infra.node_store.conftest import Site
 
 
@@ -68,7 +68,7 @@ def test_progress_of_other_threads_is_told_in_this_one() -> None:
             progress("bytes", done, 3)
         return "done"
 
-    assert told_here(act, lambda _what, done, _total: told.append((done, threading.current_thread()))) == "done"
+    assert relayed(act, lambda _what, done, _total: told.append((done, threading.current_thread()))) == "done"
     assert told[-1][0] == 2
     assert {thread for _, thread in told} == {threading.main_thread()}
 
@@ -83,7 +83,7 @@ def test_what_is_left_by_an_exception_breaks_off() -> None:
         raise Stopped
 
     with pytest.raises(Stopped):
-        told_here(forever, stop)
+        relayed(forever, stop)
 
 
 def test_a_job_is_given_to_nodes_only_when_all_that_it_names_is_there(run: NodeRun, site: Site, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from infra.head.hosts.node_client import Nodes
 from infra.head.storage.provisioning import stage_folder
 from infra.node.ports import free_port
 from infra.node.storage import chain_copy, peer_connection
-from infra.node.storage.chain_copy import Shelf
+from infra.node.storage.chain_copy import GrowingFiles
 from infra.node.storage.file_channel import BrokenOff, Wanted, files_in
 from infra.node.storage.pull import listed
 from t5train.errors import HostUnreachable, RemoteFailed, StorageError
@@ -149,7 +149,7 @@ def test_a_node_that_dies_in_the_chain_holds_up_no_other(
 
 
 def test_what_still_comes_can_be_read_and_what_came_damaged_is_not_passed_on(tmp_path: Path) -> None:
-    shelf, wanted = Shelf(tmp_path), Wanted("f", 8, "")
+    shelf, wanted = GrowingFiles(tmp_path), Wanted("f", 8, "")
     (tmp_path / ".f.part").write_bytes(b"abcd")
     shelf.begun(wanted, tmp_path / ".f.part", 4)
     reading = shelf.read("f", 1, 8)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.head.storage.checkpoint_inventory import complete_tags, shortcomings, superfluous
+from infra.head.storage.checkpoint_inventory import complete_tags, missing_parts, prunable
 from infra.node.storage.stored_checkpoints import HEAD, Copy, Inventory
 from t5train.checkpoint import sidecar
 from t5train.checkpoint.sidecar import sidecar_name
@@ -79,7 +79,7 @@ def test_what_is_pruned_is_never_the_newest_nor_one_that_may_be_being_written(
 ) -> None:
     found = inventories(sidecars, files)
     complete = sorted({tag.name for tag in complete_tags(found)}, reverse=True)
-    doomed = superfluous(found, keep)
+    doomed = prunable(found, keep)
     assert not set(doomed) & set(complete[:keep])
     assert set(complete[keep:]) <= set(doomed)
     assert all(complete and name < complete[0] for name in doomed)
@@ -97,13 +97,13 @@ def lone(step: int) -> str:
 
 
 def test_the_newest_are_kept_and_those_of_certain_steps() -> None:
-    assert superfluous(whole((4, 8, 12, 16, 20)), 2, keep_every=8) == [tag_of(4), tag_of(12)]
+    assert prunable(whole((4, 8, 12, 16, 20)), 2, keep_every=8) == [tag_of(4), tag_of(12)]
 
 
 def test_what_somebody_else_put_beside_checkpoints_is_left() -> None:
     found = whole((8, 16))
     found["a"] = {**found["a"], "a copy": Copy({}, {}), "removed-0123abcd": Copy({}, {})}
-    assert superfluous(found, 2) == ["removed-0123abcd"]
+    assert prunable(found, 2) == ["removed-0123abcd"]
 
 
 @pytest.mark.parametrize(
@@ -116,12 +116,12 @@ def test_what_somebody_else_put_beside_checkpoints_is_left() -> None:
     ],
 )
 def test_why_a_tag_is_not_complete_is_told(sidecars: Places, files: Places, why: str) -> None:
-    told = shortcomings(inventories(sidecars, files))
+    told = missing_parts(inventories(sidecars, files))
     assert re.search(why, told[tag_of(8)])
 
 
 def test_a_tag_of_which_something_cannot_be_read_now_is_not_pruned() -> None:
     found = whole((8, 16, 24))
     doubtful = Copy({}, {"part-0.pt": 1}, {"rank-00000.json": "it cannot be read now"})
-    assert superfluous({"a": {**found["a"], tag_of(8): Copy({}, {"part-0.pt": 1})}}, 2) == [tag_of(8)]
-    assert superfluous({"a": {**found["a"], tag_of(8): doubtful}}, 2) == []
+    assert prunable({"a": {**found["a"], tag_of(8): Copy({}, {"part-0.pt": 1})}}, 2) == [tag_of(8)]
+    assert prunable({"a": {**found["a"], tag_of(8): doubtful}}, 2) == []

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from infra.head.preflight.findings import Heard
-from infra.head.preflight.launch_requirements import Needs
+from infra.head.preflight.findings import HostReply
+from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.node.inspection.facts import Build, Devices, Facts, Network, Room, Route, Software
 from infra.node.inspection.software import PACKAGES
 from infra.node.node_folders import node_path
@@ -22,7 +22,7 @@ SOFTWARE = Software(
     spec_digest="5" * 64,
     libgomp_error="",
 )
-NEEDS = Needs(
+NEEDS = LaunchRequirements(
     slots=dict.fromkeys(HOSTS, (0, 1)),
     root=ROOT,
     accelerator="cuda",
@@ -60,11 +60,11 @@ def facts(number: int) -> Facts:
     )
 
 
-def heard(changes: dict[str, Callable[[Facts], Facts]] | None = None) -> dict[str, Heard]:
+def reply(changes: dict[str, Callable[[Facts], Facts]] | None = None) -> dict[str, HostReply]:
     """Four hosts that answered within a second, some of them changed."""
     answers = {host: facts(number) for number, host in enumerate(HOSTS)}
     answers |= {host: change(answers[host]) for host, change in (changes or {}).items()}
-    return {host: Heard(answer, asked_at=1000.0, answered_at=1000.6) for host, answer in answers.items()}
+    return {host: HostReply(answer, asked_at=1000.0, answered_at=1000.6) for host, answer in answers.items()}
 
 
 def with_(part: str, **changes: object) -> Callable[[Facts], Facts]:

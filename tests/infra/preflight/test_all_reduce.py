@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from infra.head.preflight.all_reduce_check import Outcome, all_reduce, judge_outcomes
-from infra.head.preflight.launch_requirements import Needs
+from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.head.preflight.rendezvous import Meeting
 from infra.node import ports, processes
 from infra.node.inspection.all_reduce import unreachable
 
-NEEDS = Needs(slots={"near": (0,), "far": (0,)}, root=Path("/"), accelerator="cpu")
+NEEDS = LaunchRequirements(slots={"near": (0,), "far": (0,)}, root=Path("/"), accelerator="cpu")
 Ranks = Callable[[], set[int]]
 HERE = Meeting("127.0.0.1", {"near": "lo", "far": "lo"})
 
@@ -64,7 +64,7 @@ def test_ranks_of_two_hosts_meet_and_agree_on_the_sum(ranks: Ranks) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_at_once_and_no_rank_is_left(ranks: Ranks) -> None:
-    three = Needs(slots={"near": (0,), "far": (0, 1)}, root=Path("/"), accelerator="cpu")
+    three = LaunchRequirements(slots={"near": (0,), "far": (0, 1)}, root=Path("/"), accelerator="cpu")
     with ThreadPoolExecutor(1) as thread:
         started_at = time.monotonic()
         found = thread.submit(lambda: list(all_reduce(three, Here(), HERE, ports.free_port())))
@@ -86,7 +86,7 @@ def test_ranks_that_wait_in_vain_are_ended_at_the_deadline(ranks: Ranks) -> None
 
 @pytest.mark.slow
 def test_a_port_that_was_taken_meanwhile_is_told() -> None:
-    lonely = Needs(slots={"near": (0,)}, root=Path("/"), accelerator="cpu")
+    lonely = LaunchRequirements(slots={"near": (0,)}, root=Path("/"), accelerator="cpu")
     with socket.create_server(("127.0.0.1", 0)) as other:
         (text,) = all_reduce(lonely, Here(), HERE, other.getsockname()[1])
     assert text.startswith("near: rank 0: ")

@@ -5,10 +5,10 @@ import pytest
 
 from infra.head.preflight.checklist import CHECKS, judge, of_error
 from infra.head.preflight.findings import Finding
-from infra.head.preflight.launch_requirements import Needs
+from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.node.inspection.facts import Facts, Route
 from t5train.errors import HostError, HostKeyMismatch, HostUnreachable, RemoteFailed
-from tests.infra.preflight.made_up import HOSTS, NEEDS, NONCE, SOFTWARE, facts, heard, with_
+from tests.infra.preflight.made_up import HOSTS, NEEDS, NONCE, SOFTWARE, facts, reply, with_
 
 Change = Callable[[Facts], Facts]
 ON_A_NETWORK_OF_ITS_OWN = with_(
@@ -16,8 +16,8 @@ ON_A_NETWORK_OF_ITS_OWN = with_(
 )
 
 
-def findings(changes: dict[str, Change], needs: Needs = NEEDS) -> list[Finding]:
-    return judge(heard(changes), needs, SOFTWARE, NONCE).findings
+def findings(changes: dict[str, Change], needs: LaunchRequirements = NEEDS) -> list[Finding]:
+    return judge(reply(changes), needs, SOFTWARE, NONCE).findings
 
 
 def test_hosts_that_agree_and_have_everything_pass_every_check() -> None:
@@ -183,12 +183,12 @@ def apart(scratch_mark: str, **room: object) -> Change:
 def test_hosts_that_share_nothing_pass_whatever_the_root_is_on_them() -> None:
     changes = {host: apart(host, root_error="No such file or directory", root_free_bytes=0) for host in HOSTS}
     for of_first, is_head in ((changes["node0"], False), (with_("room"), True)):
-        judged = judge(heard(changes | {"node0": of_first}), NEEDS, SOFTWARE, NONCE, facts(0).identity * is_head)
+        judged = judge(reply(changes | {"node0": of_first}), NEEDS, SOFTWARE, NONCE, facts(0).identity * is_head)
         assert judged.is_node_local
         (remark,) = judged.findings
         assert not remark.is_problem
         assert "share nothing with the head" in remark.text
-    assert not judge(heard(changes | {"node0": with_("room")}), NEEDS, SOFTWARE, NONCE, "another").is_node_local
+    assert not judge(reply(changes | {"node0": with_("room")}), NEEDS, SOFTWARE, NONCE, "another").is_node_local
 
 
 @pytest.mark.parametrize(
@@ -270,14 +270,14 @@ def test_hosts_with_the_same_fault_share_a_line() -> None:
 def test_of_two_hosts_that_differ_the_one_unlike_the_head_is_the_culprit() -> None:
     needs = replace(NEEDS, slots={"node0": (0,), "node1": (0,)})
     two = {
-        host: one for host, one in heard({"node0": with_("software", python="3.12.1")}).items() if host in needs.slots
+        host: one for host, one in reply({"node0": with_("software", python="3.12.1")}).items() if host in needs.slots
     }
     (found,) = judge(two, needs, SOFTWARE, NONCE).findings
     assert found.text.startswith("node0: Python 3.12.1, others 3.11.9")
 
 
 def test_a_clock_within_the_time_that_the_answer_took_is_right() -> None:
-    slow = {"node0": replace(heard()["node0"], asked_at=900.0, answered_at=1100.0)}
+    slow = {"node0": replace(reply()["node0"], asked_at=900.0, answered_at=1100.0)}
     needs = replace(NEEDS, slots={"node0": (0, 1)})
     assert judge(slow, needs, SOFTWARE, NONCE).findings == []
 
@@ -296,11 +296,11 @@ def test_ranks_on_the_cpu_want_no_accelerator() -> None:
 def test_a_host_that_does_not_answer_is_found_with_its_error(error: type[HostError], check: str) -> None:
     found = Finding(check, "node2: no", hosts=("node2",), can_pass=error is HostUnreachable)
     assert of_error(error("node2: no", ["node2"])) == found
-    remaining = {host: one for host, one in heard().items() if host != "node2"}
+    remaining = {host: one for host, one in reply().items() if host != "node2"}
     assert judge(remaining, NEEDS, SOFTWARE, NONCE).findings == []
 
 
 def test_where_the_first_host_does_not_answer_there_is_no_meeting() -> None:
-    remaining = {host: one for host, one in heard().items() if host != "node0"}
+    remaining = {host: one for host, one in reply().items() if host != "node0"}
     found = judge(remaining, NEEDS, SOFTWARE, NONCE)
     assert (found.meeting, found.port) == (None, None)

@@ -9,7 +9,7 @@ import pytest
 from infra.head.preflight.checklist import CHECKS, Judgement
 from infra.head.preflight.findings import Finding
 from infra.head.preflight.host_preflight import Report, require_agreement, require_fit, survey
-from infra.head.preflight.launch_requirements import Needs
+from infra.head.preflight.launch_requirements import LaunchRequirements
 from t5train.errors import HostUnreachable, PreflightError
 
 DENIES = "echo 'me@near: Permission denied (publickey).' >&2; exit 255"
@@ -27,14 +27,14 @@ class Says:
 
 
 @pytest.fixture
-def needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Needs:
+def needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchRequirements:
     """Of a run on one host, started where pdsh is."""
     pdsh = tmp_path / "bin" / "pdsh"
     pdsh.parent.mkdir()
     pdsh.write_text("#!/bin/sh\necho 'rcmd modules: ssh,exec (default: ssh)'\n", "utf-8")
     pdsh.chmod(0o700)
     monkeypatch.setenv("PATH", f"{pdsh.parent}:/usr/bin:/bin")
-    return Needs(slots={"near": (0,)}, root=tmp_path / "root", accelerator="cpu")
+    return LaunchRequirements(slots={"near": (0,)}, root=tmp_path / "root", accelerator="cpu")
 
 
 def test_the_table_has_a_line_for_every_check_and_every_finding() -> None:
@@ -50,12 +50,12 @@ def test_the_table_has_a_line_for_every_check_and_every_finding() -> None:
     assert rows[-1] == ["all-reduce", "not tried", "the problems above come first"]
 
 
-def test_hosts_that_cannot_be_reached_may_be_so_later(needs: Needs) -> None:
+def test_hosts_that_cannot_be_reached_may_be_so_later(needs: LaunchRequirements) -> None:
     with pytest.raises(HostUnreachable, match="near: connection refused: start sshd there"):
         require_fit(needs, Says(REFUSES))
 
 
-def test_before_anything_begins_every_problem_is_in_one_error(needs: Needs) -> None:
+def test_before_anything_begins_every_problem_is_in_one_error(needs: LaunchRequirements) -> None:
     with pytest.raises(
         PreflightError, match="preflight checks failed:\n  reachable: near: it rejects this user's SSH keys"
     ):
@@ -64,7 +64,7 @@ def test_before_anything_begins_every_problem_is_in_one_error(needs: Needs) -> N
 
 
 def test_hosts_that_may_answer_another_time_are_told_unless_there_are_other_problems(
-    needs: Needs, tmp_path: Path
+    needs: LaunchRequirements, tmp_path: Path
 ) -> None:
     assert list(require_agreement(needs, Says(REFUSES))) == ["near"]
     (tmp_path / "bin" / "pdsh").write_text("#!/bin/sh\necho 'rcmd modules: exec,rsh'\n", "utf-8")
@@ -72,18 +72,18 @@ def test_hosts_that_may_answer_another_time_are_told_unless_there_are_other_prob
         require_agreement(needs, Says(REFUSES))
 
 
-def test_an_answer_of_other_code_is_told(needs: Needs) -> None:
+def test_an_answer_of_other_code_is_told(needs: LaunchRequirements) -> None:
     (found,) = survey(needs, Says("echo '{}'")).findings
     assert found.text.startswith("near: its answer is of another version of this package: install the head's there")
     assert found.text.endswith("or have it sent with --ship-code")
 
 
-def test_a_host_that_cannot_take_the_code_is_asked_nothing_else(needs: Needs) -> None:
+def test_a_host_that_cannot_take_the_code_is_asked_nothing_else(needs: LaunchRequirements) -> None:
     found = survey(replace(needs, code="c0de"), Says("echo no room >&2; exit 1")).findings
     assert [(one.check, one.text.rpartition(". ")[2]) for one in found] == [("program", "It said: no room")]
 
 
-def test_a_login_shell_that_prints_something_is_told_as_that(needs: Needs) -> None:
+def test_a_login_shell_that_prints_something_is_told_as_that(needs: LaunchRequirements) -> None:
     with pytest.raises(PreflightError, match=r"program: near: 'Welcome\\n\{\}\\n' came .*: let the login shell there"):
         require_agreement(needs, Says("echo Welcome; echo '{}'"))
 
@@ -92,7 +92,7 @@ def test_a_login_shell_that_prints_something_is_told_as_that(needs: Needs) -> No
     ("modules", "text"), [("exec,rsh", "no module for ssh"), (None, "pdsh is not on this machine")]
 )
 def test_pdsh_must_be_on_the_head_and_know_ssh(
-    needs: Needs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, modules: str | None, text: str
+    needs: LaunchRequirements, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, modules: str | None, text: str
 ) -> None:
     pdsh = tmp_path / "bin" / "pdsh"
     if modules is None:
