@@ -1,1 +1,1 @@
-"""Prefect flows and the console script."""
+"""Prefect flows and the command line."""

@@ -42,11 +42,11 @@ RecipeName = Literal[
     "t5_3b_one_gpu",
     "t5_11b_one_gpu",
 ]
-"""The recipes of t5train.spec.recipes, spelled out so that the form of a run offers them."""
+"""The recipes of t5train.spec.recipes, written out so that Prefect's form for a run offers them."""
 
 
 def _flow_run_name() -> str:
-    """The run's name where one was given, else the recipe's."""
+    """The run's name if given, otherwise the recipe's."""
     parameters = flow_run.parameters
     return str(parameters.get("run_name") or parameters["recipe"])
 
@@ -61,15 +61,15 @@ def pretrain(
     publish_to: Annotated[str, Field(min_length=1)] | None = None,
     adopt: bool = False,
 ) -> Publication:
-    """Text to a published, certified T5 checkpoint; every stage that is done already is verified and reused.
+    """From text to a published, certified T5 checkpoint. Finished stages are verified and reused.
 
     Args:
-        recipe: Where the settings begin.
-        root: Absolute path of the folder that holds everything a run makes, on the machine that works.
+        recipe: Recipe to start from.
+        root: Absolute path of the folder that holds everything a run makes, on the machine that executes the run.
         settings: Changes to the recipe, as "part.key": value, such as {"optimizer.num_steps": 1000}.
-        run_name: Name of the run's folder below root/runs; made of recipe and settings when left out.
-        publish_to: Folder or fsspec URL; a folder of the run's name in root/published when left out.
-        adopt: Take over a run whose checkpoints on hosts belong to another head that has died.
+        run_name: Name of the run's folder in root/runs; made of recipe and settings when left out.
+        publish_to: Folder or fsspec URL to publish to; a folder named after the run in root/published when left out.
+        adopt: Take over a run whose checkpoints on its hosts belong to another head that has died.
 
     """
     record_process()
@@ -91,7 +91,7 @@ def pretrain(
 
 
 def record_process() -> None:
-    """Let others see when this process has ended without saying so to Prefect."""
+    """Record this process, so that others can detect if it ends without reporting to Prefect."""
     context = FlowRunContext.get()
     if context is not None and context.flow_run is not None and context.flow_run.state is not None:
         run_records.hold(records_folder(), context.flow_run.id, context.flow_run.state.id)

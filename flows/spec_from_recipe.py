@@ -1,4 +1,4 @@
-"""From what a person asks for (a recipe and some changes) to a whole RunSpec."""
+"""Builds a complete RunSpec from what a user gives: a recipe and changed settings."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ def resolve(
     run_name: str | None = None,
     publish_to: str | None = None,
 ) -> RunSpec:
-    """The spec of a recipe with settings changed and local folders made absolute; SpecError for what cannot be."""
+    """The spec of a recipe with settings changed and local paths made absolute. Raises SpecError."""
     changes: dict[str, Any] = dict(settings)
     # Quoted, so that a name such as "2024" stays text when the setting is read as JSON.
     for setting, value in (("storage.root", root), ("name", run_name), ("storage.publish_to", publish_to)):
@@ -43,7 +43,7 @@ def resolve(
 
 
 def _ranks(recipe: str, changes: Mapping[str, Any]) -> dict[str, int]:
-    """The setting ``cluster.ranks`` that follows from a hostfile, which decides it; none without one."""
+    """The setting ``cluster.ranks`` as determined by the hostfile; empty without one."""
     of_cluster = {name: value for name, value in changes.items() if name.startswith("cluster.")}
     asked = of_cluster.pop("cluster.ranks", None)
     cluster = recipe_spec(recipe).with_settings(of_cluster).cluster
@@ -54,7 +54,7 @@ def _ranks(recipe: str, changes: Mapping[str, Any]) -> dict[str, int]:
     slots = hosts.num_ranks
     if asked is not None and str(asked) != str(slots):
         raise SpecError(
-            f"cluster.ranks is {asked}, and the hosts chosen from {cluster.hostfile} have {slots} slots: leave "
-            "cluster.ranks out, as a hostfile decides it, or choose other hosts"
+            f"cluster.ranks is {asked}, but the hosts chosen from {cluster.hostfile} have {slots} slots: leave "
+            "cluster.ranks out, because the hostfile determines it, or choose other hosts"
         )
     return {"cluster.ranks": slots}

@@ -10,11 +10,11 @@ import time
 from infra.node.processes import die_with_parent
 
 LOOK_SECONDS = 1.0
-STOP_SECONDS = 40.0  # a worker gives its runs 30 to end
+STOP_SECONDS = 40.0  # a worker gives its runs 30 s to stop
 
 
 def main() -> None:
-    """Become ``prefect worker start``."""
+    """Run ``prefect worker start`` in this process."""
     die_with_parent(signal.SIGTERM)
     threading.Thread(target=end_after, args=(os.getppid(),), daemon=True).start()
     sys.argv = ["prefect", "worker", "start", "--pool", sys.argv[1], "--type", "process"]
@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def end_after(parent: int) -> None:
-    """SIGKILL for this process some time after its parent: a worker whose server has gone never ends of SIGTERM."""
+    """Kill this process some time after its parent has ended: without its server, a worker never ends on SIGTERM."""
     while os.getppid() == parent:
         time.sleep(LOOK_SECONDS)
     time.sleep(STOP_SECONDS)

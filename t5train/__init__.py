@@ -1,1 +1,1 @@
-"""Text to a published T5 checkpoint: the library. It knows nothing of Prefect, hosts or ssh."""
+"""The library: from text to a published T5 checkpoint. It does not depend on Prefect, hosts or ssh."""

@@ -1,6 +1,6 @@
-"""What this machine has: cores, memory and disk space, asked before anything expensive starts.
+"""Cores, memory and disk space of this machine, checked before anything expensive starts.
 
-Standard library only, as nodes import it.
+Uses only the standard library, because nodes import it.
 """
 
 import os
@@ -19,26 +19,26 @@ def num_cores() -> int:
 
 
 def host_memory_bytes() -> int:
-    """The machine's memory, or less where this process's control group has a limit."""
+    """The machine's memory, or the limit of this process's control group if that is lower."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     limits += [int(text) for path in _GROUP_LIMITS if path.exists() and (text := path.read_text().strip()) != "max"]
     return min(limits)
 
 
 def require_host_memory(needed_bytes: int, decided_by: str) -> None:
-    """SpecError that names the settings that decide it, unless this machine has ``needed_bytes`` of memory in all."""
+    """Raise SpecError, naming the settings in question, unless this machine has ``needed_bytes`` of memory in total."""
     if (found := host_memory_bytes()) < needed_bytes:
         raise SpecError(
-            f"{decided_by} need {format_bytes(needed_bytes)} of host memory, and this machine has "
+            f"{decided_by} need {format_bytes(needed_bytes)} of host memory, but this machine has "
             f"{format_bytes(found)}: keep more on the accelerators (layout.offload), or use fewer ranks, a "
-            "smaller model or a larger machine (--dry-run shows what needs how much)"
+            "smaller model or a larger machine (--dry-run shows the memory that each part needs)"
         )
 
 
 def require_space(root: Path, needed_bytes: int, what: str) -> None:
-    """Make ``root`` if need be, and raise StorageError unless ``needed_bytes`` for ``what`` fit in it.
+    """Create ``root`` if necessary, and raise StorageError unless ``needed_bytes`` for ``what`` fit in it.
 
-    A file is really created, because permissions do not tell of read-only and full file systems.
+    The check writes a file, because permissions do not reveal a read-only or full file system.
     """
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def require_space(root: Path, needed_bytes: int, what: str) -> None:
     free_bytes = shutil.disk_usage(root).free
     if free_bytes < needed_bytes:
         raise StorageError(
-            f"{root} has {format_bytes(free_bytes)} free, and {what} needs {format_bytes(needed_bytes)}: free "
+            f"{root} has {format_bytes(free_bytes)} free, but {what} needs {format_bytes(needed_bytes)}: free "
             f"{format_bytes(needed_bytes - free_bytes)}, or choose another root (--root or --out)"
         )
 

@@ -1,4 +1,4 @@
-"""The metrics of a run: ``metrics.jsonl`` with a line a step, the same for TensorBoard, and the losses in words.
+"""The metrics of a run: ``metrics.jsonl`` with one line per step, the same for TensorBoard, and losses as text.
 
 Only rank 0 writes them.
 """
@@ -20,16 +20,16 @@ class Metrics:
     """Appends to ``metrics.jsonl`` and to TensorBoard's folder; a context manager."""
 
     def __init__(self, path: Path, tensorboard: Path, resume_step: int) -> None:
-        """Lines of steps after ``resume_step`` are of an attempt that was lost; they are dropped first."""
-        from torch.utils.tensorboard import SummaryWriter  # the head reads metrics, and does without torch
+        """Drops lines of steps after ``resume_step`` first; they are from an attempt that lost these steps."""
+        from torch.utils.tensorboard import SummaryWriter  # imported here: the head reads metrics without torch
 
-        path.parent.mkdir(parents=True, exist_ok=True)  # the head makes a run's folder on its own disk alone
+        path.parent.mkdir(parents=True, exist_ok=True)  # the head creates a run's folder only on its own disk
         drop_after(path, resume_step)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - this object is the context manager
         self._tensorboard = SummaryWriter(str(tensorboard), purge_step=resume_step + 1)
 
     def write(self, step: int, values: Values) -> None:
-        """One line ``{"step": step, **values}``, on disk before this returns as far as the kernel is concerned."""
+        """Write one line ``{"step": step, **values}`` and flush it to the kernel."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
         for name, value in values.items():
@@ -47,20 +47,20 @@ class Metrics:
 
 
 def read(path: Path) -> list[Values]:
-    """All whole lines; the last one may still be in the making. A damaged one is passed over with a warning."""
+    """All complete lines; the last one may still be incomplete. Damaged lines are skipped with a warning."""
     if not path.exists():
         return []
     found: list[Values] = []
     for line in path.read_bytes().split(b"\n")[:-1]:
         if (values := parse_line(line)) is None:
-            _log.warning("%s has a damaged line, which is passed over: %.80r", path, line)
+            _log.warning("%s: skipped a damaged line: %.80r", path, line)
         else:
             found.append(values)
     return found
 
 
 def parse_line(line: bytes) -> Values | None:
-    """The values of a line; None for a damaged one. This is a log: damage to it must not keep a run from going on."""
+    """The values of a line; None for a damaged one, because a damaged log must not stop a run."""
     try:
         values = json.loads(line)
     except ValueError:
@@ -69,7 +69,7 @@ def parse_line(line: bytes) -> Values | None:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Take away lines of later steps, which an attempt wrote that went on from that one."""
+    """Remove lines of later steps, written by an attempt that continued from that step."""
     lines = [json.dumps(line) for line in read(path) if int(line["step"] or 0) <= step]
     write_text(path, "".join(line + "\n" for line in lines))
 
@@ -78,7 +78,7 @@ _TAIL_BYTES = 64 << 10
 
 
 def last_metrics(path: Path) -> Values | None:
-    """The newest whole line with a loss; only the end of the file is read, as it is asked for twice a second."""
+    """The newest complete line with a loss. Reads only the end of the file, because it is called twice a second."""
     if not path.exists():
         return None
     with open(path, "rb") as file:
@@ -93,7 +93,7 @@ LOSSES = {
     "unigram_content_loss": "the same targets under the training text's unigram frequencies",
     "shuffled_content_loss": "the same targets, encoder inputs shuffled across the batch",
 }
-"""The three losses (nats a token) by which a run shows that its model learned from its inputs."""
+"""The three losses (nats per token) that show whether the model learned from its inputs."""
 
 
 def loss_lines(losses: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""How a long stage reports its progress. The caller decides who shows it, and how."""
+"""How a long stage reports its progress. The caller decides where and how to show it."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 
 
 class Progress(Protocol):
-    """Called now and then by a stage, at most a few times a second's worth of work."""
+    """A stage calls this from time to time, at most a few times per second of work."""
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
         """``done`` of ``total`` units of ``what`` (``total`` is None while it is not known)."""
@@ -14,7 +14,7 @@ class Progress(Protocol):
 
 
 def silent(what: str, done: int, total: int | None) -> None:
-    """Progress that nobody watches."""
+    """Ignore progress."""
 
 
 _TELL_SECONDS = 0.5
@@ -22,32 +22,32 @@ Result = TypeVar("Result")
 
 
 class Interrupted(Exception):
-    """Raised within what was told to end in the midst of its work."""
+    """Raised inside work that is asked to stop before it is done."""
 
 
 class Interruptible:
-    """A progress callback for other threads, which ends them; it keeps what they have told last."""
+    """A progress callback for other threads that can also stop them. It keeps their latest report."""
 
     def __init__(self) -> None:
         self.is_told_to_end = False
         self._last: tuple[str, int, int | None] | None = None
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
-        """Keep it; Interrupted once it is time to end."""
+        """Keep the report. Raises Interrupted once the thread is to stop."""
         if self.is_told_to_end:
             raise Interrupted
         self._last = (what, done, total)
 
     def pass_on(self, progress: Progress) -> None:
-        """Tell what was told last."""
+        """Forward the latest report."""
         if self._last is not None:
             progress(*self._last)
 
 
 def relayed(act: Callable[[Progress], Result], progress: Progress) -> Result:
-    """The result of ``act``; what it tells of its progress, in whatever thread, is told in this one.
+    """Run ``act`` in another thread and return its result; its progress is reported in this thread.
 
-    Left by an exception, as of SIGTERM, it breaks off what is being done.
+    An exception in this thread, such as one raised on SIGTERM, interrupts ``act``.
     """
     of_threads = Interruptible()
     with ThreadPoolExecutor(1, thread_name_prefix="work") as thread:

@@ -18,10 +18,10 @@ RunLogger = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 
 class RunLogHandler(logging.Handler):
-    """Forwards records to the log of the task or flow run, at a bounded rate.
+    """Forwards records to the log of the task or flow run, at a limited rate.
 
-    A line costs about a millisecond here and more on the server. What exceeds a burst of 20 lines and then one
-    line a second is counted, and the count is told with the next line; warnings always pass.
+    A line costs about a millisecond here and more on the server. Lines beyond a burst of 20 and then one per second are
+    left out; the next line says how many. Warnings are always forwarded.
     """
 
     def __init__(self, flow_logger: RunLogger) -> None:
@@ -52,20 +52,20 @@ class RunLogHandler(logging.Handler):
     def _run_logger(self) -> RunLogger:
         try:
             return get_run_logger()
-        except MissingContextError:  # a thread of the library's own
+        except MissingContextError:  # in a thread of the library
             return self._flow_logger
 
 
 @contextmanager
 def library_log() -> Iterator[None]:
-    """Within the block, lines of the library's loggers from INFO on appear in the log of the current flow run."""
+    """Within the block, forward the library's log from INFO on to the log of the current flow run."""
     handler = RunLogHandler(get_run_logger())
     loggers = [logging.getLogger(name) for name in LIBRARY_LOGGERS]
     before = [(logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
-        logger.propagate = False  # the run's log shows on the console, too
+        logger.propagate = False  # the run's log is already shown on the console
     try:
         yield
     finally:
@@ -76,13 +76,13 @@ def library_log() -> Iterator[None]:
 
 
 def without_traceback(record: logging.LogRecord) -> bool:
-    """A log filter that lets errors raised on purpose speak for themselves, without a traceback."""
+    """A log filter that removes the traceback of deliberate errors, whose messages explain them."""
     if record.exc_info and isinstance(record.exc_info[1], T5TrainError):
         record.exc_info = None
     return True
 
 
 def drop_needless_tracebacks() -> None:
-    """Install ``without_traceback`` on the loggers of Prefect's engine; doing so again changes nothing."""
+    """Install ``without_traceback`` on the loggers of Prefect's engine; can be repeated safely."""
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(without_traceback)

@@ -1,4 +1,4 @@
-"""Progress of a stage and a table of what each stage made, as Prefect artifacts; progress also on the terminal."""
+"""Progress of stages and a table of their results, as Prefect artifacts; progress also on the terminal."""
 
 import json
 import logging
@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def watched_by(progress: Progress) -> Iterator[None]:
-    """Let ``progress`` see, within the block, what all stages of flows in this process report."""
-    global _watcher  # noqa: PLW0603  # tasks are called by Prefect, which has no place for a callback
+    """Within the block, pass the progress of all stages of flows in this process to ``progress``."""
+    global _watcher  # noqa: PLW0603  # Prefect calls tasks, and cannot pass a callback
     previous, _watcher = _watcher, progress
     try:
         yield
@@ -35,10 +35,10 @@ def watched_by(progress: Progress) -> Iterator[None]:
 
 
 class StageProgress:
-    """A progress callback that keeps one artifact up to date, at most once a second, and logs every ten seconds.
+    """A progress callback that updates one artifact, at most once per second, and logs every ten seconds.
 
-    A stage that is over before anyone could look leaves neither. A server that does not answer costs the artifact, not
-    the stage: training goes on while it is restarted.
+    A stage that ends within two seconds makes neither. If the server does not respond, the artifact is not updated, but
+    the stage continues: training goes on while the server is restarted.
     """
 
     def __init__(self, stage: str) -> None:
@@ -49,7 +49,7 @@ class StageProgress:
         self._artifact: UUID | None = None
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
-        """Report ``done`` of ``total`` units of ``what``; the end is shown if anything was."""
+        """Report ``done`` of ``total`` units of ``what``; if anything was shown, the end is shown as well."""
         _watcher(f"{self._stage}: {what}", done, total)
         now = time.monotonic()
         ends = self._artifact is not None and done == total
@@ -63,8 +63,8 @@ class StageProgress:
     def _try_to_show(self, percent: float, description: str) -> None:
         try:
             self._show(percent, description)
-        except Exception as error:  # whatever Prefect's client makes of a server that is gone
-            _log.warning("progress of %s is not shown: %s: %s", self._stage, type(error).__name__, error)
+        except Exception as error:  # any error of Prefect's client, such as for a server that has gone
+            _log.warning("could not show the progress of %s: %s: %s", self._stage, type(error).__name__, error)
 
     def _show(self, percent: float, description: str) -> None:
         if self._artifact is None:
@@ -93,7 +93,7 @@ class StageTable:
         self._artifact: UUID | None = None
 
     def add(self, stage: str, record: R) -> R:
-        """Note what a stage made in the time since the stage before it; gives the record back."""
+        """Add a stage's result and the time since the previous stage; returns the record."""
         now = time.monotonic()
         self._rows.append(line := row(stage, record, now - self._added_at))
         _log.info("%s: %s %s", stage, line["result"], record.path)
@@ -103,14 +103,14 @@ class StageTable:
 
     def _show(self) -> None:
         if self._artifact is None:
-            self._artifact = cast(UUID, create_table_artifact(self._rows, "stages", "What each stage made"))
+            self._artifact = cast(UUID, create_table_artifact(self._rows, "stages", "Result of each stage"))
             return
         with get_client(sync_client=True) as client:
             client.update_artifact(self._artifact, ArtifactUpdate(data=json.dumps(self._rows)))
 
 
 def row(stage: str, record: Record, seconds: float) -> dict[str, Any]:
-    """One line of the table, the widest cells last: a page shows no more than half of them at once."""
+    """One row of the table, with the widest cells last, because the UI shows only about half of the columns at once."""
     return {
         "stage": stage,
         "result": "reused" if record.reused else "made",

@@ -1,8 +1,8 @@
 """The stages as Prefect tasks: one library call each.
 
-The library decides whether an existing result is reused; Prefect neither caches nor keeps results. Training is retried
-after a transient failure, and resumes where it was. Weights and export lie in the run's own folder and can be made
-again from its checkpoint, so damaged ones are moved aside. A checkpoint or a publication never is.
+The library decides whether an existing result is reused; Prefect neither caches nor stores results. Training is retried
+after a transient failure, and resumes from its last checkpoint. Weights and export are in the run's own folder and can
+be made again from its checkpoint, so damaged ones are moved aside. A checkpoint or a publication never is.
 """
 
 from typing import Any
@@ -40,21 +40,21 @@ from tasks.stage_progress import StageProgress
 @task(name="corpus", cache_policy=NO_CACHE)
 @as_storage_errors()
 def make_corpus(spec: RunSpec) -> Corpus:
-    """Find or make the text, and verify every file of it."""
+    """Find or make the text, and verify all its files."""
     return build_corpus(spec.corpus, spec.storage.root, StageProgress("corpus"))
 
 
 @task(name="tokenizer", cache_policy=NO_CACHE)
 @as_storage_errors()
 def make_tokenizer(spec: RunSpec, corpus: Corpus) -> TokenizerFiles:
-    """Train the vocabulary, or take the given one."""
+    """Train the vocabulary, or use the given one."""
     return build_tokenizer(spec.tokenizer, spec.corpus, corpus, spec.storage.root, StageProgress("tokenizer"))
 
 
 @task(name="shards", cache_policy=NO_CACHE)
 @as_storage_errors()
 def make_shards(spec: RunSpec, corpus: Corpus, tokenizer: TokenizerFiles) -> TokenShards:
-    """Turn the text into files of token ids."""
+    """Convert the text to files of token ids."""
     return build_shards(spec.shards, spec.corpus, corpus, tokenizer, spec.storage.root, StageProgress("shards"))
 
 
@@ -62,7 +62,7 @@ SECONDS_BEFORE_RETRY = 5
 
 
 def can_pass(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
-    """Whether the failure is one that trying the same thing again can mend."""
+    """Whether the failure is transient, so that a retry can succeed."""
     error = state.data
     return isinstance(error, T5TrainError) and error.retryable
 
@@ -70,19 +70,19 @@ def can_pass(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
 @task(name="train", cache_policy=NO_CACHE, retry_delay_seconds=SECONDS_BEFORE_RETRY, retry_condition_fn=can_pass)
 @as_storage_errors()
 def train(spec: RunSpec, shards: TokenShards, adopt: bool = False) -> Checkpoint:
-    """Train to the last step, from the newest complete checkpoint on; the caller holds the run's lock."""
+    """Train to the last step, starting from the newest complete checkpoint; the caller holds the run's lock."""
     return train_run(spec, shards, StageProgress("train"), adopt=adopt)
 
 
 @task(name="consolidate", cache_policy=NO_CACHE)
 @as_storage_errors()
 def consolidate_weights(spec: RunSpec, checkpoint: Checkpoint) -> Weights:
-    """Join the ranks' parts of the fp32 masters to safetensors."""
+    """Join the ranks' parts of the fp32 masters into safetensors."""
     from t5train.checkpoint.consolidate import (
-        consolidate,  # brings torch, which a flow that reuses everything does without
+        consolidate,  # imports torch, which a flow that reuses everything does not need
     )
 
-    # Named by content: should a GPU train the last steps once more, their bytes may differ.
+    # Named by content, because training the last steps again on a GPU may give different bytes.
     content = fingerprint({name: digest.sha256 for name, digest in checkpoint.files.items()})
     out = spec.run_folder / run_folder.WEIGHTS / f"{checkpoint.tag}-{content[:12]}"
     checkpoints = spec.run_folder / run_folder.CHECKPOINTS
@@ -102,14 +102,14 @@ def export_model(spec: RunSpec, weights: Weights, tokenizer: TokenizerFiles) -> 
 @task(name="certify", cache_policy=NO_CACHE)
 @as_storage_errors()
 def certify_export(spec: RunSpec, exported: Export) -> Export:
-    """Let a fresh process prove that the export is the model that was trained."""
+    """Prove, in a new process, that the export is the model that was trained."""
     return certify_in_fresh_process(exported, spec.run_folder / run_folder.WITNESS_FOLDER, StageProgress("certify"))
 
 
 @task(name="publish", cache_policy=NO_CACHE)
 @as_storage_errors()
 def publish_export(spec: RunSpec, exported: Export, url: str) -> Publication:
-    """Put the certified export where others find it, its manifest last; the run notes where."""
+    """Publish the certified export, and record its URL in the run's folder."""
     publication = publish(exported, url, StageProgress("publish"))
     note = {"url": publication.url, "fingerprint": publication.fingerprint}
     write_json(spec.run_folder / run_folder.PUBLISHED, note)

@@ -1,4 +1,4 @@
-"""The last page of a run: what it reached, its loss curve, what its checkpoints cost, and where it is published."""
+"""The summary of a run: losses, loss curve, cost of checkpoints, and where it is published."""
 
 import base64
 import io
@@ -21,7 +21,7 @@ from t5train.spec import RunSpec
 
 
 def saving_line(metrics: Iterable[Values]) -> str:
-    """For how long training stood still to save, of the time that steps and saving took; lost attempts aside."""
+    """How long saving paused training, as a share of the time for steps and saving; excludes lost attempts."""
     saved, trained = [], 0.0
     for line in metrics:
         trained += line.get("seconds") or 0.0
@@ -29,7 +29,7 @@ def saving_line(metrics: Iterable[Values]) -> str:
             saved.append(seconds)
     stood = sum(saved)
     share = stood / (stood + trained) if saved else 0.0
-    return f"{len(saved)} checkpoints, for which training stood still {stood:.1f} s: {share:.2%} of its time"
+    return f"{len(saved)} checkpoints, which paused training for {stood:.1f} s: {share:.2%} of its time"
 
 
 TRAINING, VALIDATION = "loss", "validation_loss"
@@ -45,7 +45,7 @@ def loss_curve_png(metrics: Path) -> bytes:
     axes = figure.subplots()
     axes.plot(*_series(lines, TRAINING), linewidth=1, label="training")
     axes.plot(*_series(lines, VALIDATION), marker="o", markersize=4, label="validation")
-    axes.set(xlabel="optimizer step", ylabel="nats per target token, sentinels too")
+    axes.set(xlabel="optimizer step", ylabel="nats per target token, including sentinels")
     axes.grid(alpha=0.3)
     axes.legend()
     picture = io.BytesIO()
@@ -54,7 +54,7 @@ def loss_curve_png(metrics: Path) -> bytes:
 
 
 def data_url(png: bytes) -> str:
-    """The picture as a URL that carries it, as an artifact has no files beside it."""
+    """The picture as a data URL, because an artifact cannot have files."""
     return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
 
 
@@ -68,13 +68,13 @@ _log = logging.getLogger(__name__)
 
 @task(name="summary", cache_policy=NO_CACHE)
 def summarise(spec: RunSpec, checkpoint: Checkpoint, publication: Publication) -> None:
-    """Leave a summary with the loss curve, and a link to what was published."""
+    """Create artifacts: a summary with the loss curve, and a link to the publication."""
     losses = Witness.load(spec.run_folder / WITNESS_FOLDER).validation
     lines = [*loss_lines(losses), saving_line(metrics.read(spec.run_folder / METRICS))]
     for line in lines:
         _log.info("%s", line)
     curve = data_url(loss_curve_png(spec.run_folder / METRICS))
-    create_markdown_artifact(page(spec, checkpoint, publication, lines, curve), "summary", "What the run reached")
+    create_markdown_artifact(page(spec, checkpoint, publication, lines, curve), "summary", "Summary of the run")
     check = f"To verify it: t5-pretrain verify {shlex.quote(publication.url)}"
     create_link_artifact(link(publication.url), f"published: {publication.url}", key="published", description=check)
 
@@ -92,6 +92,6 @@ def page(spec: RunSpec, checkpoint: Checkpoint, publication: Publication, reache
 
 
 def link(url: str) -> str:
-    """The URL itself, or one for a folder of this machine."""
+    """The URL itself, or a ``file://`` URL for a local folder."""
     folder = local_folder(url)
     return folder.as_uri() if folder else url

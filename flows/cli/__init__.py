@@ -1,4 +1,4 @@
-"""The console script: a module for each command or group of commands, options, and terminal output.
+"""The command line: a module for each command or group of commands, options, and terminal output.
 
-Not here: anything that a flow imports (``flows``).
+Code that flows import is in ``flows``.
 """

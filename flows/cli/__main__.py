@@ -1,4 +1,4 @@
-"""``t5-pretrain``: the one console script."""
+"""``t5-pretrain``: the command line."""
 
 import os
 import signal
@@ -27,8 +27,8 @@ _INTERRUPTED = 128 + signal.SIGINT
 def main() -> NoReturn:
     """Run a command.
 
-    The exit code is 0 when it succeeded, 1 with one line for an error, 2 for wrong usage, 3 when training is done and
-    its result is still to be gathered, and 130 for Ctrl-C.
+    The exit code is 0 on success, 1 (and one line on standard error) for an error, 2 for wrong usage, 3 if training is
+    done but its result is not yet gathered, and 130 for Ctrl-C.
     """
     try:
         app()
@@ -36,11 +36,11 @@ def main() -> NoReturn:
         complain(f"error: {error}")
         sys.exit(error.exit_code)
     except SystemExit as ended:
-        if ended.code == _INTERRUPTED:  # what typer makes of Ctrl-C, without a word
+        if ended.code == _INTERRUPTED:  # typer's exit code for Ctrl-C, which prints nothing
             complain("interrupted")
         raise
     except BrokenPipeError:
-        # Who read our output has gone; without this, Python complains once more while it flushes.
+        # The reader of our output has gone; without this, Python reports another error when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         complain(f"error: {explain(error)}")

@@ -1,4 +1,4 @@
-"""What a run would be, without making anything."""
+"""Describes a run without running anything."""
 
 import json
 import shlex
@@ -20,7 +20,7 @@ from t5train.spec import RunSpec
 def describe(spec: RunSpec) -> str:
     """The resolved spec, the fingerprints, the DeepSpeed configuration and the launch command, as text.
 
-    Raises what ``require_possible`` raises; what this machine lacks is not asked.
+    Raises the errors of ``require_possible``; does not check what this machine lacks.
     """
     of_model = require_possible(spec)
     sections = {
@@ -36,12 +36,12 @@ def describe(spec: RunSpec) -> str:
 
 
 def _fingerprints(spec: RunSpec) -> dict[str, str]:
-    """Of the run and of the settings of each part; what is made of them has the fingerprints of its inputs, too."""
+    """Fingerprints of the run and of each part's settings; those of a result also include its inputs."""
     return {"run": spec.fingerprint(), **{part: fingerprint(values) for part, values in spec.identity().items()}}
 
 
 def _hosts(spec: RunSpec) -> dict[str, str]:
-    """Which ranks are where; nothing without a hostfile."""
+    """The ranks of each host; empty without a hostfile."""
     if spec.cluster.hostfile is None:
         return {}
     rows, first = [f"{'ranks':14}{'host':28}slots"], 0

@@ -1,4 +1,4 @@
-"""``gc``: what no run needs, on this machine and on hosts, and how much room it takes."""
+"""``gc``: files that no run needs, on this machine and on hosts, and how much disk space they take."""
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -58,9 +58,9 @@ def gc(
     hostfile: HostfileOption = None,
     include: IncludeOption = None,
     ship_code: ShipCodeOption = None,
-    free: Annotated[bool, typer.Option("--free", help="Remove it")] = False,
+    free: Annotated[bool, typer.Option("--free", help="Remove these files")] = False,
 ) -> None:
-    """Show what no run needs, under the root and on the hosts of a hostfile, and remove it with --free."""
+    """Show files that no run needs, under the root and on the hosts of a hostfile, and remove them with --free."""
     changed = settings(changes) | host_settings(hostfile, include, None, None, None, ship_code=ship_code)
     machines, place = MachinesSpec.of(changed), root_of(root)
     finished, attempts = finished_runs(place), known_attempts(place)
@@ -71,7 +71,7 @@ def gc(
         show_table(_COLUMNS, [row for host, each in found.items() for row in _rows(host, each)])
         if free:
             checked = _verified(finished, found)
-            still = {run.name for run in finished_runs(place)}  # reading all that may have taken hours
+            still = {run.name for run in finished_runs(place)}  # verification may have taken hours
             verified_runs = [run for run in checked if run.name in still]
             freed = {_HEAD: free_under(place, own) + free_of_heads(attempts, of_heads)}
             freed |= _heard(free_on(nodes, verified_runs, attempts, found))
@@ -83,13 +83,13 @@ def gc(
 
 
 def _verified(finished: list[FinishedRun], found: Mapping[str, Iterable[Garbage]]) -> list[FinishedRun]:
-    """The finished runs, where the head's copy is verified of those that hosts are to remove; a line for each fault."""
+    """The finished runs, after verifying the head's copies of those that hosts are to remove; reports faults."""
     names = {PurePath(each.place).name for share in found.values() for each in share if _is_run(each)}
     with stage_display() as progress:
         checked = list(verified(finished, names, progress))
     for before, run in zip(finished, checked, strict=True):
         if run.fault and not before.fault:
-            complain(f"kept on all hosts: {run.name}, as the head's copy is not whole: {run.fault}")
+            complain(f"kept on all hosts: {run.name}, because the head's copy is not complete: {run.fault}")
     return checked
 
 
@@ -99,7 +99,7 @@ def _is_run(garbage: Garbage) -> bool:
 
 @contextmanager
 def _nodes(machines: MachinesSpec) -> Iterator[tuple[Nodes, dict[str, HostError]]]:
-    """The hosts of the hostfile, none without one; and why others of it did not get the code that they are to run."""
+    """The hosts of the hostfile, if any, and the errors of those to which this project's code could not be sent."""
     cluster = machines.cluster
     hosts = (*chosen_hosts(cluster).names, *spare_hosts(cluster).names) if cluster.hostfile else ()
     with tempfile.TemporaryDirectory(prefix="t5-gc-") as folder:
@@ -110,7 +110,7 @@ def _nodes(machines: MachinesSpec) -> Iterator[tuple[Nodes, dict[str, HostError]
 
 
 def _heard(answers: dict[str, T | HostError]) -> dict[str, T]:
-    """Those of hosts that answered; of others, a line why not."""
+    """The answers of hosts that answered; prints an error for each of the others."""
     for answer in answers.values():
         if isinstance(answer, HostError):
             complain(f"left out: {answer}")
@@ -123,5 +123,5 @@ def _rows(host: str, found: list[Garbage]) -> list[list[str]]:
 
 def _summary(size_bytes: int) -> str:
     if not size_bytes:
-        return "there is nothing that no run needs"
-    return f"{format_bytes(size_bytes)} that no run needs: `t5-pretrain gc --free` removes it"
+        return "no unneeded files found"
+    return f"{format_bytes(size_bytes)} of files that no run needs: remove them with `t5-pretrain gc --free`"

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what their values mean."""
+"""Options that several commands share, and the settings that they stand for."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,10 @@ import typer
 from flows.spec_from_recipe import resolve
 from t5train.spec import RunSpec, StorageSpec
 
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Where the settings begin; see `recipes`")]
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe to start from; see `recipes`")]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="PART.KEY=VALUE", help="A setting to change; may be given again", show_default=False),
+    typer.Option("--set", metavar="PART.KEY=VALUE", help="Setting to change; can be repeated", show_default=False),
 ]
 RootOption = Annotated[
     Path | None,
@@ -24,25 +24,25 @@ NameOption = Annotated[
 HostfileOption = Annotated[
     Path | None,
     typer.Option(
-        "--hostfile", help="Hosts to train on: lines 'name slots=N'", show_default="this machine", readable=False
+        "--hostfile", help="File with hosts to use: lines 'name slots=N'", show_default="this machine", readable=False
     ),
 ]
 IncludeOption = Annotated[
-    str | None, typer.Option("--include", metavar="NAME[:SLOT,...][@...]", help="Hosts and slots of it to use")
+    str | None, typer.Option("--include", metavar="NAME[:SLOT,...][@...]", help="Hosts and slots to use")
 ]
 ExcludeOption = Annotated[
-    str | None, typer.Option("--exclude", metavar="NAME[:SLOT,...][@...]", help="Hosts and slots of it not to use")
+    str | None, typer.Option("--exclude", metavar="NAME[:SLOT,...][@...]", help="Hosts and slots not to use")
 ]
-NumNodesOption = Annotated[int | None, typer.Option("--num-nodes", help="So many hosts of it, from the first")]
+NumNodesOption = Annotated[int | None, typer.Option("--num-nodes", help="Use only the first N hosts")]
 SparesOption = Annotated[
-    int | None, typer.Option("--spares", help="How many of the last hosts wait in reserve, to replace hosts that fail")
+    int | None, typer.Option("--spares", help="How many of the last hosts wait in reserve to replace hosts that fail")
 ]
 ShipCodeOption = Annotated[
     bool | None, typer.Option("--ship-code", help="Send this project's code to the hosts", show_default=False)
 ]
 BeginAgainOption = Annotated[
     bool,
-    typer.Option("--begin-again", help="Move all checkpoints of the run aside, delete none, and train from step 0"),
+    typer.Option("--begin-again", help="Train from step 0; the run's checkpoints are moved aside, none is deleted"),
 ]
 AdoptOption = Annotated[
     bool,
@@ -52,12 +52,12 @@ LauncherOption = Annotated[str | None, typer.Option("--launcher", help="pdsh, sl
 
 
 def root_of(root: Path | None) -> Path:
-    """The root that was given, else the usual one; absolute."""
+    """The absolute path of the given root, or of the default one."""
     return (root or StorageSpec().root).absolute()
 
 
 def settings(assignments: list[str] | None) -> dict[str, str]:
-    """``["optimizer.num_steps=8"]`` as ``{"optimizer.num_steps": "8"}``; wrong usage without name or equals sign."""
+    """``["optimizer.num_steps=8"]`` as ``{"optimizer.num_steps": "8"}``; a usage error without name or equals sign."""
     found = {}
     for assignment in assignments or []:
         name, equals, value = assignment.partition("=")
@@ -76,7 +76,7 @@ def host_settings(
     spares: int | None = None,
     ship_code: bool | None = None,
 ) -> dict[str, str]:
-    """The settings that the options for hosts stand for."""
+    """The settings that the options for hosts stand for; options that are not given are left out."""
     given = {
         "cluster.hostfile": hostfile and str(hostfile.absolute()),
         "cluster.include": include,

@@ -32,7 +32,9 @@ def register(app: typer.Typer) -> None:
 
 
 def preflight(  # noqa: PLR0913, PLR0917 - one for each option
-    recipe: Annotated[str, typer.Argument(metavar="[RECIPE]", help="Whose ranks the hosts are to take")] = "smoke",
+    recipe: Annotated[
+        str, typer.Argument(metavar="[RECIPE]", help="Recipe whose ranks the hosts are to run")
+    ] = "smoke",
     changes: SetOption = None,
     root: RootOption = None,
     hostfile: HostfileOption = None,
@@ -43,7 +45,7 @@ def preflight(  # noqa: PLR0913, PLR0917 - one for each option
     spares: SparesOption = None,
     ship_code: ShipCodeOption = None,
 ) -> None:
-    """Ask every host of a hostfile what would break, and let all ranks meet; exit code 1 with problems."""
+    """Check the hosts of a hostfile for problems, and test the rendezvous of all ranks; exit code 1 with problems."""
     changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
     spec = resolve(recipe, changed, root=root)
     of_model = require_possible(spec)

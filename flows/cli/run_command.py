@@ -58,7 +58,7 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
     name: NameOption = None,
     publish_to: Annotated[
         str | None,
-        typer.Option(help="Folder or fsspec URL", metavar="URL", show_default="a folder under the root"),
+        typer.Option(help="Folder or fsspec URL to publish to", metavar="URL", show_default="a folder under the root"),
     ] = None,
     hostfile: HostfileOption = None,
     include: IncludeOption = None,
@@ -69,9 +69,9 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
     ship_code: ShipCodeOption = None,
     begin_again: BeginAgainOption = False,
     adopt: AdoptOption = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run; make nothing")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run, without running it")] = False,
 ) -> None:
-    """Run the whole chain: text to a published, certified checkpoint. What is done already is reused."""
+    """Run all stages, from text to a published, certified checkpoint. Finished stages are reused."""
     changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
     spec = resolve(recipe, changed, root=root, run_name=name, publish_to=publish_to)
     if dry_run:
@@ -81,7 +81,7 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
         require_no_pending_begin_again(spec.run_folder)
     require_possible(spec)
     with (
-        hold_ready_run(spec),  # from now on, so that a second start is refused while the server still starts
+        hold_ready_run(spec),  # locked from here on, so that a second start is refused even while the server starts
         progress_display() as progress,
         prefect_server.any_server(spec.storage.root, progress) as api_url,
     ):
@@ -104,7 +104,7 @@ def _close_abandoned_runs() -> None:
     from flows.abandoned import close_abandoned_runs  # brings Prefect, as below
 
     for name in close_abandoned_runs():
-        complain(f"run {name!r} was killed and is closed; the same run started again resumes where it stood")
+        complain(f"run {name!r} was killed and is now closed in Prefect; start the same run again to resume it")
 
 
 def _run_flow(spec: RunSpec, changes: dict[str, str], progress: Progress, adopt: bool) -> Publication:
@@ -113,7 +113,7 @@ def _run_flow(spec: RunSpec, changes: dict[str, str], progress: Progress, adopt:
 
     if isinstance(progress, BarProgress):
         _log_above(progress)
-    # Without a terminal the run's log shows the progress.
+    # Without a terminal, progress appears in the run's log.
     with watched_by(progress if isinstance(progress, BarProgress) else silent):
         return pretrain(
             recipe=cast(Any, spec.recipe),
@@ -126,7 +126,7 @@ def _run_flow(spec: RunSpec, changes: dict[str, str], progress: Progress, adopt:
 
 
 def _log_above(progress: BarProgress) -> None:
-    """Let Prefect's log lines appear above the bar; each of its handlers would else write across it."""
+    """Print Prefect's log lines above the bar; its handlers would otherwise write across it."""
     from prefect.logging.handlers import PrefectConsoleHandler
 
     for handler in logging.getLogger().handlers:

@@ -20,10 +20,10 @@ from t5train.errors import InputError, LaunchError, SpecError, StorageError
 from t5train.spec.recipes import RECIPES
 
 LOOK_SECONDS = 10.0
-"""Between two looks for runs whose process has been killed."""
+"""Time between checks for runs whose process was killed."""
 
 RUN_SECONDS = 60.0
-"""For a run to save and end in order, as after a SIGTERM to `t5-pretrain run`."""
+"""Time for a run to save and shut down gracefully, as after SIGTERM to `t5-pretrain run`."""
 
 
 def register(app: typer.Typer) -> None:
@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
 
 
 def deploy(root: RootOption = None) -> None:
-    """Make work pool and deployments on the configured Prefect server; again changes nothing."""
+    """Create the work pool and the deployments on the configured Prefect server; can be repeated safely."""
     api_url = prefect_server.configured_api_url()
     if api_url is None:
         raise SpecError("no Prefect server is configured: set PREFECT_API_URL, or start one with `t5-pretrain up`")
@@ -43,13 +43,13 @@ def deploy(root: RootOption = None) -> None:
 
 def up(
     root: RootOption = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Of the server, on this machine only")] = (
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the server, on this machine only")] = (
         prefect_server.DEFAULT_PORT
     ),
 ) -> None:
-    """Start a Prefect server, the pool, the deployments and a worker for this machine, until Ctrl-C."""
+    """Run a Prefect server with the pool, the deployments and a worker on this machine, until Ctrl-C."""
     prefect_server.require_free_port(port)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's stop is a Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's SIGTERM acts like Ctrl-C
     home = root_of(root) / prefect_server.HOME
     profiles = prefect_profile.UserProfiles.find()
     with (
@@ -61,23 +61,23 @@ def up(
         with _worker(home / "worker.log") as worker:
             _explain(profiles, home, api_url)
             code = _await_end(worker)
-            raise LaunchError(f"the worker ended with exit code {code}; {home / 'worker.log'} says why")
+            raise LaunchError(f"the worker ended with exit code {code}: see {home / 'worker.log'}")
 
 
 def _explain(profiles: prefect_profile.UserProfiles, home: Path, api_url: str) -> None:
     commands = "".join(f"\n    {line}" for line in _how_to_run(profiles, home, api_url))
-    say(f"Prefect is at {api_url.removesuffix('/api')}; Ctrl-C ends it with all its runs. Its page asks for a key:")
+    say(f"Prefect is at {api_url.removesuffix('/api')}; Ctrl-C stops it with all its runs. Its UI asks for a key:")
     say(f"    cat {shlex.quote(str(api_key.path_of(home)))}")
     say(f"To start a run, type{commands}")
 
 
 def _how_to_run(profiles: prefect_profile.UserProfiles, home: Path, api_url: str) -> Iterator[str]:
-    """Commands that start a run in another shell, whose settings are those that this one had."""
+    """Commands that start a run in another shell with the same environment."""
     run = f"{shlex.quote(str(_prefect()))} deployment run t5-pretrain/smoke"
     try:
         is_in_use = profiles.write(api_url, api_key.read(home))
     except (InputError, StorageError) as error:
-        complain(f"no profile {prefect_profile.NAME}: {error}")
+        complain(f"the Prefect profile {prefect_profile.NAME} was not written: {error}")
         key = f'"$(cat {shlex.quote(str(api_key.path_of(home)))})"'
         yield f"PREFECT_API_URL={api_url} PREFECT_API_AUTH_STRING={key} {run}"
         return
@@ -89,7 +89,7 @@ def _how_to_run(profiles: prefect_profile.UserProfiles, home: Path, api_url: str
 
 
 def _await_end(worker: subprocess.Popen[bytes]) -> int:
-    """The exit code of the worker, in whose lifetime runs that others of this server's clients left are closed."""
+    """Wait for the worker, and return its exit code; close abandoned runs of the server's other clients until then."""
     while True:
         try:
             return worker.wait(LOOK_SECONDS)
@@ -99,7 +99,7 @@ def _await_end(worker: subprocess.Popen[bytes]) -> int:
 
 @contextmanager
 def _worker(log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker of the pool, alive for the block; its runs are told to end before it, which else kills them."""
+    """Run a worker of the pool within the block. Its runs are stopped first, because the worker would kill them."""
     from flows.deploy import POOL
 
     with open(log, "ab") as output:
@@ -109,20 +109,20 @@ def _worker(log: Path) -> Iterator[subprocess.Popen[bytes]]:
             stdout=output,
             stderr=output,
             cwd=prefect_server.NEUTRAL_FOLDER,
-            start_new_session=True,  # Ctrl-C comes to us, who end the worker before its server
+            start_new_session=True,  # Ctrl-C reaches only this process, which stops the worker before its server
         )
     try:
         yield worker
     finally:
         try:
             _end_runs(processes.child_of(worker.pid))
-        finally:  # also after another Ctrl-C: the worker kills what still runs
+        finally:  # also after a second Ctrl-C: the worker kills the remaining runs
             prefect_server.stop(worker, STOP_SECONDS)
 
 
 def _end_runs(of_worker: processes.Belongs) -> None:
     if processes.find(of_worker):
-        say(f"runs save and end, for which they have {RUN_SECONDS:.0f} s; Ctrl-C ends them at once")
+        say(f"waiting up to {RUN_SECONDS:.0f} s for runs to save and stop; press Ctrl-C to stop them at once")
         processes.end(of_worker, RUN_SECONDS)
 
 
@@ -133,7 +133,7 @@ def _close_runs_of_pool() -> None:
     )
 
     for name in [*close_abandoned_runs(), *close_runs_of_pool()]:
-        say(f"run {name!r} had lost its worker and is closed; the same run started again resumes where it stood")
+        say(f"run {name!r} lost its worker and is now closed in Prefect; start the same run again to resume it")
 
 
 def _close_abandoned_runs() -> None:
@@ -141,11 +141,11 @@ def _close_abandoned_runs() -> None:
 
     try:
         closed = close_abandoned_runs()
-    except Exception as error:  # whatever Prefect's client makes of a server that is busy: no reason to end all runs
-        complain(f"killed runs are not closed, which is tried again: {type(error).__name__}: {error}")
+    except Exception as error:  # any error of Prefect's client, such as for a busy server, must not end all runs
+        complain(f"could not close killed runs in Prefect, will retry: {type(error).__name__}: {error}")
         return
     for name in closed:
-        say(f"run {name!r} was killed and is closed; the same run started again resumes where it stood")
+        say(f"run {name!r} was killed and is now closed in Prefect; start the same run again to resume it")
 
 
 def _deploy(root: Path) -> None:
@@ -156,5 +156,5 @@ def _deploy(root: Path) -> None:
 
 
 def _prefect() -> Path:
-    """Prefect's own command, which lies beside the interpreter."""
+    """Prefect's command, in the same folder as the Python interpreter."""
     return Path(sys.executable).with_name("prefect")

@@ -1,4 +1,4 @@
-"""One subcommand for each stage; none of them imports Prefect."""
+"""One command for each stage; none of them imports Prefect."""
 
 import re
 from pathlib import Path
@@ -44,23 +44,23 @@ from t5train.release.publication import publish as publish_export
 from t5train.release.verification import verify as verify_record
 from t5train.spec import CorpusSpec, ShardsSpec
 
-DataRecipe = Annotated[str, typer.Argument(metavar="[RECIPE]", help="Where the settings begin; see `recipes`")]
+DataRecipe = Annotated[str, typer.Argument(metavar="[RECIPE]", help="Recipe to start from; see `recipes`")]
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands of this module, in the order of the chain."""
+    """Add the commands of this module, in the order of the stages."""
     for command in (corpus, tokenizer, tokenize, train, consolidate, export, certify, publish, verify):
         app.command()(command)
 
 
 def corpus(
     recipe: DataRecipe = "smoke",
-    source: Annotated[str | None, typer.Option(help="Text to take instead: path, pattern or URL")] = None,
+    source: Annotated[str | None, typer.Option(help="Text to use instead: path, pattern or URL")] = None,
     changes: SetOption = None,
     root: RootOption = None,
 ) -> None:
-    """Find or make the text, and verify every file of it."""
+    """Find or make the text, and verify all its files."""
     chosen = [*(changes or []), *([f"corpus.source={source}"] if source else [])]
     spec = spec_of(recipe, chosen, root)
     with stage_display() as progress:
@@ -69,7 +69,7 @@ def corpus(
 
 
 def tokenizer(recipe: DataRecipe = "smoke", changes: SetOption = None, root: RootOption = None) -> None:
-    """Train the vocabulary of a recipe on its text, or take the given one."""
+    """Train the vocabulary of a recipe on its text, or use the given one."""
     spec = spec_of(recipe, changes, root)
     with stage_display() as progress:
         text = build_corpus(spec.corpus, spec.storage.root, progress)
@@ -86,9 +86,11 @@ def tokenize(
         Path, typer.Option(help="Folder for shards, and for the records of corpus and tokenizer", readable=False)
     ],
     workers: Annotated[int | None, typer.Option(min=1, help="Processes", show_default="all cores")] = None,
-    shard_tokens: Annotated[int, typer.Option(min=4096, help="Tokens a shard, aimed at")] = ShardsSpec().shard_tokens,
+    shard_tokens: Annotated[
+        int, typer.Option(min=4096, help="Target number of tokens per shard")
+    ] = ShardsSpec().shard_tokens,
 ) -> None:
-    """Turn text into files of token ids with a given vocabulary."""
+    """Convert text to files of token ids with a given vocabulary."""
     text_spec, root = CorpusSpec(source=source, workers=workers), out.absolute()
     with stage_display() as progress:
         pieces = given_tokenizer(vocabulary, root, progress, out=root / "tokenizer")
@@ -117,7 +119,7 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
     begin_again: BeginAgainOption = False,
     adopt: AdoptOption = False,
 ) -> None:
-    """Train on token shards that are there, from the newest complete checkpoint on."""
+    """Train on existing token shards, starting from the newest complete checkpoint."""
     changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
     spec = resolve(recipe, changed, root=root, run_name=name)
     if not begin_again:
@@ -135,16 +137,16 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
 
 def consolidate(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT_DIR", help="Folder with tags, or of one tag", readable=False)
+        Path, typer.Argument(metavar="CHECKPOINT_DIR", help="Folder with tags, or folder of one tag", readable=False)
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the fp32 safetensors", readable=False)],
     tag: Annotated[str | None, typer.Option(help="Tag", show_default="the newest complete one")] = None,
     shard_size: Annotated[
-        str | None, typer.Option(help="Largest file, such as 5G or 500Mi", show_default="one file")
+        str | None, typer.Option(help="Maximum file size, such as 5G or 500Mi", show_default="one file")
     ] = None,
-    moments: Annotated[bool, typer.Option("--moments", help="Adam's two moments as well, beside the weights")] = False,
+    moments: Annotated[bool, typer.Option("--moments", help="Write Adam's two moments, too")] = False,
 ) -> None:
-    """Turn a DeepSpeed checkpoint into fp32 safetensors."""
+    """Convert a DeepSpeed checkpoint to fp32 safetensors."""
     from t5train.checkpoint.consolidate import consolidate as consolidate_checkpoint  # brings torch
 
     size = _bytes(shard_size) if shard_size else None
@@ -171,7 +173,7 @@ def certify(
     exported: Annotated[Path, typer.Argument(metavar="EXPORT", help="Folder made by `export`", readable=False)],
     witness: Annotated[Path, typer.Argument(metavar="WITNESS", help="Folder `witness` of the run", readable=False)],
 ) -> None:
-    """Prove in a fresh process that an export is the model that was trained."""
+    """Prove, in a new process, that an export is the model that was trained."""
     with stage_display() as progress:
         made = certify_in_fresh_process(Export.load(exported), witness, progress)
     _say(made)
@@ -181,7 +183,7 @@ def publish(
     exported: Annotated[Path, typer.Argument(metavar="EXPORT", help="Certified folder", readable=False)],
     url: Annotated[str, typer.Argument(metavar="URL", help="Folder or fsspec URL")],
 ) -> None:
-    """Publish a certified export, its manifest last."""
+    """Publish a certified export to a folder or an object store."""
     with stage_display() as progress:
         made = publish_export(Export.load(exported), url, progress)
     say(f"published: {made.url}")

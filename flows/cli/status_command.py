@@ -1,4 +1,4 @@
-"""``status``: the runs under a root, and how far each is. Reads files only."""
+"""``status``: the runs under a root and their progress. Only reads files."""
 
 import json
 from pathlib import Path
@@ -17,11 +17,11 @@ from t5train.release.certificate import CERTIFICATE
 
 
 class RunStatus(NamedTuple):
-    """What the folder of a run tells."""
+    """The status of a run, as read from its folder."""
 
     name: str
     stage: str
-    """The last stage that is done."""
+    """The last finished stage."""
     step: str
     loss: str
     locked_by: str
@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
 
 
 def status(root: RootOption = None) -> None:
-    """List the runs under a root: stage reached, step, last loss, who works on it, where it is published."""
+    """List the runs under a root: last stage, step, last loss, process that holds its lock, and publication."""
     runs = root_of(root) / RUNS
     folders = [path for path in visible_in(runs) if path.is_dir()]
     if not folders:
@@ -60,7 +60,7 @@ def run_status(folder: Path) -> RunStatus:
 
 
 def _stage(folder: Path) -> str:
-    """Every stage leaves a file as its last act; the newest one tells."""
+    """Every stage writes a file when it is done; the latest stage with such a file counts."""
     consolidated = [weights / MANIFEST for weights in visible_in(folder / WEIGHTS)]
     signs = {
         "published": [folder / PUBLISHED],
@@ -74,7 +74,7 @@ def _stage(folder: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A small JSON file, empty while it is not there or not whole."""
+    """A small JSON file; empty if it is missing or incomplete."""
     try:
         found: dict[str, Any] = json.loads(path.read_text("utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):

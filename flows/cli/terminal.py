@@ -1,4 +1,4 @@
-"""What a person at a terminal sees of a long stage: a bar there, a line now and then in a file or pipe."""
+"""How the progress of a long stage is shown: as a bar on a terminal, as occasional lines in a file or pipe."""
 
 import logging
 import sys
@@ -25,7 +25,7 @@ class LineProgress:
         self._written_at = time.monotonic()
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
-        """Write a line when it is time for one."""
+        """Write a line if enough time has passed since the last one."""
         now = time.monotonic()
         if now - self._written_at < SECONDS_BETWEEN_LINES:
             return
@@ -35,7 +35,7 @@ class LineProgress:
 
 
 class BarProgress:
-    """Progress as a bar for the work in hand."""
+    """Progress as a bar for the current work."""
 
     def __init__(self, bars: Progress) -> None:
         self._bars = bars
@@ -43,7 +43,7 @@ class BarProgress:
         self._bar: TaskID | None = None
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
-        """Move the bar of ``what``, of which only the text before a comma says which work it is."""
+        """Update the bar of ``what``; only the text before a comma identifies the work."""
         work = what.partition(",")[0]
         if self._bar is None or work != self._work:
             if self._bar is not None:
@@ -53,25 +53,25 @@ class BarProgress:
 
     @property
     def console(self) -> Console:
-        """Where lines appear above the bar rather than across it."""
+        """The console that prints lines above the bar."""
         return self._bars.console
 
 
 class LogAbove(logging.Handler):
-    """Log lines on a console, above a bar rather than across it."""
+    """Prints log lines on a console, above the bar."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.INFO)
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the message alone."""
+        """Print only the message."""
         self._console.print(printable(record.getMessage()), soft_wrap=True)
 
 
 @contextmanager
 def stage_display() -> Iterator[ProgressCallback]:
-    """``progress_display`` with what the library logs, from INFO on; in a flow that is in the log of the run."""
+    """``progress_display`` plus the library's log, from INFO on; in a flow, this is in the run's log."""
     with progress_display() as progress:
         handler = LogAbove(progress.console)
         loggers = [logging.getLogger(name) for name in _LOGGERS]
@@ -89,7 +89,7 @@ def stage_display() -> Iterator[ProgressCallback]:
 
 @contextmanager
 def progress_display() -> Iterator[LineProgress | BarProgress]:
-    """A progress callback that shows on standard error what a stage reports, as long as the block lasts."""
+    """A progress callback that shows a stage's reports on standard error within the block."""
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         yield LineProgress(console)
@@ -103,19 +103,19 @@ def progress_display() -> Iterator[LineProgress | BarProgress]:
 
 
 def say(line: str) -> None:
-    """One line of result on standard output: no wrapping, no markup, and nothing that a terminal would obey."""
+    """Print one line of a result on standard output, without wrapping, markup or terminal control sequences."""
     sys.stdout.write(printable(line) + "\n")
     sys.stdout.flush()
 
 
 def complain(line: str) -> None:
-    """One line on standard error, as of ``say``: errors may quote hosts and stores."""
+    """Print one line on standard error, sanitised like ``say``, because errors may quote hosts and stores."""
     sys.stderr.write(printable(line) + "\n")
     sys.stderr.flush()
 
 
 def show_table(columns: list[str], rows: list[list[str]]) -> None:
-    """A table for people on standard output; tab-separated when nobody is at a terminal."""
+    """Print a table on standard output; tab-separated if that is not a terminal."""
     console = Console(emoji=False)
     if not console.is_terminal:
         for row in [columns, *rows]:

@@ -1,4 +1,4 @@
-"""Which hosts train: those of the hostfile, with spares in the place of hosts that are down or have failed twice."""
+"""Which hosts train: those of the hostfile, with spares instead of hosts that are down or have failed twice."""
 
 import logging
 import tempfile
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def with_spares(hosts: Hosts, spares: Hosts, unfit_hosts: Mapping[str, str]) -> Hosts:
-    """The hosts, those that are unfit replaced by spares with slots enough, as far as there are any."""
+    """The hosts, with unfit ones replaced by spares that have enough slots, while there are any."""
     left = [spare for spare in spares.all if spare.name not in unfit_hosts]
     return Hosts(
         tuple(_or_spare(host, why, left) if (why := unfit_hosts.get(host.name)) else host for host in hosts.all)
@@ -37,7 +37,7 @@ def _or_spare(host: Host, why: str, left: list[Host]) -> Host:
 
 
 def training_hosts(spec: RunSpec) -> Hosts:
-    """Those that are to train; spares among them that an earlier head has put in the place of others stay."""
+    """The hosts that train. Spares that an earlier head has already used to replace others stay."""
     hosts, spares = read_hosts(spec.cluster), spare_hosts(spec.cluster)
     unfit, at_work = retries.unfit(spec.run_folder), hosts_at_work(spec.run_folder)
     fit = {*hosts.names, *spares.names} - unfit.keys()
@@ -47,10 +47,10 @@ def training_hosts(spec: RunSpec) -> Hosts:
 
 
 def require_hosts(spec: RunSpec, of_model: T5Shape, text_bytes: int) -> None:
-    """PreflightError unless those that are to train can train together, as far as that can be known now.
+    """Raise PreflightError unless the hosts can train together, as far as that can be known now.
 
-    One that does not answer, which can pass, is done without if a spare can take its place, and the spare is asked.
-    Those whose ranks are at work were asked when these began, and are not given up for what may have come up since.
+    A host that does not answer, which may be transient, is replaced by a spare if there is one, and the spare is asked.
+    Hosts whose ranks are running were asked when these began, and are not given up for problems that came up since.
     """
     hosts, silent = training_hosts(spec), dict[str, str]()
     if hosts == hosts_at_work(spec.run_folder):
@@ -69,9 +69,9 @@ def require_hosts(spec: RunSpec, of_model: T5Shape, text_bytes: int) -> None:
 def asked(
     spec: RunSpec, hosts: Hosts, of_model: T5Shape, text_bytes: int
 ) -> Iterator[tuple[LaunchRequirements, Transport]]:
-    """What a run whose text has so many bytes asks of these hosts, and the way to them.
+    """What a run with this many bytes of text requires of these hosts, and the transport to them.
 
-    Token shards take no more room than plain text does.
+    Token shards take no more disk space than plain text.
     """
     with tempfile.TemporaryDirectory(prefix="t5-preflight-") as folder:
         yield LaunchRequirements.of_run(spec, hosts, of_model, text_bytes), Ssh.configured(spec.cluster, Path(folder))

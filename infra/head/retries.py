@@ -1,6 +1,6 @@
 """When to stop retrying a run, and which hosts have failed twice.
 
-Failures are recorded in the run's folder, so a host that fails once in each of several commands is found as well.
+Failures are recorded in the run's folder, so that a host that fails once in each of several commands is found too.
 """
 
 import json
@@ -19,7 +19,7 @@ from t5train.files.run_folder import CHECKPOINTS, FAILURES
 MOST_ALIKE = 3
 _UNFIT = 2
 _REMEMBERED = timedelta(days=7)
-"""How long a failure counts against a host: it may have been repaired since."""
+"""How long a failure counts against a host, which may be repaired after that."""
 _THIS_COMMAND = secrets.token_hex(8)
 
 
@@ -27,16 +27,16 @@ _THIS_COMMAND = secrets.token_hex(8)
 class _Failure:
     at: str
     command: str
-    """Drawn at random by each process that tries again."""
+    """Random id of the process that made this attempt."""
     kind: str
     text: str
-    """Its first line, without numbers, in which attempts differ."""
+    """First line of the error, without numbers, since these differ between attempts."""
     hosts: tuple[str, ...]
     stands_at: str
-    """The newest checkpoint: where one came in between, a failure is another."""
+    """The newest checkpoint. A failure after a new checkpoint is a different failure."""
 
     def is_like(self, other: "_Failure") -> bool:
-        """Whether it is the same failure once more, in the same command."""
+        """Whether this is the same failure again, in the same command."""
         return asdict(self) | {"at": other.at} == asdict(other)
 
 
@@ -46,11 +46,11 @@ _silent: dict[Path, set[str]] = {}
 def judged(
     run_folder: Path, error: T5TrainError, is_replaced: Callable[[str], bool] = lambda _host: False
 ) -> T5TrainError:
-    """Record a failure of the run; what to raise for it: with the hosts named that have failed before.
+    """Record a failure of a run, and return the error to raise, which names the hosts that have failed before.
 
-    RepeatedFailure, which is not tried again, for the third in a row of this command that is like the two before it,
-    without a new checkpoint meanwhile. HostReplaced, which is, where the error is never tried again on the same hosts
-    and all that failed repeatedly are ``is_replaced`` from now on.
+    Returns RepeatedFailure, which is not retried, for the third identical failure in a row in this command, without a
+    new checkpoint in between. Returns HostReplaced, which is retried, if the error is never retried on the same hosts
+    and all hosts that failed repeatedly are ``is_replaced`` from now on.
     """
     text = re.sub(r"\d+", "#", str(error).partition("\n")[0])
     this = _Failure(now(), _THIS_COMMAND, type(error).__name__, text, error.hosts, _newest_tag(run_folder))
@@ -58,7 +58,7 @@ def judged(
     failures = _recorded(run_folder)
     last = failures[-MOST_ALIKE:]
     if error.retryable and len(last) == MOST_ALIKE and all(each.is_like(this) for each in last):
-        return RepeatedFailure(f"this has failed alike {MOST_ALIKE} times in a row: {error}", error.hosts)
+        return RepeatedFailure(f"failed {MOST_ALIKE} times in a row with the same error: {error}", error.hosts)
     named = [host for host in _failed_twice(failures) if host in error.hosts]
     if not named:
         return error
@@ -67,18 +67,18 @@ def judged(
 
 
 def set_aside(run_folder: Path, hosts: Iterable[str]) -> None:
-    """Do without hosts that did not answer before the run had begun: nothing is lost by not waiting for them."""
+    """Exclude hosts that did not answer before the run began: nothing is lost by not waiting for them."""
     _silent.setdefault(run_folder, set()).update(hosts)
 
 
 def unfit(run_folder: Path) -> dict[str, str]:
-    """Hosts to do without, and why: those that were set aside, or failed twice in the last week."""
+    """Hosts to exclude, and why: those that were set aside, or have failed twice in the last week."""
     silent = dict.fromkeys(sorted(_silent.get(run_folder, ())), "does not answer")
     return silent | dict.fromkeys(_failed_twice(_recorded(run_folder)), "has failed twice")
 
 
 def _is_tried_elsewhere(error: T5TrainError) -> bool:
-    """Whether another host can help, such as against too little memory or disk space."""
+    """Whether another host can help, for example one with more memory or disk space."""
     return isinstance(error, LaunchError) and not error.retryable
 
 
@@ -88,7 +88,7 @@ def _record(run_folder: Path, failure: _Failure) -> None:
 
 
 def _recorded(run_folder: Path) -> list[_Failure]:
-    """Those that count, the oldest first. A line that was cut off is passed over."""
+    """The failures that count, oldest first. A truncated line is skipped."""
     try:
         lines = (run_folder / FAILURES).read_text("utf-8").splitlines()
     except FileNotFoundError:
@@ -118,4 +118,4 @@ def _newest_tag(run_folder: Path) -> str:
 def _blame(failures: Iterable[_Failure], named: list[str]) -> str:
     kinds = {host: [each.kind for each in failures if host in each.hosts] for host in named}
     blamed = "; ".join(f"{host} has failed {len(kinds[host])} times ({', '.join(kinds[host])})" for host in named)
-    return f"{blamed}; use --exclude {'@'.join(named)}, or --spares to have other hosts take over"
+    return f"{blamed}; use --exclude {'@'.join(named)}, or --spares to replace hosts"

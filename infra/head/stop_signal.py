@@ -1,4 +1,4 @@
-"""SIGTERM to a head: ranks get the time to save before it has its effect."""
+"""SIGTERM to a head: ranks get time to save before the signal takes effect."""
 
 import logging
 import signal
@@ -11,14 +11,14 @@ _log = logging.getLogger(__name__)
 
 
 class Stopped(BaseException):
-    """SIGTERM came to a process that had no handler of its own for it."""
+    """SIGTERM was received by a process without its own handler for it."""
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Within the block SIGTERM raises; in the end it has the effect that it would have had.
+    """Within the block, SIGTERM raises ``Stopped``; after the block, it takes its usual effect.
 
-    A handler that is installed already stays, and is taken to raise an exception of its own, as Prefect's does.
+    A handler that is already installed stays, and is assumed to raise its own exception, as Prefect's does.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
@@ -36,9 +36,9 @@ def stoppable() -> Iterator[None]:
 
 @contextmanager
 def undisturbed(what: str) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait until the end of the block, which must not be left half done and takes bounded time.
+    """Defer Ctrl-C and SIGTERM until the end of the block, which must not be interrupted and takes bounded time.
 
-    ``what`` is under way, in words for whoever presses Ctrl-C again. Other threads never get these signals.
+    ``what`` describes the work to a user who presses Ctrl-C again. Other threads never get these signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -60,7 +60,7 @@ def undisturbed(what: str) -> Iterator[None]:
 
 
 def is_stop(error: BaseException) -> bool:
-    """Whether an exception that ended a block was SIGTERM's, and neither a failure nor Ctrl-C."""
+    """Whether an exception that ended a block was caused by SIGTERM, and not by a failure or Ctrl-C."""
     return not isinstance(error, Exception | KeyboardInterrupt)
 
 

@@ -1,6 +1,6 @@
 """Trains a run to its end, on this machine or on hosts. Start reading here.
 
-Without Prefect, for the flow's task and for the command line alike.
+Does not use Prefect: both the flow's task and the command line call it.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,12 +43,12 @@ from t5train.spec import RunSpec
 
 
 def train_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent, *, adopt: bool = False) -> Checkpoint:
-    """The run's last checkpoint: reused, or trained from the newest complete one on.
+    """Return the run's last checkpoint: reused, or trained starting from the newest complete one.
 
-    ``adopt`` takes the run's files on hosts over from another head whose lease has expired. Hold ``hold_run`` around
-    it. Raises RunChanged when the run was begun with other settings, RunOwned when another head has its files on hosts,
-    a TrainingError when training was not honest, and LaunchError or HostError, after most of which trying again can
-    help. A host that has failed twice in the last week is named then, and replaced by a spare the next time.
+    ``adopt`` takes over the run's files on hosts from another head whose lease has expired. The caller must hold
+    ``hold_run``. Raises RunChanged if the run was begun with other settings, RunOwned if another head owns its files on
+    hosts, a TrainingError if training fails a sanity check, and LaunchError or HostError, after most of which a retry
+    can help. Such an error names hosts that have failed twice in the last week; spares replace them the next time.
     """
     resume.open_run(spec, shards, progress)
     if (checkpoint := resume.finished(spec, shards, progress)) is not None:
@@ -63,9 +63,9 @@ def train_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent, *
 
 
 def train_again(spec: RunSpec) -> None:
-    """Have ``train_run`` begin at step 0 the next time, with all checkpoints moved aside; the caller holds the run.
+    """Make the next ``train_run`` begin at step 0, with all checkpoints set aside. The caller must hold the run.
 
-    Ranks that an earlier command left at work are ended first.
+    Ranks that an earlier command left running are ended first.
     """
     end_all(spec.run_folder, spec.cluster, on_tick=lambda: None)
     ask_to_begin_again(spec.run_folder)
@@ -79,7 +79,7 @@ def _train(spec: RunSpec, shards: TokenShards, progress: Progress, adopt: bool) 
         require_held(spec.run_folder)
         _tell(spec, progress)
 
-    require_held(spec.run_folder)  # before what seems to be left of an earlier attempt is ended
+    require_held(spec.run_folder)  # before ending what seems to be left of an earlier attempt
     if spec.cluster.hostfile is None:
         end_all(spec.run_folder, spec.cluster, on_tick)
         launch(launch_spec(spec, lambda attempt_folder: rank_program(job(attempt_folder))), on_tick)
@@ -97,7 +97,7 @@ def _on_hosts(
     def storage(is_node_local: bool) -> RunStorage:
         if not is_node_local:
             return SharedStorage(job)
-        # The claim on the hosts is renewed between two launches, too.
+        # The claim on the hosts is also renewed between two launches.
         folder = at_release(spec.run_folder).enter_context(TemporaryDirectory(prefix="t5-hosts-"))
         transport = Ssh.configured(spec.cluster, Path(folder))
         begun, unique_id = resume.run_fingerprint(spec, shards), resume.unique_id(spec.run_folder)
@@ -120,7 +120,7 @@ def _is_replaced(spec: RunSpec, host: str) -> bool:
 
 
 def launch_spec(spec: RunSpec, program: Callable[[Path], tuple[str, ...]]) -> LaunchSpec:
-    """What DeepSpeed's launcher is to start; ``program`` as LaunchSpec has it."""
+    """What DeepSpeed's launcher starts; for ``program``, see LaunchSpec."""
     return LaunchSpec(
         program=program,
         run_folder=spec.run_folder,
@@ -133,7 +133,7 @@ def launch_spec(spec: RunSpec, program: Callable[[Path], tuple[str, ...]]) -> La
 
 
 def rank_program(spec_path: Path) -> tuple[str, ...]:
-    """Arguments of the interpreter in every rank."""
+    """Arguments of the Python interpreter for every rank."""
     return "-m", "t5train.train", "--spec", str(spec_path)
 
 
@@ -150,7 +150,7 @@ _WEIGHT_BYTES = 4
 
 
 def require_ready(spec: RunSpec) -> None:
-    """Raise the error that training would raise hours later on this machine, as far as that can be known now."""
+    """Raise now the errors that training would raise hours later on this machine, if they can already be known."""
     _require_absolute(spec.storage.root)
     require_same_settings(spec)
     of_model = _require_model(spec)
@@ -166,9 +166,9 @@ def require_ready(spec: RunSpec) -> None:
 
 @contextmanager
 def hold_ready_run(spec: RunSpec) -> Iterator[None]:
-    """``hold_run`` of a run for which ``require_ready`` holds.
+    """``hold_run`` for a run that passes ``require_ready``.
 
-    A run that was begun is held first: its ranks may be at work on hosts, and do not wait long for a head.
+    A run that has already begun is held first: its ranks may be running on hosts, and do not wait long for a head.
     """
     with ExitStack() as stack:
         if spec.run_folder.exists():

@@ -1,1 +1,1 @@
-"""What the head has done on a host; standard library only, and quick to start."""
+"""Actions that the head runs on a host. Standard library only, so that they start quickly."""

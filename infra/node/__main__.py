@@ -1,33 +1,33 @@
-"""What the head has done on a machine of the run: ``python -m infra.node ACTION``, run there over ssh.
+"""Actions that the head runs on a machine of the run, over ssh: ``python -m infra.node ACTION``.
 
 ::
 
-    facts     what a preflight wants to know of this machine
-    probe     run its ranks of an all-reduce; and end them, end_probe
-    prepare   make the folder of an attempt
-    watch     tell of its ranks, and take the head's word for them, until stdin ends
+    facts     report the facts about this machine that preflight checks
+    probe     run this machine's ranks of the test all-reduce; end_probe ends them
+    prepare   create the folder of an attempt
+    watch     report what its ranks do and carry out the head's orders for them, until stdin ends
     end       end an attempt
-    logs      its files, packed
+    logs      send its files, packed
     remove    remove its folder
 
-and, where hosts share no storage (infra.node.storage)::
+and, for hosts that share no storage (infra.node.storage)::
 
-    claim     take or renew what it holds of a run for one head
-    disown    undo that
-    inventory what it holds of a run's checkpoints
-    prune     remove some
-    move_aside  move some where nothing uses or removes them
-    listing   other files of a run
-    send      send files that the head asks for
-    receive   ask the head for files
-    stage     ask the head, or another node, and let others ask
-    release   what was staged for a run may go
-    garbage   what no run needs
-    free      remove that
+    claim     claim this node's files of a run for one head, or renew the claim
+    disown    undo a claim
+    inventory list this node's checkpoints of a run
+    prune     remove some of them
+    move_aside  move some of them to where nothing uses or removes them
+    listing   list other files of a run
+    send      send the files that the head requests
+    receive   request files from the head
+    stage     fetch files from the head or another node, and serve them to other nodes
+    release   release what was staged for a run, so that it can be removed
+    garbage   list what no run needs
+    free      remove what no run needs
 
-What an action is told is one line of JSON on stdin, what it answers are lines of JSON on stdout; so nothing of a user's
-is ever part of a command line. An error of ours is told on stderr, exit code 1. Quick to start: what
-imports more than the standard library does so when it is asked for.
+An action reads its request from stdin as one line of JSON and writes its answer to stdout as lines of JSON, so user
+input is never part of a command line. An error of this project is written to stderr, and the exit code is 1. To start
+quickly, an action imports more than the standard library only if it needs it.
 """
 
 import json
@@ -61,20 +61,20 @@ ACTIONS = {
     "garbage": "infra.node.storage.garbage:garbage",
     "free": "infra.node.storage.garbage:free",
 }
-"""Where each action is done. Given what the head asks for, it answers; None where it has written to stdout itself."""
+"""The function of each action. It takes the request and returns the answer, or None if it wrote to stdout itself."""
 
 
 def act(name: str, request: dict[str, Any]) -> dict[str, Any] | None:
-    """Do an action, whose module is imported only now: some take their time."""
+    """Run an action. Its module is imported only now, because some are slow to import."""
     module, _, function = ACTIONS[name].partition(":")
     answer: dict[str, Any] | None = getattr(import_module(module), function)(request)
     return answer
 
 
 def main() -> int:
-    """Do one action."""
+    """Run one action."""
     os.umask(0o077)
-    # Unbuffered: what follows the first line is read by `watch`, from the descriptor itself.
+    # Unbuffered, because `watch` reads what follows the first line from the descriptor itself.
     with open(0, "rb", buffering=0, closefd=False) as stdin:
         request = json.loads(stdin.readline())
     try:

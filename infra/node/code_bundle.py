@@ -1,7 +1,7 @@
-"""This project's code as one text, by whose digest it is known: what hosts are to have, or are sent.
+"""This project's code as a bundle, identified by its digest, that every host must have or is sent.
 
-A bundle is a JSON object with the source of each module by its path. It has no times, modes, owners or links, so the
-same code is the same bytes wherever it lies.
+A bundle is a JSON object that maps the path of each module to its source. It contains no times, modes, owners or links,
+so the same code always gives the same bytes.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PACKAGES = ("t5train", "infra")
-"""What guards, ranks and infra.node are made of: modules, and nothing else."""
+"""The packages of guards, ranks and infra.node. Only their modules are bundled."""
 
 
 class Bundle(NamedTuple):
@@ -23,12 +23,12 @@ class Bundle(NamedTuple):
 
 @cache
 def own_bundle() -> Bundle:
-    """The code of this process, as it was when this was first asked for, and is for as long as the process lasts."""
+    """The code of this process. It is read at the first call and stays the same while the process runs."""
     return bundle(Path(__file__).parents[2])
 
 
 def bundle(folder: Path) -> Bundle:
-    """The packages that lie in a folder; of their files those that can be imported."""
+    """The importable files of the packages in a folder."""
     paths = (path for top in _PACKAGES for path in (folder / top).rglob("*.py"))
     sources = {name: path.read_bytes().decode() for path in paths if _is_module(name := _name(path, folder))}
     content = json.dumps(sources, sort_keys=True).encode("ascii")
@@ -40,5 +40,5 @@ def _name(path: Path, folder: Path) -> str:
 
 
 def _is_module(name: str) -> bool:
-    """Not what an editor has left beside one."""
+    """Whether it can be imported, unlike the temporary files of editors."""
     return all(part.isidentifier() and part.isascii() for part in name.removesuffix(".py").split("/"))

@@ -1,9 +1,9 @@
-"""Takes the head's code on a host that has none of it yet, so this text is run there by ``python -c``.
+"""Receives the head's code on a host that has none of it yet, so this text is run there with ``python -c``.
 
-It is told a line of JSON on stdin: the id of the ``user``, the ``place`` of the node folder (infra.node.node_folders)
-and the ``digest`` of a bundle (infra.node.code_bundle). Then comes the bundle itself, or nothing to ask whether it is
-there already. It answers whether it is there now, whole, in ``{place}/code/{digest}``. What somebody has changed there
-is replaced. Standard library only, and nothing of ours.
+The first line of stdin is JSON: the id of the ``user``, the path of the node folder as ``place``
+(infra.node.node_folders) and the ``digest`` of a bundle (infra.node.code_bundle). The bundle itself follows, or
+nothing, to ask whether the host already has it. The answer says whether ``{place}/code/{digest}`` now contains the
+whole bundle. Code that was changed there is replaced. Standard library only, and no imports from this project.
 """
 
 import fcntl
@@ -21,10 +21,10 @@ _COMPILED = "__pycache__"
 
 
 def hold(user: int, place: Path, digest: str, content: bytes) -> bool:
-    """Whether this code is here; with ``content`` it is put here if it is not. SystemExit says why it cannot be."""
+    """Whether the host has this code; installs ``content`` if it does not. Raises SystemExit if that fails."""
     if os.getuid() != user:
         sys.exit(
-            f"the user has the id {os.getuid()} there and {user} on the head: let it be the same, or set "
+            f"the user id is {os.getuid()} on this host and {user} on the head: give both accounts the same id, or set "
             "cluster.ssh_user"
         )
     sources = _verified(content, digest) if content else {}
@@ -35,25 +35,25 @@ def hold(user: int, place: Path, digest: str, content: bytes) -> bool:
         if not (held := _is_whole(code / digest, digest)) and sources:
             _put(sources, code / digest)
         if held or sources:
-            os.utime(code / digest)  # when it was last wanted
+            os.utime(code / digest)  # records when it was last needed
         return held or bool(sources)
     finally:
         os.close(lock)
 
 
 def _verified(content: bytes, digest: str) -> dict[str, str]:
-    """Sources by name; nothing is taken from bytes before they are known to be the right ones."""
+    """Sources by name. The digest is verified before the bytes are parsed."""
     if hashlib.sha256(content).hexdigest() != digest:
-        sys.exit(f"the head's code {digest[:12]} came damaged, {len(content)} bytes of it: start again")
+        sys.exit(f"the head's code {digest[:12]} arrived damaged ({len(content)} bytes): start the command again")
     sources: dict[str, str] = json.loads(content)
     for name in sources:
         if not _MODULE.fullmatch(name):
-            sys.exit(f"the head's code {digest[:12]} has {name!r}, which is not the path of a module: rename it")
+            sys.exit(f"the head's code {digest[:12]} contains {name!r}, which is not a valid module path: rename it")
     return sources
 
 
 def _private(folder: Path) -> Path:
-    """As t5train.files.locks: made for its owner alone, and neither a link nor another's, nor open to others."""
+    """As t5train.files.locks: create a folder for its owner alone; refuse links, other owners and access by others."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if not _is_private(folder):
         sys.exit(f"{folder} is not a folder of user {os.getuid()} alone: move it away")
@@ -66,7 +66,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def _is_whole(folder: Path, digest: str) -> bool:
-    """Whether just this code can be imported from there."""
+    """Whether exactly this code can be imported from there."""
     if not os.path.lexists(folder) or not _is_private(folder):
         return False
     found = [path for path in folder.rglob("*") if _COMPILED not in path.parts]
@@ -78,7 +78,7 @@ def _is_whole(folder: Path, digest: str) -> bool:
 
 
 def _put(sources: dict[str, str], folder: Path) -> None:
-    """Written aside, and on disk before it has its name."""
+    """Write the files under a temporary name, and sync them to disk before the folder gets its name."""
     partial, discarded = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "discarded"))
     try:
         for left in (partial, discarded):
@@ -121,13 +121,16 @@ def _remove(path: Path) -> None:
 
 
 def main() -> None:
-    """Answer the head."""
+    """Answer the head's request."""
     os.umask(0o077)
     request, content = json.loads(sys.stdin.buffer.readline()), sys.stdin.buffer.read()
     try:
         held = hold(request["user"], Path(request["place"]), request["digest"], content)
     except OSError as error:
-        sys.exit(f"the head's code cannot be kept in {request['place']}: {error}; make room, or repair its permissions")
+        sys.exit(
+            f"the head's code cannot be stored in {request['place']}: {error}; free some disk space there, or repair "
+            "its permissions"
+        )
     sys.stdout.write(json.dumps({"held": held}) + "\n")
 
 

@@ -1,12 +1,12 @@
-"""The C++ operators that DeepSpeed compiles for CPU ranks and for host memory, and locks that killed compiles left.
+"""The C++ operators that DeepSpeed compiles for CPU ranks and host memory, and the locks that killed compiles leave.
 
 ::
 
-    python -m infra.node.compiled_operators        compile them now (about two minutes), so that the first run need not
+    python -m infra.node.compiled_operators        compile them now (about two minutes) instead of in the first run
 
-torch takes a file named ``lock`` as a sign that another process compiles, and waits for it to vanish, forever. The
-process that compiles keeps that file open, which tells a live compile from a killed one, provided that it runs on this
-machine: so locks on a disk that machines share are left alone.
+torch treats a file named ``lock`` as a sign that another process is compiling, and waits forever for it to disappear. A
+live compile keeps that file open and a killed one does not, but only processes on this machine can be checked. Locks on
+a disk that machines share are therefore never removed.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from pathlib import Path
 from infra.node.attempts.rank_environment import search_path
 from infra.node.operator_folder import VARIABLE, operator_folder
 
-# Of others, such as nfs, lustre, cifs and fuse, other machines may have files open that no process here has.
+# On other types, such as nfs, lustre, cifs and fuse, a process on another machine may have a file open.
 _LOCAL = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"})
 _MOUNTS = Path("/proc/self/mountinfo")
 
@@ -31,7 +31,7 @@ def is_on_local_disk(path: Path) -> bool:
 
 
 def _file_system(path: Path) -> str:
-    """That of the deepest mount point above the path; of several there, the last one hides the others."""
+    """The type at the deepest mount point above the path; of several mounts there, the last one hides the others."""
     found = (0, "")
     for line in _MOUNTS.read_text("utf-8", "surrogateescape").splitlines():
         fields, _, after = line.partition(" - ")
@@ -46,37 +46,37 @@ _RELEASE_SECONDS = 0.5
 
 
 def clear_stale_locks(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Remove locks that no process holds from the cache that ranks with this environment use; returns them."""
+    """Remove the locks that no process holds from the operator cache of this environment, and return them."""
     return [lock for lock in _files(environment, "lock") if _clear(lock)]
 
 
 def shared_locks(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Locks in that cache that a process of another machine may hold."""
+    """Locks in that cache that a process on another machine may hold."""
     return [lock for lock in _files(environment, "lock") if not is_on_local_disk(lock)]
 
 
 def missing(names: Iterable[str], environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Those of these operators that will have to be compiled."""
+    """Those of ``names`` that still have to be compiled."""
     return sorted(set(names) - set(compiled(environment)))
 
 
 def foreign_locks(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Locks in that cache that another user made, and only that user can remove."""
+    """Locks in that cache that belong to another user, who alone can remove them."""
     return [lock for lock in _files(environment, "lock") if _owner(lock) not in {os.getuid(), None}]
 
 
 def compiled(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Names of the operators that lie compiled in that cache."""
+    """Names of the compiled operators in that cache."""
     return sorted({path.stem for path in _files(environment, "*.so")})
 
 
 def warm() -> None:
-    """Compile DeepSpeed's shared-memory collectives for CPU ranks, and Adam, where ranks look for them."""
+    """Compile DeepSpeed's shared-memory collectives for CPU ranks, and Adam, into the folder that ranks use."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["PATH"] = search_path()
     os.environ[VARIABLE] = str(operator_folder())
     clear_stale_locks()
-    _log.info("%s: compiling what is missing of DeepSpeed's operators, about a minute each", os.environ[VARIABLE])
+    _log.info("%s: compiling the missing DeepSpeed operators, about a minute each", os.environ[VARIABLE])
     from deepspeed.accelerator import get_accelerator
 
     for builder in ("ShareMemCommBuilder", "CPUAdamBuilder"):
@@ -88,9 +88,9 @@ def _files(environment: Mapping[str, str], pattern: str) -> Iterator[Path]:
 
 
 def _clear(lock: Path) -> bool:
-    """Remove a lock that is held neither now nor a moment later; one cleaner at a time.
+    """Remove a lock that is held neither now nor a moment later. Only one process cleans at a time.
 
-    A compile that has just finished closes its lock an instant before it removes it, hence the second look.
+    A compile that has just finished closes its lock an instant before it removes it, hence the second check.
     """
     folder = os.open(lock.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -121,19 +121,19 @@ def _is_stale(lock: Path) -> bool:
         return False
     if not is_on_local_disk(lock):
         _log.warning(
-            "%s is on a disk that other machines may use, so a compile there may hold it: if none does and runs hang "
-            "at their start, remove it",
+            "%s is on a disk that other machines may use, so a compile on one of them may hold it: if runs hang at "
+            "start and no machine is compiling, remove it",
             lock,
         )
         return False
     if status.st_uid != os.getuid():
-        _log.warning("%s is another user's: if runs hang at their start, that user must remove it", lock)
+        _log.warning("%s belongs to another user: if runs hang at start, ask that user to remove it", lock)
         return False
     return not any(_opens(process, status) for process in Path("/proc").glob("[0-9]*"))
 
 
 def _opens(process: Path, status: os.stat_result) -> bool:
-    """Whether a process has the file open; what cannot be seen is another user's, and so is no compile of ours."""
+    """Whether a process has the file open. One that cannot be inspected is another user's, and so not our compile."""
     try:
         descriptors = list((process / "fd").iterdir())
     except (FileNotFoundError, ProcessLookupError, PermissionError):

@@ -1,9 +1,9 @@
-"""Where ranks of this machine keep the operators that DeepSpeed compiles, one folder for each way to compile them.
+"""Where ranks of this machine keep the operators that DeepSpeed compiles, with one folder per build configuration.
 
-TORCH_EXTENSIONS_DIR says where, if the user has set it. Torch's own default is one folder for all checkouts and
-environments of a user, and often in a home directory that machines share: there each environment compiles over what
-another one has compiled, and a live compile on another machine cannot be told from a killed one. Ours is on a disk of
-this machine. Standard library only, as the guards import it.
+The user can choose the folder with TORCH_EXTENSIONS_DIR. Torch's own default is one folder for all checkouts and
+environments of a user, often in a home directory that machines share. There, each environment overwrites what another
+one has compiled, and a live compile on another machine cannot be distinguished from a killed one. Our default is on a
+disk of this machine. Standard library only, as the guards import it.
 """
 
 import hashlib
@@ -25,17 +25,17 @@ _SOURCES = ("/csrc/", "op_builder/")
 
 
 def operator_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """TORCH_EXTENSIONS_DIR of ranks with this environment; StorageError if ours is open to others."""
+    """TORCH_EXTENSIONS_DIR of ranks with this environment; StorageError if our default folder is open to others."""
     if given := environment.get(VARIABLE):
         return Path(given)
     return private_folder(node_folders.node_folder() / OPERATORS) / _key(environment)
 
 
 def _key(environment: Mapping[str, str]) -> str:
-    """Of all that decides what is compiled.
+    """A digest of everything that determines what is compiled.
 
     That includes the paths of torch and DeepSpeed: ninja recompiles whenever a command line differs, so two
-    environments that shared a folder would compile by turns.
+    environments that shared a folder would recompile each other's operators again and again.
     """
     facts = [f"{name}={environment.get(name, '')}" for name in _COMPILERS]
     facts += [sys.prefix, str(sysconfig.get_config_var("SOABI")), _cpu(), *map(_package, ("torch", "deepspeed"))]
@@ -44,7 +44,7 @@ def _key(environment: Mapping[str, str]) -> str:
 
 @cache
 def _package(name: str) -> str:
-    """Version, place and recorded digests of the sources that are compiled."""
+    """Version, path, and recorded digests of the sources that are compiled."""
     try:
         found = distribution(name)
     except PackageNotFoundError:
@@ -55,7 +55,7 @@ def _package(name: str) -> str:
 
 @cache
 def _cpu() -> str:
-    """What ``-march=native`` stands for."""
+    """The CPU and its features, which ``-march=native`` compiles for."""
     return "\n".join([os.uname().machine, *_flags()])
 
 

@@ -1,4 +1,4 @@
-"""The TCP port at which the ranks meet."""
+"""The TCP port of the rendezvous."""
 
 import errno
 import random
@@ -6,7 +6,7 @@ import socket
 
 from t5train.errors import LaunchError, SpecError
 
-# Below the range from which the kernel serves outgoing connections, so that none takes it before rank 0 does.
+# Below the kernel's port range for outgoing connections, so that none of them takes the port before rank 0 does.
 _CANDIDATES = range(20_000, 32_000)
 
 
@@ -14,8 +14,8 @@ def require_free(port: int) -> None:
     """Raise SpecError if something listens on ``port`` on any address of this machine."""
     if not is_free(port):
         raise SpecError(
-            f"cluster.master_port is {port}: another program listens there; choose another port, or leave the "
-            f"setting out to have a free one found"
+            f"cluster.master_port is {port}: another program listens on that port; choose another port, or omit the "
+            f"setting to use a free one"
         )
 
 

@@ -1,13 +1,13 @@
-"""Runs a command on a host, provided that the code it is to import lies where only this user can have put it.
+"""Runs a command on a host, provided that only this user can have written the code that it imports.
 
 ::
 
     python -I -S -c TEXT FOLDER COMMAND...
 
-TEXT is that of this module, as there is nothing of ours on the host that could be trusted yet. FOLDER is
-``/var/tmp/t5-pretrain-{uid}/code/{digest}``: that path can be guessed, and everybody may create folders in
-``/var/tmp``. Once it is known to be private nobody else can change it, so there is no gap between check and use.
-Standard library only, and nothing of ours.
+TEXT is the source of this module, because no code on the host can be trusted yet. FOLDER is
+``/var/tmp/t5-pretrain-{uid}/code/{digest}``: that path can be guessed, and anyone can create folders in ``/var/tmp``.
+Once the folder is known to be private, no other user can change it, so there is no gap between check and use.
+Standard library only, and no imports from this project.
 """
 
 import os
@@ -19,7 +19,7 @@ _NOT_FOUND, _NOT_PRIVATE = 127, 1
 
 
 def fault(folder: str) -> str | None:
-    """Why the code in a folder may be somebody else's; None if it is surely this user's."""
+    """Why the code in a folder may come from another user; None if only this user can have written it."""
     own = [folder]
     while len(own) < _OWN_LEVELS:
         own.insert(0, _parent(own[0]))
@@ -45,12 +45,12 @@ def _is_not_private(folder: str) -> str | None:
 
 
 def _is_open(folder: str) -> str | None:
-    """Of a folder above: whether others could replace what lies in it."""
+    """Why other users could replace the contents of a parent folder; None if they cannot."""
     found = os.lstat(folder)
     is_trusted = found.st_uid in {0, os.getuid()}
     if is_trusted and (not found.st_mode & 0o022 or found.st_mode & stat.S_ISVTX):
         return None
-    return f"others can replace what lies in {folder} ({_described(found)})"
+    return f"other users can replace the contents of {folder} ({_described(found)})"
 
 
 def _described(found: os.stat_result) -> str:
@@ -58,10 +58,10 @@ def _described(found: os.stat_result) -> str:
 
 
 def main() -> None:
-    """Check, then become the command."""
+    """Check the folder, then become the command."""
     folder, *command = sys.argv[1:]
     if (found := fault(folder)) is not None:
-        sys.stderr.write(f"code is not run from {folder}: {found}. Move that folder away, then start again\n")
+        sys.stderr.write(f"refusing to run code from {folder}: {found}. Move that folder away, then start again\n")
         sys.exit(_NOT_PRIVATE)
     try:
         os.execvp(command[0], command)  # noqa: S606 - an argument list, so that no shell reads it

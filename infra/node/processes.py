@@ -1,4 +1,4 @@
-"""Processes of this machine, named so that a reused pid can never stand for one that is gone; and which machine it is.
+"""Processes of this machine, identified so that a reused pid is never taken for an old process; and machine identity.
 
 Reads /proc and uses pidfds (Linux 5.3). Standard library only, as the guards import it.
 """
@@ -21,20 +21,20 @@ _LOOK_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process for good: its pid, and the clock ticks after boot at which it started."""
+    """A unique identity of a process: its pid, and its start time in clock ticks after boot."""
 
     pid: int
     start_time: int
 
     @classmethod
     def of(cls, pid: int) -> Self:
-        """The process that has ``pid`` now. Raises ProcessLookupError if there is none."""
+        """The process that currently has ``pid``. Raises ProcessLookupError if there is none."""
         return cls(pid, _stat(pid).start_time)
 
     def open(self) -> int | None:
-        """A pidfd, readable once the process has ended; None if it has already.
+        """A pidfd that becomes readable when the process ends; None if it has already ended.
 
-        The descriptor is opened before the start time is compared, so it is surely of that process.
+        The descriptor is opened before the start time is compared, so it certainly refers to that process.
         """
         try:
             descriptor = os.pidfd_open(self.pid)
@@ -46,7 +46,7 @@ class ProcessIdentity:
         return None
 
     def is_alive(self) -> bool:
-        """Whether this very process still runs; a zombie does not."""
+        """Whether this process is still running. A zombie is not."""
         try:
             stat = _stat(self.pid)
         except ProcessLookupError:
@@ -54,7 +54,7 @@ class ProcessIdentity:
         return stat.start_time == self.start_time and stat.state not in "ZX"
 
     def send(self, number: int) -> None:
-        """Send it a signal, if it still runs."""
+        """Send it a signal if it is still running."""
         if (descriptor := self.open()) is None:
             return
         try:
@@ -66,11 +66,11 @@ class ProcessIdentity:
 
 
 Belongs = Callable[[int], bool]
-"""Tells by its pid whether a process is one of those that are meant."""
+"""A predicate on a pid that selects processes."""
 
 
 def in_group(group: int) -> Belongs:
-    """Processes of a process group that still run."""
+    """Selects the running processes of a process group."""
 
     def belongs(pid: int) -> bool:
         try:
@@ -83,22 +83,22 @@ def in_group(group: int) -> Belongs:
 
 
 def in_run(run_id: str) -> Belongs:
-    """Processes whose environment carries ``run_id``; descendants do, whatever group they moved to."""
+    """Selects processes with ``run_id`` in their environment; descendants inherit it, whatever group they move to."""
     return lambda pid: variable(pid, RUN_ID_VARIABLE) == run_id
 
 
 def variable(pid: int, name: str) -> str:
-    """Of the environment that a process of this user was started with; empty where there is none."""
+    """A variable of the environment that a process of this user was started with; empty if it is not set."""
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return ""  # ended meanwhile, or another user's, which no run's are
+        return ""  # it has ended, or belongs to another user and thus to no run
     values = (entry.removeprefix(start) for entry in entries if entry.startswith(start := f"{name}=".encode()))
     return os.fsdecode(next(values, b""))
 
 
 def child_of(parent: int) -> Belongs:
-    """Processes that a process started itself and that still run."""
+    """Selects the running children of a process."""
 
     def belongs(pid: int) -> bool:
         try:
@@ -111,7 +111,7 @@ def child_of(parent: int) -> Belongs:
 
 
 def given(argument: str) -> Belongs:
-    """This user's processes that have ``argument``, exactly, on their command line."""
+    """Selects this user's processes that have exactly ``argument`` on their command line."""
     entry, user = argument.encode(), os.getuid()
 
     def belongs(pid: int) -> bool:
@@ -119,35 +119,35 @@ def given(argument: str) -> Belongs:
         try:
             return entry in (folder / "cmdline").read_bytes().split(b"\0") and folder.stat().st_uid == user
         except (FileNotFoundError, ProcessLookupError):
-            return False  # ended meanwhile
+            return False  # it has ended
 
     return belongs
 
 
 def find(belongs: Belongs) -> set[int]:
-    """Pids of the processes that are meant."""
+    """Pids of the selected processes."""
     pids = (int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit())
     return {pid for pid in pids if belongs(pid)}
 
 
 def end(belongs: Belongs, grace_seconds: float) -> set[int]:
-    """SIGTERM every process that is meant, after ``grace_seconds`` SIGKILL; those started meanwhile too.
+    """Send SIGTERM to the selected processes, and SIGKILL after ``grace_seconds``, also to those started in between.
 
-    Returns the pids that outlived even that for five seconds (in the kernel, on a dead disk or driver).
+    Returns the pids still alive five seconds after SIGKILL (blocked in the kernel by a dead disk or driver).
     """
     alive = _signal_until_gone(belongs, signal.SIGTERM, grace_seconds)
     return _signal_until_gone(belongs, signal.SIGKILL, _KILL_SECONDS) if alive else alive
 
 
 def await_end(belongs: Belongs, seconds: float) -> None:
-    """Wait until none of the processes that are meant is there any more, but no longer than that."""
+    """Wait until no selected process is left, for at most ``seconds``."""
     deadline = time.monotonic() + seconds
     while find(belongs) and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has killed for want of memory since this machine started."""
+    """How many processes the kernel's OOM killer has ended since this machine started."""
     lines = Path("/proc/vmstat").read_text("ascii").splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
@@ -159,20 +159,20 @@ def die_with_parent(number: int) -> None:
 
 
 def boot_id() -> str:
-    """Another one each time this machine starts."""
+    """An id that changes each time this machine starts."""
     return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What the kernel says a process does: ``state`` as in /proc, and the clock ticks that it has computed for."""
+    """What the kernel reports about a process: ``state`` as in /proc, and the CPU time it has used in clock ticks."""
 
     state: str
     cpu_ticks: int
 
 
 def activity(pid: int) -> Activity:
-    """Of the process that has ``pid`` now. Raises ProcessLookupError if there is none."""
+    """The activity of the process that currently has ``pid``. Raises ProcessLookupError if there is none."""
     stat = _stat(pid)
     return Activity(stat.state, stat.cpu_ticks)
 
@@ -191,7 +191,7 @@ def _stat(pid: int) -> _Stat:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
     except FileNotFoundError:
         raise ProcessLookupError(f"no process {pid}") from None
-    fields = text.rpartition(")")[2].split()  # the program's name before it may hold spaces and brackets
+    fields = text.rpartition(")")[2].split()  # the program's name before it may contain spaces and brackets
     cpu_ticks = int(fields[11]) + int(fields[12])
     return _Stat(
         state=fields[0],
@@ -213,7 +213,7 @@ def _signal_until_gone(belongs: Belongs, number: int, seconds: float) -> set[int
 
 
 def _send(pid: int, number: int, belongs: Belongs) -> None:
-    """The pidfd holds the process, and only then is it asked for: the signal cannot reach a stranger."""
+    """The process is checked after its pidfd is opened, so the signal cannot reach another process with that pid."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -232,9 +232,9 @@ _NETWORK = Path("/proc/self/ns/net")
 
 
 def identity() -> str:
-    """Boot, machine and network namespace: two names of one machine have all three in common.
+    """Boot id, machine id and network namespace: two names of one machine have all three in common.
 
-    Containers with networks of their own are machines of their own: ranks meet, and ports are taken, in a network.
+    Containers with separate networks count as separate machines: the rendezvous and its port belong to a network.
     """
     machine = _MACHINE.read_text("ascii").strip() if _MACHINE.exists() else ""
     return f"{_BOOT.read_text('ascii').strip()} {machine} {_NETWORK.readlink()}"

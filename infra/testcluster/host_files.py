@@ -1,6 +1,6 @@
-"""What a host finds on its disk: ssh keys and settings, and the files of the machine that it may read.
+"""The contents of a host's disk: ssh keys and settings, and the files of the machine that it can read.
 
-Every host has its host key, the head a key that opens all, and host keys are checked strictly.
+Every host has its own host key, the head has a key that every host accepts, and host keys are checked strictly.
 """
 
 import os
@@ -17,7 +17,7 @@ from infra.testcluster.host_init import Mount
 
 SERVER = "/usr/sbin/sshd"
 NODE_FOLDER = "/run/testcluster"
-"""Where a host finds what is below its ``etc``."""
+"""The path at which a host has the files below its ``etc``."""
 START = [SERVER, "-f", f"{NODE_FOLDER}/sshd_config", "-E", "/var/tmp/sshd.log"]  # noqa: S108 - the host's own
 _CONFIG = f"""\
 HostKey {NODE_FOLDER}/host_key
@@ -33,17 +33,17 @@ MaxStartups 100
 
 
 def make_key(path: Path) -> None:
-    """Make a new key pair, in place of one that is there."""
+    """Create a new key pair, replacing an existing one."""
     for old in (path, path.with_suffix(".pub")):
         old.unlink(missing_ok=True)
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", path.parent.name, "-f", path], check=True)
 
 
 def write_server(etc: Path, user_key: Path) -> None:
-    """What a host's sshd reads; a host key that it has stays."""
+    """Write the files that a host's sshd reads; an existing host key is kept."""
     (etc / "sshd_config").write_text(_CONFIG, "utf-8")
     (etc / "authorized_keys").write_bytes(user_key.with_suffix(".pub").read_bytes())
-    # An account that is locked, as root's is on a laptop, would not be let in without PAM.
+    # Without PAM, sshd would reject a locked account, such as root's on a laptop.
     (etc / "shadow").touch(0o600)
     (etc / "shadow").write_text("root:*:19000:0:99999:7:::\nsshd:!:19000::::::\n", "utf-8")
     if not (etc / "host_key").exists():
@@ -51,7 +51,7 @@ def write_server(etc: Path, user_key: Path) -> None:
 
 
 def write_client(disk: Path, user_key: Path) -> None:
-    """Root's .ssh on the disk of the head."""
+    """Write root's .ssh to the disk of the head."""
     folder = disk / "root" / ".ssh"
     folder.mkdir(mode=0o700, exist_ok=True)
     key = folder / "id_ed25519"
@@ -61,7 +61,7 @@ def write_client(disk: Path, user_key: Path) -> None:
 
 
 def write_known_hosts(disk: Path, keys: dict[str, Path]) -> None:
-    """Tell the head, whose disk it is, the host keys of all."""
+    """Write the host keys of all hosts to the disk of the head."""
     lines = []
     for host, key in keys.items():
         kind, text = key.with_suffix(".pub").read_text("utf-8").split()[:2]
@@ -70,13 +70,13 @@ def write_known_hosts(disk: Path, keys: dict[str, Path]) -> None:
 
 
 HOME = "/root"
-"""Of the user that a host has."""
+"""The home folder of a host's user."""
 HOSTFILE = f"{HOME}/hosts"
-"""On the head: all nodes, with a slot each."""
+"""On the head: a hostfile of all nodes, with one slot each."""
 ROOT = f"{HOME}/t5"
-"""On the head, of runs whose hosts share nothing."""
+"""On the head: the root of runs whose hosts share nothing."""
 _MODES = {"/tmp": 0o1777, "/var/tmp": 0o1777, HOME: 0o700, "/home": 0o755, "/run": 0o755}  # noqa: S108 - the host's own
-"""Folders of a host's own, besides /dev/shm."""
+"""A host's own folders, besides /dev/shm, and their modes."""
 _FILES = {
     "hosts": "/etc/hosts",
     "hostname": "/etc/hostname",
@@ -84,31 +84,31 @@ _FILES = {
     "boot_id": "/proc/sys/kernel/random/boot_id",
     "shadow": "/etc/shadow",
 }
-"""Files below a host's ``etc``, and where the host has them."""
+"""Files below a host's ``etc``, and their paths on the host."""
 OPERATORS = f"{HOME}/.cache/torch_extensions"
 """Where a host looks for compiled operators."""
 _KEPT = ("LD_LIBRARY_PATH", "PYTHONPATH")
 
 
 def environment() -> dict[str, str]:
-    """Of commands on a host: this Python first on PATH, and the code and operators that this process uses."""
+    """The environment of commands on a host: this Python first on PATH, and this process's code and operators."""
     path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     kept = {name: os.environ[name] for name in _KEPT if os.environ.get(name)}
     return {"PATH": path, "HOME": HOME, "USER": "root", "LANG": "C.UTF-8", VARIABLE: OPERATORS, **kept}
 
 
 def make_disk(disk: Path) -> None:
-    """An empty disk, but for a copy of DeepSpeed's compiled operators, so that no host compiles them."""
+    """Create a disk that is empty except for DeepSpeed's compiled operators, so that no host compiles them."""
     for folder, mode in _MODES.items():
         (disk / folder[1:]).mkdir(parents=True, exist_ok=True)
         (disk / folder[1:]).chmod(mode)
     compiled = operator_folder()
-    if compiled.is_dir():  # a lock would be one that nobody holds; files' times tell ninja that they are new
+    if compiled.is_dir():  # without locks, which no process would hold; file times show ninja that nothing has changed
         shutil.copytree(compiled, disk / OPERATORS[1:], ignore=shutil.ignore_patterns("lock"), dirs_exist_ok=True)
 
 
 def write_etc(etc: Path, host: str, hosts: list[str]) -> None:
-    """The host's name, those of others, and ids: the machine's stays, the boot's is another each time."""
+    """Write the host's name, those of others, a machine id (kept if it exists) and a new boot id."""
     lines = ["127.0.0.1 localhost\n", *(f"{network.address(name)} {name}\n" for name in hosts)]
     (etc / "hosts").write_text("".join(lines), "utf-8")
     (etc / "hostname").write_text(f"{host}\n", "utf-8")
@@ -118,7 +118,7 @@ def write_etc(etc: Path, host: str, hosts: list[str]) -> None:
 
 
 def prepare(disk: Path, etc: Path, share: str | None) -> list[Mount]:
-    """What is to be mounted in a host; makes the places that lie on its disk. /run is new at every boot."""
+    """The mounts of a host; creates the mount points that are on its disk. /run is empty at every boot."""
     shutil.rmtree(disk / "run")
     (disk / "run" / "sshd").mkdir(parents=True)
     wanted = list(_mounts(disk, etc, share))
@@ -147,9 +147,9 @@ def _is_own(path: str) -> bool:
 
 
 def _code() -> list[str]:
-    """Folders with Python, its packages and this project that a host's own hide, none of them below another.
+    """Folders with Python, its packages and this project that a host's own folders hide; none is below another.
 
-    All else is there already, with whatever is mounted below it.
+    Everything else is visible already, with whatever is mounted below it.
     """
     paths = [sys.base_prefix, sys.prefix, str(Path(__file__).parents[2])]
     paths += [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]

@@ -1,10 +1,10 @@
 """The first process of a host: mounts the host's view of the files, then adopts and reaps orphaned processes.
 
 Started by infra.testcluster.host in new namespaces, with JSON on standard input: ``host``, ``record`` (where to write
-which process this is) and ``mounts``: the host's own disk here, a folder of the machine there, the rest read-only.
-Prints a line once the host is ready. When it ends, so does everything on the host. Standard library only; mount(8) is
-not used as it can neither make everything read-only at once nor mount a folder whose path something else has covered
-since.
+the identity of this process) and ``mounts`` (folders of the host's own disk and of the machine; everything else is
+read-only). Prints a line once the host is ready. When it ends, everything on the host ends. Standard library only;
+mount(8) is not used, because it can neither make everything read-only at once nor mount a folder whose path another
+mount has covered since.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Mount:
-    """A file or folder of the machine, and the path at which a host has it."""
+    """A file or folder of the machine, and its path on a host."""
 
     source: str
     target: str
@@ -44,7 +44,7 @@ class _Attributes(ctypes.Structure):
 
 
 def freeze() -> None:
-    """Make everything that is mounted now read-only, in this namespace alone."""
+    """Make everything that is mounted now read-only, in this namespace only."""
     _change("/", _Attributes(set=_READ_ONLY))
 
 
@@ -79,7 +79,7 @@ def _check(result: int, path: str) -> None:
 
 
 def main() -> NoReturn:
-    """Be a host until killed."""
+    """Run as the host until killed."""
     wanted = json.load(sys.stdin)
     _record(Path(wanted["record"]))
     socket.sethostname(wanted["host"])
@@ -88,12 +88,12 @@ def main() -> NoReturn:
         mount_file_system(kind, target)
     bind(Mount(**mount) for mount in wanted["mounts"])
     os.chdir("/root")
-    print("ready", flush=True)  # noqa: T201 - whoever started this process reads it
+    print("ready", flush=True)  # noqa: T201 - the process that started this one reads it
     _reap()
 
 
 def _record(path: Path) -> None:
-    """Write the pid that this process has outside: /proc is still the machine's."""
+    """Write this process's pid outside the namespace, which /proc shows because it is still the machine's."""
     identity = ProcessIdentity.of(int(Path("/proc/self").readlink().name))
     temporary = path.with_suffix(".new")
     temporary.write_text(json.dumps(asdict(identity)), "utf-8")
@@ -106,7 +106,7 @@ def _reap() -> NoReturn:
     os.dup2(null, 0)
     os.dup2(null, 1)
     while True:
-        with suppress(ChildProcessError):  # it has none at the moment
+        with suppress(ChildProcessError):  # there are no children at the moment
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         signal.sigwait({signal.SIGCHLD})

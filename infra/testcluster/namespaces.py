@@ -1,4 +1,4 @@
-"""Processes in new namespaces, each of which holds a host or the switch, and whether this machine can make them."""
+"""Processes in new namespaces, each of which holds a host or the switch; checks that this machine can make them."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ _CODE = str(Path(__file__).parents[2])
 def start(
     cluster: str, kinds: tuple[str, ...], argv: list[str], wanted: bytes, console: Path
 ) -> subprocess.Popen[bytes]:
-    """Start a program that reads ``wanted`` and prints a line once it is ready; ``await_ready`` is to follow."""
+    """Start a program that reads ``wanted`` and prints a line once it is ready. Call ``await_ready`` next."""
     state = registry.read(cluster)
     prefix = ["setpriv", "--pdeathsig", "KILL"] if state.temporary else []
     with open(console, "wb") as errors:
@@ -27,7 +27,7 @@ def start(
             stdout=subprocess.PIPE,
             stderr=errors,
             env=state.environment | registry.mark(cluster) | {"PYTHONPATH": _CODE},
-            start_new_session=True,  # a terminal's Ctrl-C is not for hosts
+            start_new_session=True,  # Ctrl-C in a terminal must not reach hosts
         )
     with cast(IO[bytes], process.stdin) as stdin:
         stdin.write(wanted)
@@ -35,12 +35,12 @@ def start(
 
 
 def await_ready(process: subprocess.Popen[bytes], console: Path) -> None:
-    """Wait for the line. Raises TestClusterError with what the program said on its console if there is none."""
+    """Wait for that line. If there is none, raises TestClusterError with the program's console output."""
     with cast(IO[bytes], process.stdout) as output:
         if output.readline():
             return
     said = console.read_text("utf-8", "replace")[-2000:]
-    raise TestClusterError(f"{console.parent.name} did not start: {said or 'it said nothing'}")
+    raise TestClusterError(f"{console.parent.name} did not start: {said or 'it wrote nothing to its console'}")
 
 
 PACKAGES = {
@@ -58,14 +58,14 @@ PACKAGES = {
 
 
 def what_is_missing() -> str | None:
-    """Why no test cluster can be had here, with the remedy; None if it can."""
+    """Why this machine cannot run a test cluster, with the remedy; None if it can."""
     if os.geteuid() != 0:
-        return "only root can make namespaces: run it as root (sudo, or a container with --privileged)"
+        return "only root can make namespaces: run this as root (sudo, or a container with --privileged)"
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
     lacking = sorted({package for program, package in PACKAGES.items() if not shutil.which(program, path=path)})
     if lacking:
         return f"Debian packages are missing: apt-get install {' '.join(lacking)}"
     tried = subprocess.run(["unshare", *HOST, "true"], capture_output=True, text=True, check=False)
     if tried.returncode:
-        return f"no namespaces can be made here ({tried.stderr.strip()}): a container must be started with --privileged"
+        return f"cannot make namespaces ({tried.stderr.strip()}): if this is a container, start it with --privileged"
     return None

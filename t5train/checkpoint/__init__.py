@@ -1,4 +1,4 @@
-"""All about checkpoints: sidecars, tags, retention, resuming, resharding, and saving and loading with a live engine.
+"""Checkpoints: sidecars, tags, retention, resuming, resharding, and saving and loading with a live engine.
 
 Not here: moving them between hosts (``infra.head.storage``).
 """

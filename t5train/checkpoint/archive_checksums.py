@@ -1,8 +1,8 @@
-"""The CRC-32 of every record of torch's archives, filled in after torch has written them without.
+"""Fill in the CRC-32 of every record of a torch archive, after torch has written it without them.
 
-torch computes them at half a gigabyte a second, for which all ranks would stand still with every checkpoint; isal's are
-twenty times as fast. What stands in the file is the same: zip's local data descriptors and central directory
-(PKWARE's APPNOTE 6.3.9, 4.3.9 and 4.3.12).
+torch computes them at 0.5 GB/s, and all ranks would wait for that at every checkpoint; isal is twenty times as fast.
+The result is the same: the checksums are in zip's local data descriptors and central directory (PKWARE's APPNOTE 6.3.9,
+4.3.9 and 4.3.12).
 """
 
 import mmap
@@ -29,7 +29,7 @@ _CHECKSUM = Struct("<I")
 
 @contextmanager
 def no_checksums() -> Iterator[None]:
-    """Within the block torch.save leaves every CRC-32 at 0."""
+    """Within the block, torch.save leaves every CRC-32 at 0."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -39,30 +39,30 @@ def no_checksums() -> Iterator[None]:
 
 
 def fill_in(path: Path) -> None:
-    """Write the CRC-32 of each record into an archive of torch's; StorageError where it is none."""
+    """Write the CRC-32 of each record into a torch archive; StorageError if the file is not one."""
     try:
         with naming(path), open(path, "r+b") as file, ZipFile(file) as archive:
             _fill_in_all(path, file.fileno(), archive)
     except BadZipFile as error:
-        raise StorageError(f"{path} is no archive as torch writes them: {error}") from error
+        raise StorageError(f"{path} is not a torch archive: {error}") from error
 
 
 def _fill_in_all(path: Path, file: int, archive: ZipFile) -> None:
-    """Read by a mapping, written without: a disk that has no room for a page is an OSError then, and no SIGBUS."""
+    """Read through a memory map, but write with pwrite: then a full disk raises an OSError instead of SIGBUS."""
     with mmap.mmap(file, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as data:
         place = archive.start_dir
         for entry in archive.infolist():
-            if entry.file_size:  # that of nothing is 0, and torch writes no descriptor then
+            if entry.file_size:  # the CRC-32 of an empty record is 0, and torch writes no descriptor for it
                 _fill_in(path, file, data, entry, place)
             place += _CENTRAL_BYTES + sum(_CENTRAL_LENGTHS.unpack_from(data, place))
 
 
 def _fill_in(path: Path, file: int, data: mmap.mmap, entry: ZipInfo, place: int) -> None:
-    """Of one record, of which the central directory tells at ``place``."""
+    """Fill in one record, whose central directory entry is at ``place``."""
     start = _start_of_data(data, entry)
     descriptor = start + entry.file_size
     if data[descriptor : descriptor + 4] != _DESCRIPTOR or data[place : place + 4] != _CENTRAL:
-        raise StorageError(f"{path} is no archive as torch writes them: {entry.filename} has no data descriptor")
+        raise StorageError(f"{path} is not a torch archive: {entry.filename} has no data descriptor")
     with memoryview(data)[start:descriptor] as record:
         checksum = _CHECKSUM.pack(crc32(record))
     os.pwrite(file, checksum, descriptor + len(_DESCRIPTOR))

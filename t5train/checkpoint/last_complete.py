@@ -1,4 +1,4 @@
-"""The record of the last complete checkpoint of a run: what tells a tag that was lost from one never finished."""
+"""The record of a run's last complete checkpoint: it distinguishes a lost tag from one that was never finished."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ from t5train.files.run_folder import LAST_COMPLETE
 
 @dataclass(frozen=True)
 class LastComplete:
-    """A checkpoint that was complete at that time."""
+    """A checkpoint that was complete at the time ``at``."""
 
     tag: str
     at: str
     places: Mapping[str, Sequence[str]]
-    """Where each file was, on hosts with disks of their own."""
+    """The hosts that had each file, if hosts do not share a disk."""
 
 
 def note(run_folder: Path, tag: str, places: Mapping[str, Sequence[str]] | None = None) -> None:
@@ -38,6 +38,6 @@ def last_complete(run_folder: Path) -> LastComplete | None:
         return None
     except (ValueError, TypeError) as error:
         raise RecordError(
-            f"{path} is damaged ({error}), so that it is unknown whether the run ever had a complete checkpoint: "
-            "restore it, or move it away if the newest checkpoint is whole"
+            f"{path} is damaged ({error}), so it is unknown whether the run ever had a complete checkpoint. "
+            "Restore the file, or move it away if the newest checkpoint is complete"
         ) from error

@@ -1,7 +1,7 @@
-"""A run's checkpoint for ranks of another layout: consolidated with its moments, in a folder of the run.
+"""Reshard a run's checkpoint for ranks of another layout: consolidate it, with its moments, in the run's folder.
 
-Every layout can begin from that, and it is needed only until the new layout has saved a checkpoint of its own. Nothing
-here imports torch before there is something to consolidate.
+Every layout can begin from the consolidated checkpoint. It is needed only until the new layout has saved its first
+checkpoint. torch is imported only if there is something to consolidate.
 """
 
 import logging
@@ -22,9 +22,10 @@ _log = logging.getLogger(__name__)
 
 
 def consolidated_for(spec: RunSpec, tag: str, progress: Progress) -> Consolidated | None:
-    """The checkpoint ``tag`` as weights and moments, if it was written in another layout than the spec asks for.
+    """The weights and moments of checkpoint ``tag`` if it was written in another layout than the spec's, else None.
 
-    What an attempt that was killed has made is verified and reused. Raises StorageError where the disk has no room.
+    The result of an attempt that was killed is verified and reused. Raises StorageError if there is not enough disk
+    space.
     """
     folder = spec.run_folder / run_files.CHECKPOINTS / tag
     sidecars = sidecar.read_all(folder)
@@ -32,15 +33,17 @@ def consolidated_for(spec: RunSpec, tag: str, progress: Progress) -> Consolidate
     if not changed:
         discard_consolidated(spec.run_folder)
         return None
-    _log.info("%s was written in another layout (%s): it is consolidated first", folder, "; ".join(changed))
+    _log.info("%s was written in another layout (%s): consolidating it first", folder, "; ".join(changed))
     files = tags.files_of(sidecars)
     out = _only(
         spec.run_folder / run_files.RELAYOUT, f"{tag}-{fingerprint({n: d.sha256 for n, d in files.items()})[:12]}"
     )
     if not out.exists():
         size = sum(digest.size for digest in files.values())
-        require_space(spec.run_folder, 2 * size, f"{tag} of run {spec.run_name!r}, and the next checkpoint after it,")
-    from t5train.checkpoint.consolidate import consolidate  # brings torch
+        require_space(
+            spec.run_folder, 2 * size, f"consolidating {tag} of run {spec.run_name!r} and saving the next one"
+        )
+    from t5train.checkpoint.consolidate import consolidate  # imports torch
 
     first = sidecars[0]
     clock = TrainingProgress(step=first.step, skipped_steps=first.skipped_steps, loss_scaler=first.loss_scaler)
@@ -49,12 +52,12 @@ def consolidated_for(spec: RunSpec, tag: str, progress: Progress) -> Consolidate
 
 
 def discard_consolidated(run_folder: Path) -> None:
-    """Remove what was consolidated, once the newest checkpoint is one of the layout that trains."""
+    """Remove the consolidated checkpoint, once the newest checkpoint has the layout of the run."""
     discard(run_folder / run_files.RELAYOUT)
 
 
 def _changed(written: Sidecar, spec: RunSpec) -> list[str]:
-    """The settings of the layout that are others than a checkpoint was written with."""
+    """The layout settings that differ from those a checkpoint was written with."""
     found = {
         "cluster.ranks": written.world_size,
         "layout.zero_stage": written.layout.zero_stage,
@@ -71,7 +74,7 @@ def _changed(written: Sidecar, spec: RunSpec) -> list[str]:
 
 
 def _only(folder: Path, name: str) -> Path:
-    """The place of that name in a folder, where what was consolidated of other checkpoints gives way."""
+    """The path ``folder / name``, after removing results that were consolidated from other checkpoints."""
     if folder.exists() and any(not _is_of(name, other.name) for other in folder.iterdir()):
         discard(folder)
     set_damaged_aside(folder / name)
@@ -79,5 +82,5 @@ def _only(folder: Path, name: str) -> Path:
 
 
 def _is_of(name: str, other: str) -> bool:
-    """Whether an entry is the result of that name, in the making, or an earlier one that was moved aside."""
+    """Whether an entry is the result ``name``, its partial folder, or an earlier result that was moved aside."""
     return other in {name, f".{name}.partial"} or other.startswith(f"{name}.aside-")

@@ -1,4 +1,4 @@
-"""A run's folder, seen from the head: what it was begun as, where it stands, and what the next attempt is told.
+"""A run's folder, seen from the head: what it was begun with, its state, and the job of the next attempt.
 
 Nothing here imports torch.
 """
@@ -39,9 +39,9 @@ def run_fingerprint(spec: RunSpec, shards: TokenShards) -> str:
 
 
 def run_identity(spec: RunSpec, shards: TokenShards) -> dict[str, Any]:
-    """The settings and the order of samples that training depends on, and the fingerprints of what it reads.
+    """The settings and the order of samples that training depends on, and the fingerprints of its inputs.
 
-    That is the token shards, and the weights that training starts from.
+    The inputs are the token shards, and the weights that training starts from.
     """
     start = start_fingerprint(spec.model)
     return (
@@ -52,16 +52,16 @@ def run_identity(spec: RunSpec, shards: TokenShards) -> dict[str, Any]:
 
 
 def training_settings(spec: RunSpec) -> dict[str, Any]:
-    """The settings training depends on; those of text and tokens it knows by the shards."""
+    """The settings training depends on; those of text and tokens are covered by the shards' fingerprint."""
     identity = spec.identity()
     return {part: identity[part] for part in ("objective", "model", "optimizer")}
 
 
 def open_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -> None:
-    """Make the run's folder, or make sure that the one there was begun with the same identity.
+    """Create the run's folder, or check that the existing one was begun with the same identity.
 
-    Raises RunChanged that names every field that differs, with both values; the folder is left as it is. Errors of
-    ``require_fit`` for a model to continue from that is not the one asked for.
+    Raises RunChanged, naming every field that differs with both values; the folder is left as it is. Raises the errors
+    of ``require_fit`` if the model to continue from does not fit the spec.
     """
     path = spec.run_folder / run_files.RUN
     if start_fingerprint(spec.model, progress):
@@ -74,12 +74,12 @@ def open_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
         write_json(path, begun | {"unique_id": _new_id()})
         return
     require_same(spec.run_name, path, identity)
-    if unique_id(spec.run_folder) is None:  # begun by a version that gave runs none
+    if unique_id(spec.run_folder) is None:  # begun by a version without unique ids
         write_json(path, json.loads(path.read_text("utf-8")) | {"unique_id": _new_id()})
 
 
 def unique_id(run_folder: Path) -> str | None:
-    """What tells a run from others of its name and settings under other roots; None before it has begun."""
+    """The id that distinguishes a run from others of its name and settings under other roots; None before it begins."""
     path = run_folder / run_files.RUN
     found = _begun(path, lambda begun: begun.get("unique_id")) if is_there(path) else None
     return None if found is None else str(found)
@@ -90,13 +90,13 @@ def _new_id() -> str:
 
 
 def begun_fingerprint(run_folder: Path) -> str | None:
-    """The ``run_fingerprint`` that a run was begun with, if it was; SpecError when its file is damaged."""
+    """The ``run_fingerprint`` that a run was begun with, None if it was not; SpecError when its file is damaged."""
     path = run_folder / run_files.RUN
     return _begun(path, lambda begun: str(begun["fingerprint"])) if is_there(path) else None
 
 
 def has_finished(run_folder: Path) -> bool:
-    """Whether the end of training is recorded; ``finished`` sees whether what is recorded is there."""
+    """Whether the end of training is recorded; ``finished`` also verifies the files."""
     try:
         return Checkpoint.load(run_folder).fingerprint == begun_fingerprint(run_folder)
     except RecordError:
@@ -104,19 +104,19 @@ def has_finished(run_folder: Path) -> bool:
 
 
 def begun_spec(run_folder: Path) -> RunSpec:
-    """The spec a run was begun with; SpecError that names the file when it is absent or damaged."""
+    """The spec a run was begun with; SpecError, naming the file, when it is absent or damaged."""
     return _begun(run_folder / run_files.RUN, lambda begun: build(begun["spec"]))
 
 
 def require_same(name: str, path: Path, identity: Mapping[str, Any]) -> None:
-    """RunChanged unless the run file holds this identity, as far as ``identity`` goes."""
+    """Raise RunChanged unless the run file has the same value for every part of ``identity``."""
     begun = _begun(path, lambda begun: dict(begun["identity"]))
     _require_same_order(name, begun)
     _refuse_changes(name, differences({part: begun.get(part) for part in identity}, identity))
 
 
 def _require_same_order(name: str, begun: Mapping[str, Any]) -> None:
-    """RunChanged for a run whose samples come in an order that this version no longer produces."""
+    """Raise RunChanged for a run whose samples come in an order that this version no longer produces."""
     version = begun.get("order_version", 1)  # the first one was not recorded
     if version != ORDER_VERSION:
         raise RunChanged(
@@ -128,7 +128,7 @@ def _require_same_order(name: str, begun: Mapping[str, Any]) -> None:
 
 
 def _begun(path: Path, part: Callable[[Any], T]) -> T:
-    """A part of what a run was begun as. Raises SpecError when the file is absent or damaged, and Unreadable."""
+    """Read a part of the run file. Raises SpecError when it is absent or damaged, and Unreadable."""
     try:
         with reading(path):
             return part(json.loads(path.read_bytes()))
@@ -139,9 +139,9 @@ def _begun(path: Path, part: Callable[[Any], T]) -> T:
 
 
 def require_same_settings(spec: RunSpec) -> None:
-    """RunChanged when the run on disk was begun with settings that cannot give the same weights.
+    """Raise RunChanged if the run on disk was begun with settings that cannot give the same weights.
 
-    This is known before there are tokens. Not asked is where the text lies: it may have been moved.
+    This can be checked before there are tokens. The location of the text is not compared, as it may have been moved.
     """
     path = spec.run_folder / run_files.RUN
     if is_there(path):
@@ -169,11 +169,11 @@ def finished(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
 
 
 def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress: Progress = silent) -> Path:
-    """Choose the newest complete checkpoint, verify it, and write the file that tells the ranks their job.
+    """Choose the newest complete checkpoint, verify it, and write the job file for the ranks.
 
-    One that was written in another layout than the spec asks for is consolidated for them. Raises RunChanged when a
-    checkpoint of another run lies among them, and errors of ``newest_verified_tag``. Where the user asked to begin
-    again, all of them are moved aside unread.
+    A checkpoint that was written in another layout than the spec's is consolidated first. Raises RunChanged if there is
+    a checkpoint of another run, and the errors of ``newest_verified_tag``. If the user asked to begin again, all
+    checkpoints are moved aside unread.
     """
     if not is_asked_to_begin_again(spec.run_folder):
         _require_own_checkpoints(spec, shards)
@@ -198,9 +198,9 @@ def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress
 
 
 def is_job_of(spec: RunSpec, shards: TokenShards, attempt_folder: Path) -> bool:
-    """Whether the ranks of an attempt were told to do just what ``write_job`` would tell them, wherever they began.
+    """Whether an attempt has the job that ``write_job`` would write, whichever checkpoint it began from.
 
-    Where the weights lie that a run continues from is no part of that: nodes may have them elsewhere.
+    The path of the weights that a run continues from is not compared: it may differ on nodes.
     """
     job = TrainJob.read(attempt_folder / run_files.ATTEMPT_SPEC)
     model = job.spec.model.model_copy(update={"start_from": spec.model.start_from})
@@ -209,15 +209,15 @@ def is_job_of(spec: RunSpec, shards: TokenShards, attempt_folder: Path) -> bool:
 
 
 def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -> Checkpoint:
-    """Verify what the ranks left and write the run's manifest: the one sign that training has ended.
+    """Verify the results of the ranks and write the run's manifest, the only sign that training has ended.
 
-    Raises LaunchError when the last step's checkpoint or the witness is not there.
+    Raises LaunchError when the last step's checkpoint or the witness is missing.
     """
     folder, step = spec.run_folder, spec.optimizer.num_steps
     tag = tag_of(step)
     for name in _WITNESS_FILES:
         if not is_there(folder / name):
-            raise LaunchError(f"every rank ended well, but {folder / name} is missing: run it again")
+            raise LaunchError(f"every rank succeeded, but {folder / name} is missing: start the run again")
     sidecars = tags.require_complete(folder / run_files.CHECKPOINTS / tag, progress)
     discard_consolidated(folder)
     files: dict[str, FileDigest] = {
@@ -226,7 +226,7 @@ def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
     names = [f"{run_files.CHECKPOINTS}/{tag}/{sidecar.sidecar_name(one.rank)}" for one in sidecars]
     return Checkpoint(
         path=folder,
-        fingerprint=sidecars[0].run_fingerprint,  # that of the job: what it started from may be gone by now
+        fingerprint=sidecars[0].run_fingerprint,  # the job's own: the weights it started from may no longer exist
         inputs={"shards": shards.fingerprint},
         files=files | digest_files(folder, [*names, *_WITNESS_FILES]),
         counts={"step": step, "ranks": len(sidecars), "samples": sidecars[0].data.samples_consumed},
@@ -236,7 +236,7 @@ def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
 
 
 def _require_own_checkpoints(spec: RunSpec, shards: TokenShards) -> None:
-    """A folder whose ``run.json`` was removed or swapped must not lend its weights to another run."""
+    """Raise RunChanged for a checkpoint of another run, as after ``run.json`` was removed or swapped."""
     folder, own = spec.run_folder / run_files.CHECKPOINTS, run_fingerprint(spec, shards)
     for tag in tags_in(folder):
         try:
@@ -245,6 +245,6 @@ def _require_own_checkpoints(spec: RunSpec, shards: TokenShards) -> None:
             continue  # nothing is resumed from it
         if written[0].run_fingerprint != own:
             raise RunChanged(
-                f"{folder / tag} is a checkpoint of another run than {spec.run_name!r}: move it away, or choose "
+                f"{folder / tag} is a checkpoint of another run, not of {spec.run_name!r}: move it away, or choose "
                 "another --name"
             )

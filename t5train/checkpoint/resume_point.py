@@ -1,7 +1,7 @@
-"""Which checkpoint a run resumes from, and what becomes of newer ones that are damaged: they are moved aside.
+"""Choose the checkpoint that a run resumes from, and move newer ones that are damaged aside.
 
-A checkpoint is passed over only when something of it is provably absent or different. Where that cannot be known now,
-the start is refused. Nothing here deletes anything, and nothing imports torch.
+A checkpoint is skipped only if a part of it is provably missing or changed. If that cannot be determined now, the run
+does not start. Nothing here deletes anything or imports torch.
 """
 
 import logging
@@ -24,14 +24,15 @@ _log = logging.getLogger(__name__)
 
 
 def tags_in(checkpoints: Path) -> list[str]:
-    """Tags of a run, the newest first, in whatever state."""
+    """All tags of a run, complete or not, the newest first."""
     return [name for name in reversed(names_in(checkpoints)) if is_tag(name) and is_folder(checkpoints / name)]
 
 
 def resume_tag(run_folder: Path, progress: Progress = silent) -> str | None:
-    """``newest_verified_tag``, with damaged tags that are newer moved aside; the caller holds the run, without ranks.
+    """Return the ``newest_verified_tag``, after moving newer tags that are damaged aside.
 
-    Where the user asked to begin again, all tags are moved aside and there is none.
+    The caller must hold the run's lock, and no ranks may be running. If the user asked to begin again, all tags are
+    moved aside, and None is returned.
     """
     if is_asked_to_begin_again(run_folder):
         _begin_again(run_folder)
@@ -40,17 +41,18 @@ def resume_tag(run_folder: Path, progress: Progress = silent) -> str | None:
     if tag is not None:
         _set_newer_aside(run_folder, tag, last)
         if last is not None and last.tag > tag:
-            _log.warning("%s was complete at %s, and is not any more: training goes on from %s", last.tag, last.at, tag)
+            _log.warning("%s was complete at %s but no longer is: resuming from %s", last.tag, last.at, tag)
         if last is None or last.tag != tag:
             note(run_folder, tag)
     return tag
 
 
 def newest_verified_tag(run_folder: Path, progress: Progress = silent) -> str | None:
-    """The newest tag whose every file has its digest; None for a run that never completed one.
+    """The newest tag whose files all match their digests; None for a run that never completed one.
 
-    One that is unfinished or damaged is passed over with a warning. Raises NothingVerifies when no other is left, and
-    Unreadable, UnknownVersion or UnlistedFile when that cannot be known of the newest that may be whole.
+    Unfinished and damaged tags are skipped with a warning. Raises NothingVerifies if no complete tag is left, and
+    Unreadable, UnknownVersion or UnlistedFile if it cannot be determined whether the newest tag that may be complete
+    is.
     """
     checkpoints, reasons = run_folder / run_files.CHECKPOINTS, list[str]()
     found = tags_in(checkpoints)
@@ -62,7 +64,7 @@ def newest_verified_tag(run_folder: Path, progress: Progress = silent) -> str | 
         else:
             if written_as == tag:
                 return tag
-            reasons.append(f"{checkpoints / tag} was {written_as} before: it was renamed")
+            reasons.append(f"{checkpoints / tag} was renamed: it was written as {written_as}")
         _log.warning("%s is passed over: %s", tag, reasons[-1])
     last = last_complete(run_folder)
     if last is None and all(is_unfinished(checkpoints / tag) for tag in found):
@@ -73,19 +75,19 @@ def newest_verified_tag(run_folder: Path, progress: Progress = silent) -> str | 
 
 
 def nothing_verifies(run_folder: Path, reasons: list[str]) -> NothingVerifies:
-    """The error for a run that had complete checkpoints and has none any more."""
+    """The error for a run that had complete checkpoints and has none left."""
     more = f"; and {len(reasons) - _MOST_REASONS} more" if len(reasons) > _MOST_REASONS else ""
     return NothingVerifies(
-        f"no checkpoint of {run_folder.name} is complete any more: {'; '.join(reasons[:_MOST_REASONS])}{more}. Bring "
-        "back the host, the disk or the files; or begin at step 0 with --begin-again, which deletes nothing: it moves "
-        f"what is left to {run_folder / run_files.SET_ASIDE}"
+        f"run {run_folder.name} has no complete checkpoint left: {'; '.join(reasons[:_MOST_REASONS])}{more}. Bring "
+        "back the host, the disk or the files, or begin at step 0 with --begin-again, which deletes nothing: it moves "
+        f"the remaining files to {run_folder / run_files.SET_ASIDE}"
     )
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Whether the sidecar of some rank is absent, as a save that was killed leaves a tag: nothing can resume from it.
+    """Whether a rank's sidecar is missing, as after a save that was killed: nothing can resume from such a tag.
 
-    A sidecar that is there, in whatever state, was written when its rank had finished. Raises Unreadable.
+    A sidecar that exists, even a damaged one, was written after its rank had finished. Raises Unreadable.
     """
     present = [name for name in names_in(folder) if sidecar.is_sidecar(name)]
     for name in present:
@@ -98,22 +100,23 @@ def is_unfinished(folder: Path) -> bool:
 
 
 def ask_to_begin_again(run_folder: Path) -> None:
-    """Have the next start of the ranks move all checkpoints aside, here and on hosts, and begin at step 0.
+    """Make the next start of the ranks move all checkpoints aside, here and on hosts, and begin at step 0.
 
-    Asked durably, as a start may fail before it gets so far. A run that has ended is open again. One that has never
-    begun under this root may be about to adopt checkpoints on hosts.
+    The request is stored on disk, as a start may fail before it carries it out. A run that has ended is reopened. The
+    request also applies to a run that has never begun under this root, as it may be about to adopt checkpoints on
+    hosts.
     """
     set_aside(run_folder / MANIFEST, run_folder / run_files.SET_ASIDE, "the run begins again")
     write_text(run_folder / run_files.BEGIN_AGAIN, f"asked at {datetime.now(UTC).isoformat(timespec='seconds')}\n")
 
 
 def is_asked_to_begin_again(run_folder: Path) -> bool:
-    """Whether the user did, and it has not come to pass."""
+    """Whether the user asked to begin again, and that has not happened yet."""
     return is_there(run_folder / run_files.BEGIN_AGAIN)
 
 
 def require_no_pending_begin_again(run_folder: Path) -> None:
-    """SpecError where an earlier command was given --begin-again and failed before it began again."""
+    """Raise SpecError if an earlier command with --begin-again failed before it took effect."""
     if is_asked_to_begin_again(run_folder):
         raise SpecError(
             f"an earlier --begin-again of run {run_folder.name} has not taken effect. Repeat --begin-again to train "
@@ -126,15 +129,15 @@ def _begin_again(run_folder: Path) -> None:
     for tag in tags_in(checkpoints):
         set_aside(checkpoints / tag, aside, "the run begins again at step 0")
     set_aside(run_folder / run_files.LAST_COMPLETE, aside, "the run begins again at step 0")
-    (run_folder / run_files.BEGIN_AGAIN).unlink()  # last: until then the next start does all this again
+    (run_folder / run_files.BEGIN_AGAIN).unlink()  # last, so that the next start repeats what was interrupted
     sync_folder(run_folder)
 
 
 def _set_newer_aside(run_folder: Path, tag: str, last: LastComplete | None) -> None:
-    """Move away what is newer than ``tag`` and was complete once; what was never finished may be written again."""
+    """Move newer tags than ``tag`` that may once have been complete aside; unfinished ones may be overwritten."""
     checkpoints = run_folder / run_files.CHECKPOINTS
     for newer in tags_in(checkpoints):
         never_complete = last is None or newer > last.tag
         if newer > tag and not (never_complete and is_unfinished(checkpoints / newer)):
-            why = f"it is damaged, and newer than {tag}, from which training resumes"
+            why = f"it is damaged and newer than {tag}, which training resumes from"
             set_aside(checkpoints / newer, run_folder / run_files.SET_ASIDE, why)

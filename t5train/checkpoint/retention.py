@@ -1,18 +1,18 @@
-"""Which complete checkpoints are kept, and how much disk space they take: by formula, before any is written.
+"""Which complete checkpoints are kept, and how much disk space they take, computed before any is written.
 
-Bytes of one checkpoint, with R ranks, N parameters, E of them experts', and b bytes a weight (4 in fp32, else 2). Of a
-pipeline N are those of a stage and R its ranks. A test compares this with DeepSpeed 0.19's files; beside them a rank
-writes some kilobytes.
+Size of one checkpoint in bytes, for R ranks, N parameters, E of them in experts, and b bytes per weight (4 in fp32,
+else 2). In a pipeline, N and R are the parameters and ranks of a stage. A test compares this with DeepSpeed 0.19's
+files; each rank also writes a few kilobytes of other files.
 
 ================== =========================================== =======================
 what               who writes it                               bytes
 ================== =========================================== =======================
-masters, moments   every rank; at ZeRO 0 the first of a disk   12 N/R; at ZeRO 0 12 N
-weights            the first of a disk, or of its stage        b (N - E); at ZeRO 3, and in fp32 at 0, none more
-experts            the first to hold them                      b E / expert_parallel_size
+masters, moments   every rank; at ZeRO 0 the first on a disk   12 N/R; at ZeRO 0 12 N
+weights            the first on a disk, or of its stage        b (N - E); 0 at ZeRO 3, and in fp32 at ZeRO 0
+experts            the first that holds them                   b E / expert_parallel_size
 ================== =========================================== =======================
 
-Ranks that resume read more than they write where experts, or a stage's weights, were written on another disk.
+If experts or a stage's weights were written on another disk, ranks that resume read more than they write.
 """
 
 import math
@@ -27,10 +27,10 @@ from t5train.spec import RunSpec
 def kept(
     sizes: Mapping[int, int], keep_last: int, keep_every: int | None = None, most_bytes: int | None = None
 ) -> set[int]:
-    """Of complete checkpoints, by step and size in bytes, the steps of those to keep.
+    """The steps of the complete checkpoints to keep; ``sizes`` has the size of each in bytes, by step.
 
-    The ``keep_last`` newest, and those whose step ``keep_every`` divides; of these, where they and one more as large as
-    the newest exceed ``most_bytes``, the oldest go, but for the newest.
+    These are the ``keep_last`` newest, and those whose step is a multiple of ``keep_every``. While they and one more as
+    large as the newest exceed ``most_bytes``, the oldest is dropped. The newest is always kept.
     """
     newest_first = sorted(sizes, reverse=True)
     chosen = newest_first[:keep_last]
@@ -41,14 +41,14 @@ def kept(
 
 
 def _with_the_next(chosen: list[int], sizes: Mapping[int, int]) -> int:
-    """The next is complete before an old one goes."""
+    """Bytes of these and the next one, which is complete before an old one is removed."""
     return sum(sizes[step] for step in chosen) + sizes[chosen[0]]
 
 
 def most_held(num_steps: int, save_every: int, keep_last: int, keep_every: int | None = None) -> int:
-    """How many checkpoints a run has at a time at most: those that are ``kept``, and the one that it writes.
+    """The most checkpoints a run has at a time: those that are ``kept``, and the one being written.
 
-    It saves every ``save_every`` steps and at the last, when it has the most.
+    It saves every ``save_every`` steps and at the last step, when it has the most.
     """
     num_before = -(-num_steps // save_every) - 1
     older = max(0, num_before - keep_last)
@@ -60,23 +60,23 @@ _STATE = 12  # fp32 masters and two moments
 
 
 def bytes_held(spec: RunSpec, shape: T5Shape, ranks: range) -> int:
-    """Room that all checkpoints of the run take at a time, at most, on a disk where those ranks write.
+    """The most disk space, in bytes, that the run's checkpoints take at a time on a disk where ``ranks`` write.
 
-    They are as many as ``storage`` says, and the one that is written before an old one goes; one may hold what the
-    ranks were brought to resume from it.
+    They are as many as ``storage`` allows, and the one that is written before an old one is removed. One of them may
+    also hold files that were copied there for the ranks to resume from.
     """
     written, whole = _bytes(spec, shape, ranks), _bytes(spec, shape, range(spec.cluster.ranks))
     storage = spec.storage
     count: float = most_held(
         spec.optimizer.num_steps, storage.checkpoint_every_steps, storage.keep_last, storage.keep_every_steps
     )
-    if storage.checkpoint_bytes is not None:  # of each disk; the head's has them whole, and all keep the same
+    if storage.checkpoint_bytes is not None:  # per disk; the head has whole checkpoints, and all keep the same steps
         count = min(count, max(2, storage.checkpoint_bytes / whole))
     return round(count * written) + _bytes(spec, shape, ranks, is_read=True) - written
 
 
 def _bytes(spec: RunSpec, shape: T5Shape, ranks: range, is_read: bool = False) -> int:
-    """Of one checkpoint."""
+    """Bytes of one checkpoint."""
     weight = 4 if spec.optimizer.precision == "fp32" else 2
     if spec.layout.pipeline_stages > 1:
         return _of_stages(spec, shape, ranks, weight, is_read)
@@ -92,7 +92,7 @@ def _bytes(spec: RunSpec, shape: T5Shape, ranks: range, is_read: bool = False) -
 
 
 def _of_stages(spec: RunSpec, shape: T5Shape, ranks: range, weight: int, is_read: bool) -> int:
-    """The first rank of a stage writes its weights, and all of them read these."""
+    """The first rank of a stage writes its weights, and all its ranks read them."""
     parameters = stage_parameters(shape, spec.layout.pipeline_stages, geometry(spec.objective))
     size = spec.data_parallel_size
     state = sum(-(-_STATE * parameters[rank // size] // size) for rank in ranks)

@@ -1,4 +1,4 @@
-"""Why torch could not write a file: its writer says neither which file nor, for a full disk, what went wrong."""
+"""Explain why torch could not write a file: its writer names neither the file nor, for a full disk, the cause."""
 
 import os
 import tempfile
@@ -17,9 +17,9 @@ _PROBE_BYTES = 1 << 20
 
 @contextmanager
 def naming_folder(folder: Path) -> Iterator[None]:
-    """Within the block, a write of torch's to ``folder`` that fails raises an OSError with the path and the reason.
+    """Within the block, a failed write by torch to ``folder`` raises an OSError with the path and the reason.
 
-    Where torch hides the reason, it is found by writing there once more; DiskFailed where that succeeds.
+    If torch hides the reason, another file is written there to find it. Raises DiskFailed if that succeeds.
     """
     try:
         with naming(folder):
@@ -33,13 +33,13 @@ def naming_folder(folder: Path) -> Iterator[None]:
             raise OSError(reason.errno, reason.strerror, str(folder)) from error
         said = str(error).splitlines()[0]
         raise DiskFailed(
-            f"{folder}: torch could not write a file of the checkpoint ({said}), although the folder can be written "
-            "now: see `dmesg` for errors of the disk"
+            f"{folder}: torch could not write a checkpoint file ({said}), but the folder can be written now. "
+            "Check `dmesg` for disk errors"
         ) from error
 
 
 def _is_raised_by_serialization(error: RuntimeError) -> bool:
-    """Whether torch's archive writer raised it: its code in C++ has no frame of its own."""
+    """Whether torch's archive writer raised it: its C++ code has no frame in the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and frames[-1].filename.endswith(_TORCH)
 

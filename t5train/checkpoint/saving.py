@@ -1,4 +1,4 @@
-"""Save a tag that can be verified; resume from the tag everybody was told, or not at all."""
+"""Save a tag that can be verified, and resume only if all ranks agree on the tag."""
 
 import base64
 import logging
@@ -49,7 +49,7 @@ _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, Any], shards_fingerprint: str) -> str:
     """Write the checkpoint of ``step`` on all ranks; when this returns it is complete and durable.
 
-    On nodes that share no disk, their folders together are what it is on one disk.
+    On nodes that do not share a disk, the checkpoint consists of the folders of all nodes.
     """
     tag = tag_of(step)
     folder = job.checkpoints_folder / tag
@@ -91,7 +91,7 @@ def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, An
         ),
     )
     barrier()
-    if rank() == 0 and not job.node_local:  # where hosts share no disk, the head keeps this record
+    if rank() == 0 and not job.node_local:  # if hosts do not share a disk, the head keeps this record
         last_complete.note(job.run_folder, tag)
     return tag
 
@@ -102,9 +102,9 @@ def _drawn_by_rank_0() -> str:
 
 
 def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
-    """Load the tag of the job on every rank, or the ``stored`` state, and return its step; 0 without either.
+    """Load the job's tag, or the ``stored`` state, on every rank and return its step; 0 without either.
 
-    Raises RanksDisagree unless all ranks were told the same and loaded the same step and run, and Unreadable.
+    Raises RanksDisagree unless all ranks have the same job and loaded the same step and run, and Unreadable.
     """
     consolidated = job.consolidated.fingerprint if job.consolidated else None
     _require_one_voice("resume tag", str(job.resume_tag or consolidated or job.start_fingerprint))
@@ -118,27 +118,28 @@ def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
     _require_one_voice("loaded checkpoint", loaded)
     if path is None or not engine.global_steps == own.step == step or own.run_fingerprint != job.run_fingerprint:
         raise RanksDisagree(
-            f"{job.resume_tag} was to be resumed at step {step}, but DeepSpeed loaded {path} at step "
-            f"{engine.global_steps}: the checkpoint is not of this run"
+            f"cannot resume from {job.resume_tag} at step {step}: DeepSpeed loaded {path} at step "
+            f"{engine.global_steps}, so the checkpoint is not of this run"
         )
     _restore_generators(own.generator_states)
     return step
 
 
 def _begin(engine: Any, job: TrainJob, stored: StoredState) -> int:
-    """Dropout's noise goes on as another than that of the first step: states of generators are of one layout alone."""
+    """Restore the state and reseed dropout by step and rank: generator states are valid for one layout only."""
     stored.restore(engine)
     torch.manual_seed(digest64(f"{job.spec.optimizer.seed}|{stored.clock.step}|{rank()}"))
     return stored.clock.step
 
 
 def prune(job: TrainJob, newest_step: int) -> None:
-    """On rank 0, remove all checkpoints but those that are ``kept``, and what no sidecar completes.
+    """On rank 0, remove all checkpoints except those that are ``kept``; incomplete ones are removed too.
 
-    What is damaged and newer than the checkpoint that this attempt began from is moved aside instead. A folder of any
-    other name is somebody's copy or note, and stays. What was consolidated for this layout has had its use, and goes.
-    Where nodes share no disk, no rank sees whether a checkpoint is complete: that is left to the head. What cannot be
-    read or removed now is a warning, and no reason to end a training that has just saved.
+    A damaged checkpoint that is newer than the one this attempt began from is moved aside instead. A folder with any
+    other name is the user's and stays. The checkpoint that was consolidated for this layout is no longer needed and is
+    removed. On nodes that do not share a disk, no rank can see whether a checkpoint is complete, so the head prunes
+    them. If a file cannot be read or removed now, a warning is logged: it must not end a training run that has just
+    saved.
     """
     if rank() != 0 or job.node_local:
         return
@@ -158,7 +159,7 @@ def _prune(job: TrainJob, newest_step: int) -> None:
         if name in keep or not is_tag_or_removed(name) or not is_folder(folder):
             continue
         if name not in complete and name.startswith("step-") and name > begun_from and not is_unfinished(folder):
-            why = f"it is damaged, or newer than step {newest_step} of a training that began from {begun_from}"
+            why = f"it is damaged, or newer than step {newest_step} of an attempt that began from {begun_from}"
             set_aside(folder, job.run_folder / SET_ASIDE, why)
         else:
             _log.info("removing checkpoint %s", name)
@@ -180,7 +181,7 @@ def _kept(job: TrainJob, complete: list[str]) -> set[str]:
 
 
 def _discard(folder: Path) -> None:
-    """Take a tag away; it stops being complete with the first act. Raises StorageError."""
+    """Remove a tag. It is renamed first, so it stops being complete at once. Raises StorageError."""
     if not is_there(folder):
         return
     doomed = folder.with_name(name_while_removed(secrets.token_hex(4)))
@@ -193,14 +194,14 @@ def _discard(folder: Path) -> None:
 
 
 def _loss_scaler(engine: Any) -> dict[str, int | float]:
-    """What fp16's scaler has learned, by attribute; of none in another precision."""
+    """The state of the fp16 loss scaler, by attribute; empty in any other precision."""
     if not engine.fp16_enabled():
         return {}
     return {name: getattr(engine.optimizer.loss_scaler, name) for name in _LOSS_SCALER}
 
 
 def _have_every_stage_saved(engine: Any, first_of_node: int) -> None:
-    """DeepSpeed would have a node's first rank alone save what stages say of themselves, and that only of its own."""
+    """Save each stage's model states once per node; DeepSpeed would save only those of the node's first rank."""
     first_of_stage = engine.stage_id * engine.dp_world_size
     engine.save_non_zero_checkpoint = rank() == max(first_of_stage, first_of_node)
 
@@ -214,7 +215,9 @@ def _writers(engine: Any, job: TrainJob) -> Writers:
 
 
 def _answered_for(folder: Path, writers: Writers, sharers: Sequence[int]) -> tuple[list[str], list[str]]:
-    """The files this rank answers for, and of those that no rank with this folder does, its first has the replicas."""
+    """The files this rank wrote and, on a folder's first rank, the replicas of files that other folders' ranks
+    wrote.
+    """
     found = {path.name: writers.of(path.name) for path in sorted(folder.glob("*.pt"))}
     own = [name for name, writer in found.items() if writer == rank()]
     return own, [name for name, writer in found.items() if writer not in sharers and rank() == sharers[0]]
@@ -250,7 +253,7 @@ def _require_one_voice(what: str, said: str) -> None:
     everybody = gather([digest64(said)])
     if len({row[0] for row in everybody}) > 1:
         raise RanksDisagree(
-            f"ranks differ in their {what}; rank {rank()} has {said!r}: all must be told the same and find it"
+            f"ranks differ in their {what}: rank {rank()} has {said!r}. All ranks must be given, and find, the same one"
         )
 
 

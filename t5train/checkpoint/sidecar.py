@@ -1,7 +1,8 @@
-"""The sidecar: what a rank writes beside its files of a checkpoint, to verify them and to know what is in them.
+"""The sidecar: a JSON file that each rank writes beside its files of a checkpoint, to describe and verify them.
 
-DeepSpeed's own files name neither the run nor the position of each parameter, carry no digest, and in some layouts some
-of them are never written. A sidecar (``rank-00000.json``) says all of it. Each rank writes its own last, atomically.
+DeepSpeed's own files record neither the run nor the position of each parameter and have no digests, and in some layouts
+some of them are never written. A sidecar (``rank-00000.json``) records all of this. Each rank writes its sidecar last,
+atomically.
 """
 
 import json
@@ -29,7 +30,7 @@ class _Part(BaseModel):
 
 
 class ParallelLayout(_Part):
-    """How the training state is spread over ranks, and where this rank stands in it."""
+    """How the training state is distributed over ranks, and this rank's position."""
 
     zero_stage: Literal[0, 1, 2, 3]
     precision: Precision
@@ -55,20 +56,23 @@ class DataState(_Part):
 
 
 class Sidecar(_Part):
-    """One rank's account of its part of a checkpoint.
+    """One rank's record of its part of a checkpoint.
 
-    ``files`` holds what this rank wrote, by name within the tag's folder. ``replicas`` lie beside them on nodes that
-    share no disk: there DeepSpeed writes again what a rank of another node answers for, saying the same to who resumes
-    from it, though nothing promises the same bytes. A node's first rank lists them; there they do for the original.
-    ``saving`` is drawn each time a tag is written: parts of two savings of one tag are not one checkpoint.
-    ``groups`` lists the optimizer's parameter groups in order, also where the module's own weights are the fp32 masters
-    (ZeRO 0 in fp32).
-    ``aliases`` maps a tied name to the name that owns the storage. Experts in ``groups`` are those of this rank,
-    numbered over all ranks. All names are Hugging Face's; the files hold them behind ``model_prefix``. In a pipeline,
-    ``groups`` are those of the rank's stage, and ``pipeline_layers`` maps what DeepSpeed calls a layer (``"3"``, or
-    ``"tied_modules.KEY"`` for a tied one, which has its number too if it has a file) to its path in Hugging Face's
-    model, ``""`` for the model itself. ``skipped_steps`` are those that fp16's loss scaler dropped, and ``loss_scaler``
-    its state, by attribute. Generator states are base64 text, by generator.
+    ``files`` has the digests of the files this rank wrote, by name within the tag's folder. ``replicas`` are files
+    beside them on nodes that do not share a disk: there DeepSpeed also writes files that a rank of another node lists
+    in its ``files``. They are equivalent for resuming, but their bytes may differ. A node's first rank lists them, and
+    on that node they serve instead of the original.
+
+    ``saving`` is drawn each time a tag is written: files from two saves of the same tag are not one checkpoint.
+    ``groups`` lists the optimizer's parameter groups in order, even if the module's own weights are the fp32 masters
+    (ZeRO 0 in fp32). ``aliases`` maps a tied name to the name that owns the storage. Experts in ``groups`` are those of
+    this rank, numbered over all ranks. All names are Hugging Face's; in the files they are prefixed with
+    ``model_prefix``.
+
+    In a pipeline, ``groups`` are those of the rank's stage, and ``pipeline_layers`` maps DeepSpeed's name of a layer
+    (``"3"``, or ``"tied_modules.KEY"`` for a tied one, which also has its number if it has a file) to its path in
+    Hugging Face's model, ``""`` for the model itself. ``skipped_steps`` counts the steps that the fp16 loss scaler
+    dropped, and ``loss_scaler`` is its state, by attribute. Generator states are base64 text, by generator.
     """
 
     schema_version: Literal[1] = 1
@@ -142,7 +146,7 @@ class Sidecar(_Part):
 
 
 def _require_plain(name: str) -> None:
-    """Sidecars also come from other machines, and their names are joined to folders here."""
+    """Raise ValueError unless ``name`` is a plain file name: sidecars also come from other machines."""
     try:
         child(Path(), name, "the sidecar")
     except StorageError as error:
@@ -155,7 +159,7 @@ def sidecar_name(rank: int) -> str:
 
 
 def write(folder: Path, sidecar: Sidecar) -> None:
-    """Put a rank's sidecar, with its own sha256 in it, into the folder of its tag: atomically, after its files."""
+    """Write a rank's sidecar, with its own sha256, into the tag's folder: atomically, after the rank's files."""
     document = sidecar.model_dump(mode="json")
     write_json(folder / sidecar_name(sidecar.rank), document | {_OWN_DIGEST: fingerprint(document)})
 
@@ -181,29 +185,29 @@ def _read(path: Path) -> Sidecar:
         with reading(path):
             text = path.read_text("utf-8")
     except ABSENT:
-        raise IncompleteCheckpoint(f"{path} is missing: its rank has not finished") from None
+        raise IncompleteCheckpoint(f"{path} is missing: its rank did not finish saving") from None
     except UnicodeError as error:
         raise IncompleteCheckpoint(f"{path} is not a sidecar: {error}") from error
     return parsed(text, path)
 
 
 def parsed(text: str, path: Path) -> Sidecar:
-    """The sidecar that ``text`` is, which lies at ``path``, here or elsewhere.
+    """Parse ``text`` as the sidecar at ``path``, which may be on another machine.
 
-    Its own sha256 tells damage from the unknown: IncompleteCheckpoint when that does not fit, UnknownVersion when it
-    does and this version cannot make sense of the rest.
+    The sha256 it includes distinguishes damage from an unknown version: raises IncompleteCheckpoint if it does not
+    match, and UnknownVersion if it matches but this version cannot parse the content.
     """
     try:
         document = json.loads(text)
     except ValueError as error:
         raise IncompleteCheckpoint(f"{path} is not a sidecar: {error}") from error
     if not isinstance(document, dict) or not is_sealed(document, _OWN_DIGEST):
-        raise IncompleteCheckpoint(f"{path} is damaged: its content has not the sha256 it was written with")
+        raise IncompleteCheckpoint(f"{path} is damaged: its content does not match the sha256 it was written with")
     del document[_OWN_DIGEST]
     try:
         sidecar = Sidecar.model_validate(document)
     except ValidationError as error:
         raise unknown_version(str(path), error) from error
     if path.name != sidecar_name(sidecar.rank):
-        raise IncompleteCheckpoint(f"{path} speaks for rank {sidecar.rank}: it was renamed or copied")
+        raise IncompleteCheckpoint(f"{path} is the sidecar of rank {sidecar.rank}: it was renamed or copied")
     return sidecar

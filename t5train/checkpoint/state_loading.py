@@ -1,6 +1,6 @@
-"""Loads the state of a training from files into an engine of any layout, by Hugging Face's names.
+"""Load training state from files into an engine of any layout, by Hugging Face's names.
 
-The optimizer gets the ranges of tensors that it updates on a rank; modules get whole parameters.
+The optimizer gets the tensor ranges that it updates on a rank; modules get whole parameters.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ from t5train.spec.rank_job import Consolidated, TrainingProgress, TrainJob
 
 
 def named_groups(engine: Any) -> list[list[ParameterSlot]]:
-    """What ``describe`` tells; experts are this rank's, numbered over all ranks."""
+    """The groups of ``describe``, by Hugging Face's names; experts are this rank's, numbered over all ranks."""
     model = model_of(engine)
     names = huggingface_names(model, expert_rank(model.expert_parallel_size))
     return [[slot.model_copy(update={"name": names[slot.name]}) for slot in group] for group in describe(engine)]
@@ -36,7 +36,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class StoredState:
-    """fp32 weights, and where training has begun already its optimizer's moments and how far it is."""
+    """fp32 weights and, if training has already begun, the optimizer's moments and the training progress."""
 
     weights: StoredTensors
     moments: Mapping[str, StoredTensors] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class StoredState:
 
     @classmethod
     def of(cls, job: TrainJob, shape: T5Shape) -> Self | None:
-        """What the job says its attempt begins with; None where that is a checkpoint of DeepSpeed's, or the seed."""
+        """The state that the job's attempt begins with; None if it begins with a DeepSpeed checkpoint or the seed."""
         if job.consolidated:
             return cls._consolidated(job.consolidated)
         if job.resume_tag is None and (places := tensors_of(job.spec.model, shape)):
@@ -53,7 +53,7 @@ class StoredState:
 
     @classmethod
     def _consolidated(cls, told: Consolidated) -> Self:
-        """The state in a folder made by ``consolidate`` with moments; InputError when it is another than was told."""
+        """The state in a folder that ``consolidate`` wrote; InputError unless it has the fingerprint in ``told``."""
         found = Weights.load(told.folder).fingerprint
         if found != told.fingerprint:
             raise InputError(f"{told.folder} holds the weights {found[:12]}, not {told.fingerprint[:12]}: start again")
@@ -62,12 +62,12 @@ class StoredState:
         return cls(model, dict(zip(stems[1:], moments, strict=True)), told.clock)
 
     def fill(self, name: str, parameter: nn.Parameter) -> None:
-        """Give a module's parameter its value, rounded to its type."""
+        """Set a module's parameter to its stored value, rounded to its type."""
         with torch.no_grad():
             parameter.copy_(self.weights.whole(name))
 
     def restore(self, engine: Any) -> None:
-        """Give an engine whose module was filled the masters, bit for bit, and all else that is stored."""
+        """Copy the masters, bit for bit, and all other stored state into an engine whose module has been filled."""
         optimizer = inner_optimizer(engine)
         with torch.no_grad():
             for flat, parts in _held(engine):
@@ -86,7 +86,7 @@ _Parts = list[tuple[str, Segment]]
 
 
 def _held(engine: Any) -> Iterator[tuple[Tensor, _Parts]]:
-    """Every tensor this rank's optimizer moves, and whose parts it is made of."""
+    """Every tensor this rank's optimizer updates, and the parts of parameters it is made of."""
     groups = named_groups(engine)
     if not engine.zero_optimization():  # where the optimizer steps parameter by parameter
         groups = [[slot] for group in groups for slot in group]

@@ -1,14 +1,14 @@
 """Which checkpoints are complete, and which rank wrote and reads each of DeepSpeed's files.
 
 A checkpoint (DeepSpeed calls its folder a *tag*) is complete when the sidecars of every rank, of one run, step and
-layout, are present and their files verify. That decides what may be resumed or consolidated; DeepSpeed's file
-``latest`` never does.
+layout, are present and their files verify. This decides what may be resumed or consolidated; DeepSpeed's file
+``latest`` does not.
 
-There are three answers: yes; no, because something is absent or was read and differs (IncompleteCheckpoint); and that
-this cannot be known now: a file cannot be read (Unreadable), a sidecar is of another version (UnknownVersion), or the
-tag holds a file that no rank recorded (UnlistedFile).
+There are three answers: yes; no, because a file is missing or its content differs (IncompleteCheckpoint); or unknown
+for now, because a file cannot be read (Unreadable), a sidecar is of another version (UnknownVersion), or the tag holds
+a file that no rank recorded (UnlistedFile).
 
-On hosts that share no disk, a file lies where it was written, which is not always where it is read.
+On hosts that do not share a disk, a file is on the host that wrote it, which is not always the host that reads it.
 """
 
 import re
@@ -43,11 +43,11 @@ _SAME_ON_EVERY_RANK = (
 
 
 def require_complete(folder: Path, progress: Progress = silent) -> list[Sidecar]:
-    """Every rank's sidecar, by rank, after every file was compared with its digest.
+    """Compare every file with its digest, and return every rank's sidecar, by rank.
 
-    Raises IncompleteCheckpoint that names the rank or file: absent, altered, or of another run, step or layout;
-    Unreadable for a file that cannot be read now; UnknownVersion for a sidecar of another version; and UnlistedFile for
-    a file that no rank wrote, which DeepSpeed, who finds files by pattern, would unpickle all the same.
+    Raises IncompleteCheckpoint, naming the rank or file, for one that is missing, altered, or of another run, step or
+    layout; Unreadable for a file that cannot be read now; UnknownVersion for a sidecar of another version; and
+    UnlistedFile for a file that no rank wrote: DeepSpeed finds files by pattern and would unpickle it.
     """
     sidecars = require_agreement(read_all(folder), folder)
     files = files_of(sidecars)
@@ -72,9 +72,10 @@ def _verify(folder: Path, files: Mapping[str, FileDigest], progress: Progress) -
 def complete_tags(checkpoints: Path) -> list[str]:
     """Names of the complete tags in a DeepSpeed save folder, the newest step first.
 
-    Sidecars must agree and files have their sizes; ``require_complete`` then reads the chosen one's digests. A tag
-    that was renamed is none: a run renames what it is about to remove, and may be killed before it has. Raises
-    Unreadable and UnknownVersion for a tag of which this cannot be known: an older one must not take its place.
+    Only sidecars and file sizes are compared here; ``require_complete`` then verifies the digests of the chosen tag. A
+    renamed tag does not count: a run renames a tag before it removes it, and may be killed in between. Raises
+    Unreadable and UnknownVersion if it cannot be determined whether a tag is complete: an older one must not be used in
+    its place.
     """
     found: list[tuple[int, str]] = []
     for name in names_in(checkpoints):
@@ -92,7 +93,7 @@ def files_of(sidecars: Sequence[Sidecar]) -> dict[str, FileDigest]:
         for name, digest in sidecar.files.items():
             if files.setdefault(name, digest) != digest:
                 raise IncompleteCheckpoint(
-                    f"rank {sidecar.rank} of tag {sidecar.tag} recorded another digest of {name} than a rank before it"
+                    f"rank {sidecar.rank} of tag {sidecar.tag} recorded another digest of {name} than a lower rank"
                 )
     return files
 
@@ -108,7 +109,7 @@ def _if_complete(folder: Path) -> list[Sidecar] | None:
 
 
 def require_agreement(sidecars: list[Sidecar], where: Path | str) -> list[Sidecar]:
-    """The sidecars, if they are those of every rank of one checkpoint; else IncompleteCheckpoint says why not."""
+    """Return the sidecars if they are those of all ranks of one checkpoint; else raise IncompleteCheckpoint."""
     if not sidecars:
         raise IncompleteCheckpoint(f"{where} has no sidecar {sidecar_name(0)}: it was never finished")
     first = sidecars[0]
@@ -129,7 +130,7 @@ def _require_same(where: Path | str, first: Sidecar, other: Sidecar) -> None:
     if differing:
         raise IncompleteCheckpoint(
             f"{where}: {sidecar_name(other.rank)} and {sidecar_name(first.rank)} differ in {', '.join(differing)}: "
-            "they are not of one checkpoint; choose another tag"
+            "they are of different checkpoints; choose another tag"
         )
 
 
@@ -141,14 +142,14 @@ _STAGE = re.compile(r"mp_rank_(\d+)_")
 
 @dataclass(frozen=True)
 class Writers:
-    """Who answers for each file; a model that is no pipeline has one stage, of all ranks."""
+    """Which rank writes each file. A model without pipeline parallelism has one stage, with all ranks."""
 
     ranks_a_stage: int
     experts_a_rank: int = 0
     stage_of_layer: Callable[[int], int] | None = None
 
     def of(self, name: str) -> int:
-        """The rank that wrote a file of this name; where several did or could, the first."""
+        """The rank that wrote the file ``name``; if several did or could have, the first."""
         if match := _EXPERT.search(name):
             return int(match[1]) // self.experts_a_rank
         if self.stage_of_layer and (match := _LAYER.match(name)):
@@ -158,13 +159,13 @@ class Writers:
 
 
 def files_read_by(rank: int, sidecars: Sequence[Sidecar]) -> list[str]:
-    """Names of the files that must lie on the node of ``rank`` for DeepSpeed to resume there, sorted.
+    """Names of the files that must be on the node of ``rank`` for DeepSpeed to resume there, sorted.
 
     ``sidecars`` are those of all ranks of the checkpoint. Raises IncompleteCheckpoint when that of ``rank`` is missing.
     """
     own = next((one for one in sidecars if one.rank == rank), None)
     if own is None:
-        raise IncompleteCheckpoint(f"rank {rank} has no sidecar among the {len(sidecars)} at hand: gather them first")
+        raise IncompleteCheckpoint(f"rank {rank} has no sidecar among the {len(sidecars)} found: gather them first")
     return sorted(name for writer in sidecars for name in writer.files if _reads(own, writer, name))
 
 
@@ -175,5 +176,5 @@ def _reads(reader: Sidecar, writer: Sidecar, name: str) -> bool:
         return reader.layout.expert_rank == writer.layout.expert_rank
     if _LAYER.match(name):
         return reader.layout.pipeline_rank == writer.layout.pipeline_rank
-    # Of what stages say of themselves DeepSpeed opens the first and the reader's, and counts them: all must be there.
+    # DeepSpeed reads the model states of the first and the reader's stage, and counts those of all: all must exist.
     return True

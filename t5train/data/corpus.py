@@ -1,4 +1,4 @@
-"""The corpus stage: find or make the text, verify every file of it, and note where its rows lie."""
+"""The corpus stage: find or create the text, verify every file, and record where its rows are."""
 
 import logging
 import re
@@ -32,8 +32,8 @@ _log = logging.getLogger(__name__)
 def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, out: Path | None = None) -> Corpus:
     """Verified text in ``out``, or in ``{root}/corpus/{name}-{fp12}`` when that is left out.
 
-    Local files are used where they lie. The fingerprint is made of the content of the source files and their
-    names below the source, not of where they lie.
+    Local files are used in place. The fingerprint depends on the content of the source files and their names below the
+    source, not on their location.
 
     Raises InputError for a source that is absent, empty, truncated, not UTF-8 or of the wrong form, and
     StorageError for a folder that cannot be written or holds something else.
@@ -60,7 +60,7 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
 
 
 def corpus_name(spec: CorpusSpec) -> str:
-    """A folder name that reminds of the source."""
+    """A folder name derived from the source."""
     name = PurePosixPath(redacted(spec.source)).name.split(".")[0]
     return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:40] or "text"
 
@@ -73,7 +73,7 @@ def _sources(spec: CorpusSpec, root: Path, progress: Progress) -> list[SourceFil
 
 def _digests(sources: list[SourceFile], progress: Progress) -> dict[SourceFile, FileDigest]:
     found: dict[SourceFile, FileDigest] = {}
-    with ThreadPoolExecutor(num_cores()) as pool:  # hashing holds no lock of the interpreter
+    with ThreadPoolExecutor(num_cores()) as pool:  # hashing releases the GIL
         for source, digest in zip(sources, pool.map(_digest, sources), strict=True):
             found[source] = digest
             progress("source files hashed", len(found), len(sources))

@@ -1,6 +1,6 @@
-"""Held-out passages with the ids that training reads for them: what a published tokenizer has to reproduce.
+"""Held-out passages with their training ids, which a published tokenizer has to reproduce.
 
-They lie beside the token shards, because the ranks that write the witness may have nothing else of the data.
+They are stored beside the token shards, because the ranks that write the witness may have no other data.
 """
 
 import logging
@@ -24,7 +24,7 @@ _MOST_PASSAGES = 32
 _CANDIDATES = 1000
 _MOST_CHARACTERS = 4000
 _LEAST_AGREEMENT = 0.9
-# transformers turns these into control ids, training does not; U+0085 is a space to one of them only.
+# transformers turns these into control ids, but training does not; only one of them treats U+0085 as a space.
 _READ_DIFFERENTLY = re.compile("|".join([*map(re.escape, SPECIAL_PIECES), "<extra_id_[0-9]+>", "\x85"]))
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def write_held_out(folder: Path, found: Iterable[EncodedPassage], tokenizer_json
 
 
 def comparable(passages: Iterable[tuple[Passage, np.ndarray]], encoder: Encoder) -> Iterator[EncodedPassage]:
-    """Those that both tokenizers read as plain text; of a long one its beginning."""
+    """The passages that both tokenizers read as plain text; of a long one, only its beginning."""
     for passage, whole_ids in passages:
         text, ids = passage.text, whole_ids
         if len(text) > _MOST_CHARACTERS:
@@ -86,7 +86,7 @@ def comparable(passages: Iterable[tuple[Passage, np.ndarray]], encoder: Encoder)
 
 
 def choose(candidates: Sequence[EncodedPassage], most: int = _MOST_PASSAGES) -> list[EncodedPassage]:
-    """Up to ``most`` candidates: some with unknown characters, some beyond ASCII, then those with most new pieces."""
+    """Up to ``most`` candidates: some with unknown characters, some not ASCII, then those with the most new pieces."""
     unknown = [each for each in candidates if UNK_ID in each.ids][: most // 8]
     foreign = [each for each in candidates if not each.text.isascii() and each not in unknown][: most // 4]
     chosen = [*unknown, *foreign]

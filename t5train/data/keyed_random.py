@@ -26,12 +26,12 @@ def bits(key: Bits, count: int) -> Bits:
 
 
 def permuted(places: np.ndarray, size: int, *parts: int | np.ndarray) -> np.ndarray:
-    """What a permutation of ``range(size)`` puts at each of ``places``: int64, the same shape [n].
+    """The elements at ``places`` [n] of a permutation of ``range(size)``: int64 [n].
 
-    ``parts`` decide the permutation; an array of them [n] gives each place a permutation of its own. Time and memory
-    depend on the number of places alone: a Feistel network permutes the smallest square that ``size`` fits in, and
-    what falls outside of ``range(size)`` goes through it again until it falls inside (cycle walking; Black and
-    Rogaway: Ciphers with arbitrary finite domains, 2002). Less than one place in ten does so from a size of 400 on.
+    ``parts`` select the permutation; an array [n] as a part selects one for each place. Time and memory depend only on
+    the number of places: a Feistel network permutes the range of the smallest square that is at least ``size``, and
+    results outside ``range(size)`` go through it again until they are inside (cycle walking; Black and Rogaway: Ciphers
+    with arbitrary finite domains, 2002). From a size of 400 on, fewer than one place in ten needs this.
     """
     side = np.uint64(math.isqrt(size - 1) + 1)
     rounds = np.broadcast_to(keys(*parts, np.arange(_ROUNDS)[:, np.newaxis]), (_ROUNDS, len(places)))

@@ -1,8 +1,8 @@
-"""Samples of token shards, in an order and with noise that a seed decides, and nothing else.
+"""Samples of token shards, in an order and with noise that depend only on a seed.
 
-Sample k of a split is window k of its shards: each shard gives its whole windows, one after another. There is
-no loader state: the number of samples consumed says where training stands. Nor is there a table of the order, whose
-size would grow with the corpus: the sample at each place is computed when it is read.
+Sample k of a split is window k of its shards: each shard provides its whole windows, one after another. There is no
+loader state: the number of samples consumed is the position in training. There is no table of the order either, as its
+size would grow with the corpus: the sample at each position is computed when it is read.
 """
 
 import time
@@ -25,7 +25,7 @@ from t5train.spec import ObjectiveSpec
 ORDER_VERSION = 2
 """Raised when the same seed would give other samples or another order: part of the identity of a training run."""
 PREFETCHED_BATCHES = 4
-_ORDER, _NOISE = 1, 2  # keep the random bits of both apart
+_ORDER, _NOISE = 1, 2  # so that both have different random bits
 
 
 class Batch(NamedTuple):
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 class Windows:
     """The windows of a split, mapped from its shards: ``windows[ids]`` is [n, window_tokens].
 
-    Raises InputError when the split has not a single whole window, DigestMismatch for a file of the wrong size.
+    Raises InputError when the split does not have a single whole window, DigestMismatch for a file of the wrong size.
     """
 
     def __init__(self, shards: TokenShards, split: str, window_tokens: int) -> None:
@@ -62,7 +62,7 @@ class Windows:
         return int(self._ends[-1])
 
     def __getitem__(self, ids: np.ndarray) -> np.ndarray:
-        by_place = np.argsort(ids, kind="stable")  # reading forward is what disks and page caches like
+        by_place = np.argsort(ids, kind="stable")  # disks and page caches are fastest when read forward
         ascending = ids[by_place]
         bounds = np.searchsorted(ascending, self._ends)
         windows = np.empty((len(ids), self._window_tokens), dtype=self._dtype)
@@ -85,10 +85,10 @@ class Windows:
 
 
 class Samples:
-    """Span-corrupted samples of one split, numbered without end.
+    """Span-corrupted samples of one split, in an endless sequence.
 
     With ``shuffle``, each epoch is a permutation of the split keyed by (seed, epoch), and noise is keyed by
-    (seed, epoch, sample id). Without, the order is that of the ids and the noise that of epoch 0, always.
+    (seed, epoch, sample id). Without it, the order is always that of the ids, and the noise that of epoch 0.
     """
 
     def __init__(self, shards: TokenShards, split: str, objective: ObjectiveSpec, seed: int, shuffle: bool) -> None:
@@ -104,7 +104,7 @@ class Samples:
         return len(self._windows)
 
     def batch(self, start: int, count: int) -> Batch:
-        """Samples number ``start`` to ``start + count`` of the endless order."""
+        """Samples ``start`` to ``start + count`` (exclusive) of the endless sequence."""
         epochs, places = np.divmod(np.arange(start, start + count), self.num_samples)
         if self._shuffle:
             ids = keyed_random.permuted(places, self.num_samples, self._seed, _ORDER, epochs)
@@ -118,8 +118,8 @@ class Samples:
 class Prefetched(Iterator[Batch]):
     """Batches that a thread prepares ahead; close it, or leave its ``with``, to end the thread.
 
-    An exception of the source is raised where its batch would have come. ``waited_seconds`` is the time the
-    consumer spent waiting, in all.
+    An exception of the source is raised where its batch would have come. ``waited_seconds`` is the total time the
+    consumer spent waiting.
     """
 
     def __init__(self, source: Iterator[Batch], depth: int) -> None:
@@ -165,5 +165,5 @@ class Prefetched(Iterator[Batch]):
                     return
                 self._ready.put(next(self._source))
         except BaseException as error:
-            # Every one of them, StopIteration too, belongs to the consumer.
+            # All exceptions, including StopIteration, belong to the consumer.
             self._ready.put(error)

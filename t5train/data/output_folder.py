@@ -1,4 +1,4 @@
-"""The folder a data stage works in: one maker at a time, and never on top of something else."""
+"""The folder a data stage writes to: one process at a time, and never over anything else."""
 
 import fcntl
 import logging
@@ -22,9 +22,9 @@ def stage_folder(root: Path, kind: str, name: str, fingerprint: str) -> Path:
 
 @contextmanager
 def making(folder: Path, fingerprint: str) -> Iterator[None]:
-    """Hold ``folder`` for the result with this fingerprint; wait while another process makes it.
+    """Lock ``folder`` for the result with this fingerprint; wait while another process makes it.
 
-    The lock goes with its process, however that ends, so what a killed one left half-written is removed here.
+    The lock is released when its process ends, however it ends, so half-written files of a killed one are removed here.
     Raises StorageError when the folder cannot be written or holds anything else.
     """
     with _open_claim(folder) as claim:
@@ -36,7 +36,7 @@ def making(folder: Path, fingerprint: str) -> Iterator[None]:
 
 
 def lock_or_wait(descriptor: int, result: Path) -> None:
-    """Have the exclusive lock of an open file or folder; the log tells who waits what for."""
+    """Take the exclusive lock of an open file or folder; if another process has it, log that, and wait."""
     if not try_lock(descriptor):
         _log.warning("%s is being made by another process: waiting for it", result)
         flock(descriptor, fcntl.LOCK_EX)
@@ -52,7 +52,7 @@ def _open_claim(folder: Path) -> TextIO:
 
 
 def _own(claim: TextIO, folder: Path, fingerprint: str) -> None:
-    """Note whose folder this is; one that was claimed, but where nothing came of it, can be had by others."""
+    """Record the fingerprint of this folder; one that was claimed but holds no result can be claimed again."""
     claim.seek(0)
     if claim.read() == fingerprint:
         return
@@ -65,4 +65,4 @@ def _own(claim: TextIO, folder: Path, fingerprint: str) -> None:
 
 def _refuse_foreign(folder: Path) -> None:
     if folder.exists() and not (folder / _CLAIM).exists() and any(folder.iterdir()):
-        raise StorageError(f"{folder} is not empty, and not the work of this stage: choose another folder")
+        raise StorageError(f"{folder} is not empty and was not made by this stage: choose another folder")

@@ -1,4 +1,4 @@
-"""Passages out of .parquet files, of which only the columns id, text and title are read."""
+"""Read passages from .parquet files; only the columns id, text and title are read."""
 
 from collections.abc import Iterator
 
@@ -39,5 +39,5 @@ def _rows(source: SourceFile, file: pyarrow.parquet.ParquetFile, number: int) ->
 def _columns(source: SourceFile, schema: pyarrow.Schema) -> list[str]:
     found = {name: str(schema.field(name).type) for name in _COLUMNS if schema.names.count(name) == 1}
     if found.get("text") not in ("string", "large_string"):
-        raise InputError(f"{source.path} has the columns {schema.names}: one named text, of strings, is expected")
+        raise InputError(f"{source.path} has the columns {schema.names}: expected one named text, of strings")
     return list(found)

@@ -6,14 +6,14 @@ from typing import Literal, NamedTuple, Protocol
 
 
 class SourceFile(NamedTuple):
-    """A file of passages; ``name`` stands for it in ids and fingerprints, wherever it lies."""
+    """A file of passages; ``name`` identifies it in ids and fingerprints, independently of its path."""
 
     path: Path
     name: str
 
 
 class Passage(NamedTuple):
-    """A document: what is split, tokenised and closed with EOS as one."""
+    """A document: it belongs to one split, is tokenised as a whole, and ends with EOS."""
 
     id: str
     title: str
@@ -33,15 +33,15 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 class SplitRule(Protocol):
-    """What decides; a CorpusSpec is one."""
+    """What decides the split of a document; a CorpusSpec is one."""
 
     @property
     def split(self) -> tuple[int, int, int]:
-        """Thousandths that train, validate and test."""
+        """Thousandths of the documents for train, validation and test."""
 
     @property
     def split_seed(self) -> int:
-        """Another one gives other documents to each split."""
+        """Another seed gives other documents to each split."""
 
 
 def split_of(rule: SplitRule, document_id: str) -> Split:

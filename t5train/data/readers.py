@@ -1,6 +1,6 @@
-"""Passages out of files: one a line of .txt, .jsonl or .tsv, one a row of .parquet.
+"""Read passages from files: one per line of .txt, .jsonl or .tsv, one per row of .parquet.
 
-A row is counted from 0 as it lies in the file: blank lines and the header of a .tsv are rows too, so a row's
+Rows are counted from 0 as they are in the file: blank lines and the header of a .tsv are rows too, so a row's
 number and its byte offset (in the decompressed stream) find it again without reading what comes before.
 """
 
@@ -34,8 +34,8 @@ def format_of(name: str) -> str | None:
 def rows(source: SourceFile, number: int = 0, offset: int = 0) -> Iterator[Row]:
     """The rows of a file from row ``number``, which begins at byte ``offset``, to the end.
 
-    Raises InputError that names file and row for invalid UTF-8 and rows of the wrong form, and the file
-    for one that is truncated, damaged or of an unknown format.
+    Raises InputError, naming file and row, for invalid UTF-8 and rows of the wrong form, and, naming the file, for one
+    that is truncated, damaged or of an unknown format.
     """
     reader = _READERS.get(format_of(source.name) or "")
     if reader is None:
@@ -75,7 +75,7 @@ def _tsv(source: SourceFile, number: int, offset: int) -> Iterator[Row]:
     if number == 0:
         _, _, header = next(lines, (0, 0, ""))
         if header != _TSV_HEADER:
-            raise InputError(f"{source.path} begins with {header[:80]!r}: the header {_TSV_HEADER!r} is expected")
+            raise InputError(f"{source.path} begins with {header[:80]!r}: expected the header {_TSV_HEADER!r}")
     for row, start, line in lines:
         yield Row(row, start, _tsv_passage(source, row, line))
 
@@ -85,7 +85,7 @@ def _tsv_passage(source: SourceFile, row: int, line: str) -> Passage:
         return Passage(f"{source.name}:{row}", "", "")
     fields = line.split("\t")
     if len(fields) != 3:
-        raise InputError(f"{source.path} line {row + 1} has {len(fields)} fields: id, text, title are expected")
+        raise InputError(f"{source.path} line {row + 1} has {len(fields)} fields: expected id, text, title")
     name, text, title = map(_unquoted, fields)
     return Passage(name, title, text)
 
@@ -96,7 +96,7 @@ def _unquoted(field: str) -> str:
 
 
 def _parquet(source: SourceFile, number: int, offset: int) -> Iterator[Row]:
-    from t5train.data.parquet import parquet_rows  # pyarrow is slow to import, and most processes do without
+    from t5train.data.parquet import parquet_rows  # pyarrow is slow to import, and most processes do not need it
 
     return parquet_rows(source, number, offset)
 

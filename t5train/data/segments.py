@@ -28,7 +28,7 @@ class Segment(NamedTuple):
 
 
 class FileSegments(NamedTuple):
-    """All of one file."""
+    """All segments of one file."""
 
     source: SourceFile
     passages: int
@@ -37,7 +37,7 @@ class FileSegments(NamedTuple):
 
 
 def scan(source: SourceFile) -> FileSegments:
-    """Read a file once, whole; InputError names what is wrong with it."""
+    """Read a whole file once; InputError says what is wrong with it."""
     segments: list[Segment] = []
     passages = empty = text_bytes = 0
     first: Row | None = None
@@ -105,5 +105,5 @@ def _relative(path: Path, folder: Path) -> Path:
 
 
 def _text_bytes(row: Row) -> int:
-    """Size of a row's text, 0 for one of nothing but whitespace."""
+    """Size of a row's text, 0 if it is only whitespace."""
     return len(row.passage.text.encode("utf-8")) if row.passage.text.strip() else 0

@@ -1,21 +1,23 @@
-"""SentencePiece models in T5's form: what makes one, and how to train one.
+"""SentencePiece models in T5's form: how to recognise one, train one, and encode text with one.
 
-Text to ids: SentencePiece's segmentation, made to agree with Hugging Face's tokenizer, the reference.
+Text is encoded with SentencePiece's segmentation, made to agree with Hugging Face's tokenizer, the reference.
 
-A published model is used with that one, so a text that the two encode differently would be trained on with ids that
-nobody gives it later. They differ in three ways.
+A published model is used with the reference, so a text that the two encode differently would be trained on with ids
+that it never has later. They differ in three ways.
 
-Sums: SentencePiece adds up scores in float32 from the beginning of a text on, the reference in float64, word by word.
-So scores are rounded to a grid on which float32 sums are exact up to 8192, and segmentations that are equally good
-(``---``+``-``, ``-``+``---``) tie instead of being told apart by rounding errors. And a long text is encoded in
-stretches short enough for that; they end at spaces, where the segmentation of a text falls apart anyway.
+Sums: SentencePiece adds up scores in float32 from the beginning of a text, the reference in float64, word by word. So
+scores are rounded to a grid on which float32 sums are exact up to 8192, and equally good segmentations (``---``+``-``,
+``-``+``---``) tie instead of being decided by rounding errors. A long text is encoded in stretches short enough for
+that; they end at spaces, where the segmentation of a text separates anyway.
 
-Normalisation: SentencePiece replaces the longest match of its table wherever it stands. The reference goes grapheme by
-grapheme. One of less than six bytes it replaces by the shortest match at its beginning, and drops the rest of it
-(a full-width A with an acute accent becomes a plain A); a longer one it replaces character by character, and never
-composes it. Spaces: the reference splits words at U+0085 too, which the table leaves as it is. Both matter only
-in texts with characters that combine with others, or with U+0085: these are normalised by the reference's own
-normaliser, and SentencePiece segments the result as it is.
+Normalisation: SentencePiece replaces the longest match of its table wherever it occurs. The reference goes grapheme by
+grapheme. It replaces a grapheme of less than six bytes by the shortest match at its beginning, and drops the rest (a
+full-width A with an acute accent becomes a plain A); it replaces a longer one character by character, and never
+composes it.
+
+Spaces: the reference also splits words at U+0085, which the table leaves unchanged. Normalisation and spaces matter
+only in texts with combining characters or with U+0085: these are normalised by the reference's own normaliser, and
+SentencePiece segments the result without normalising it.
 """
 
 import io
@@ -47,9 +49,9 @@ _Piece = sentencepiece_model_pb2.ModelProto.SentencePiece
 
 
 def require_t5_form(proto: bytes, where: str) -> None:
-    """SpecError unless ``proto`` is a SentencePiece model that encodes text as T5's does.
+    """Raise SpecError unless ``proto`` is a SentencePiece model that encodes text as T5's does.
 
-    That is: a unigram without byte fallback, ``<pad>``, ``</s>``, ``<unk>`` first, and every other piece plain
+    That is a unigram without byte fallback, ``<pad>``, ``</s>``, ``<unk>`` first, and every other piece plain
     text, so that no text becomes a control id.
     """
     model = _parsed(proto, where)
@@ -57,7 +59,7 @@ def require_t5_form(proto: bytes, where: str) -> None:
         raise SpecError(f"tokenizer.path: {where} is not a unigram without byte fallback, as T5's vocabulary is")
     spelling = model.normalizer_spec
     if not (spelling.add_dummy_prefix and spelling.remove_extra_whitespaces and spelling.escape_whitespaces):
-        raise SpecError(f"tokenizer.path: {where} treats spaces in another way than T5's vocabulary does")
+        raise SpecError(f"tokenizer.path: {where} treats spaces differently from T5's vocabulary")
     first = tuple(piece.piece for piece in model.pieces[:3])
     if first != SPECIAL_PIECES:
         raise SpecError(f"tokenizer.path: {where} begins with the pieces {first}: T5's begins with {SPECIAL_PIECES}")
@@ -68,7 +70,7 @@ def require_t5_form(proto: bytes, where: str) -> None:
         if piece.type != _Piece.NORMAL or _SENTINEL.search(piece.piece):
             raise SpecError(
                 f"tokenizer.path: {where} has the special piece {piece.piece!r}, which text could spell: "
-                "take a model with <pad>, </s>, <unk> and plain pieces only"
+                "use a model with <pad>, </s>, <unk> and plain pieces only"
             )
 
 
@@ -77,7 +79,7 @@ def train(spec: TokenizerSpec, texts: Iterable[str], progress: Progress) -> byte
 
     The same texts in the same order give the same bytes. SpecError when the texts cannot fill the vocabulary.
     """
-    with ThreadPoolExecutor(1) as pool:  # the trainer has no callback; the clock at least shows that it lives
+    with ThreadPoolExecutor(1) as pool:  # the trainer has no callback; elapsed seconds at least show that it is running
         started = time.monotonic()
         training = pool.submit(_train, spec, texts)
         while True:
@@ -137,26 +139,26 @@ def _sentences(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _parsed(proto: bytes, where: str) -> sentencepiece_model_pb2.ModelProto:
-    """The model, if SentencePiece itself takes it for one."""
+    """Parse the model; InputError if SentencePiece itself does not accept it."""
     try:
         sentencepiece.SentencePieceProcessor(model_proto=proto)
         model = sentencepiece_model_pb2.ModelProto()
         model.ParseFromString(proto)
     except Exception as error:
-        # protobuf and SentencePiece share no class of errors narrower than this
+        # protobuf and SentencePiece have no narrower error class in common
         raise InputError(f"{where} is not a SentencePiece model: {error}") from error
     if not model.pieces:
         raise InputError(f"{where} is not a SentencePiece model: it has no pieces")
     return model
 
 
-_SCORE_STEPS = 1 << 11  # a nat; float32 has 24 bits, so sums are exact below 2**24 / 2**11
-_STRETCH_CHARACTERS = 1200  # at 2 to 3 nats a character; 8192 leaves room for 6.8
+_SCORE_STEPS = 1 << 11  # per nat; float32 has 24 bits, so sums are exact below 2**24 / 2**11
+_STRETCH_CHARACTERS = 1200  # at 2 to 3 nats a character; 8192 allows 6.8
 _SPACE = "\u2581"  # what SentencePiece writes for a space
 _NEXT_LINE = "\u0085"
 _COMBINING = {"Mn", "Mc", "Me", "Cf", "Cn"}  # unassigned ones may combine in a later version of Unicode
-# Of the basic plane, what combines though its category does not say so: prefixes, vowels of Thai and Lao that follow
-# their consonant, parts of Hangul syllables, half-width Japanese sound marks.
+# Characters of the basic plane that combine although their category does not say so: prefixes, vowels of Thai and Lao
+# that follow their consonant, parts of Hangul syllables, half-width Japanese sound marks.
 _ALSO_COMBINING = "\u0d4e\u0e33\u0eb3\u1100-\u11ff\ua960-\ua97f\ud7b0-\ud7ff\uff9e\uff9f"
 _LOCAL_RULES = {"nmt_nfkc", "nfkc", "identity"}  # normalisations without a rule for a space and its neighbours
 
@@ -176,7 +178,7 @@ class Encoder:
         self.num_pieces = len(model.pieces)
 
     def encode(self, texts: list[str], *, add_eos: bool = False) -> list[np.ndarray]:
-        """int32 ids of each text; its EOS comes last if ``add_eos``."""
+        """int32 ids of each text, followed by EOS if ``add_eos``."""
         ids: list[np.ndarray] = []
         for combines, some in groupby(texts, _combines):
             if combines:
@@ -186,7 +188,7 @@ class Encoder:
         return ids
 
     def _normalised(self, text: str) -> str:
-        """As the reference does, which then splits at white space: all but U+0085 is a plain space by then."""
+        """Normalise as the reference does. It then splits at white space, which by then is plain spaces and U+0085."""
         if self._normaliser:
             text = self._normaliser.normalize_str(text)
         return text.replace(_NEXT_LINE, " ")
@@ -202,7 +204,7 @@ class Encoder:
 
 
 def _segmented(processor: sentencepiece.SentencePieceProcessor, texts: list[str], add_eos: bool) -> list[np.ndarray]:
-    # One thread: processes share the work, threads would fight over it.
+    # One thread: the work is already shared by processes, and more threads would compete with them.
     ids: list[np.ndarray] = processor.encode(texts, return_type="numpy", add_eos=add_eos, num_threads=1)
     return ids
 
@@ -214,13 +216,13 @@ def _normaliser(model: sentencepiece_model_pb2.ModelProto) -> Precompiled | None
 
 
 def _combines(text: str) -> bool:
-    """Whether a text may have U+0085, or a grapheme of several characters."""
+    """Whether a text may contain U+0085, or a grapheme of several characters."""
     return not text.isascii() and _combining().search(text) is not None
 
 
 @cache
 def _combining() -> re.Pattern[str]:
-    """Also every character beyond the basic plane: they are rare, and a pattern of one range is fast."""
+    """Matches also every character beyond the basic plane: they are rare, and a single range is fast."""
     found = [chr(code) for code in range(0x80, 0xD800) if unicodedata.category(chr(code)) in _COMBINING]
     found += [chr(code) for code in range(0xE000, 0x10000) if unicodedata.category(chr(code)) in _COMBINING]
     return re.compile(f"[{_NEXT_LINE}{_ALSO_COMBINING}{''.join(map(re.escape, found))}\U00010000-\U0010ffff]")
@@ -236,7 +238,7 @@ def _stretches(text: str) -> list[str]:
 
 
 def _falls_apart_at_spaces(model: sentencepiece_model_pb2.ModelProto) -> bool:
-    """Whether no piece, unknown run or rule of normalisation reaches from one word into the next."""
+    """Whether no piece, unknown run or normalisation rule reaches from one word into the next."""
     pieces = {piece.piece for piece in model.pieces}
     return (
         model.normalizer_spec.name in _LOCAL_RULES
@@ -247,7 +249,7 @@ def _falls_apart_at_spaces(model: sentencepiece_model_pb2.ModelProto) -> bool:
 
 
 def _joined(encoded: Iterator[np.ndarray], count: int, add_eos: bool) -> np.ndarray:
-    """The next ``count`` arrays in one, of whose EOS only the last stays."""
+    """The next ``count`` arrays, joined; only the last EOS is kept."""
     if count == 1:
         return next(encoded)
     parts = [next(encoded) for _ in range(count)]

@@ -1,6 +1,6 @@
 """The work of one process of the shards stage: one shard from text to token files.
 
-It starts once for each core, so it imports neither pydantic nor what needs it: what it must know is in its job.
+It is started once per core, so it imports neither pydantic nor anything that needs it: its job has all it needs.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _BATCH_CHARACTERS = 256 << 10
 
 
 class _HashedFile:
-    """A file that knows the digest of what was written to it."""
+    """A file that computes the digest of what is written to it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._sha256, self._size = file, sha256(), 0
@@ -61,7 +61,7 @@ class _SplitWriter:
 
 
 class _UnigramWriter:
-    """The file of one shard that says how often each id occurs in its train split."""
+    """The file of one shard with the number of times that each id occurs in its train split."""
 
     def __init__(self, path: Path, vocab_size: int, dtype: str, stack: ExitStack) -> None:
         self._file = _HashedFile(stack.enter_context(replacing(path)))
@@ -72,7 +72,7 @@ class _UnigramWriter:
             self._counts += np.bincount(np.concatenate(documents), minlength=len(self._counts))
 
     def finish(self) -> Json:
-        """Write the counts; the digest of the file."""
+        """Write the counts, and return the digest of the file."""
         self._file.write(self._counts)
         return self._file.digest()
 
@@ -114,7 +114,7 @@ def write_shard(job: Json, advance: Advance) -> Json:
 
 @cache
 def _encoder(spiece: Path) -> Encoder:
-    """Loaded once a process, for all its shards."""
+    """Loaded once per process, for all its shards."""
     return Encoder(spiece)
 
 

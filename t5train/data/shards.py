@@ -4,7 +4,7 @@ Shard N is made of consecutive segments of the corpus and holds, for each split,
 (little-endian uint16, or uint32 where the vocabulary needs it; every document ends with EOS),
 ``{split}-NNNNN.len`` (little-endian uint32, tokens of each document, EOS included), for the train split
 ``train-NNNNN.unigram`` (little-endian int64, how often each id of the vocabulary occurs), and ``shard-NNNNN.json``,
-written last, which describes them. A restart makes only those shards again whose description does not verify.
+written last, which describes them. A restart remakes only shards whose description does not verify.
 ``held-out-passages.json`` holds some texts of the validation split with their ids, for the certificate.
 """
 
@@ -58,7 +58,7 @@ class SplitCounts(BaseModel):
 
 
 class ShardDescription(BaseModel):
-    """``shard-NNNNN.json``: the sign that a shard is whole. ``source`` is [file name, first row, rows]."""
+    """``shard-NNNNN.json``: the sign that a shard is complete. ``source`` is [file name, first row, rows]."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     fingerprint: str
@@ -79,8 +79,8 @@ def build_shards(
 ) -> TokenShards:
     """The tokens of ``corpus`` in ``out``, or in ``{root}/shards/{name}-{fp12}``.
 
-    Raises InputError when a source file cannot be read any more, WorkerLost when a worker
-    process is killed, StorageError for a folder that is too small, cannot be written or holds something else.
+    Raises InputError when a source file can no longer be read, WorkerLost when a worker process is killed, and
+    StorageError for a folder that is too small, cannot be written or holds something else.
     """
     inputs = {"corpus": corpus.fingerprint, "tokenizer": tokenizer.files[SPIECE].sha256}
     settings = spec.identity() | corpus_spec.split_identity()
@@ -112,7 +112,7 @@ def build_shards(
             for number, stretches in enumerate(plan)
             if not _is_whole(folder, number, identity)
         ]
-        _log.info("%d of %d shards are to be made", len(jobs), len(plan))
+        _log.info("%d of %d shards to make", len(jobs), len(plan))
         tokens = sum(_text_bytes(job) for job in jobs) // _TEXT_BYTES_PER_TOKEN
         require_space(folder, tokens * _bytes_per_token(tokenizer), "the token shards")
         _make(jobs, spec.workers or num_cores(), progress)
@@ -121,7 +121,7 @@ def build_shards(
 
 
 def plan_shards(files: Sequence[FileSegments], shard_tokens: int) -> list[list[Stretch]]:
-    """Consecutive segments, shared out evenly over as many shards as ``shard_tokens`` asks for."""
+    """Consecutive segments, distributed evenly over as many shards as ``shard_tokens`` requires."""
     segments = [(file.source, segment) for file in files for segment in file.segments]
     total = sum(segment.text_bytes for _, segment in segments)
     num_shards = max(1, min(len(segments), round(total / (shard_tokens * _TEXT_BYTES_PER_TOKEN))))
@@ -179,7 +179,7 @@ def _bytes_per_token(tokenizer: TokenizerFiles) -> int:
 
 
 def _is_whole(folder: Path, number: int, identity: str) -> bool:
-    """Whether a shard is there as it was described; damage is logged."""
+    """Whether a shard exists and matches its description; damage is logged."""
     try:
         description = read_description(folder, number)
         for name, digest in description.files.items():
@@ -187,7 +187,7 @@ def _is_whole(folder: Path, number: int, identity: str) -> bool:
     except FileNotFoundError:
         return False
     except (ValidationError, DigestMismatch) as error:
-        _log.warning("shard %d is made again: %s", number, error)
+        _log.warning("making shard %d again: %s", number, error)
         return False
     return description.fingerprint == identity
 

@@ -1,4 +1,4 @@
-"""Resolves what a user calls a source to files on this machine: a path, folder, pattern or fsspec URL.
+"""Resolve a source (a path, folder, pattern or fsspec URL) to files on this machine.
 
 The built-in source is the documentation that comes with Python, as passages of at most 100 words. It is read from
 source files, which are never imported, and only from those that every distribution of Python has, so that one version
@@ -34,10 +34,10 @@ _log = logging.getLogger(__name__)
 
 
 def local_files(source: str, revision: str, cache: Path, progress: Progress) -> list[SourceFile]:
-    """The files of a source, by name; remote ones are downloaded to ``cache`` unless they lie there unchanged.
+    """The files of a source, by name; remote ones are downloaded to ``cache`` unless they are there unchanged.
 
-    Raises InputError when nothing is found, when a file named or matched is of no known format, when the
-    protocol is unknown or its package missing, and when the remote side fails.
+    Raises InputError when nothing is found, when a named or matched file has no known format, when the protocol is
+    unknown or its package missing, and when the remote side fails.
     """
     with _explained(source):
         filesystem, found = _matched(source)
@@ -54,10 +54,10 @@ def local_files(source: str, revision: str, cache: Path, progress: Progress) -> 
 
 
 def require_source(source: str) -> int:
-    """Bytes of a source's files as far as they are known, without reading them; InputError when there are none."""
+    """Known bytes of a source's files, without reading them; InputError when there are none."""
     with _explained(source):
         filesystem, found = _matched(source)
-        sizes = [filesystem.size(each) for each in found]  # None where the remote side does not tell
+        sizes = [filesystem.size(each) for each in found]  # None if the remote side does not report it
         if not any(size is None or size > 0 for size in sizes):
             raise InputError(f"corpus.source {redacted(source)!r} holds no text (all files are empty): name others")
         return sum(size or 0 for size in sizes)
@@ -70,11 +70,11 @@ def _matched(source: str) -> tuple[Any, list[str]]:
 
 
 def _found(filesystem: Any, path: str, shown: str) -> list[str]:
-    """Paths of the files, sorted. A folder gives what it has of known formats, however deep."""
+    """Paths of the files, sorted. A folder gives all files of known formats, at any depth."""
     if filesystem.isfile(path):
         found = [path]
     elif filesystem.isdir(path):
-        # fsspec passes over folders that cannot be read, unless it is told not to; only on disks is that an error.
+        # By default, fsspec skips folders that cannot be read; on local disks that is made an error.
         entries = filesystem.find(path, detail=True, **({"on_error": "raise"} if _is_local(filesystem) else {}))
         found = [each for each, entry in entries.items() if format_of(each) and not _is_device(entry)]
     else:
@@ -88,7 +88,7 @@ def _found(filesystem: Any, path: str, shown: str) -> list[str]:
 
 
 def _is_device(entry: Mapping[str, Any]) -> bool:
-    """Whether it is a pipe, socket or device, which would be read for ever; a link is "other" to fsspec as well."""
+    """Whether it is a pipe, socket or device, which would be read forever; a link is "other" to fsspec as well."""
     return bool(entry["type"] == "other" and not entry.get("islink"))
 
 
@@ -103,12 +103,12 @@ def _places(folder: Path, names: list[str], shown: str) -> list[Path]:
 
 
 def _downloaded(filesystem: Any, remote: str, local: Path, progress: Progress) -> Path:
-    """``local``, holding what ``remote`` holds now; downloads to one folder take turns."""
+    """Make ``local`` a copy of the current ``remote``; downloads to one folder take turns."""
     local.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(local.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         lock_or_wait(folder, local)
-        for leftover in local.parent.glob(f".{glob.escape(local.name)}.*.tmp"):  # of one that was killed
+        for leftover in local.parent.glob(f".{glob.escape(local.name)}.*.tmp"):  # of a killed download
             leftover.unlink()
         return _fetched(filesystem, remote, local, progress)
     finally:
@@ -132,7 +132,9 @@ def _fetched(filesystem: Any, remote: str, local: Path, progress: Progress) -> P
 
 
 def _state(filesystem: Any, remote: str) -> str:
-    """A text that changes with the file, as far as the remote side tells; for web servers fsspec says the URL alone."""
+    """A string that changes with the file, if the remote side reports that; for web servers, fsspec's is only the
+    URL.
+    """
     filesystem.invalidate_cache()
     told = filesystem.info(remote)
     return ":".join([filesystem.ukey(remote), *(str(told[key]) for key in ("ETag", "Last-Modified") if key in told)])
@@ -146,8 +148,8 @@ def _unchanged(local: Path, note: Path, size: int | None, state: str) -> bool:
         verify_file(local, FileDigest(size=recorded["size"], sha256=recorded["sha256"]))
     except FileNotFoundError:
         return False
-    except (DigestMismatch, ValueError, KeyError, TypeError) as error:  # the file or the note of it is damaged
-        _log.warning("%s is downloaded again: %s", local, error)
+    except (DigestMismatch, ValueError, KeyError, TypeError) as error:  # the file or its note is damaged
+        _log.warning("downloading %s again: %s", local, error)
         return False
     return True
 
@@ -164,7 +166,7 @@ def _explained(source: str) -> AbstractContextManager[None]:
 PYDOCS = "pydocs"
 _PASSAGE_WORDS = 100
 _TOPICS = "pydoc_data/topics.py"
-# Distributions package these apart, or leave them out.
+# Distributions package these separately, or leave them out.
 _OPTIONAL = {"distutils", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "test", "tests"}
 _INSTALLED = {"site-packages", "dist-packages", "__pycache__"}
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -203,7 +205,7 @@ def _passages(source: SourceFile) -> Iterator[Passage]:
 
 
 def _topics(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Name and text of each topic of ``pydoc``, out of the module's one dictionary."""
+    """Name and text of each topic of ``pydoc``, from the module's only dictionary."""
     for node in tree.body:
         if isinstance(node, ast.Assign):
             for name, text in sorted(ast.literal_eval(node.value).items()):

@@ -1,8 +1,8 @@
 """T5's span corruption (Raffel et al. 2020, section 3.1.4), whole batches at a time.
 
-A window of tokens becomes an input, in which each noise span is one sentinel, and a target, in which each
-stretch between noise spans is one sentinel. Both end with EOS. A window begins with a stretch that is kept and
-ends with a noise span; the lengths of both kinds are uniform over all ways to divide them into non-empty parts.
+A window of tokens becomes an input, in which each noise span is replaced by one sentinel, and a target, in which each
+stretch between noise spans is. Both end with EOS. A window begins with a kept stretch and ends with a noise span; the
+lengths of both kinds are uniform over all ways to divide them into non-empty parts.
 """
 
 from typing import NamedTuple
@@ -37,14 +37,14 @@ def geometry(objective: ObjectiveSpec) -> Geometry:
 
     SpecError when it would need more spans than there are sentinels.
     """
-    window = objective.input_tokens - 1  # fits for certain, as a span of noise shrinks to one sentinel
+    window = objective.input_tokens - 1  # certainly fits, as a span of noise shrinks to one sentinel
     while (found := _geometry(window + 1, objective)).input_tokens <= objective.input_tokens:
         window = found.window_tokens
     found = _geometry(window, objective)
     if found.spans > NUM_SENTINELS:
         raise SpecError(
             f"objective.input_tokens {objective.input_tokens} at noise_density {objective.noise_density} and "
-            f"mean_span_tokens {objective.mean_span_tokens} needs {found.spans} spans, and there are {NUM_SENTINELS} "
+            f"mean_span_tokens {objective.mean_span_tokens} needs {found.spans} spans, but there are {NUM_SENTINELS} "
             "sentinels: raise objective.mean_span_tokens or lower objective.input_tokens"
         )
     return found
@@ -55,7 +55,7 @@ def corrupt(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Inputs int32 [n, input_tokens] and targets int32 [n, target_tokens] of ``windows`` [n, window_tokens].
 
-    ``key`` [n] alone decides a row's noise: what else is in the batch has no influence. Sentinels count down
+    A row's noise depends only on its ``key`` [n], not on the rest of the batch. Sentinels count down
     from ``first_sentinel_id``.
     """
     kept, noise = _segment_lengths(key, shape)
@@ -82,14 +82,14 @@ def _segment_lengths(key: Bits, shape: Geometry) -> tuple[np.ndarray, np.ndarray
 
 
 def _compositions(total: int, parts: int, random: Bits) -> np.ndarray:
-    """Uniformly one of the ways to write ``total`` as an ordered sum of ``parts`` positive numbers: [n, parts].
+    """Draw uniformly from the ways to write ``total`` as an ordered sum of ``parts`` positive numbers: [n, parts].
 
-    The parts lie between cuts, and the cuts are a uniform subset of the ``total - 1`` places for one. It is
-    drawn by Floyd's algorithm, a step for a cut, all rows at once.
+    The parts lie between cuts, and the cuts are a uniform subset of the ``total - 1`` possible places. It is drawn by
+    Floyd's algorithm, one cut per step, for all rows at once.
     """
     count, places = len(random), total - 1
     lasts = np.arange(places - parts + 1, places)
-    # The high half of a product with 32 random bits: each place up to the last is as likely as the others.
+    # The high half of a product with 32 random bits: every place up to the last is equally likely.
     drawn = ((random >> np.uint64(32)) * (lasts + 1).astype(np.uint64) >> np.uint64(32)).astype(np.int64)
     is_cut = np.zeros(count * total, dtype=bool)
     row_starts = np.arange(count) * total

@@ -25,7 +25,7 @@ SPIECE = "spiece.model"
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 HUGGING_FACE_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, "special_tokens_map.json")
-_OF_THIS_LOADING = {"is_local", "local_files_only"}  # where from, and whether offline: transformers writes that, too
+_OF_THIS_LOADING = {"is_local", "local_files_only"}  # path, and whether offline, which transformers writes too
 _STAGE_VERSION = 1  # raised when the same inputs would give other files
 _SAMPLE_BYTES = 200 << 20
 _MODEL_MAX_TOKENS = 512  # what T5 was pre-trained with; its relative positions set no limit of their own
@@ -62,7 +62,7 @@ def build_tokenizer(
 ) -> TokenizerFiles:
     """The vocabulary of ``spec.path``, or one trained on the train split, as a folder that transformers loads.
 
-    The folder is ``out``, or ``{root}/tokenizer/{name}-{fp12}``. Raises InputError for a file that is no
+    The folder is ``out``, or ``{root}/tokenizer/{name}-{fp12}``. Raises InputError for a file that is not a
     SentencePiece model, SpecError for one that is not in T5's form or for more pieces than the text can fill.
     """
     if spec.path is not None:
@@ -79,7 +79,9 @@ def build_tokenizer(
 
 
 def expected_vocab_size(spec: TokenizerSpec) -> int:
-    """Ids of the tokenizer to come, sentinels included; errors as of ``build_tokenizer`` for a given one."""
+    """Number of ids of the tokenizer to be made, sentinels included; errors as of ``build_tokenizer`` for a given
+    one.
+    """
     return spec.vocab_size + NUM_SENTINELS if spec.path is None else open_given(Path(spec.path)).vocab_size
 
 
@@ -110,7 +112,7 @@ def spiece_in(path: Path) -> Path:
         raise SpecError(f"tokenizer.path is {path}: there is no such file or folder")
     if not (path / SPIECE).is_file():
         raise SpecError(
-            f"tokenizer.path is {path}: it has no {SPIECE}, from which the others are made; "
+            f"tokenizer.path is {path}: it has no {SPIECE}, which the other files are made from; "
             "take the one that its vocabulary was published with"
         )
     if (sentinels := _num_sentinels(path / TOKENIZER_CONFIG)) != NUM_SENTINELS:

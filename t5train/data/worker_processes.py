@@ -1,8 +1,8 @@
-"""Processes that share the work of a stage.
+"""Worker processes that share the work of a stage.
 
-A worker is a fresh interpreter that reads jobs from its standard input and answers on its standard output,
-one JSON object a line. So it imports what its job needs and nothing of the program that started it, which may
-be a flow full of threads, and it ends with that program, however that ends: its input is closed then.
+A worker is a new interpreter that reads jobs from its standard input and answers on its standard output, with one JSON
+object per line. So it imports what its job needs and nothing of the program that started it, which may be a
+multi-threaded flow. It ends with that program, however that ends, because its input is closed then.
 """
 
 import importlib
@@ -28,7 +28,7 @@ _Worker = subprocess.Popen[str]
 def in_processes(function: str, jobs: Sequence[Json], workers: int, advance: Advance) -> Iterator[Json]:
     """The results of ``function`` (``"package.module:name"``) for each job, as they are done.
 
-    The function is called as ``function(job, advance)``; what it passes to its ``advance`` comes out of ours.
+    The function is called as ``function(job, advance)``; what it passes to its ``advance`` is passed to ours.
     A T5TrainError it raises is raised here; WorkerLost when a worker is killed or fails in any other way.
     """
     running = [_start(function) for _ in range(min(workers, len(jobs)))]
@@ -79,7 +79,7 @@ def _start(function: str) -> _Worker:
 
 def _listen(worker: _Worker, events: "SimpleQueue[tuple[_Worker, Json | None]]") -> None:
     for line in _pipe(worker.stdout):
-        if line.endswith("\n"):  # one that is killed while it writes leaves half a line
+        if line.endswith("\n"):  # a worker that is killed while it writes leaves half a line
             events.put((worker, json.loads(line)))
     events.put((worker, None))
 
@@ -99,8 +99,11 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
 def _obituary(worker: _Worker) -> str:
     status = worker.wait()
     if status < 0:
-        return f"a worker process was killed by {signal.Signals(-status).name}; if memory ran out, lower the workers"
-    return f"a worker process ended with exit status {status}; its standard error says why"
+        return (
+            f"a worker process was killed by {signal.Signals(-status).name}; if memory ran out, lower the number of "
+            "workers"
+        )
+    return f"a worker process ended with exit status {status}; see its standard error"
 
 
 def _as_error(message: Json) -> T5TrainError:
@@ -114,7 +117,7 @@ def _answer(message: Json) -> None:
 
 
 def _work(function: str) -> None:
-    """The life of a worker: a job a line until the input ends."""
+    """Run a worker: one job per line until the input ends."""
     module, name = function.split(":")
     perform = getattr(importlib.import_module(module), name)
     for line in sys.stdin:
@@ -127,7 +130,7 @@ def _work(function: str) -> None:
 
 
 if __name__ == "__main__":
-    # Ctrl-C in a terminal reaches workers too; the one who started them decides what becomes of them.
+    # Ctrl-C in a terminal reaches workers too, but the process that started them decides when they end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdin.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # a worker's input is a pipe of text
     _work(sys.argv[1])

@@ -1,4 +1,4 @@
-"""What ranks tell each other: small integers and floats, exactly, and values of JSON."""
+"""Collectives for small values: integers and floats, bit-exact, and JSON values."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def gather(values: Sequence[int]) -> list[list[int]]:
-    """Everybody's 64-bit integers, by rank; every rank passes as many."""
+    """All ranks' 64-bit integers, by rank; every rank must pass the same number of them."""
     device = get_accelerator().current_device_name()
     mine = torch.tensor(list(values), dtype=torch.int64, device=device)
     everybody = torch.empty(comm.get_world_size() * len(values), dtype=torch.int64, device=device)
@@ -26,7 +26,7 @@ def gather(values: Sequence[int]) -> list[list[int]]:
 
 
 def gather_objects(mine: T) -> list[T]:
-    """Everybody's values of JSON, by rank. None is unpickled: who takes a rank's place could else run code."""
+    """All ranks' JSON values, by rank. Nothing is unpickled, so that an impostor of a rank cannot run code."""
     content = json.dumps(mine).encode("ascii")
     sizes = [size for (size,) in gather([len(content)])]
     device = get_accelerator().current_device_name()
@@ -37,7 +37,7 @@ def gather_objects(mine: T) -> list[T]:
 
 
 def gather_floats(values: Sequence[float]) -> list[list[float]]:
-    """Everybody's fp64 numbers, by rank, bit for bit (also on accelerators without fp64)."""
+    """All ranks' fp64 numbers, by rank, bit for bit (also on accelerators without fp64)."""
     return [[float_of(bits) for bits in row] for row in gather([bits_of(value) for value in values])]
 
 
@@ -60,27 +60,27 @@ def digest64(text: str | bytes) -> int:
 
 
 def rank() -> int:
-    """This process's place among all."""
+    """The rank of this process."""
     return int(comm.get_rank())
 
 
 def world_size() -> int:
-    """How many ranks there are."""
+    """The number of ranks."""
     return int(comm.get_world_size())
 
 
 def data_rank(spec: RunSpec) -> int:
-    """Which share of the samples this rank's model trains on; the ranks of one stage of a pipeline are consecutive."""
+    """Index of the share of the samples that this rank trains on; the ranks of a pipeline stage are consecutive."""
     return rank() % spec.data_parallel_size
 
 
 def expert_rank(expert_parallel_size: int) -> int:
-    """Which share of the experts this rank holds; consecutive ranks hold different ones, as DeepSpeed has it."""
+    """Index of this rank's share of the experts. As in DeepSpeed, consecutive ranks hold different ones."""
     return rank() % expert_parallel_size
 
 
 def ranks_of_node() -> list[int]:
-    """The ranks that run on this rank's node, ascending. Every launcher numbers them one after the other."""
+    """The ranks that run on this rank's node, ascending. Every launcher numbers the ranks of a node consecutively."""
     first = rank() - int(comm.get_local_rank())
     return [other for other, (its_first,) in enumerate(gather([first])) if its_first == first]
 
@@ -91,5 +91,5 @@ def barrier() -> None:
 
 
 def on_accelerator(array: Any) -> torch.Tensor:
-    """A numpy array of ids as int64 on this rank's accelerator."""
+    """A NumPy array of ids as an int64 tensor on this rank's accelerator."""
     return torch.from_numpy(array).to(device=get_accelerator().current_device_name(), dtype=torch.int64)

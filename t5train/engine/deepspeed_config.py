@@ -1,4 +1,4 @@
-"""RunSpec to DeepSpeed's configuration."""
+"""Converts a RunSpec to DeepSpeed's configuration."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ LIVE_ELEMENTS = 3_000_000_000
 
 
 def deepspeed_config(spec: RunSpec, shape: T5Shape, node_local: bool = False) -> dict[str, Any]:
-    """The configuration for ``deepspeed.initialize``; pure, so that it can be shown and kept in golden files.
+    """The configuration for ``deepspeed.initialize``. A pure function, so that golden files can hold the result.
 
-    ``node_local``: every node saves to a disk of its own.
+    ``node_local``: every node saves checkpoints to its own disk.
     """
     return {
         "train_batch_size": spec.optimizer.global_batch_sequences,
@@ -21,21 +21,22 @@ def deepspeed_config(spec: RunSpec, shape: T5Shape, node_local: bool = False) ->
         "gradient_accumulation_steps": spec.gradient_accumulation,
         "gradient_clipping": spec.optimizer.gradient_clip,
         "zero_optimization": _zero(spec.layout, shape),
-        # The optimizer is ours, in host memory too: it must know which elements of a flat partition are which tensor's.
+        # We pass our own optimizer, also for host memory: it must know which tensor each element of a flat partition is
+        # from.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         **_precision(spec),
-        # At ZeRO 0 and 1 t5train.engine.gradient_accumulation does so: at ZeRO 1 DeepSpeed would take another optimizer
-        # for it.
+        # At ZeRO 0 and 1 t5train.engine.gradient_accumulation does this, because at ZeRO 1 DeepSpeed would use another
+        # optimizer for it.
         **({"data_types": {"grad_accum_dtype": "fp32"}} if spec.layout.zero_stage > 1 and sums_passes(spec) else {}),
-        # The tag is agreed on by all ranks before it is used.
+        # All ranks agree on the tag before it is used.
         "checkpoint": {"tag_validation": "Fail", **({"use_node_local_storage": True} if node_local else {})},
         "steps_per_print": 1 << 60,
     }
 
 
 def sums_passes(spec: RunSpec) -> bool:
-    """Whether a step adds up 16-bit gradients of several passes, which is done in fp32."""
+    """Whether a step sums 16-bit gradients of several passes; they are summed in fp32."""
     return spec.optimizer.precision != "fp32" and spec.gradient_accumulation > 1
 
 
@@ -44,7 +45,7 @@ def _zero(layout: LayoutSpec, shape: T5Shape) -> dict[str, Any]:
     return {
         "stage": layout.zero_stage,
         "contiguous_gradients": True,
-        # At ZeRO 3 it is what fetches parameters while others are computed with.
+        # At ZeRO 3 this prefetches parameters while others are in use.
         "overlap_comm": layout.zero_stage == 3,
         "reduce_bucket_size": BUCKET_ELEMENTS,
         "allgather_bucket_size": BUCKET_ELEMENTS,
@@ -55,17 +56,17 @@ def _zero(layout: LayoutSpec, shape: T5Shape) -> dict[str, Any]:
 
 
 def _partitioned(shape: T5Shape) -> dict[str, int]:
-    """What is fetched, kept and moved at a time where parameters are cut up, in elements."""
+    """How many elements to fetch, keep and update at a time at ZeRO 3, which partitions parameters."""
     decoder_block = 8 * shape.d_model * shape.inner + (3 if shape.gated else 2) * shape.d_model * shape.d_ff
     return {
-        # The optimizer holds a part of so many beside the masters, and starts anew at each.
+        # The optimizer updates sub-groups of this size one by one, with temporary memory for one of them.
         "sub_group_size": SUB_GROUP_ELEMENTS,
-        # One block ahead: it is fetched while the one before is computed with.
+        # One block ahead: it is fetched while the previous one is in use.
         "stage3_prefetch_bucket_size": decoder_block,
-        # Norms and position biases stay whole: too small to be worth fetching.
+        # Norms and position biases are not partitioned: they are too small to be worth fetching.
         "stage3_param_persistence_threshold": max(shape.d_model, RELATIVE_BUCKETS * shape.num_heads),
-        # 6 GB in 16 bits. Less would leave the accelerator empty and fetch the same parameters again; more would have
-        # the whole of T5-11B come back on it.
+        # 6 GB in 16 bits. With less, accelerator memory would stay unused and the same parameters would be fetched
+        # again; with more, all of T5-11B would end up on the accelerator.
         "stage3_max_live_parameters": LIVE_ELEMENTS,
         "stage3_max_reuse_distance": LIVE_ELEMENTS,
     }

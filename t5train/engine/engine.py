@@ -1,8 +1,8 @@
-"""Makes the DeepSpeed engine of a run.
+"""Builds the DeepSpeed engine of a run.
 
-Where the model cannot be compiled as a whole, its blocks are compiled one by one: the number of tokens of an expert is
-known only at run time, and the stages of a pipeline meet outside of any graph. All blocks are alike, so what was
-compiled for one serves all of its kind.
+A model with experts or a pipeline cannot be compiled as a whole, because an expert's number of tokens is known only at
+run time, and pipeline stages communicate outside any graph. Its blocks are compiled one by one instead. They are all
+alike, so the code compiled for one block is reused for all blocks of its kind.
 """
 
 import resource
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def compile_steps(model: nn.Module) -> None:
-    """Compile attention and feed-forward of every block of ``model`` in place, but for experts and their router."""
+    """Compile attention and feed-forward of every block of ``model`` in place, except experts and their router."""
     for block in model.modules():
         if isinstance(block, Block):
             for step in block.layer[:-1] if block.is_sparse else block.layer:
@@ -43,7 +43,7 @@ def compile_steps(model: nn.Module) -> None:
 def build_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, node_local: bool) -> Any:
     """Initialise model, optimizer and DeepSpeed; ``fill`` gives every rank the same numbers to start from.
 
-    ``node_local``: the engine's checkpoints lie on each node's own disk.
+    ``node_local``: the engine's checkpoints are on each node's own disk.
     """
     build = _pipeline_engine if spec.layout.pipeline_stages > 1 else _engine
     engine = build(spec, shape, pad_id, fill, deepspeed_config(spec, shape, node_local))
@@ -57,7 +57,7 @@ def build_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, node_lo
 
 
 def set_learning_rate(engine: Any, rate: float) -> None:
-    """The rate of the next optimizer step."""
+    """Set the learning rate of the next optimizer step."""
     for group in inner_optimizer(engine).param_groups:
         group["lr"] = rate
 
@@ -68,19 +68,19 @@ def model_of(engine: Any) -> "T5 | T5Pipeline":
 
 
 def update(engine: Any) -> float | None:
-    """End a pass; at the last pass of a step move the weights. Returns the step's gradient norm before clipping.
+    """End a pass; at the last pass of a step, update the weights. Returns the step's gradient norm before clipping.
 
-    None between steps, and where the loss scaler skipped the step.
+    Returns None between steps, and if the loss scaler skipped the step.
     """
     is_last = engine.is_gradient_accumulation_boundary()
-    # The plain fp32 engine clips by a norm that it keeps to itself.
+    # The plain fp32 engine does not expose the norm that it clips by.
     plain = _gradient_norm(engine) if is_last and engine.optimizer is inner_optimizer(engine) else None
     engine.step()
     return norm_of_step(engine) if is_last and plain is None else plain
 
 
 def norm_of_step(engine: Any) -> float | None:
-    """Gradient norm before clipping of the step just taken; None where the loss scaler skipped it."""
+    """Gradient norm, before clipping, of the step just taken; None if the loss scaler skipped it."""
     if engine.fp16_enabled() and not engine.was_step_applied():
         return None
     return float(engine.get_global_grad_norm())
@@ -92,7 +92,7 @@ def _gradient_norm(engine: Any) -> float:
 
 
 def accelerator_memory_bytes() -> int:
-    """Most memory held on this rank's accelerator since the last call; of the process where that is the CPU."""
+    """Peak memory on this rank's accelerator since the last call; on the CPU, that of the process."""
     accelerator = get_accelerator()
     peak = int(accelerator.max_memory_allocated())
     accelerator.reset_peak_memory_stats()
@@ -100,7 +100,7 @@ def accelerator_memory_bytes() -> int:
 
 
 def host_memory_bytes() -> int:
-    """Most host memory this rank has held so far; what a driver has pinned for it is not always in it."""
+    """Peak host memory of this rank so far; it may not include memory that a driver has pinned."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
@@ -141,7 +141,7 @@ def _model(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -> T5:
 
 
 def _partitioned_model(shape: T5Shape, pad_id: int, fill: Fill, config: dict[str, Any]) -> T5:
-    """A model that no rank ever holds whole: each parameter is cut up where it is made, and filled by itself."""
+    """A model that no rank ever holds whole: each parameter is partitioned when created, and then filled separately."""
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = T5(shape, decoder_start_id=pad_id)
     for name, parameter in model.named_parameters():
@@ -152,9 +152,9 @@ def _partitioned_model(shape: T5Shape, pad_id: int, fill: Fill, config: dict[str
 
 
 def _sum_over_ranks(values: Tensor, sharers: Any) -> None:
-    """In place, over a process group or all ranks.
+    """Sum in place, over a process group or all ranks.
 
-    Values in host memory travel by way of the accelerator, whose collectives do not reach there.
+    Values in host memory are copied to the accelerator, because its collectives do not reach host memory.
     """
     on_device = values.to(get_accelerator().current_device_name())
     comm.all_reduce(on_device, group=sharers)
@@ -174,7 +174,7 @@ def _optimizer(spec: RunSpec, model: nn.Module) -> AdamWRms:
 
 
 def _parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """One group of all parameters that every rank has, and groups of experts, which the ranks of each kind share."""
+    """A group of the parameters that every rank has, and a group for each set of experts, shared by some ranks."""
     everything = {"params": list(model.parameters()), "name": "dense"}
     groups: list[dict[str, Any]] = split_params_into_different_moe_groups_for_optimizer(everything)
     return groups

@@ -1,4 +1,4 @@
-"""What the routers of a model do: what they pay, which experts tokens choose, and how many tokens find no place."""
+"""Statistics of a model's routers: their losses, the tokens routed to each expert, and the dropped tokens."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -13,25 +13,25 @@ from t5train.model.t5 import T5
 if TYPE_CHECKING:
     from t5train.model.pipeline_model import T5Pipeline
 
-# An expert with less than this part of an even share learns next to nothing, and the others do its work.
+# An expert with less than this fraction of an even share learns almost nothing; the others do its work.
 STARVING_SHARE = 0.1
 _log = logging.getLogger(__name__)
 
 
 class Routing:
-    """Watches a model's routers; in a dense model, which has none, everything here is empty."""
+    """Collects statistics of a model's routers; for a dense model, which has none, all results are empty."""
 
     def __init__(self, model: "T5 | T5Pipeline") -> None:
         self._layers = dict(model.sparse_layers())
         self._seen = {path: torch.zeros(layer.num_experts, dtype=torch.int64) for path, layer in self._layers.items()}
 
     def paid(self) -> float:
-        """What this rank's last training pass added to its loss for all routers."""
+        """The loss of all routers that this rank's last training pass added to its loss."""
         losses = [layer.router_loss.detach() for layer in self._layers.values()]
         return float(torch.stack(losses).sum()) if losses else 0.0
 
     def of_step(self, paid: float) -> Values:
-        """Of all ranks: the mean of what they paid, and the share of a step's choices that found no place."""
+        """Over all ranks: the mean router loss ``paid``, and the share of a step's choices that were dropped."""
         if not self._layers:
             return {}
         everybody = [row[0] for row in gather_floats([paid])]
@@ -41,14 +41,17 @@ class Routing:
         return {"router_loss": sum(everybody) / len(everybody), "dropped_tokens": _share(overflow, counts)}
 
     def of_validation(self) -> Values:
-        """The share of the choices since the last look that lies above ``eval_capacity_factor``."""
+        """The share of choices since the last call that exceeds ``eval_capacity_factor``."""
         if not self._layers:
             return {}
         counts, overflow = self._collect()
         return {"validation_overflow": _share(overflow, counts)}
 
     def of_experts(self) -> Values:
-        """Training tokens that chose each expert since the last call, and how many experts starve; these are named."""
+        """Training tokens routed to each expert since the last call, and the number of starving experts.
+
+        Starving experts are named in a warning.
+        """
         if not self._layers:
             return {}
         tokens: Values = {}
@@ -58,11 +61,11 @@ class Routing:
             starving += _starving(path, seen)
             seen.zero_()
         if starving:
-            _log.warning("starving experts, with below %g of an even share: %s", STARVING_SHARE, ", ".join(starving))
+            _log.warning("experts with less than %g of an even share: %s", STARVING_SHARE, ", ".join(starving))
         return {"starving_experts": len(starving), **tokens}
 
     def _collect(self) -> tuple[dict[str, Tensor], int]:
-        """Tokens by layer and expert and those in excess, over all ranks, since the last call."""
+        """Tokens by layer and expert, and the number of tokens above capacity, over all ranks, since the last call."""
         mine = [part for layer in self._layers.values() for part in (layer.tokens, layer.overflow.view(1))]
         total = torch.tensor(gather(torch.cat(mine).tolist())).sum(0)
         counts, overflow = {}, 0

@@ -1,4 +1,4 @@
-"""Forward and backward passes, of an engine that holds the whole model and of a pipeline, which DeepSpeed schedules."""
+"""Forward and backward passes of an engine with the whole model, and of a pipeline, which DeepSpeed schedules."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -17,9 +17,9 @@ from t5train.model.t5 import T5
 
 
 class StepResult(NamedTuple):
-    """Of a step: the mean cross-entropy of the rank's samples, what routers paid, and the norm before clipping.
+    """Result of a step: mean cross-entropy of the rank's samples, router loss, and gradient norm before clipping.
 
-    The norm is None where the loss scaler skipped the step.
+    The norm is None if the loss scaler skipped the step.
     """
 
     loss: float
@@ -28,22 +28,22 @@ class StepResult(NamedTuple):
 
 
 class Passes(Protocol):
-    """How an engine takes a step, and what its model makes of samples that are not trained on."""
+    """How an engine takes a training step and computes losses of samples without training on them."""
 
     def step(self, batches: Iterator[Batch]) -> StepResult:
-        """All passes of an optimizer step and its update; takes every micro-batch. A collective of all ranks."""
+        """All passes of an optimizer step and its update; consumes every micro-batch. A collective of all ranks."""
 
     def token_losses(self, batches: Sequence[Batch]) -> list[np.ndarray]:
-        """Cross-entropy in nats, fp32 [b, t], of each batch, by a model in evaluation mode; a collective.
+        """Cross-entropy in nats, fp32 [b, t], of each batch, with the model in evaluation mode. A collective.
 
-        Every rank must come with as many batches of one size. Nothing on a rank that computes no losses.
+        Every rank must pass the same number of batches, of the same size. Empty on a rank that computes no losses.
         """
 
 
 class WholePasses:
-    """Passes of an engine that holds the model from the embedding to the loss.
+    """Passes of an engine that holds the whole model, from the embedding to the loss.
 
-    With ``sums`` the engine is given its gradients when the last pass of a step is over, and reduces them then.
+    With ``sums``, the engine gets its gradients after the last pass of a step, and reduces them then.
     """
 
     def __init__(self, engine: Any, routing: Routing, sums: Fp32Sums | None) -> None:
@@ -81,13 +81,13 @@ def take_update(engine: Any) -> float | None:
     """``update``; TooManySkippedSteps when fp16 gradients overflow at the smallest loss scale."""
     try:
         return update(engine)
-    except Exception as error:  # DeepSpeed raises no class of its own for it
+    except Exception as error:  # DeepSpeed has no exception class for it
         raise_if_scaled_out(engine, error)
         raise
 
 
 def raise_if_scaled_out(engine: Any, error: Exception) -> None:
-    """TooManySkippedSteps in place of DeepSpeed's word that its loss scale is down to the minimum."""
+    """Raise TooManySkippedSteps if ``error`` is DeepSpeed's error that the loss scale has reached its minimum."""
     if "loss scale" in str(error):
         raise TooManySkippedSteps(
             f"fp16 gradients overflow at step {engine.global_steps + 1} although the loss scale is at its minimum: "
@@ -105,17 +105,17 @@ class PipelinePasses:
         """See Passes; the loss is the mean over all models."""
         try:
             loss = float(self._engine.train_batch(data_iter=map(_as_deepspeed_takes, batches)))
-        except Exception as error:  # DeepSpeed raises no class of its own for a loss scale at its minimum
+        except Exception as error:  # DeepSpeed has no exception class for a loss scale at its minimum
             raise_if_scaled_out(self._engine, error)
             raise
-        for _ in batches:  # stages between the first and the last take none: what they would have taken is counted
+        for _ in batches:  # stages between the first and the last take no batches; count them nevertheless
             pass
         return StepResult(loss, 0.0, norm_of_step(self._engine))
 
     def token_losses(self, batches: Sequence[Batch]) -> list[np.ndarray]:
-        """See Passes; the last stage alone computes them."""
-        self._engine.total_loss = None  # it would be added to
-        self._engine.reset_activation_shape()  # these batches may be of another size than those trained on
+        """See Passes; only the last stage computes them."""
+        self._engine.total_loss = None  # otherwise the new loss would be added to it
+        self._engine.reset_activation_shape()  # these batches may differ in size from those of training
         losses = self._engine.eval_batch(
             map(_as_deepspeed_takes, batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches)
         )
@@ -125,6 +125,6 @@ class PipelinePasses:
 
 
 def _as_deepspeed_takes(batch: Batch) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """What the first stage takes, and what the last one does."""
+    """The input of the first stage, and that of the last one."""
     inputs, targets = on_accelerator(batch.inputs), on_accelerator(batch.targets)
     return (inputs, targets), targets

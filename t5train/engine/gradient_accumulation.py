@@ -1,9 +1,9 @@
 """Sums of 16-bit gradients over the passes of a step, kept in fp32.
 
-In bf16 a sum of many passes loses what is below a 256th of it, so a smaller micro-batch would train another model. At
-ZeRO 2 and 3 DeepSpeed sums in fp32 when it is told to (see deepspeed_config). At ZeRO 0 and 1, where every rank has all
-gradients, it would take another optimizer for that, one that writes checkpoints in another form: here they are summed
-beside it, and it gets them rounded once a step, as those of a single pass are.
+A bf16 sum over many passes loses addends below 1/256 of the sum, so a smaller micro-batch would train a different
+model. At ZeRO 2 and 3, DeepSpeed can be configured to sum in fp32 (see deepspeed_config). At ZeRO 0 and 1, where every
+rank has all gradients, it would use another optimizer for this, with another checkpoint format. There, this module
+sums the gradients and hands them to DeepSpeed rounded once per step, like the gradients of a single pass.
 """
 
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from t5train.spec import RunSpec
 
 
 class Fp32Sums:
-    """Takes each gradient as soon as it is complete, so that none is held in 16 bits as well."""
+    """Takes each gradient as soon as it is complete, so that no 16-bit copy is kept."""
 
     def __init__(self, module: nn.Module) -> None:
         self._sums: dict[Tensor, Tensor] = {}
@@ -22,14 +22,14 @@ class Fp32Sums:
             parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
 
     def hand_over(self) -> None:
-        """Make the sums the gradients of their parameters, in the parameters' type; the next sum begins at zero."""
+        """Set the sums as gradients of their parameters, in the parameters' dtype; the next sum starts at zero."""
         while self._sums:
             parameter, total = self._sums.popitem()
             parameter.grad = total.to(parameter.dtype)
 
     def _add(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None  # noqa: S101 - for the type checker: torch calls the hook after it has set the gradient
+        assert gradient is not None  # noqa: S101 - for the type checker: torch calls the hook after setting the gradient
         if (total := self._sums.get(parameter)) is None:
             self._sums[parameter] = gradient.float()
         else:
@@ -37,5 +37,5 @@ class Fp32Sums:
 
 
 def sums_of(module: nn.Module, spec: RunSpec) -> Fp32Sums | None:
-    """The sums of a module's gradients, where they are not left to DeepSpeed."""
+    """The sums of a module's gradients; None if DeepSpeed sums them."""
     return Fp32Sums(module) if spec.layout.zero_stage < 2 and sums_passes(spec) else None

@@ -1,9 +1,9 @@
-"""How much memory the state of a run takes: by formula, before anything of it exists.
+"""Estimates the memory of a run's state by formula, before anything is allocated.
 
-Bytes a rank, with R ranks, N parameters, n of them those a rank computes with (fewer where experts or a pipeline's
-layers are spread), b bytes a weight (4 in fp32, else 2), and g bytes of a gradient that is summed over the passes of a
-step (4, but b where a step has one pass). Read off DeepSpeed 0.19 and held against its engines' live
-tensors by a test.
+Bytes per rank, with R ranks, N parameters, n of which a rank computes with (fewer than N if experts or the layers of a
+pipeline are spread), b bytes per weight (4 in fp32, otherwise 2), and g bytes per gradient that is summed over the
+passes of a step (4, or b if a step has one pass). The formulas are derived from the source of DeepSpeed 0.19; a test
+compares them with the live tensors of its engines.
 
 ============== ===================================== =========================
 ZeRO, offload  accelerator                           host
@@ -18,9 +18,9 @@ ZeRO, offload  accelerator                           host
 3, all                                               (16 + b + g) N/R
 ============== ===================================== =========================
 
-To this come what is fetched, reduced and updated at a time, the batches that are prepared ahead (the order of samples
-is computed place by place and takes no memory), and activations. These last are not counted here: they grow
-with the micro-batch, and depend on what a compiler makes of the model.
+In addition, memory is needed for what is fetched, reduced and updated at a time, for the batches that are prefetched
+(the order of samples is computed on demand and takes no memory), and for activations. Activations are not counted here:
+they grow with the micro-batch, and depend on how the model is compiled.
 """
 
 from typing import NamedTuple
@@ -32,16 +32,16 @@ from t5train.model.model_shape import T5Shape, count_expert_parameters, count_pa
 from t5train.spec import RunSpec
 
 PROCESS_BYTES = 1 << 30
-"""Host memory of a rank that trains nothing yet, at least: Python, torch, an accelerator's driver."""
+"""Minimum host memory of a rank before it trains: Python, torch and an accelerator's driver."""
 UNCUT_BUCKET_ELEMENTS = 500_000_000
-"""What DeepSpeed reduces at a time at ZeRO 0."""
+"""How many elements DeepSpeed reduces at a time at ZeRO 0."""
 FETCHED, PROCESS, WITNESS = "parameters fetched", "process", "witness at the end, rank 0"
 _MASTER, _MOMENTS = 4, 8
 _ID, _TOKEN, _NOISE = 8, 4, 12
 
 
 class Held(NamedTuple):
-    """What one rank holds, in bytes on its accelerator and in host memory."""
+    """One kind of memory of a rank, in bytes on its accelerator and in host memory."""
 
     what: str
     accelerator: int
@@ -49,7 +49,7 @@ class Held(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Parameters: ``whole`` those a rank computes with, ``part`` its share of what is cut up.
+    """Numbers of parameters: ``whole`` that a rank computes with, ``part`` its share of the partitioned ones.
 
     ``weight`` and ``summed`` are the bytes of a weight and of a gradient that is summed over the passes of a step.
     """
@@ -61,7 +61,7 @@ class _Sizes(NamedTuple):
 
 
 def held_by_a_rank(spec: RunSpec, shape: T5Shape) -> list[Held]:
-    """What a rank holds of each kind at the moment of a step when it holds most of that."""
+    """Peak memory of a rank during a step, for each kind separately."""
     layout, sizes = spec.layout, _sizes(spec, shape)
     state = _replicated(sizes) if layout.zero_stage == 0 else _cut_up(sizes, layout.zero_stage, layout.offload)
     model = _MASTER * count_parameters(shape)
@@ -74,16 +74,16 @@ def held_by_a_rank(spec: RunSpec, shape: T5Shape) -> list[Held]:
 
 
 def host_bytes(spec: RunSpec, shape: T5Shape, ranks: range | None = None) -> int:
-    """Host memory that all ranks, or ``ranks``, take of a machine; on the CPU with what is on the accelerator."""
+    """Host memory that all ranks, or ``ranks``, need on a machine; on the CPU, accelerator memory is included."""
     ranks = range(spec.cluster.ranks) if ranks is None else ranks
     on_cpu = spec.cluster.accelerator == "cpu"
     held = {one.what: one.host + on_cpu * one.accelerator for one in held_by_a_rank(spec, shape)}
-    witness = held.pop(WITNESS) // (1 + on_cpu)  # it moves from one to the other
+    witness = held.pop(WITNESS) // (1 + on_cpu)  # never on both at the same time
     return len(ranks) * sum(held.values()) + witness * (0 in ranks)
 
 
 def _batches(spec: RunSpec) -> int:
-    """Those that wait, the one in use and the one being made, with what its noise is drawn with."""
+    """Prefetched batches, the one in use and the one being made, with the random numbers for its noise."""
     shape, batch = geometry(spec.objective), spec.layout.micro_batch_sequences
     made = _ID + _TOKEN * (shape.input_tokens + shape.target_tokens)
     noise = _NOISE * shape.window_tokens
@@ -91,7 +91,7 @@ def _batches(spec: RunSpec) -> int:
 
 
 def _sizes(spec: RunSpec, shape: T5Shape) -> _Sizes:
-    """Of a pipeline's stage an even share of the layers, and the embedding, of which several stages have a copy."""
+    """A pipeline stage has an even share of the layers, plus the embedding, of which several stages have a copy."""
     parameters, experts = count_parameters(shape), count_expert_parameters(shape)
     whole, part = (
         parameters - experts + experts // spec.layout.expert_parallel_size,
@@ -105,9 +105,9 @@ def _sizes(spec: RunSpec, shape: T5Shape) -> _Sizes:
 
 
 def _replicated(sizes: _Sizes) -> list[Held]:
-    """Everything whole on every rank; in 16 bits the optimizer has copies of weights and gradients in fp32.
+    """Every rank holds everything; in 16 bits, the optimizer also holds fp32 copies of weights and gradients.
 
-    Sums of gradients in fp32 are gone when those copies are made, and take no more.
+    fp32 sums of gradients add nothing: they are freed before these copies are made.
     """
     whole, weight = sizes.whole, sizes.weight
     copies = 0 if weight == _MASTER else _MASTER * whole
@@ -138,9 +138,9 @@ def _cut_up(sizes: _Sizes, stage: int, offload: str) -> list[Held]:
 
 
 def _gradients(sizes: _Sizes, stage: int, on_host: bool) -> Held:
-    """ZeRO 1 reduces them when the backward passes are over, ZeRO 2 and 3 as they come; the optimizer takes fp32.
+    """ZeRO 1 reduces gradients after the backward passes, ZeRO 2 and 3 during them; the optimizer takes fp32.
 
-    At ZeRO 2 what is summed in fp32 is what the optimizer takes; of one in host memory it stays on the accelerator.
+    At ZeRO 2 the optimizer takes the fp32 sums themselves; with offload, the sums also stay on the accelerator.
     """
     whole, part, weight, summed = sizes
     at_once = summed * whole if stage == 1 else 0
@@ -151,5 +151,5 @@ def _gradients(sizes: _Sizes, stage: int, on_host: bool) -> Held:
 
 
 def _scratch(part: int, stage: int, on_host: bool) -> tuple[int, int]:
-    """What torch's operators need beside the state; the operator for host memory needs nothing."""
+    """Temporary memory of torch's operators; the operator for host memory needs none."""
     return (0 if on_host else _MASTER * (min(part, SUB_GROUP_ELEMENTS) if stage == 3 else part), 0)

@@ -1,13 +1,12 @@
-"""AdamW whose step is relative to the size of what it moves, for ZeRO's flat partitions.
+"""AdamW with a step relative to the scale of each tensor, for ZeRO's flat partitions.
 
-T5's tensors start with deviations from 0.005 to 1; plain AdamW moves all of them by the same amount and diverges
-at the rates T5 trains with. Scaling each tensor's step by its root mean square is Adafactor's remedy (Shazeer and
-Stern 2018, section 8), put on AdamW as nanoT5 found to work best. ZeRO hands an optimizer one flat piece of many
-tensors, so this optimizer is told which elements belong to which tensor, and ranks add up their parts of each sum.
+T5's tensors start with standard deviations from 0.005 to 1. Plain AdamW updates all of them by the same amount and
+diverges at T5's learning rates. Adafactor scales each tensor's step by its root mean square instead (Shazeer and Stern
+2018, section 8); nanoT5 found that AdamW with this scaling works best. ZeRO passes an optimizer one flat piece of many
+tensors, so this optimizer has to know which elements belong to which tensor, and ranks add up their parts of each sum.
 
-Adam's update of flat tensors in host memory, by the operator that DeepSpeed compiles for DeepSpeedCPUAdam.
-
-It reads and writes every number once, with vector instructions on all cores; torch's operators take several passes.
+Flat tensors in host memory are updated by the operator that DeepSpeed compiles for DeepSpeedCPUAdam. It reads and
+writes every number once, with vector instructions on all cores; torch's operators take several passes.
 """
 
 import math
@@ -20,22 +19,22 @@ from torch import Tensor
 
 from t5train.errors import SpecError
 
-# Optimizers are kept by number, counted up from zero by DeepSpeedCPUAdam; everything that one knows is given with
-# every call, so that one serves all.
+# The operator identifies optimizers by number; DeepSpeedCPUAdam counts from zero. All settings are passed with every
+# call, so one optimizer is enough.
 _OPTIMIZER = -1
 _ROW_ELEMENTS = 8192
 
 
 class HostAdam:
-    """The operator, compiled where it is not yet (``make setup`` does it, in about a minute).
+    """The operator, compiled on first use (``make setup`` compiles it in about a minute).
 
-    Raises SpecError where it cannot be compiled.
+    Raises SpecError if it cannot be compiled.
     """
 
     def __init__(self) -> None:
         try:
             self._operator: Any = get_accelerator().create_op_builder("CPUAdamBuilder").load(verbose=False)
-        except Exception as error:  # a compiler's complaints come as several classes, of torch and of DeepSpeed
+        except Exception as error:  # torch and DeepSpeed report a compiler's errors in several classes
             raise SpecError(
                 f"layout.offload needs DeepSpeed's operator cpu_adam, which cannot be compiled here ({error}): install "
                 "a C++ compiler and ninja, or set layout.offload=none"
@@ -50,11 +49,11 @@ class HostAdam:
         betas: tuple[float, float],
         epsilon: float,
     ) -> None:
-        """Move ``parts`` in place: weights, gradients and both moments, contiguous fp32 in host memory.
+        """Update ``parts`` in place: weights, gradients and both moments, contiguous fp32 in host memory.
 
-        The bias of the moments is corrected by way of rate and epsilon: the operator's own correction remembers the
-        steps it has seen, and a run that resumes would round otherwise. It is that of betas in fp32, as the operator
-        has them: 1 - 0.999 is another number there, by one part in 80,000, and so are the moments.
+        The bias of the moments is corrected through rate and epsilon: the operator's own correction depends on the
+        steps it has seen, so a resumed run would round differently. The correction uses the betas in fp32, as the
+        operator does: in fp32, 1 - 0.999 differs by one part in 80,000, and so do the moments.
         """
         beta1, beta2 = torch.tensor(betas, dtype=torch.float32).tolist()
         first, second = 1 - beta1**step, math.sqrt(1 - beta2**step)
@@ -63,9 +62,9 @@ class HostAdam:
 
 
 def sum_of_squares(part: Tensor) -> Tensor:
-    """In fp64 over rows, which are summed in fp32 each: as exact to 1e-7, and five times as fast as fp64 throughout.
+    """Sum in fp32 within rows and in fp64 over rows: within 1e-7 of a sum in fp64, and five times as fast.
 
-    Neither where the tensor lies in memory nor how many threads there are shows in the result.
+    The result depends neither on the tensor's address in memory nor on the number of threads.
     """
     in_rows = part.numel() // _ROW_ELEMENTS * _ROW_ELEMENTS
     rows = torch.linalg.vector_norm(part[:in_rows].view(-1, _ROW_ELEMENTS), dim=1)
@@ -92,7 +91,7 @@ class Segment(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """What one flat tensor holds: parts of some of ``num_owners`` tensors.
+    """The content of one flat tensor: parts of some of ``num_owners`` tensors.
 
     ``sharers`` are the ranks that hold the other parts, as a process group; None for all ranks.
     """
@@ -107,14 +106,14 @@ class Partition(NamedTuple):
 
 
 class _Owners(NamedTuple):
-    """Of each segment of a partition its owner, int64; of each owner its elements, fp64, or one if it is elsewhere."""
+    """The owner of each segment of a partition, int64, and the elements of each owner, fp64 (1 if it is elsewhere)."""
 
     of_segment: Tensor
     numels: Tensor
 
     @classmethod
     def of(cls, partition: Partition, device: torch.device) -> "_Owners":
-        """On the device of the flat tensor, once: every such tensor made in a step would stop an accelerator."""
+        """Built once, on the device of the flat tensor: building it in every step would stall an accelerator."""
         numels = dict.fromkeys(range(partition.num_owners), 1)
         numels |= {segment.owner: segment.numel for segment in partition.segments}
         of_segment = torch.tensor([segment.owner for segment in partition.segments], dtype=torch.int64)
@@ -122,10 +121,10 @@ class _Owners(NamedTuple):
 
 
 class AdamWRms(torch.optim.Optimizer):
-    """Decoupled AdamW; with ``relative`` each tensor's rate is multiplied by its RMS (at least 1e-3).
+    """Decoupled AdamW; with ``relative``, each tensor's rate is multiplied by its RMS (at least 1e-3).
 
-    ``host_adam`` moves tensors in host memory; without it torch's operators move them where they are. ``attach`` must
-    have been called before the first step.
+    ``host_adam`` updates tensors in host memory; without it, torch's operators update them on their device. Call
+    ``attach`` before the first step.
     """
 
     def __init__(
@@ -144,15 +143,15 @@ class AdamWRms(torch.optim.Optimizer):
         self._sum_over_ranks: SumOverRanks | None = None
 
     def attach(self, partitions: Mapping[Tensor, Partition], sum_over_ranks: SumOverRanks | None) -> None:
-        """Tell what the tensors this optimizer steps are made of.
+        """Set what the tensors of this optimizer are made of.
 
-        ``sum_over_ranks`` adds a tensor in place over a partition's ``sharers``; None where each rank has all.
+        ``sum_over_ranks`` sums a tensor in place over a partition's ``sharers``; None if each rank has everything.
         """
         self._partitions, self._sum_over_ranks = partitions, sum_over_ranks
         self._owners = {flat: _Owners.of(partition, flat.device) for flat, partition in partitions.items()}
 
     def state_of(self, flat: Tensor) -> dict[str, Tensor]:
-        """The steps that a tensor has taken and its two moments: zeros before the first."""
+        """A tensor's number of steps and its two moments, which are zero before the first step."""
         state: dict[str, Tensor] = self.state[flat]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -176,7 +175,7 @@ class AdamWRms(torch.optim.Optimizer):
     def _update(self, flat: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state_of(flat)
         if not self._partitions:
-            return  # DeepSpeed steps once with zero gradients while it is set up, to have the state allocated
+            return  # during its setup, DeepSpeed steps once with zero gradients to allocate the state
         state["step"] += 1
         if group["weight_decay"]:
             flat.mul_(1 - group["lr"] * group["weight_decay"])
@@ -207,7 +206,7 @@ class AdamWRms(torch.optim.Optimizer):
         group: dict[str, Any],
         scales: Tensor | None,
     ) -> None:
-        """Part by part, as each has a rate of its own; all at once where none has."""
+        """Part by part if each has its own rate, otherwise all at once."""
         step, moved = int(state["step"]), (flat, gradient, state["exp_avg"], state["exp_avg_sq"])
         parts = [moved]
         if scales is not None:
@@ -217,8 +216,9 @@ class AdamWRms(torch.optim.Optimizer):
             adam.update(part, group["lr"] * rate, step, group["betas"], group["eps"])
 
     def _scales(self, flat: Tensor) -> Tensor:
-        """RMS of the tensor that each part of ``flat`` belongs to; a padded group's last partition may have no part,
-        and its rank still joins in the sum.
+        """RMS of the tensor that each part of ``flat`` belongs to.
+
+        The last partition of a padded group may have no part; its rank still takes part in the sum.
         """
         partition, owners = self._partitions[flat], self._owners[flat]
         return self._rms(partition.parts_of(flat.view(-1)), owners, partition.sharers)[owners.of_segment]
@@ -226,8 +226,8 @@ class AdamWRms(torch.optim.Optimizer):
     def _rms(self, parts: list[Tensor], owners: _Owners, sharers: Any) -> Tensor:
         """RMS of every tensor of a partition, over the ranks that share it, by owner; fp32.
 
-        Summed in fp64, so that how tensors are cut into partitions hardly shows in the result. All parts at once, as
-        hundreds of small kernels in a row would cost an accelerator more than the rest of the update.
+        Sums are in fp64, so that the partitioning hardly affects the result. All parts are summed at once, because
+        hundreds of small kernels would take an accelerator longer than the rest of the update.
         """
         sums = torch.zeros_like(owners.numels)
         if parts:

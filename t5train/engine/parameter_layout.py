@@ -1,7 +1,7 @@
 """Where a live DeepSpeed engine keeps each parameter's fp32 master, for the sidecar, under Hugging Face's names.
 
-DeepSpeed numbers experts and routers on each rank, Switch Transformers over all ranks. DeepSpeed numbers the layers of
-a pipeline from the first stage to the last.
+DeepSpeed numbers experts and routers per rank, Switch Transformers over all ranks. DeepSpeed numbers the layers of a
+pipeline from the first stage to the last.
 """
 
 import re
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 def describe(
     engine: Any, model_prefix: str = "", pipeline_layers: Mapping[str, str] = MappingProxyType({})
 ) -> list[list[ParameterSlot]]:
-    """The optimizer's parameter groups in order, each parameter with its place in the group's flat buffer.
+    """The optimizer's parameter groups in order, each parameter with its offset in the group's flat buffer.
 
-    ``model_prefix`` is what the engine's module puts before Hugging Face's names (``"module."`` of a wrapper),
-    ``pipeline_layers`` the paths that layers of a pipeline have there (see Sidecar).
-    The order and offsets are those that DeepSpeed partitions by, which ``round_robin_gradients`` and alignment
-    make differ from the order of the optimizer's groups. At ZeRO 3 the groups are DeepSpeed's sub-groups, and an
-    offset is that in each rank's own buffer. At ZeRO 0 in fp32, where the module's weights are the masters, it is the
-    order of the optimizer's parameters that counts. Raises UnknownLayout for an optimizer that keeps its masters in
-    none of these ways.
+    ``model_prefix`` is the prefix of the engine's module before Hugging Face's names (``"module."`` for a wrapper),
+    ``pipeline_layers`` the paths of a pipeline's layers in Hugging Face's model (see Sidecar).
+
+    Order and offsets are those of DeepSpeed's partitioning, which differ from the optimizer's groups because of
+    ``round_robin_gradients`` and alignment. At ZeRO 3 the groups are DeepSpeed's sub-groups, and offsets are those in
+    each rank's own buffer. At ZeRO 0 in fp32, where the module's weights are the masters, the order is that of the
+    optimizer's parameters. Raises UnknownLayout for an optimizer that keeps its masters in any other way.
     """
     names = {
         parameter: _huggingface_name(name, model_prefix, pipeline_layers)
@@ -56,7 +56,7 @@ def describe(
     if isinstance(optimizer, torch.optim.Optimizer):
         return [_packed(group["params"], names) for group in optimizer.param_groups]
     raise UnknownLayout(
-        f"{type(optimizer).__name__} keeps its fp32 masters in a way this project has no rule for: "
+        f"{type(optimizer).__name__} keeps its fp32 masters in a way that this project does not support: "
         "use ZeRO 0 to 3 in fp32, bf16 or fp16"
     )
 
@@ -67,8 +67,8 @@ def _packed(group: Sequence[torch.nn.Parameter], names: Mapping[torch.nn.Paramet
 
 
 def _partitioned(group: Sequence[torch.nn.Parameter], names: Mapping[torch.nn.Parameter, str]) -> list[ParameterSlot]:
-    """Parameters cut one by one: each lies at the same place of every rank's own flat buffer."""
-    parameters: list[Any] = list(group)  # with what ZeRO 3 hangs on them
+    """Parameters partitioned one by one: each has the same offset in every rank's own flat buffer."""
+    parameters: list[Any] = list(group)  # with the attributes that ZeRO 3 adds to them
     offsets = list(accumulate((parameter.partition_numel() for parameter in parameters), initial=0))[:-1]
     return _slots(group, names, offsets, [parameter.ds_shape for parameter in parameters])
 
@@ -96,7 +96,7 @@ _LOCAL_EXPERT = re.compile(r"(\.deepspeed_experts\.)(\d+)")
 
 
 def expert_layers(model: "T5 | T5Pipeline") -> list[ExpertLayer]:
-    """Where the model has experts, and how their names become Hugging Face's."""
+    """The model's layers with experts, and how their names map to Hugging Face's."""
     return [
         ExpertLayer(path=path, module=path, num_experts=layer.num_experts, expert_parallel_size=layer.ep_size)
         for path, layer in model.sparse_layers()
@@ -104,7 +104,7 @@ def expert_layers(model: "T5 | T5Pipeline") -> list[ExpertLayer]:
 
 
 def huggingface_names(model: "T5 | T5Pipeline", expert_rank: int) -> dict[str, str]:
-    """Hugging Face's name of every parameter by its own, experts numbered over all expert-parallel ranks."""
+    """Hugging Face's name for the name of every parameter; experts are numbered over all expert-parallel ranks."""
     names = {name: huggingface_name(name, "", model.pipeline_layers) for name, _ in model.named_parameters()}
     for layer in expert_layers(model):
         first = expert_rank * (layer.num_experts // layer.expert_parallel_size)
@@ -114,5 +114,5 @@ def huggingface_names(model: "T5 | T5Pipeline", expert_rank: int) -> dict[str, s
 
 
 def _renumbered(name: str, first: int) -> str:
-    """The name as it is where this rank's expert 0 is number ``first``."""
+    """The name if this rank's expert 0 is number ``first`` of all experts."""
     return _LOCAL_EXPERT.sub(lambda match: f"{match[1]}{first + int(match[2])}", name)

@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline engine, made to keep the copies of a tied weight equal to the last bit."""
+"""DeepSpeed's pipeline engine, changed to keep the copies of a tied weight equal to the last bit."""
 
 from typing import Any, ClassVar
 
@@ -11,10 +11,10 @@ from t5train.model.pipeline_model import T5Pipeline
 
 
 class PipelineEngine(engine.PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no types
-    """An engine for a stage of a pipeline."""
+    """An engine for one pipeline stage."""
 
     def __init__(self, model: T5Pipeline, optimizer: Any, config: dict[str, Any], sums: Fp32Sums | None) -> None:
-        """With ``sums`` the gradients of a step come from there when its last pass is over."""
+        """With ``sums``, a step takes its gradients from there after its last pass."""
         mpu = model.mpu()
         whole = DeepSpeedConfig(config, mpu)
         super().__init__(args=None, model=model, optimizer=optimizer, mpu=mpu, config=config, config_class=whole)
@@ -22,12 +22,12 @@ class PipelineEngine(engine.PipelineEngine):  # type: ignore[misc]  # DeepSpeed 
         self._holders = {key: comm.new_group(ranks) for key, ranks in sorted(_holders(model).items())}
 
     def _exec_reduce_tied_grads(self) -> None:
-        """Sum the gradients of a tied weight over its copies in all stages of all models at once.
+        """Sum the gradients of a tied weight over its copies in all stages of all model replicas at once.
 
-        DeepSpeed sums over the stages of each model, and every stage then averages over models in buckets of its own:
-        with other buckets it may add in another order, and the copies would drift apart. The average that follows
-        here too is one of equal numbers, in whatever order. Stages take the modules that they share in one order, that
-        of their keys; in the order of layers two stages could wait for each other.
+        DeepSpeed sums over the stages of each replica, and every stage then averages over replicas in its own buckets.
+        Different buckets may add in a different order, so the copies would drift apart. With the sum taken here, the
+        average that follows is one of equal numbers, whatever the order. All stages process shared modules in the
+        order of their keys; in the order of layers, two stages could deadlock.
         """
         if self._sums:
             self._sums.hand_over()
@@ -44,7 +44,7 @@ class PipelineEngine(engine.PipelineEngine):  # type: ignore[misc]  # DeepSpeed 
 
 
 def _holders(model: T5Pipeline) -> dict[str, list[int]]:
-    """The ranks that hold a copy of each tied module, in all models."""
+    """The ranks that hold a copy of each tied module, in all model replicas."""
     grid = model.mpu()
     return {
         key: sorted(

@@ -1,4 +1,4 @@
-"""Writes files and folders that appear whole or not at all, also after a power failure."""
+"""Write files and folders that appear whole or not at all, even after a power failure."""
 
 import errno
 import json
@@ -22,7 +22,7 @@ _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """Open a new file beside ``path`` that takes its place on success and vanishes on failure.
+    """Open a new file beside ``path`` that replaces it on success and is removed on failure.
 
     The data is on disk before the name is: fsync of the file, rename, fsync of the folder. The file has ``mode``,
     less the umask, from the moment it exists. Raises StorageError when the disk is full or read-only, else an OSError
@@ -46,12 +46,12 @@ def replacing(path: Path, *, mode: int = 0o666) -> Iterator[IO[bytes]]:
 
 
 def _remove(temporary: Path) -> None:
-    with suppress(OSError):  # the first error says more, and the name says that the file is nobody's
+    with suppress(OSError):  # the first error says more, and the .tmp name marks the file as disposable
         temporary.unlink()
 
 
 def _naming(path: Path, temporary: Path, error: OSError) -> OSError:
-    """The error, about ``path``; one about another file, from which the block may have read, stays as it is."""
+    """The error with ``path`` as its file; an error about another file, which the block may have read, is unchanged."""
     about = path_of(error) if error.errno is not None else None
     if error.errno is None or (about is not None and str(temporary) not in about and error.errno not in _CANNOT_WRITE):
         return error
@@ -83,8 +83,8 @@ def sync_folder(path: Path) -> None:
 def filling(path: Path) -> Iterator[Path]:
     """Yield the ``partial_folder`` of ``path``, which becomes ``path`` on success.
 
-    ``path`` must be absent or an empty folder by then. The bytes of the files must be on disk already
-    (``copy_durably`` sees to that); their names are made so here.
+    By then, ``path`` must be absent or an empty folder. The bytes of the files must already be on disk
+    (``copy_durably`` ensures that); here their names are made durable.
     """
     with partial_folder(path) as partial:
         yield partial
@@ -93,10 +93,10 @@ def filling(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def partial_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty sibling ``.{name}.partial``, which vanishes unless it was moved.
+    """Yield an empty sibling ``.{name}.partial``, which is removed unless it was moved.
 
-    What a killed process left behind is cleared by the next one. Raises StorageError when another live process
-    fills the same folder, or the disk says no.
+    Files that a killed process left behind are cleared by the next one. Raises StorageError when another live process
+    is filling the same folder, or when it cannot be created.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -108,13 +108,13 @@ def partial_folder(path: Path) -> Iterator[Path]:
         _clear(partial)
         yield partial
     finally:
-        if _is_open_as(partial, lock):  # else it was moved, and what is there by now is another process's
+        if _is_open_as(partial, lock):  # else it was moved, and a folder of that name is another process's
             shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
 
 
 def discard(path: Path) -> None:
-    """Remove a folder, if it is there, so that its name is free at once; also what a removal that was killed left."""
+    """Remove a folder, if it exists, so that its name is free at once; also what an interrupted removal left."""
     aside = path.with_name(f".{path.name}.discarded")
     try:
         if aside.exists():
@@ -127,7 +127,7 @@ def discard(path: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder and all that it holds; an OSError names the whole path, and not its last part alone."""
+    """Remove a folder and all its content; an OSError names the whole path, not only its last part."""
     if sys.version_info >= (3, 12):
         shutil.rmtree(folder, onexc=_raise_for)
     else:
@@ -141,7 +141,7 @@ def _raise_for(_: Callable[..., Any], path: str, error: BaseException) -> None:
 
 
 def rename_aside(path: Path) -> Path:
-    """Rename a file or folder to the first free ``{name}.aside-{number}`` beside it; that path."""
+    """Rename a file or folder to the first free ``{name}.aside-{number}`` beside it, and return that path."""
     for number in count(1):
         aside = path.with_name(f"{path.name}.aside-{number}")
         if not os.path.lexists(aside):
@@ -155,7 +155,7 @@ def rename_aside(path: Path) -> Path:
 
 
 def remove_discarded(parent: Path) -> None:
-    """Remove what ``discard`` has left of folders in ``parent`` when it was killed; not what has their names by now."""
+    """Remove what interrupted calls of ``discard`` left of folders in ``parent``; new folders of those names stay."""
     for aside in parent.glob(".*.discarded"):
         try:
             remove_folder(aside)
@@ -173,10 +173,10 @@ def copy_durably(source: Path, target: Path) -> None:
 
 
 def _lock(partial: Path) -> int:
-    """A descriptor that holds the folder's lock; the kernel lets go of it however this process ends."""
+    """A descriptor that holds the folder's lock; the kernel releases it however this process ends."""
     descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
     locked = try_lock(descriptor)
-    # Who held the lock before may have renamed the folder meanwhile: then it is finished, not ours to clear.
+    # The previous holder of the lock may have renamed the folder: then it is finished, not ours to clear.
     if not (locked and _is_open_as(partial, descriptor)):
         os.close(descriptor)
         raise StorageError(f"{partial} is being filled by another process: wait for it to end, then try again")

@@ -18,12 +18,12 @@ _DRIVE = re.compile(r"[A-Za-z]:")
 
 
 def confined(folder: Path, name: str, source: str, kind: type[T5TrainError] = StorageError) -> Path:
-    """``folder / name``, provided that it lies below the folder; an error of that kind names ``source`` if it does not.
+    """``folder / name`` if that is below the folder; otherwise raises ``kind``, naming ``source``.
 
     A name has the parts of a relative POSIX path, such as ``a/b.txt``. Links within the folder are not resolved.
     """
     if (fault := _fault(name)) is not None:
-        raise kind(f"{source} names {_shown(name)}, which {fault}: do not use what came from there until you know why")
+        raise kind(f"{source} names {_shown(name)}, which {fault}: do not use data from there until you know why")
     return folder / name
 
 
@@ -35,12 +35,12 @@ def child(folder: Path, name: str, source: str, kind: type[T5TrainError] = Stora
 
 
 def require_distinct(names: Iterable[str], source: str, kind: type[T5TrainError] = StorageError) -> None:
-    """Refuse two names that some file system keeps as one: by case, or by how an accent is encoded."""
+    """Refuse two names that some file systems treat as one: by case, or by how an accent is encoded."""
     seen: dict[str, str] = {}
     for name in names:
         if (key := _folded(name)) in seen:
             raise kind(
-                f"{source} names both {_shown(seen[key])} and {_shown(name)}, which not every file system tells apart: "
+                f"{source} names both {_shown(seen[key])} and {_shown(name)}, which are the same on some file systems: "
                 "rename one of them there"
             )
         seen[key] = name

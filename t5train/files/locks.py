@@ -1,8 +1,8 @@
-"""File locks, which the kernel releases however their holder ends, and the private folders they lie in.
+"""File locks, which the kernel releases however their holder ends, and the private folders that hold them.
 
-Such a lock excludes processes of this machine. Where a file system keeps locks local to each client (NFS mounted with
-``nolock`` or ``local_lock``, Lustre with ``localflock``), it does not exclude those of other machines. Standard library
-only, as guards import it.
+Such a lock excludes other processes of this machine. If a file system keeps locks local to each client (NFS mounted
+with ``nolock`` or ``local_lock``, Lustre with ``localflock``), it does not exclude those of other machines. Standard
+library only, as guards import it.
 """
 
 import errno
@@ -17,7 +17,7 @@ from t5train.errors import StorageError
 
 
 def private_folder(folder: Path) -> Path:
-    """Make a folder for its owner alone, if it is not there.
+    """Create a folder that only its owner can access, if it does not exist.
 
     Raises StorageError if it is a link, another user's, or open to others.
     """
@@ -26,7 +26,8 @@ def private_folder(folder: Path) -> Path:
         found = folder.lstat()
     except OSError as error:
         raise StorageError(
-            f"{folder} cannot be made: {error.strerror}; make room, repair its permissions, or choose another folder"
+            f"{folder} cannot be created: {error.strerror}; free some space, fix its permissions, or choose another "
+            "folder"
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise StorageError(
@@ -49,13 +50,13 @@ def file_system(path: Path) -> str:
         before, _, after = line.partition(" - ")
         mounted_on = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4])
         is_above = real == mounted_on or real.startswith(mounted_on.rstrip("/") + "/")
-        if is_above and len(mounted_on) >= len(longest):  # of two at one place, the later one covers the other
+        if is_above and len(mounted_on) >= len(longest):  # of two at one path, the later one hides the other
             found, longest = after.split()[0], mounted_on
     return found
 
 
 def is_network_file_system(path: Path) -> bool:
-    """Whether other machines may have the same files."""
+    """Whether other machines may share its files."""
     return _NETWORK.fullmatch(file_system(path)) is not None
 
 
@@ -64,7 +65,7 @@ _UNSUPPORTED = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 
 def flock(descriptor: int, operation: int) -> None:
-    """``fcntl.flock``; StorageError where the file system has no locks."""
+    """``fcntl.flock``; StorageError if the file system has no locks."""
     try:
         fcntl.flock(descriptor, operation)
     except OSError as error:
@@ -88,7 +89,7 @@ def try_lock(descriptor: int, seconds: float = 0.0) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody holds the exclusive lock of a file; to find out, it is shared for an instant."""
+    """Whether a process holds the exclusive lock of a file; to find out, the shared lock is taken briefly."""
     try:
         with open(path, "rb") as file:
             flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -102,6 +103,6 @@ def is_locked(path: Path) -> bool:
 def _no_locks(path: Path, error: OSError) -> StorageError:
     return StorageError(
         f"{path} cannot be locked: its file system ({file_system(path)}) does not support flock ({error.strerror}). "
-        "Mount it with locking (NFS: without nolock, with a lock service that runs; Lustre: with flock), or use a "
+        "Mount it with locking (NFS: without nolock, with a running lock service; Lustre: with flock), or use a "
         "folder on another file system"
     )

@@ -23,18 +23,18 @@ _REMEDIES = {
     errno.EPERM: _PERMISSION,
     errno.ENOSPC: "free some space there, or use another folder",
     errno.EDQUOT: "free some of this user's quota there, or use another folder",
-    errno.EROFS: "`dmesg` shows whether a disk error made it so; repair the disk and remount it, or use another folder",
-    errno.EIO: "the disk or the way to it fails: see `dmesg` and `smartctl -a`, then start again or use another folder",
+    errno.EROFS: "check `dmesg` for a disk error; repair the disk and remount it, or use another folder",
+    errno.EIO: "the disk or its connection fails: see `dmesg` and `smartctl -a`, then retry or use another folder",
     errno.ESTALE: "the file server no longer knows it: mount the folder again, then start again",
     errno.EMFILE: "this process may not open more files: raise the limit (`ulimit -n`), then start again",
     errno.ENFILE: "this machine may not open more files: raise fs.file-max (`sysctl fs.file-max`)",
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "a part of the path is a file: move it away, or use another path",
     errno.EISDIR: "a file is expected there: move the folder away, or use another path",
-    errno.ELOOP: "its symbolic links lead in a circle: remove one of them",
+    errno.ELOOP: "its symbolic links form a loop: remove one of them",
     errno.ENAMETOOLONG: "use a shorter path or name",
     errno.EFBIG: "raise the limit on file sizes (`ulimit -f`), or use another file system",
-    errno.ENOLCK: "the file system has no locks left, or none at all: see how it is mounted",
+    errno.ENOLCK: "the file system has run out of locks, or has none: check how it is mounted",
     errno.ENXIO: "its device is gone: see `dmesg`",
     errno.ENODEV: "its device is gone: see `dmesg`",
     errno.EUCLEAN: "its file system is damaged: see `dmesg`, and run fsck",
@@ -43,7 +43,7 @@ _REMEDIES = {
 
 
 def explain(error: OSError) -> str:
-    """One line: the path if it is known, what the system says, and the remedy."""
+    """One line: the path if it is known, the system's message, and the remedy."""
     said = error.strerror or " ".join(str(error).split()) or type(error).__name__
     path = None if isinstance(error, ConnectionError | TimeoutError) or error.errno is None else path_of(error)
     remedy = _REMEDIES.get(error.errno or 0)
@@ -65,7 +65,7 @@ def path_of(error: OSError) -> str | None:
 
 
 def of_rank(error: OSError | StorageError) -> T5TrainError:
-    """What an error means that ended a rank: its disk is full, has failed, or may not be used so."""
+    """Classify the error that ended a rank: its disk is full, has failed, or cannot be used in this way."""
     cause = cause_of(error)
     number = cause.errno if cause else None
     text = explain(error) if isinstance(error, OSError) else str(error)
@@ -76,7 +76,7 @@ def of_rank(error: OSError | StorageError) -> T5TrainError:
 
 @contextmanager
 def naming(path: PurePath) -> Iterator[None]:
-    """Within the block, an error of a file system that names no file is about ``path``: a read, a write or a sync."""
+    """Within the block, a file system error without a path, as from a read, write or sync, is raised with ``path``."""
     try:
         yield
     except (ConnectionError, TimeoutError):  # of the network
@@ -91,8 +91,8 @@ def naming(path: PurePath) -> Iterator[None]:
 def library_errors(library: str, folder: PurePath) -> Iterator[None]:
     """Within the block, whatever a library raises becomes a StorageError that names the folder it works on.
 
-    Libraries written in Rust raise a bare Exception without a path where a file cannot be read or written, and others
-    guess at a cause: a ValueError for a missing package, say.
+    Libraries written in Rust raise a bare Exception without a path if a file cannot be read or written, and others
+    guess the cause, for example with a ValueError about a missing package.
     """
     try:
         yield
@@ -118,7 +118,7 @@ def as_storage_errors() -> Iterator[None]:
 
 
 def cause_of(error: BaseException) -> OSError | None:
-    """The error of the operating system that an error is, or was raised from."""
+    """The OSError that an error is, or was raised from; None if there is none."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__
@@ -126,7 +126,7 @@ def cause_of(error: BaseException) -> OSError | None:
 
 
 def _text(name: object) -> str:
-    if isinstance(name, int):  # a descriptor was given in place of a path
+    if isinstance(name, int):  # a descriptor was passed instead of a path
         return f"file descriptor {name}"
     return os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) else str(name)
 

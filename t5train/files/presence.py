@@ -1,8 +1,8 @@
-"""What is on disk, told apart from what cannot be read at the moment. Standard library only, as nodes import it.
+"""Check what exists on disk, as opposed to what cannot be read now. Standard library only, as nodes import it.
 
-``Path.glob`` and ``os.path.exists`` answer "nothing there" to some errors, and a bare ``OSError`` from a read does not
-even name the file. Whatever decides about checkpoints or results asks here: the answer is what is there, or "absent"
-because the operating system said so (ENOENT), or ``Unreadable`` with path, cause and remedy.
+``Path.glob`` and ``os.path.exists`` report some errors as "does not exist", and a bare ``OSError`` from a read does not
+even name the file. Code that decides about checkpoints or results uses this module: the answer is what exists, or
+"absent" because the operating system said so (ENOENT), or ``Unreadable`` with path, cause and remedy.
 """
 
 import errno
@@ -36,7 +36,7 @@ def unreadable(path: Path, error: OSError) -> Unreadable:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn errors of the operating system into Unreadable for ``path``, except those that prove that it is absent."""
+    """Turn OSErrors into Unreadable for ``path``, except those that prove that it is absent."""
     try:
         yield
     except (*ABSENT, ConnectionError):
@@ -60,7 +60,7 @@ def visible_in(folder: Path) -> list[Path]:
 
 
 def files_below(folder: Path) -> list[str]:
-    """Relative paths of all that is below a folder, except folders; a link to one is listed, not followed.
+    """Relative paths of everything below a folder, except folders; a link to a folder is listed, not followed.
 
     Raises Unreadable.
     """
@@ -75,13 +75,13 @@ def files_below(folder: Path) -> list[str]:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder is there. Raises Unreadable."""
+    """Whether ``path`` is a folder. Raises Unreadable."""
     found = _stat(path)
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
 def is_there(path: Path) -> bool:
-    """Whether anything is there. Raises Unreadable."""
+    """Whether ``path`` exists. Raises Unreadable."""
     return _stat(path) is not None
 
 

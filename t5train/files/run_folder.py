@@ -1,4 +1,4 @@
-"""Names of what lies in a run's folder, ``{root}/runs/{run_name}``, and variables by which a guard passes paths on.
+"""Names of files in a run's folder, ``{root}/runs/{run_name}``, and environment variables for a guard's paths.
 
 Standard library only, as guards import it.
 """
@@ -11,17 +11,17 @@ from t5train.errors import UnlistedFile
 RUNS = "runs"
 """Folder under the root with a folder for each run."""
 RUN = "run.json"
-"""What the run was begun as."""
+"""The spec and identity that the run was begun with."""
 METRICS = "metrics.jsonl"
-"""One JSON line a step."""
+"""One JSON line per step."""
 TENSORBOARD = "tensorboard"
-"""Folder with the same for TensorBoard."""
+"""Folder with the same metrics for TensorBoard."""
 CHECKPOINTS = "checkpoints"
-"""DeepSpeed's save folder: a folder a tag."""
+"""DeepSpeed's save folder, with one folder per tag."""
 SET_ASIDE = "set-aside"
-"""Folder for what must neither be used nor deleted, such as a damaged checkpoint; beside a run's checkpoints."""
+"""Folder for files that must be neither used nor deleted, such as a damaged checkpoint; beside a run's checkpoints."""
 LAST_COMPLETE = "last-seen.json"
-"""Which checkpoint was the last that was known to be complete."""
+"""The last checkpoint that was known to be complete."""
 BEGIN_AGAIN = "begin-again"
 """File that asks the next start to move all checkpoints aside and to begin at step 0."""
 NOT_BEGUN_AGAIN = "not-begun-again.json"
@@ -33,9 +33,9 @@ ATTEMPTS = "attempts"
 FAILURES = "failures.jsonl"
 """One JSON line for each failure of an attempt (infra.head.host_selection)."""
 ATTEMPT_SPEC = "spec.json"
-"""In the folder of an attempt: what its ranks are told."""
+"""In the folder of an attempt: the job of its ranks."""
 WITNESS_FOLDER = "witness"
-"""Folder with what the engine said of its own weights at the end."""
+"""Folder with what the engine recorded of its own weights at the end."""
 WEIGHTS = "weights"
 """Folder with a folder of safetensors for each checkpoint that was consolidated."""
 EXPORT = "export"
@@ -57,7 +57,7 @@ def step_of(tag: str) -> int:
 
 
 def is_tag(name: str) -> bool:
-    """Whether a folder of this name is a run's checkpoint; one of any other name is somebody's copy or note."""
+    """Whether a folder of this name is a run's checkpoint; one of any other name is the user's copy or note."""
     return _TAG.fullmatch(name) is not None
 
 
@@ -67,12 +67,12 @@ def name_while_removed(token: str) -> str:
 
 
 def is_tag_or_removed(name: str) -> bool:
-    """Whether it is a checkpoint, or what is left of one whose removal was interrupted."""
+    """Whether the name is that of a checkpoint, or of the rest of one whose removal was interrupted."""
     return is_tag(name) or re.fullmatch(f"{_REMOVED}[0-9a-f]{{8}}", name) is not None
 
 
 RANK_FILES = "T5_RANK_FILES"
-"""The files of the rank itself, up to their suffix: ``.../rank-00003``."""
+"""Prefix of the paths of the rank's own files: ``.../rank-00003``."""
 LOCKS = "T5_LOCKS"
 """This machine's folder of locks on accelerators."""
 

@@ -1,7 +1,8 @@
-"""Moves what must not be used, and must not be lost, out of the way. Standard library only, as nodes import it.
+"""Move files that must be neither used nor lost out of the way. Standard library only, as nodes import it.
 
-A damaged checkpoint that is newer than the one training resumes from, or a copy that cannot be read while another one
-can: neither is ever deleted. Nothing prunes or frees a folder called ``set-aside``; the log says what was moved there.
+Such files are a damaged checkpoint that is newer than the one training resumes from, or an unreadable copy while
+another one can be read. They are never deleted: nothing prunes or frees a folder called ``set-aside``, and the log says
+what was moved there.
 """
 
 import logging
@@ -16,9 +17,9 @@ _log = logging.getLogger(__name__)
 
 
 def set_aside(path: Path, into: Path, why: str) -> Path | None:
-    """Rename a file or folder to a name of its own in the folder ``into``, durably; None if it is gone already.
+    """Rename a file or folder to a unique name in the folder ``into``, durably; None if it no longer exists.
 
-    Raises StorageError when it cannot be renamed, as between two disks; it is then where it was.
+    Raises StorageError when it cannot be renamed, as between two disks; it then stays where it is.
     """
     within = f"{path.parent.name}-" if path.parent.name.startswith("step-") else ""
     target = into / f"{within}{path.name}.{secrets.token_hex(4)}"

@@ -1,1 +1,1 @@
-"""T5, with Hugging Face's parameter names."""
+"""The T5 model, with Hugging Face's parameter names."""

@@ -1,7 +1,8 @@
-"""Activation checkpointing (Chen et al. 2016): what lies within a block is computed again when it is needed.
+"""Activation checkpointing (Chen et al. 2016): activations within a block are recomputed in the backward pass.
 
-The one place that knows how: torch's non-reentrant form, whose graph is that of an ordinary pass, so that gradients are
-summed in the same order and are bit-equal. Generators are set back for the second pass, so that dropout falls alike.
+Uses torch's non-reentrant checkpointing. Its graph is that of an ordinary pass, so that gradients are summed in the
+same order and are bit-identical. The state of random generators is restored for the second pass, so that dropout is the
+same.
 """
 
 from collections.abc import Callable
@@ -12,20 +13,20 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Recomputable(nn.Module):
-    """A module that asks ``self.recompute`` whether to run its parts by ``recomputed``."""
+    """A module that runs its parts with ``recomputed`` if ``self.recompute`` is set."""
 
     recompute = False
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """From now on every block of ``model`` keeps its inputs for the backward pass, and nothing of what lies within."""
+    """Make every block of ``model`` keep only its inputs for the backward pass, and recompute its activations."""
     for module in model.modules():
         if isinstance(module, Recomputable):
             module.recompute = True
 
 
 def recomputed(part: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
-    """``part(*inputs)``, to be run a second time in the backward pass."""
+    """Run ``part(*inputs)``; it is run again in the backward pass."""
     if not torch.is_grad_enabled():
         return part(*inputs)
     output: Tensor = checkpoint(part, *inputs, use_reentrant=False)

@@ -1,4 +1,4 @@
-"""First values of every parameter, a function of seed and name alone: every layout starts from the same numbers."""
+"""Initial values of every parameter. They depend only on seed and name, so every layout starts from the same values."""
 
 import hashlib
 import math
@@ -9,21 +9,21 @@ from torch import Tensor, nn
 
 from t5train.model.model_shape import T5Shape
 
-# Of the variance of experts and routers: Fedus et al. 2022, section 2.4, where the usual one made training unstable.
+# Factor for the variance of experts and routers (Fedus et al. 2022, section 2.4: the usual one made training unstable).
 EXPERT_SCALE = 0.1
 
 Fill = Callable[[str, nn.Parameter], None]
-"""Gives a parameter, in place, the first value of its Hugging Face name."""
+"""Fills a parameter in place with the initial value for its Hugging Face name."""
 
 
 def initialise(name: str, parameter: nn.Parameter, shape: T5Shape, seed: int) -> None:
-    """Fill a parameter in place by seed and its Hugging Face name."""
+    """Fill a parameter in place with the initial value for seed and Hugging Face name."""
     with torch.no_grad():
         parameter.copy_(first_value(name, parameter.shape, shape, seed))
 
 
 def first_value(name: str, size: torch.Size, shape: T5Shape, seed: int) -> Tensor:
-    """fp32 tensor of ``size``: ones for norms, else normal with T5's standard deviation for that name."""
+    """fp32 tensor of ``size``: ones for norms, otherwise normal with T5's standard deviation for that name."""
     if name.endswith("layer_norm.weight"):
         return torch.ones(size)
     digest = hashlib.sha256(f"{seed}|{name}".encode()).digest()

@@ -1,4 +1,4 @@
-"""Experts in place of a feed-forward: DeepSpeed's MoE layer, as Switch Transformers have it (Fedus et al. 2022)."""
+"""Experts instead of a feed-forward layer: DeepSpeed's MoE layer, as in Switch Transformers (Fedus et al. 2022)."""
 
 import torch
 from deepspeed.moe.layer import MoE
@@ -10,12 +10,12 @@ from t5train.model.model_shape import T5Shape
 
 
 class SparseFeedForward(MoE):  # type: ignore[misc]  # DeepSpeed has no types
-    """ReLU experts, of which a router in fp32 chooses one or two for each token.
+    """ReLU experts; an fp32 router chooses one or two of them for each token.
 
-    While training an expert takes ``capacity_factor`` times its even share of a micro-batch; which of the tokens beyond
-    it are dropped is drawn by lot. Evaluation drops none, so that it is a function of the tokens alone.
-    ``router_loss`` is the weighted loss of the last forward pass, and ``tokens`` [num_experts] and ``overflow`` count,
-    since they were last set to zero, the tokens that chose each expert and those beyond its capacity.
+    In training, an expert takes up to ``capacity_factor`` times its even share of a micro-batch; of more tokens, random
+    ones are dropped. Evaluation drops none, so that its result depends only on the tokens.
+    ``router_loss`` is the weighted loss of the last forward pass. ``tokens`` [num_experts] counts the tokens routed to
+    each expert since the last ``reset``, ``overflow`` those above capacity.
     """
 
     router_loss: Tensor
@@ -37,7 +37,7 @@ class SparseFeedForward(MoE):  # type: ignore[misc]  # DeepSpeed has no types
         self.reset()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[b, n, d_model] to the same."""
+        """[b, n, d_model] to the same shape."""
         gate = self.deepspeed_moe.gate
         gate.drop_tokens = gate.use_rts = gate.top2_2nd_expert_sampling = self.training
         output: Tensor
@@ -47,7 +47,7 @@ class SparseFeedForward(MoE):  # type: ignore[misc]  # DeepSpeed has no types
         return output
 
     def reset(self) -> None:
-        """Count from zero."""
+        """Set the counts to zero."""
         self.tokens = torch.zeros(self.num_experts, dtype=torch.int64)
         self.overflow = torch.zeros((), dtype=torch.int64)
 

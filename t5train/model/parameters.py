@@ -1,6 +1,6 @@
-"""Name and shape of every parameter of a T5, as Hugging Face's models have them, and where an engine keeps it.
+"""Name and shape of every parameter of a T5, as in Hugging Face's models, and where an engine keeps it.
 
-Without torch. Tied parameters appear once.
+Does not import torch. Tied parameters appear once.
 """
 
 import math
@@ -69,9 +69,9 @@ class _Part(BaseModel):
 
 
 class ParameterSlot(_Part):
-    """Where one parameter lies in the flat buffer of its parameter group, all ranks' partitions joined.
+    """Position of one parameter in the flat buffer of its parameter group, with all ranks' partitions joined.
 
-    At ZeRO 3, which cuts every parameter by itself, it is where each rank's part begins in that rank's buffer.
+    At ZeRO 3, which partitions every parameter separately, it is the start of each rank's part in that rank's buffer.
     ``name`` is Hugging Face's; ``offset`` and ``numel`` count elements.
     """
 
@@ -95,9 +95,9 @@ class ParameterSlot(_Part):
 class ExpertLayer(_Part):
     """One layer with a mixture of experts, Hugging Face's sparse layer ``path`` (``"encoder.block.1.layer.1.mlp"``).
 
-    ``module`` is what the files call DeepSpeed's ``MoE`` in it, behind the model's prefix; it names its experts and
-    their gate otherwise than Hugging Face. Expert-parallel rank e of ``expert_parallel_size`` holds experts
-    ``e * n`` to ``e * n + n - 1``, n being ``num_experts // expert_parallel_size``.
+    ``module`` is the name of its DeepSpeed ``MoE`` in the files, after the model's prefix; its names of experts and
+    gate differ from Hugging Face's. Expert-parallel rank e of ``expert_parallel_size`` holds experts ``e * n`` to
+    ``e * n + n - 1``, with n = ``num_experts // expert_parallel_size``.
     """
 
     path: str = Field(min_length=1)
@@ -106,7 +106,7 @@ class ExpertLayer(_Part):
     expert_parallel_size: int = Field(ge=1)
 
     def huggingface_name(self, name: str) -> str:
-        """Hugging Face's name for what the files call ``name``, experts numbered over all ranks."""
+        """Hugging Face's name for ``name`` in the files; experts are numbered over all ranks."""
         experts, gate = f"{self.module}.{_EXPERTS}", f"{self.module}.{_GATE}"
         if name.startswith(experts):
             return f"{self.path}.experts.expert_{name.removeprefix(experts)}"
@@ -123,9 +123,9 @@ class ExpertLayer(_Part):
 
 
 def huggingface_name(name: str, model_prefix: str, pipeline_layers: Mapping[str, str]) -> str:
-    """Hugging Face's name of a parameter that the engine's module calls ``name``.
+    """Hugging Face's name for parameter ``name`` of the engine's module.
 
-    Raises ValueError when the name does not begin with ``model_prefix``, or with a layer of the pipeline.
+    Raises ValueError if the name does not begin with ``model_prefix``, or with a layer of the pipeline.
     """
     if not name.startswith(model_prefix):
         raise ValueError(f"{name!r} does not begin with {model_prefix!r}")

@@ -1,9 +1,9 @@
 """T5 as a sequence of layers that DeepSpeed spreads over the stages of a pipeline. Dense models only.
 
-The first layer embeds inputs of encoder and decoder, so that the decoder's travel through the encoder's stages: a
-second copy of the embedding, whose gradients would have to be summed at every step, is not needed for them. From
-stage to stage goes one tensor, the states of encoder and decoder joined, so that a backward pass through a stage is
-one. Each stage has its own copy of the position biases it needs, and computes them once a pass.
+The first layer embeds the inputs of encoder and decoder, and the decoder's pass through the encoder's stages. So the
+decoder needs no second copy of the embedding, whose gradients would have to be summed in every step. Stages exchange
+one tensor, the joined states of encoder and decoder, so that a stage needs one backward pass. Each stage has its own
+copy of the position biases it needs, and computes them once per pass.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -29,10 +29,10 @@ TIED = "tied_modules."
 
 
 class Flow(NamedTuple):
-    """What goes from layer to layer within a stage.
+    """The value that layers of a stage pass on.
 
-    ``source`` [b, s, d_model] is the encoder's state, at last its output, and ``target`` [b, t, d_model] the decoder's;
-    ``bias`` [1, heads, n, n] is the position bias of the stack that is being computed.
+    ``source`` [b, s, d_model] is the encoder's state, finally its output; ``target`` [b, t, d_model] is the decoder's;
+    ``bias`` [1, heads, n, n] is the position bias of the current stack.
     """
 
     source: Tensor
@@ -43,7 +43,7 @@ class Flow(NamedTuple):
 class T5Pipeline(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no types
     """This rank's stage of a T5; all ranks must build it together.
 
-    ``pipeline_layers`` maps what DeepSpeed calls a layer of any stage to its path in Hugging Face's model.
+    ``pipeline_layers`` maps DeepSpeed's name of a layer, of any stage, to its path in Hugging Face's model.
     """
 
     expert_parallel_size = 1
@@ -61,14 +61,14 @@ class T5Pipeline(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no type
         self.pipeline_layers = _paths(layers)
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats while training; in evaluation that of each target token, fp32 [b, t]."""
+        """Mean cross-entropy in nats in training; in evaluation, that of each target token, fp32 [b, t]."""
         flat = logits.float().view(-1, logits.shape[-1])
         if self.training:
             return functional.cross_entropy(flat, targets.reshape(-1))
         return functional.cross_entropy(flat, targets.reshape(-1), reduction="none").view(targets.shape)
 
     def sparse_layers(self) -> "Iterator[tuple[str, SparseFeedForward]]":
-        """None: a pipeline has no experts."""
+        """Empty: a pipeline has no experts."""
         return iter(())
 
     def tied_stages(self) -> dict[str, list[int]]:
@@ -80,13 +80,13 @@ class T5Pipeline(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no type
         return {key: sorted(held) for key, held in stages.items()}
 
     def _partition_layers(self, method: list[int]) -> None:
-        """DeepSpeed's own balance counts parameters, those of an embedding too, and not what they cost to compute."""
+        """Overridden because DeepSpeed balances by parameters, including embeddings, and not by cost of computation."""
         self.parts = method
         self._set_bounds(start=method[self.stage_id], stop=method[self.stage_id + 1])
 
 
 class Embedding(nn.Module):
-    """The shared embedding, of the inputs of encoder and decoder."""
+    """The shared embedding of the inputs of encoder and decoder."""
 
     def __init__(self, shape: T5Shape, decoder_start_id: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(shape.dropout_rate)
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Flow:
-        """Of inputs [b, s] and targets [b, t], both ids."""
+        """Embed inputs [b, s] and targets [b, t], both ids."""
         inputs, targets = batch
         source = functional.embedding(inputs, self.weight)
         target = functional.embedding(shift_right(targets, self.decoder_start_id), self.weight)
@@ -103,10 +103,10 @@ class Embedding(nn.Module):
 
 
 class StageBias(PositionBias):
-    """The position bias of a stack, for the blocks of it that a stage holds."""
+    """The position bias of a stack, for those of its blocks that a stage holds."""
 
     def forward(self, flow: Flow) -> Flow:  # type: ignore[override]  # the layers of a pipeline take one value
-        """Put the bias into the flow."""
+        """The flow with the bias."""
         return flow._replace(bias=super().forward((flow.target if self.causal else flow.source).shape[1]))
 
 
@@ -129,7 +129,7 @@ class DecoderBlock(Block):
 
 
 class StackEnd(nn.Module):
-    """The norm and dropout behind the last block of encoder or decoder."""
+    """The norm and dropout after the last block of encoder or decoder."""
 
     def __init__(self, shape: T5Shape, is_decoder: bool) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class StackEnd(nn.Module):
 
 
 class Output(nn.Module):
-    """Logits of an output layer of its own (v1.1)."""
+    """Logits of a separate output layer (v1.1)."""
 
     def __init__(self, shape: T5Shape) -> None:
         super().__init__()
@@ -157,22 +157,22 @@ class Output(nn.Module):
 
 
 def tied_output(embedding: Embedding, flow: Flow) -> Tensor:
-    """Logits [b, t, vocab_size] by the embedding (v1.0)."""
+    """Logits [b, t, vocab_size] of the embedding (v1.0)."""
     return functional.linear(flow.target * embedding.weight.shape[1] ** -0.5, embedding.weight)
 
 
 def join(flow: Flow) -> Tensor:
-    """What goes to the next stage, [b, s + t, d_model]: one tensor, so that the way back is one pass."""
+    """The input of the next stage, [b, s + t, d_model]: a single tensor, so that one backward pass is enough."""
     return torch.cat([flow.source, flow.target], dim=1)
 
 
 def split(sample: Geometry, joined: Tensor) -> Flow:
-    """What the stage before has joined."""
+    """Split the output of the previous stage; the inverse of ``join``."""
     return Flow(joined[:, : sample.input_tokens], joined[:, sample.input_tokens :])
 
 
 class _Layer(NamedTuple):
-    """A layer, and the path of its parameters in Hugging Face's model; None where it has none of its own."""
+    """A layer, and the path of its parameters in Hugging Face's model; None if it has no parameters of its own."""
 
     spec: LayerSpec | Callable[..., Flow | Tensor]
     path: str | None = None
@@ -197,7 +197,7 @@ def _stage(shape: T5Shape, start_id: int, sample: Geometry, units: range) -> Ite
 
 
 def _blocks(shape: T5Shape, indices: range, is_decoder: bool) -> Iterator[_Layer]:
-    """Blocks of one stack, behind the bias that they share; nothing for none."""
+    """Blocks of one stack, preceded by their shared bias; empty without blocks."""
     stack, block = ("decoder", DecoderBlock) if is_decoder else ("encoder", EncoderBlock)
     if indices:
         path = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
@@ -218,7 +218,7 @@ def _output(shape: T5Shape, start_id: int) -> _Layer:
 
 
 def _paths(layers: Iterable[_Layer]) -> dict[str, str]:
-    """Path by what DeepSpeed calls a layer: its number, and its key too where it is tied."""
+    """Paths by DeepSpeed's names of layers: the number and, for a tied layer, also the key."""
     paths: dict[str, str] = {}
     for index, layer in enumerate(layers):
         if layer.path is not None:

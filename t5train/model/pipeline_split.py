@@ -11,19 +11,19 @@ from t5train.model.model_shape import RELATIVE_BUCKETS, T5Shape, block_parameter
 def stage_bounds(shape: T5Shape, num_stages: int, sample: Geometry) -> list[int]:
     """Stage s holds units ``bounds[s]`` to ``bounds[s + 1]``: blocks of the encoder, of the decoder, then the output.
 
-    The stage that takes longest takes as little as can be. Raises SpecError when there are more stages than units.
+    The cost of the slowest stage is minimal. Raises SpecError if there are more stages than units.
     """
     costs = unit_costs(shape, sample)
     if num_stages > len(costs):
         raise SpecError(
-            f"layout.pipeline_stages is {num_stages}: the model has {shape.num_layers} encoder blocks, "
-            f"{shape.num_decoder_layers} decoder blocks and an output to spread, {len(costs)} in all"
+            f"layout.pipeline_stages is {num_stages}: the model has only {shape.num_layers} encoder blocks, "
+            f"{shape.num_decoder_layers} decoder blocks and an output to spread; set at most {len(costs)}"
         )
     return balanced(costs, num_stages)
 
 
 def stage_parameters(shape: T5Shape, num_stages: int, sample: Geometry) -> list[int]:
-    """Parameters of each stage at most: of its units, the embedding in the first and, if tied, the last one; biases."""
+    """Upper bound on each stage's parameters: units, biases and, in the first and a tied last one, the embedding."""
     bounds = stage_bounds(shape, num_stages, sample)
     embedding = shape.vocab_size * shape.d_model
     encoder, decoder = block_parameters(shape)
@@ -37,7 +37,7 @@ def stage_parameters(shape: T5Shape, num_stages: int, sample: Geometry) -> list[
 
 
 def unit_costs(shape: T5Shape, sample: Geometry) -> list[int]:
-    """Multiplications of each unit's forward pass over one sample; embeddings look up, and cost nothing."""
+    """Multiplications of each unit's forward pass over one sample; embeddings are look-ups and cost nothing."""
     attention, feed_forward = shape.d_model * shape.inner, (3 if shape.gated else 2) * shape.d_model * shape.d_ff
     inputs, targets = sample.input_tokens, sample.target_tokens
     encoder = inputs * (4 * attention + feed_forward) + 2 * inputs * inputs * shape.inner
@@ -48,12 +48,12 @@ def unit_costs(shape: T5Shape, sample: Geometry) -> list[int]:
 
 
 def balanced(costs: list[int], num_parts: int) -> list[int]:
-    """Bounds of non-empty runs of ``costs`` of which the costliest costs least."""
+    """Bounds that split ``costs`` into non-empty runs with the smallest possible maximum cost."""
     before = [0, *accumulate(costs)]
 
     @cache
     def best(parts: int, stop: int) -> tuple[int, tuple[int, ...]]:
-        """The costliest of so many runs that end at ``stop``, and where they begin and end."""
+        """The maximum cost of ``parts`` runs that end at ``stop``, and their bounds."""
         if parts == 1:
             return before[stop], (0, stop)
         return min(

@@ -1,6 +1,6 @@
-"""The model that a run continues from: a Hugging Face folder, whether it fits the settings, and what identifies it.
+"""The model that a run continues from: its Hugging Face folder, whether it fits the settings, and its fingerprint.
 
-No tensor is read.
+Weights are only digested, and compared where a file holds copies of tied ones.
 """
 
 import json
@@ -26,7 +26,7 @@ from t5train.spec import ModelSpec, pad_vocabulary
 _SIZES = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "num_decoder_layers")
 _SPARSE = ("num_experts", "num_sparse_encoder_layers", "num_sparse_decoder_layers")
 _COUNTS = {"t5": ("vocab_size", *_SIZES), "switch_transformers": ("vocab_size", *_SIZES, *_SPARSE)}
-_LEFT_OUT = {  # by configurations that are older than the field
+_LEFT_OUT = {  # defaults for configurations that are older than the field
     "relative_attention_num_buckets": 32,
     "relative_attention_max_distance": 128,
     "layer_norm_epsilon": 1e-6,
@@ -34,17 +34,18 @@ _LEFT_OUT = {  # by configurations that are older than the field
 }
 _SCALED = "scale_decoder_outputs"
 _FEED_FORWARDS = ("relu", "gated-gelu")  # of v1.0 and v1.1
-_NO_REMEDY = "no settings ask for a model of that form (the vocabulary must be a multiple of 128); name another folder"
+_NO_REMEDY = "no settings describe such a model (the vocabulary must be a multiple of 128); name another folder"
 
 
 def told_by(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """The fields of a configuration that decide what its model computes; SpecError where it is no T5's.
+    """The fields of a configuration that determine what its model computes; SpecError if it is not that of a T5.
 
-    v1.0, which is tied, scales its output; transformers 5 says so in a field of its own, older ones by the tie.
+    v1.0, which is tied, scales its output. transformers 5 has a separate field for this; older versions derive it from
+    the tie.
     """
     kind = config.get("model_type")
     if kind not in _COUNTS:
-        raise SpecError(f"model.start_from: {file} has the model_type {kind!r}: there are {' and '.join(_COUNTS)}")
+        raise SpecError(f"model.start_from: {file} has model_type {kind!r}: it must be {' or '.join(_COUNTS)}")
     told = {name: config.get(name) for name in _COUNTS[kind]}
     if told["num_decoder_layers"] is None:
         told["num_decoder_layers"] = told["num_layers"]
@@ -57,19 +58,19 @@ def told_by(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def require_agreement(told: Mapping[str, Any], shape: T5Shape, file: Path) -> None:
-    """SpecError that names every field in which a configuration differs from a shape, and what to set."""
+    """Raise SpecError if a configuration differs from a shape; it names every such field, and what to set."""
     config = huggingface_config(shape, pad_id=0, eos_id=1) | {_SCALED: shape.tied}
     asked = {name: config.get(name, usual) for name, usual in (dict.fromkeys(told) | _LEFT_OUT).items()}
     if changed := differences(asked, told):
         remedy = _settings(asked, told)
         raise SpecError(
-            f"model.start_from: {file} is of another model than the settings ({'; '.join(changed)}): "
+            f"model.start_from: {file} describes another model than the settings ({'; '.join(changed)}): "
             + (f"set {' '.join(f'{name}={value}' for name, value in remedy.items())}" if remedy else _NO_REMEDY)
         )
 
 
 def _settings(asked: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
-    """What to set so that the settings ask for the model there; nothing where none do."""
+    """Changes after which the settings describe this model; empty if there are none."""
     version, feed_forward = ("v1.0", _FEED_FORWARDS[0]) if told[_SCALED] else ("v1.1", _FEED_FORWARDS[1])
     if any(asked[name] != told[name] for name in _LEFT_OUT if name != "feed_forward_proj"):
         return {}
@@ -100,7 +101,7 @@ _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.ckpt", "*.h5", "*.msgpack")
 
 
 class HuggingFaceFolder(NamedTuple):
-    """``tensors`` have the names of the files, in which a tied tensor may stand twice."""
+    """A model's folder. ``tensors`` have the names of the files, which may hold a tied tensor twice."""
 
     path: Path
     config: dict[str, Any]
@@ -109,15 +110,13 @@ class HuggingFaceFolder(NamedTuple):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Of ``model.safetensors``, or of the shards that its index names.
+        """Open a folder with ``model.safetensors``, or with the shards that its index names.
 
-        Raises InputError for a folder that is absent, damaged or incomplete, and for one whose weights are a pickle,
-        which can run whatever code it likes.
+        Raises InputError for a folder that is missing, damaged or incomplete, and for one whose weights are a pickle,
+        which can run arbitrary code.
         """
         if not path.is_dir():
-            raise InputError(
-                f"model.start_from is {path}: there is no such folder on this machine; name where it lies now"
-            )
+            raise InputError(f"model.start_from is {path}: this machine has no such folder; give its current path")
         files = _weight_files(path)
         return cls(path, _read_json(path / CONFIG), files, list_tensors(files))
 
@@ -130,7 +129,7 @@ def _weight_files(folder: Path) -> list[Path]:
     places = _read_json(folder / _INDEX).get("weight_map")
     names = set(places.values()) if isinstance(places, dict) else set()
     if not names or not all(isinstance(name, str) for name in names):
-        raise InputError(f"{folder / _INDEX} does not name the files of weights beside it: restore it")
+        raise InputError(f"{folder / _INDEX} does not name the weight files in its folder: restore it")
     files = {name: child(folder, name, str(folder / _INDEX), InputError) for name in sorted(names)}
     if missing := [name for name, file in files.items() if not file.is_file()]:
         raise InputError(f"{folder} lacks {missing[0]}, which {_INDEX} names: copy it there too")
@@ -140,25 +139,25 @@ def _weight_files(folder: Path) -> list[Path]:
 def _without_weights(folder: Path) -> str:
     if others := sorted(path.name for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern)):
         return (
-            f"{folder} has its weights in {others[0]}, which may run code when it is read: load it where you trust it, "
-            "with transformers' from_pretrained, and save it with save_pretrained, which writes safetensors"
+            f"{folder} has its weights in {others[0]}, which can run code when it is read: if you trust it, load it "
+            "with transformers' from_pretrained and save it with save_pretrained, which writes safetensors"
         )
-    return f"{folder} has neither {WEIGHTS} nor {_INDEX}: name the folder of a whole model"
+    return f"{folder} has neither {WEIGHTS} nor {_INDEX}: name the folder of a complete model"
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        raise InputError(f"{path} does not exist: name the folder of a whole model") from None
+        raise InputError(f"{path} does not exist: name the folder of a complete model") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read ({error}): restore it from where it came") from error
+        raise InputError(f"{path} cannot be read ({error}): restore it from its source") from error
     if not isinstance(found, dict):
-        raise InputError(f"{path} holds no JSON object: restore it from where it came")
+        raise InputError(f"{path} holds no JSON object: restore it from its source")
     return found
 
 
-# Older versions of transformers wrote it; none reads it.
+# Older versions of transformers wrote this tensor; none reads it.
 _NEVER_READ = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 _SHARED, _HEAD = "shared.weight", "lm_head.weight"
 _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
@@ -166,10 +165,10 @@ _log = logging.getLogger(__name__)
 
 
 def require_fit(model: ModelSpec, tokenizer_vocab_size: int) -> None:
-    """Nothing without ``start_from``; else refuse a folder whose model is not the one the settings describe.
+    """Refuse a ``start_from`` folder whose model is not the one that the settings describe; do nothing without one.
 
     Raises SpecError that names every field of its ``config.json`` that differs, and what to set; InputError for a
-    folder that cannot be read, or whose tensors are too few, too many or of another shape.
+    folder that cannot be read, or that has missing tensors, extra tensors or tensors of another shape.
     """
     if (path := _folder(model)) is None:
         return
@@ -177,8 +176,8 @@ def require_fit(model: ModelSpec, tokenizer_vocab_size: int) -> None:
     told = told_by(folder.config, path / CONFIG)
     if told["vocab_size"] < tokenizer_vocab_size:
         raise SpecError(
-            f"model.start_from is {path}, with a vocabulary of {told['vocab_size']}, and the tokenizer has "
-            f"{tokenizer_vocab_size} ids: set tokenizer.path to the vocabulary that it was trained with"
+            f"model.start_from is {path}, with a vocabulary of {told['vocab_size']}, but the tokenizer has "
+            f"{tokenizer_vocab_size} ids: set tokenizer.path to the vocabulary that the model was trained with"
         )
     shape = resolve(model, tokenizer_vocab_size)
     require_agreement(told, shape, path / CONFIG)
@@ -186,10 +185,10 @@ def require_fit(model: ModelSpec, tokenizer_vocab_size: int) -> None:
 
 
 def tensors_of(model: ModelSpec, shape: T5Shape) -> dict[str, StoredTensor] | None:
-    """Where each parameter lies in the folder of ``start_from``, None without one; errors as of ``require_fit``.
+    """Where the ``start_from`` folder stores each parameter; None without one. Raises the errors of ``require_fit``.
 
-    As with transformers, copies of tied tensors may stand beside them, and an output that the files leave out is the
-    embedding, also where it is to be trained by itself.
+    As with transformers, the files may hold copies of tied tensors, and an output layer that they leave out is the
+    embedding, even if it is to be trained separately.
     """
     path = _folder(model)
     return None if path is None else _tensors(HuggingFaceFolder.open(path), shape)
@@ -207,10 +206,10 @@ def _tensors(folder: HuggingFaceFolder, shape: T5Shape) -> dict[str, StoredTenso
 
 
 def start_fingerprint(model: ModelSpec, progress: Progress = silent) -> str | None:
-    """What identifies the weights that a run continues from, wherever they lie; None without ``start_from``.
+    """Fingerprint of the weights that a run continues from, regardless of their path; None without ``start_from``.
 
-    Of their files' sha256, which are formed once a process as long as nothing about a file changes. Raises
-    DigestMismatch where a manifest of ours lies beside them and recorded others.
+    It is made of the files' sha256, which a process computes once unless a file changes. Raises DigestMismatch if one
+    of our manifests in the folder recorded other digests.
     """
     if (path := _folder(model)) is None:
         return None
@@ -232,13 +231,13 @@ def start_name(model: ModelSpec) -> str | None:
 
 
 def require_vocabulary(model: ModelSpec, spiece_sha256: str) -> None:
-    """SpecError where the folder of ``start_from`` has another vocabulary than the run's: its ids mean other text."""
+    """Raise SpecError if the vocabulary of the ``start_from`` folder, and so its ids, differs from that of the run."""
     path = _folder(model)
     if path is None or not (path / SPIECE).is_file():
         return
     if (found := digest_file(path / SPIECE).sha256) != spiece_sha256:
         raise SpecError(
-            f"model.start_from is {path}, whose {SPIECE} has sha256 {found[:12]}, and the run's vocabulary "
+            f"model.start_from is {path}, whose {SPIECE} has sha256 {found[:12]}, but the run's vocabulary has "
             f"{spiece_sha256[:12]}: set tokenizer.path={path}"
         )
 
@@ -257,24 +256,24 @@ def _require_as_recorded(folder: Path, digests: Mapping[str, str]) -> None:
         return
     try:
         recorded = parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST)).files
-    except RecordError as error:  # somebody else's file of that name
-        _log.warning("%s: the files beside it are taken as they are", error)
+    except RecordError as error:  # a manifest of another program
+        _log.warning("%s: the files in its folder are used without verification", error)
         return
     for name, sha256 in digests.items():
         expected = recorded.get(name)
         if not isinstance(expected, FileDigest) or expected.sha256 != sha256:
-            raise DigestMismatch(f"{folder / name} has sha256 {sha256}, {expected} was recorded: restore it")
+            raise DigestMismatch(f"{folder / name} has sha256 {sha256}, but {expected} was recorded: restore it")
 
 
 def _require_equal(folder: HuggingFaceFolder, copies: dict[str, StoredTensor]) -> None:
-    import torch  # only where the files hold copies, which must be compared
+    import torch  # needed only if the files hold copies, which must be compared
 
     stored = StoredTensors(copies)
     for name in copies:
         if not torch.equal(stored.whole(name), stored.whole(_SHARED)):
             raise SpecError(
-                f"model.start_from is {folder.path}, where {name} is tied to {_SHARED}, and the files hold other "
-                "values of it: name a model whose embeddings are one, or set model.version=v1.1 if that is what it is"
+                f"model.start_from is {folder.path}, where {name} is tied to {_SHARED}, but the files hold different "
+                "values for it: name a model with equal embeddings, or set model.version=v1.1 if it is a v1.1 model"
             )
 
 
@@ -283,12 +282,12 @@ def _require_tensors(
 ) -> None:
     wrong = {
         "are missing": [name for name in expected if name not in found],
-        "are of no such model": [name for name in found if name not in expected],
+        "do not belong to this model": [name for name in found if name not in expected],
         "have another shape": [name for name in expected if name in found and found[name].shape != expected[name]],
-        "are no floating-point numbers of 16 or 32 bits": [
+        "are not 16-bit or 32-bit floating-point numbers": [
             n for n, held in found.items() if held.dtype not in FLOATING
         ],
     }
     said = [f"{', '.join(names[:3])}{' and more' * (len(names) > 3)} {what}" for what, names in wrong.items() if names]
     if said:
-        raise InputError(f"model.start_from is {folder.path}: {'; '.join(said)}; name the folder of a whole model")
+        raise InputError(f"model.start_from is {folder.path}: {'; '.join(said)}; name the folder of a complete model")

@@ -16,7 +16,7 @@ FLOATING = frozenset({"F32", "F16", "BF16"})
 
 
 class StoredTensor(NamedTuple):
-    """A tensor at rest: ``name`` is the one it has in ``file``, ``dtype`` the one safetensors gives its type."""
+    """A tensor in a file: ``name`` is its name in ``file``, ``dtype`` safetensors' name of its type."""
 
     file: Path
     name: str
@@ -25,7 +25,7 @@ class StoredTensor(NamedTuple):
 
 
 def list_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """Every tensor of the files by name, none of them read; InputError for a damaged file or a name that two have."""
+    """Every tensor of the files by name, without reading it. InputError for a damaged file or a duplicate name."""
     found: dict[str, StoredTensor] = {}
     for file in files:
         for tensor in _tensors_in(file):
@@ -36,7 +36,7 @@ def list_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 class StoredTensors:
-    """fp32 values of tensors on the CPU, by the names they go by here. No more of a file is read than is asked for."""
+    """fp32 values of tensors on the CPU, by the names in ``places``. Only the requested parts of files are read."""
 
     def __init__(self, places: Mapping[str, StoredTensor]) -> None:
         self._places = places
@@ -44,7 +44,7 @@ class StoredTensors:
         self._open: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in files}
 
     def whole(self, name: str) -> "Tensor":
-        """The tensor of that name; InputError when a number in it is not finite."""
+        """The tensor of that name; InputError if a number in it is not finite."""
         place = self._place(name)
         tensor: Tensor = self._open[place.file].get_tensor(place.name)
         if not tensor.isfinite().all():
@@ -52,7 +52,7 @@ class StoredTensors:
         return tensor.float()
 
     def stretch(self, name: str, start: int, stop: int) -> "Tensor":
-        """Elements ``start`` to ``stop`` of the tensor's in row-major order; flat. Rows are read that hold any."""
+        """Elements ``start`` to ``stop`` of the tensor in row-major order, flat. Reads only the rows that hold them."""
         place = self._place(name)
         row = prod(place.shape[1:])
         first = start // row
@@ -62,16 +62,16 @@ class StoredTensors:
     def _place(self, name: str) -> StoredTensor:
         if name not in self._places:
             files = ", ".join(sorted({str(place.file) for place in self._places.values()}))
-            raise InputError(f"{name} is in none of {files}: they are not of this model")
+            raise InputError(f"{name} is in none of {files}: these are not files of this model")
         return self._places[name]
 
 
 def _tensors_in(file: Path) -> list[StoredTensor]:
     try:
         with safe_open(file, framework="np") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is not a mapping
             return [
                 StoredTensor(file, name, tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()
             ]
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{file} cannot be read as safetensors ({error}): restore it from where it came") from error
+        raise InputError(f"{file} cannot be read as safetensors ({error}): restore it from its source") from error

@@ -1,6 +1,6 @@
-"""How a rank tells whoever launched it which error ended it, in one of its files.
+"""Report the error that ended a rank to the process that launched it, in one of the rank's files.
 
-These are named up to their suffix, ``.../rank-00003``, as t5train.files.run_folder.RANK_FILES has it.
+``rank_files`` is the prefix of their paths, ``.../rank-00003``, as in t5train.files.run_folder.RANK_FILES.
 """
 
 import json
@@ -13,16 +13,16 @@ from t5train.files.os_errors import of_rank
 
 
 def report(rank_files: Path, error: BaseException) -> None:
-    """Leave ``error`` for the launching process to raise as its own.
+    """Write ``error`` to a file for the launching process to raise as its own.
 
-    Only this project's errors and those of disks are left; any other is explained by its traceback in the rank's log.
+    Only this project's errors and disk errors are written; any other is explained by its traceback in the rank's log.
     """
     if (told := told_of(error)) is not None:
         write_json(_path(rank_files), {"type": type(told).__name__, "message": str(told)})
 
 
 def told_of(error: BaseException) -> T5TrainError | None:
-    """What is told of an error: a T5TrainError as it is, one of a disk in words; None of any other."""
+    """The error to report: a T5TrainError as it is, a disk error with an explanation; None for any other."""
     if isinstance(error, OSError | StorageError) and not isinstance(error, ConnectionError | TimeoutError):
         return of_rank(error)
     return error if isinstance(error, T5TrainError) else None
@@ -36,7 +36,7 @@ def read(rank_files: Path) -> T5TrainError | None:
         return None
     kind = getattr(errors, reported["type"])
     if not (isinstance(kind, type) and issubclass(kind, T5TrainError)):
-        raise TypeError(f"{_path(rank_files)} names {reported['type']!r}, which is no error of this project")
+        raise TypeError(f"{_path(rank_files)} names {reported['type']!r}, which is not an error of this project")
     return kind(reported["message"])
 
 

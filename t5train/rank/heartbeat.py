@@ -1,8 +1,8 @@
-"""Signs of life of a rank, for the guard that watches it.
+"""Heartbeats of a rank, for the guard that watches it.
 
-A thread writes one a second, so a rank that is stopped falls silent. A rank that hangs does not; so each sign tells of
-the phase that its work is in, since when, and how long that may take. It is written in place, in 256 bytes: a full disk
-must not end a run. Standard library only, as the guards read them.
+A thread writes one every second, so a stopped rank falls silent. A rank that hangs does not, so each heartbeat records
+the phase of its work, when the phase began, and how long it may take. It is overwritten in place, in 256 bytes, as a
+full disk must not end a run. Standard library only, as the guards read them.
 """
 
 import json
@@ -30,7 +30,7 @@ _MEDIANS = 10
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life; times are of the machine's monotonic clock, in seconds."""
+    """A heartbeat; times are from the machine's monotonic clock, in seconds."""
 
     beat: float
     phase: Phase
@@ -41,9 +41,9 @@ class Beat:
 
 
 class Heartbeat:
-    """Tells of a rank's life and work; a context manager. Without a path it keeps quiet.
+    """Writes a rank's heartbeats; a context manager. Without a path it writes nothing.
 
-    It begins in the phase ``start``; a first step is of phase ``compile``, as what it needs is compiled in it.
+    It begins in the phase ``start``. The first step is in the phase ``compile``, as that is when compilation happens.
     """
 
     def __init__(self, path: Path | None, deadlines: "DeadlinesSpec") -> None:
@@ -56,12 +56,12 @@ class Heartbeat:
 
     @classmethod
     def of_rank(cls, deadlines: "DeadlinesSpec") -> Self:
-        """Where the guard of this process looks for it, if it has one."""
+        """The heartbeat at the path where the guard of this process looks for it, if it has a guard."""
         stem = os.environ.get(RANK_FILES)
         return cls(beat_file(Path(stem)) if stem else None, deadlines)
 
     def enter(self, phase: Phase, step: int) -> None:
-        """The phase that begins now, and the step it is of; a step may take 10 times the median of those before it."""
+        """Enter a phase of a step; a step may take 10 times the median of those before it."""
         now = time.monotonic()
         if self._phase in ("compile", "step") and self._step:
             self._steps.append(now - self._since)
@@ -69,7 +69,7 @@ class Heartbeat:
             phase = "compile"
         with self._lock:
             self._phase, self._since, self._step, self._limit = phase, now, step, self._limit_of(phase)
-        self._write()  # at once: what follows may keep the thread from running for long
+        self._write()  # at once: the phase may keep the thread from running for long
 
     def __enter__(self) -> Self:
         if self._path is not None:
@@ -101,12 +101,12 @@ class Heartbeat:
 
 
 def beat_file(rank_files: Path) -> Path:
-    """Where the rank whose files begin so shows its signs."""
+    """The heartbeat file of the rank whose files have this prefix."""
     return rank_files.with_name(f"{rank_files.name}.beat")
 
 
 def write(path: Path, beat: Beat) -> None:
-    """Overwrite the sign of life in a file; made if it is not there."""
+    """Overwrite the heartbeat in a file; it is created if it does not exist."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.pwrite(descriptor, json.dumps(asdict(beat)).encode().ljust(_BYTES), 0)
@@ -115,7 +115,7 @@ def write(path: Path, beat: Beat) -> None:
 
 
 def read(path: Path) -> Beat | None:
-    """The last sign of life; None if there is none, or it is just being written."""
+    """The last heartbeat; None if there is none, or if it is being written."""
     try:
         return Beat(**json.loads(path.read_bytes()))
     except (FileNotFoundError, ValueError):

@@ -1,4 +1,4 @@
-"""SIGTERM as a rank takes it: a wish to end, granted when the step is done and saved."""
+"""SIGTERM in a rank: a request to end, carried out once the current step is done and saved."""
 
 import signal
 from types import FrameType, TracebackType
@@ -6,13 +6,13 @@ from typing import Self
 
 
 class Told:
-    """Whether this process was told to end, while this context manager was open. For the main thread only."""
+    """Whether this process received SIGTERM while this context manager was open. For the main thread only."""
 
     def __init__(self) -> None:
         self._told = False
 
     def __call__(self) -> bool:
-        """Whether SIGTERM came."""
+        """Whether SIGTERM was received."""
         return self._told
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What stages leave: their records (``manifest.json``), identities, digests, and the witness of a training.
+"""The records of stages (``manifest.json``), their identities, digests, and the witness of a training run.
 
 Not here: comparing a published folder with them (``t5train.release``).
 """

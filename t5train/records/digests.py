@@ -25,15 +25,15 @@ from t5train.files.presence import ABSENT, reading
 from t5train.host_resources import num_cores
 
 _LENGTH = struct.Struct("<Q")
-_MOST_HEADER_BYTES = 100 << 20  # safetensors itself reads no longer one
-_CHUNK_BYTES = 1 << 20  # for each of as many threads as there are cores
+_MOST_HEADER_BYTES = 100 << 20  # the limit of safetensors itself
+_CHUNK_BYTES = 1 << 20  # per thread; there are as many threads as cores
 
 
 class SafetensorsDigest(BaseModel):
     """Size in bytes of a safetensors file, and the sha256 of its pieces' sha256s (32 bytes each) end to end.
 
     The pieces are the header, its length included, and each tensor, in the order in which they lie in the file: all
-    of its bytes. The header's digest fixes where the tensors lie, so that two files have one digest only if they are
+    of its bytes. The header's digest fixes where the tensors lie, so two files have the same digest only if they are
     equal, as with a sha256 of the whole.
     """
 
@@ -51,12 +51,12 @@ class SafetensorsDigest(BaseModel):
 
 
 def digest_piece(data: bytes) -> bytes:
-    """The sha256 of a piece at hand."""
+    """The sha256 of a piece in memory."""
     return hashlib.sha256(data).digest()
 
 
 def digest_safetensors(path: Path) -> SafetensorsDigest:
-    """The digest of a file, whose pieces are hashed on all cores. Any file has one, also if it is damaged."""
+    """The digest of a file, whose pieces are hashed on all cores. Any file has one, even if it is damaged."""
     size = path.stat().st_size
     with naming(path), open(path, "rb") as file:
         ends = list(accumulate(_piece_sizes(file, size), initial=0))
@@ -66,7 +66,7 @@ def digest_safetensors(path: Path) -> SafetensorsDigest:
 
 
 def digest_safetensors_stream(file: IO[bytes], tell: Callable[[int], None]) -> SafetensorsDigest:
-    """The digest of a seekable stream, read in order; ``tell`` learns how many bytes were read so far."""
+    """The digest of a seekable stream, read in order; ``tell`` is called with the number of bytes read so far."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     sizes, pieces = _piece_sizes(file, size), []
@@ -82,7 +82,7 @@ def digest_safetensors_stream(file: IO[bytes], tell: Callable[[int], None]) -> S
 
 
 def _piece_sizes(file: IO[bytes], size: int) -> list[int]:
-    """Bytes of the header and of each tensor; the whole file is one piece where the header does not account for it."""
+    """Bytes of the header and of each tensor; the whole file is one piece if the header does not account for it."""
     try:
         (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
         if length > min(size, _MOST_HEADER_BYTES):

@@ -1,4 +1,4 @@
-"""What identifies a value (the sha256 of its canonical JSON), how two identities differ, and what made a result."""
+"""Fingerprints (the sha256 of canonical JSON), differences between two identities, and what made a result."""
 
 import hashlib
 import json
@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict
 def canonical_json(value: Any) -> str:
     """JSON with sorted keys and no whitespace, the same text for equal values on every machine.
 
-    Raises TypeError for what has no canonical form (sets, bytes, objects, non-string keys) and ValueError
-    for NaN and infinities, rather than fingerprint something by its ``repr``.
+    Raises TypeError for values without a canonical form (sets, bytes, objects, non-string keys) and ValueError for NaN
+    and infinities, instead of fingerprinting their ``repr``.
     """
     _require_canonical(value, "value")
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -35,7 +35,7 @@ def fingerprint(value: Any) -> str:
 def is_sealed(document: Mapping[str, Any], seal: str) -> bool:
     """Whether the value of the key ``seal`` is the fingerprint of everything else: the document is as it was written.
 
-    That holds for documents of other versions too, with fields that this one does not know.
+    This also works for documents of other versions, with fields that this one does not know.
     """
     try:
         return document.get(seal) == fingerprint({key: value for key, value in document.items() if key != seal})
@@ -119,5 +119,5 @@ def _git_commit() -> str | None:
         command = ["git", "-C", os.fspath(checkout), "rev-parse", "HEAD"]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("the commit of %s cannot be told: %s", checkout, error)
+        _log.warning("cannot determine the git commit of %s: %s", checkout, error)
         return None

@@ -1,6 +1,6 @@
-"""What in a finished folder is not the work of this project: files that its manifest does not list, or not as they are.
+"""Find files in a finished folder that are not its stage's: those its manifest does not list, or that were changed.
 
-They are somebody's, so no stage removes them or writes over them.
+They belong to the user, so no stage removes or overwrites them.
 """
 
 import logging
@@ -26,7 +26,7 @@ def unlisted_files(record: Record) -> list[str]:
 
 
 def keep_changed_files(folder: Path) -> None:
-    """Move every listed file of a finished folder that was changed aside, before its stage writes it again."""
+    """Move every changed file that a finished folder's manifest lists aside, before its stage writes it again."""
     try:
         record = parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
     except (FileNotFoundError, RecordError, DigestMismatch):
@@ -38,7 +38,7 @@ def keep_changed_files(folder: Path) -> None:
 
 
 def _is_changed(record: Record, name: str) -> bool:
-    """Whether a listed file is there, and not as it is listed."""
+    """Whether a listed file exists but differs from its recorded digest."""
     path = record.path / name
     if Path(name).is_absolute() or not path.exists():
         return False

@@ -1,7 +1,7 @@
 """The record of a stage: a folder of files, and the manifest that describes them.
 
 ``manifest.json`` is written last, by an atomic rename after fsync, and is the only sign of success. A result may be
-reused when its manifest is present, its fingerprint is the wanted one and its files verify. A damaged result that can
+reused if its manifest is present, its fingerprint is the requested one and its files verify. A damaged result that can
 be made again is moved aside.
 """
 
@@ -27,10 +27,10 @@ _log = logging.getLogger(__name__)
 
 
 class Record(BaseModel):
-    """A past fact: these files hold the result of one stage for one fingerprint.
+    """The record of a finished stage: which files hold its result for one fingerprint.
 
     Names in ``files`` lie below ``path``; a kind with ``may_use_files_in_place`` can also name absolute paths. ``seal``
-    covers what no file's digest does: the counts and fingerprints that the next stages believe.
+    covers what no file's digest does: the counts and fingerprints that the next stages rely on.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,7 +61,7 @@ class Record(BaseModel):
         """Read the manifest of ``folder``.
 
         Raises RecordError when there is none of this kind, or it was altered; Unreadable when it cannot be read now;
-        UnknownVersion when it is intact and of a version with other fields.
+        UnknownVersion when it is intact but of a version with other fields.
         """
         manifest = folder / MANIFEST
         try:
@@ -78,11 +78,11 @@ class Record(BaseModel):
         except RecordError as error:
             raise RecordError(f"{manifest} cannot be used: {error}") from error
         if not record.is_as_written():
-            raise RecordError(f"{manifest} is damaged: its seal does not fit what it says")
+            raise RecordError(f"{manifest} is damaged: its seal does not match its content")
         return record.model_copy(update={"path": folder})
 
     def commit(self, folder: Path | None = None) -> Self:
-        """Write the manifest, the last act of a stage; into ``folder`` where that is yet to become ``path``."""
+        """Write the manifest, the last step of a stage; into ``folder`` if that is yet to be renamed to ``path``."""
         sealed = self.sealed()
         write_text((folder or self.path) / MANIFEST, sealed.manifest_text())
         return sealed
@@ -96,13 +96,13 @@ class Record(BaseModel):
         return self.model_copy(update={"seal": fingerprint(self.model_dump(mode="json", exclude={"seal"}))})
 
     def is_as_written(self) -> bool:
-        """Whether the seal fits; ``load`` asks, as it then names the place anew."""
+        """Whether the seal matches the content; ``load`` checks this before it sets ``path``."""
         return self.sealed().seal == self.seal
 
     def verify(self, progress: Progress = silent, known: Mapping[str, FileDigest] | None = None) -> None:
         """Compare every file with its digest; DigestMismatch names the first that differs.
 
-        ``known`` are digests that were formed just now, by name: such a file is not read again.
+        ``known`` has digests that were computed just now, by name: such a file is not read again.
         """
         total = sum(digest.size for digest in self.files.values())
         done = 0
@@ -114,7 +114,7 @@ class Record(BaseModel):
 
 
 class PlainRecord(Record):
-    """A record whose files all have a sha256 of their own, such as other programs can compare."""
+    """A record whose files each have a sha256 of the whole file, which other programs can compare."""
 
     files: dict[str, FileDigest]
 
@@ -147,7 +147,7 @@ class Checkpoint(PlainRecord):
 
 
 class Weights(Record):
-    """fp32 safetensors, whose digests are made of their tensors'."""
+    """fp32 safetensors files, whose digests are made from their tensors' digests."""
 
     kind: Literal["weights"] = "weights"
 
@@ -180,19 +180,19 @@ def reusable(
 ) -> R | None:
     """The finished record in ``folder`` if it has this fingerprint and its files verify, else None (and a log line).
 
-    ``known`` as of ``Record.verify``. Raises Unreadable and UnknownVersion: what cannot be read now, or only by another
-    version, is not made again over what is there.
+    ``known`` is as in ``Record.verify``. Raises Unreadable and UnknownVersion: a result that cannot be read now, or
+    only by another version, must not be overwritten.
     """
     if not is_there(folder / MANIFEST):
         return None
     try:
         record = kind.load(folder)
         if record.fingerprint != fingerprint:
-            _log.warning("%s has another fingerprint: it is made again", folder)
+            _log.warning("%s has another fingerprint: making it again", folder)
             return None
         record.verify(progress, known)
     except (RecordError, DigestMismatch) as error:
-        _log.warning("%s: it is made again", error)
+        _log.warning("%s: making it again", error)
         return None
     return record.model_copy(update={"reused": True})
 
@@ -204,7 +204,7 @@ def _first(error: ValidationError) -> str:
 
 
 def is_intact(content: bytes, kind: str | None) -> bool:
-    """Whether this is a manifest as some version wrote it, of this kind (None: of any)."""
+    """Whether this is an unaltered manifest, of any version and of this kind (None: of any kind)."""
     try:
         document = json.loads(content)
     except ValueError:
@@ -213,7 +213,7 @@ def is_intact(content: bytes, kind: str | None) -> bool:
 
 
 def unknown_version(where: str, error: ValidationError) -> UnknownVersion:
-    """The error for an intact document that this version of the project cannot make sense of."""
+    """The error for an intact document that this version of the project cannot parse."""
     fields = dict.fromkeys(".".join(map(str, each["loc"])) for each in error.errors())
     versions = [f" {each['input']}" for each in error.errors() if each["loc"] == ("schema_version",)]
     return UnknownVersion(
@@ -233,7 +233,7 @@ _KINDS: dict[str, type[Record]] = {
 
 
 class _AnyRecord(BaseModel):
-    """What tells kinds of records apart."""
+    """The field that distinguishes the kinds of records."""
 
     kind: str
 
@@ -241,8 +241,8 @@ class _AnyRecord(BaseModel):
 def parse_manifest(content: bytes, where: str) -> Record:
     """The record that ``content`` describes.
 
-    Raises RecordError when it is none, DigestMismatch when its seal is broken, and UnknownVersion when it is intact and
-    of a version with other fields.
+    Raises RecordError when it is not a record, DigestMismatch when its seal is broken, and UnknownVersion when it is
+    intact but of a version with other fields.
     """
     try:
         record = _kind(content).model_validate_json(content)
@@ -253,22 +253,22 @@ def parse_manifest(content: bytes, where: str) -> Record:
     except RecordError as error:
         raise RecordError(f"{where} cannot be used: {error}") from error
     if record.sealed().manifest_text().encode() != content:
-        raise DigestMismatch(f"{where} is not as it was written: its seal does not fit what it says")
+        raise DigestMismatch(f"{where} was altered: its seal does not match its content")
     return record
 
 
 def _kind(content: bytes) -> type[Record]:
     kind = _AnyRecord.model_validate_json(content).kind
     if kind not in _KINDS:
-        raise RecordError(f"it is of the kind {kind!r}, and there are {', '.join(_KINDS)}")
+        raise RecordError(f"its kind is {kind!r}; the known kinds are {', '.join(_KINDS)}")
     return _KINDS[kind]
 
 
 def set_damaged_aside(folder: Path) -> None:
-    """Move a folder whose manifest is damaged aside: without it nobody can say which files somebody added or changed.
+    """Move a folder with a damaged manifest aside: without it, files that a user added or changed cannot be identified.
 
-    A folder with a whole manifest of any kind, or with none, stays: the stage itself knows what to do with its own
-    result, and refuses anything else. Raises Unreadable and UnknownVersion: such a manifest may be whole.
+    A folder with an intact manifest of any kind, or with none, stays: the stage itself handles its own result, and
+    refuses anything else. Raises Unreadable and UnknownVersion, as such a manifest may be intact.
     """
     manifest = folder / MANIFEST
     try:
@@ -278,4 +278,4 @@ def set_damaged_aside(folder: Path) -> None:
     except ABSENT:
         return
     except (RecordError, DigestMismatch) as error:
-        _log.warning("%s: the folder was moved to %s, and is made again", error, rename_aside(folder))
+        _log.warning("%s: the folder was moved to %s and will be made again", error, rename_aside(folder))

@@ -1,4 +1,4 @@
-"""What the training engine says of its own weights at the last step: the reference an export is held against."""
+"""What the training engine records of its own weights at the last step: the reference for certifying an export."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ class EncodedPassage(BaseModel):
 
 
 class TrainedModel(BaseModel):
-    """What a model card states of the run: its name, its recipe and its settings, the corpus source made shareable.
+    """What a model card states about the run: its name, recipe and settings, with the corpus source made shareable.
 
     ``start_from`` is the name of the folder whose weights training continued from.
     """
@@ -51,14 +51,14 @@ class Witness(BaseModel):
     """``witness.json``; beside it ``witness.safetensors`` holds, for each probe, inputs and fp32 logits.
 
     ``{probe}.input_ids`` int64 [b, s], ``{probe}.decoder_input_ids`` int64 [b, t], ``{probe}.logits`` fp32
-    [b, t, vocab]: a forward of the fp32 masters on ``device_type``, with ``num_threads`` threads on a CPU.
+    [b, t, vocab]: a forward pass of the fp32 masters on ``device_type``, with ``num_threads`` threads on a CPU.
 
     Greedy decoding of ``GENERATED_PROBE`` gives ``generated`` int64 [b, 1 + n], which begins with the decoder's start
     id and has padding after the end id, and ``margins`` fp32 [b, n]: by how much the chosen logit exceeded the second
     largest, relative to the largest absolute value.
 
     ``huggingface_config`` and ``generation_config`` are what the two files of an export state, apart from what
-    transformers adds. ``inputs`` are the fingerprints of all stages before, and ``vocabulary``, the sha256 of the
+    transformers adds. ``inputs`` has the fingerprints of all earlier stages, and ``vocabulary``, the sha256 of the
     spiece.model.
     """
 
@@ -82,7 +82,7 @@ class Witness(BaseModel):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read ``folder``/witness.json; InputError when there is none, or it is not a witness."""
+        """Read ``folder``/witness.json; InputError when it does not exist or is not a witness."""
         path = folder / WITNESS
         try:
             content = path.read_bytes()
@@ -101,7 +101,7 @@ def _require_current(path: Path, content: bytes) -> None:
     try:
         found = json.loads(content).get("schema_version")
     except (ValueError, AttributeError):
-        return  # what it is instead, validation says
+        return  # validation reports what is wrong with it
     if isinstance(found, int) and found < SCHEMA_VERSION:
         raise InputError(
             f"{path} has schema version {found}, and this version of t5-pretrain needs {SCHEMA_VERSION}: it records "

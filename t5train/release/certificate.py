@@ -1,4 +1,4 @@
-"""The proof that an exported folder holds the model that was trained, as a file in that folder."""
+"""The certificate: a file in an export that proves that it holds the model that was trained."""
 
 from collections.abc import Mapping
 from typing import Literal, Self
@@ -13,7 +13,7 @@ CERTIFICATE = "certificate.json"
 
 
 class ProbeComparison(BaseModel):
-    """Logits of the export against those of the training engine, on one probe."""
+    """Logits of the export compared with those of the training engine, on one probe."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     shape: tuple[int, ...]
@@ -23,7 +23,7 @@ class ProbeComparison(BaseModel):
 
 
 class GenerationComparison(BaseModel):
-    """Greedy ``generate()`` of the export against that of the training engine."""
+    """Greedy ``generate()`` of the export compared with that of the training engine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     sequences: int
@@ -31,9 +31,9 @@ class GenerationComparison(BaseModel):
 
 
 class Certificate(BaseModel):
-    """What was compared by whom, and with which outcome. Tolerance 0 asks for equal bits.
+    """What was compared, with which versions, and the result. Tolerance 0 requires equal bits.
 
-    When the files already differ from what they should state, nothing is loaded, and ``probes`` are empty.
+    If the files already differ from their expected content, nothing is loaded, and ``probes`` is empty.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,29 +62,29 @@ class Certificate(BaseModel):
 
     @classmethod
     def parse(cls, content: bytes, where: str) -> Self:
-        """Read a certificate; CertificationError when ``content`` is none, or of an earlier version."""
+        """Read a certificate; CertificationError if ``content`` is not one, or is of an earlier version."""
         try:
             return cls.model_validate_json(content)
         except ValidationError as error:
             if error.errors()[0]["loc"] == ("schema_version",):
                 raise CertificationError(
-                    f"{where} has schema version {error.errors()[0]['input']}, and this version of t5-pretrain reads "
-                    "2, which vouches for more: use the version that made it, or certify the export again"
+                    f"{where} has schema version {error.errors()[0]['input']}, but this version of t5-pretrain reads "
+                    "2, which covers more: use the version that made it, or certify the export again"
                 ) from error
             raise CertificationError(
                 f"{where} is not a certificate: {error.errors()[0]['msg']}; certify the export again"
             ) from error
 
     def require_vouching(self, export_fingerprint: str, files: Mapping[str, FileDigest], where: str) -> None:
-        """CertificationError unless it passed, for this export, and for exactly these files (itself apart)."""
+        """Raise CertificationError unless it passed for this export and exactly these files, apart from itself."""
         if not self.passed:
             raise CertificationError(f"{where} has not passed: {'; '.join(self.differences)}")
         if self.export_fingerprint != export_fingerprint:
-            raise CertificationError(f"{where} vouches for the export {self.export_fingerprint}, not for this one")
+            raise CertificationError(f"{where} certifies the export {self.export_fingerprint}, not this one")
         present = {name: digest for name, digest in files.items() if name != CERTIFICATE}
         names = {*present, *self.files}
         differing = sorted(name for name in names if present.get(name) != self.files.get(name))
         if differing:
             raise CertificationError(
-                f"{where} does not vouch for {', '.join(differing[:5])} as they are here: certify the export again"
+                f"{where} does not certify the present {', '.join(differing[:5])}: certify the export again"
             )

@@ -1,8 +1,8 @@
-"""Proof, by a process that knows only plain ``transformers``, that an export is the model that was trained.
+"""Certification: proof, by a process that uses only plain ``transformers``, that an export is the trained model.
 
-``python -m t5train.release.certification EXPORT WITNESS`` writes ``certificate.json`` into the export and ends with 0,
-or writes ``certificate.failed.json`` beside the export and ends with 1. While it works it reports on standard output,
-one JSON line each: when its parent is gone the next line cannot be written, and it ends too.
+``python -m t5train.release.certification EXPORT WITNESS`` writes ``certificate.json`` into the export and exits with 0,
+or writes ``certificate.failed.json`` beside the export and exits with 1. It reports progress as JSON lines on
+standard output. If its parent has died, the next line cannot be written, and the process exits, too.
 """
 
 import json
@@ -41,21 +41,21 @@ from t5train.release.tokenizer_comparison import differing_tokenizer
 
 FAILED_CERTIFICATE = "certificate.failed.json"
 LOG = "certify.log"
-# Of the largest logit. A dense model's bits must be equal where the kind of device is the same.
+# Relative to the largest logit. On the same kind of device, a dense model's bits must be equal.
 OTHER_DEVICE_TOLERANCE = 1e-3
 EXPERTS_TOLERANCE = 1e-5
 
 
 def certify_in_fresh_process(export: Export, witness: Path, progress: Progress = silent) -> Export:
-    """The export with a passing certificate among its files; one that holds already is kept.
+    """The export with a passing certificate among its files; an existing valid one is kept.
 
-    The certificate is made by a new Python process, whose log is ``certify.log`` beside the export.
-    Raises CertificationError with what differed, InputError when the witness is of another run than the export, and
-    DigestMismatch when a certified export is damaged.
+    A new Python process makes the certificate; its log is ``certify.log`` beside the export.
+    Raises CertificationError with what differed, InputError if the witness is of another run than the export, and
+    DigestMismatch if a certified export is damaged.
     """
     _require_its_witness(export, Witness.load(witness))
     if _is_certified(export, witness):
-        if not export.reused:  # else every byte was compared a moment ago
+        if not export.reused:  # otherwise every byte has just been compared
             export.verify(progress)
         return export.model_copy(update={"reused": True})
     _run_certifier(export.path, witness, progress)
@@ -68,11 +68,10 @@ def certify_in_fresh_process(export: Export, witness: Path, progress: Progress =
 
 
 def certify(export_folder: Path, witness: Path, progress: Progress = silent) -> Certificate:
-    """Load the export, compare it with the witness in the folder ``witness``, write ``certificate.json``.
+    """Load the export, compare it with the witness in the folder ``witness``, and write ``certificate.json``.
 
     Raises CertificationError that lists what differed, after writing ``certificate.failed.json`` beside the export;
-    InputError when the witness is of another run, and DigestMismatch when a file of the export is not the one its
-    manifest tells of.
+    InputError if the witness is of another run, and DigestMismatch if a file of the export differs from its manifest.
     """
     export = Export.load(export_folder)
     _require_its_witness(export, Witness.load(witness))
@@ -84,10 +83,10 @@ def certify(export_folder: Path, witness: Path, progress: Progress = silent) -> 
     if not certificate.passed:
         failed = export_folder.absolute().parent / FAILED_CERTIFICATE
         write_text(failed, text)
-        (export_folder / CERTIFICATE).unlink(missing_ok=True)  # an earlier one does not outlive this
+        (export_folder / CERTIFICATE).unlink(missing_ok=True)  # an earlier certificate is no longer valid
         raise CertificationError(
             f"{export_folder} is not the model that was trained: {'; '.join(certificate.differences)}. "
-            f"Nothing may be published; see {failed}, and export again"
+            f"It must not be published: see {failed}, and export again"
         )
     write_text(export_folder / CERTIFICATE, text)
     return certificate
@@ -100,7 +99,7 @@ def _compare(export: Export, files: dict[str, FileDigest], folder: Path, progres
     differences = differing_folder(export, witness)
     probes: dict[str, ProbeComparison] = {}
     generation: GenerationComparison | None = None
-    if not differences:  # else nothing of it is fit to be loaded
+    if not differences:  # otherwise it is not safe to load
         differences, probes, generation = _compare_loaded(export.path, witness, folder, device, tolerance, progress)
     return Certificate(
         passed=not differences,
@@ -130,7 +129,7 @@ def _compare(export: Export, files: dict[str, FileDigest], folder: Path, progres
 def _compare_loaded(
     export: Path, witness: Witness, folder: Path, device: str, tolerance: float, progress: Progress
 ) -> tuple[list[str], dict[str, ProbeComparison], GenerationComparison]:
-    """What plain transformers makes of the folder."""
+    """Compare the model and tokenizer that plain transformers loads from the folder."""
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, T5TokenizerFast
 
     model, loading = AutoModelForSeq2SeqLM.from_pretrained(export, output_loading_info=True)
@@ -147,7 +146,7 @@ def _compare_loaded(
 
 
 def _device(witness: Witness) -> str:
-    """The witness's kind of device where there is one, else the CPU; with as many threads as the witness had."""
+    """The witness's kind of device if available, otherwise the CPU; sets the witness's number of threads."""
     import torch
 
     torch.set_num_threads(witness.num_threads)
@@ -156,7 +155,7 @@ def _device(witness: Witness) -> str:
 
 
 def _tolerance(witness: Witness, device: str) -> tuple[float, str]:
-    """By how much of the largest logit the two models may differ, and why."""
+    """How much the logits may differ, relative to the largest one, and why."""
     if device != witness.device_type:
         return OTHER_DEVICE_TOLERANCE, f"{device} rounds otherwise than {witness.device_type}, the engine's device"
     if witness.huggingface_config.get("num_experts"):
@@ -168,20 +167,20 @@ def _tolerance(witness: Witness, device: str) -> tuple[float, str]:
 
 
 def _require_its_witness(export: Export, witness: Witness) -> None:
-    """One of another run would withdraw a certificate that holds."""
+    """A witness of another run would revoke a valid certificate."""
     if export.inputs["run"] != witness.run_fingerprint:
         raise InputError(
-            f"{export.path} is of run {export.inputs['run'][:12]}, the witness of run {witness.run_fingerprint[:12]}: "
-            "name the folder `witness` of the run that the export is of"
+            f"{export.path} is from run {export.inputs['run'][:12]}, but the witness is from run "
+            f"{witness.run_fingerprint[:12]}: give the folder `witness` of the run that the export is from"
         )
 
 
 def _require_same_transformers(export: Export) -> None:
-    """What another version would write into the same files is not known."""
+    """Another version may write different content into the same files."""
     made, here = (each.versions.get("transformers") for each in (export.provenance, current_provenance()))
     if made != here:
         raise InputError(
-            f"{export.path} was exported with transformers {made}, and {here} is installed: certify it with {made}, or "
+            f"{export.path} was exported with transformers {made}, but {here} is installed: certify it with {made}, or "
             "remove it and export again"
         )
 
@@ -208,13 +207,13 @@ def _witness_digests(folder: Path) -> dict[str, FileDigest]:
         return digest_files(folder, (WITNESS, WITNESS_TENSORS))
     except OSError as error:
         raise InputError(
-            f"the witness cannot be read: {explain(error)}; or name the folder `witness` of a finished run"
+            f"the witness cannot be read: {explain(error)}; or give the folder `witness` of a finished run"
         ) from error
 
 
 def _run_certifier(export_folder: Path, witness: Path, progress: Progress) -> None:
-    """Start this module's ``main``, pass its progress on, and raise what it says went wrong."""
-    # -P: nothing that happens to lie in the current folder may take the place of a library.
+    """Run this module's ``main`` in a new process, pass its progress on, and raise the error that it reports."""
+    # -P keeps modules in the current folder from shadowing libraries.
     command = [
         sys.executable,
         "-P",
@@ -238,11 +237,11 @@ def _run_certifier(export_folder: Path, witness: Path, progress: Progress) -> No
                 case {"what": str(what), "done": int(done), "total": int(total)}:
                     progress(what, done, total)
     if process.returncode != 0:
-        raise CertificationError(failure or f"the certifying process ended with {process.returncode}: see {log_path}")
+        raise CertificationError(failure or f"the certifying process exited with {process.returncode}: see {log_path}")
 
 
 def main(arguments: list[str]) -> int:
-    """The fresh process: certify, and report on what standard output was."""
+    """Main function of the new process: certify, and report on the original standard output."""
     export_folder, witness = map(Path, arguments)
     report = _reporter()
     try:
@@ -250,19 +249,19 @@ def main(arguments: list[str]) -> int:
     except T5TrainError as error:
         report(error=str(error))
         return 1
-    except Exception as error:  # of libraries, which often name no file
+    except Exception as error:  # libraries' errors often do not name the file
         traceback.print_exc()
         said = explain(error) if isinstance(error, OSError) else " ".join(str(error).split())
         report(
             error=f"{export_folder} could not be compared with {witness} ({type(error).__name__}: {said}): "
-            f"{export_folder.absolute().parent / LOG} has the details"
+            f"see {export_folder.absolute().parent / LOG}"
         )
         return 1
     return 0
 
 
 def _reporter() -> Callable[..., None]:
-    """Writes JSON lines to standard output, and sends whatever else would print there to standard error."""
+    """Write JSON lines to standard output, and redirect all other output there to standard error."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

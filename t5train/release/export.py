@@ -29,11 +29,11 @@ def export(
 ) -> Export:
     """Write ``out``: safetensors, config, generation config, tokenizer files, model card, manifest.
 
-    ``witness`` is the folder with the training engine's witness, which decides the configuration. The result is not
+    ``witness`` is the folder with the training engine's witness, which determines the configuration. The result is not
     certified yet: see ``t5train.release.certification``. An earlier export of the same run in ``out`` is replaced, or
-    moved aside when somebody added files to it or changed some; anything else there raises StorageError. The tokenizer
-    files are made from the vocabulary once more. Damaged inputs raise DigestMismatch, weights or a vocabulary that are
-    not those of the witness InputError, and a model that transformers has no class for SpecError.
+    moved aside if files in it were added or changed; anything else there raises StorageError. The tokenizer files are
+    made from the vocabulary again. Raises DigestMismatch for damaged inputs, InputError for weights or a vocabulary
+    that are not those of the witness, and SpecError for a model that transformers has no class for.
     """
     require_exportable(spec.model)
     seen = Witness.load(witness)
@@ -63,16 +63,16 @@ def export(
 
 
 def require_exportable(model: ModelSpec) -> None:
-    """SpecError for a model that no class of transformers computes: one whose tokens choose two experts."""
+    """Raise SpecError for a model that transformers has no class for: one with two experts per token."""
     if model.moe.num_experts and model.moe.top_k != 1:
         raise SpecError(
-            f"model.moe.top_k is {model.moe.top_k}: SwitchTransformers in transformers has 1, so that such a model can "
-            "be trained and consolidated (stages `train` and `consolidate`), and not exported; set model.moe.top_k=1"
+            f"model.moe.top_k is {model.moe.top_k}: SwitchTransformers in transformers has 1, so such a model can "
+            "be trained and consolidated (stages `train` and `consolidate`), but not exported; set model.moe.top_k=1"
         )
 
 
 def export_fingerprint(lineage: Mapping[str, str]) -> str:
-    """Identity of an export."""
+    """Fingerprint of an export."""
     return fingerprint({"stage": "export", "schema_version": 2, "inputs": dict(lineage)})
 
 
@@ -82,35 +82,35 @@ def export_counts(witness: Witness) -> dict[str, int]:
 
 
 def export_names(weights: Iterable[str]) -> set[str]:
-    """The names of all files of an uncertified export with these files of weights."""
+    """The names of all files of an uncertified export with these weight files."""
     return {*weights, CONFIG, GENERATION_CONFIG, SPIECE, *HUGGING_FACE_FILES, README}
 
 
 def _require_its_weights(weights: Weights, witness: Witness) -> None:
-    """The engine bears witness to its last step alone, so that of others nothing could be certified.
+    """The witness is of the last step only, so weights of other steps could not be certified.
 
-    Weights of a checkpoint that this project did not write tell of no run; the certificate will tell.
+    Weights from a checkpoint that this project did not write name no run; certification compares them.
     """
     found = (weights.inputs.get("run", witness.run_fingerprint), weights.counts.get("step", witness.step))
     if found != (witness.run_fingerprint, witness.step):
         raise InputError(
-            f"{weights.path} holds weights of run {found[0][:12]} at step {found[1]}, and the witness is of run "
-            f"{witness.run_fingerprint[:12]} at step {witness.step}: take those that belong together"
+            f"{weights.path} holds weights of run {found[0][:12]} at step {found[1]}, but the witness is of run "
+            f"{witness.run_fingerprint[:12]} at step {witness.step}: give weights and witness of the same run and step"
         )
 
 
 def _require_its_vocabulary(tokenizer: TokenizerFiles, witness: Witness) -> None:
-    """Another one of the same size would load, pass every comparison of weights, and make nonsense of text."""
+    """Another vocabulary of the same size would load and pass every comparison of weights, but yield nonsense."""
     expected, given = witness.inputs["vocabulary"], tokenizer.files.get(SPIECE)
     if given is None or given.sha256 != expected:
         raise InputError(
-            f"{tokenizer.path} has another vocabulary than the model was trained with, whose {SPIECE} has sha256 "
-            f"{expected}: take that one"
+            f"{tokenizer.path} does not have the vocabulary that the model was trained with: give the one whose "
+            f"{SPIECE} has sha256 {expected}"
         )
 
 
 def _lineage(weights: Weights, witness: Witness, spec: RunSpec) -> dict[str, str]:
-    """Fingerprints of all that decides the export, the stages before its own inputs among them."""
+    """Fingerprints of everything that determines the export, including the stages before its own inputs."""
     return {
         **witness.inputs,
         "spec": spec.fingerprint(),
@@ -127,7 +127,7 @@ def _weight_names(weights: Weights) -> list[str]:
 
 
 def _take_files(record: Record, names: Iterable[str], folder: Path, progress: Progress) -> None:
-    """Bring files of a record into ``folder``, by hard link where the disk allows it, and verify them there."""
+    """Hard-link or copy files of a record into ``folder``, and verify them there."""
     total, done = sum(record.files[name].size for name in names), 0
     for name in names:
         source, target = record.path / name, folder / Path(name).name
@@ -143,12 +143,12 @@ def _take_files(record: Record, names: Iterable[str], folder: Path, progress: Pr
 
 
 def write_model_files(witness: Witness, folder: Path) -> None:
-    """Everything that transformers reads besides weights and spiece.model, which must be in ``folder`` already.
+    """Write all files that transformers reads besides weights and spiece.model, which must exist in ``folder``.
 
-    ``tie_word_embeddings`` is written as the witness has it: transformers 5 sets it to true on every T5 and keeps
-    whether the output is scaled (v1.0) apart, while older ones decide both tying and scaling by it.
+    ``tie_word_embeddings`` is written as in the witness: transformers 5 sets it to true for every T5 and has a separate
+    field for scaling the output (v1.0), while older versions derive both tying and scaling from it.
     """
-    from transformers import AutoConfig, GenerationConfig  # slow to import, needed here only
+    from transformers import AutoConfig, GenerationConfig  # slow to import, needed only here
 
     settings = witness.huggingface_config
     config = AutoConfig.for_model(**settings)
@@ -158,7 +158,7 @@ def write_model_files(witness: Witness, folder: Path) -> None:
 
 
 def _require_replaceable(out: Path, witness: Witness) -> None:
-    """StorageError unless ``out`` is absent, empty, or an export of the same run."""
+    """Raise StorageError unless ``out`` is missing, empty, or an export of the same run."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     try:
@@ -167,13 +167,13 @@ def _require_replaceable(out: Path, witness: Witness) -> None:
         raise StorageError(f"{out} is in the way: {error}. Remove it or export to another folder") from error
     if (other := there.inputs.get("run", "")) != witness.run_fingerprint:
         raise StorageError(
-            f"{out} holds the export of run {other[:12]} (made {there.provenance.created_at}), and this one is of run "
-            f"{witness.run_fingerprint[:12]}: export to another folder, or remove that one yourself"
+            f"{out} holds the export of run {other[:12]} (made {there.provenance.created_at}), but this one is of run "
+            f"{witness.run_fingerprint[:12]}: export to another folder, or remove the existing one yourself"
         )
 
 
 def _give_way(out: Path) -> None:
-    """Make ``out`` free: an export as it was written is removed, one that holds anything else is moved aside."""
+    """Clear ``out``: an unchanged export is removed, one with added or changed files is moved aside."""
     if not out.exists() or not any(out.iterdir()):
         return
     if changed := [name for name in changed_files(Export.load(out)) if name != CERTIFICATE]:
@@ -183,5 +183,5 @@ def _give_way(out: Path) -> None:
             out, ", ".join(changed[:5]), aside,
         )  # fmt: skip
     else:
-        _log.warning("the export in %s is of other weights of this run, or of another version: it is replaced", out)
+        _log.warning("replacing the export in %s: it has other weights of this run, or is from another version", out)
         discard(out)

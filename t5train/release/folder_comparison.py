@@ -1,8 +1,8 @@
-"""What the files of an export state, held against a witness. Nothing is loaded by transformers here.
+"""Compares the files of an export with a witness, without loading them with transformers.
 
-Every file has one expected content: documents are made once more from what the witness recorded, and compared value by
-value. Of what the manifest states, two fingerprints are not compared, because training knows neither: ``spec``, under
-which the export was asked for, and ``weights``, the record of consolidation. The weights themselves are compared.
+Every file has one expected content: documents are made again from the witness and compared value by value. Two
+fingerprints in the manifest are not compared, because training knows neither: ``spec``, that of the exporting spec,
+and ``weights``, the record of consolidation. The weights themselves are compared.
 """
 
 import json
@@ -39,7 +39,7 @@ _MOST_SHOWN = 5
 
 
 def differing_folder(export: Export, witness: Witness) -> list[str]:
-    """Everything in which the folder of an export, as its manifest lists it, is not that of the witness."""
+    """All differences between the folder of an export, as listed in its manifest, and the witness."""
     files = {name: digest for name, digest in export.files.items() if name != CERTIFICATE}
     if found := [*_differing_names(export, files), *_differing_vocabulary(files, witness)]:
         return found
@@ -52,13 +52,13 @@ def differing_folder(export: Export, witness: Witness) -> list[str]:
 
 
 def expected_documents(folder: Path, spiece: Path, witness: Witness) -> None:
-    """Write what DOCUMENTS should be into ``folder``, beside the vocabulary that they are made from."""
+    """Write the expected DOCUMENTS into ``folder``, together with the vocabulary that they are made from."""
     copy_durably(spiece, folder / SPIECE)
     write_model_files(witness, folder)
 
 
 def _differing_names(export: Export, files: Mapping[str, FileDigest]) -> Iterator[str]:
-    """A file too many could be read by transformers, and one that lacks would be replaced by a default."""
+    """An extra file could be read by transformers, and a missing one would be replaced by a default."""
     weights = {name for name in files if _WEIGHTS.fullmatch(name)}
     expected = export_names(weights | ({INDEX} if len(weights) > 1 else set()))
     if extra := sorted({*(files.keys() - expected), *unlisted_files(export)} - {CERTIFICATE}):
@@ -90,7 +90,7 @@ def _differing_documents(folder: Path, witness: Witness) -> Iterator[str]:
 
 
 def _differing_weights(folder: Path, files: Mapping[str, FileDigest], witness: Witness) -> Iterator[str]:
-    """Headers and index; the tensors' bytes are compared once they are loaded."""
+    """Compare headers and index; the tensors' bytes are compared after loading."""
     places: dict[str, str] = {}
     for name in sorted(name for name in files if _WEIGHTS.fullmatch(name)):
         header = _read_header(folder / name)
@@ -136,7 +136,7 @@ def _in(name: str, expected: Any, found: Any) -> list[str]:
 
 
 def differing_values(expected: Any, found: Any, place: str = "") -> Iterator[str]:
-    """Every place at which two parsed documents differ, in value or in type, also for 1, 1.0 and true."""
+    """Every position at which two parsed documents differ in value or type; 1, 1.0 and true differ."""
     if isinstance(expected, dict) and isinstance(found, dict):
         for key in sorted({*expected, *found}, key=str):
             where = f"{place}.{key}" if place else str(key)
@@ -159,12 +159,12 @@ def _shown(value: Any) -> str:
 
 
 def _read(path: Path) -> Any:
-    """A JSON document; what is wrong with it, as text, where it is none or says a thing twice."""
+    """A JSON document; a text that describes the problem if it is invalid or has duplicate keys."""
     return _parsed(path.read_bytes())
 
 
 def _read_header(path: Path) -> Any:
-    """The header of a safetensors file; what is wrong with it, as text, where it has none."""
+    """The header of a safetensors file; a text that describes the problem if it has none."""
     with open(path, "rb") as file:
         length = file.read(_LENGTH.size)
         size = _LENGTH.unpack(length)[0] if len(length) == _LENGTH.size else 0
@@ -181,7 +181,7 @@ def _parsed(content: bytes) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Libraries differ on which of two equal keys counts."""
+    """Reject duplicate keys, because libraries differ on which of them counts."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("an object has the same key twice")

@@ -1,4 +1,4 @@
-"""Holding a loaded model against a witness: each function returns what differs, in words, or nothing."""
+"""Compares a loaded model with a witness: each function returns descriptions of what differs."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,14 +13,14 @@ from t5train.release.folder_comparison import differing_values
 if TYPE_CHECKING:
     import torch
 
-CLOSE_CHOICE = 1e-4  # of the largest logit
+CLOSE_CHOICE = 1e-4  # relative to the largest logit
 _SHARED = "shared.weight"
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
 def differing_keys(loading: Mapping[str, Any]) -> list[str]:
-    """What ``from_pretrained(..., output_loading_info=True)`` did not find, did not expect or could not fit."""
+    """Missing, unexpected and mismatched keys that ``from_pretrained(..., output_loading_info=True)`` reports."""
     return [
         f"{key.replace('_', ' ')} while loading: {_first(map(str, names))}"
         for key, names in sorted(loading.items())
@@ -29,7 +29,7 @@ def differing_keys(loading: Mapping[str, Any]) -> list[str]:
 
 
 def differing_tensors(model: "torch.nn.Module", witness: Witness, progress: Progress) -> list[str]:
-    """Names, shapes and bytes of all parameters, tied ones once, and their number of elements."""
+    """Compare names, shapes and bytes of all parameters, tied ones once, and their number of elements."""
     parameters = dict(model.named_parameters())
     found = []
     if missing := sorted(witness.tensors.keys() - parameters.keys()):
@@ -46,23 +46,23 @@ def differing_tensors(model: "torch.nn.Module", witness: Witness, progress: Prog
     if changed:
         found.append(f"{len(changed)} tensors are not the recorded fp32 masters: {_first(changed)}")
     if (elements := sum(parameter.numel() for parameter in parameters.values())) != witness.num_parameters:
-        found.append(f"the export has {elements} parameters, {witness.num_parameters} were recorded")
+        found.append(f"the export has {elements} parameters, but {witness.num_parameters} were recorded")
     return found
 
 
 def expected_ties(witness: Witness) -> dict[str, str]:
-    """T5's own ties, with the output layer's where the configuration has it, and those the engine recorded."""
+    """T5's own ties, the output layer's if the configuration has it, and those that the engine recorded."""
     head = {_HEAD: _SHARED} if witness.huggingface_config.get("tie_word_embeddings", True) else {}
     return dict.fromkeys(_EMBEDDINGS, _SHARED) | head | witness.ties
 
 
 def differing_ties(model: "torch.nn.Module", witness: Witness) -> list[str]:
-    """Aliases that do not share storage with their owner, and an output layer that does though it must not."""
+    """Aliases that do not share storage with their owner, and an output layer that does but must not."""
     at = {name: tensor.data_ptr() for name, tensor in model.state_dict(keep_vars=True).items()}
     ties = expected_ties(witness)
     found = [f"{alias} is not tied to {owner}" for alias, owner in ties.items() if at.get(alias) != at.get(owner)]
     if _HEAD not in ties and at.get(_HEAD) == at.get(_SHARED):
-        found.append(f"{_HEAD} is tied to {_SHARED}, and must not be")
+        found.append(f"{_HEAD} is tied to {_SHARED}, but must not be")
     return found
 
 
@@ -82,7 +82,7 @@ def compare_probes(
 
 
 def compare_logits(logits: "torch.Tensor", recorded: "torch.Tensor") -> ProbeComparison:
-    """Bits, and the largest difference as such and relative to the largest recorded logit; both [b, t, vocab]."""
+    """Bit equality and largest difference, absolute and relative to the largest recorded logit; both [b, t, vocab]."""
     import torch
 
     if logits.shape != recorded.shape or logits.dtype != recorded.dtype:
@@ -99,11 +99,11 @@ def compare_logits(logits: "torch.Tensor", recorded: "torch.Tensor") -> ProbeCom
 
 
 def differing_probes(probes: Mapping[str, ProbeComparison], relative_tolerance: float) -> list[str]:
-    """Probes whose logits are not finite, not the recorded bits, or beyond a tolerance above zero."""
+    """Probes whose logits are not finite, or differ from the recorded ones by more than the tolerance (0: any bit)."""
     found = []
     for probe, seen in probes.items():
         if seen.bit_equal and not math.isfinite(seen.max_difference):
-            found.append(f"logits of probe {probe!r} are the recorded ones, and not finite: no model that can be used")
+            found.append(f"logits of probe {probe!r} match the recorded ones but are not finite: the model is unusable")
             continue
         near = relative_tolerance > 0 and seen.max_relative_difference <= relative_tolerance
         if not (seen.bit_equal or near):
@@ -115,7 +115,7 @@ def differing_probes(probes: Mapping[str, ProbeComparison], relative_tolerance: 
 
 
 def differing_settings(model: Any, witness: Witness) -> list[str]:
-    """Settings that a loaded model has otherwise than transformers gives them to the recorded configuration."""
+    """Settings of a loaded model that differ from those that transformers derives from the recorded configuration."""
     from transformers import AutoConfig, GenerationConfig
 
     pairs = {
@@ -130,17 +130,17 @@ def differing_settings(model: Any, witness: Witness) -> list[str]:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """All settings, defaults included, but for where the model lies and in which type it was asked for."""
+    """All settings, including defaults, except the model's path and the requested dtype."""
     return {key: value for key, value in config.to_dict().items() if key not in {"_name_or_path", "dtype"}}
 
 
 def compare_generation(
     model: Any, witness: Witness, folder: Path, device: str, relative_tolerance: float
 ) -> tuple[GenerationComparison, list[str]]:
-    """Greedy ``generate()`` as published against the recorded ids.
+    """Compare greedy ``generate()`` of the export with the recorded ids.
 
-    ``generate()`` keeps keys and values of earlier steps, so its logits may be rounded differently: a sequence is
-    compared up to the first choice that was as close as that.
+    ``generate()`` caches keys and values of earlier steps, so its logits may be rounded differently. Therefore a
+    sequence is compared up to the first choice that was too close to be reproducible.
     """
     import torch
     from safetensors import safe_open
@@ -165,7 +165,7 @@ def compare_generation(
 def _compare_sequence(
     expected: list[int], found: list[int], margins: list[float], close: float, pad_id: int
 ) -> tuple[int, int | None]:
-    """How many tokens were compared, and the first that differs though its choice was clear."""
+    """The number of tokens compared, and the index of the first that differs although its choice was clear."""
     padded = found + [pad_id] * (len(expected) - len(found))
     for place, (one, other) in enumerate(zip(expected, padded, strict=False)):
         if one != other:

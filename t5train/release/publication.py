@@ -1,7 +1,7 @@
 """Publishes a certified export to a folder or an object store.
 
-The destination is checked first, before a run trains. The certificate is uploaded first, as a claim, and
-``manifest.json`` last; each file is read back. Nothing that is not of this export is ever overwritten.
+The destination is checked before a run trains. The certificate is uploaded first, to claim the destination, and
+``manifest.json`` last; each file is read back. Files that are not of this export are never overwritten.
 """
 
 import logging
@@ -28,11 +28,11 @@ _log = logging.getLogger(__name__)
 
 
 def upload(source: Path, record: Publication, url: str, progress: Progress = silent) -> None:
-    """Make ``record`` come true at ``url`` with the files of the folder ``source``.
+    """Upload the files of the folder ``source`` to ``url``, and ``record`` as their manifest.
 
-    The certificate goes first and claims the place: it is of one export, so an upload that was cut off can be told
-    from what somebody else put there, and is completed. Raises PublicationError when the place is not free, or the
-    store fails; nothing that is not of this export is ever overwritten.
+    The certificate is uploaded first and claims the destination. Because it belongs to one export, it distinguishes an
+    interrupted upload, which is completed, from other content. Raises PublicationError if the destination is not free,
+    or the store fails. Files that are not of this export are never overwritten.
     """
     filesystem, folder = remote_folder(url)
     with explained(url, "cannot be written"):
@@ -48,20 +48,20 @@ def upload(source: Path, record: Publication, url: str, progress: Progress = sil
 
 
 def _claim(filesystem: Any, folder: str, certificate: bytes, record: Publication) -> set[str]:
-    """Names that an earlier upload of the same export left, once its certificate is there."""
+    """Ensure that the export's certificate is there, and return the names of files that are already uploaded."""
     present = set(object_names(filesystem, folder))
     if not present:
-        if not filesystem.async_impl:  # object stores have no folders to make, and might make a bucket
+        if not filesystem.async_impl:  # object stores have no folders, and might create a bucket
             filesystem.makedirs(folder, exist_ok=True)
         _create(filesystem, f"{folder}/{CERTIFICATE}", certificate, record.url)
         return {CERTIFICATE}
     foreign = sorted(present - record.files.keys())
     if foreign or CERTIFICATE not in present or filesystem.cat_file(f"{folder}/{CERTIFICATE}") != certificate:
         raise PublicationError(
-            f"{record.url} holds {', '.join((foreign or sorted(present))[:5])}, and no publication: "
-            "publish to another place, or remove that yourself"
+            f"{record.url} holds {', '.join((foreign or sorted(present))[:5])}, which is not a publication: "
+            "publish to another destination, or remove it yourself"
         )
-    _log.info("%s holds %d files of an unfinished upload: it is completed", record.url, len(present))
+    _log.info("completing an unfinished upload: %s holds %d of its files", record.url, len(present))
     return present
 
 
@@ -69,46 +69,47 @@ def _is_there(filesystem: Any, target: str, digest: FileDigest, shown: str, prog
     try:
         verify_object(filesystem, target, digest, shown, progress)
     except DigestMismatch as error:
-        _log.warning("%s: it is sent again", error)
+        _log.warning("%s: uploading it again", error)
         return False
     return True
 
 
 def _create(filesystem: Any, path: str, content: bytes, shown: str) -> None:
-    """Write a small object that must not be there yet: the store itself refuses a second one where it can.
+    """Write a small object that must not exist yet; the store itself refuses to overwrite one if it can.
 
-    Stores refuse in words of their own, and a request that was sent twice finds the object of its first attempt, so
-    what lies there afterwards decides.
+    Stores refuse with different errors, and a request that was retried may find its own object. Therefore the content
+    that is there afterwards decides.
     """
     try:
         filesystem.pipe_file(path, content, mode="create")
-    except Exception:  # stores have no error in common; it stands unless the object is there, and is then compared
+    except Exception:  # stores share no base error; raise it unless the object exists, which is then compared
         filesystem.invalidate_cache()
         if not filesystem.exists(path):
             raise
     if filesystem.cat_file(path) != content:
         raise PublicationError(
-            f"{shown}/{Path(path).name} is not what was sent: another process is publishing there, or the store is "
-            "not reliable; see what is there, then try again"
+            f"{shown}/{Path(path).name} is not what was uploaded: another process is publishing there, or the store is "
+            "not reliable; check its content, then try again"
         )
 
 
 def check_destination(url: str, needed_bytes: int = 0, spec_fingerprint: str | None = None) -> None:
-    """Refuse now what ``publish`` would refuse after the training.
+    """Raise now the errors that ``publish`` would raise after training.
 
-    Raises PublicationError when the protocol's package is missing, the place cannot be written, holds something
-    else, or a publication of another spec than ``spec_fingerprint``; StorageError when a local disk has less space
-    than ``needed_bytes``. A store is asked by writing an empty object beside the destination and removing it.
+    Raises PublicationError if the protocol's package is missing, or if the destination cannot be written, holds
+    something else, or holds a publication of another spec than ``spec_fingerprint``; StorageError if a local disk has
+    less space than ``needed_bytes``. A store is checked by writing an empty object beside the destination and removing
+    it.
     """
     published = publication_at(url)
     if published is None:
         _try_writing(url, needed_bytes)
     elif spec_fingerprint is not None and published.inputs.get("spec") != spec_fingerprint:
-        raise PublicationError(f"{redacted(url)} holds {described(published)}: publish to another place")
+        raise PublicationError(f"{redacted(url)} holds {described(published)}: publish to another destination")
 
 
 def publication_at(url: str) -> Publication | None:
-    """The publication whose manifest lies there, not verified; None where nothing does.
+    """The publication whose manifest is there, not verified; None if there is nothing.
 
     Raises PublicationError for anything else: a folder in use, another kind of record, a damaged manifest.
     """
@@ -119,31 +120,31 @@ def publication_at(url: str) -> Publication | None:
     try:
         record = parse_manifest(content, f"{redacted(url)}/{MANIFEST}")
     except (RecordError, DigestMismatch) as error:
-        raise PublicationError(f"{redacted(url)} is in the way: {error}. Publish to another place") from error
+        raise PublicationError(f"{redacted(url)} is in the way: {error}. Publish to another destination") from error
     if not isinstance(record, Publication):
-        raise PublicationError(f"{redacted(url)} holds {described(record)}: publish to another place")
+        raise PublicationError(f"{redacted(url)} holds {described(record)}: publish to another destination")
     return record
 
 
 def described(record: Record) -> str:
-    """What is in the way, in words."""
+    """A description of the record that is in the way."""
     return f"another {record.kind} ({record.fingerprint[:12]}, made {record.provenance.created_at})"
 
 
 def _local_manifest(folder: Path) -> bytes | None:
-    """The manifest's content; None for a folder that is absent or empty."""
+    """The manifest's content; None for a folder that is missing or empty."""
     try:
         if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
             return None
         return (folder / MANIFEST).read_bytes()
     except OSError as error:
         raise PublicationError(
-            f"{folder} is there and not a publication ({MANIFEST}: {error.strerror}): publish to another folder"
+            f"{folder} exists and is not a publication ({MANIFEST}: {error.strerror}): publish to another folder"
         ) from error
 
 
 def _stored_manifest(url: str) -> bytes | None:
-    """The manifest's content; None where nothing is, or what an upload left that was cut off: its certificate tells."""
+    """The manifest's content; None if there is nothing, or an interrupted upload, which has a certificate."""
     filesystem, folder = remote_folder(url)
     with explained(url, "cannot be read"):
         path = f"{folder}/{MANIFEST}"
@@ -152,7 +153,8 @@ def _stored_manifest(url: str) -> bytes | None:
         present = object_names(filesystem, folder)
     if present and CERTIFICATE not in present:
         raise PublicationError(
-            f"{redacted(url)} holds {', '.join(sorted(present)[:5])}, and no publication: publish to another place"
+            f"{redacted(url)} holds {', '.join(sorted(present)[:5])}, which is not a publication: publish to another "
+            "destination"
         )
     return None
 
@@ -166,42 +168,42 @@ def _try_writing(url: str, needed_bytes: int) -> None:
 
 
 def _try_folder(folder: Path, needed_bytes: int) -> None:
-    """Write a nameless file into the nearest folder that is there already.
+    """Write a temporary file into the nearest existing parent folder.
 
-    The publication takes its place by a rename, which neither a link nor a mounted disk gives way to.
+    The publication is renamed to its final path, which can replace neither a link nor a mount point.
     """
     if folder.is_symlink() or folder.is_mount():
-        raise PublicationError(f"{folder} is a link or a mounted disk: publish to a folder inside what it stands for")
+        raise PublicationError(f"{folder} is a symbolic link or a mount point: publish to a folder inside it")
     nearest = next(parent for parent in folder.parents if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=nearest):
             pass
         free = shutil.disk_usage(nearest).free
     except OSError as error:
-        raise PublicationError(f"{folder} cannot be made: {nearest} is not writable ({error.strerror})") from error
+        raise PublicationError(f"{folder} cannot be created: {nearest} is not writable ({error.strerror})") from error
     if free < needed_bytes:
         raise StorageError(
-            f"{folder} needs {needed_bytes:,} bytes and {nearest} has {free:,} left: free some, or publish elsewhere"
+            f"{folder} needs {needed_bytes:,} bytes, but {nearest} has {free:,} free: free some, or publish elsewhere"
         )
 
 
 def _try_store(url: str) -> None:
-    """Beside the destination, not in it: what may write need not be allowed to remove."""
+    """Write beside the destination, not into it, because permission to write may not include permission to remove."""
     filesystem, folder = remote_folder(url)
     suffix = f".write-check-{secrets.token_hex(4)}"
     with explained(url, "cannot be written"):
         filesystem.pipe_file(folder + suffix, b"")
     try:
         filesystem.rm_file(folder + suffix)
-    except Exception as error:  # fsspec's filesystems have no error in common
-        _log.warning("the empty object %s%s is left behind: %s", redacted(url), suffix, type(error).__name__)
+    except Exception as error:  # fsspec's filesystems share no base error
+        _log.warning("could not remove the empty object %s%s: %s", redacted(url), suffix, type(error).__name__)
 
 
 def publish(export: Export, url: str, progress: Progress = silent) -> Publication:
-    """Copy a certified export to a folder or fsspec URL and return what is there now.
+    """Copy a certified export to a folder or fsspec URL, and return the publication.
 
-    A local folder appears whole, by one rename. A publication of the same export that verifies is reused. Raises
-    PublicationError without a passing certificate for exactly these files, and when anything else is in the way.
+    A local folder appears atomically, by one rename. An intact publication of the same export is reused. Raises
+    PublicationError without a passing certificate for exactly these files, and if anything else is in the way.
     Secrets of the URL appear in no record, log or error.
     """
     _require_certified(export, progress)
@@ -217,7 +219,7 @@ def publish(export: Export, url: str, progress: Progress = silent) -> Publicatio
 
 
 def _record(export: Export, url: str) -> Publication:
-    """What the manifest will say; a local folder is ``.``, for its manifest travels with it."""
+    """The manifest; the URL of a local folder is ``.``, because the folder can be moved."""
     return Publication(
         path=Path(),
         url="." if local_folder(url) is not None else redacted(url).rstrip("/"),
@@ -231,7 +233,7 @@ def _record(export: Export, url: str) -> Publication:
 
 def _require_certified(export: Export, progress: Progress) -> None:
     if CERTIFICATE not in export.files:
-        raise PublicationError(f"{export.path} may not be published: it has no certificate; certify it first")
+        raise PublicationError(f"{export.path} cannot be published: it has no certificate; certify it first")
     path = export.path / CERTIFICATE
     try:
         export.verify(progress)
@@ -239,23 +241,23 @@ def _require_certified(export: Export, progress: Progress) -> None:
             content = path.read_bytes()
         Certificate.parse(content, str(path)).require_vouching(export.fingerprint, export.files, str(path))
     except (CertificationError, DigestMismatch) as error:
-        raise PublicationError(f"{export.path} may not be published: {error}") from error
+        raise PublicationError(f"{export.path} cannot be published: {error}") from error
 
 
 def _existing(url: str, identity: str, progress: Progress) -> Publication | None:
-    """The verified publication of this identity; PublicationError when something else is in its place."""
+    """The verified publication with this fingerprint; PublicationError if something else is there."""
     found = publication_at(url)
     if found is None:
         return None
     if found.fingerprint != identity:
         raise PublicationError(
-            f"{redacted(url)} holds {described(found)}: publish to another place, or remove that yourself"
+            f"{redacted(url)} holds {described(found)}: publish to another destination, or remove it yourself"
         )
     try:
         verified = verify(url, progress)
     except (DigestMismatch, PublicationError) as error:
         raise PublicationError(
-            f"{redacted(url)} holds this publication, but damaged: {error}. Remove it, then publish again"
+            f"{redacted(url)} holds a damaged copy of this publication: {error}. Remove it, then publish again"
         ) from error
     return Publication.model_validate(verified).model_copy(update={"reused": True})
 

@@ -1,4 +1,4 @@
-"""Whether the tokenizer that users of an export get reads text as training did."""
+"""Checks that the tokenizer of an export encodes text as training did."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from t5train.spec import NUM_SENTINELS
 
 
 def differing_tokenizer(tokenizer: Any, spiece: Path, witness: Witness) -> list[str]:
-    """Ids, special tokens and passages in which a loaded tokenizer differs from the vocabulary and the witness."""
+    """Differences of a loaded tokenizer from the vocabulary and the witness: ids, special tokens and passages."""
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_file=str(spiece))
@@ -35,9 +35,9 @@ def differing_passages(tokenizer: Any, passages: Sequence[EncodedPassage]) -> li
 
 def _differing_ids(tokenizer: Any, tokens: list[str], model_ids: int) -> Iterator[str]:
     if len(tokenizer) != len(tokens):
-        yield f"the tokenizer has {len(tokenizer)} ids, and the vocabulary with its sentinels {len(tokens)}"
+        yield f"the tokenizer has {len(tokenizer)} ids, but the vocabulary with its sentinels has {len(tokens)}"
     if len(tokenizer) > model_ids:
-        yield f"the tokenizer has {len(tokenizer)} ids, the model {model_ids}"
+        yield f"the tokenizer has {len(tokenizer)} ids, but the model has {model_ids}"
     ids = list(range(min(len(tokens), len(tokenizer))))
     wrong = [
         index
@@ -47,7 +47,7 @@ def _differing_ids(tokenizer: Any, tokens: list[str], model_ids: int) -> Iterato
         if back != index or token != tokens[index]
     ]
     if wrong:
-        yield f"{len(wrong)} ids stand for other pieces than in the vocabulary, first {wrong[0]} ({tokens[wrong[0]]!r})"
+        yield f"{len(wrong)} ids map to other pieces than in the vocabulary, first {wrong[0]} ({tokens[wrong[0]]!r})"
 
 
 def _differing_special(tokenizer: Any, sentinels: list[str]) -> Iterator[str]:
@@ -55,17 +55,17 @@ def _differing_special(tokenizer: Any, sentinels: list[str]) -> Iterator[str]:
     for name, (token, index) in expected.items():
         found = getattr(tokenizer, f"{name}_token"), getattr(tokenizer, f"{name}_token_id")
         if found != (token, index):
-            yield f"the tokenizer's {name} token is {found[0]} ({found[1]}), and should be {token} ({index})"
+            yield f"the tokenizer's {name} token is {found[0]} ({found[1]}), but should be {token} ({index})"
     ids = tokenizer.convert_tokens_to_ids(sentinels)
     used = [index for index in tokenizer(" ".join(sentinels))["input_ids"] if index in set(ids)]
     if used != ids:
-        yield "sentinels in a text do not become their ids"
+        yield "sentinels in a text are not encoded as their ids"
     if tokenizer("")["input_ids"] != [EOS_ID]:
-        yield "the tokenizer does not end a text with </s> alone"
+        yield "the tokenizer does not end a text with a single </s>"
 
 
 def _differing_texts(tokenizer: Any, processor: Any, passages: Sequence[EncodedPassage]) -> list[str]:
-    """Ids must read as SentencePiece reads them; unknown characters apart, which each writes in its own way."""
+    """Ids must decode as with SentencePiece, except unknown characters, which each library writes differently."""
     known = [each.ids for each in passages if UNK_ID not in each.ids]
     wrong = [ids for ids in known if tokenizer.decode(ids, skip_special_tokens=True) != processor.decode(ids)]
     return [f"{len(wrong)} of {len(known)} held-out passages are decoded to another text"] if wrong else []

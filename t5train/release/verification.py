@@ -1,4 +1,4 @@
-"""Compares a folder, here or in an object store, with what its manifest says, byte by byte."""
+"""Compares a folder, here or in an object store, with its manifest, byte by byte."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -18,11 +18,11 @@ _CHUNK_BYTES = 8 << 20
 
 
 def verify(path_or_url: str | Path, progress: Progress = silent) -> Record:
-    """The record of a folder or URL, once every file of it has the recorded size and sha256.
+    """Check that every file of a folder or URL has the recorded size and sha256, and return the record.
 
-    Any stage's folder will do. A publication must also hold nothing else, a manifest exactly as it was written, and
-    a passing certificate for its files. Raises RecordError without a manifest, DigestMismatch that names the file
-    that differs or is missing, PublicationError for what is there beyond the record or is not certified.
+    Accepts the folder of any stage. A publication must also hold no other files, an unchanged manifest, and a passing
+    certificate for its files. Raises RecordError without a manifest, DigestMismatch that names the file that differs or
+    is missing, PublicationError for files that are not in the record or not certified.
     """
     url = str(path_or_url)
     folder = local_folder(url)
@@ -35,7 +35,7 @@ def verify_local(folder: Path, progress: Progress = silent) -> Record:
         with reading(folder / MANIFEST):
             content = (folder / MANIFEST).read_bytes()
     except ABSENT as error:
-        raise RecordError(f"{folder / MANIFEST} cannot be read: {error.strerror}; nothing was finished here") from None
+        raise RecordError(f"{folder / MANIFEST} cannot be read: {error.strerror}; no stage was finished here") from None
     record = parse_manifest(content, str(folder / MANIFEST)).model_copy(update={"path": folder})
     record.verify(progress)
     if isinstance(record, Publication):
@@ -48,16 +48,16 @@ def verify_local(folder: Path, progress: Progress = silent) -> Record:
 
 
 def verify_remote(url: str, progress: Progress = silent) -> Record:
-    """``verify`` for any other place that fsspec can read; files are streamed, none is kept."""
+    """``verify`` for any other URL that fsspec can read; files are streamed and not stored."""
     filesystem, folder = remote_folder(url)
     where = redacted(url).rstrip("/")
     with explained(url, "cannot be read"):
         try:
             content = filesystem.cat_file(f"{folder}/{MANIFEST}")
         except FileNotFoundError:
-            raise RecordError(f"{where}/{MANIFEST} does not exist: nothing was finished there") from None
+            raise RecordError(f"{where}/{MANIFEST} does not exist: no stage was finished there") from None
         record = parse_manifest(content, f"{where}/{MANIFEST}")
-        for name in record.files:  # those of a corpus could be anywhere, but only on its own machine
+        for name in record.files:  # a corpus may name files anywhere, but only on its own machine
             confined(Path(folder), name, f"{where}/{MANIFEST}", RecordError)
         for name, digest in record.files.items():
             verify_object(filesystem, f"{folder}/{name}", digest, f"{where}/{name}", progress)
@@ -71,7 +71,7 @@ def verify_remote(url: str, progress: Progress = silent) -> Record:
 def verify_object(
     filesystem: Any, path: str, expected: FileDigest | SafetensorsDigest, shown: str, progress: Progress
 ) -> None:
-    """DigestMismatch unless the object at ``path`` has this size and digest; it is read back for that."""
+    """Read the object at ``path``, and raise DigestMismatch unless it has this size and digest."""
 
     def tell(size: int) -> None:
         progress(f"bytes of {PurePosixPath(path).name} verified", size, expected.size)
@@ -83,7 +83,7 @@ def verify_object(
         raise DigestMismatch(f"{shown} is missing; {expected.size} bytes were recorded") from None
     if found != expected:
         raise DigestMismatch(
-            f"{shown} has {found.size} bytes and {found}, {expected.size} bytes and {expected} were recorded: "
+            f"{shown} has {found.size} bytes and {found}, but {expected.size} bytes and {expected} were recorded: "
             "publish it again"
         )
 
@@ -100,19 +100,19 @@ def _digest(file: IO[bytes], tell: Callable[[int], None]) -> FileDigest:
 def object_names(filesystem: Any, folder: str) -> list[str]:
     """Names, relative to ``folder``, of everything below it."""
     if "http" in filesystem.protocol or "https" in filesystem.protocol:
-        return []  # a web server need not list its folders
+        return []  # a web server may not list its folders
     prefix = filesystem._strip_protocol(folder).rstrip("/") + "/"
     return [str(path).removeprefix(prefix) for path in filesystem.find(folder)]
 
 
 def _require_whole(record: Publication, present: Iterable[str], where: str) -> None:
-    """Its certificate is among its files, and nothing lies there beside them."""
+    """Raise PublicationError unless the certificate is among the files, and there are no others."""
     if CERTIFICATE not in record.files:
-        raise PublicationError(f"{where} is not certified: its manifest names no {CERTIFICATE}; publish it again")
+        raise PublicationError(f"{where} is not certified: its manifest lists no {CERTIFICATE}; publish it again")
     if extra := sorted(set(present) - {*record.files, MANIFEST}):
         raise PublicationError(
             f"{where} holds {', '.join(extra[:5])}, which was not published{' (and more)' if extra[5:] else ''}: "
-            "remove what does not belong there"
+            "remove files that do not belong there"
         )
 
 

@@ -11,7 +11,7 @@ NUM_SENTINELS = 100
 
 
 class CorpusSpec(SpecPart):
-    """Which text, and how it is split."""
+    """The text, and how it is split."""
 
     execution = frozenset({"workers"})
 
@@ -33,14 +33,14 @@ class CorpusSpec(SpecPart):
         return without_secret("corpus.source", source)
 
     def split_identity(self) -> dict[str, Any]:
-        """What decides which document falls into which split."""
+        """The settings that decide which document falls into which split."""
         return {"split": list(self.split), "split_seed": self.split_seed}
 
     @model_validator(mode="after")
     def _split_is_whole(self) -> Self:
         if sum(self.split) != 1000 or min(self.split) < 0 or self.split[0] == 0 or self.split[1] == 0:
             raise ValueError(
-                f"corpus.split is {self.split}: three thousandths that sum to 1000, the first two above zero"
+                f"corpus.split is {self.split}: it must be three thousandths that sum to 1000, the first two above zero"
             )
         return self
 
@@ -59,7 +59,7 @@ class TokenizerSpec(SpecPart):
     )
 
     def identity(self) -> dict[str, Any]:
-        """With a given vocabulary the training settings have no say; its content is fingerprinted by the stage."""
+        """With a given vocabulary, the settings for training one do not count; the stage fingerprints its content."""
         return {"given": True} if self.path is not None else super().identity()
 
 
@@ -69,7 +69,11 @@ class ShardsSpec(SpecPart):
     execution = frozenset({"workers"})
 
     shard_tokens: int = Field(
-        128 << 20, ge=4096, le=1 << 31, title="Tokens a shard", description="Aimed at; a shard ends with a document"
+        128 << 20,
+        ge=4096,
+        le=1 << 31,
+        title="Tokens per shard",
+        description="Target size; a shard ends with a document",
     )
     workers: int | None = Field(None, ge=1, title="Workers", description="Processes; all cores when left out")
 

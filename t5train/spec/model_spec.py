@@ -12,24 +12,24 @@ from t5train.spec.overrides import SpecPart
 
 
 class ExpertsSpec(SpecPart):
-    """How many experts a sparse layer has, how tokens find them, and what the router pays for it."""
+    """Number of experts in a sparse layer, how tokens are routed to them, and the router's losses."""
 
-    num_experts: int = Field(0, ge=0, le=1024, title="Experts", description="Of each sparse layer; 0: a dense model")
+    num_experts: int = Field(0, ge=0, le=1024, title="Experts", description="In each sparse layer; 0: a dense model")
     top_k: Literal[1, 2] = Field(
-        1, title="Experts a token", description="1 as Switch Transformers; 2 has no model in transformers to export to"
+        1, title="Experts per token", description="1 as in Switch Transformers; 2 cannot be exported to transformers"
     )
     every_n_layers: int = Field(2, ge=1, title="Every n layers", description="Every n-th layer of a stack is sparse")
     capacity_factor: float = Field(
         1.25,
         gt=0,
         title="Capacity",
-        description="Tokens an expert takes while training, in even shares; more are dropped",
+        description="Tokens an expert takes in training, as a multiple of an even share; others are dropped",
     )
     eval_capacity_factor: float = Field(
         2.0,
         gt=0,
-        title="Capacity held against",
-        description="Validation drops nothing, and counts what lies above this",
+        title="Validation capacity",
+        description="Validation drops no tokens, but counts those above this capacity factor",
     )
     aux_loss: float = Field(0.01, ge=0, title="Balance loss", description="Weight of the load-balancing loss")
     z_loss: float = Field(0.001, ge=0, title="Router z-loss", description="Weight of the squared log-sum-exp of logits")
@@ -55,36 +55,41 @@ class ModelSpec(SpecPart):
         "v1.1", title="Version", description="v1.1: gated GELU, untied output; v1.0: ReLU, tied output"
     )
     feed_forward: Literal["gated-gelu", "relu"] | None = Field(
-        None, title="Feed-forward", description="Else by version"
+        None, title="Feed-forward", description="From version when left out"
     )
-    d_model: int | None = Field(None, ge=8, title="d_model", description="Width; else by preset")
-    d_kv: int | None = Field(None, ge=4, title="d_kv", description="Width of a head; else by preset")
-    d_ff: int | None = Field(None, ge=8, title="d_ff", description="Width of the feed-forward; else by preset")
-    num_heads: int | None = Field(None, ge=1, title="Heads", description="Else by preset")
-    num_layers: int | None = Field(None, ge=1, title="Encoder layers", description="Else by preset")
-    num_decoder_layers: int | None = Field(None, ge=1, title="Decoder layers", description="Else by preset")
+    d_model: int | None = Field(None, ge=8, title="d_model", description="Width; from preset when left out")
+    d_kv: int | None = Field(None, ge=4, title="d_kv", description="Width of a head; from preset when left out")
+    d_ff: int | None = Field(
+        None, ge=8, title="d_ff", description="Width of the feed-forward; from preset when left out"
+    )
+    num_heads: int | None = Field(None, ge=1, title="Heads", description="From preset when left out")
+    num_layers: int | None = Field(None, ge=1, title="Encoder layers", description="From preset when left out")
+    num_decoder_layers: int | None = Field(None, ge=1, title="Decoder layers", description="From preset when left out")
     vocab_size: int | None = Field(
-        None, ge=128, title="Vocabulary", description="Embedding rows; else the tokenizer's, padded to 128"
+        None,
+        ge=128,
+        title="Vocabulary",
+        description="Embedding rows; the tokenizer's, padded to a multiple of 128, when left out",
     )
     dropout_rate: float = Field(0.0, ge=0, lt=1, title="Dropout", description="0 for pre-training, as T5 v1.1")
     activation_checkpointing: bool = Field(
         False,
         title="Activation checkpointing",
-        description="Compute what lies within a block again in the backward pass: less memory, a third more work",
+        description="Recompute activations within a block in the backward pass: less memory, a third more computation",
     )
     compile: bool = Field(False, title="Compile", description="torch.compile; worth it on GPUs")
     start_from: str | None = Field(
         None,
         title="Start from",
-        description="Folder of a T5 or Switch Transformer in safetensors, or an export of ours, whose weights to "
-        "continue from; drawn by seed when left out",
+        description="Folder with the weights to continue from: a T5 or Switch Transformer in safetensors, or one of "
+        "our exports; initialised by seed when left out",
     )
     moe: ExpertsSpec = ExpertsSpec()
 
     def identity(self) -> dict[str, Any]:
-        """A dense model is the same whatever is said of experts.
+        """Without the settings of experts for a dense model, which they do not change.
 
-        The content of a model to continue from is fingerprinted by the stage that trains.
+        The training stage fingerprints the content of a model to continue from.
         """
         values = super().identity()
         if not self.moe.num_experts:

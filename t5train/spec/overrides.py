@@ -1,7 +1,7 @@
-"""Changes a spec by the names of its settings, and explains what is wrong with one.
+"""Changes settings of a spec by name, and explains what is wrong with a spec.
 
-A setting is either *identity* (it decides the result, and is in the fingerprint) or *execution* (where and how; it is
-not). Execution settings are named in ``execution`` of the part they belong to.
+A setting is either *identity* (it decides the result and is part of the fingerprint) or *execution* (it decides where
+and how to run, and is not). Each part names its execution settings in ``execution``.
 """
 
 import difflib
@@ -26,7 +26,7 @@ NAMES_ELSEWHERE = {
     "moe": "model.moe.num_experts",
     "moe_ep_size": "layout.expert_parallel_size",
 }
-"""What other scripts of the field call settings that have, or are like, none of these names."""
+"""Names of other T5 and DeepSpeed scripts for settings whose names here are not similar."""
 
 
 def names_in(spec: type[BaseModel]) -> list[str]:
@@ -41,17 +41,17 @@ def names_in(spec: type[BaseModel]) -> list[str]:
 
 
 def change(spec: type[BaseModel], values: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Put ``{"part.key": value}`` into a spec's plain values; SpecError names the nearest setting for an unknown one.
+    """Set ``{"part.key": value}`` in a spec's plain values. SpecError names the nearest setting for an unknown one.
 
-    Text is read as JSON where it is JSON (``8``, ``true``, ``[1, 2]``, ``null``), else as text; for a setting that is
-    text, ``2`` stays text.
+    Text is parsed as JSON if possible (``8``, ``true``, ``[1, 2]``, ``null``) and is kept as text otherwise; for a
+    setting that is text, ``2`` stays text.
     """
     for setting, value in settings.items():
         _place(spec, values, setting, value)
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """``" (did you mean 'x'?)"`` for the known word that this one ends, means elsewhere or is most like."""
+    """``" (did you mean 'x'?)"``: the known name that ends with ``word``, means the same, or is most similar."""
     elsewhere = NAMES_ELSEWHERE.get(word.rpartition(".")[2])
     meant = [each for each in known if each.endswith(f".{word}") or each == elsewhere]
     match = meant or difflib.get_close_matches(word, known, 1, 0.5)
@@ -59,7 +59,7 @@ def nearest(word: str, known: list[str]) -> str:
 
 
 def explain(error: ValidationError, known: list[str]) -> str:
-    """Everything that is wrong with a spec, in one line, with the nearest of the known names for an unknown one."""
+    """Everything that is wrong with a spec, in one line; for an unknown name, the nearest known one is suggested."""
     lines = []
     for detail in error.errors():
         where = ".".join(str(step) for step in detail["loc"])
@@ -103,7 +103,7 @@ def _parsed(value: Any, annotation: Any) -> Any:
 
 
 class SpecPart(BaseModel):
-    """One part of a RunSpec: immutable, and closed to names it does not know."""
+    """One part of a RunSpec: immutable, and unknown names are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     execution: ClassVar[frozenset[str]] = frozenset()

@@ -1,4 +1,4 @@
-"""What a rank is told: one JSON file, the same for all ranks of an attempt."""
+"""The job of a rank: one JSON file, the same for all ranks of an attempt."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from t5train.spec import RunSpec
 
 
 class TrainingProgress(BaseModel):
-    """How far training is, beside weights and moments; ``loss_scaler`` holds the state of fp16's, by attribute."""
+    """State of training besides weights and moments; ``loss_scaler`` is that of the fp16 loss scaler, by attribute."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     step: int = 0
@@ -20,17 +20,17 @@ class TrainingProgress(BaseModel):
 
     @property
     def optimizer_steps(self) -> int:
-        """Those that moved the weights: a loss scaler drops the others."""
+        """Steps that changed the weights; the loss scaler skips the others."""
         return self.step - self.skipped_steps
 
     @property
     def has_moments(self) -> bool:
-        """Whether an optimizer has any to be kept: before its first step there are none."""
+        """Whether the optimizer has moments to save; before its first step it has none."""
         return self.optimizer_steps > 0
 
 
 class Consolidated(BaseModel):
-    """A checkpoint of the run in a form that any layout can begin from: ``folder`` holds weights and moments."""
+    """A checkpoint of the run in a form that any layout can start from: ``folder`` holds weights and moments."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     folder: Path
@@ -39,12 +39,12 @@ class Consolidated(BaseModel):
 
 
 class TrainJob(BaseModel):
-    """One attempt at a run: what to train, on what, where, and from what.
+    """One attempt at a run: what to train, on which data, where, and what to start from.
 
-    That is the checkpoint ``resume_tag``, or one of another layout, ``consolidated``, or neither: then the run begins,
-    where ``start_fingerprint`` says so with the weights of that content in ``spec.model.start_from``, a folder that the
-    user calls ``start_name``.
-    With ``node_local``, folders are on each node's own disk, and hold what its ranks wrote or were brought.
+    The attempt resumes from the checkpoint ``resume_tag``, or from ``consolidated``, a checkpoint of another layout.
+    With neither, the run starts: from the weights in ``spec.model.start_from``, a folder that the user calls
+    ``start_name``, if ``start_fingerprint`` (of their content) is set, else from newly initialised weights.
+    With ``node_local``, folders are on each node's own disk, and hold what its ranks wrote or what was sent to it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,25 +72,25 @@ class TrainJob(BaseModel):
 
     @property
     def begins_from(self) -> str | None:
-        """Fingerprint of the weights in ``spec.model.start_from``, if it is these that the attempt begins with."""
+        """Fingerprint of the weights in ``spec.model.start_from``, if the attempt starts from them."""
         return None if self.resume_tag or self.consolidated else self.start_fingerprint
 
     @property
     def checkpoints_folder(self) -> Path:
-        """Where tags lie."""
+        """The folder with all tags."""
         return self.run_folder / run_files.CHECKPOINTS
 
     @property
     def witness_folder(self) -> Path:
-        """What the engine says of its own weights at the end."""
+        """The folder of the witness."""
         return self.run_folder / run_files.WITNESS_FOLDER
 
     @property
     def metrics_path(self) -> Path:
-        """One JSON line a step."""
+        """The file with one JSON line per step."""
         return self.run_folder / run_files.METRICS
 
     @property
     def tensorboard_folder(self) -> Path:
-        """The same for TensorBoard."""
+        """The folder with the same metrics for TensorBoard."""
         return self.run_folder / run_files.TENSORBOARD

@@ -1,4 +1,4 @@
-"""Named RunSpecs. A recipe is a function that returns a whole spec; nothing is inherited behind its back."""
+"""Named RunSpecs. A recipe is a function that returns a complete spec; nothing is inherited implicitly."""
 
 from collections.abc import Callable
 
@@ -60,7 +60,7 @@ def base() -> RunSpec:
 
 
 def moe() -> RunSpec:
-    """Switch Transformer of base shape with 8 experts on one GPU: bf16, ZeRO-2. More GPUs share the experts out."""
+    """Switch Transformer of base shape with 8 experts on one GPU: bf16, ZeRO-2. Several GPUs divide the experts."""
     return RunSpec(
         recipe="moe",
         model=ModelSpec(preset="base", version="v1.0", compile=True, moe=ExpertsSpec(num_experts=8)),
@@ -70,19 +70,19 @@ def moe() -> RunSpec:
 
 
 def pipeline() -> RunSpec:
-    """T5 v1.1 base in a pipeline of two stages, one a GPU: bf16, ZeRO-1. More GPUs are more pipelines."""
+    """T5 v1.1 base in a pipeline of two stages, one per GPU: bf16, ZeRO-1. More GPUs run more pipelines."""
     return RunSpec(
         recipe="pipeline",
         model=ModelSpec(preset="base"),
         optimizer=OptimizerSpec(warmup_steps=10_000, peak_learning_rate=0.02),
-        # Eight passes a step, which leaves each stage idle for a ninth of the time.
+        # With eight passes per step, each stage is idle for a ninth of the time.
         layout=LayoutSpec(zero_stage=1, pipeline_stages=2, micro_batch_sequences=16),
         cluster=ClusterSpec(ranks=2),
     )
 
 
 def zero1_offload() -> RunSpec:
-    """T5 v1.1 base, masters and moments cut over GPUs (ZeRO-1) and kept in page-locked host memory."""
+    """T5 v1.1 base, masters and moments partitioned over GPUs (ZeRO-1) and kept in page-locked host memory."""
     return RunSpec(
         recipe="zero1_offload",
         model=ModelSpec(preset="base", compile=True),
@@ -92,7 +92,7 @@ def zero1_offload() -> RunSpec:
 
 
 def zero2_offload() -> RunSpec:
-    """T5 v1.1 base, gradients cut over GPUs too (ZeRO-2), masters and moments in page-locked host memory."""
+    """T5 v1.1 base, gradients partitioned over GPUs too (ZeRO-2), masters and moments in page-locked host memory."""
     return RunSpec(
         recipe="zero2_offload",
         model=ModelSpec(preset="base", compile=True),
@@ -102,7 +102,7 @@ def zero2_offload() -> RunSpec:
 
 
 def zero3() -> RunSpec:
-    """T5 v1.1 base, everything cut over GPUs (ZeRO-3); parameters, masters and moments in page-locked host memory."""
+    """T5 v1.1 base, all partitioned over GPUs (ZeRO-3); parameters, masters and moments in page-locked host memory."""
     return RunSpec(
         recipe="zero3",
         model=ModelSpec(preset="base"),
@@ -117,7 +117,8 @@ def t5_3b_one_gpu() -> RunSpec:
         recipe="t5_3b_one_gpu",
         model=ModelSpec(preset="3b", activation_checkpointing=True),
         optimizer=OptimizerSpec(warmup_steps=10_000),
-        # One pass a step, as each fetches every parameter; not page-locked, which rounds buffers up to powers of two.
+        # One pass per step, because each pass fetches every parameter. Not page-locked, because page-locked buffers are
+        # rounded up to powers of two.
         layout=LayoutSpec(zero_stage=3, offload="all", micro_batch_sequences=128),
     )
 
@@ -152,5 +153,5 @@ RECIPES: dict[str, Callable[[], RunSpec]] = {
 def recipe(name: str) -> RunSpec:
     """The spec of a recipe; SpecError names the nearest one for an unknown name."""
     if name not in RECIPES:
-        raise SpecError(f"unknown recipe {name!r}{nearest(name, list(RECIPES))}; there are {', '.join(RECIPES)}")
+        raise SpecError(f"unknown recipe {name!r}{nearest(name, list(RECIPES))}; choose one of {', '.join(RECIPES)}")
     return RECIPES[name]()

@@ -20,16 +20,16 @@ RUN_NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
 
 
 class RunSpec(SpecPart):
-    """One run, whole. Build changed ones with ``with_settings``, never with ``model_copy``."""
+    """The spec of one run. Change settings with ``with_settings``, never with ``model_copy``."""
 
     execution = frozenset({"recipe", "name", "layout", "storage", "cluster"})
 
-    recipe: str = Field(pattern="^[a-z0-9][a-z0-9_-]{0,39}$", title="Recipe", description="Where the settings began")
+    recipe: str = Field(pattern="^[a-z0-9][a-z0-9_-]{0,39}$", title="Recipe", description="Recipe of the settings")
     name: str | None = Field(
         None,
         pattern=RUN_NAME_PATTERN,
         title="Run name",
-        description="Folder under {root}/runs; recipe and fingerprint when left out",
+        description="Folder under {root}/runs; named after recipe and fingerprint when left out",
     )
     corpus: CorpusSpec = CorpusSpec()
     tokenizer: TokenizerSpec = TokenizerSpec()
@@ -66,13 +66,13 @@ class RunSpec(SpecPart):
         }
         if stages > 1 and any(refused.values()):
             what = "; ".join(what for what, refuse in refused.items() if refuse)
-            raise ValueError(f"layout.pipeline_stages is {stages}, which does not go with {what}")
+            raise ValueError(f"layout.pipeline_stages is {stages}, which cannot be combined with {what}")
         return self
 
     @model_validator(mode="after")
     def _layout_has_masters(self) -> Self:
         if self.optimizer.precision == "fp16" and self.layout.zero_stage == 0:
-            raise ValueError("layout.zero_stage is 0: fp16 needs 1 to 3, where DeepSpeed keeps proper fp32 masters")
+            raise ValueError("layout.zero_stage is 0: fp16 needs 1 to 3, for which DeepSpeed keeps proper fp32 masters")
         return self
 
     @model_validator(mode="after")
@@ -90,8 +90,8 @@ class RunSpec(SpecPart):
         if self.model.moe.num_experts and self.layout.zero_stage not in (1, 2):
             raise ValueError(
                 f"layout.zero_stage is {self.layout.zero_stage} and model.moe.num_experts "
-                f"{self.model.moe.num_experts}: experts need ZeRO 1 or 2 (at 0 DeepSpeed clips by another norm on "
-                "every rank, at 3 it has no such layers)"
+                f"{self.model.moe.num_experts}: experts need ZeRO 1 or 2 (at 0, DeepSpeed clips by a different norm on "
+                "every rank; at 3, it has no such layers)"
             )
         return self
 
@@ -99,8 +99,8 @@ class RunSpec(SpecPart):
     def _compiled_graphs_see_parameters(self) -> Self:
         if self.model.compile and self.layout.zero_stage == 3:
             raise ValueError(
-                "model.compile is true and layout.zero_stage 3: hooks that a compiled graph does not see gather ZeRO "
-                "3's parameters; set model.compile=false"
+                "model.compile is true and layout.zero_stage 3: ZeRO 3 gathers parameters in hooks that a compiled "
+                "graph does not see; set model.compile=false"
             )
         return self
 
@@ -114,7 +114,7 @@ class RunSpec(SpecPart):
 
     @property
     def run_name(self) -> str:
-        """The name given, else one made of recipe and fingerprint, so that another spec is another run."""
+        """The given name, or one made of recipe and fingerprint, so that a different spec is a different run."""
         return self.name or f"{self.recipe}-{self.fingerprint()[:8]}"
 
     @property
@@ -124,16 +124,16 @@ class RunSpec(SpecPart):
 
     @property
     def data_parallel_size(self) -> int:
-        """How many copies of the model there are: as many as ranks, where no pipeline spreads one over several."""
+        """Number of model replicas: the number of ranks, divided by the stages of a pipeline."""
         return self.cluster.ranks // self.layout.pipeline_stages
 
     @property
     def gradient_accumulation(self) -> int:
-        """Forward passes of each rank for one optimizer step."""
+        """Forward passes of each rank per optimizer step."""
         return self.optimizer.global_batch_sequences // (self.layout.micro_batch_sequences * self.data_parallel_size)
 
     def with_settings(self, settings: Mapping[str, Any]) -> "RunSpec":
-        """This spec with ``{"part.key": value}`` changed, validated anew as a whole; values as ``change`` reads them.
+        """This spec with ``{"part.key": value}`` changed and all of it validated again; values as in ``change``.
 
         Raises SpecError.
         """

@@ -8,7 +8,7 @@ from t5train.spec.overrides import SpecPart
 
 
 class OptimizerSpec(SpecPart):
-    """How the weights move, and in what arithmetic."""
+    """How weights are updated, and in which precision."""
 
     kind: Literal["adamw-rms", "adamw"] = Field(
         "adamw-rms", title="Kind", description="adamw-rms scales each tensor's step by its RMS, which T5 needs"
@@ -18,14 +18,14 @@ class OptimizerSpec(SpecPart):
     schedule: Literal["inverse-sqrt", "cosine", "constant"] = Field(
         "cosine", title="Schedule", description="After the warm-up"
     )
-    final_learning_rate: float = Field(1e-5, ge=0, le=1, title="Final rate", description="Where the cosine ends")
+    final_learning_rate: float = Field(1e-5, ge=0, le=1, title="Final rate", description="At the end of the cosine")
     weight_decay: float = Field(0.0, ge=0, le=1, title="Weight decay", description="Decoupled")
     betas: tuple[float, float] = Field((0.9, 0.999), title="Betas", description="Decay of Adam's two moments")
-    epsilon: float = Field(1e-8, gt=0, title="Epsilon", description="Adam's")
+    epsilon: float = Field(1e-8, gt=0, title="Epsilon", description="Epsilon of Adam")
     gradient_clip: float = Field(1.0, ge=0, title="Gradient clip", description="Global norm; 0 for none")
-    global_batch_sequences: int = Field(128, ge=1, title="Global batch", description="Sequences an optimizer step")
+    global_batch_sequences: int = Field(128, ge=1, title="Global batch", description="Sequences per optimizer step")
     num_steps: int = Field(65536, ge=1, title="Steps", description="Optimizer steps of the run")
-    seed: int = Field(0, ge=0, le=2**31 - 1, title="Seed", description="Of weights, order and noise")
+    seed: int = Field(0, ge=0, le=2**31 - 1, title="Seed", description="For weights, order and noise")
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "bf16", title="Precision", description="fp16 needs a GPU, or a CPU with instructions for it"
     )
@@ -56,15 +56,17 @@ class LayoutSpec(SpecPart):
     )
 
     zero_stage: Literal[0, 1, 2, 3] = Field(
-        1, title="ZeRO stage", description="0: replicated, 1: optimizer, 2: and gradients, 3: and parameters are cut up"
+        1,
+        title="ZeRO stage",
+        description="Partitioned state: 0: none, 1: optimizer, 2: also gradients, 3: also parameters",
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
         title="Offload",
-        description="To host memory: masters and moments (ZeRO 1 to 3), or these and the parameters (ZeRO 3)",
+        description="To host memory: optimizer (masters and moments, ZeRO 1 to 3), or all (parameters too, ZeRO 3)",
     )
     pin_memory: bool = Field(
-        False, title="Pin memory", description="Offload to page-locked memory: quicker to copy, and never swapped"
+        False, title="Pin memory", description="Offload to page-locked memory: faster to copy, never swapped"
     )
     pipeline_stages: int = Field(
         1, ge=1, title="Pipeline stages", description="Ranks over which the layers of each model are spread (ZeRO 1)"
@@ -72,7 +74,7 @@ class LayoutSpec(SpecPart):
     expert_parallel_size: int = Field(
         1, ge=1, title="Expert parallelism", description="Ranks over which the experts of a layer are spread"
     )
-    micro_batch_sequences: int = Field(8, ge=1, title="Micro-batch", description="Sequences a rank, a pass")
+    micro_batch_sequences: int = Field(8, ge=1, title="Micro-batch", description="Sequences per rank and pass")
 
     @model_validator(mode="after")
     def _only_what_is_cut_up_is_offloaded(self) -> Self:

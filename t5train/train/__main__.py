@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Train as the job says. Exit code 0 only when the last checkpoint and the witness are on disk."""
+    """Run the training job. The exit code is 0 only if the last checkpoint and the witness are on disk."""
     parser = argparse.ArgumentParser(prog="python -m t5train.train", description=__doc__)
     parser.add_argument("--spec", type=Path, required=True, help="JSON file of one training attempt")
     job = TrainJob.read(parser.parse_args().spec)
@@ -29,15 +29,15 @@ def main() -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    # New names of collectives, told once for each rank and call: only DeepSpeed can use them.
+    # torch warns about renamed collectives, once per rank and call; only DeepSpeed could use the new names.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
-    faulthandler.register(signal.SIGUSR1)  # asked by the guard of a rank that hangs: where it does goes to its log
+    faulthandler.register(signal.SIGUSR1)  # the guard sends it to a rank that hangs, to get its traceback into the log
     try:
         with Told() as told, Heartbeat.of_rank(job.spec.cluster.deadlines) as heart:
             _train(job, heart, told)
     except BaseException as error:
         if (explained := told_of(error)) is not None:
-            # First to the log: a report cannot be written to a disk that has failed.
+            # Log it first, because a report cannot be written to a failed disk.
             _log.error("%s: %s", type(explained).__name__, explained)
         if rank_files := os.environ.get(RANK_FILES):
             report(Path(rank_files), error)
@@ -60,9 +60,9 @@ def _train(job: TrainJob, heart: Heartbeat, told: Told) -> None:
     deepspeed.init_distributed()
     Trainer(job, heart, told).run()
     comm.barrier()
-    # After an error it would wait for other ranks, which wait for this one; the end of the process frees all it holds.
+    # Not after an error: this rank and the others would wait for each other. The end of the process frees everything.
     comm.destroy_process_group()
-    del store  # served the others until here
+    del store  # the other ranks used it until here
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The training loop: what every rank does from its job to the last checkpoint, or until it is told to end."""
+"""The training loop: what every rank does from its job to the last checkpoint, or until it is asked to stop."""
 
 import logging
 import time
@@ -36,12 +36,12 @@ _log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One rank's part of one attempt at a run."""
+    """One rank's part of an attempt at a run."""
 
     def __init__(
         self, job: TrainJob, heart: Heartbeat | None = None, is_told: Callable[[], bool] = lambda: False
     ) -> None:
-        """``heart`` tells of the phases of its work; ``is_told`` whether this rank was told to end."""
+        """``heart`` reports the phases of the work; ``is_told`` returns whether this rank was asked to stop."""
         self.job, self.spec, self.is_told = job, job.spec, is_told
         self.heart = heart or Heartbeat(None, job.spec.cluster.deadlines)
         self.heart.enter("compile", 0)
@@ -52,8 +52,8 @@ class Trainer:
         self.train_samples = self._samples("train", shuffle=True)
         self.held_out = self._samples("validation", shuffle=False)
         self._require_a_batch()
-        read_held_out(job.shards_folder)  # which the witness records at the end: refuse now what would be refused then
-        # Dropout: other noise on every rank, the same in every run; weights and samples have their own keys.
+        read_held_out(job.shards_folder)  # the witness needs it at the end; fail now rather than then
+        # For dropout: different on every rank, the same in every run. Weights and samples have seeds of their own.
         torch.manual_seed((self.spec.optimizer.seed << 20) + rank())
         stored = StoredState.of(job, self.shape)
         fill = stored.fill if stored else partial(initialise, shape=self.shape, seed=self.spec.optimizer.seed)
@@ -70,9 +70,9 @@ class Trainer:
         )
 
     def run(self) -> None:
-        """Train to the last step, saving and validating on the way; then bear witness.
+        """Train to the last step, saving and validating on the way; then record the witness.
 
-        Raises Preempted, once a checkpoint is saved, after a step at which any rank had been told to end.
+        If any rank was asked to stop, saves a checkpoint after the step and raises Preempted.
         """
         with ExitStack() as stack:
             metrics = None
@@ -92,7 +92,7 @@ class Trainer:
             self._conclude(metrics)
 
     def _take_step(self, batches: Prefetched) -> tuple[Values, bool]:
-        """What there is to tell of a step, and whether any rank had been told to end: all hear the same."""
+        """The metrics of a step, and whether any rank was asked to stop; the same on all ranks."""
         started, waited, self.step = time.perf_counter(), batches.waited_seconds, self.step + 1
         self.heart.enter("step", self.step)
         rate = learning_rate(self.spec.optimizer, self.step)
@@ -120,7 +120,7 @@ class Trainer:
         return values, any(row[2] for row in everybody)
 
     def _taken(self, batches: Prefetched, seen: list[bytes]) -> Iterator[Batch]:
-        """The micro-batches of this step; ``seen`` gets what was in them."""
+        """The micro-batches of this step; the identities of their samples are added to ``seen``."""
         for micro in range(self.spec.gradient_accumulation):
             batch = next(batches)
             first = first_sample(self.spec, self.step - 1, micro)
@@ -136,7 +136,7 @@ class Trainer:
         self._report_experts(metrics)
 
     def _validate(self) -> validation.Losses:
-        """The first to see what the last update made of the weights."""
+        """Also checks that the loss is finite, as the first use of the weights after their last update."""
         self.heart.enter("validate", self.step)
         losses = validation.validate(self.passes, self.held_out, self.shards, self.spec)
         sanity_checks.require_finite(self.step, losses.all_targets, None)
@@ -148,7 +148,7 @@ class Trainer:
             self._save(metrics)
 
     def _save(self, metrics: Metrics | None) -> None:
-        """No rank trains meanwhile, and all wait for the slowest: for how long, is reported."""
+        """Training stops until the slowest rank has saved; the time is reported."""
         started = time.perf_counter()
         self.heart.enter("save", self.step)
         self.movement.require(self.step, self._applied_steps())
@@ -159,8 +159,8 @@ class Trainer:
     def _end_early(self, metrics: Metrics | None) -> NoReturn:
         self._save(metrics)
         raise Preempted(
-            f"the ranks were told to end (SIGTERM), and did so after step {self.step}, which is saved: the same "
-            "command goes on from it"
+            f"the ranks were asked to stop (SIGTERM), and stopped after step {self.step}, which is saved: run the same "
+            "command again to resume from it"
         )
 
     def _conclude(self, metrics: Metrics | None) -> None:
@@ -196,7 +196,7 @@ class Trainer:
             _log.info("step %d: %s", self.step, ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
 
     def _report_experts(self, metrics: Metrics | None) -> None:
-        """Too many numbers to print: they are in the log of steps alone."""
+        """Written only to ``metrics.jsonl``, because there are too many numbers to print."""
         if metrics and (values := self.routing.of_experts()):
             metrics.write(self.step, values)
 
@@ -207,12 +207,12 @@ class Trainer:
         batch = self.spec.optimizer.global_batch_sequences
         if self.train_samples.num_samples < batch:
             raise InputError(
-                f"the train split holds {self.train_samples.num_samples} samples, and a step takes "
+                f"the train split holds {self.train_samples.num_samples} samples, but a step takes "
                 f"optimizer.global_batch_sequences ({batch}): use more text or a smaller batch"
             )
 
     def _applied_steps(self) -> int:
-        """Steps so far that moved the weights; where a cosine ends at zero, the last of all does not."""
+        """Steps so far that changed the weights; if a cosine ends at zero, the last step does not."""
         stands_still = self.step > 0 and learning_rate(self.spec.optimizer, self.step) == 0
         return self.step - int(self.engine.skipped_steps) - stands_still
 
@@ -222,13 +222,13 @@ class Trainer:
 
 
 def micro_batches(samples: Samples, spec: RunSpec, step: int) -> Iterator[Batch]:
-    """This rank's micro-batches from the step after ``step`` to the last; what was read is a function of the step."""
+    """This rank's micro-batches from the step after ``step`` to the last; their content depends only on the step."""
     for done in range(step, spec.optimizer.num_steps):
         for micro in range(spec.gradient_accumulation):
             yield samples.batch(first_sample(spec, done, micro), spec.layout.micro_batch_sequences)
 
 
 def first_sample(spec: RunSpec, done: int, micro: int) -> int:
-    """Where in the endless order this rank's micro-batch number ``micro`` of the step after ``done`` begins."""
+    """Index, in the endless order, of the first sample of this rank's micro-batch ``micro`` in step ``done + 1``."""
     within = (micro * spec.data_parallel_size + data_rank(spec)) * spec.layout.micro_batch_sequences
     return done * spec.optimizer.global_batch_sequences + within

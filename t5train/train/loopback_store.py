@@ -1,6 +1,6 @@
-"""Where ranks of one machine meet: a store that only this machine reaches.
+"""The rendezvous of ranks of one machine: a store that only this machine can reach.
 
-torch's own, on rank 0, listens on every interface whatever MASTER_ADDR says, and takes commands from whoever connects.
+torch's own store, on rank 0, listens on every interface regardless of MASTER_ADDR, and accepts commands from anyone.
 """
 
 import ipaddress
@@ -15,14 +15,14 @@ _OTHERS_LISTEN = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 def listen_on_loopback() -> "TCPStore | None":
-    """Serve the store of ranks whose MASTER_ADDR is a loopback address; nothing for others, and on other ranks.
+    """Serve the store on rank 0 if MASTER_ADDR is a loopback address; returns None otherwise and on other ranks.
 
-    To be called on every rank before the process group is made; what is returned is to be kept as long as that.
+    Call it on every rank before the process group is created, and keep the result as long as the process group.
     """
     address = os.environ.get("MASTER_ADDR", "")
     if not _is_loopback(address):
         return None
-    os.environ[_OTHERS_LISTEN] = "True"  # so that torch only connects, also on rank 0
+    os.environ[_OTHERS_LISTEN] = "True"  # makes torch only connect, also on rank 0
     if int(os.environ.get("RANK", "0")) != 0:
         return None
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # as above
@@ -36,5 +36,5 @@ def listen_on_loopback() -> "TCPStore | None":
 def _is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # the name of a host
+    except ValueError:  # a host name
         return False

@@ -1,4 +1,4 @@
-"""Checks that what is reported as training is training. Each has cost somebody weeks; none costs a percent."""
+"""Checks that reported training is real. Each prevents a known, costly failure; each costs less than one percent."""
 
 import hashlib
 import math
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from t5train.errors import DuplicateBatch, NonFiniteLoss, RanksDisagree, TooManySkippedSteps, WeightsDidNotMove
 
-# 32 halvings take the largest first loss scale allowed to 1, so that many skipped steps can be honest.
+# 32 halvings reduce the largest allowed initial loss scale to 1, so this many skipped steps can be legitimate.
 SKIPS_WHILE_SCALING = 32
 SKIPPED_SHARE = 0.05
 SAMPLED_ELEMENTS = 1 << 16
@@ -18,36 +18,37 @@ Gather = Callable[[Sequence[int]], list[list[int]]]
 
 
 def require_finite(step: int, loss: float, gradient_norm: float | None) -> None:
-    """NonFiniteLoss when the loss or, where no loss scaler watches it, the gradient norm is not a number."""
+    """Raise NonFiniteLoss if the loss is not finite or, when no loss scaler checks it, the gradient norm is not."""
     for what, value in (("loss", loss), ("gradient norm", gradient_norm)):
         if value is not None and not math.isfinite(value):
             raise NonFiniteLoss(
                 f"the {what} is {value} at step {step}: lower optimizer.peak_learning_rate, lengthen the warm-up, or "
-                "use bf16 or fp32; the checkpoints before this step are untouched"
+                "use bf16 or fp32; the checkpoints before this step are unchanged"
             )
 
 
 def require_few_skips(step: int, skipped: int) -> None:
-    """TooManySkippedSteps when the loss scaler dropped more steps than scaling down and 5% can explain."""
+    """Raise TooManySkippedSteps if more steps were skipped than the initial scaling down plus 5% can explain."""
     bound = SKIPS_WHILE_SCALING + int(SKIPPED_SHARE * step)
     if skipped > bound:
         raise TooManySkippedSteps(
             f"{skipped} of {step} optimizer steps were skipped because fp16 gradients overflowed (at most {bound} are "
-            "honest): use optimizer.precision=bf16, or lower optimizer.peak_learning_rate"
+            "expected): use optimizer.precision=bf16, or lower optimizer.peak_learning_rate"
         )
 
 
 def require_distinct_batches(step: int, digests: list[int], data_parallel_size: int) -> None:
-    """Compare digests of a step's samples, by rank; of ranks that differ by ``data_parallel_size`` they are the same.
+    """Compare digests of a step's samples, by rank; ranks that differ by ``data_parallel_size`` must have the same.
 
-    DuplicateBatch when two models were given the same samples, RanksDisagree when stages of one were given others.
+    Raises DuplicateBatch if two model replicas got the same samples, RanksDisagree if the stages of one got different
+    samples.
     """
     seen: dict[int, int] = {}
     for rank, digest in enumerate(digests[:data_parallel_size]):
         if digest in seen:
             raise DuplicateBatch(
-                f"ranks {seen[digest]} and {rank} were given the same samples at step {step}: the global batch is "
-                "smaller than it claims to be; this is a fault of the data loader, please report it"
+                f"ranks {seen[digest]} and {rank} got the same samples at step {step}: the global batch is "
+                "smaller than it claims to be; this is a bug in the data loader, please report it"
             )
         seen[digest] = rank
     for rank, digest in enumerate(digests):
@@ -55,27 +56,26 @@ def require_distinct_batches(step: int, digests: list[int], data_parallel_size: 
         if digest != digests[first]:
             raise RanksDisagree(
                 f"ranks {first} and {rank}, stages of one pipeline, had different samples at step {step}: inputs "
-                "and targets do not belong together; this is a fault of the data loader, please report it"
+                "and targets do not belong together; this is a bug in the data loader, please report it"
             )
 
 
 def identity_of(sample_ids: np.ndarray, first: int, num_samples: int) -> bytes:
-    """Epoch and id of each sample of a batch that begins at ``first`` of the endless order; ``sample_ids`` int64 [n].
+    """Epoch and id of each sample of a batch that begins at ``first`` in the endless order; ``sample_ids`` int64 [n].
 
-    The ids are those really read. Without the epoch, a step in which one ends could rightly hold an id twice.
+    The ids are those actually read. The epoch is included because a step across two epochs may hold an id twice.
     """
     epochs = np.arange(first, first + len(sample_ids)) // num_samples
     return np.stack([epochs, sample_ids]).tobytes()
 
 
 class Movement:
-    """Watches whether fp32 weights change, by a digest of a bounded sample of each flat tensor.
+    """Checks that fp32 weights change, by a digest of a bounded sample of each flat tensor.
 
-    ``groups`` are the parts of each parameter group that this rank moves. A part may rightly stay: where it is cut from
-    an embedding and holds only pieces that the text does not use, its gradient is zero. A whole group may not, of the
-    model or of a stage of a pipeline; so ranks put together what they see. ``gather`` gives every rank the integers of
-    all, as t5train.engine.collectives.gather does; of ranks that differ by ``data_parallel_size`` each has a stage of
-    its own.
+    ``groups`` are the parts of each parameter group that this rank updates. One part may stay unchanged: a part of an
+    embedding with only pieces that the text does not use has zero gradients. A whole group, of the model or of a
+    pipeline stage, must change, so ranks combine their observations. ``gather`` returns the integers of all ranks, as
+    t5train.engine.collectives.gather does; ranks that differ by ``data_parallel_size`` have different stages.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class Movement:
         self._digests, self._applied_steps = self._sample(), applied_steps
 
     def require(self, step: int, applied_steps: int) -> None:
-        """WeightsDidNotMove when steps were applied since the last look and nothing of a group changed on any rank.
+        """Raise WeightsDidNotMove if steps were applied since the last call and a group did not change on any rank.
 
-        A collective: all ranks raise it, or none.
+        A collective: either all ranks raise it, or none.
         """
         digests, before = self._sample(), self._digests
         moved = self._gather([now != then for now, then in zip(digests, before, strict=True)])
@@ -99,8 +99,8 @@ class Movement:
             of_group = zip(*moved[first : first + self._data_parallel_size], strict=True)
             if not all(map(any, of_group)):
                 raise WeightsDidNotMove(
-                    f"{applied} optimizer steps up to step {step} left the fp32 weights of a parameter group as they "
-                    f"were on ranks {first} to {first + self._data_parallel_size - 1}: the learning rate is zero, or "
+                    f"{applied} optimizer steps up to step {step} did not change the fp32 weights of a parameter group "
+                    f"on ranks {first} to {first + self._data_parallel_size - 1}: the learning rate is zero, or "
                     "gradients do not reach the optimizer"
                 )
 

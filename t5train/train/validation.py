@@ -1,7 +1,7 @@
-"""Loss on held-out text, and the two comparisons that show that it means something.
+"""Loss on held-out text, and two baselines that show whether it is meaningful.
 
-One is the simplest language model, which a trained one must beat: token frequencies of the train split. The shards
-stage counts them while it writes the tokens.
+One baseline is the simplest language model, which a trained model must beat: token frequencies of the train split. The
+shards stage counts them while it writes the tokens.
 """
 
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ from t5train.spec import RunSpec
 
 
 def train_unigram(shards: TokenShards) -> np.ndarray:
-    """Log-probability in nats of each id, float64 [vocab_size], by add-one-smoothed counts of the train split.
+    """Log-probability in nats of each id, float64 [vocab_size], from add-one-smoothed counts of the train split.
 
-    Raises DigestMismatch when the counts do not add up to the tokens of the split.
+    Raises DigestMismatch if the counts do not add up to the tokens of the split.
     """
     vocab_size, tokens = int(shards.counts["vocab_size"]), int(shards.counts["train_tokens"])
     counts = np.zeros(vocab_size, dtype=np.int64)
@@ -36,14 +36,14 @@ def train_unigram(shards: TokenShards) -> np.ndarray:
 
 
 def cross_entropy(log_probabilities: np.ndarray, tokens: np.ndarray) -> float:
-    """Mean negative log-probability of ``tokens`` (any shape, at least one), in nats a token."""
+    """Mean negative log-probability of ``tokens`` (any shape, at least one), in nats per token."""
     return float(-log_probabilities[tokens].mean())
 
 
 class Losses(NamedTuple):
-    """Nats a token on one set of validation samples.
+    """Losses in nats per token on one set of validation samples.
 
-    ``content`` leaves out sentinels and the closing EOS: what remains is text the model had to guess.
+    ``content`` excludes sentinels and the closing EOS, and so covers only text that the model had to predict.
     """
 
     all_targets: float
@@ -53,17 +53,17 @@ class Losses(NamedTuple):
 
 
 def validate(passes: Passes, samples: Samples, shards: TokenShards, spec: RunSpec, shuffled: bool = False) -> Losses:
-    """Loss of the engine's model on the first validation samples, shared out over ranks.
+    """Loss of the engine's model on the first validation samples, divided among ranks.
 
-    Every rank takes as many passes of as many samples, also where none of them counts: at ZeRO 3, between experts of
-    several ranks and in a pipeline a forward pass is a collective.
-    With ``shuffled`` every target is paired with the encoder input of its neighbour in the batch: a model that
-    reads its input does worse.
+    Every rank makes the same number of passes over the same number of samples, even if none of them counts: at ZeRO 3,
+    with experts on several ranks and in a pipeline, a forward pass is a collective.
+    With ``shuffled``, every target is paired with the encoder input of its neighbour in the batch; a model that uses
+    its input does worse.
     """
     count = validation_sequences(samples, spec)
     shares = [_share(samples, places, count, shuffled) for places in _places(spec, count)]
     sums = np.zeros(4)
-    # A rank that computes no losses has none to add.
+    # A rank that computes no losses adds none.
     for share, losses in zip(shares, passes.token_losses([share.batch for share in shares]), strict=False):
         sums += _sums(losses[: share.held].astype(np.float64), share.batch.targets[: share.held], shards)
     total, tokens, content, content_tokens = np.sum(gather_floats(sums.tolist()), axis=0)
@@ -71,13 +71,13 @@ def validate(passes: Passes, samples: Samples, shards: TokenShards, spec: RunSpe
 
 
 def unigram_loss(samples: Samples, shards: TokenShards, spec: RunSpec) -> float:
-    """Nats a token of the same content tokens under the frequencies of the training tokens."""
+    """Nats per token of the same content tokens under the frequencies of the training tokens."""
     targets = samples.batch(0, validation_sequences(samples, spec)).targets
     return cross_entropy(train_unigram(shards), targets[is_content(targets, shards)])
 
 
 def validation_sequences(samples: Samples, spec: RunSpec) -> int:
-    """How many sequences a validation reads."""
+    """The number of sequences that a validation reads."""
     return min(int(samples.num_samples), spec.storage.validate_sequences)
 
 
@@ -97,7 +97,7 @@ class _Share(NamedTuple):
 
 
 def _places(spec: RunSpec, count: int) -> Iterator[range]:
-    """Which validation samples this rank's passes take."""
+    """The validation samples of each of this rank's passes."""
     size = max(2, spec.layout.micro_batch_sequences)
     for first in range(0, count, spec.data_parallel_size * size):
         start = first + data_rank(spec) * size
@@ -112,6 +112,6 @@ def _share(samples: Samples, places: range, count: int, shuffled: bool) -> _Shar
 
 
 def _sums(losses: np.ndarray, targets: np.ndarray, shards: TokenShards) -> np.ndarray:
-    """Losses and tokens, of all targets and of content; both arrays [b, t]."""
+    """Sum of losses and number of tokens, for all targets and for content; both arguments are [b, t]."""
     content = is_content(targets, shards)
     return np.array([losses.sum(), losses.size, losses[content].sum(), content.sum()])

@@ -1,7 +1,7 @@
 """Records the witness: digests of the engine's fp32 masters, and their logits on two probes.
 
-A certificate compares the exported model with it, so it is made while the masters are still in the engine, and not from
-any file. The masters come through DeepSpeed's own interface: a second opinion to our consolidation.
+The certificate compares the exported model with the witness, which is therefore made from the masters in the engine and
+not from any file. DeepSpeed's own interface provides the masters, independently of our consolidation.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,9 +40,9 @@ from t5train.spec.rank_job import TrainJob
 
 
 def full_masters(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, fp32 master on the CPU) of every parameter; a collective, to be run by all ranks.
+    """(Hugging Face name, fp32 master on the CPU) of every parameter; a collective of all ranks.
 
-    Raises RanksDisagree when two stages of a pipeline hold different copies of a tied parameter.
+    Raises RanksDisagree if two pipeline stages hold different copies of a tied parameter.
     """
     return _of_all_stages(engine) if engine.pipeline_parallelism else _of_whole_model(engine)
 
@@ -57,7 +57,7 @@ def _of_whole_model(engine: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _of_all_stages(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """One stage after the other, each telling its masters to all ranks; of a tied parameter the first copy."""
+    """Each stage in turn broadcasts its masters to all ranks; of a tied parameter, the first copy is used."""
     model, device = model_of(engine), get_accelerator().current_device_name()
     names = huggingface_names(model, expert_rank=0)
     own = {names[name]: (name, parameter) for name, parameter in model.named_parameters()}
@@ -71,23 +71,23 @@ def _of_all_stages(engine: Any) -> Iterator[tuple[str, Tensor]]:
             comm.broadcast(master, src=stage * engine.dp_world_size)
             is_first, digest = name not in digests, digest_tensor(master.cpu())
             if digests.setdefault(name, digest) != digest:
-                raise RanksDisagree(f"stages of the pipeline hold different copies of {name}: please report this fault")
+                raise RanksDisagree(f"stages of the pipeline hold different copies of {name}: please report this bug")
             if is_first:
                 yield name, master.cpu()
 
 
 def _whole_master(engine: Any, name: str, parameter: nn.Parameter, copies: Mapping[Tensor, Tensor]) -> Tensor:
-    """fp32, in the parameter's own shape."""
+    """The fp32 master, in the parameter's own shape."""
     master = copies[parameter] if parameter in copies else safe_get_full_fp32_param(parameter)
     if master is None and parameter.dtype == torch.float32:
         master = parameter
     if master is None:
-        raise UnknownLayout(f"DeepSpeed gives no fp32 master of {name} ({type(engine.optimizer).__name__})")
+        raise UnknownLayout(f"DeepSpeed returns no fp32 master of {name} ({type(engine.optimizer).__name__})")
     return cast(Tensor, master.detach().reshape(getattr(parameter, "ds_shape", parameter.shape)))
 
 
 def _of_expert_ranks(parameter: Any, master: Tensor) -> list[Tensor]:
-    """A dense parameter's master alone; an expert's, and those that other ranks call by the same name."""
+    """The master of a dense parameter; for an expert, the masters of all ranks with the same local name."""
     if not is_moe_param(parameter):
         return [master]
     ranks = groups._get_expert_parallel_group(parameter.group_name)
@@ -98,7 +98,7 @@ def _of_expert_ranks(parameter: Any, master: Tensor) -> list[Tensor]:
 
 
 def _whole_copies(engine: Any) -> dict[Tensor, Tensor]:
-    """The fp32 copy of each parameter where the optimizer keeps one by parameter (bf16 at ZeRO 0)."""
+    """The fp32 copy of each parameter, if the optimizer keeps one per parameter (bf16 at ZeRO 0)."""
     optimizer = engine.optimizer
     if not hasattr(optimizer, "fp32_groups"):
         return {}
@@ -118,7 +118,7 @@ def record(
     huggingface_config: dict[str, Any],
     facts: dict[str, Any],
 ) -> None:
-    """Write ``witness.safetensors`` and then ``witness.json``; all ranks take part, rank 0 writes.
+    """Write ``witness.safetensors`` and then ``witness.json``. All ranks must call it; rank 0 writes.
 
     ``facts`` are the fields of a Witness that the caller knows: run, step, tag, inputs and losses.
     """
@@ -161,13 +161,13 @@ def _trained(job: TrainJob) -> TrainedModel:
 
 
 def _places(model: T5) -> dict[str, Tensor]:
-    """Parameters by their Hugging Face names."""
+    """The model's parameters, by their Hugging Face names."""
     names = huggingface_names(model, expert_rank=0)
     return {names[name]: parameter for name, parameter in model.named_parameters()}
 
 
 def _probes(held_out: Samples, shape: T5Shape, seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """(encoder ids, decoder ids) by name: ids at random, and text kept from training."""
+    """(encoder ids, decoder ids) by name: random ids, and held-out text."""
     text = held_out.batch(0, min(PROBE_SEQUENCES, held_out.num_samples))
     generator = np.random.default_rng(seed)
     random_inputs = generator.integers(0, shape.vocab_size, text.inputs.shape)
@@ -188,7 +188,7 @@ def _forward(model: T5, probes: dict[str, tuple[np.ndarray, np.ndarray]]) -> dic
 
 
 def _generate(model: T5, input_ids: Tensor, ids: dict[str, int]) -> dict[str, Tensor]:
-    """Greedy decoding, and how clear each choice was."""
+    """Greedy decoding, and the margin of each choice over the second best."""
     with torch.no_grad():
         memory = model.encode(on_accelerator(input_ids.numpy()))
         generated = torch.full_like(memory[:, :1, 0], ids["decoder_start_token_id"], dtype=torch.int64)

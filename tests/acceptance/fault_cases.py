@@ -239,7 +239,9 @@ FAULTS = [
     Fault("the port is taken", str(MASTER_PORT), wrong=port_taken, settings=(f"cluster.master_port={MASTER_PORT}",)),
     Fault("a host that nobody knows", "node9", wrong=hostfile("node0 slots=1\nnode9 slots=1\n")),
     Fault("slots=0", "line 2.*node1.*slots=0", wrong=hostfile("node0 slots=1\nnode1 slots=0\n"), in_ci=True),
-    Fault("one machine twice", "names of one machine", wrong=hostfile("node0 slots=1\n10.77.0.10 slots=1\n")),
+    Fault(
+        "one machine twice", "names refer to the same machine", wrong=hostfile("node0 slots=1\n10.77.0.10 slots=1\n")
+    ),
     Fault("a node has another torch", "node1: torch 2.0.1", wrong=other_torch, in_ci=True),
     Fault("a killed compile left its lock", "", wrong=stale_lock, exit_code=0),
     Fault(

@@ -148,7 +148,7 @@ def test_another_head_is_kept_away_from_the_checkpoints_of_a_run_of_that_name_un
     assert not trained.cluster.disk("head", f"{other}/runs/{RUN}/attempts").exists(), "no attempt was begun"
     adopting = trained.stage.start("train", RUN, [*HOSTS, "--adopt"], root=Path(other)).wait(SECONDS)
     assert adopting.exit_code == 0, adopting.output[-4000:]
-    assert re.search(rf"is adopted from head \S+, root {ROOT}, since \S+: {LAST}", adopting.output)
+    assert re.search(rf"was adopted from head \S+, root {ROOT}, since \S+: {LAST}", adopting.output)
     folder = trained.cluster.disk("head", f"{other}/runs/{RUN}")
     assert TrainJob.read(folder / "attempts/0001/spec.json").resume_tag == LAST
     assert weights(folder) == undisturbed

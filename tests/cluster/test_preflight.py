@@ -77,12 +77,12 @@ def test_every_fault_is_named_at_once(cluster: Cluster, preflight: Preflight, on
     on("node1", "umount", small)
     found = rows(result)
     assert result.returncode == 1
-    assert f"node1: {small} has 1.3 GB free, its ranks' checkpoints and token shards need " in result.stdout
+    assert f"node1: {small} has 1.3 GB free, but its ranks' checkpoints and token shards need " in result.stdout
     assert time.monotonic() - started_at < 30
     assert found["reachable"][1].startswith("nowhere: its name does not resolve")
-    assert found["machines"][1].startswith(f"node0, {cluster.address('node0')}: names of one machine")
+    assert found["machines"][1].startswith(f"node0, {cluster.address('node0')}: these names refer to the same machine")
     assert found["root"][0] == "note"
-    assert "share nothing with the head: files are staged in" in found["root"][1]
+    assert "share no storage with the head. Files are staged" in found["root"][1]
     assert "its ranks need" in found["memory"][1]
     assert found["compile locks"] == ("note", f"node1: removed {lock}, left behind by a compile that was killed")
     assert found["all-reduce"][0] == "not tried"

@@ -125,7 +125,7 @@ def test_a_head_that_comes_back_goes_on_with_the_code_that_was_sent(stage: Stage
     metrics = stage.cluster.disk("head", f"{ROOT}/runs/attached/metrics.jsonl")
     known = metrics.stat().st_size if metrics.exists() else 0
     second = start(stage, "attached", "--ship-code", *LONG)
-    until(lambda: "attempt 1 of attached is still at work: going on with it" in second.log.read_text())
+    until(lambda: "attempt 1 of attached is still at work: continuing it" in second.log.read_text())
     until(lambda: metrics.exists() and metrics.stat().st_size > known)  # it follows them
     assert end_head(stage, second, signal.SIGTERM) == 128 + signal.SIGTERM
     assert not stage.processes()

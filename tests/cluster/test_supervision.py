@@ -69,12 +69,12 @@ def test_a_head_that_comes_back_finds_its_ranks_and_an_outage_is_lived_through(s
     second = start(stage, "attached")
     second.await_step(second.step + 50)
     stage.cluster.set_link("node1", "down")
-    await_line(second, "node1 has not been heard of for")
+    await_line(second, "node1 has not responded for")
     stage.cluster.set_link("node1", "up")
-    await_line(second, "node1 is heard of again")
+    await_line(second, "node1 responds again")
     second.await_step(second.step + 50)
     output = told_to_end(stage, second)
-    assert "attempt 1 of attached is still at work: going on with it" in output
+    assert "attempt 1 of attached is still at work: continuing it" in output
     assert "is saved" in output
     assert attempts(second) == ["0001"]
     folder = second.run_folder / "attempts" / "0001"

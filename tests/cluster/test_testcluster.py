@@ -192,7 +192,7 @@ def test_the_command_line_makes_shows_uses_and_ends_a_cluster() -> None:
             assert run(*command.split()).returncode == 0
         assert run("exec", "head", "ssh", "node0", "hostname").stdout == "node0\n"
         refused = run("exec", "node7", "true")
-        assert (refused.returncode, refused.stderr) == (1, "error: there is no host 'node7', only head node0\n")
+        assert (refused.returncode, refused.stderr) == (1, "error: there is no host 'node7': use one of head node0\n")
     finally:
         down = run("down")
     assert down.returncode == 0

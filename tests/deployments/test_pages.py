@@ -121,7 +121,7 @@ def test_steps_and_loss_are_seen_while_it_trains(watched: Watched) -> None:
 
 def test_a_table_shows_what_each_stage_made(watched: Watched, page: Any) -> None:
     page.open(watched.artifact("stages"))
-    page.text("What each stage made", *STAGES)
+    page.text("Result of each stage", *STAGES)
     rows = page.value("[...document.querySelectorAll('tbody tr')].map(each => each.innerText)")
     assert [row.split()[:2] for row in rows] == [[stage, "made"] for stage in STAGES]
 
@@ -129,7 +129,7 @@ def test_a_table_shows_what_each_stage_made(watched: Watched, page: Any) -> None
 def test_the_summary_shows_the_losses_and_the_curve(watched: Watched, page: Any) -> None:
     page.open(watched.artifact("summary"))
     page.text("validation, non-sentinel targets", "unigram frequencies", "inputs shuffled", watched.published)
-    page.text("checkpoints, for which training stood still")
+    page.text("checkpoints, which paused training for")
     page.wait_until("document.querySelector('img[alt=\"Training and validation loss\"]')?.naturalWidth > 0")
 
 

@@ -74,7 +74,7 @@ def test_runs_that_lost_their_worker_or_their_process_are_closed(
         process.kill()
     with up(tmp_path, port) as process:
         assert process.stdout is not None
-        assert f"run {run['name']!r} had lost its worker" in process.stdout.readline()
+        assert f"run {run['name']!r} lost its worker" in process.stdout.readline()
         (found,) = ask(home, f"{api_url}/flow_runs/filter", _with_id(run["id"]))
         assert found["state_type"] == "CRASHED"
         client, killed = flow_process(home, api_url)

@@ -64,14 +64,14 @@ STAGES = ("--set", "layout.pipeline_stages=8", "--set", "cluster.ranks=8")
         (["run", "smoke", "--set", "optimizer.num_steps=many"], "optimizer.num_steps is 'many'"),
         (["run", "smoke", "--set", "optimizer.global_batch_sequences=65"], "must be a multiple of"),
         (["run", "smoke", "--set", "model.vocab_size=256"], "model.vocab_size is 256"),
-        (["run", "smoke", "--set", "objective.input_tokens=4096"], "needs 227 spans, and there are 100 sentinels"),
-        (["run", "smoke", "--root", "runs[1]"], "DeepSpeed reads [ in it as a pattern"),
+        (["run", "smoke", "--set", "objective.input_tokens=4096"], "needs 227 spans, but there are 100 sentinels"),
+        (["run", "smoke", "--root", "runs[1]"], "DeepSpeed would read [ in it as a glob pattern"),
         (["run", "smoke", "--set", "corpus.source=nowhere.txt"], "corpus.source 'nowhere.txt'"),
         (["run", "smoke", "--set", "tokenizer.path=nowhere.model"], "tokenizer.path is nowhere.model"),
-        (["run", "smoke", "--set", "model.start_from=nowhere"], "there is no such folder on this machine; name"),
+        (["run", "smoke", "--set", "model.start_from=nowhere"], "this machine has no such folder; give its"),
         (
             ["run", "smoke", "--dry-run", "--set", "model.start_from=nowhere"],
-            "there is no such folder on this machine; name",
+            "this machine has no such folder; give its",
         ),
         (["run", "smoke", "--set", "model.start_from=s3://key:x@models/t5"], "is s3://models/t5: it must be a folder"),
         (["run", "smoke", "--dry-run", "--set", "model.moe.top_k=2", *SWITCH], "model.moe.top_k is 2"),
@@ -168,7 +168,7 @@ def test_what_does_not_fit_in_memory_is_refused_before_it_starts(
     root = tmp_path / "root"
     monkeypatch.setattr(host_resources, "host_memory_bytes", lambda: 128 * 10**9)
     assert t5_pretrain("run", "t5_11b_one_gpu", "--root", str(root)) == 1
-    assert "need 290.6 GB of host memory, and this machine has 128.0 GB" in capsys.readouterr().err
+    assert "need 290.6 GB of host memory, but this machine has 128.0 GB" in capsys.readouterr().err
     assert not root.exists()
 
 
@@ -227,7 +227,7 @@ def test_a_run_that_lives_refuses_a_second_start(
         assert other.stdout is not None
         other.stdout.readline()
         assert t5_pretrain("run", "smoke", "--name", "mine") == 1
-    assert "is being worked on by process" in capsys.readouterr().err
+    assert "is in use by process" in capsys.readouterr().err
 
 
 def test_a_run_begun_otherwise_is_refused_before_anything_starts(
@@ -251,7 +251,7 @@ def test_more_gpus_than_there_are_are_refused_before_anything_starts(
 ) -> None:
     asked = ["cluster.accelerator=cuda", "cluster.ranks=64", "layout.micro_batch_sequences=1"]
     assert t5_pretrain("run", "smoke", *(word for setting in asked for word in ("--set", setting))) == 1
-    assert "GPUs that torch can use: ask for fewer ranks" in capsys.readouterr().err
+    assert "GPUs that torch can use. Reduce cluster.ranks" in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
 
 

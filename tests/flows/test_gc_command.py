@@ -31,13 +31,13 @@ def test_gc_shows_first_and_removes_when_told(
     assert t5_pretrain("gc") == 0
     _, row, last = capsys.readouterr().out.splitlines()
     what = "runs/mine/checkpoints/step-00000004"
-    assert row.split("\t") == ["this machine", what, "2.5 MB", "a checkpoint that is not whole"]
-    assert last == "2.5 MB that no run needs: `t5-pretrain gc --free` removes it"
+    assert row.split("\t") == ["this machine", what, "2.5 MB", "an incomplete checkpoint"]
+    assert last == "2.5 MB of files that no run needs: remove them with `t5-pretrain gc --free`"
     assert t5_pretrain("gc", "--free") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "1 removed"
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000008"]
     assert t5_pretrain("gc") == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "there is nothing that no run needs"
+    assert capsys.readouterr().out.splitlines()[-1] == "no unneeded files found"
 
 
 def test_checkpoints_that_were_moved_aside_are_listed_and_stay(
@@ -85,7 +85,7 @@ def test_hosts_keep_a_finished_run_of_which_the_heads_copy_does_not_verify(
     damaged.write_bytes(bytes(damaged.stat().st_size))
     assert t5_pretrain("gc") == 0, "sizes fit: nothing is read before something is to be removed"
     assert t5_pretrain("gc", "--free") == 0
-    assert f"kept on all hosts: {name}, as the head's copy is not whole: {damaged}" in capsys.readouterr().err
+    assert f"kept on all hosts: {name}, because the head's copy is not complete: {damaged}" in capsys.readouterr().err
     assert [str(damaged) in run.fault for run in asked] == [True]
 
 

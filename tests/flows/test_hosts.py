@@ -37,12 +37,12 @@ def test_a_dry_run_shows_the_hosts_and_the_command_that_starts_them(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--include", "node4"), "'node4' is not among the hosts of the hostfile (node1, node2, node3)"),
-        (("--include", "node1", "--exclude", "node2"), "cluster.include and cluster.exclude do not go together"),
-        (("--num-nodes", "4"), "cluster.num_nodes is 4: the hostfile has 3 hosts"),
+        (("--include", "node4"), "'node4' is not in the hostfile (node1, node2, node3)"),
+        (("--include", "node1", "--exclude", "node2"), "cluster.include and cluster.exclude cannot be combined"),
+        (("--num-nodes", "4"), "cluster.num_nodes is 4, but the hostfile has 3 hosts"),
         (("--launcher", "mpich"), "cluster.launcher is 'mpich': Input should be 'pdsh', 'slurm' or 'openmpi'"),
-        (("--launcher", "slurm"), "cluster.launcher is 'slurm', which starts equally many ranks on every host"),
-        (("--set", "cluster.ranks=2"), "cluster.ranks is 2, and the hosts chosen from "),
+        (("--launcher", "slurm"), "cluster.launcher is 'slurm', which starts the same number of ranks on every host"),
+        (("--set", "cluster.ranks=2"), "cluster.ranks is 2, but the hosts chosen from "),
         (("--num-nodes", "2"), "must be a multiple of layout.micro_batch_sequences x cluster.ranks (32 x 6 = 192)"),
     ],
 )
@@ -66,7 +66,7 @@ def test_a_choice_without_a_hostfile_is_refused(
 ) -> None:
     for option in (("--num-nodes", "2"), ("--ship-code",)):
         assert t5_pretrain("run", "smoke", "--dry-run", *option) == 1
-        assert "cluster.hostfile is left out: give --hostfile" in capsys.readouterr().err
+        assert "cluster.hostfile is not set: give --hostfile" in capsys.readouterr().err
 
 
 def test_ranks_follow_from_the_hosts_and_paths_are_absolute(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:

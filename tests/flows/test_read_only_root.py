@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(
         ),
         (
             ["up", "--root", "closed", "--port", str(free_port())],
-            "/prefect cannot be made: Permission denied; make room, repair its permissions, or choose another folder",
+            "/prefect cannot be created: Permission denied; free some space, fix its permissions, or choose",
         ),
     ],
 )
@@ -55,7 +55,7 @@ def test_a_root_that_cannot_be_written_is_told_in_one_line_before_any_work(
     assert list(closed.iterdir()) == []
 
 
-@pytest.mark.parametrize(("closed", "verb"), [("prefect", "written"), ("runs", "made")])
+@pytest.mark.parametrize(("closed", "verb"), [("prefect", "written"), ("runs", "created")])
 def test_a_part_of_the_root_that_cannot_be_written_is_named(tmp_path: Path, closed: str, verb: str) -> None:
     (tmp_path / closed).mkdir(mode=0o500)
     command = [*BOUND, sys.executable, "-c", PROGRAM, "run", "smoke", "--root", str(tmp_path)]

@@ -178,7 +178,7 @@ def test_a_second_start_is_refused_while_one_lives(tmp_path: Path, start: Start,
     head = start("-c", HEAD, str(tmp_path))
     until(lambda: ready(tmp_path) or head.poll() is not None, 60)
     assert start("-c", HEAD, str(tmp_path)).wait(20) == 1
-    assert f"is being worked on by process {head.pid}" in (tmp_path / "output.txt").read_text()
+    assert f"is in use by process {head.pid}" in (tmp_path / "output.txt").read_text()
     assert [path.name for path in (tmp_path / "run" / "attempts").iterdir()] == ["0001"]
     (tmp_path / "finish").touch()
     assert head.wait(20) == 0

@@ -22,7 +22,7 @@ def test_the_folder_is_its_owners_alone_and_found_again() -> None:
 
 @pytest.mark.parametrize("run_id", ["", "../other", "a/b", ".hidden", "a b", "$(id)", "-o", "x" * 200])
 def test_an_id_that_is_no_name_reaches_no_path(run_id: str) -> None:
-    with pytest.raises(StorageError, match="is not the id of an attempt"):
+    with pytest.raises(StorageError, match="is not a valid attempt id"):
         node_folders.attempt_folder(run_id)
 
 

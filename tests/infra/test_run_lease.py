@@ -67,7 +67,7 @@ def test_a_head_on_another_machine_is_refused_with_who_holds_the_run(
         refused = run_elsewhere(local_flock, "with run_lock(run): print('in')", run, 20)
         seen = run_elsewhere(local_flock, "print(holder(run))", run, 20)
         require_held(run)
-    assert f"being worked on by process {os.getpid()} on {os.uname().nodename} since" in refused.stderr
+    assert f"in use by process {os.getpid()} on {os.uname().nodename} since" in refused.stderr
     assert "in" not in refused.stdout.split()
     assert seen.stdout.startswith(f"process {os.getpid()} on "), "status and gc see a holder on another machine, too"
 
@@ -150,5 +150,5 @@ def test_a_stopped_head_does_not_keep_the_run_and_is_told_when_it_goes_on(
 
 def test_a_record_that_cannot_be_read_is_no_reason_to_take_the_run(tmp_path: Path) -> None:
     (tmp_path / "holder.json").mkdir()
-    with pytest.raises(StorageError, match=r"holder\.json cannot be read .*unknown whether another machine works"):
+    with pytest.raises(StorageError, match=r"holder\.json cannot be read .*unknown whether another machine is using"):
         run_lock(tmp_path).__enter__()

@@ -82,7 +82,7 @@ def test_all_segments_of_a_meeting_place_go_and_no_other(segments: Path) -> None
 def test_too_little_for_the_ranks_of_this_machine_is_told_before_they_start() -> None:
     ended = run_with_disk(SEGMENTS, f"{2 * RANK_BYTES - 4096}", REFUSED)
     assert ended.stdout.startswith(
-        "this machine: /dev/shm has 133 of 133 MiB free, its ranks' collectives need 134 MiB"
+        "this machine: /dev/shm has 133 of 133 MiB free, but its ranks' collectives need 134 MiB"
     )
     assert "docker run --shm-size=1g" in ended.stdout, ended.stderr
 

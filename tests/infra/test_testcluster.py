@@ -49,5 +49,5 @@ def test_a_container_without_the_right_is_told_what_it_lacks(programs: Programs)
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "Ä", "x" * 41])
 def test_a_name_that_is_no_folder_of_its_own_is_refused(name: str) -> None:
-    with pytest.raises(TestClusterError, match="cannot be called"):
+    with pytest.raises(TestClusterError, match="is not a valid name"):
         registry.end(name)

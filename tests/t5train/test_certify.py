@@ -141,7 +141,7 @@ def test_a_witness_of_another_run_is_refused_and_withdraws_no_certificate(make_e
     witness = exported.path.parent / "witness"
     rewrite_json(witness / "witness.json", run_fingerprint="9" * 64)
     for attempt in (certify_in_fresh_process, lambda export, folder: certify(export.path, folder)):
-        with pytest.raises(InputError, match="is of run 333333333333, the witness of run 999999999999"):
+        with pytest.raises(InputError, match="is from run 333333333333, but the witness is from run 999999999999"):
             attempt(exported, witness)
     Export.load(exported.path).verify()
 
@@ -227,7 +227,7 @@ def test_a_certificate_vouches_for_these_files_of_this_export_only(make_export: 
     certificate = Certificate.parse(path.read_bytes(), str(path))
     config = exported.files["config.json"]
     for fingerprint, files, complaint in [
-        ("0" * 64, exported.files, "vouches for the export"),
+        ("0" * 64, exported.files, "certifies the export"),
         (exported.fingerprint, exported.files | {"config.json": exported.files["README.md"]}, r"config\.json"),
         (exported.fingerprint, exported.files | {"more.json": config}, r"more\.json"),
         (exported.fingerprint, {"config.json": config}, r"model\.safetensors"),
@@ -237,7 +237,7 @@ def test_a_certificate_vouches_for_these_files_of_this_export_only(make_export: 
 
 
 def test_a_certificate_of_an_earlier_version_says_so() -> None:
-    with pytest.raises(CertificationError, match="has schema version 1, and this version of t5-pretrain reads 2"):
+    with pytest.raises(CertificationError, match="has schema version 1, but this version of t5-pretrain reads 2"):
         Certificate.parse(b'{"schema_version": 1, "passed": true}', "certificate.json")
 
 
@@ -262,7 +262,7 @@ def test_a_shuffled_tokenizer_is_refused_and_the_passages_alone_would_tell(make_
     (difference,) = differing_passages(tokenizer, passages)
     assert f"of {len(passages)} held-out passages have other ids than in training" in difference
     found = differing_tokenizer(tokenizer, exported.path / "spiece.model", Witness.load(witness))
-    assert "ids stand for other pieces" in found[0]
+    assert "ids map to other pieces" in found[0]
 
 
 @pytest.mark.parametrize("listed", [True, False])
@@ -315,5 +315,5 @@ def test_a_fresh_process_that_ends_without_a_word_is_told_by_its_exit_code(
 ) -> None:
     exported = make_export(certified=False)
     monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(CertificationError, match=r"ended with 1: see .*certify\.log"):
+    with pytest.raises(CertificationError, match=r"exited with 1: see .*certify\.log"):
         certify_in_fresh_process(exported, exported.path.parent / "witness")

@@ -50,5 +50,5 @@ def test_a_stage_reads_its_own_layers_and_what_each_stage_says_of_itself(tmp_pat
 
 
 def test_a_rank_without_a_sidecar_is_named(tmp_path: Path) -> None:
-    with pytest.raises(IncompleteCheckpoint, match="rank 2 has no sidecar among the 2 at hand"):
+    with pytest.raises(IncompleteCheckpoint, match="rank 2 has no sidecar among the 2 found"):
         files_read_by(2, _sidecars(tmp_path, [[], []]))

@@ -53,7 +53,7 @@ def test_broken_and_unwanted_ties_are_told_apart(make_export: MakeExport) -> Non
     model.lm_head.weight = model.shared.weight
     assert differing_ties(model, witness) == [
         "decoder.embed_tokens.weight is not tied to shared.weight",
-        "lm_head.weight is tied to shared.weight, and must not be",
+        "lm_head.weight is tied to shared.weight, but must not be",
     ]
 
 
@@ -61,7 +61,7 @@ def test_broken_and_unwanted_ties_are_told_apart(make_export: MakeExport) -> Non
     ("change", "complaint"),
     [
         (lambda told: (told["model"]["vocab"].pop(), told["added_tokens"].pop()), "the tokenizer has 399 ids"),
-        (lambda told: told.update(post_processor=None), "does not end a text with </s>"),
+        (lambda told: told.update(post_processor=None), "does not end a text with a single </s>"),
         (lambda told: told["pre_tokenizer"].update(type="Whitespace"), "held-out passages have other ids"),
         (lambda told: told.update(normalizer={"type": "Lowercase"}), "held-out passages have other ids"),
         (lambda told: told["decoder"].update(replacement="_"), "are decoded to another text"),

@@ -92,7 +92,7 @@ def test_a_model_whose_tokens_choose_two_experts_is_not_exported(make_trained: M
 def test_a_vocabulary_that_the_model_was_not_trained_with_is_refused(make_trained: MakeTrained, tmp_path: Path) -> None:
     trained = make_trained()
     _change_witness(trained, inputs={"vocabulary": "a" * 64})
-    with pytest.raises(InputError, match="another vocabulary than the model was trained with"):
+    with pytest.raises(InputError, match="does not have the vocabulary that the model was trained with"):
         export(*trained, tmp_path / "out")
     right = FileDigest(size=1, sha256="a" * 64)
     tokenizer = trained.tokenizer.model_copy(update={"files": {"spiece.model": right}})
@@ -178,7 +178,7 @@ def test_weights_that_the_witness_says_nothing_of_are_refused(
 ) -> None:
     trained = make_trained()
     weights = trained.weights.model_copy(update=changed)
-    with pytest.raises(InputError, match="and the witness is of run 333333333333 at step 7"):
+    with pytest.raises(InputError, match="but the witness is of run 333333333333 at step 7"):
         export(*trained._replace(weights=weights), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

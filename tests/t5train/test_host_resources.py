@@ -34,7 +34,7 @@ def test_enough_space_makes_the_root_and_leaves_nothing_in_it(tmp_path: Path) ->
 
 
 def test_too_little_space_is_told_with_both_sizes(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r" GB free, and the run needs 1,152,921,504\.6 GB: free "):
+    with pytest.raises(StorageError, match=r" GB free, but the run needs 1,152,921,504\.6 GB: free "):
         require_space(tmp_path, 2**60, "the run")
 
 

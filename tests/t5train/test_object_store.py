@@ -107,7 +107,7 @@ def test_a_damaged_publication_is_left_for_the_user(make_export: MakeExport, pla
     exported = make_export()
     publish(exported, place)
     store.pipe_file(f"{place}/config.json", b"{}")
-    with pytest.raises(PublicationError, match=r"damaged: .*config\.json"):
+    with pytest.raises(PublicationError, match=r"damaged copy of this publication: .*config\.json"):
         publish(exported, place)
     assert store.cat_file(f"{place}/config.json") == b"{}"
 
@@ -142,7 +142,7 @@ def test_a_publication_killed_anywhere_is_no_publication_and_is_completed(
     last = next(number for number, (method, key) in enumerate(sent) if method == "put_object" and "manifest" in key)
     for requests in [*random.Random(0).sample(range(last), 5), last]:
         assert kill(requests) == -signal.SIGKILL
-        with pytest.raises(RecordError, match=r"manifest\.json does not exist: nothing was finished"):
+        with pytest.raises(RecordError, match=r"manifest\.json does not exist: no stage was finished"):
             verify(f"{place}-{requests}")
         assert not publish(exported, f"{place}-{requests}").reused
         verify(f"{place}-{requests}")
@@ -165,7 +165,7 @@ def test_of_two_publishers_that_found_the_place_empty_the_second_is_refused(
 
     with monkeypatch.context() as patch:
         patch.setattr("t5train.release.publication.object_names", overtaken)
-        with pytest.raises(PublicationError, match=r"certificate\.json is not what was sent: another process"):
+        with pytest.raises(PublicationError, match=r"certificate\.json is not what was uploaded: another process"):
             publish(second, place)
     assert verify(place).inputs["export"] == first.fingerprint
     with pytest.raises(PublicationError, match="holds another publication"):

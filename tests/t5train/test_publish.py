@@ -87,7 +87,7 @@ def test_a_certificate_for_other_files_does_not_open_the_way(make_export: MakeEx
     exported = make_export()
     (exported.path / "README.md").write_text("something else")
     changed = exported.files | digest_files(exported.path, ["README.md"])
-    with pytest.raises(PublicationError, match=r"does not vouch for README\.md"):
+    with pytest.raises(PublicationError, match=r"does not certify the present README\.md"):
         publish(exported.model_copy(update={"files": changed}).commit(), place)
     assert not names(place)
 
@@ -132,7 +132,7 @@ def test_another_publication_is_left_alone(make_export: MakeExport, place: str) 
     filesystem, path = fsspec.core.url_to_fs(place)
     other = first.model_copy(update={"path": Path(), "url": ".", "fingerprint": "e" * 64}).sealed()
     filesystem.pipe_file(f"{path}/manifest.json", (other.model_dump_json(indent=1) + "\n").encode())
-    with pytest.raises(PublicationError, match=r"another publication .eeeeeeeeeeee.*publish to another place"):
+    with pytest.raises(PublicationError, match=r"another publication .eeeeeeeeeeee.*publish to another destination"):
         publish(exported, place)
 
 
@@ -141,7 +141,7 @@ def test_a_damaged_publication_is_named_and_left_for_the_user(make_export: MakeE
     publish(exported, place)
     filesystem, path = fsspec.core.url_to_fs(place)
     filesystem.pipe_file(f"{path}/config.json", b"{}")
-    with pytest.raises(PublicationError, match=r"damaged: .*config\.json"):
+    with pytest.raises(PublicationError, match=r"damaged copy of this publication: .*config\.json"):
         publish(exported, place)
     assert filesystem.cat_file(f"{path}/config.json") == b"{}"
 
@@ -182,7 +182,7 @@ def test_an_upload_cut_off_anywhere_is_completed(
 def test_an_unfinished_upload_of_another_export_is_left_alone(make_export: MakeExport, store: MemoryFileSystem) -> None:
     exported = make_export()
     store.pipe_file("/bucket/models/t5/certificate.json", (exported.path / "certificate.json").read_bytes() + b" ")
-    with pytest.raises(PublicationError, match=r"holds certificate\.json, and no publication"):
+    with pytest.raises(PublicationError, match=r"holds certificate\.json, which is not a publication"):
         publish(exported, STORE)
 
 
@@ -196,7 +196,7 @@ def test_a_manifest_that_appears_meanwhile_is_not_overwritten(
         self.pipe_file("/bucket/models/t5/manifest.json", b"theirs")
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", overtaken)
-    with pytest.raises(PublicationError, match=r"manifest\.json is not what was sent: another process"):
+    with pytest.raises(PublicationError, match=r"manifest\.json is not what was uploaded: another process"):
         publish(make_export(), STORE)
     assert store.cat_file("/bucket/models/t5/manifest.json") == b"theirs"
 
@@ -324,7 +324,7 @@ class TestCheckDestination:
 
     def test_a_store_that_holds_something_else_is_refused(self, store: MemoryFileSystem) -> None:
         store.pipe_file("/bucket/models/t5/thesis.txt", b"mine")
-        with pytest.raises(PublicationError, match=r"holds thesis\.txt, and no publication"):
+        with pytest.raises(PublicationError, match=r"holds thesis\.txt, which is not a publication"):
             check_destination(STORE)
 
     def test_an_upload_that_was_cut_off_is_no_obstacle(self, make_export: MakeExport, store: MemoryFileSystem) -> None:
@@ -342,7 +342,7 @@ class TestCheckDestination:
     def test_a_link_is_refused_as_nothing_can_take_its_place(self, tmp_path: Path, target: str) -> None:
         (tmp_path / "empty").mkdir()
         (tmp_path / "link").symlink_to(tmp_path / target)
-        with pytest.raises(PublicationError, match="is a link or a mounted disk"):
+        with pytest.raises(PublicationError, match="is a symbolic link or a mount point"):
             check_destination(str(tmp_path / "link"))
 
     def test_a_place_that_cannot_be_written_is_refused(self, store: MemoryFileSystem) -> None:

@@ -23,5 +23,5 @@ def test_recipes_that_differ_in_where_and_how_alone_are_the_same_run_under_other
 
 
 def test_an_unknown_recipe_gets_the_nearest_name() -> None:
-    with pytest.raises(SpecError, match=r"unknown recipe 'smok' \(did you mean 'smoke'\?\); there are smoke, "):
+    with pytest.raises(SpecError, match=r"unknown recipe 'smok' \(did you mean 'smoke'\?\); choose one of smoke, "):
         recipe("smok")

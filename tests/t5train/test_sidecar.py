@@ -141,7 +141,7 @@ def test_a_file_of_an_older_step_in_the_place_of_the_newer_is_named(tmp_path: Pa
 def test_a_renamed_sidecar_does_not_speak_for_another_rank(tmp_path: Path) -> None:
     folder = save(tmp_path, 400)
     (folder / "rank-00000.json").rename(folder / "rank-00002.json")
-    with pytest.raises(IncompleteCheckpoint, match="speaks for rank 0"):
+    with pytest.raises(IncompleteCheckpoint, match="is the sidecar of rank 0"):
         require_complete(folder)
 
 

@@ -247,11 +247,11 @@ def test_an_unknown_name_in_a_spec_file_gets_the_nearest_one(tmp_path: Path) -> 
         ("corpus.split", [900, 30, 20], "that sum to 1000"),
         ("corpus.split", [1000, 0, 0], "the first two above zero"),
         ("model.vocab_size", 2100, r"multiple of 128 \(the next is 2176\)"),
-        ("cluster.include", "node1", r"cluster\.include chooses among the hosts of a hostfile, .* give --hostfile"),
+        ("cluster.include", "node1", r"cluster\.include selects hosts of a hostfile, .* give --hostfile"),
         ("cluster.ssh_user", "-oProxyCommand=x", r"cluster\.ssh_user is '-oProxyCommand=x'"),
         ("cluster.ssh_user", "root\n", r"cluster\.ssh_user is 'root\\n'"),
         ("cluster.master_address", "$(reboot)", r"cluster\.master_address is '\$\(reboot\)'"),
-        ("cluster.environment", ["A=b"], r"cluster\.environment holds 'A=b': give names of variables alone"),
+        ("cluster.environment", ["A=b"], r"cluster\.environment holds 'A=b': give names of variables only"),
         ("name", "../elsewhere", r"name is '\.\./elsewhere'"),
         ("name", "", "name is ''"),
     ],
@@ -285,7 +285,7 @@ def test_experts_are_refused_where_they_cannot_be(settings: dict[str, Any], word
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"layout.zero_stage": 2}, r"pipeline_stages is 2, which does not go with layout\.zero_stage 2: set 1"),
+        ({"layout.zero_stage": 2}, r"pipeline_stages is 2, which cannot be combined with layout\.zero_stage 2: set 1"),
         ({"layout.zero_stage": 0}, r"layout\.zero_stage 0: set 1"),
         ({"layout.offload": "optimizer"}, r"layout\.offload 'optimizer': set none"),
         ({"model.version": "v1.0", "model.moe.num_experts": 4}, r"experts: set model\.moe\.num_experts=0"),
@@ -299,7 +299,7 @@ def test_pipelines_are_refused_where_they_cannot_be(settings: dict[str, Any], wo
 
 
 def test_hosts_are_chosen_in_one_way_alone() -> None:
-    with pytest.raises(SpecError, match=r"cluster\.exclude and cluster\.num_nodes do not go together"):
+    with pytest.raises(SpecError, match=r"cluster\.exclude and cluster\.num_nodes cannot be combined"):
         base("cluster.exclude").with_settings({"cluster.exclude": "node1", "cluster.num_nodes": 1})
 
 

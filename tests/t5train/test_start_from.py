@@ -158,7 +158,7 @@ def test_a_published_shape_is_named_by_its_preset(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SpecError, match=r"set model\.version=v1\.0 model\.preset=small$"):
         require_fit(_spec(tmp_path, {"preset": "base"}), 32100)
-    with pytest.raises(InputError, match=r"shared\.weight.* and more are missing; x are of no such model"):
+    with pytest.raises(InputError, match=r"shared\.weight.* and more are missing; x do not belong to this model"):
         require_fit(_spec(tmp_path, {"preset": "small", "version": "v1.0"}), 32100)
 
 
@@ -211,16 +211,16 @@ def _of_another_form(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (shutil.rmtree, "there is no such folder"),
+        (shutil.rmtree, "this machine has no such folder"),
         (_without_config, r"config\.json does not exist"),
-        (_pickled, r"pytorch_model\.bin, which may run code .* save_pretrained"),
+        (_pickled, r"pytorch_model\.bin, which can run code .* save_pretrained"),
         (_truncated, "cannot be read as safetensors"),
-        (_of_integers, r"shared\.weight are no floating-point numbers"),
+        (_of_integers, r"shared\.weight are not 16-bit or 32-bit floating-point numbers"),
         (_misshapen, r"shared\.weight have another shape"),
-        (_untied, r"lm_head\.weight is tied to shared\.weight, and the files hold other values"),
+        (_untied, r"lm_head\.weight is tied to shared\.weight, but the files hold different values"),
         (_leading_out, "names '../other.safetensors', which is not the plain name"),
-        (_of_another_family, "model_type 'bart': there are t5 and switch_transformers"),
-        (_of_another_form, "no settings ask for a model of that form"),
+        (_of_another_family, "model_type 'bart': it must be t5 or switch_transformers"),
+        (_of_another_form, "no settings describe such a model"),
     ],
 )
 def test_what_cannot_be_continued_from_is_refused(tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
@@ -232,7 +232,7 @@ def test_what_cannot_be_continued_from_is_refused(tmp_path: Path, damage: Callab
 
 def test_a_tokenizer_of_more_ids_than_the_embedding_has_rows_is_refused(tmp_path: Path) -> None:
     _t5(tmp_path)
-    with pytest.raises(SpecError, match="with a vocabulary of 128, and the tokenizer has 600 ids: set tokenizer"):
+    with pytest.raises(SpecError, match="with a vocabulary of 128, but the tokenizer has 600 ids: set tokenizer"):
         require_fit(_spec(tmp_path, V10), 600)
 
 

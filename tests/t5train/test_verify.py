@@ -92,7 +92,7 @@ def test_a_manifest_made_to_fit_still_needs_the_certificate(published: Path) -> 
     ).sealed()
     (published / "manifest.json").write_text(forged.model_dump_json(indent=1) + "\n")
     for place in places(published):
-        with pytest.raises(PublicationError, match=r"does not vouch for README\.md"):
+        with pytest.raises(PublicationError, match=r"does not certify the present README\.md"):
             verify(place)
 
 
@@ -154,7 +154,7 @@ def test_a_publication_whose_manifest_leaves_out_the_certificate_is_refused(publ
     forged = record.model_copy(update={"path": Path(), "files": files}).sealed()
     (published / "manifest.json").write_text(forged.manifest_text())
     for place in places(published):
-        with pytest.raises(PublicationError, match=r"names no certificate\.json"):
+        with pytest.raises(PublicationError, match=r"lists no certificate\.json"):
             verify(place)
 
 

@@ -52,7 +52,7 @@ def test_weights_with_a_damaged_manifest_are_made_again_and_the_log_says_so(
     assert again.files == made.files
     assert f"{manifest} is" in caplog.text
     aside = made.path.with_name(f"{made.path.name}.aside-1")
-    assert f"the folder was moved to {aside}, and is made again" in caplog.text
+    assert f"the folder was moved to {aside} and will be made again" in caplog.text
     assert Weights.load(made.path).fingerprint == made.fingerprint
     assert sorted(made.path.parent.iterdir()) == [made.path, aside]
     assert stage_tasks.consolidate_weights.fn(spec, checkpoint).reused
@@ -91,5 +91,5 @@ def test_an_error_of_the_disk_fails_a_task_with_one_line_that_names_path_and_rem
 ) -> None:
     # The address 0 of this process is mapped nowhere: the kernel answers a read of it with EIO.
     monkeypatch.setattr(stage_tasks, "certify_in_fresh_process", lambda *_: Path("/proc/self/mem").read_bytes())
-    with pytest.raises(StorageError, match=r"^/proc/self/mem: Input/output error; the disk or the way to it fails: "):
+    with pytest.raises(StorageError, match=r"^/proc/self/mem: Input/output error; the disk or its connection fails: "):
         stage_tasks.certify_export.fn(spec, Export(path=spec.run_folder / "export", fingerprint="e" * 64, files={}))

@@ -7,7 +7,7 @@ from tasks.summary import saving_line
 def test_the_share_is_of_steps_and_saving_together() -> None:
     steps: list[Values] = [{"step": step, "seconds": 0.5} for step in range(1, 197)]
     saves: list[Values] = [{"step": 100, "save_seconds": 0.75}, {"step": 196, "save_seconds": 1.25}]
-    assert saving_line(steps + saves) == "2 checkpoints, for which training stood still 2.0 s: 2.00% of its time"
+    assert saving_line(steps + saves) == "2 checkpoints, which paused training for 2.0 s: 2.00% of its time"
 
 
 def test_lines_of_validation_and_of_none_saved_count_nothing() -> None:

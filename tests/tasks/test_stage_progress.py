@@ -18,4 +18,4 @@ def test_a_server_that_does_not_answer_ends_no_stage(
     monkeypatch.setattr(stage_progress, "SECONDS_UNTIL_SHOWN", 0)
     with caplog.at_level(logging.WARNING):
         StageProgress("train")("steps", 3, 10)
-    assert "progress of train is not shown: ConnectionError: connection refused" in caplog.text
+    assert "could not show the progress of train: ConnectionError: connection refused" in caplog.text

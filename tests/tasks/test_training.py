@@ -7,10 +7,9 @@ from typing import Any, cast
 import pytest
 from prefect.states import Failed
 
-from infra.head import retries
+from infra.head import host_selection, retries
 from infra.head.host_selection import training_hosts
 from infra.head.hosts.hostfile import Host, Hosts
-from t5train import metrics
 from t5train.errors import LaunchError, NonFiniteLoss, SpecError
 from t5train.metrics import last_metrics
 from t5train.spec.recipes import recipe
@@ -50,8 +49,8 @@ def test_a_spare_that_is_at_work_stays_when_the_head_starts_anew(
     spec = recipe("smoke").with_settings(settings)
     a, b, c, other = (Hosts((Host(first, (0,)), Host(second, (0,)))) for first, second in ("ab", "ba", "ac", "ax"))
     for at_work, expected in ((None, a), (b, b), (c, c), (other, a), (Hosts((Host("a", (0,)),)), a)):
-        monkeypatch.setattr(metrics, "hosts_at_work", lambda _, at_work=at_work: at_work)
+        monkeypatch.setattr(host_selection, "hosts_at_work", lambda _, at_work=at_work: at_work)
         assert training_hosts(spec) == expected
     retries.set_aside(spec.run_folder, ["b"])
-    monkeypatch.setattr(metrics, "hosts_at_work", lambda _: b)
+    monkeypatch.setattr(host_selection, "hosts_at_work", lambda _: b)
     assert training_hosts(spec) == c

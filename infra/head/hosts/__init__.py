@@ -1,1 +1,1 @@
-"""The head of a run over hosts: who they are, the way to them, and the supervision of their ranks."""
+"""The hosts of a run: which they are, how the head connects to them, and what it asks them to run."""

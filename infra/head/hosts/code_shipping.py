@@ -1,7 +1,7 @@
 """Sends the head's own code to hosts, so that it need not be installed there.
 
-Python, torch and other packages must be; infra.head.preflight checks that. The program that receives the code is
-always the same text; digest and code travel on stdin.
+Python, torch and other packages must be installed; infra.head.preflight checks that. The program that receives the code
+is always the same text; digest and code travel on stdin.
 """
 
 import json
@@ -22,9 +22,9 @@ _OWN = Path(__file__).resolve().parents[3]
 
 
 def module_path(code: str | None) -> str:
-    """PYTHONPATH for hosts: that of this process, for others that have another current folder; empty for none.
+    """PYTHONPATH for hosts: that of this process, with absolute paths, as their current folder differs; may be empty.
 
-    With the digest of code that was sent, where that lies comes first and the head's own copy is left out.
+    With the digest of code that was sent, the folder of that code comes first and the head's own copy is left out.
     """
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     places = [os.path.abspath(place) for place in named if place]  # noqa: PTH100 - keeps links
@@ -33,26 +33,26 @@ def module_path(code: str | None) -> str:
     return os.pathsep.join(places)
 
 
-# Isolated and without site-packages: whatever is installed there has no say in what becomes of the code.
+# Isolated and without site-packages: nothing that is installed there affects how the code is received.
 COMMAND = [sys.executable, "-I", "-S", "-X", "utf8", "-c", Path(code_receiver.__file__).read_text("utf-8")]
 _SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
 
 def shipped_code(cluster: ClusterSpec) -> str | None:
-    """Digest of the code that hosts are sent; None where they have theirs installed."""
+    """Digest of the code that is sent to hosts; None if it is installed there."""
     return own_bundle().digest if cluster.ship_code else None
 
 
 def path_to(code: str | None) -> dict[str, str]:
-    """The variable by which other processes than infra.node find code that was sent."""
+    """The variable by which processes other than infra.node find code that was sent."""
     return {} if code is None else {"PYTHONPATH": module_path(code)}
 
 
 def ship(transport: Transport, hosts: Iterable[str]) -> dict[str, HostError]:
-    """Have the code of this process on all hosts, and send it to those that lack it; the errors of those that still do.
+    """Send the code of this process to the hosts that lack it; returns the errors of those that still lack it.
 
-    What ``infra.head.hosts.code_shipping.module_path`` names exists there then, whole.
+    On all other hosts, the path from ``infra.head.hosts.code_shipping.module_path`` then exists and is complete.
     """
     asked = _ask(transport, hosts, b"")
     sent = _ask(transport, [host for host, held in asked.items() if held is False], own_bundle().content)
@@ -60,7 +60,7 @@ def ship(transport: Transport, hosts: Iterable[str]) -> dict[str, HostError]:
 
 
 def hosts_with_code(transport: Transport, hosts: Iterable[str], consequence: str) -> list[str]:
-    """``ship``, then the hosts that have the code; of each other one a warning says why, and what follows from that."""
+    """``ship``, then return the hosts that have the code. A warning for each other host has the consequence and why."""
     names = list(hosts)
     lacking = ship(transport, names)
     for error in lacking.values():

@@ -1,8 +1,8 @@
-"""The hosts of a run: DeepSpeed's hostfile and its ways to choose among them, read strictly.
+"""The hosts of a run: a strict reader of DeepSpeed's hostfile and of its options to choose among the hosts.
 
-DeepSpeed drops a host with ``slots=0`` without a word, lets pdsh expand ``node[0-1]`` behind its back, and hands a
-name such as ``-oProxyCommand=x`` to ssh as an option. So a name here is a plain host name or IPv4 address; an IPv6
-address, whose colons mean something else to DeepSpeed and to pdsh, needs a name in /etc/hosts or ssh's configuration.
+DeepSpeed silently drops a host with ``slots=0``, lets pdsh expand ``node[0-1]``, and passes a name such as
+``-oProxyCommand=x`` to ssh as an option. Names are therefore restricted to plain host names and IPv4 addresses. An IPv6
+address, whose colons DeepSpeed and pdsh interpret differently, needs a name in /etc/hosts or ssh's configuration.
 """
 
 import ipaddress
@@ -21,22 +21,22 @@ _LINE = re.compile(r"(\S+)[ \t]+slots=([0-9]{1,9})")
 
 @dataclass(frozen=True)
 class Host:
-    """A machine, by the name that ssh knows it by, and its accelerators that are used."""
+    """A machine, under the name that ssh uses, and the accelerators to use on it."""
 
     name: str
     slots: tuple[int, ...]
-    """Ids of accelerators, ascending; the rank with LOCAL_RANK i has the i-th."""
+    """Ids of accelerators, ascending; the rank with LOCAL_RANK i uses the i-th."""
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """All hosts of a run in the order of their ranks: those of the first host come first."""
+    """All hosts of a run in the order of their ranks: the ranks of the first host come first."""
 
     all: tuple[Host, ...]
 
     @classmethod
     def of(cls, slots_by_name: Mapping[str, Iterable[int]]) -> Self:
-        """Those that have these names and slots, in that order."""
+        """Hosts with these names and slots, in this order."""
         return cls(tuple(Host(name, tuple(slots)) for name, slots in slots_by_name.items()))
 
     @property
@@ -57,34 +57,34 @@ class Hosts:
 
 
 def read_hosts(cluster: ClusterSpec) -> Hosts:
-    """The hosts of a run. Raises what ``chosen_hosts`` does, and SpecError if they are not those it began with."""
+    """The hosts of a run. Raises as ``chosen_hosts`` does, and SpecError if their number of ranks has changed."""
     hosts = chosen_hosts(cluster)
     if hosts.num_ranks != cluster.ranks:
         raise SpecError(
-            f"cluster.ranks is {cluster.ranks}, and the hosts that are now chosen from {cluster.hostfile} have "
-            f"{hosts.num_ranks} slots: it was changed meanwhile; start the run again, and it goes on with these"
+            f"cluster.ranks is {cluster.ranks}, but the hosts now chosen from {cluster.hostfile} have "
+            f"{hosts.num_ranks} slots: the hostfile has changed. Start the run again to continue it on these hosts"
         )
     return hosts
 
 
 def chosen_hosts(cluster: ClusterSpec) -> Hosts:
-    """The hosts that settings with a hostfile choose to train; SpecError names the line or setting, and the remedy."""
+    """The hosts that the settings choose for training. SpecError names the line or setting, and the remedy."""
     found = _listed(cluster)
     if cluster.spares >= len(found.all):
         raise SpecError(
-            f"cluster.spares is {cluster.spares}, and {len(found.all)} hosts are chosen: leave at least one to train"
+            f"cluster.spares is {cluster.spares}, but {len(found.all)} hosts are chosen. Leave at least one to train"
         )
     return Hosts(found.all[: len(found.all) - cluster.spares])
 
 
 def spare_hosts(cluster: ClusterSpec) -> Hosts:
-    """The hosts that wait until one of those that train is to be replaced; errors as of ``chosen_hosts``."""
+    """The hosts that wait in reserve to replace one that trains. Raises as ``chosen_hosts`` does."""
     return Hosts(_listed(cluster).all[len(chosen_hosts(cluster).all) :])
 
 
 def _listed(cluster: ClusterSpec) -> Hosts:
     if cluster.hostfile is None:
-        raise SpecError("cluster.hostfile is left out: name a file of hosts with --hostfile")
+        raise SpecError("cluster.hostfile is left out: give a hostfile with --hostfile")
     try:
         text = cluster.hostfile.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -98,26 +98,26 @@ def _listed(cluster: ClusterSpec) -> Hosts:
 
 
 def parse(text: str, source: str) -> Hosts:
-    """The hosts of a hostfile's text: lines ``name slots=N``; empty ones, and what follows ``#``, are passed over."""
+    """Parse a hostfile: lines ``name slots=N``. Empty lines, and anything after ``#``, are ignored."""
     found: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if content := line.partition("#")[0].strip():
             host = _host(content, f"{source}, line {number}")
             if (first := found.setdefault(host.name.lower(), host)) is not host:
                 raise SpecError(
-                    f"{source}, line {number}: host {host.name!r} is there twice; {_remedy_of_twice(first)}"
+                    f"{source}, line {number}: host {host.name!r} is listed twice; {_remedy_of_twice(first)}"
                 )
     if not found:
-        raise SpecError(f"{source} names no host: write a line 'name slots=N' for each")
+        raise SpecError(f"{source} lists no host: write a line 'name slots=N' for each host")
     return Hosts(tuple(found.values()))
 
 
 def select(
     hosts: Hosts, *, include: str | None = None, exclude: str | None = None, num_nodes: int | None = None
 ) -> Hosts:
-    """The hosts and slots that at most one of these leaves, in the order of the hostfile, as DeepSpeed means them.
+    """The hosts and slots that at most one of these options selects, in hostfile order, as DeepSpeed selects them.
 
-    Include and exclude are ``NAME[:SLOT[,SLOT...]][@NAME...]``; a name alone stands for all its slots.
+    Include and exclude are ``NAME[:SLOT[,SLOT...]][@NAME...]``; a name alone means all its slots.
     """
     if include is not None:
         chosen = _named(hosts, "include", include)
@@ -128,27 +128,29 @@ def select(
     else:
         kept = list(hosts.all[: num_nodes or len(hosts.all)])
         if num_nodes is not None and num_nodes > len(hosts.all):
-            raise SpecError(f"cluster.num_nodes is {num_nodes}: the hostfile has {len(hosts.all)} hosts; ask for fewer")
+            raise SpecError(
+                f"cluster.num_nodes is {num_nodes}, but the hostfile has {len(hosts.all)} hosts. Request fewer nodes"
+            )
     selected = tuple(host for host in kept if host.slots)
     if not selected:
-        raise SpecError(f"cluster.exclude is {exclude!r}: it leaves no slot of any host; leave some")
+        raise SpecError(f"cluster.exclude is {exclude!r}: it leaves no slot of any host. Exclude fewer slots")
     return Hosts(selected)
 
 
 def hostfile_text(hosts: Hosts) -> str:
-    """A hostfile for DeepSpeed with these hosts alone, each with slots enough for those that are chosen."""
+    """A hostfile for DeepSpeed with only these hosts, each with enough slots for those that are chosen."""
     return "".join(f"{host.name} slots={max(host.slots) + 1}\n" for host in hosts.all)
 
 
 def include_argument(hosts: Hosts) -> str:
-    """What chooses exactly these slots from ``hostfile_text``, as DeepSpeed's ``--include``."""
+    """The value of DeepSpeed's ``--include`` that chooses exactly these slots from ``hostfile_text``."""
     return "@".join(f"{host.name}:{','.join(map(str, host.slots))}" for host in hosts.all)
 
 
 def _host(content: str, where: str) -> Host:
     match = _LINE.fullmatch(content)
     if match is None:
-        raise SpecError(f"{where}: {content!r} is not of the form 'name slots=N'; write the host so")
+        raise SpecError(f"{where}: {content!r} is not of the form 'name slots=N'. Write the host in this form")
     name, slots = match[1], int(match[2])
     _require_name(name, where)
     if not 1 <= slots <= MAX_SLOTS:
@@ -161,19 +163,19 @@ def _host(content: str, where: str) -> Host:
 def _require_name(name: str, where: str) -> None:
     if ":" in name:
         raise SpecError(
-            f"{where}: {name!r} has colons, which DeepSpeed and pdsh read as other things: give an IPv6 address a name "
-            "in /etc/hosts or in ssh's configuration"
+            f"{where}: {name!r} has colons, which DeepSpeed and pdsh interpret differently. Give an IPv6 address a "
+            "name in /etc/hosts or in ssh's configuration"
         )
     if not _NAME.fullmatch(name):
         raise SpecError(
-            f"{where}: {name!r} is no plain host name (letters and digits, '.-_' between): "
-            "write one host a line; users and ports go into cluster.ssh_user and cluster.ssh_port"
+            f"{where}: {name!r} is not a plain host name (letters and digits, with '.-_' in between). "
+            "Write one host per line; set users and ports with cluster.ssh_user and cluster.ssh_port"
         )
     if re.fullmatch("[0-9.]+", name):
         try:
             ipaddress.IPv4Address(name)
         except ValueError as error:
-            raise SpecError(f"{where}: {name!r} is no IPv4 address: {error}") from None
+            raise SpecError(f"{where}: {name!r} is not an IPv4 address: {error}") from None
 
 
 def _remedy_of_twice(first: Host) -> str:
@@ -181,15 +183,15 @@ def _remedy_of_twice(first: Host) -> str:
 
 
 def _named(hosts: Hosts, setting: str, text: str) -> dict[str, tuple[int, ...]]:
-    """The slots that an include or exclude names, by host; ascending."""
+    """The slots that an include or exclude names, by host, in ascending order."""
     known = {host.name: host for host in hosts.all}
     found: dict[str, list[int]] = {}
     for part in text.split("@"):
         name, colon, listed = part.partition(":")
         if name not in known:
             raise SpecError(
-                f"cluster.{setting} is {text!r}: {name!r} is not among the hosts of the hostfile ({_some(known)}); the "
-                "form is NAME[:SLOT,SLOT][@NAME]"
+                f"cluster.{setting} is {text!r}: {name!r} is not in the hostfile ({_some(known)}). The form is "
+                "NAME[:SLOT,SLOT][@NAME]"
             )
         slots = _slots(listed, known[name], f"cluster.{setting} is {text!r}") if colon else known[name].slots
         found.setdefault(name, []).extend(slots)

@@ -1,4 +1,4 @@
-"""Asks nodes for an action of ``python -m infra.node``: one of them or all at once, or in a conversation."""
+"""Runs actions of ``python -m infra.node`` on nodes: on one or on all at once, or as a conversation."""
 
 import json
 import logging
@@ -23,9 +23,9 @@ _CHECK = Path(private_code.__file__).read_text("utf-8")
 
 
 def node_command(action: str, code: str | None) -> list[str]:
-    """What runs ``infra.node`` on a node, with this Python and the ``module_path`` of that code.
+    """The command that runs ``infra.node`` on a node, with this Python and the ``module_path`` of that code.
 
-    Code that was sent is used only from a folder that is surely the user's own, which is checked there and then.
+    Code that was sent is used only from a folder that belongs to the user alone, which the command itself checks first.
     """
     path = [f"PYTHONPATH={module_path(code)}"] if module_path(code) else []
     check = [] if code is None else [sys.executable, "-I", "-S", "-c", _CHECK, str(code_folder(code))]
@@ -37,9 +37,9 @@ Request = dict[str, Any]
 
 @dataclass(frozen=True)
 class Nodes:
-    """Hosts that share no storage, the way to them, and their scratch folder (None: the default of each).
+    """Hosts that share no storage, the transport to them, and their scratch folder (None: the default of each).
 
-    ``code`` is the digest of what they were sent, None where it is installed there. ``owner`` is the unique id of the
+    ``code`` is the digest of the code that was sent, None if it is installed there. ``owner`` is the unique id of the
     run whose files are read and written there.
     """
 
@@ -50,17 +50,17 @@ class Nodes:
     owner: str | None = None
 
     def on(self, *hosts: str) -> Self:
-        """Some of them."""
+        """The same, for some of the hosts."""
         return replace(self, hosts=hosts)
 
     def request(self, **facts: Any) -> Request:
-        """What an action is told."""
+        """The request for an action."""
         return {"scratch": self.scratch and str(self.scratch), "owner": self.owner, **facts}
 
     def ask(
         self, action: str, request_of: Callable[[str], Request], deadline_seconds: float
     ) -> Mapping[str, Request | HostError]:
-        """Have all do an action; the answers by host."""
+        """Run an action on all hosts; returns the answers by host."""
         replies = run_everywhere(
             self.transport,
             self.hosts,
@@ -72,7 +72,7 @@ class Nodes:
 
 
 def line_of(request: Request) -> bytes:
-    """A request as an action reads it."""
+    """A request in the form that an action reads."""
     return json.dumps(request).encode() + b"\n"
 
 
@@ -84,7 +84,9 @@ def _answer(host: str, reply: Reply) -> Request | HostError:
     except (ValueError, IndexError):
         answer = None
     if not isinstance(answer, dict):
-        return RemoteFailed(f"{host}: its answer is of another version of this package: install the head's there")
+        return RemoteFailed(
+            f"{host}: its answer comes from another version of this package. Install the head's version there"
+        )
     return answer
 
 
@@ -94,9 +96,9 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def conversation(nodes: Nodes, host: str, action: str, request: Request) -> Iterator[Channel]:
-    """Begin an action on a host, and talk with it; it ends when its stdin does.
+    """Start an action on a host, and exchange messages with it; it ends when its stdin is closed.
 
-    What breaks within the block because the action or the way to it failed becomes the HostError that tells why.
+    If the block fails because the action or the connection to it failed, raises the HostError with the reason.
     """
     argv = node_command(action, nodes.code)
     process = ssh.connect(nodes.transport, host, argv)
@@ -114,7 +116,7 @@ def conversation(nodes: Nodes, host: str, action: str, request: Request) -> Iter
         listener.join()
         if remote_code:
             raise ssh.failure_of(host, argv, remote_code, b"".join(said)) from error
-        raise HostUnreachable(f"{host}: {error}: see whether it still runs", [host]) from error
+        raise HostUnreachable(f"{host}: {error}: check whether it is still running", [host]) from error
     finally:
         ssh.kill(process)
         process.wait()
@@ -122,17 +124,19 @@ def conversation(nodes: Nodes, host: str, action: str, request: Request) -> Iter
 
 
 def serve(channel: Channel, host: str, source: Path, on_bytes: Callable[[int], None]) -> None:
-    """Answer a node that takes files of the folder ``source`` until it has all; told of bytes that are there."""
+    """Serve files of the folder ``source`` to a node until it has all; ``on_bytes`` gets counts of received bytes."""
     while (message := channel.hear()) is not None:
         if "done" in message:
             return
         if "come" in message:
             on_bytes(int(message["come"]))
         elif "alone" in message:
-            _log.warning("%s takes from the head, as the node before it cannot be read: %s", host, message["alone"])
+            _log.warning(
+                "%s copies from the head, because it cannot read from the previous node: %s", host, message["alone"]
+            )
         else:
             channel.answer(message, files_in(source))
-    raise BrokenOff("it ended before it had all")
+    raise BrokenOff("it ended before it had received all files")
 
 
 def _listen(stderr: IO[bytes], said: list[bytes]) -> None:
@@ -141,7 +145,7 @@ def _listen(stderr: IO[bytes], said: list[bytes]) -> None:
 
 
 def _code(process: subprocess.Popen[bytes]) -> int:
-    """By which code it ended; 0 also if it had to be ended."""
+    """Its exit code; 0 also if it had to be killed."""
     try:
         return process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:

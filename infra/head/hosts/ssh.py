@@ -1,8 +1,8 @@
-"""Runs commands on other machines; the only module that does, with the ssh configuration of a run.
+"""Runs commands on other machines with the ssh configuration of a run; the only module that does.
 
-A command is an argv list, quoted for the shell that sshd hands it to; data travels on stdin, never in an argument.
-Nothing lasts longer than its deadline: the local process is killed then, and ``timeout`` ends the remote one by itself,
-also when the network is gone. pdsh uses the same configuration.
+A command is an argv list, quoted for the shell that sshd passes it to. Data travels on stdin, never in an argument. No
+command outlasts its deadline: the local process is killed, and ``timeout`` ends the remote one, even if the network is
+down. pdsh uses the same configuration.
 """
 
 import json
@@ -43,7 +43,7 @@ RemoteCommand none
 RequestTTY no
 LogLevel INFO
 """
-# Read last, ssh takes the first value it finds of a setting. No variable of this machine's goes along.
+# Included last: ssh uses the first value that it finds for a setting. No variable of this machine is sent.
 _THE_USERS_OWN = """\
 Include ~/.ssh/config
 Include /etc/ssh/ssh_config
@@ -53,10 +53,10 @@ SendEnv -*
 
 
 def ssh_config(cluster: ClusterSpec) -> str:
-    """Text of an ssh configuration: what must be comes first, the user's own and the system's for all else.
+    """Text of an ssh configuration: required settings first, then the user's own and the system's for all others.
 
-    A connection that carries nothing is given up after about ``cluster.lease_seconds``, when the ranks give up too.
-    Raises SpecError if ``cluster.known_hosts`` is no file that ssh could be told of.
+    A connection without traffic is closed after about ``cluster.lease_seconds``, when the ranks give up too. Raises
+    SpecError if ``cluster.known_hosts`` is not a file that can be named in ssh's configuration.
     """
     interval = max(1, math.floor(cluster.lease_seconds / _CHECKS))
     checks = math.ceil(cluster.lease_seconds / interval)
@@ -73,9 +73,13 @@ def ssh_config(cluster: ClusterSpec) -> str:
 
 def _require_known_hosts(path: Path) -> None:
     if not path.is_file():
-        raise SpecError(f"cluster.known_hosts is {path}: there is no such file; make it with ssh-keyscan, and check it")
+        raise SpecError(
+            f"cluster.known_hosts is {path}, which does not exist. Create it with ssh-keyscan, and verify its keys"
+        )
     if not re.fullmatch(r"[\w@+=:,./ -]+", str(path)):
-        raise SpecError(f"cluster.known_hosts is {str(path)!r}: ssh would read some of it as other things; rename it")
+        raise SpecError(
+            f"cluster.known_hosts is {str(path)!r}, which has characters that ssh would interpret. Rename the file"
+        )
 
 
 SSH_CONFIG = "ssh_config"
@@ -87,33 +91,33 @@ _SHOWN_BYTES = 80
 
 
 class Transport(Protocol):
-    """A way to another machine."""
+    """A way to run commands on other machines."""
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        """The local command that runs ``argv`` on ``host``, with stdin, stdout and stderr from there."""
+        """The local command that runs ``argv`` on ``host``, connected to its stdin, stdout and stderr."""
         ...
 
 
 @dataclass(frozen=True)
 class Ssh:
-    """OpenSSH, configured by one file."""
+    """OpenSSH with one configuration file."""
 
     config: Path
 
     @classmethod
     def configured(cls, cluster: ClusterSpec, folder: Path) -> Self:
-        """Write the configuration that the settings ask for into a folder, and use it."""
+        """Write the configuration for these settings into a folder, and use it."""
         write_text(folder / SSH_CONFIG, ssh_config(cluster))
         return cls(folder / SSH_CONFIG)
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        """``--``, as ssh would else take further options from what follows."""
+        """With ``--``, since ssh would otherwise read options from what follows."""
         return ["ssh", "-F", str(self.config), "--", host, quoted(argv)]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command that succeeded on a host said."""
+    """The output of a command that succeeded on a host."""
 
     host: str
     stdout: bytes
@@ -121,7 +125,7 @@ class Answer:
     seconds: float
 
     def message(self) -> dict[str, Any]:
-        """What ``infra.node`` answered; errors as of ``message_of``."""
+        """The answer of ``infra.node``. Raises as ``message_of`` does."""
         return message_of(self.host, self.stdout)
 
 
@@ -129,20 +133,20 @@ Reply = Answer | HostError
 
 
 def quoted(argv: Sequence[str]) -> str:
-    """One line that every POSIX shell takes for exactly ``argv``: each argument in quotes, the first too."""
+    """One line that every POSIX shell parses as exactly ``argv``: each argument is quoted, including the first."""
     return " ".join("'" + argument.replace("'", "'\"'\"'") + "'" for argument in argv)
 
 
 def message_of(host: str, said: bytes) -> dict[str, Any]:
-    """A message of ``infra.node``, a line of JSON; RemoteFailed where something else came along on its stdout."""
+    """Parse a message of ``infra.node``, a line of JSON. Raises RemoteFailed if its stdout had anything else."""
     try:
         message = json.loads(said)
     except ValueError:
         message = None
     if not isinstance(message, dict):
         raise RemoteFailed(
-            f"{host}: {said[:_SHOWN_BYTES].decode('utf-8', 'replace')!r} came instead of an answer: let the login "
-            "shell there (~/.bashrc) print nothing where it has no terminal",
+            f"{host}: got {said[:_SHOWN_BYTES].decode('utf-8', 'replace')!r} instead of an answer. Make the login "
+            "shell there (~/.bashrc) print nothing when it has no terminal",
             [host],
         )
     return message
@@ -151,7 +155,7 @@ def message_of(host: str, said: bytes) -> dict[str, Any]:
 def run(transport: Transport, host: str, argv: Sequence[str], *, stdin: bytes = b"", deadline_seconds: float) -> Answer:
     """Run a command to its end.
 
-    Raises HostUnreachable, HostKeyMismatch, HostTimeout, or RemoteFailed if it ended with another code than 0.
+    Raises HostUnreachable, HostKeyMismatch, HostTimeout, or RemoteFailed if its exit code is not 0.
     """
     process = _started(transport, host, argv, deadline_seconds)
     return _answer(process, host, argv, stdin, deadline_seconds)
@@ -166,9 +170,9 @@ def run_everywhere(
     deadline_seconds: float,
     on_answer: Callable[[str, Reply], None] = lambda _host, _reply: None,
 ) -> dict[str, Reply]:
-    """Run a command on all hosts at once (64 at a time); answers and errors in the order of the hosts.
+    """Run a command on all hosts at once (64 at a time); returns answers and errors in the order of the hosts.
 
-    ``on_answer`` is called in this thread as they come. What still runs when that is interrupted is ended.
+    ``on_answer`` is called in this thread as they arrive. If this is interrupted, commands still running are ended.
     """
     running: list[subprocess.Popen[bytes]] = []
 
@@ -196,10 +200,10 @@ def run_everywhere(
 
 
 def connect(transport: Transport, host: str, argv: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a command on a host and leave its stdin, stdout and stderr to the caller, who ends it.
+    """Start a command on a host. The caller uses its stdin, stdout and stderr, and must end it.
 
-    It is in a process group of its own: Ctrl-C in a terminal does not reach it. Raises HostUnreachable where no ssh can
-    be started.
+    It runs in its own process group, so Ctrl-C in a terminal does not reach it. Raises HostUnreachable if ssh cannot be
+    started.
     """
     command = transport.command(host, argv)
     try:
@@ -209,13 +213,15 @@ def connect(transport: Transport, host: str, argv: Sequence[str]) -> subprocess.
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            env=os.environ | {"LC_ALL": "C"},  # what ssh says is read
+            env=os.environ | {"LC_ALL": "C"},  # ssh's messages are parsed
         )
     except FileNotFoundError as error:
-        raise HostUnreachable(f"{host}: {command[0]} is not on this machine: install openssh-client", [host]) from error
+        raise HostUnreachable(
+            f"{host}: {command[0]} is not installed on this machine. Install openssh-client", [host]
+        ) from error
     except OSError as error:  # no descriptors, processes or memory left
         raise HostUnreachable(
-            f"{host}: {command[0]} cannot be started on this machine: {error.strerror}; raise its limit (ulimit -a)"
+            f"{host}: {command[0]} cannot be started on this machine: {error.strerror}. Raise its limit (ulimit -a)"
         ) from error
 
 
@@ -232,8 +238,8 @@ def _answer(
             stdout, stderr = process.communicate(stdin, timeout=deadline_seconds)
         except subprocess.TimeoutExpired as error:
             raise HostTimeout(
-                f"{host}: {_short(argv)} had not ended after {deadline_seconds:g} s: see whether the host is "
-                f"overloaded or a disk of it hangs. It said: {last_lines(error.stderr or b'')}",
+                f"{host}: {_short(argv)} timed out after {deadline_seconds:g} s. Check whether the host is overloaded "
+                f"or one of its disks hangs. It said: {last_lines(error.stderr or b'')}",
                 [host],
             ) from None
         finally:
@@ -244,14 +250,14 @@ def _answer(
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a local process that still runs, with its children: ssh's ProxyCommand holds its pipes open."""
+    """Kill a local process that is still running, with its children: ssh's ProxyCommand would keep its pipes open."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def failure_of(host: str, argv: Sequence[str], returncode: int, said: bytes) -> HostError:
-    """The error for a command that ended with that exit code, after it had said that on stderr."""
+    """The error for a command that ended with this exit code, and wrote ``said`` to stderr."""
     if returncode == SSH_FAILED:
         return failure_of_ssh(host, said)
     return RemoteFailed(
@@ -270,5 +276,5 @@ def _remedy(returncode: int, said: bytes) -> str:
 
 
 def _short(argv: Sequence[str], most: int = 120) -> str:
-    line = " ".join("..." if "\n" in word else word for word in argv)  # the text of a program is of no help
+    line = " ".join("..." if "\n" in word else word for word in argv)  # the text of a program does not help
     return repr(line if len(line) <= most else f"{line[:most]}...")

@@ -1,4 +1,4 @@
-"""What ssh says when it fails, as an error with a remedy."""
+"""Turns the messages of a failing ssh into errors with a remedy."""
 
 import re
 
@@ -6,7 +6,7 @@ from infra.node.attempts.log_tail import printable
 from t5train.errors import HostError, HostKeyMismatch, HostMisconfigured, HostUnreachable
 
 SSH_FAILED = 255
-"""Exit code by which ssh itself fails; any other is the command's."""
+"""Exit code when ssh itself fails; any other is the command's."""
 _NOISE = re.compile(r"[@*\s]*$")
 
 _Kind = type[HostKeyMismatch] | type[HostUnreachable]
@@ -56,10 +56,10 @@ _BROKEN = (
 
 
 def failure_of_ssh(host: str, said: bytes) -> HostError:
-    """The error for an ssh that ended with 255 after it had said that on stderr."""
+    """The error for an ssh that ended with 255, and wrote ``said`` to stderr."""
     for pattern, kind, remedy in _FAILURES:
         if match := re.search(pattern, said.decode("utf-8", "replace")):
-            name = match.groupdict().get("name") or host  # as known_hosts has it: [host]:port where that is not 22
+            name = match.groupdict().get("name") or host  # as in known_hosts: [host]:port if the port is not 22
             at = re.fullmatch(r"\[.+\]:(\d+)", name)
             scan = f"-p {at[1]} {host}" if at else host
             return kind(
@@ -69,6 +69,6 @@ def failure_of_ssh(host: str, said: bytes) -> HostError:
 
 
 def last_lines(said: bytes, most: int = 3) -> str:
-    """The last lines that say something, in one."""
+    """The last lines that are not noise, joined into one."""
     lines = [printable(line).strip() for line in said.decode("utf-8", "replace").splitlines()]
     return " / ".join([line for line in lines if not _NOISE.match(line)][-most:]) or "nothing"

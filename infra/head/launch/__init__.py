@@ -1,4 +1,4 @@
-"""Ranks started, supervised and ended, on this machine and on hosts; why an attempt failed.
+"""Starts, supervises and ends ranks, on this machine and on hosts, and finds out why an attempt failed.
 
 Not here: ending a process (``infra.node.attempts``).
 """

@@ -1,4 +1,4 @@
-"""From the start of an attempt's ranks to the end of the last: when it is decided, what is ended, what to raise."""
+"""Watches an attempt from the start of its ranks to the end of the last: when to end it, and which error to raise."""
 
 import logging
 import time
@@ -15,11 +15,11 @@ from t5train.errors import HostLost, LaunchError, T5TrainError
 
 _LOOK_SECONDS = 0.5
 _SETTLE_SECONDS = 2.0
-"""After a failure: another host may be about to tell of the one that came first."""
+"""After a failure: another host may be about to report an earlier one."""
 _RECORDS_SECONDS = 5.0
-"""In which the records of ranks arrive that ended just before their launcher did."""
+"""Time for the records of ranks to arrive that ended just before their launcher did."""
 _STOP_SECONDS = 10.0
-"""For a step to end, beside the time to save."""
+"""Time for a step to end, in addition to the time to save."""
 _STOP = {"stop": True}
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class ClusterWatch:
         """Wait until every rank has ended, one has failed, a host is lost, or the launcher is gone."""
         gone_since = None
         while True:
-            gone = not self._launcher.is_alive  # asked before the records, which it outlives
+            gone = not self._launcher.is_alive  # checked before the records, since it outlives the ranks
             self._look()
             if self._supervision.failed:
                 self._supervision.look(_SETTLE_SECONDS)
@@ -51,11 +51,11 @@ class ClusterWatch:
                 return
 
     def num_saved(self) -> int:
-        """Grows with each part of a checkpoint that ranks save on disks of their own."""
+        """Grows with each part of a checkpoint that ranks save on their own disks."""
         return self._supervision.num_saved
 
     def stop(self) -> None:
-        """Tell the ranks to save and end, and give them the time."""
+        """Tell the ranks to save and end, and wait for that."""
         _log.warning("attempt %s was told to end: its ranks have %.0f s to save", self.this.number, self._grace)
         self._supervision.order(_STOP)
         deadline = time.monotonic() + self._grace + _STOP_SECONDS
@@ -63,7 +63,7 @@ class ClusterWatch:
             self._supervision.look(_LOOK_SECONDS)
 
     def end(self) -> None:
-        """Leave nothing of the attempt wherever that can be reached, and gather what its ranks have written."""
+        """End the attempt on every host that can be reached, and collect what its ranks have written."""
         with undisturbed("ending the ranks on all hosts, which takes a minute at most"):
             self._end_on_hosts()
         earlier_attempts.settle(self.this, self._transport, self._unreachable)
@@ -76,27 +76,29 @@ class ClusterWatch:
             self._supervision.look(_LOOK_SECONDS)
         missing, silent = self._supervision.not_ended, self._supervision.silent
         self._supervision.close()
-        if silent:  # where windows have tried in vain until now
-            _log.warning("attempt %s may go on until its lease is over on %s", self.this.number, ", ".join(silent))
+        if silent:  # where host sessions could not connect until now
+            _log.warning(
+                "attempt %s may keep running until its lease expires on %s", self.this.number, ", ".join(silent)
+            )
         asked = [host for host in missing if host not in silent]
         self._unreachable = silent + earlier_attempts.end_on_hosts(self.this, self._transport, asked)
 
     def failure(self) -> T5TrainError | None:
-        """What to raise, once all has ended; None for success."""
+        """The error to raise after everything has ended; None for success."""
         if self._supervision.succeeded:
             return None
         if (failure := self._supervision.failure) is not None:
             return self._with_others_lost(failure)
         found = failure_of(self.this, len(self._supervision.ranks))
         if self._unreachable:
-            lost = "; ".join(f"{host} is lost: {self._supervision.broken(host)}" for host in self._unreachable)
-            return HostLost(f"{lost}. What others said: {found}", self._unreachable)
+            lost = "; ".join(f"{host} was lost: {self._supervision.broken(host)}" for host in self._unreachable)
+            return HostLost(f"{lost}. The other hosts reported: {found}", self._unreachable)
         return found
 
     def _with_others_lost(self, failure: LaunchError) -> LaunchError:
-        """The failure, and which other hosts were lost with those that it names."""
+        """The failure, with the hosts that were lost in addition to those that it names."""
         others = [host for host in self._unreachable if host not in failure.hosts]
-        lost = "".join(f"; {host} is lost too: {self._supervision.broken(host)}" for host in others)
+        lost = "".join(f"; {host} was also lost: {self._supervision.broken(host)}" for host in others)
         return type(failure)(f"{failure}{lost}", [*failure.hosts, *others]) if others else failure
 
     def _look(self) -> None:

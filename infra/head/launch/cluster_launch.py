@@ -1,14 +1,14 @@
-"""Starts the ranks of a run on several hosts under DeepSpeed's launcher, watches them, and leaves none behind.
+"""Starts the ranks of a run on several hosts under DeepSpeed's launcher, watches them, and leaves no process behind.
 
 ::
 
-    head (this process) ─┬─ ssh: a window on each host (infra.head.launch.supervision)
+    head (this process) ─┬─ ssh: a session on each host (infra.head.launch.supervision)
                          └─ guard ── deepspeed.launcher.runner ── pdsh ── ssh to each host
     host: sshd ── deepspeed.launcher.launch ── guard ── rank
 
-The head ends everything when a rank or the launcher fails, or a host is lost; guards do when the head was not heard of
-for ``cluster.lease_seconds``. Whether the ranks did their work is told by their exit records alone: pdsh, and with it
-DeepSpeed's launcher, exits 0 when it was killed.
+The head ends everything when a rank or the launcher fails, or a host is lost. Guards do so when they have not heard
+from the head for ``cluster.lease_seconds``. Only exit records show whether the ranks did their work: pdsh, and with it
+DeepSpeed's launcher, exits with 0 when it is killed.
 """
 
 import json
@@ -54,22 +54,22 @@ class ClusterLaunchSpec:
     hosts: Hosts
     needs: LaunchRequirements
     storage: Callable[[bool], RunStorage]
-    """Given whether the hosts have disks of their own alone: how ranks get their files. The job that it makes ready
-    goes to every host."""
+    """Called with whether the hosts share no storage; returns how ranks get their files. The job that it makes ready is
+    sent to every host."""
     program: Callable[[Path], tuple[str, ...]]
-    """Given where that file is on a host: arguments of the Python interpreter in every rank."""
+    """Called with the path of that job on a host; returns arguments of the Python interpreter for every rank."""
     is_same_job: Callable[[Path], bool]
-    """Given the folder of an attempt whose ranks are at work: whether that is what they are at."""
+    """Called with the folder of an attempt whose ranks are running; returns whether they run this job."""
 
 
 def launch_on_hosts(spec: ClusterLaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Attempt:
-    """Run every rank to its end, also ranks at the same job that are at work already.
+    """Run every rank to its end, including ranks of the same job that are already running.
 
-    ``on_tick`` is as in infra.head.launch.local_launch.
+    For ``on_tick``, see infra.head.launch.local_launch.
 
-    Hold ``hold_run`` around it. Raises the error that a rank reported, HostLost, or another LaunchError. Left by an
-    exception of SIGTERM's (infra.head.stop_signal), it has first given the ranks time to save. However it is left, no
-    process of the attempt is left on any host that can be reached; on others they end when the lease runs out.
+    The caller must hold ``hold_run``. Raises the error that a rank reported, HostLost, or another LaunchError. If
+    SIGTERM raises an exception (infra.head.stop_signal), the ranks first get time to save. In any case, no process of
+    the attempt is left on any host that can be reached; on others, they end when the lease expires.
     """
     with stoppable(), TemporaryDirectory(prefix="t5-launch-") as folder:
         transport = Ssh.configured(spec.cluster, Path(folder))
@@ -83,7 +83,7 @@ def launch_on_hosts(spec: ClusterLaunchSpec, on_tick: Callable[[], None] = lambd
 
 
 def _see_through(watch: ClusterWatch) -> None:
-    """Until nothing of the attempt is left."""
+    """Watch the attempt until nothing of it is left."""
     try:
         watch.until_decided()
     except BaseException as error:
@@ -97,15 +97,15 @@ def _see_through(watch: ClusterWatch) -> None:
 def _continued(
     spec: ClusterLaunchSpec, transport: Transport, on_tick: Callable[[], None]
 ) -> tuple[ClusterWatch, RunStorage] | None:
-    """Of ranks that an earlier head has left at work at this very job."""
+    """Take over ranks that an earlier head has left running on this same job; None if there are none."""
     if (found := earlier_attempts.adopt(spec.run_folder)) is None:
         return None
     if found.this.hosts != _slots(spec.hosts) or not spec.is_same_job(found.this.folder):
-        _log.warning("attempt %s is at another job than is asked for: it is ended", found.this.number)
+        _log.warning("ending attempt %s, which runs another job than the requested one", found.this.number)
         found.close()
         return None
-    if spec.needs.code is not None:  # ranks go on with theirs; by this head's its files are staged in and gathered
-        hosts_with_code(transport, spec.hosts.names, "ranks go on, but their checkpoints stay on this host for now")
+    if spec.needs.code is not None:  # ranks keep their code; this head's code stages and gathers files
+        hosts_with_code(transport, spec.hosts.names, "ranks continue, but their checkpoints stay on this host for now")
     storage = spec.storage(TrainJob.read(found.this.folder / ATTEMPT_SPEC).node_local)
     try:
         storage.claim(are_ranks_at_work=True)
@@ -120,7 +120,7 @@ def _continued(
 def _started(
     spec: ClusterLaunchSpec, transport: Transport, on_tick: Callable[[], None]
 ) -> tuple[ClusterWatch, RunStorage]:
-    """Make sure that nothing earlier is left and that the hosts are fit; prepare them; start the launcher."""
+    """Make sure that no earlier attempt is left and that the hosts are fit; prepare them; start the launcher."""
     earlier_attempts.end_earlier(spec.run_folder, transport, on_tick)
     fit = require_fit(spec.needs, transport)
     storage = spec.storage(fit.is_node_local)
@@ -146,7 +146,7 @@ def _started(
             spec.cluster, spec.hosts, launcher.folder, master=(fit.meeting.address, fit.port), program=program
         )
         boot_ids = _prepare(spec, this, transport, fit, job, storage.owner)
-        head_lease.renew(launcher.folder)  # what came before may have taken long
+        head_lease.renew(launcher.folder)  # the steps before may have taken long
         launcher.start(this, argv, spec.cluster.accelerator)
         supervision = Supervision(this, transport, launcher.folder, boot_ids)
         return ClusterWatch(supervision, launcher, transport, _with_claim(storage, on_tick)), storage
@@ -166,7 +166,7 @@ def _with_claim(storage: RunStorage, on_tick: Callable[[], None]) -> Callable[[]
 def _prepare(
     spec: ClusterLaunchSpec, this: Attempt, transport: Transport, fit: Fit, job: Path, owner: str | None
 ) -> dict[str, str]:
-    """Have every host make its folder of the attempt; their boot ids."""
+    """Make every host create its folder of the attempt; returns their boot ids."""
     environment = travelling_environment(this, accelerator=this.accelerator, names=spec.cluster.environment)
     environment |= path_to(this.code)
 
@@ -195,7 +195,7 @@ def _prepare(
 
 
 def _interface(name: str) -> dict[str, str]:
-    """Has collectives use the interface that leads to the meeting, and not the one that a hostname means."""
+    """Make collectives use the interface that leads to the rendezvous, not the one that the hostname resolves to."""
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 
 
@@ -205,8 +205,8 @@ def _boot_id(host: str, reply: Answer | HostError, expected: Path) -> str:
     answer: dict[str, str] = reply.message()
     if answer["folder"] != str(expected):
         raise SpecError(
-            f"{host} keeps attempts in {answer['folder']}, not in {expected}: the user there has another user id than "
-            "here; let it have the same, or set cluster.ssh_user"
+            f"{host} keeps attempts in {answer['folder']}, not in {expected}: the user has a different user id there. "
+            "Give it the same id as here, or set cluster.ssh_user"
         )
     return answer["boot_id"]
 

@@ -1,7 +1,7 @@
 """DeepSpeed's launcher on the head: its command line, its environment and its process, under a guard.
 
-What goes into a shell line or an option on the nodes is of plain characters only. pdsh is tested as a whole; for slurm
-and openmpi, the command lines that DeepSpeed makes of this.
+Everything that goes into a shell line or an option on the nodes consists of plain characters only. pdsh is tested end
+to end; for slurm and openmpi, only the command lines that DeepSpeed generates are tested.
 """
 
 import json
@@ -29,7 +29,7 @@ from t5train.files.atomic import write_text
 from t5train.spec import ClusterSpec
 
 HOSTFILE = "hostfile"
-# Not "%", of which pdsh makes host names and numbers.
+# Not "%", which pdsh expands to host names and numbers.
 _PLAIN = re.compile("[A-Za-z0-9_@+=:,./-]+")
 
 
@@ -41,10 +41,10 @@ def write_hostfile(hosts: Hosts, folder: Path) -> None:
 def launch_command(
     cluster: ClusterSpec, hosts: Hosts, folder: Path, *, master: tuple[str, int | str], program: Sequence[str]
 ) -> list[str]:
-    """What starts ``program`` (a module's name and its arguments) as every rank.
+    """The command that starts ``program`` (a module's name and its arguments) as every rank.
 
-    ``folder`` holds the hostfile and ssh's configuration; ``master`` is the address and port at which ranks meet.
-    Raises SpecError for hosts that the launcher cannot start, and for what a shell would not leave as it is.
+    ``folder`` holds the hostfile and ssh's configuration; ``master`` is the address and port of the rendezvous. Raises
+    SpecError for hosts that the launcher cannot start, and for words that a shell would change.
     """
     require_launchable(cluster, hosts)
     _require_plain((str(folder), str(master[0]), *program))
@@ -59,13 +59,13 @@ def launch_command(
 
 
 def launcher_variables(folder: Path) -> dict[str, str]:
-    """Variables that the launcher needs: pdsh takes our configuration for ssh, and no file adds to ranks' variables."""
+    """Variables that the launcher needs: pdsh uses our ssh configuration, and no file adds to the ranks' variables."""
     ssh = f"-F {folder / SSH_CONFIG} -a -x %h"
     return {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS": ssh, "DS_ENV_FILE": os.devnull}
 
 
 def require_launchable(cluster: ClusterSpec, hosts: Hosts) -> None:
-    """SpecError for a Python that a shell would not find, and for slots that slurm and openmpi cannot be told of."""
+    """Raise SpecError for a Python that a shell would not find, and for slots that slurm and openmpi cannot choose."""
     _require_plain((sys.executable, *filter(None, [module_path(shipped_code(cluster))])))
     if cluster.launcher == "pdsh":
         return
@@ -73,28 +73,28 @@ def require_launchable(cluster: ClusterSpec, hosts: Hosts) -> None:
     for host in hosts.all:
         if host.slots != tuple(range(len(host.slots))):
             raise SpecError(
-                f"cluster.launcher is {cluster.launcher!r}, which cannot choose slots {host.slots} of {host.name}: use "
+                f"cluster.launcher is {cluster.launcher!r}, which cannot choose slots {host.slots} of {host.name}. Use "
                 "pdsh, or the first slots of each host"
             )
     if cluster.launcher == "slurm" and len(counts) > 1:
         raise SpecError(
-            f"cluster.launcher is 'slurm', which starts equally many ranks on every host, and the hosts have "
-            f"{sorted(counts)} slots: use pdsh, or as many slots of each"
+            f"cluster.launcher is 'slurm', which starts the same number of ranks on every host, but the hosts have "
+            f"{sorted(counts)} slots. Use pdsh, or the same number of slots on each host"
         )
 
 
 def _environment_arguments(cluster: ClusterSpec) -> list[str]:
-    """DeepSpeed's launcher gives all hosts its own PYTHONPATH, but the guard around it is not to have theirs."""
+    """DeepSpeed's launcher passes its own PYTHONPATH to all hosts, but the guard around it must not have theirs."""
     return [word for name, value in path_to(shipped_code(cluster)).items() for word in ("env", f"{name}={value}")]
 
 
 def _choice(cluster: ClusterSpec, hosts: Hosts) -> list[str]:
-    """DeepSpeed refuses a choice for openmpi, whose hostfile says it all, and lets srun choose hosts without one."""
+    """DeepSpeed rejects a choice for openmpi, whose hostfile is complete, and lets srun choose hosts without one."""
     return [] if cluster.launcher == "openmpi" else ["--include", include_argument(hosts)]
 
 
 def _program(cluster: ClusterSpec, program: Sequence[str]) -> list[str]:
-    """DeepSpeed does not know modules under slurm, only files."""
+    """Under slurm, DeepSpeed supports only files, not modules."""
     module, *arguments = program
     if cluster.launcher == "slurm":
         code = shipped_code(cluster)
@@ -107,23 +107,23 @@ def _require_plain(words: Sequence[str]) -> None:
     for word in words:
         if not _PLAIN.fullmatch(word):
             raise SpecError(
-                f"{word!r} would go through the shell of every host: it must be of letters, digits and _@+=:,./-; "
-                "install the package, and Python, at such a path, without PYTHONPATH"
+                f"{word!r} would go through the shell of every host, so it may have only letters, digits and "
+                "_@+=:,./-. Install the package, and Python, at such a path, without PYTHONPATH"
             )
 
 
 _END_SECONDS = 10.0
 _RECORD_SECONDS = 2.0
 _LOOK_SECONDS = 0.1
-# What ssh, and srun within an allocation, need. What DeepSpeed would put into a shell line of every host is not here.
+# What ssh, and srun within an allocation, need; not what DeepSpeed would put into a shell line of every host.
 _ALLOWED = re.compile("LANG|LD_LIBRARY_PATH|LC_.*|HOME|LOGNAME|PATH|SLURM_.*|SSH_AUTH_SOCK|TMPDIR|TZ|USER")
 _log = logging.getLogger(__name__)
 
 
 class ClusterLauncher:
-    """The launcher of an attempt, which this process or one before it started on this machine.
+    """The launcher of an attempt, which this process or an earlier one started on this machine.
 
-    It is never sent another signal than SIGKILL: on any other it would end processes of every host by their name.
+    SIGKILL is the only signal it is ever sent: on any other, it would end processes on every host by their name.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -132,13 +132,13 @@ class ClusterLauncher:
         self._guard: subprocess.Popen[bytes] | None = None
 
     def start(self, this: Attempt, argv: Sequence[str], accelerator: str | None) -> None:
-        """Start it; ``this`` is the attempt as the run's folder has it. The folder and the lease must be there."""
+        """Start it; ``this`` is the attempt as in the run's folder. Its own folder and the lease must exist."""
         replace(this, folder=self.folder).write()
         _log.info("attempt %s: %s", this.folder.name, " ".join(argv))
         with open(self.folder / f"{attempt.LAUNCHER}.log", "ab") as log:
             self._guard = subprocess.Popen(
                 [sys.executable, "-m", "infra.node.attempts.process_guard", "--launcher", str(self.folder), *argv],
-                cwd="/",  # the folder in which hosts start, too
+                cwd="/",  # hosts start in this folder, too
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -148,27 +148,27 @@ class ClusterLauncher:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still runs, that is its guard."""
+        """Whether it, or rather its guard, is still running."""
         if self._guard is not None:
             return self._guard.poll() is None
         guard = self._guard_identity
         return guard is not None and guard.is_alive()
 
     def await_end(self) -> None:
-        """Let it notice by itself that its ranks have ended, so that its log ends in peace."""
+        """Let it notice by itself that its ranks have ended, so that its log ends cleanly."""
         deadline = time.monotonic() + _END_SECONDS
         while self.is_alive and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
 
     def end(self) -> None:
-        """Leave nothing of it on this machine: what it guards first, so that the guard writes down how that ended."""
+        """End it on this machine: first the guarded process, so that the guard records how that ended."""
         guard = self._guard_identity
         processes.end(lambda pid: self._processes(pid) and guard is not None and pid != guard.pid, grace_seconds=0)
         deadline = time.monotonic() + _RECORD_SECONDS
         while self.is_alive and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
         if left := processes.end(self._processes, grace_seconds=0):
-            _log.error("processes %s of %s do not end, not even by SIGKILL", sorted(left), self.folder)
+            _log.error("processes %s of %s do not end, even after SIGKILL", sorted(left), self.folder)
         elif self._guard is not None:
             self._guard.wait()
 
@@ -181,7 +181,7 @@ class ClusterLauncher:
 def _environment(folder: Path, run_id: str, accelerator: str | None) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if _ALLOWED.fullmatch(name)}
     environment["PATH"] = search_path(environment)
-    # These go to every host, by a shell (infra.head.launch.deepspeed_launcher refuses what that would change).
+    # These go to every host through a shell (infra.head.launch.deepspeed_launcher rejects what that would change).
     environment |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
     if path := module_path(None):
         environment["PYTHONPATH"] = path

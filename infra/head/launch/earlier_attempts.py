@@ -1,7 +1,7 @@
-"""Earlier attempts of a run over hosts: ranks that are still at work are taken over, others are ended.
+"""Earlier attempts of a run over hosts: ranks that are still running are taken over, others are ended.
 
-What a flow does before it trains may take longer than ranks go on without a head, so leases are renewed from the moment
-the run is held. Hosts that do not answer are waited for until their ranks have ended by themselves.
+A flow's steps before training may take longer than ranks run without a head, so leases are renewed from the moment the
+run is held. If hosts do not answer, the head waits until their ranks have ended by themselves.
 """
 
 import json
@@ -33,7 +33,7 @@ from t5train.files.run_folder import ATTEMPTS
 from t5train.spec import ClusterSpec
 
 ENDED = "ended.json"
-"""In an attempt's folder, once nothing of it is left on any host."""
+"""File in an attempt's folder, written once nothing of it is left on any host."""
 END_SECONDS = 20.0
 """More than a host needs to end an attempt."""
 _TICK_SECONDS = 0.5
@@ -41,19 +41,19 @@ _log = logging.getLogger(__name__)
 
 
 def end_earlier(run_folder: Path, transport: Transport, on_tick: Callable[[], None]) -> None:
-    """End what is left of a run's attempts; hold ``run_lock``, so that no other head renews their leases.
+    """End what is left of a run's attempts. The caller must hold ``run_lock``, so that no other head renews leases.
 
-    Hosts that do not answer are given the time in which ranks end by themselves.
+    If hosts do not answer, waits until their ranks have ended by themselves.
     """
     for found in unended(run_folder):
         if unreachable := _end_by_own_code(found, transport):
             _wait(found, unreachable, on_tick)
-            _end_by_own_code(found, transport)  # hosts that are back by now: what they have is gathered
+            _end_by_own_code(found, transport)  # hosts may be back by now: their files are collected
             _conclude(found)
 
 
 def unended(run_folder: Path) -> Iterator[Attempt]:
-    """Attempts over hosts of which something may be left."""
+    """Attempts over hosts that may still have processes or files on them."""
     for path in sorted((run_folder / ATTEMPTS).glob(f"*/{attempt.ATTEMPT}")):
         this = attempt.read(path.parent)
         if this.hosts is not None and not (path.parent / ENDED).exists():
@@ -61,9 +61,9 @@ def unended(run_folder: Path) -> Iterator[Attempt]:
 
 
 def end(this: Attempt, transport: Transport, without: Collection[str] = ()) -> list[str]:
-    """End one attempt wherever that can be reached, and gather what it left; names the hosts that did not answer.
+    """End one attempt on all reachable hosts, and collect what it left; returns the hosts that did not answer.
 
-    Hosts ``without`` the code to do so are not asked, and are among those.
+    Hosts ``without`` the code to do so are not asked, and are included in the result.
     """
     with undisturbed("ending the ranks on all hosts, which takes a minute at most"):
         ClusterLauncher(this.run_id).end()
@@ -74,7 +74,7 @@ def end(this: Attempt, transport: Transport, without: Collection[str] = ()) -> l
 
 
 def settle(this: Attempt, transport: Transport, unreachable: list[str]) -> None:
-    """Gather what an attempt left, all of whose processes have ended but perhaps on ``unreachable`` hosts."""
+    """Collect what an attempt left after all its processes have ended, except perhaps on ``unreachable`` hosts."""
     gather(this, transport, [host for host in this.hosts or {} if host not in unreachable])
     keep_own(head_folder(this.run_id), this.folder)
     if not unreachable:
@@ -82,7 +82,7 @@ def settle(this: Attempt, transport: Transport, unreachable: list[str]) -> None:
 
 
 def end_on_hosts(this: Attempt, transport: Transport, hosts: list[str]) -> list[str]:
-    """End the attempt on some hosts; names those that did not answer."""
+    """End the attempt on some hosts; returns those that did not answer."""
     request = json.dumps({"run_id": this.run_id}).encode() + b"\n"
     replies = run_everywhere(
         transport,
@@ -97,33 +97,33 @@ def end_on_hosts(this: Attempt, transport: Transport, hosts: list[str]) -> list[
             if isinstance(reply, HostError):
                 raise reply
             if left := reply.message()["left"]:
-                _log.error("%s: processes %s do not end, not even by SIGKILL", host, left)
+                _log.error("%s: processes %s do not end, even after SIGKILL", host, left)
         except HostError as error:
-            _log.warning("attempt %s may go on for a while on %s: %s", this.number, host, error)
+            _log.warning("attempt %s may keep running for a while on %s: %s", this.number, host, error)
             unreachable.append(host)
     return unreachable
 
 
 def _end_by_own_code(this: Attempt, transport: Transport) -> list[str]:
-    """An attempt whose code was sent to its hosts is ended by this head's: a host may have a new disk by now."""
+    """End an attempt. If its code was sent to its hosts, this head's is used: a host may have a new disk by now."""
     if this.code is None:
         return end(this, transport)
     hosts = list(this.hosts or {})
-    having = hosts_with_code(transport, hosts, f"attempt {this.number} may go on for a while on a host")
+    having = hosts_with_code(transport, hosts, f"attempt {this.number} may keep running for a while on a host")
     own = replace(this, code=own_bundle().digest)
     return end(own, transport, without=[host for host in hosts if host not in having])
 
 
 def _conclude(this: Attempt) -> None:
-    """Note that nothing of an attempt runs any more, on any host."""
+    """Record that nothing of an attempt is running on any host any more."""
     write_json(this.folder / ENDED, {"at": attempt.now()})
     shutil.rmtree(head_folder(this.run_id), ignore_errors=True)  # not there if the head was on another machine
 
 
 def _wait(this: Attempt, unreachable: list[str], on_tick: Callable[[], None]) -> None:
-    """Until ranks that hear nothing of a head have surely ended."""
+    """Wait until ranks that have no contact with a head must have ended."""
     most = (this.lease_seconds or 0) + this.grace_seconds + END_SECONDS
-    # How long the last head has been silent, if that was on this machine; else it may have been at work until now.
+    # How long the last head has been silent, if it was on this machine; otherwise it may have been running until now.
     known = head_lease.age_seconds(head_folder(this.run_id))
     seconds = most if known == float("inf") else max(0.0, most - known)
     _log.warning("waiting %.0f s until %s have ended attempt %s by themselves", seconds, unreachable, this.number)
@@ -138,15 +138,15 @@ _kept: dict[Path, Supervision] = {}
 
 @contextmanager
 def hold_run(run_folder: Path) -> Iterator[None]:
-    """``run_lock``; within the block, ranks on hosts that an earlier head of this machine has left at work go on.
+    """``run_lock``. Within the block, ranks on hosts that an earlier head of this machine left running keep running.
 
-    ``adopt`` takes them over; where nobody has, they are ended with the block.
+    ``adopt`` takes them over; if it is not called, they are ended with the block.
     """
     with run_lock(run_folder):
         if run_folder in _kept or (found := _at_work(run_folder)) is None:
             yield
             return
-        _log.warning("attempt %s of %s is still at work: going on with it", found.number, found.run_name)
+        _log.warning("attempt %s of %s is still at work: continuing it", found.number, found.run_name)
         _kept[run_folder] = Supervision(found, transport_of(found), ClusterLauncher(found.run_id).folder, None)
         try:
             yield
@@ -157,19 +157,19 @@ def hold_run(run_folder: Path) -> Iterator[None]:
 
 
 def adopt(run_folder: Path) -> Supervision | None:
-    """The supervision of ranks that were found at work; the caller answers for them now."""
+    """The supervision of ranks that were found running; the caller is responsible for them from now on."""
     return _kept.pop(run_folder, None)
 
 
 def hosts_at_work(run_folder: Path) -> Hosts | None:
-    """Those of ranks that were found at work and that nobody has adopted yet."""
+    """The hosts of ranks that were found running and have not been adopted yet."""
     if (kept := _kept.get(run_folder)) is None:
         return None
     return Hosts.of(kept.this.hosts or {})
 
 
 def end_all(run_folder: Path, cluster: ClusterSpec, on_tick: Callable[[], None]) -> None:
-    """End what earlier attempts have left on hosts, ranks that were found at work among them."""
+    """End what earlier attempts have left on hosts, including ranks that were found running."""
     if (supervision := adopt(run_folder)) is not None:
         supervision.close()
     if not any(unended(run_folder)):
@@ -179,12 +179,12 @@ def end_all(run_folder: Path, cluster: ClusterSpec, on_tick: Callable[[], None])
 
 
 def transport_of(this: Attempt) -> Ssh:
-    """The way to the hosts of an attempt of this machine's."""
+    """The transport to the hosts of an attempt that was started on this machine."""
     return Ssh(ClusterLauncher(this.run_id).folder / SSH_CONFIG)
 
 
 def _at_work(run_folder: Path) -> Attempt | None:
-    """The run's newest attempt, if its launcher is alive here and its ranks have not given up waiting for a head."""
+    """The run's newest attempt, if its launcher is alive here and its ranks are still waiting for a head."""
     newest = max(unended(run_folder), key=lambda this: this.number, default=None)
     if newest is None or newest.lease_seconds is None:
         return None

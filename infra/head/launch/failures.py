@@ -1,4 +1,4 @@
-"""Why an attempt failed: the one error to raise, from what its ranks and guards left behind."""
+"""Why an attempt failed: finds the one error to raise from what its ranks and guards left behind."""
 
 import os
 import re
@@ -37,47 +37,53 @@ _FULL_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The class of an error, and a sentence to go with it."""
+    """The class of an error, and advice to go with it."""
 
     kind: type[LaunchError]
     advice: str
     hops: int = 0
-    """From the cause: 1 for a rank that waited for another, 2 for one that lost another."""
+    """Distance from the cause: 1 for a rank that waited for another, 2 for one that lost another."""
 
 
 _HOST_MEMORY = Diagnosis(
-    OutOfMemory, "the host has too little memory: use fewer ranks a host, or less of layout.offload; see its other uses"
+    OutOfMemory,
+    "the host has too little memory. Use fewer ranks per host or less of layout.offload, and check what else uses its "
+    "memory",
 )
 _WAITED = Diagnosis(
     CollectiveTimeout,
-    "it waited in a collective for others in vain: their output tells which one hangs, else the network does",
+    "it timed out in a collective. Check the output of the other ranks for one that hangs; if none does, suspect the "
+    "network",
     hops=1,
 )
 _BY_CAUSE = {
     Cause.HEAD: Diagnosis(
-        HostLost, "the network between the head and this host, or the head itself, was gone too long"
+        HostLost, "the network between the head and this host, or the head itself, was down for too long"
     ),
-    Cause.TOLD: Diagnosis(Preempted, "it saved nothing: the same command goes on from the last checkpoint"),
+    Cause.TOLD: Diagnosis(
+        Preempted, "it saved nothing. Start the same command again to resume from the last checkpoint"
+    ),
     Cause.PARENT: Diagnosis(LaunchError, "DeepSpeed's launcher on its host was killed", hops=1),
     Cause.BEAT: Diagnosis(RankStopped, ""),
     Cause.PHASE: Diagnosis(
-        RankStopped, "it hangs where its output ends; if it only needs more time, raise cluster.deadlines of that phase"
+        RankStopped,
+        "it hangs where its output ends. If it only needs more time, raise cluster.deadlines for that phase",
     ),
 }
 _DISK_FULL = Diagnosis(
     DiskFull,
-    "its disk is full: make room where the output names a path, or choose another storage.root; storage.scratch, where "
-    "hosts have disks of their own",
+    "its disk is full. Free some space at the path that the output names, or choose another storage.root (or "
+    "storage.scratch, if hosts have their own disks)",
 )
-# By what the last lines of an output hold, the more telling first.
+# By the last lines of an output, most specific first.
 _BY_WORDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
     (re.compile(r"No space left on device|Disk quota exceeded"), _DISK_FULL),
     (
         re.compile(r"Read-only file system|Input/output error|Stale file handle"),
         Diagnosis(
             DiskFailed,
-            "its disk fails or was made read-only, and its output names the path: see `dmesg` there, repair and "
-            "remount the disk, or choose another storage.root or storage.scratch",
+            "its disk fails or is read-only; its output names the path. Check `dmesg` there, repair and remount the "
+            "disk, or choose another storage.root or storage.scratch",
         ),
     ),
     (re.compile(r"\[enforce fail at inline_container\.cc"), _DISK_FULL),
@@ -86,8 +92,8 @@ _BY_WORDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
         re.compile(r"OutOfMemoryError|out of memory|OUT_OF_MEMORY", re.IGNORECASE),
         Diagnosis(
             OutOfMemory,
-            "the accelerator has too little memory: lower layout.micro_batch_sequences, raise layout.zero_stage, set "
-            "model.activation_checkpointing or layout.offload, and see that no other program uses it",
+            "the accelerator has too little memory. Lower layout.micro_batch_sequences, raise layout.zero_stage, set "
+            "model.activation_checkpointing or layout.offload, and check that no other program uses it",
         ),
     ),
     (
@@ -102,16 +108,16 @@ _BY_WORDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
             r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited|Socket closed"
             r"|ncclRemoteError|Connection was likely closed"
         ),
-        Diagnosis(LaunchError, "another rank was gone: see the others' output", hops=2),
+        Diagnosis(LaunchError, "it lost its connection to another rank. Check the output of the others", hops=2),
     ),
 )
-# NCCL's and torch's words for it.
+# How NCCL and torch report it.
 _SHARED_MEMORY = re.compile(rf"{SEGMENTS}|shared memory|No space left on device")
 _IN_A_COLLECTIVE = re.compile(r'File "[^"]*(torch/distributed|deepspeed/comm)/')
 
 
 def diagnose(record: ExitRecord, output: str) -> Diagnosis:
-    """Of a rank that did not succeed; ``output`` is the end of what it wrote."""
+    """Diagnose a rank that did not succeed; ``output`` is the end of what it wrote."""
     if record.cause == Cause.PHASE and _IN_A_COLLECTIVE.search(output):
         return _WAITED
     if record.cause in _BY_CAUSE:
@@ -120,7 +126,7 @@ def diagnose(record: ExitRecord, output: str) -> Diagnosis:
         return _of_signal(record)
     if _SHARED_MEMORY.search(output) and (full := _shared_memory(record)) is not None:
         return full
-    # Of a disk that is full, its own output could not tell.
+    # If the disk is full, the rank may have been unable to write that to its output.
     is_full = record.free_bytes is not None and record.free_bytes < _FULL_BYTES
     unknown = _DISK_FULL if is_full else Diagnosis(LaunchError, "")
     return next((found for words, found in _BY_WORDS if words.search(output)), unknown)
@@ -132,12 +138,12 @@ def _of_signal(record: ExitRecord) -> Diagnosis:
     if record.returncode in (_SIGBUS, _SIGSEGV) and (full := _shared_memory(record)) is not None:
         return full
     if record.returncode == _SIGBUS:
-        return Diagnosis(RankKilled, "a file in memory or on a full disk could not grow: see /dev/shm and its disks")
+        return Diagnosis(RankKilled, "a file in memory or on a full disk could not grow. Check /dev/shm and its disks")
     return Diagnosis(RankKilled, "")
 
 
 def _shared_memory(record: ExitRecord) -> Diagnosis | None:
-    """That /dev/shm is full, where it is."""
+    """The diagnosis that /dev/shm is full; None if it is not."""
     free, total = record.shared_memory_free_bytes, record.shared_memory_bytes
     if free is None or total is None or free >= _FULL_BYTES:
         return None
@@ -152,11 +158,11 @@ _LINES_READ = 200
 def failure_of(this: Attempt, num_ranks: int) -> T5TrainError:
     """The error that a rank reported, else a LaunchError of the class that fits the first rank that failed.
 
-    Call it when every process of the attempt has ended, and what ranks left is in its folder.
+    Call it after every process of the attempt has ended and the files of its ranks are in its folder.
     """
     read = {rank: error_report.read(this.rank_files(rank_name(rank))) for rank in range(num_ranks)}
     reported = {rank: error for rank, error in read.items() if error is not None}
-    # That they did what they were told is the reason only if there is no other.
+    # Preempted is the reason only if there is no other.
     for rank, error in (reported | _of_guards(this, num_ranks)).items():
         if not isinstance(error, Preempted):
             return _on_its_host(this, rank, num_ranks, error)
@@ -168,17 +174,17 @@ def failure_of(this: Attempt, num_ranks: int) -> T5TrainError:
 
 
 def _of_guards(this: Attempt, num_ranks: int) -> dict[int, T5TrainError]:
-    """What guards said who could not write it down."""
+    """Errors from guards that could not write them to a file."""
     said = guard_failure.read(this.log(LAUNCHER))
     return {rank: said[rank_name(rank)] for rank in range(num_ranks) if rank_name(rank) in said}
 
 
 def _on_its_host(this: Attempt, rank: int, num_ranks: int, error: T5TrainError) -> T5TrainError:
-    """An error of a disk with the rank, its host and what to do without it; any other as it is."""
+    """Add the rank, its host and how to exclude that host to an error of a disk; returns any other error unchanged."""
     if not isinstance(error, DiskFull | DiskFailed | StorageError):
         return error
     hosts = _host_of(this, rank)
-    remedy = "".join(f"; or do without {host}: --exclude {host}" for host in hosts)
+    remedy = "".join(f"; or exclude {host}: --exclude {host}" for host in hosts)
     return type(error)(f"{_who(this, rank, num_ranks, None)}: {error}{remedy}", hosts)
 
 
@@ -186,10 +192,10 @@ _Found = tuple[type[T5TrainError], str, Path, list[str]]
 
 
 def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) -> _Found | None:
-    """What happened, whose output tells of it, and whose host is to blame, without the ranks that are ``explained``.
+    """What happened, which log shows it, and which host is to blame, without the ranks that are ``explained``.
 
-    A killed guard explains all that follows; else the first failure does that was no consequence of another. None when
-    every rank was ended from above, or none ever started.
+    A killed guard explains everything that follows; otherwise, the first failure that is not the consequence of another
+    does. None if every rank was ended from above, or none ever started.
     """
     records = {rank: this.exit_record(rank_name(rank)) for rank in range(num_ranks) if rank not in explained}
     for rank, record in records.items():
@@ -208,12 +214,14 @@ def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) ->
         return None
     diagnosis, record, rank = min(failed, key=lambda one: (one[0].hops, one[1].ended_at))
     what = f"{_who(this, rank, num_ranks, record)} {record}"
-    blamed = _host_of(this, rank) if diagnosis.hops == 0 else []  # else it is another's fault, and not known whose
+    blamed = (
+        _host_of(this, rank) if diagnosis.hops == 0 else []
+    )  # otherwise another host is at fault, and it is not known which
     return diagnosis.kind, f"{what}: {diagnosis.advice}" if diagnosis.advice else what, this.log(record.name), blamed
 
 
 def _disk_failure(folder: Path) -> T5TrainError | None:
-    """Why nothing can be written to a folder; None if something can."""
+    """Why nothing can be written to a folder; None if it can be written."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"\0")
@@ -229,20 +237,20 @@ def _diagnosis(this: Attempt, record: ExitRecord) -> Diagnosis:
 
 
 def _who(this: Attempt, rank: int, num_ranks: int, record: ExitRecord | None) -> str:
-    """``rank 3 of 4 on node2``; the host only where there are several."""
+    """``rank 3 of 4 on node2``; the host only if there are several."""
     if this.hosts is None:
         return f"rank {rank} of {num_ranks}"
     return f"rank {rank} of {num_ranks} on {record.host if record else ''.join(_host_of(this, rank))}"
 
 
 def _host_of(this: Attempt, rank: int) -> list[str]:
-    """Its name; nothing in an attempt on this machine alone."""
+    """The rank's host as a list of one name; empty for an attempt on this machine alone."""
     return [host for host, slots in (this.hosts or {}).items() for _ in slots][rank : rank + 1]
 
 
 def _launcher_failure(this: Attempt, num_ranks: int) -> LaunchError:
     record = this.exit_record(LAUNCHER)
-    how = "left no exit record, its guard was killed," if record is None else str(record)
+    how = "left no exit record (its guard was killed)" if record is None else str(record)
     absent = [rank for rank in range(num_ranks) if not (this.folder / f"{rank_name(rank)}.pid").exists()]
     which = "" if not absent else f"; {_who(this, absent[0], num_ranks, None)} never started"
     log = this.log(LAUNCHER)
@@ -253,7 +261,7 @@ def _launcher_failure(this: Attempt, num_ranks: int) -> LaunchError:
 
 
 def _is_cause(record: ExitRecord | None, is_over_hosts: bool) -> TypeGuard[ExitRecord]:
-    """Whether a rank failed, or had not saved when its time was over; not whether it was ended because of another."""
+    """Whether a rank failed, or had not saved in time; False if it was ended because of another."""
     if record is None or record.succeeded:
         return False
     if record.cause == Cause.TOLD:
@@ -269,5 +277,5 @@ def tail(log: Path, lines_kept: int = _TAIL_LINES) -> str:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
             lines = shown_lines(file.read())
     except FileNotFoundError:
-        return "(there is no such file: the process never started)"
+        return "(no such file: the process never started)"
     return "\n".join(f"  {line}" for line in lines[-lines_kept:]) or "  (nothing)"

@@ -1,4 +1,4 @@
-"""The head's end of a window on one host: opened again when it breaks, the lease renewed through it.
+"""The head's end of a host session: it reconnects when the connection breaks, and renews the lease.
 
 See infra.node.attempts.session_server for the other end.
 """
@@ -22,20 +22,20 @@ from t5train.errors import HostError, HostUnreachable
 RENEW_SECONDS = 2.0
 _LOOK_SECONDS = 0.25
 _SILENT_SECONDS = 8.0
-"""After which a connection counts as broken: a new one is quicker than TCP, which waits longer each time."""
+"""After which a connection counts as broken: reconnecting is faster than TCP, which waits longer after each try."""
 _BACKOFF_SECONDS = (1.0, 2.0)
 _CLOSE_SECONDS = 5.0
 
 Message = dict[str, Any]
 News = SimpleQueue[tuple[str, float, Message]]
-"""What hosts tell: whose word it is, when it was heard (monotonic), the message. ``broken`` is the window's own."""
+"""Messages of hosts: the host, the time of arrival (monotonic), the message. ``broken`` comes from the session."""
 
 
 class HostSession:
-    """A thread that talks with one host. What it hears goes to ``news``."""
+    """A thread that exchanges messages with one host. What it receives goes to ``news``."""
 
     def __init__(self, transport: Transport, host: str, this: Attempt, offsets: Offsets | None, news: News) -> None:
-        """Open it on an attempt; ``offsets`` as infra.node.attempts.log_tail has them."""
+        """Open a session for an attempt; for ``offsets``, see infra.node.attempts.log_tail."""
         self.host = host
         self._command = node_command("watch", this.code)
         self._transport, self._run_id, self._offsets, self._news = transport, this.run_id, offsets, news
@@ -45,11 +45,11 @@ class HostSession:
         self._thread.start()
 
     def order(self, message: Message) -> None:
-        """Have the host do something; told again if the window breaks and opens anew, as it may not have been heard."""
+        """Send an order to the host. It is sent again after a reconnect, as it may not have arrived."""
         self._order = message
 
     def close(self) -> None:
-        """Begin to close it: from now on nothing is heard or renewed."""
+        """Begin to close it: from now on, nothing is received or renewed."""
         self._closed.set()
 
     def join(self) -> None:
@@ -60,13 +60,13 @@ class HostSession:
         for seconds in chain(_BACKOFF_SECONDS, repeat(_BACKOFF_SECONDS[-1])):
             try:
                 self._converse()
-            except (HostError, OSError, ValueError) as error:  # whatever broke it: without a window the host is lost
+            except (HostError, OSError, ValueError) as error:  # whatever the cause: without a session the host is lost
                 self._news.put((self.host, time.monotonic(), {"broken": str(error)}))
             if self._closed.wait(seconds):
                 return
 
     def _converse(self) -> None:
-        """Talk until it is closed; raises HostError when the connection does not come about, or breaks."""
+        """Exchange messages until it is closed. Raises HostError if the connection cannot be made, or breaks."""
         conversation = _Conversation(self.host, self._command, connect(self._transport, self.host, self._command))
         told = None
         try:
@@ -88,7 +88,7 @@ class HostSession:
 
 
 class _Conversation:
-    """Lines to and from the process at the other end; HostError when it is not there any more."""
+    """Lines to and from the process at the other end. Raises HostError if that process has ended."""
 
     def __init__(self, host: str, command: list[str], process: subprocess.Popen[bytes]) -> None:
         self._host, self._command, self._process = host, command, process
@@ -103,7 +103,7 @@ class _Conversation:
             raise self._failure() from None
 
     def hear(self) -> list[Message]:
-        """What comes within a moment."""
+        """The messages that arrive within a moment."""
         now = time.monotonic()
         if now - self._renewed_at >= RENEW_SECONDS:
             self.say({"renew": True})
@@ -111,7 +111,7 @@ class _Conversation:
         if not select.select([self._stdout], [], [], _LOOK_SECONDS)[0]:
             if now - self._heard_at > _SILENT_SECONDS:
                 raise HostUnreachable(
-                    f"{self._host}: nothing was heard of it for {now - self._heard_at:.0f} s", [self._host]
+                    f"{self._host}: no message received for {now - self._heard_at:.0f} s", [self._host]
                 )
             return []
         if not (new := os.read(self._stdout, 1 << 16)):

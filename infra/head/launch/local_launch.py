@@ -1,13 +1,13 @@
-"""Starts the ranks of a run under DeepSpeed's launcher, watches them, and leaves none behind.
+"""Starts the ranks of a run under DeepSpeed's launcher, watches them, and leaves no process behind.
 
 ::
 
     head (this process) ── guard ── deepspeed.launcher.runner ── deepspeed.launcher.launch ──┬─ guard ── rank 0
                                                                                              └─ guard ── rank 1
 
-The head ends everything when a rank or the launcher fails; the guards do when the head is gone. SIGTERM, to the head or
-to the launcher's guard, ends it too, but gives the ranks time to save. Whether the ranks did their work is told by
-their exit records alone: DeepSpeed's launcher exits 0 when it was killed.
+The head ends everything when a rank or the launcher fails; the guards do so when the head is gone. SIGTERM to the head
+or to the launcher's guard also ends everything, but gives the ranks time to save. Only exit records show whether the
+ranks did their work: DeepSpeed's launcher exits with 0 when it is killed.
 """
 
 import logging
@@ -41,33 +41,35 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What to start, and how often."""
+    """What to start, and how many ranks."""
 
     program: Callable[[Path], tuple[str, ...]]
-    """Given the folder of the attempt: arguments of the Python interpreter in every rank, such as ``("-m",
-    "t5train.train", "--spec", "{folder}/spec.json")``. Called once, just before the start."""
+    """Called with the folder of the attempt; returns arguments of the Python interpreter for every rank, such as
+    ``("-m", "t5train.train", "--spec", "{folder}/spec.json")``. Called once, just before the start."""
     run_folder: Path
     num_ranks: int
     accelerator: str | None = None
-    """DeepSpeed's name for it; found by DeepSpeed when None."""
+    """DeepSpeed's name for it; if None, DeepSpeed detects it."""
     master_port: int | None = None
-    """Where the ranks meet; a free port when None."""
+    """Port of the rendezvous; if None, a free port."""
     grace_seconds: float = 30.0
     """How long the ranks may take to save when they are told to end."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables for the ranks, beyond what infra.node.attempts.rank_environment lets through."""
+    """Variables for the ranks, beyond those that infra.node.attempts.rank_environment passes on."""
     operators: tuple[str, ...] = ()
     """DeepSpeed's compiled operators that ranks load."""
 
 
 def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Attempt:
-    """Run every rank to its end; ``on_tick`` is called about twice a second meanwhile.
+    """Run every rank to its end; ``on_tick`` is called about twice a second while they run.
 
-    Hold ``run_lock`` around it. Raises SpecError if the port is taken, the error that a rank reported, or
-    LaunchError with the first rank that failed. However it is left, no process of the attempt is left.
+    The caller must hold ``run_lock``. Raises SpecError if the port is taken, the error that a rank reported, or
+    LaunchError with the first rank that failed. In any case, no process of the attempt is left.
     """
     port = _port(spec)
-    attempt_actions.remove_all(_ADDRESS, port)  # nothing listens there, so what lies there is a dead run's
+    attempt_actions.remove_all(
+        _ADDRESS, port
+    )  # nothing listens there, so any segments there are left over from a dead run
     if spec.accelerator == "cpu":
         attempt_actions.require_room(spec.num_ranks)
     spec = replace(spec, master_port=port)
@@ -88,7 +90,7 @@ def command(spec: LaunchSpec, attempt_folder: Path) -> list[str]:
     """The command line of DeepSpeed's launcher for an attempt."""
     return [
         *(sys.executable, "-m", "deepspeed.launcher.runner"),
-        *("--hostfile", os.devnull),  # not a regular file, so none: left out, /job/hostfile would be taken if there
+        *("--hostfile", os.devnull),  # not a regular file, so no hosts; without it, /job/hostfile might be used
         *("--num_gpus", str(spec.num_ranks)),
         *("--master_addr", _ADDRESS, "--master_port", str(spec.master_port or "FREE_PORT")),
         *("--no_local_rank", "--module", "infra.node.attempts.process_guard", str(attempt_folder)),
@@ -104,7 +106,7 @@ def _port(spec: LaunchSpec) -> int:
 
 
 def _start(this: Attempt, argv: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the launcher's guard; nothing of it is inherited from, or signalled with, this process."""
+    """Start the launcher's guard, which inherits nothing from this process and does not share its signals."""
     _log.info("attempt %s: %s", this.folder.name, " ".join(argv))
     with open(this.log(attempt.LAUNCHER), "ab") as log:
         return subprocess.Popen(
@@ -118,7 +120,7 @@ def _start(this: Attempt, argv: list[str], environment: Mapping[str, str]) -> su
 
 
 def _supervise(this: Attempt, spec: LaunchSpec, launcher: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> bool:
-    """Watch the ranks to their end, see to it, and leave nothing of them; whether all succeeded."""
+    """Watch the ranks until they end, and leave none behind; returns whether all succeeded."""
     try:
         return _watch(this, spec.num_ranks, launcher, on_tick)
     except BaseException as error:
@@ -131,7 +133,7 @@ def _supervise(this: Attempt, spec: LaunchSpec, launcher: subprocess.Popen[bytes
 
 
 def _watch(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> bool:
-    """Wait until every rank has ended, or one has failed, or the launcher is gone; whether all succeeded."""
+    """Wait until every rank has ended, or one has failed, or the launcher is gone; returns whether all succeeded."""
     while (succeeded := _outcome(this, num_ranks, launcher)) is None:
         if this.is_stop_ordered:
             return _stop(this, num_ranks, launcher)
@@ -143,20 +145,20 @@ def _watch(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes], on_
 
 
 def _outcome(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes]) -> bool | None:
-    """Whether all ranks succeeded; None while that is open, which it is no more when one has failed."""
-    launcher_gone = launcher.poll() is not None  # asked before the records, which it outlives
+    """Whether all ranks succeeded; None while that is undecided. It is decided once one has failed."""
+    launcher_gone = launcher.poll() is not None  # checked before the records, since it outlives the ranks
     read = [this.exit_record(attempt.rank_name(rank)) for rank in range(num_ranks)]
     records = [record for record in read if record is not None]
     if len(records) == num_ranks:
         return all(record.succeeded for record in records)
-    # A rank that ended as it was told to leaves others the time to.
+    # A rank that ended because it was told to leaves the others time to do so too.
     return False if launcher_gone or any(record.is_failure for record in records) else None
 
 
 def _stop(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes]) -> bool:
-    """Tell all ranks to save and end, and give them the time for it; whether all had done their work already."""
+    """Tell all ranks to save and end, and wait for that; returns whether all had already done their work."""
     _log.warning("SIGTERM: ranks have %.0f s to save and end", this.grace_seconds)
-    # Guards see to that time; they are given some more to say so.
+    # Guards enforce that time; they get some more to report it.
     told, deadline = set[ProcessIdentity](), time.monotonic() + this.grace_seconds + _GUARDS_SECONDS
     while (succeeded := _outcome(this, num_ranks, launcher)) is None and time.monotonic() < deadline:
         for guard in set(this.guards()) - told:  # some may just be starting
@@ -167,13 +169,13 @@ def _stop(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes]) -> b
 
 
 def _await(launcher: subprocess.Popen[bytes]) -> None:
-    """Let the launcher notice by itself, which looks once a second, so that its log ends in peace."""
+    """Let the launcher, which polls once a second, notice the end by itself, so that its log ends cleanly."""
     with suppress(subprocess.TimeoutExpired):
         launcher.wait(_LAUNCHER_END_SECONDS)
 
 
 def _end(this: Attempt, launcher: subprocess.Popen[bytes], port: int | None) -> None:
-    """End what is left: guards first, who end their programs and write down how, then all that is left at once."""
+    """End what is left: first the guards, which end their programs and record how, then all that is left at once."""
     with undisturbed("ending the ranks, which takes some seconds"):
         _end_here(this, launcher, port)
 
@@ -186,7 +188,7 @@ def _end_here(this: Attempt, launcher: subprocess.Popen[bytes], port: int | None
     while (this.guards() or launcher.poll() is None) and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
     if left := processes.end(processes.in_run(this.run_id), grace_seconds=0):
-        _log.error("processes %s of %s do not end, not even by SIGKILL", sorted(left), this.folder)
+        _log.error("processes %s of %s do not end, even after SIGKILL", sorted(left), this.folder)
     else:
         launcher.wait()
         attempt_actions.remove_all(_ADDRESS, port or 0)  # of ranks whose guard was killed too

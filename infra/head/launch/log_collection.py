@@ -1,6 +1,6 @@
 """Output of ranks: their lines in the head's log while they run, and their files in the run's folder afterwards.
 
-Secrets are removed. Lines come at a bounded rate.
+Secrets are removed, and the rate of lines is limited.
 """
 
 import gzip
@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 
 
 def gather(this: Attempt, transport: Transport, hosts: Iterable[str]) -> None:
-    """Bring the files of ranks into the attempt's folder; a host that does not answer in time keeps its own."""
+    """Copy the files of ranks into the attempt's folder; those of a host that does not answer in time stay there."""
     request = json.dumps({"run_id": this.run_id}).encode() + b"\n"
     gathered, known = [], Hosts.of(this.hosts or {})
-    ranks = dict(zip(known.names, known.ranks(), strict=True))  # a host has no say about the files of others
+    ranks = dict(zip(known.names, known.ranks(), strict=True))  # a host cannot write the files of others
     replies = run_everywhere(
         transport,
         hosts,
@@ -48,7 +48,7 @@ def gather(this: Attempt, transport: Transport, hosts: Iterable[str]) -> None:
             unpack(reply.stdout, this.folder, ranks[host])
             gathered.append(host)
         except (HostError, tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-            _log.warning("what %s has of attempt %s stays there, in %s: %s", host, this.number, _place(this), error)
+            _log.warning("the files on %s of attempt %s stay there, in %s: %s", host, this.number, _place(this), error)
     remove(this, transport, gathered)
 
 
@@ -65,7 +65,7 @@ def remove(this: Attempt, transport: Transport, hosts: Iterable[str]) -> None:
 
 
 def keep_own(head_folder: Path, folder: Path) -> None:
-    """Bring the launcher's files from the head's own folder."""
+    """Copy the launcher's files from the head's own folder."""
     for path in head_folder.glob("launcher.*"):
         write_text(folder / path.name, redact(path.read_text("utf-8", errors="replace")))
 
@@ -73,14 +73,14 @@ def keep_own(head_folder: Path, folder: Path) -> None:
 def unpack(packed: bytes, folder: Path, ranks: range) -> None:
     """Write the files of these ranks in a gzipped tar into a folder, and nothing else: another machine packed it.
 
-    Raises TarError where it holds more than ranks leave, and what gzip and tarfile raise where it is damaged.
+    Raises TarError if it holds more than ranks leave, and the errors of gzip and tarfile if it is damaged.
     """
     most = _MOST_BYTES_OF_A_RANK * len(ranks)
     with gzip.open(io.BytesIO(packed)) as archive:
         content = archive.read(most + 1)
     if len(content) > most:
         raise tarfile.TarError(
-            f"it holds more than {most >> 20} MiB, and only logs of {len(ranks)} ranks were asked for"
+            f"the archive has more than {most >> 20} MiB, but only logs of {len(ranks)} ranks were requested"
         )
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as files:
         for member in files:
@@ -103,14 +103,14 @@ BURST_LINES = 200.0
 
 
 class RankLines:
-    """Passes on what the machines of a run send, each of which bounds its own lines already."""
+    """Logs the lines that the machines of a run send, each of which already limits its own rate."""
 
     def __init__(self) -> None:
         self._limit = RateLimit(LINES_A_SECOND, BURST_LINES)
         self._left_out = 0
 
     def tell(self, host: str, lines: Iterable[tuple[str, str]], left_out: int) -> None:
-        """Log lines, each with its rank's name; how many were left out is told with the next."""
+        """Log lines, each with its rank's name; the next line says how many were left out."""
         for name, line in lines:
             if not self._limit.take(1):
                 self._left_out += 1

@@ -1,7 +1,7 @@
-"""The hosts of an attempt, seen from the head: a window on each, what their ranks did, and who was lost.
+"""The hosts of an attempt, seen from the head: a session with each, what their ranks did, and which hosts were lost.
 
-Windows renew the leases by themselves, from their opening until they are closed; what they hear is taken in by
-``look``, in the thread of the caller.
+Sessions renew the leases by themselves, from when they are opened until they are closed. ``look`` processes what they
+receive, in the thread of the caller.
 """
 
 import logging
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Host:
-    """What is known of a host."""
+    """What is known about a host."""
 
     window: HostSession
     heard_at: float
@@ -40,16 +40,16 @@ class _Host:
 
 
 class Supervision:
-    """Of one attempt over hosts. The records of its ranks are written into its folder as they come."""
+    """Supervises one attempt over hosts. The records of its ranks are written into its folder as they arrive."""
 
     def __init__(self, this: Attempt, transport: Transport, head_folder: Path, boot_ids: dict[str, str] | None) -> None:
-        """Open the windows; ``boot_ids`` are those that the hosts had at the start, None if ranks are at work."""
+        """Open the sessions; ``boot_ids`` are those of the hosts at the start, None if ranks are already running."""
         self.this, self.head_folder = this, head_folder
         self.records: dict[str, ExitRecord] = {}
         self.failure: LaunchError | None = None
-        """What is wrong with the attempt, if that cannot be told from its records."""
+        """What is wrong with the attempt, if its records do not show it."""
         self.num_saved = 0
-        """Grows with each sidecar that ranks write on disks of their own."""
+        """Grows with each sidecar that ranks write on their own disks."""
         self._may_end = False
         self._gone = set[str]()
         self._news, self._lines = News(), RankLines()
@@ -67,17 +67,17 @@ class Supervision:
 
     @property
     def ranks(self) -> list[str]:
-        """Names of all ranks that are expected."""
+        """Names of all expected ranks."""
         return [rank_name(rank) for rank in range(Hosts.of(self.this.hosts or {}).num_ranks)]
 
     @property
     def succeeded(self) -> bool:
-        """Whether every rank has done its work."""
+        """Whether every rank has finished its work."""
         return self.all_ended and all(record.succeeded for record in self.records.values())
 
     @property
     def failed(self) -> bool:
-        """Whether some rank has not, or is gone without a record, or a host was lost."""
+        """Whether a rank has failed, or is gone without a record, or a host was lost."""
         bad = self._gone or any(record.is_failure for record in self.records.values())
         return self.failure is not None or bool(bad)
 
@@ -88,20 +88,20 @@ class Supervision:
 
     @property
     def silent(self) -> list[str]:
-        """Hosts that were not heard of for a while."""
+        """Hosts that have sent nothing for a while."""
         return [name for name, host in self._hosts.items() if host.is_silent]
 
     def broken(self, name: str) -> str:
-        """Why the last window on a host broke."""
-        return self._hosts[name].broken or "it is silent"
+        """Why the last session with a host broke."""
+        return self._hosts[name].broken or "it sends nothing"
 
     @property
     def not_ended(self) -> list[str]:
-        """Hosts that have not told that everything there has ended."""
+        """Hosts that have not reported that everything there has ended."""
         return [name for name, host in self._hosts.items() if not host.ended]
 
     def look(self, seconds: float) -> None:
-        """Take in what hosts tell for that long, and all that they told before: it may have been waiting for hours."""
+        """Process what hosts send for that long, and all that they sent before, which may have waited for hours."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -112,13 +112,13 @@ class Supervision:
             self._judge_silence(name, host)
 
     def order(self, message: Message) -> None:
-        """Have all hosts do something."""
+        """Send an order to all hosts."""
         self._may_end = self._may_end or "end" in message
         for host in self._hosts.values():
             host.window.order(message)
 
     def close(self) -> None:
-        """Close all windows; leases are not renewed from now on."""
+        """Close all sessions; leases are not renewed from now on."""
         self._closed.set()
         for host in self._hosts.values():
             host.window.close()
@@ -140,7 +140,7 @@ class Supervision:
         if "hello" in message:
             self._greet(name, host, message["hello"]["boot_id"])
         if "disk" in message:
-            self._fail(DiskFailed(f"{name}: {redact(message['disk'])}; or do without {name}: --exclude {name}", [name]))
+            self._fail(DiskFailed(f"{name}: {redact(message['disk'])}; or exclude {name}: --exclude {name}", [name]))
         if "error" in message and self._is_of_a_rank(message["error"]):
             self._keep_error(**message["error"])
         if "exit" in message and self._is_of_a_rank(message["exit"]):
@@ -153,7 +153,7 @@ class Supervision:
             self._part(name, host, message["ended"]["left"])
 
     def _is_of_a_rank(self, told: Message) -> bool:
-        """Asked of a name from another machine before it becomes one of a file here."""
+        """Checked for a name from another machine before it becomes the name of a file here."""
         return told["name"] in self.ranks
 
     def _greet(self, name: str, host: _Host, boot_id: str) -> None:
@@ -173,32 +173,32 @@ class Supervision:
         host.ended = True
         if not self._may_end:
             self._fail(
-                HostLost(f"{name} has ended the attempt, or knows nothing of it, though nobody here ended it", [name])
+                HostLost(f"{name} has ended the attempt or has no record of it, but the head did not end it", [name])
             )
         if left:
-            _log.error("%s: processes %s do not end, not even by SIGKILL", name, left)
+            _log.error("%s: processes %s do not end, even after SIGKILL", name, left)
 
     def _judge_silence(self, name: str, host: _Host) -> None:
         seconds = time.monotonic() - host.heard_at
         if host.is_silent and seconds <= _SILENT_SECONDS:
-            _log.warning("%s is heard of again", name)
+            _log.warning("%s responds again", name)
         if not host.is_silent and seconds > _SILENT_SECONDS and not host.ended:
             tolerated = self.this.lease_seconds or 0
             _log.warning(
-                "%s has not been heard of for %.0f s, of %.0f s; %s",
+                "%s has not responded for %.0f s and counts as lost after %.0f s: %s",
                 name,
                 seconds,
                 tolerated,
-                host.broken or "it is silent",
+                host.broken or "it sends nothing",
             )
         host.is_silent = seconds > _SILENT_SECONDS and not host.ended
         if host.is_silent and seconds > (self.this.lease_seconds or 0):
             self._fail(
-                HostLost(f"{name} has not been heard of for {seconds:.0f} s; {host.broken or 'it is silent'}", [name])
+                HostLost(f"{name} has not responded for {seconds:.0f} s: {host.broken or 'it sends nothing'}", [name])
             )
 
     def _fail(self, failure: LaunchError) -> None:
-        """Keep the first failure; of hosts that were lost together, all."""
+        """Keep the first failure; if several hosts were lost together, keep all of them."""
         if self.failure is None:
             self.failure = failure
         elif isinstance(self.failure, HostLost) and not {*failure.hosts} <= {*self.failure.hosts}:

@@ -1,5 +1,5 @@
-"""What is asked of every host before a launch, so that whatever is wrong is named before anything waits for it.
+"""Checks of all hosts before a launch, so that every problem is reported before anything waits for it.
 
-Each node gathers its facts itself (``gather``, ``network``, ``software``, ``devices``, ``room``); pure functions on
-the head judge the facts of all of them (``addresses``, ``judgements``); a small all-reduce over all ranks comes last.
+Each node collects its own facts (``infra.node.inspection``). Pure functions on the head evaluate the facts of all nodes
+(``rendezvous``, ``checklist``). A small all-reduce over all ranks comes last (``all_reduce_check``).
 """

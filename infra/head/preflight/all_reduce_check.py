@@ -1,4 +1,4 @@
-"""A small all-reduce over all ranks of a run, and who kept it from coming about."""
+"""A small all-reduce over all ranks of a run, and which ranks kept it from completing."""
 
 import json
 import secrets
@@ -15,26 +15,26 @@ from infra.node.inspection.all_reduce import IMPORTED, MET, REACHED, STAGES, STA
 from t5train.errors import HostError
 
 DEADLINE_SECONDS = 60.0
-_ANSWER_SECONDS = 15.0  # more, for ssh and for what the node does before and after
-_SETTLE_SECONDS = 1.0  # after the first failure: others may be about to fail by themselves
+_ANSWER_SECONDS = 15.0  # added to the deadline, for ssh and for the node's work before and after
+_SETTLE_SECONDS = 1.0  # after the first failure: others may be about to fail independently
 _WAITED_FOR = {
-    STARTED: "the first host's address answers: see whether a firewall swallows connections to it",
-    REACHED: "torch is imported: see whether the disk that holds it is slow, or the host is overloaded",
-    IMPORTED: "all ranks have met: see whether a firewall separates the hosts, or set cluster.master_address",
-    MET: "the sum is there: see whether a firewall or a broken cable keeps the hosts from each other",
+    STARTED: "the first host's address to answer. Check whether a firewall drops connections to it",
+    REACHED: "torch to be imported. Check whether the disk that holds it is slow, or the host is overloaded",
+    IMPORTED: "all ranks to join. Check whether a firewall separates the hosts, or set cluster.master_address",
+    MET: "the sum. Check whether a firewall or a broken cable separates the hosts",
 }
-"""What the next stage is, and why it may not come."""
+"""What a rank waits for after each stage, and what to check if it never happens."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far a rank came."""
+    """How far a rank got."""
 
     host: str
     stage: str
-    """The last one that it reached."""
+    """The last stage that it reached."""
     said: str
-    """Why it failed; empty where it did not, or was ended while it waited."""
+    """Why it failed; empty if it did not fail, or was ended while it waited."""
 
 
 def all_reduce(
@@ -44,9 +44,9 @@ def all_reduce(
     port: int,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> Iterator[str]:
-    """One process for each slot of each host; nothing is found when all of them get the right sum in time.
+    """Run one process for each slot of each host. There are no findings if all of them get the right sum in time.
 
-    As soon as one host fails, the ranks of all are ended, and none is left however this is left.
+    As soon as one host fails, the ranks on all hosts are ended. No rank is left running, even after an exception.
     """
     run_id = f"preflight-{secrets.token_hex(4)}"
     requests = _requests(needs, meeting, port, run_id, deadline_seconds)
@@ -74,7 +74,10 @@ def all_reduce(
 
 
 def judge_outcomes(outcomes: Mapping[int, Outcome], deadline_seconds: float) -> Iterator[str]:
-    """Ranks that failed by themselves, else those that kept others waiting: of either, those that came least far."""
+    """Report the ranks that failed by themselves, else those that kept others waiting.
+
+    Of either, only those that reached the fewest stages are reported.
+    """
     failed = {rank: one for rank, one in outcomes.items() if one.said}
     if failed:
         for (host, said), ranks in _grouped(_least_far(failed)).items():
@@ -84,7 +87,7 @@ def judge_outcomes(outcomes: Mapping[int, Outcome], deadline_seconds: float) -> 
     if late := _least_far(waiting):
         hosts = list(dict.fromkeys(one.host for one in late.values()))
         what = _WAITED_FOR[next(iter(late.values())).stage]
-        yield f"{names(hosts)}: {_ranks(list(late))} waited {deadline_seconds:g} s in vain until {what}"
+        yield f"{names(hosts)}: {_ranks(list(late))} timed out after {deadline_seconds:g} s waiting for {what}"
 
 
 def _least_far(outcomes: Mapping[int, Outcome]) -> dict[int, Outcome]:
@@ -113,7 +116,7 @@ def _requests(
 
 
 def _end(needs: LaunchRequirements, transport: Transport, hosts: set[str], run_id: str) -> None:
-    """Hosts that do not answer to this end their ranks at the deadline."""
+    """End the ranks on these hosts. Hosts that do not answer end theirs at the deadline."""
     stdin = json.dumps({"run_id": run_id}).encode() + b"\n"
     run_everywhere(
         transport,
@@ -135,7 +138,7 @@ def _outcomes(answer: Answer, was_ended: bool = False) -> dict[int, Outcome]:
 def _said(returncode: int | None, said: str, was_ended: bool) -> str:
     if not returncode or (was_ended and returncode < 0):
         return ""
-    return said or (f"signal {-returncode} ended it" if returncode < 0 else f"it ended with exit code {returncode}")
+    return said or (f"ended by signal {-returncode}" if returncode < 0 else f"ended with exit code {returncode}")
 
 
 def _fails(reply: Reply) -> bool:
@@ -143,7 +146,7 @@ def _fails(reply: Reply) -> bool:
 
 
 def _findings(replies: Mapping[str, Reply], ended: set[str], deadline_seconds: float) -> Iterator[str]:
-    """A host that is gone keeps the ranks of the others waiting, so nothing is said of these."""
+    """If a host is gone, the ranks of the other hosts wait for it, so nothing is reported about them."""
     outcomes: dict[int, Outcome] = {}
     for host, reply in replies.items():
         if isinstance(reply, HostError):

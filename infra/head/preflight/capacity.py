@@ -1,4 +1,4 @@
-"""Whether each host has what its ranks need: accelerators, memory and file descriptors."""
+"""Whether each host has the resources that its ranks need: accelerators, memory and file descriptors."""
 
 from collections.abc import Iterator
 
@@ -10,12 +10,12 @@ from infra.node.inspection.accelerators import CPU
 from infra.node.inspection.facts import Facts
 from t5train.host_resources import format_bytes
 
-_IN_USE_BYTES = 2 * 10**9  # what drivers, displays and our own look at it take is less
+_IN_USE_BYTES = 2 * 10**9  # drivers, displays and our own inspection use less
 _FILES, _FILES_A_RANK = 512, 8
 
 
 def accelerators(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
-    """As many as slots."""
+    """There must be an accelerator for each slot."""
 
     def complaint(host: str, facts: Facts) -> str | None:
         found, slots = facts.devices, needs.slots[host]
@@ -24,8 +24,8 @@ def accelerators(replies: HostReplies, needs: LaunchRequirements) -> Iterator[st
         wants_none = needs.accelerator == CPU or (needs.accelerator is None and found.kind == CPU)
         if not wants_none and max(slots) >= found.count:
             return (
-                f"{found.count} accelerators that torch can use, slot {max(slots)} is asked for: repair the driver "
-                "there, or ask for fewer slots"
+                f"torch can use {found.count} accelerators, but slot {max(slots)} is requested. Repair the driver "
+                "there, or request fewer slots"
             )
         return None
 
@@ -33,36 +33,42 @@ def accelerators(replies: HostReplies, needs: LaunchRequirements) -> Iterator[st
 
 
 def accelerators_in_use(replies: HostReplies) -> Iterator[str]:
-    """By a run of ours, which holds a lock, or by whoever has memory of them."""
+    """Accelerators that a run of ours has locked, or whose memory another program uses."""
 
     def complaint(_: str, facts: Facts) -> str | None:
         found = facts.devices
         if found.held_by:
             held = ", ".join(f"{slot} by {holder}" for slot, holder in found.held_by.items())
-            return f"accelerators are in use, {held}: wait for that run, end it, or take others by cluster.include"
+            return (
+                f"accelerators are in use: {held}. Wait for that run, end it, or choose other accelerators with "
+                "cluster.include"
+            )
         if used := {slot: size for slot, size in found.used_bytes.items() if size > _IN_USE_BYTES}:
             taken = ", ".join(f"{slot} ({format_bytes(size)})" for slot, size in used.items())
-            return f"another program has memory of accelerator {taken}: end it, or take others by cluster.include"
+            return (
+                f"another program uses memory of accelerator {taken}. End it, or choose other accelerators with "
+                "cluster.include"
+            )
         return None
 
     yield from of_each(replies, complaint)
 
 
 def memory(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
-    """Of the host, for the ranks there."""
+    """Host memory for the ranks of each host."""
 
     def complaint(host: str, facts: Facts) -> str | None:
         needed, found = needs.memory_bytes.get(host, 0), facts.room.memory_bytes
         if found >= needed:
             return None
-        short = f"{format_bytes(found)} of memory, its ranks need {format_bytes(needed)}"
-        return f"{short}: give it fewer slots, or offload less"
+        short = f"{format_bytes(found)} of memory, but its ranks need {format_bytes(needed)}"
+        return f"{short}. Give it fewer slots, or offload less"
 
     yield from of_each(replies, complaint)
 
 
 def shared_memory(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
-    """Of /dev/shm, for collectives of the ranks there."""
+    """Free bytes of /dev/shm for the collectives of each host's ranks."""
 
     def complaint(host: str, facts: Facts) -> str | None:
         found = Room(facts.room.shared_memory_free_bytes, facts.room.shared_memory_bytes)
@@ -72,7 +78,7 @@ def shared_memory(replies: HostReplies, needs: LaunchRequirements) -> Iterator[s
 
 
 def open_files(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
-    """A rank has connections to all others, for each group of ranks."""
+    """Open files: a rank has connections to all others, for each group of ranks."""
     needed = _FILES + _FILES_A_RANK * needs.num_ranks
 
     def complaint(_: str, facts: Facts) -> str | None:
@@ -80,7 +86,7 @@ def open_files(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]
         if found >= needed or found < 0:  # RLIM_INFINITY is -1
             return None
         return (
-            f"{found} open files are allowed, {needs.num_ranks} ranks need {needed}: raise nofile in "
+            f"{found} open files are allowed, but {needs.num_ranks} ranks need {needed}. Raise nofile in "
             "/etc/security/limits.conf there, or LimitNOFILE of sshd"
         )
 

@@ -15,54 +15,54 @@ from t5train.errors import HostError, HostKeyMismatch, HostMisconfigured, Prefli
 REACHABLE, HOST_KEY, PROGRAM, LAUNCHER, ALL_REDUCE = "reachable", "host key", "program", "launcher", "all-reduce"
 HOSTNAME, ADDRESS, PORT, IN_USE = "hostname", "address", "port", "in use"
 CHECKS = {
-    LAUNCHER: "the head has what starts ranks",
-    REACHABLE: "every host answers by ssh",
-    HOST_KEY: "every host shows the key that is known of it",
+    LAUNCHER: "the launcher is installed on the head",
+    REACHABLE: "every host answers over ssh",
+    HOST_KEY: "every host presents its known key",
     PROGRAM: "this package runs on every host",
-    "machines": "every name is a machine of its own",
-    HOSTNAME: "no host takes its own name for loopback",
-    ADDRESS: "every host has a way to the first, where ranks meet",
-    PORT: "nothing listens there",
+    "machines": "every name is a different machine",
+    HOSTNAME: "no host resolves its own name to loopback",
+    ADDRESS: "every host has a route to the first, which hosts the rendezvous",
+    PORT: "the port of the rendezvous is free",
     "python": "the same Python and kind of processor",
-    "packages": "the same torch, deepspeed and what else ranks import",
+    "packages": "the same torch, deepspeed and other packages that ranks import",
     "runtime": "torch is built for the same accelerators",
-    "code": "the head's code",
-    "spec": "every host reads the run's settings alike",
-    "accelerators": "as many as slots, of one kind",
-    IN_USE: "nobody works on these accelerators",
-    "ninja": "on the PATH that ranks have",
-    "operators": "compiled, or a compiler is there",
+    "code": "the same code as the head",
+    "spec": "every host reads the same settings of the run",
+    "accelerators": "one for each slot, all of the same kind",
+    IN_USE: "no other program uses these accelerators",
+    "ninja": "on the PATH of ranks",
+    "operators": "compiled, or a compiler is available",
     "compile locks": "none is left behind",
     "architectures": "DeepSpeed can read TORCH_CUDA_ARCH_LIST",
     "openmp": "torch's OpenMP library can be loaded",
-    "root": "every host sees the head's, or none; and can write there, or to a disk of its own",
-    "disks": "room where the run writes, and in the node folder",
+    "root": "every host shares the head's or none does, and every host can write there or to its own disk",
+    "disks": "enough disk space where the run writes, and in the node folder",
     "memory": "enough for the ranks of each host",
     "shared memory": "enough of /dev/shm for the ranks of each host",
     "open files": "enough for connections to all ranks",
     "clock": "within 5 s of the head's",
-    ALL_REDUCE: "all ranks meet and get the right sum",
+    ALL_REDUCE: "all ranks join and get the right sum",
 }
-"""Name of each check, and what holds when nothing is found."""
+"""Each check, and what holds if it has no findings."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What was found, and where ranks can meet, if anywhere."""
+    """The findings, and the rendezvous of the ranks, if there is one."""
 
     findings: list[Finding]
     meeting: Meeting | None
     port: int | None
     seen: Mapping[str, str]
-    """Values worth showing of checks that found nothing, by check."""
+    """Values to show for checks without findings, by check."""
     is_node_local: bool = False
     """Whether no host shares the head's storage."""
 
 
 def judge(replies: HostReplies, needs: LaunchRequirements, head: Software, nonce: str, machine: str = "") -> Judgement:
-    """Everything that can be known from the facts of hosts that answered; the first host need not be among them.
+    """Run all checks on the facts of the hosts that answered; the first host need not be among them.
 
-    ``head`` is the software of the head, which wrote the ``nonce``, and ``machine`` its identity.
+    ``head`` is the software of the head, which wrote the ``nonce``, and ``machine`` is the head's identity.
     """
     found = Storage.of(replies, nonce, machine)
     place, about_meeting = _place(replies, needs)
@@ -82,9 +82,9 @@ def judge(replies: HostReplies, needs: LaunchRequirements, head: Software, nonce
 
 
 def _seen(replies: HostReplies, place: Meeting | None, port: int | None) -> dict[str, str]:
-    seen = {REACHABLE: f"{len(replies)} of them"}
+    seen = {REACHABLE: f"{len(replies)} hosts"}
     if place is not None:
-        seen |= {ADDRESS: f"{place.address}, by {', '.join(sorted(set(place.interfaces.values())))}", PORT: str(port)}
+        seen |= {ADDRESS: f"{place.address}, over {', '.join(sorted(set(place.interfaces.values())))}", PORT: str(port)}
     if replies:
         facts = next(iter(replies.values())).facts
         software, packages = facts.software, facts.software.packages
@@ -94,7 +94,7 @@ def _seen(replies: HostReplies, place: Meeting | None, port: int | None) -> dict
 
 
 def of_error(error: HostError) -> Finding:
-    """About a host that did not answer."""
+    """The finding about a host that did not answer."""
     kinds = {HostKeyMismatch: HOST_KEY, RemoteFailed: PROGRAM}
     can_pass = bool(error.hosts) and error.retryable and not isinstance(error, HostMisconfigured)
     return Finding(kinds.get(type(error), REACHABLE), str(error), hosts=error.hosts, can_pass=can_pass)
@@ -144,20 +144,20 @@ def _place(replies: HostReplies, needs: LaunchRequirements) -> tuple[Meeting | N
 
 
 def _hostnames(replies: HostReplies, place: Meeting | None) -> Iterator[Finding]:
-    """A name that means loopback is no problem where ranks are told the interface to take."""
+    """A name that resolves to loopback is not a problem if ranks are told which interface to use."""
     interfaces = place.interfaces if place else {}
     for host, text, is_mended in hostnames({host: reply.facts.network for host, reply in replies.items()}, interfaces):
         end = (
-            f"ranks are told to use {interfaces[host]} instead"
+            f"Ranks are told to use {interfaces[host]} instead"
             if is_mended
-            else "give the name the host's own address in /etc/hosts there"
+            else "Map the name to the host's own address in /etc/hosts there"
         )
-        yield Finding(HOSTNAME, f"{host}: {text}: {end}", is_problem=not is_mended)
+        yield Finding(HOSTNAME, f"{host}: {text}. {end}", is_problem=not is_mended)
 
 
 def _port(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
     if needs.first in replies and not (network := replies[needs.first].facts.network).port_is_free:
         yield (
-            f"{needs.first}: another program listens on port {network.port}: choose another cluster.master_port, or "
-            "leave it out to have a free one found"
+            f"{needs.first}: another program listens on port {network.port}. Choose another cluster.master_port, or "
+            "leave it out to use a free port"
         )

@@ -1,4 +1,4 @@
-"""What DeepSpeed and torch load or compile on each host, and what would keep them from it."""
+"""What DeepSpeed and torch load or compile on each host, and what would prevent it."""
 
 import re
 from collections.abc import Iterator
@@ -9,30 +9,30 @@ from infra.node.inspection.accelerators import CPU
 from infra.node.inspection.facts import Facts
 
 STATIC_TLS = "static TLS"
-"""What the loader's complaint about thread-local storage has in it."""
+"""Part of the loader's error message about thread-local storage."""
 _ARCHITECTURE = re.compile(r"[0-9]+\.[0-9]+(\+PTX)?")
 
 
 def ninja(replies: HostReplies) -> Iterator[str]:
-    """DeepSpeed asks for it even when every operator is compiled."""
-    remedy = "not on the PATH that sshd gives: pip install ninja there, or put it into /usr/bin"
+    """DeepSpeed needs it even if every operator is already compiled."""
+    remedy = "not on the PATH that sshd sets. Run `pip install ninja` there, or put it into /usr/bin"
     yield from of_each(replies, lambda _, facts: None if facts.build.ninja else f"ninja is {remedy}")
 
 
 def operators(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
-    """Compiled, or a compiler."""
+    """Each operator must be compiled, or a compiler must be available."""
 
     def complaint(_: str, facts: Facts) -> str | None:
         missing = sorted(set(needs.operators) - set(facts.build.compiled))
         if not missing or facts.build.compiler:
             return None
-        return f"{', '.join(missing)} is not compiled, and there is no C++ compiler: install g++ there"
+        return f"{', '.join(missing)} is not compiled, and there is no C++ compiler. Install g++ there"
 
     yield from of_each(replies, complaint)
 
 
 def operators_to_compile(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
-    """What costs time at the start, and no more."""
+    """Operators that ranks still have to compile, which only costs time at the start."""
 
     def remark(_: str, facts: Facts) -> str | None:
         missing = sorted(set(needs.operators) - set(facts.build.compiled))
@@ -44,26 +44,26 @@ def operators_to_compile(replies: HostReplies, needs: LaunchRequirements) -> Ite
 
 
 def foreign_locks(replies: HostReplies) -> Iterator[str]:
-    """Which a rank might wait for until it is removed, which only their owner can."""
+    """Locks of other users. A rank may wait for one until it is removed, and only its owner can remove it."""
 
     def complaint(_: str, facts: Facts) -> str | None:
         locks = facts.build.foreign_locks
         if not locks:
             return None
-        return f"{', '.join(locks)} of another user: have that user remove it, or set TORCH_EXTENSIONS_DIR"
+        return f"{', '.join(locks)} belongs to another user. Have that user remove it, or set TORCH_EXTENSIONS_DIR"
 
     yield from of_each(replies, complaint)
 
 
 def cleared_locks(replies: HostReplies) -> Iterator[str]:
-    """Which a rank would have waited for, for ever."""
+    """Locks that were removed, since a rank would have waited for them forever, and locks on a shared disk."""
 
     def remark(_: str, facts: Facts) -> str | None:
         cleared, shared = facts.build.cleared_locks, facts.build.shared_locks
         if shared:
             return (
-                f"{', '.join(shared)} is on a disk that other machines may use, and ranks wait for it: if nobody "
-                "compiles there, remove it, or unset TORCH_EXTENSIONS_DIR"
+                f"{', '.join(shared)} is on a disk that other machines may use, and ranks wait for it. If no machine "
+                "is compiling there, remove it, or unset TORCH_EXTENSIONS_DIR"
             )
         return f"removed {', '.join(cleared)}, left behind by a compile that was killed" if cleared else None
 
@@ -71,23 +71,23 @@ def cleared_locks(replies: HostReplies) -> Iterator[str]:
 
 
 def architectures(needs: LaunchRequirements) -> Iterator[str]:
-    """What DeepSpeed can make of the variable: it compares numbers, and knows neither 9.0a nor Hopper."""
+    """Names in TORCH_CUDA_ARCH_LIST that DeepSpeed cannot read: it compares numbers, and rejects 9.0a and Hopper."""
     given = needs.environment.get("TORCH_CUDA_ARCH_LIST", "")
     wrong = [name for name in given.replace(";", " ").split() if not _ARCHITECTURE.fullmatch(name)]
     if wrong and needs.accelerator != CPU:
         yield (
-            f"TORCH_CUDA_ARCH_LIST is {given!r}: DeepSpeed cannot read {', '.join(wrong)}; write versions such as "
+            f"TORCH_CUDA_ARCH_LIST is {given!r}: DeepSpeed cannot read {', '.join(wrong)}. Use versions such as "
             "'8.0;9.0+PTX', or unset it"
         )
 
 
 def openmp(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
-    """Torch's OpenMP library, where the loader has no room left for it and ranks do not load it first of all."""
+    """Torch's OpenMP library, if the loader has no static TLS left for it and ranks do not preload it."""
     if "libgomp" in needs.environment.get("LD_PRELOAD", ""):
         return
 
     def complaint(_: str, facts: Facts) -> str | None:
         error = facts.software.libgomp_error or (facts.devices.error if STATIC_TLS in facts.devices.error else "")
-        return f"{error}: set LD_PRELOAD to that library, and name LD_PRELOAD in cluster.environment" if error else None
+        return f"{error}: set LD_PRELOAD to that library, and list LD_PRELOAD in cluster.environment" if error else None
 
     yield from of_each(replies, complaint)

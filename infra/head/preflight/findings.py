@@ -1,4 +1,4 @@
-"""What is wrong, and with whom: lines that name hosts, values and the remedy."""
+"""Findings of the checks: lines that name the hosts, the values and the remedy."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -12,20 +12,20 @@ _MOST_NAMES = 8
 
 @dataclass(frozen=True)
 class Finding:
-    """One line about one check; what is no problem is worth knowing all the same."""
+    """One line about one check. A finding that is not a problem is still worth knowing."""
 
     check: str
     text: str
     is_problem: bool = True
     hosts: tuple[str, ...] = ()
-    """Those that did not answer."""
+    """The hosts that did not answer."""
     can_pass: bool = False
-    """Whether these may answer another time."""
+    """Whether this failure may be transient: these hosts may answer later."""
 
 
 @dataclass(frozen=True)
 class HostReply:
-    """A node's facts, with the head's clock when it asked and when it had the answer."""
+    """A node's facts, with the head's clock at the question and at the answer."""
 
     facts: Facts
     asked_at: float
@@ -33,17 +33,17 @@ class HostReply:
 
 
 HostReplies = Mapping[str, HostReply]
-"""By the hosts' names, in the hostfile's order."""
+"""Replies by host name, in the hostfile's order."""
 
 
 def names(hosts: list[str]) -> str:
-    """``node1, node2``; of many hosts the first few."""
+    """``node1, node2``; of many hosts, the first few and how many more there are."""
     more = len(hosts) - _MOST_NAMES
     return ", ".join(hosts[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def of_each(replies: HostReplies, complaint: Callable[[str, Facts], str | None]) -> Iterator[str]:
-    """What ``complaint`` says of hosts, those that it says the same of in one line."""
+    """Call ``complaint`` for each host. Hosts with the same text share a line."""
     groups: dict[str, list[str]] = {}
     for host, reply in replies.items():
         if (text := complaint(host, reply.facts)) is not None:
@@ -52,19 +52,19 @@ def of_each(replies: HostReplies, complaint: Callable[[str, Facts], str | None])
 
 
 class Outlier(NamedTuple):
-    """Hosts that have another value than most."""
+    """Hosts whose value differs from that of most hosts."""
 
     hosts: list[str]
     value: str
     rest: str
-    """What to call the hosts that have the right one."""
+    """What to call the hosts that have the right value."""
     right: str
 
 
 def odd_ones(values: Mapping[str, str], preferred: str | None = None) -> Iterator[Outlier]:
-    """Hosts with another value than most.
+    """Hosts whose value differs from that of most hosts.
 
-    Where two values are equally frequent, ``preferred`` is the right one if it is among them, else the first host's.
+    If two values are equally frequent, ``preferred`` is the right one if it is among them, else the first host's.
     """
     counts = Counter(values.values())
     right = max(counts, key=lambda value: (counts[value], value == preferred), default="")

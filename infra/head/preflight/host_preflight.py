@@ -1,4 +1,4 @@
-"""Asks all hosts for their facts at once, judges them, and gives a table or an error."""
+"""Collects the facts of all hosts at once, evaluates them, and returns a table or raises an error."""
 
 import json
 import logging
@@ -35,14 +35,14 @@ from infra.node.processes import identity
 from t5train.errors import HostError, HostUnreachable, PreflightError, RemoteFailed
 from t5train.files.atomic import write_text
 
-_DEADLINE_SECONDS = 60.0  # importing torch from a slow disk, where accelerators are asked for
+_DEADLINE_SECONDS = 60.0  # enough to import torch from a slow disk, if accelerators are inspected
 _STARTERS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}
 
 
 def survey(needs: LaunchRequirements, transport: Transport) -> Judgement:
-    """Ask every host, and judge what those say that answer; StorageError if the root cannot be written here.
+    """Query every host, and evaluate the answers. Raises StorageError if the root cannot be written on the head.
 
-    Hosts that are to be sent their code are sent it first.
+    If code is to be sent to the hosts, it is sent first.
     """
     asked_at: dict[str, float] = {}
     replies: dict[str, HostReply] = {}
@@ -51,7 +51,7 @@ def survey(needs: LaunchRequirements, transport: Transport) -> Judgement:
     with _nonce(needs.root) as (nonce, path):
 
         def question(host: str) -> bytes:
-            asked_at[host] = time.time()  # just after ssh was started: what the node does begins later
+            asked_at[host] = time.time()  # just after ssh was started: the node's work begins later
             return json.dumps(asdict(_question(needs, host, path))).encode() + b"\n"
 
         def on_answer(host: str, reply: Reply) -> None:
@@ -77,7 +77,7 @@ def survey(needs: LaunchRequirements, transport: Transport) -> Judgement:
 
 
 def _own(needs: LaunchRequirements) -> Software:
-    """The head's software. While it runs others may have changed its code on disk, of which it has sent what it is."""
+    """The head's software. Its code on disk may have changed since; the digest is that of the code that was sent."""
     found = software(dict(needs.spec))
     return found if needs.code is None else replace(found, code_digest=needs.code)
 
@@ -103,17 +103,17 @@ def _question(needs: LaunchRequirements, host: str, nonce_path: Path) -> Questio
 def _facts(answer: Answer) -> Facts:
     try:
         return Facts.from_json(answer.message())
-    except (KeyError, TypeError):  # other code there has other facts to tell
+    except (KeyError, TypeError):  # other code there reports other facts
         raise RemoteFailed(
-            f"{answer.host}: its answer is of another version of this package: install the head's there, or have it "
-            "sent with --ship-code",
+            f"{answer.host}: its answer comes from another version of this package. Install the head's version there, "
+            "or have it sent with --ship-code",
             [answer.host],
         ) from None
 
 
 @contextmanager
 def _nonce(root: Path) -> Iterator[tuple[str, Path]]:
-    """A file under the root that no other host can have by chance."""
+    """A file under the root that no other host has by coincidence."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     nonce = secrets.token_hex(16)
     path = root / f".preflight-{nonce[:8]}"
@@ -125,12 +125,12 @@ def _nonce(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _launcher(name: str) -> Iterator[Finding]:
-    """Whether the head has the program that starts processes on hosts; pdsh must know ssh."""
+    """Whether the head has the program that starts processes on hosts; pdsh needs its ssh module."""
     program = _STARTERS[name]
     if shutil.which(program) is None:
-        yield Finding(LAUNCHER, f"{program} is not on this machine: install it, or choose another --launcher")
+        yield Finding(LAUNCHER, f"{program} is not installed on this machine. Install it, or choose another --launcher")
     elif name == "pdsh" and not _pdsh_knows_ssh():
-        yield Finding(LAUNCHER, "pdsh on this machine has no module for ssh: install pdsh with pdsh-rcmd-ssh")
+        yield Finding(LAUNCHER, "pdsh on this machine has no module for ssh. Install pdsh with pdsh-rcmd-ssh")
 
 
 def _pdsh_knows_ssh() -> bool:
@@ -145,31 +145,31 @@ COLUMNS = ["check", "result", "what"]
 
 @dataclass(frozen=True)
 class Report:
-    """What was found; where there is no problem, the ranks can meet."""
+    """The findings of the preflight. If none is a problem, the ranks can start."""
 
     judged: Judgement
     of_all_reduce: list[Finding]
     has_met: bool
-    """Whether the all-reduce was tried: not where there were problems before it."""
+    """Whether the all-reduce was tried. It is skipped if there were problems before it."""
 
     @property
     def findings(self) -> list[Finding]:
-        """Of the facts, and of the all-reduce."""
+        """Findings from the facts, and from the all-reduce."""
         return [*self.judged.findings, *self.of_all_reduce]
 
     @property
     def problems(self) -> list[Finding]:
-        """What keeps the hosts from training together."""
+        """Findings that prevent the hosts from training together."""
         return [finding for finding in self.findings if finding.is_problem]
 
     def rows(self) -> list[list[str]]:
-        """Of a table with ``COLUMNS``: each finding, and a line for each check without one."""
+        """Rows of a table with ``COLUMNS``: each finding, and a line for each check without findings."""
         rows = []
         for check, holds in CHECKS.items():
             seen = self.judged.seen.get(check)
             found = [finding for finding in self.findings if finding.check == check]
             if check == ALL_REDUCE and not self.has_met:
-                rows.append([check, "not tried", "the problems above come first"])
+                rows.append([check, "not tried", "fix the problems above first"])
             elif not found:
                 rows.append([check, "ok", f"{holds}: {seen}" if seen else holds])
             rows += [[check, "PROBLEM" if finding.is_problem else "note", finding.text] for finding in found]
@@ -177,7 +177,7 @@ class Report:
 
 
 def preflight(needs: LaunchRequirements, transport: Transport) -> Report:
-    """Ask all hosts, and where these have no problem let all ranks meet."""
+    """Query all hosts; if there are no problems, run the all-reduce over all ranks."""
     judged = survey(needs, transport)
     if judged.meeting is None or judged.port is None or any(one.is_problem for one in judged.findings):
         return Report(judged, [], has_met=False)
@@ -186,10 +186,10 @@ def preflight(needs: LaunchRequirements, transport: Transport) -> Report:
 
 
 def require_agreement(needs: LaunchRequirements, transport: Transport) -> dict[str, str]:
-    """PreflightError with every problem that can be known before the ranks' turn comes, in a second.
+    """Raise PreflightError with every problem that can be found within a second, before any rank is started.
 
-    An attempt of this very run that is still going on is none: it holds accelerators and the port. Where the only
-    problem is that hosts do not answer, and that can pass, these are returned, with what there is to say of each.
+    Accelerators and a port in use are not problems here: an attempt of this run that is still going on holds them. If
+    the only problem is that hosts do not answer, and this may be transient, returns these hosts with their messages.
     """
     found = survey(needs, transport).findings
     problems = [one for one in found if one.is_problem and one.check not in {IN_USE, PORT}]
@@ -200,7 +200,7 @@ def require_agreement(needs: LaunchRequirements, transport: Transport) -> dict[s
 
 @dataclass(frozen=True)
 class Fit:
-    """What ranks of hosts that can train together are to know."""
+    """What the ranks need to know, on hosts that can train together."""
 
     meeting: Meeting
     port: int
@@ -208,19 +208,19 @@ class Fit:
 
 
 def require_fit(needs: LaunchRequirements, transport: Transport) -> Fit:
-    """Where the ranks can meet, and did, and what they share.
+    """Check that the hosts can train together; returns the rendezvous, which was tried out, and what they share.
 
-    Raises PreflightError with every problem, and HostUnreachable if that is the only one.
+    Raises PreflightError with every problem, or HostUnreachable if unreachable hosts are the only one.
     """
     report = preflight(needs, transport)
     if report.problems and all(problem.check == REACHABLE for problem in report.problems):
         silent = [host for problem in report.problems for host in problem.hosts]
-        raise HostUnreachable("; ".join(problem.text for problem in report.problems), silent)  # which can pass
+        raise HostUnreachable("; ".join(problem.text for problem in report.problems), silent)  # may be transient
     _require_none(report.problems)
     for remark in report.findings:
         _log.warning("%s: %s", remark.check, remark.text)
     meeting, port = report.judged.meeting, report.judged.port
-    assert meeting is not None  # noqa: S101 - else there is a problem
+    assert meeting is not None  # noqa: S101 - otherwise there is a problem
     assert port is not None  # noqa: S101 - as above
     return Fit(meeting, port, report.judged.is_node_local)
 

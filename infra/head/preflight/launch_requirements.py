@@ -1,4 +1,4 @@
-"""What a launch asks of its hosts."""
+"""What a launch requires of its hosts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,31 +20,31 @@ from t5train.spec import RunSpec
 
 @dataclass(frozen=True)
 class LaunchRequirements:
-    """Of all hosts together, and of each."""
+    """Requirements of all hosts together, and of each host."""
 
     slots: Mapping[str, tuple[int, ...]]
-    """Accelerators of each host that its ranks are to use, in the hostfile's order; the ranks meet on the first."""
+    """Accelerators that the ranks of each host use, in the hostfile's order. The rendezvous is on the first host."""
     root: Path
     scratch: Path | None = None
-    """On each node's own disk, should it not share the root."""
+    """Folder on each node's own disk, used if it does not share the root."""
     accelerator: str | None = None
-    """DeepSpeed's name for it; found on the nodes when None."""
+    """DeepSpeed's name for it; if None, it is detected on the nodes."""
     code: str | None = None
-    """Digest of this process's code, which the hosts are sent; None where they have it installed."""
+    """Digest of this process's code, which is sent to the hosts; None if it is installed there."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that ranks get from the head."""
     spec: Mapping[str, Any] = field(default_factory=dict)
-    """The run's, as JSON."""
+    """The run's settings, as JSON."""
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Host memory that the ranks of each host take."""
+    """Host memory that the ranks of each host need."""
     shared_memory_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Of /dev/shm that collectives of the ranks of each host take."""
+    """Bytes of /dev/shm that the collectives of each host's ranks need."""
     checkpoint_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Room that checkpoints of the ranks of each host take on its own disk, should it not share the root."""
+    """Disk space for the checkpoints of each host's ranks on its own disk, if it does not share the root."""
     staged_bytes: int = 0
-    """Of token shards that each host is brought then."""
+    """Size of the token shards that are staged to each host in that case."""
     run_on_nodes: str | None = None
-    """The run's name there, once it was begun."""
+    """The run's name on nodes, once it has begun."""
     operators: tuple[str, ...] = ()
     """DeepSpeed's compiled operators that ranks load."""
     master_address: str | None = None
@@ -53,7 +53,7 @@ class LaunchRequirements:
 
     @classmethod
     def of_run(cls, spec: RunSpec, hosts: Hosts, shape: T5Shape, staged_bytes: int = 0) -> Self:
-        """Those of a run whose model has that shape, and whose token shards have ``staged_bytes``."""
+        """Requirements of a run with this model shape and ``staged_bytes`` of token shards."""
         cluster, begun = spec.cluster, begun_fingerprint(spec.run_folder)
         ranks = dict(zip(hosts.names, hosts.ranks(), strict=True))
         return cls(
@@ -77,23 +77,23 @@ class LaunchRequirements:
 
     @property
     def first(self) -> str:
-        """The host where the ranks meet."""
+        """The host of the rendezvous."""
         return next(iter(self.slots))
 
     @property
     def num_ranks(self) -> int:
-        """On all hosts."""
+        """Number of ranks on all hosts."""
         return sum(len(slots) for slots in self.slots.values())
 
 
 def _shared_memory(spec: RunSpec, hosts: Hosts) -> dict[str, int]:
-    """DeepSpeed's collectives on the CPU use it only where all ranks are on one host."""
+    """DeepSpeed's collectives on the CPU use shared memory only if all ranks are on one host."""
     if spec.cluster.accelerator != CPU or len(hosts.all) > 1:
         return {}
     return {host.name: len(host.slots) * RANK_BYTES for host in hosts.all}
 
 
 def operators_of(spec: RunSpec) -> tuple[str, ...]:
-    """What DeepSpeed compiles for ranks on the CPU, and for an optimizer in host memory."""
+    """The operators that DeepSpeed compiles for ranks on the CPU, and for an optimizer in host memory."""
     of_cpu = ("deepspeed_shm_comm",) if spec.cluster.accelerator == "cpu" else ()
     return (*of_cpu, *(("cpu_adam",) if spec.layout.offload != "none" else ()))

@@ -1,4 +1,4 @@
-"""Where the ranks meet, and by which interface each host gets there: decided from the hosts' own facts."""
+"""The rendezvous of the ranks, and the interface by which each host reaches it, chosen from the hosts' own facts."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,19 +24,19 @@ LOOPBACK = "lo"
 
 @dataclass(frozen=True)
 class Meeting:
-    """An address of the first host, and for each host the name of the interface that leads to it."""
+    """An address of the first host, and for each host the name of the interface that it is reached by."""
 
     address: str
     interfaces: Mapping[str, str]
 
 
 def meeting(networks: Mapping[str, Network], first: str, given: str | None = None) -> Meeting:
-    """Choose an address of host ``first`` that every host has a way to.
+    """Choose an address of host ``first`` that every host has a route to.
 
-    ``given`` is the address or name that the user wants. Else the address at which the head's ssh came in is preferred,
-    then one in a network that most hosts are in themselves. Addresses that several hosts have (bridges of container
-    programs) and those of loopback say nothing about which machine is meant; a lone host may meet itself on loopback.
-    Raises PreflightError where there is none.
+    ``given`` is the address or name that the user chose. Otherwise, the address that the head's ssh connected to is
+    preferred, then one in a network that most hosts belong to. Loopback addresses, and addresses that several hosts
+    have (bridges of container engines), do not identify a machine and are not used, but a single host may use loopback.
+    Raises PreflightError if there is no such address.
     """
     others = {name: network for name, network in networks.items() if name != first}
     if not others and given is None:
@@ -51,7 +51,7 @@ def meeting(networks: Mapping[str, Network], first: str, given: str | None = Non
 
 
 def interface_to(network: Network, address: Address) -> str | None:
-    """The interface that has ``address``, else the one that the longest matching route leads through, if any."""
+    """The interface that has ``address``, else that of the longest matching route, if any."""
     for name, own in _addresses(network):
         if own.ip == address:
             return name
@@ -64,12 +64,12 @@ def interface_to(network: Network, address: Address) -> str | None:
 
 
 def is_of_no_use(address: Address) -> bool:
-    """Whether an address means another machine, or none, elsewhere."""
+    """Whether an address refers to another machine, or to none, when used on another host."""
     return address.is_loopback or address.is_link_local or address.is_unspecified
 
 
 def _candidates(first: Network, others: Mapping[str, Network]) -> list[Address]:
-    """Addresses of the first host, the best first."""
+    """Addresses of the first host, best first."""
     elsewhere = {own.ip for network in others.values() for _, own in _addresses(network)}
     usable = [own for _, own in _addresses(first) if not is_of_no_use(own.ip) and own.ip not in elsewhere]
 
@@ -87,8 +87,9 @@ def _given(first: Network, name: str, given: str) -> list[Address]:
     if not found:
         means = ", ".join(map(str, resolved)) or "nothing"
         raise PreflightError(
-            f"cluster.master_address is {given!r}, which means {means} on {name}, the first host: it must be an "
-            f"address of that host, and not of loopback ({_own(first)}); change it, or leave it out to have one chosen"
+            f"cluster.master_address is {given!r}, which resolves to {means} on {name}, the first host. It must be an "
+            f"address of that host other than loopback ({_own(first)}). Change it, or leave it out to have an address "
+            "chosen"
         )
     return found
 
@@ -114,18 +115,22 @@ def _why_none(networks: Mapping[str, Network], first: str, given: str | None) ->
         for name, network in networks.items()
         if all(interface_to(network, address) is None for address in of_first)
     ]
-    who = f"{', '.join(stranded[:8])} have no route to any of them" if stranded else "none can be reached by every host"
+    who = (
+        f"there is no route to any of them from {', '.join(stranded[:8])}"
+        if stranded
+        else "none of them can be reached from every host"
+    )
     return (
-        f"{first} is the first host, where the ranks meet, and has the addresses {_own(networks[first])}: {who}; put "
-        "the hosts into one network" + ("" if given else ", or name an address by cluster.master_address")
+        f"the rendezvous is on the first host, {first}, which has the addresses {_own(networks[first])}, but {who}. "
+        "Put the hosts into one network" + ("" if given else ", or set cluster.master_address to an address")
     )
 
 
 def hostnames(networks: Mapping[str, Network], interfaces: Mapping[str, str]) -> Iterator[tuple[str, str, bool]]:
-    """Hosts whose own name leads collectives astray: (host, what of it, whether naming an interface mends it)."""
+    """Hosts whose own name misleads collectives: (host, description, whether naming an interface fixes it)."""
     for host, network in networks.items():
         found = [ip_address(text) for text in network.hostname_addresses]
         if found and not any(is_of_no_use(address) for address in found):
             continue
-        means = f"is {', '.join(map(str, found))}" if found else "means no address"
+        means = f"resolves to {', '.join(map(str, found))}" if found else "resolves to no address"
         yield host, f"its hostname {network.hostname} {means} there", host in interfaces

@@ -1,4 +1,4 @@
-"""Checks of a run that need no other host: all that is cheap to know before anything expensive starts."""
+"""Checks of a run that need no other host: everything that is cheap to check before anything expensive starts."""
 
 from pathlib import Path
 
@@ -22,12 +22,12 @@ from t5train.release.export import require_exportable
 from t5train.spec import ClusterSpec, RunSpec
 
 _WEIGHT_BYTES = 4
-_RELEASES = 3  # weights, export and publication, where the disk has no hard links
+_RELEASES = 3  # weights, export and publication, if the disk has no hard links
 _REST_BYTES = 512 << 20  # Python's documentation, logs, and the server's database
 
 
 def require_possible(spec: RunSpec) -> T5Shape:
-    """The model of a whole chain that settings and given files allow on some machine; raises why they do not."""
+    """The model's shape, if the settings and given files permit the whole workflow on some machine; raises if not."""
     require_exportable(spec.model)
     of_model = _require_model(spec)
     _require_vocabulary_of_start(spec)
@@ -35,17 +35,17 @@ def require_possible(spec: RunSpec) -> T5Shape:
 
 
 def require_text(spec: RunSpec) -> int:
-    """Bytes of the text, as far as they are known; InputError where there is none."""
+    """Size of the text in bytes, as far as it is known. Raises InputError if there is no text."""
     return 0 if spec.corpus.source == PYDOCS else require_source(spec.corpus.source)
 
 
 def publish_url(spec: RunSpec) -> str:
-    """Where the run is published: the place asked for, else a folder under the root."""
+    """Where the run is published: the requested location, else a folder under the root."""
     return spec.storage.publish_to or str(spec.storage.root / "published" / spec.run_name)
 
 
 def _require_model(spec: RunSpec) -> T5Shape:
-    sample = geometry(spec.objective)  # raises where it needs more spans than there are sentinels
+    sample = geometry(spec.objective)  # raises if it needs more spans than there are sentinels
     vocab_size = expected_vocab_size(spec.tokenizer)
     starting_model.require_fit(spec.model, vocab_size)
     of_model = model_shape.resolve(spec.model, vocab_size)
@@ -54,13 +54,13 @@ def _require_model(spec: RunSpec) -> T5Shape:
 
 
 def _require_vocabulary_of_start(spec: RunSpec) -> None:
-    """SpecError where ids would mean other text than they did to the model to continue from."""
+    """Raise SpecError if token ids would mean other text than they do to the model to continue from."""
     if spec.model.start_from is None:
         return
     if spec.tokenizer.path is None:
         raise SpecError(
-            f"model.start_from is {spec.model.start_from} and tokenizer.path is left out, so that a vocabulary would "
-            "be trained which that model does not know: set tokenizer.path to the vocabulary it was trained with"
+            f"model.start_from is {spec.model.start_from}, but tokenizer.path is left out, so a new vocabulary would "
+            "be trained that the model does not know. Set tokenizer.path to the vocabulary that it was trained with"
         )
     starting_model.require_vocabulary(spec.model, digest_file(spiece_in(Path(spec.tokenizer.path))).sha256)
 
@@ -79,33 +79,35 @@ def _require_this_machine(spec: RunSpec, of_model: T5Shape) -> None:
 
 def _require_absolute(root: Path) -> None:
     if not root.is_absolute():
-        raise SpecError(f"root is {str(root)!r}: give an absolute path, as a worker runs flows in a folder of its own")
+        raise SpecError(
+            f"root is {str(root)!r}, a relative path. Give an absolute path: a worker runs flows in another folder"
+        )
 
 
 def _require_accelerators(cluster: ClusterSpec) -> None:
-    """SpecError when this machine lacks the GPUs that are asked for; of other accelerators only DeepSpeed knows."""
+    """Raise SpecError if this machine has too few GPUs. Only DeepSpeed can check other accelerators."""
     if cluster.accelerator != "cuda":
         return
-    import torch  # slow, and needed where GPUs are only
+    import torch  # slow, and only needed for GPUs
 
     if (found := torch.accelerator.device_count()) < cluster.ranks:
         raise SpecError(
-            f"cluster.accelerator is 'cuda' and cluster.ranks is {cluster.ranks}: this machine has {found} GPUs that "
-            "torch can use: ask for fewer ranks, or set cluster.accelerator to cpu"
+            f"cluster.accelerator is 'cuda' and cluster.ranks is {cluster.ranks}, but this machine has {found} GPUs "
+            "that torch can use. Reduce cluster.ranks, or set cluster.accelerator to cpu"
         )
 
 
 def _require_arithmetic(spec: RunSpec) -> None:
-    """SpecError for fp16 on a CPU without instructions for it, which DeepSpeed refuses when the ranks are up."""
+    """Raise SpecError for fp16 on a CPU without fp16 instructions, which DeepSpeed rejects only once ranks run."""
     if spec.optimizer.precision != "fp16" or spec.cluster.accelerator not in (None, "cpu"):
         return
     import torch  # slow, as above
 
     on_gpu = spec.cluster.accelerator is None and torch.accelerator.is_available()
-    if not on_gpu and not torch.ops.mkldnn._is_mkldnn_fp16_supported():  # what DeepSpeed asks
+    if not on_gpu and not torch.ops.mkldnn._is_mkldnn_fp16_supported():  # the check that DeepSpeed makes
         raise SpecError(
-            "optimizer.precision is 'fp16': this machine's CPU has no instructions for it (AVX512-FP16); use bf16 or "
-            "fp32, or a GPU"
+            "optimizer.precision is 'fp16', but this machine's CPU has no instructions for it (AVX512-FP16). Use bf16 "
+            "or fp32, or a GPU"
         )
 
 
@@ -116,7 +118,7 @@ def _needed_bytes(spec: RunSpec, of_model: T5Shape, text_bytes: int) -> int:
 
 
 def _checkpoint_bytes(spec: RunSpec, of_model: T5Shape) -> int:
-    """Those still to come: a run that goes on is not refused for what it has."""
+    """Size of the checkpoints still to come: those that a resumed run already has do not count."""
     if has_finished(spec.run_folder):
         return 0
     held = size_of(spec.run_folder / CHECKPOINTS)

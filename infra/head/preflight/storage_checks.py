@@ -1,4 +1,4 @@
-"""Whether hosts share the head's storage or each has its own, and whether there is room in what they have."""
+"""Whether hosts share the head's storage or each has its own, and whether it has enough free space."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,20 +12,20 @@ from infra.node.storage.disk_usage import SPARE_BYTES
 from t5train.host_resources import format_bytes
 
 _NODE_FOLDER_BYTES = 10**9
-_ROOT_BYTES = 10**9  # how much a run will write there is asked on the head
+_ROOT_BYTES = 10**9  # the head itself checks how much a run will write there
 _SCRATCH_BYTES = 10**9
 
 
 @dataclass(frozen=True)
 class Storage:
-    """What is to be seen of the file under the root that the head has just written."""
+    """Which hosts can read the probe file that the head has just written under the root."""
 
     sharing: list[str]
-    """Hosts that read it."""
+    """Hosts that can read it."""
     apart: list[str]
-    """Hosts that do not."""
+    """Hosts that cannot."""
     is_node_local: bool
-    """Whether no other host than the head itself, which may be one of them, reads it."""
+    """Whether no host can read it except the head itself, which may be one of the hosts."""
 
     @classmethod
     def of(cls, replies: HostReplies, nonce: str, head: str) -> "Storage":
@@ -37,12 +37,12 @@ class Storage:
 
 
 def problems(replies: HostReplies, needs: LaunchRequirements, storage: Storage) -> Iterator[str]:
-    """Storage that some share and some do not, or that cannot be written."""
+    """Storage that only some hosts share, or that cannot be written."""
     if storage.is_node_local:
         yield from _scratch(replies, storage)
     elif storage.apart:
         yield (
-            f"{names(storage.apart)}: {needs.root} is not the head's, and on {names(storage.sharing)} it is: mount the "
+            f"{names(storage.apart)}: {needs.root} is not the head's, but on {names(storage.sharing)} it is. Mount the "
             "storage that holds it at the same path on every host, or choose a --root that none of them shares"
         )
     else:
@@ -50,13 +50,16 @@ def problems(replies: HostReplies, needs: LaunchRequirements, storage: Storage) 
 
 
 def remark(storage: Storage) -> Iterator[str]:
-    """That it takes staging and gathering."""
+    """A note that the run needs staging and gathering."""
     if storage.is_node_local:
-        yield f"{names(storage.apart)}: {_called(storage)} nothing with the head: files are staged in and gathered"
+        yield (
+            f"{names(storage.apart)}: {_called(storage)} no storage with the head. Files are staged to hosts, and "
+            "checkpoints are gathered to the head"
+        )
 
 
 def disks(replies: HostReplies, needs: LaunchRequirements, storage: Storage) -> Iterator[str]:
-    """Room where the run will write, and for logs in the node's own folder."""
+    """Free space where the run will write, and for logs in the node folder."""
 
     def complaint(host: str, facts: Facts) -> str | None:
         room = facts.room
@@ -64,53 +67,54 @@ def disks(replies: HostReplies, needs: LaunchRequirements, storage: Storage) -> 
             return room.node_folder_error
         if room.node_folder != (here := str(node_path())):
             return (
-                f"keeps attempts in {room.node_folder}, the head in {here}: the user there has another user id; give "
-                "it the same, or set cluster.ssh_user"
+                f"keeps attempts in {room.node_folder}, but the head in {here}: the user has a different user id "
+                "there. Give it the same id, or set cluster.ssh_user"
             )
         if room.node_folder_free_bytes < _NODE_FOLDER_BYTES:
             return (
-                f"{room.node_folder} has {format_bytes(room.node_folder_free_bytes)} free, logs want "
-                f"{format_bytes(_NODE_FOLDER_BYTES)}: make room there"
+                f"{room.node_folder} has {format_bytes(room.node_folder_free_bytes)} free, but logs need "
+                f"{format_bytes(_NODE_FOLDER_BYTES)}. Free some space there"
             )
         if storage.is_node_local:
             return _scratch_room(room, needs.checkpoint_bytes.get(host, 0) + needs.staged_bytes)
         if not room.root_error and room.root_free_bytes < _ROOT_BYTES:
             free = format_bytes(room.root_free_bytes)
-            return f"{needs.root} has {free} free, a run wants more: make room, or choose another root"
+            return f"{needs.root} has {free} free, but a run needs more. Free some space, or choose another root"
         return None
 
     yield from of_each(replies, complaint)
 
 
 def _scratch_room(room: Room, run_bytes: int) -> str | None:
-    """What a run that goes on has there already is no reason to refuse it."""
+    """Whether the scratch folder has too little free space. What a resumed run already has there does not count."""
     needed, yielding = run_bytes + SPARE_BYTES, room.scratch_yielding_bytes
     if not room.scratch or room.scratch_error or room.scratch_free_bytes + yielding >= max(needed, _SCRATCH_BYTES):
         return None
-    more = f" and {format_bytes(yielding)} that give way" if yielding else ""
+    more = f" and {format_bytes(yielding)} that can be freed" if yielding else ""
     return (
-        f"{room.scratch} has {format_bytes(room.scratch_free_bytes)} free{more}, its ranks' checkpoints and token "
-        f"shards need {format_bytes(max(needed, _SCRATCH_BYTES))}: make room, keep fewer (storage.keep_last, "
-        "storage.keep_every_steps, storage.checkpoint_gigabytes), or choose another storage.scratch"
+        f"{room.scratch} has {format_bytes(room.scratch_free_bytes)} free{more}, but its ranks' checkpoints and token "
+        f"shards need {format_bytes(max(needed, _SCRATCH_BYTES))}. Free some space, keep fewer checkpoints "
+        "(storage.keep_last, storage.keep_every_steps, storage.checkpoint_gigabytes), or choose another "
+        "storage.scratch"
     )
 
 
 def _write_error(facts: Facts, needs: LaunchRequirements) -> str | None:
     if facts.room.root_error:
-        return f"{needs.root} cannot be written ({facts.room.root_error}): give this user the right to write there"
+        return f"{needs.root} cannot be written ({facts.room.root_error}). Give this user write permission there"
     return None
 
 
 def _scratch(replies: HostReplies, storage: Storage) -> Iterator[str]:
-    """Every host must have one to itself: what ranks of several wrote into one would be taken for another's."""
+    """Each host needs its own scratch folder: in a shared one, the files of one host would be taken for another's."""
     yield from of_each(replies, lambda _, facts: facts.room.scratch_error or None)
     marks = {host: replies[host].facts.room.scratch_mark for host in storage.apart}
     for mark, count in Counter(marks.values()).items():
         if mark and count > 1:
             sharing = [host for host, its in marks.items() if its == mark]
             yield (
-                f"{names(sharing)}: {replies[sharing[0]].facts.room.scratch} is one and the same folder: choose a "
-                "storage.scratch on each host's own disk; if that is a copy of another host's, remove it"
+                f"{names(sharing)}: {replies[sharing[0]].facts.room.scratch} is the same folder on these hosts. Choose "
+                "a storage.scratch on each host's own disk. If the folder is a copy of another host's, remove it"
             )
 
 

@@ -1,5 +1,5 @@
-"""A run over hosts that share no storage: what it has done by ``infra.node.storage``, and when.
+"""A run over hosts that share no storage: what ``infra.node.storage`` does for it, and when.
 
-The head's folder of the run is what it would be on shared storage. Before ranks start, what they begin from is brought
-to their nodes; while they are at work, each finished checkpoint is gathered; at the end, what they have left.
+The head's folder of the run has the same content as on shared storage. Before ranks start, the files they begin from
+are brought to their nodes. While they run, each finished checkpoint is gathered; at the end, their other results are.
 """

@@ -1,8 +1,9 @@
 """What the head and all nodes hold of a run's checkpoints, which of them are complete, and which to keep.
 
-A tag's sidecars come from one *version* of it: those on the head alone, those on the nodes alone, or all together, the
-first that is complete. A tag may be written twice, the second time after damage was found in the gathered copy of the
-first; sidecars of the two are never mixed. Files come from any place with one of the right size; digests decide.
+A tag's sidecars come from one *version* of it: those on the head alone, those on the nodes alone, or all together,
+whichever is complete first. A tag may be written twice, the second time after damage was found in the gathered copy of
+the first; sidecars of the two are never mixed. Files come from any location that has one of the right size; digests
+decide.
 """
 
 import logging
@@ -29,16 +30,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Survey:
-    """What all places hold of a run's checkpoints."""
+    """What the head and all nodes hold of a run's checkpoints."""
 
     found: Mapping[str, Inventory]
-    """By place: the head's gathered copy, and each node that answered."""
+    """By location: the head's gathered copy, and each node that answered."""
     silent: Mapping[str, HostError]
-    """Why the other nodes did not."""
+    """Why the other nodes did not answer."""
 
 
 def survey(nodes: Nodes, run_name: str, checkpoints: Path) -> Survey:
-    """Ask all nodes what they hold, and look at the gathered copy."""
+    """Ask all nodes what they hold, and inspect the gathered copy."""
     answers = nodes.ask("inventory", lambda _: nodes.request(run_name=run_name), _DEADLINE_SECONDS)
     silent = {host: answer for host, answer in answers.items() if isinstance(answer, HostError)}
     reply = {
@@ -50,13 +51,13 @@ def survey(nodes: Nodes, run_name: str, checkpoints: Path) -> Survey:
 
 
 def _copy(host: str, told: Mapping[str, Any]) -> Copy:
-    """What a host has of a tag; why something cannot be read is only ever shown, whatever it is called there."""
+    """What a host has of a tag. Names of unreadable files are not validated, since they are only displayed."""
     sidecars, files = _plainly_named(host, told["sidecars"]), _plainly_named(host, told["files"])
     return Copy(sidecars, files, {str(name): str(why) for name, why in told["unreadable"].items()})
 
 
 def _plainly_named(host: str, told: Mapping[str, T]) -> dict[str, T]:
-    """What a host lists, without names that would lead out of the folder of checkpoints here."""
+    """What a host lists, without names that would lead out of the folder of checkpoints on this machine."""
     found = {}
     for name, each in told.items():
         try:
@@ -69,25 +70,25 @@ def _plainly_named(host: str, told: Mapping[str, T]) -> dict[str, T]:
 
 
 def prune_on(nodes: Nodes, run_name: str, tags: list[str]) -> dict[str, HostError | None]:
-    """Remove these tags from all nodes, and what is left of others; the error of each that did not."""
+    """Remove these tags, and leftovers of others, from all nodes; returns the error of each node that failed."""
     answers = nodes.ask("prune", lambda _: nodes.request(run_name=run_name, tags=tags), _DEADLINE_SECONDS)
     return {host: each if isinstance(each, HostError) else None for host, each in answers.items()}
 
 
 def move_aside_on(nodes: Nodes, run_name: str, tags: list[str] | None, why: str) -> dict[str, list[str] | HostError]:
-    """Have all nodes move these tags (None: all) where nothing uses or removes them; those that each had."""
+    """Set these tags (None: all) aside on all nodes; returns the tags that each node had."""
     request = nodes.request(run_name=run_name, tags=tags, why=why)
     answers = nodes.ask("move_aside", lambda _: request, _DEADLINE_SECONDS)
     return {host: each if isinstance(each, HostError) else each["tags"] for host, each in answers.items()}
 
 
 Inventories = Mapping[str, Inventory]
-"""By place."""
+"""By location."""
 
 
 @dataclass(frozen=True)
 class FoundTag:
-    """A version of a tag that is complete, all places together."""
+    """A version of a tag that is complete, all locations together."""
 
     name: str
     step: int
@@ -96,16 +97,16 @@ class FoundTag:
     sidecars: Sequence[Sidecar]
     files: Mapping[str, FileDigest]
     places: Mapping[str, tuple[str, ...]]
-    """Where each file is, as far as its size tells: the head first, then those who wrote it."""
+    """Where each file is, judging by its size: the head first, then the nodes that wrote it."""
 
 
 def complete_tags(found: Inventories) -> list[FoundTag]:
-    """Versions of complete tags, the newest step first; of one tag, the likeliest first."""
+    """Versions of complete tags, newest step first; of one tag, the most likely version first."""
     return sorted(_complete(found), key=lambda tag: (tag.step, tag.name), reverse=True)
 
 
 def missing_parts(found: Inventories) -> dict[str, str]:
-    """Why tags are not complete, by name, the newest first."""
+    """Why tags are not complete, by name, newest first."""
     complete = {tag.name for tag in complete_tags(found)}
     return {name: _why(name, found) for name in sorted(_names(found) - complete, reverse=True)}
 
@@ -113,10 +114,10 @@ def missing_parts(found: Inventories) -> dict[str, str]:
 def prunable(
     found: Inventories, keep_last: int, keep_every: int | None = None, most_bytes: int | None = None
 ) -> list[str]:
-    """Tags to remove: complete ones that are not ``kept``, ``most_bytes`` being those of each place.
+    """Tags to remove: complete ones that are not ``kept``, where ``most_bytes`` applies to each location.
 
-    Of incomplete tags those that are older than the newest complete one: a newer one may be being written. A tag of
-    which something cannot be read now stays.
+    Incomplete tags are removed if they are older than the newest complete one; a newer one may still be being written.
+    A tag with a file that cannot be read now is kept.
     """
     steps = {tag.name: tag.step for tag in complete_tags(found)}
     keep = kept({step: _size(name, found) for name, step in steps.items()}, keep_last, keep_every, most_bytes)
@@ -127,7 +128,7 @@ def prunable(
 
 
 def unreadable(found: Inventories) -> dict[str, str]:
-    """Tags of which something cannot be read now somewhere, and why."""
+    """Tags with a file that cannot be read now in some location, and why."""
     return {
         name: f"{_called(place)}: {next(iter(copy.unreadable.values()))}"
         for place, inventory in found.items()
@@ -137,7 +138,7 @@ def unreadable(found: Inventories) -> dict[str, str]:
 
 
 def finished_once(found: Inventories) -> set[str]:
-    """Tags of which the sidecars of all ranks are there: they were complete, whatever has become of their files."""
+    """Tags that have the sidecars of all ranks: they were complete once, whatever has happened to their files."""
     return {name for name in _names(found) for places in _versions(found) if _is_finished(name, places, found)}
 
 
@@ -149,9 +150,9 @@ def _is_finished(name: str, places: Sequence[str], found: Inventories) -> bool:
 
 
 def require_listed(tag: FoundTag, found: Inventories) -> None:
-    """UnlistedFile that names a pickle which lies among the files of this saving somewhere, and that nobody recorded.
+    """Raise UnlistedFile if some location has, among the files of this save, a pickle that no rank recorded.
 
-    What lies where nobody has finished this saving is left of another one; a restore moves it aside.
+    In a location where no rank finished this save, such a file is left over from another save; a restore sets it aside.
     """
     for place, inventory in found.items():
         copy = inventory.get(tag.name)
@@ -160,7 +161,7 @@ def require_listed(tag: FoundTag, found: Inventories) -> None:
 
 
 def _size(name: str, found: Inventories) -> int:
-    """Bytes that a tag takes, of all places where it takes the most."""
+    """Size of a tag in bytes, in the location where it is largest."""
     return max(sum(inventory[name].files.values()) for inventory in found.values() if name in inventory)
 
 
@@ -182,22 +183,24 @@ def _complete(found: Inventories) -> Iterator[FoundTag]:
 
 
 def _versions(found: Inventories) -> list[list[str]]:
-    """Places from which the sidecars of a tag may come together."""
+    """Locations from which the sidecars of a tag may be combined."""
     nodes = [place for place in found if place != HEAD]
     return [[HEAD], nodes, [HEAD, *nodes]]
 
 
 def _version(name: str, places: Sequence[str], found: Inventories) -> FoundTag:
-    """The tag, by the sidecars of those places; IncompleteCheckpoint says what is wrong with it."""
+    """The tag, according to the sidecars of those locations. IncompleteCheckpoint says what is wrong with it."""
     texts = _texts(name, places, found)
     sidecars = _sidecars(name, texts)
     if sidecars[0].tag != name:
-        raise IncompleteCheckpoint(f"{name} was {sidecars[0].tag} before: it was renamed")
+        raise IncompleteCheckpoint(f"{name} was renamed: its sidecars are of {sidecars[0].tag}")
     files = tags.files_of(sidecars)
     holders = {file: tuple(_holders(name, file, digest.size, texts, found)) for file, digest in files.items()}
     for file, where in holders.items():
         if not where:
-            raise IncompleteCheckpoint(f"{name} lacks {file}, which {_writer(file, sidecars)} wrote: it is nowhere")
+            raise IncompleteCheckpoint(
+                f"{name} lacks {file}, which {_writer(file, sidecars)} wrote: neither the head nor any host has it"
+            )
     return FoundTag(name, sidecars[0].step, texts, sidecars, files, holders)
 
 
@@ -213,7 +216,7 @@ def _texts(name: str, places: Sequence[str], found: Inventories) -> dict[str, st
         for file, text in copy.sidecars.items() if copy else ():
             if texts.setdefault(file, text) != text:
                 raise IncompleteCheckpoint(
-                    f"{name} has {file} of two savings, on {_called(seen[file])} and on {_called(place)}"
+                    f"{name} has {file} from two different saves, on {_called(seen[file])} and on {_called(place)}"
                 )
             seen.setdefault(file, place)
     return texts

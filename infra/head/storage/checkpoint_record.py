@@ -1,4 +1,4 @@
-"""What the head records of checkpoints on hosts: the last complete one, and which hosts have some that are given up."""
+"""What the head records of checkpoints on hosts: the last complete one, and which hosts still have abandoned ones."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -18,15 +18,15 @@ _MOST_FILES = 4
 
 
 def note(run_folder: Path, tag: FoundTag) -> None:
-    """Remember the newest complete checkpoint."""
+    """Record the newest complete checkpoint."""
     last_complete.note(run_folder, tag.name, tag.places)
 
 
 def note_adopted(run_folder: Path, survey: Survey) -> None:
-    """Remember the newest checkpoint of a run that was adopted, whether it is complete on these hosts or not.
+    """Record the newest checkpoint of a run that was adopted, whether it is complete on these hosts or not.
 
-    Only the run's former head knows which were: one of which something is missing here must not be taken for one that
-    was never finished, and be written over.
+    Only the run's former head knows which checkpoints were complete. One with parts missing here must not be taken for
+    one that was never finished, and be overwritten.
     """
     newest = max((name for inventory in survey.found.values() for name in inventory if is_tag(name)), default="")
     seen = last_complete.last_complete(run_folder)
@@ -35,19 +35,19 @@ def note_adopted(run_folder: Path, survey: Survey) -> None:
 
 
 def former_hosts(run_folder: Path) -> list[str]:
-    """Those that had some of the last complete checkpoint."""
+    """Hosts that had parts of the last complete checkpoint."""
     seen = last_complete.last_complete(run_folder)
     return sorted({place for places in seen.places.values() for place in places if place != HEAD}) if seen else []
 
 
 def note_not_begun_again(run_folder: Path, hosts: Collection[str]) -> None:
-    """Remember the hosts whose checkpoints are yet to be moved aside, as the run has begun again without them."""
+    """Record the hosts whose checkpoints have yet to be set aside, because the run has begun again without them."""
     if hosts or not_begun_again(run_folder):
         write_json(run_folder / NOT_BEGUN_AGAIN, sorted(hosts))
 
 
 def not_begun_again(run_folder: Path) -> set[str]:
-    """Those hosts. Raises Unreadable and RecordError."""
+    """The hosts that ``note_not_begun_again`` recorded. Raises Unreadable and RecordError."""
     path = run_folder / NOT_BEGUN_AGAIN
     try:
         with reading(path):
@@ -55,13 +55,15 @@ def not_begun_again(run_folder: Path) -> set[str]:
     except ABSENT:
         return set()
     except (ValueError, TypeError) as error:
-        raise RecordError(f"{path} is damaged ({error}): write the names of hosts into it, as a JSON list") from error
+        raise RecordError(
+            f"{path} is damaged ({error}). Write the names of the hosts into it, as a JSON list"
+        ) from error
 
 
 def nothing_complete(run_folder: Path, survey: Survey, damaged: Sequence[str]) -> NothingVerifies | None:
-    """What to say where no checkpoint is complete, though one was; None if none ever was: then the run just begins.
+    """The error if no checkpoint is complete although one was; None if none ever was, so that the run just begins.
 
-    ``damaged`` tells of those that looked complete and were not.
+    ``damaged`` describes the checkpoints that looked complete but were not.
     """
     seen = last_complete.last_complete(run_folder)
     if seen is None and not finished_once(survey.found):

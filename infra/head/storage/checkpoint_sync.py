@@ -1,4 +1,4 @@
-"""While ranks are at work: finished checkpoints come to the head, and old ones go. Never at the cost of the ranks."""
+"""Checkpoint sync: gathers finished checkpoints and removes old ones while ranks run, without disturbing the ranks."""
 
 import logging
 import threading
@@ -29,22 +29,22 @@ _LOOK_SECONDS = 0.5
 _RETRY_SECONDS = 10.0
 _METRICS_SECONDS = 5.0
 _METRICS_SHARE = 0.05
-"""Of the time at most goes into bringing metrics."""
+"""Maximum share of the time that goes into collecting metrics."""
 _log = logging.getLogger(__name__)
 
 
 class CheckpointSync:
-    """A thread beside those that watch the ranks. What fails is logged and tried again; it ends when it is told to."""
+    """A thread beside those that supervise the ranks. Failures are logged and retried; it ends when told to."""
 
     def __init__(self, run: NodeRun, num_saved: Callable[[], int]) -> None:
-        """Begin; ``num_saved`` grows when hosts have saved something."""
+        """Start the thread; ``num_saved`` grows when hosts have saved something."""
         self._run, self._num_saved = run, num_saved
         self._told, self._progress = threading.Event(), Interruptible()
         self._thread = threading.Thread(target=self._follow, name="follower of checkpoints", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Break off what it does, which can be gone on with."""
+        """Stop the thread. It interrupts what it is doing, which can be resumed."""
         self._progress.is_told_to_end = True
         self._told.set()
         self._thread.join()
@@ -54,11 +54,11 @@ class CheckpointSync:
         while not self._told.wait(_LOOK_SECONDS):
             now = time.monotonic()
             if (saved := self._num_saved()) != seen and now >= gather_at:
-                if self._try("the newest checkpoint is not gathered", lambda: keep_up(self._run, self._progress)):
+                if self._try("cannot gather the newest checkpoint", lambda: keep_up(self._run, self._progress)):
                     seen = saved
                 gather_at = time.monotonic() + _RETRY_SECONDS * (seen != saved)
             if now >= metrics_at:
-                self._try("metrics are not brought", lambda: bring_metrics(self._run))
+                self._try("cannot collect metrics", lambda: bring_metrics(self._run))
                 took = time.monotonic() - now
                 metrics_at = now + max(_METRICS_SECONDS, took / _METRICS_SHARE)
 
@@ -69,16 +69,16 @@ class CheckpointSync:
             return False
         except Exception as error:
             said = explain(error) if isinstance(error, OSError) else error
-            _log.warning("%s: %s: %s; this is tried again", what, type(error).__name__, said)
+            _log.warning("%s, will retry: %s: %s", what, type(error).__name__, said)
             return False
         return True
 
 
 def keep_up(run: NodeRun, progress: Progress) -> None:
-    """Gather the complete checkpoints that are to be kept, the newest first; then remove old ones everywhere.
+    """Gather the complete checkpoints that are to be kept, newest first; then remove old ones everywhere.
 
-    One that is damaged is passed over. Raises the HostError of a node that does not answer, before anything is done,
-    and at the end Unreadable for one that may be complete and that cannot be known now.
+    Damaged checkpoints are skipped. Raises the HostError of a node that does not answer, before anything is done, and
+    at the end Unreadable for a checkpoint that may be complete but cannot be checked now.
     """
     found = survey(run.nodes, run.name, run.checkpoints)
     for error in found.silent.values():
@@ -98,15 +98,15 @@ def keep_up(run: NodeRun, progress: Progress) -> None:
 
 
 def _require_known(found: Survey, passed_over: set[str]) -> None:
-    """Unreadable for a tag that may be complete, and of which the head has nothing as new."""
+    """Raise Unreadable for a tag that may be complete, if the head has none as new."""
     complete = complete_tags(found.found)
     for name, why in unreadable(found.found).items():
         if is_tag(name) and (name in passed_over or not complete or name > complete[0].name):
-            raise Unreadable(f"{name} may be complete, and cannot be gathered now: {why}")
+            raise Unreadable(f"{name} may be complete, but cannot be gathered now: {why}")
 
 
 def _lacking(run: NodeRun, found: Survey) -> list[FoundTag]:
-    """Complete checkpoints that the head is to have and has not."""
+    """Complete checkpoints that the head should have but lacks."""
     complete = complete_tags(found.found)
     if complete:
         checkpoint_record.note(run.folder, complete[0])
@@ -119,14 +119,14 @@ def _superfluous(run: NodeRun, found: Inventories) -> list[str]:
 
 
 def bring_metrics(run: NodeRun) -> None:
-    """What rank 0 has written of its steps."""
+    """Collect the metrics that rank 0 has written."""
     collect(run.nodes, run.first, run.place, [METRICS, TENSORBOARD], run.folder)
 
 
 def prune(run: NodeRun, found: Survey) -> None:
-    """Remove checkpoints that are not to be kept, on nodes and head, and what removals that were killed have left.
+    """Remove checkpoints that are not to be kept, on nodes and head, and what interrupted removals have left.
 
-    Those not gathered yet are left alone.
+    Checkpoints that are not gathered yet are left alone.
     """
     gathered = complete_tags({HEAD: inventory_of(run.checkpoints)})
     if not gathered:

@@ -1,7 +1,7 @@
 """The head's claim to the files of a run on its hosts: made before anything is read or written there, then renewed.
 
 It is renewed for as long as the head holds the run, also between two attempts and while checkpoints are gathered, so
-that no other head adopts the run of one that is alive.
+that no other head adopts the run while this one is alive.
 """
 
 import logging
@@ -27,7 +27,7 @@ _claims: dict[Path, "Claim"] = {}
 
 @dataclass(frozen=True)
 class _State:
-    """What a host says of a run."""
+    """What a host reports about a run."""
 
     is_ours: bool
     owner: Owner | None
@@ -43,7 +43,7 @@ _Answers = Mapping[str, _State | HostError]
 
 
 def claim(run: NodeRun, required: Sequence[str], others: Sequence[str], adopt: bool) -> list[Owner]:
-    """Claim the run on ``required`` hosts, and on ``others`` that answer; renew that until the run is released.
+    """Claim the run on ``required`` hosts, and on ``others`` that answer; renew the claim until the run is released.
 
     Returns the other heads from which it was adopted. Raises RunOwned if the run belongs to another head, and the
     HostError of a required host that does not answer.
@@ -61,14 +61,14 @@ def claim(run: NodeRun, required: Sequence[str], others: Sequence[str], adopt: b
 
 
 def require_claimed(run_folder: Path) -> None:
-    """Raise RunOwned if another head has taken over the run, which this process has claimed."""
+    """Raise RunOwned if another head has taken over a run that this process has claimed."""
     claimed = _claims.get(run_folder)
     if claimed is not None and claimed.lost is not None:
         raise claimed.lost
 
 
 def end_claim(run_folder: Path) -> None:
-    """Renew the claim no longer."""
+    """Stop renewing the claim."""
     if (claimed := _claims.pop(run_folder, None)) is not None:
         claimed.end()
 
@@ -79,14 +79,14 @@ class Claim:
     def __init__(self, run: NodeRun, nodes: Nodes) -> None:
         self._run, self._nodes = run, nodes
         self.lost: RunOwned | None = None
-        """Set once a host belongs to another head."""
+        """Set once the run belongs to another head on some host."""
         self._silent: set[str] = set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="claim on hosts", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Renew nothing from now on; a renewal that a host does not answer is not waited for."""
+        """Stop renewing; does not wait for a host that does not answer a renewal."""
         self._ended.set()
         self._thread.join(_END_SECONDS)
 
@@ -103,12 +103,12 @@ class Claim:
 
     def _note_silent(self, silent: Mapping[str, HostError]) -> None:
         for host in silent.keys() - self._silent:
-            _log.warning("the claim to %s on %s is not renewed: %s", self._run.name, host, silent[host])
+            _log.warning("cannot renew the claim to %s on %s: %s", self._run.name, host, silent[host])
         self._silent = set(silent)
 
 
 def _keep(run: NodeRun, nodes: Nodes) -> None:
-    """Renew this claim from now on; one of an earlier attempt, on other hosts perhaps, was renewed until now."""
+    """Renew this claim from now on, instead of that of an earlier attempt, which may have been on other hosts."""
     before = _claims.get(run.folder)
     if before is None:
         run_lock.at_release(run.folder).callback(end_claim, run.folder)
@@ -131,17 +131,17 @@ def _states(answers: _Answers) -> dict[str, _State]:
 
 
 def _answered(required: Sequence[str], answers: _Answers) -> dict[str, _State]:
-    """What hosts answered; HostError if a required one did not, a warning for others."""
+    """The answers of hosts. Raises HostError if a required one did not answer; logs a warning for others."""
     for host, each in answers.items():
         if isinstance(each, HostError):
             if host in required:
                 raise each
-            _log.warning("%s is not asked whose run it has: %s", host, each)
+            _log.warning("cannot ask %s which head owns the run there: %s", host, each)
     return _states(answers)
 
 
 def _require_free(run: NodeRun, states: Mapping[str, _State], adopt: bool) -> None:
-    """RunOwned if another head has the run on some host, and it is not to be adopted or the lease still runs."""
+    """Raise RunOwned if another head owns the run on a host, unless it is to be adopted and the lease has expired."""
     refused = {
         host: state
         for host, state in states.items()
@@ -157,5 +157,5 @@ def _owned(run: NodeRun, refused: Mapping[str, _State]) -> RunOwned:
     another = "choose another --name"
     if state.left_seconds > 0:
         lease = f"that head is alive: its lease on {host} runs for another {state.left_seconds:.0f} s"
-        return RunOwned(f"{what}; {lease}. Wait until it is over, then take the run over with --adopt, or {another}")
-    return RunOwned(f"{what}; its lease has expired: take the run over with --adopt, or {another}")
+        return RunOwned(f"{what}; {lease}. Wait until it expires, then take the run over with --adopt, or {another}")
+    return RunOwned(f"{what}; its lease has expired. Take the run over with --adopt, or {another}")

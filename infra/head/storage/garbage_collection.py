@@ -1,6 +1,6 @@
-"""Finds and frees what no run needs: on all nodes, and under the head's own root.
+"""Finds and removes files that no run needs, on all nodes and under the head's own root.
 
-A node's copy of a finished run is freed only if the head's copy of the last checkpoint has been verified.
+A node's copy of a finished run is removed only if the head's copy of the last checkpoint has been verified.
 """
 
 import logging
@@ -30,23 +30,23 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run whose end is recorded and that nobody works on."""
+    """A run whose end is recorded and that no process is working on."""
 
     folder: Path
     name: str
-    """On nodes."""
+    """Its name on nodes."""
     unique_id: str | None
     """None for a run of an earlier version."""
     fault: str = ""
-    """Why what hosts have of it must stay: what is wrong with the head's copy."""
+    """What is wrong with the head's copy, so that the hosts' files of the run must stay; empty if nothing is."""
 
     def to_json(self) -> dict[str, Any]:
-        """What nodes are told."""
+        """What is sent to nodes."""
         return {"unique_id": self.unique_id, "fault": self.fault}
 
 
 def finished_runs(root: Path) -> list[FinishedRun]:
-    """The runs under a root that have ended and that nobody works on; their files are looked for, and not read."""
+    """The runs under a root that have ended and that no process is working on. Their files are checked but not read."""
     found = []
     for folder in idle_runs(root):
         try:
@@ -54,7 +54,7 @@ def finished_runs(root: Path) -> list[FinishedRun]:
         except RecordError:
             continue
         except (Unreadable, UnknownVersion) as error:
-            _log.warning("what hosts have of %s is kept: %s", folder.name, error)
+            _log.warning("keeping the files of %s on hosts: %s", folder.name, error)
             continue
         name = name_on_nodes(folder.name, record.fingerprint)
         found.append(FinishedRun(folder, name, unique_id(folder), _fault(record)))
@@ -62,7 +62,7 @@ def finished_runs(root: Path) -> list[FinishedRun]:
 
 
 def verified(runs: Iterable[FinishedRun], names: Collection[str], progress: Progress) -> Iterator[FinishedRun]:
-    """The same, where every byte of those called ``names`` on nodes was compared with its digest."""
+    """The same runs, after comparing every file of those called ``names`` on nodes with its digest."""
     for run in runs:
         if run.fault or run.name not in names:
             yield run
@@ -75,7 +75,7 @@ def verified(runs: Iterable[FinishedRun], names: Collection[str], progress: Prog
 
 
 def idle_runs(root: Path) -> Iterator[Path]:
-    """Folders of runs that nobody works on."""
+    """Folders of runs that no process is working on."""
     return (folder for folder in _folders(root) if holder(folder) is None)
 
 
@@ -96,7 +96,7 @@ def _attempts(runs: Iterable[Path]) -> list[str]:
 
 
 def _fault(record: Checkpoint) -> str:
-    """What is wrong with the head's copy, as far as sizes tell."""
+    """What is wrong with the head's copy, judging by file sizes."""
     for name, digest in record.files.items():
         path = record.path / name
         try:
@@ -104,7 +104,7 @@ def _fault(record: Checkpoint) -> str:
         except OSError as error:
             return f"{path}: {error.strerror}"
         if size != digest.size:
-            return f"{path} has {size} bytes, {digest.size} were recorded"
+            return f"{path} has {size} bytes, but {digest.size} were recorded"
     return ""
 
 
@@ -114,7 +114,7 @@ _DEADLINE_SECONDS = 600.0
 def garbage_on(
     nodes: Nodes, finished: Sequence[FinishedRun], attempts: KnownAttempts
 ) -> dict[str, list[Garbage] | HostError]:
-    """What no run needs on each host; of one that does not answer, the error."""
+    """What no run needs on each host, or the error of a host that does not answer."""
     answers = nodes.ask("garbage", lambda _: _request(nodes, finished, attempts), _DEADLINE_SECONDS)
     return {
         host: each if isinstance(each, HostError) else [Garbage(**one) for one in each["found"]]
@@ -128,7 +128,7 @@ def free_on(
     attempts: KnownAttempts,
     found: Mapping[str, Sequence[Garbage]],
 ) -> dict[str, list[str] | HostError]:
-    """Remove that, as far as no run has come to need it; the places that were removed, by host.
+    """Remove what was found, unless a run needs it by now; returns the removed paths by host.
 
     The head's copy of ``finished`` runs must be ``verified``.
     """
@@ -147,13 +147,13 @@ def _request(nodes: Nodes, finished: Sequence[FinishedRun], attempts: KnownAttem
 
 
 def garbage_of_heads(attempts: KnownAttempts) -> Iterator[Garbage]:
-    """What heads of this machine have left of attempts over hosts; places are absolute."""
+    """What heads on this machine have left of attempts over hosts; paths are absolute."""
     for folder, why in left_attempts(heads_folder(), attempts):
         yield Garbage(str(folder), size_of(folder), why)
 
 
 def free_of_heads(attempts: KnownAttempts, found: Sequence[Garbage]) -> list[str]:
-    """Remove that, as far as nobody has come to need it."""
+    """Remove what was found, unless it is needed by now; returns the removed paths."""
     asked = {each.place for each in found}
     freed = [each.place for each in garbage_of_heads(attempts) if each.place in asked]
     for place in freed:
@@ -162,13 +162,13 @@ def free_of_heads(attempts: KnownAttempts, found: Sequence[Garbage]) -> list[str
 
 
 def garbage_under(root: Path) -> Iterator[Garbage]:
-    """What no run needs of the checkpoints under a root: what was never finished and is older than one that was."""
+    """What no run needs of the checkpoints under a root: unfinished ones that are older than a finished one."""
     for run in idle_runs(root):
         yield from _garbage_in(root, run)
 
 
 def free_under(root: Path, found: Sequence[Garbage]) -> list[str]:
-    """Remove that, as far as no run has come to need it; the places that were removed."""
+    """Remove what was found, unless a run needs it by now; returns the removed paths."""
     asked, freed = {each.place for each in found}, list[str]()
     for run in idle_runs(root):
         try:
@@ -191,7 +191,7 @@ def _garbage_in(root: Path, run: Path) -> Iterator[Garbage]:
     tags = {HEAD: inventory_of(checkpoints)}
     names = [*prunable(tags, keep_last=len(tags[HEAD]) or 1), *_half_removed(checkpoints)]
     for folder in (checkpoints / name for name in names):
-        yield Garbage(str(folder.relative_to(root)), size_of(folder), "a checkpoint that is not whole")
+        yield Garbage(str(folder.relative_to(root)), size_of(folder), "an incomplete checkpoint")
     if is_folder(aside := run / SET_ASIDE):
         yield Garbage(str(aside.relative_to(root)), size_of(aside), KEPT_ASIDE, is_kept=True)
 

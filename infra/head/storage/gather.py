@@ -25,16 +25,15 @@ from t5train.host_resources import num_cores, require_space
 from t5train.progress import Progress, silent
 
 _AT_ONCE = 16
-"""Nodes that send at the same time."""
+"""Number of nodes that send at the same time."""
 
 
 def gather(nodes: Nodes, run_name: str, tag: FoundTag, checkpoints: Path, progress: Progress = silent) -> None:
-    """Make ``checkpoints / tag`` complete: every file verified, sidecars last; gone on with after a break.
+    """Complete ``checkpoints / tag``: every file is verified, sidecars come last, and interrupted transfers resume.
 
-    What is in the way, of another saving of this tag or not to be read now, is moved aside and not removed. Raises
-    IncompleteCheckpoint when a file is nowhere as it was recorded, naming where it was looked for, Unreadable when that
-    cannot be known, StorageError when the disk is full, and HostError when a node that alone has something does not
-    send it.
+    Files in the way, which are of another save of this tag or cannot be read now, are set aside and not removed. Raises
+    IncompleteCheckpoint if no intact copy of a file is found, naming where it was looked for; Unreadable if that cannot
+    be determined; StorageError if the disk is full; and HostError if the only node that has a file does not send it.
     """
     folder = checkpoints / tag.name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -43,14 +42,14 @@ def gather(nodes: Nodes, run_name: str, tag: FoundTag, checkpoints: Path, progre
     require_space(folder, missing_bytes(folder, lacking.wanted), f"checkpoint {tag.name}")
     _Gathering(nodes, tag_place(run_name, tag.name), folder, lacking, progress).run(tag.places)
     for name, text in sorted(tag.texts.items()):
-        if not is_there(folder / name):  # else it is this one: others have been moved
+        if not is_there(folder / name):  # otherwise it is this one: others have been set aside
             write_text(folder / name, text)
     sync_folder(checkpoints)
 
 
 @dataclass(frozen=True)
 class _Lacking:
-    """What is to come, and of that what is there and cannot be read now."""
+    """The files still to come, and those of them that are present but cannot be read now."""
 
     wanted: list[Wanted]
     unreadable: Mapping[str, Unreadable]
@@ -61,7 +60,7 @@ def _wanted(tag: FoundTag) -> list[Wanted]:
 
 
 def _lacking(folder: Path, wanted: list[Wanted], progress: Progress) -> _Lacking:
-    """What is not there whole; what is there is read, one file on each core."""
+    """The files that are missing or damaged. Files that are present are read, one on each core."""
     total, done, missing = sum(each.size for each in wanted), 0, []
     unreadable = dict[str, Unreadable]()
 
@@ -82,11 +81,11 @@ def _lacking(folder: Path, wanted: list[Wanted], progress: Progress) -> _Lacking
 
 
 def _move_strangers(folder: Path, tag: FoundTag) -> None:
-    """What was gathered of another saving of this tag: its sidecars first, so it is never taken for complete."""
+    """Set aside what was gathered of another save of this tag: sidecars first, so it is never taken for complete."""
     names = names_in(folder)
     for name in (name for name in names if is_sidecar(name)):
         if not _holds(folder / name, tag.texts.get(name)):
-            set_aside(folder / name, _aside(folder), f"it is not of the saving of {tag.name} that is gathered")
+            set_aside(folder / name, _aside(folder), f"it is not of the save of {tag.name} that is being gathered")
     for name in unlisted(names, tag.files):
         set_aside(folder / name, _aside(folder), f"no rank recorded it as a part of {tag.name}")
 
@@ -100,12 +99,12 @@ def _holds(path: Path, text: str | None) -> bool:
 
 
 def _aside(folder: Path) -> Path:
-    """Where what is in the way in a tag of a run on the head is kept."""
+    """Where the head keeps files that were in the way in a tag of a run."""
     return folder.parent.parent / SET_ASIDE
 
 
 class _Gathering(Watcher):
-    """Files still to come, and why those that did not come did not."""
+    """The files still to come, and the failures to get them."""
 
     def __init__(self, nodes: Nodes, place: str, folder: Path, lacking: _Lacking, progress: Progress) -> None:
         self._nodes, self._place, self._folder, self._progress = nodes, place, folder, progress
@@ -116,7 +115,7 @@ class _Gathering(Watcher):
         self._lock = threading.Lock()
 
     def run(self, places: Mapping[str, Iterable[str]]) -> None:
-        """Ask for each file where it is, then where else it is."""
+        """Request each file from a node that has it, then from the other nodes that do."""
         left = {name: [place for place in places[name] if place in self._nodes.hosts] for name in self._lacking}
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="gather") as threads:
             while self._lacking:
@@ -126,22 +125,25 @@ class _Gathering(Watcher):
                 list(threads.map(lambda shares: self._from(*shares), self._shares(left).items()))
 
     def begun(self, wanted: Wanted, path: Path, size: int) -> None:  # noqa: ARG002 - as Watcher has it
-        """Count what a broken-off transfer left."""
+        """Count what an interrupted transfer left."""
         self.grown(wanted, size)
 
     def grown(self, wanted: Wanted, count: int) -> None:  # noqa: ARG002 - as Watcher has it
-        """Tell how far all is."""
+        """Report the progress of all files."""
         with self._lock:
             self._done += count
             self._progress("checkpoint bytes gathered", min(self._done, self._total), self._total)
 
     def whole(self, wanted: Wanted) -> None:
-        """One less to come."""
+        """Count the file as gathered."""
         with self._lock:
             del self._lacking[wanted.name]
 
     def _shares(self, left: dict[str, list[str]]) -> dict[str, list[Wanted]]:
-        """Who is to send what: of those that have a file the one with the least to send; taken off ``left``."""
+        """Which host sends which files: of those that have a file, the one with the least to send.
+
+        That host is removed from ``left``.
+        """
         shares: dict[str, list[Wanted]] = {}
         for name, wanted in self._lacking.items():
             host = min(left[name], key=lambda one: sum(each.size for each in shares.get(one, [])))
@@ -169,20 +171,20 @@ class _Gathering(Watcher):
         if name in self._unreadable:
             cannot.append(str(self._unreadable[name]))
         if cannot:
-            return Unreadable(f"{name} may be whole, and is not to be had now: {'; '.join(cannot)}")
+            return Unreadable(f"{name} may be intact, but cannot be read now: {'; '.join(cannot)}")
         where = ", ".join(place or "the head" for place in places if place != HEAD) or "no node"
-        said = "; ".join(map(str, self._failures[name])) or "what the head has of it is damaged"
-        return IncompleteCheckpoint(f"{name} is nowhere as it was recorded ({where} had it): {said}")
+        said = "; ".join(map(str, self._failures[name])) or "the head's copy is damaged"
+        return IncompleteCheckpoint(f"no intact copy of {name} was found ({where} had it): {said}")
 
 
 _DEADLINE_SECONDS = 600.0
 
 
 def collect(nodes: Nodes, host: str, place: str, names: Iterable[str], into: Path) -> list[str]:
-    """Copy files and whole folders called ``names`` from a host's ``place`` into the folder ``into``.
+    """Copy files and whole folders called ``names`` from ``place`` on a host into the folder ``into``.
 
-    What is not there is left out; returns the names of the files that are. A file that grows comes as it was at one
-    moment. Raises HostError.
+    Names that do not exist there are skipped; returns the names of the files that do. A growing file is copied as it
+    was at one moment. Raises HostError.
     """
     asked = tuple(names)
     folders = tuple(f"{name}/" for name in asked)
@@ -192,7 +194,7 @@ def collect(nodes: Nodes, host: str, place: str, names: Iterable[str], into: Pat
         raise answer
     wanted = [Wanted(**each) for each in answer["files"]]
     if strange := [each.name for each in wanted if each.name not in asked and not each.name.startswith(folders)]:
-        raise RemoteFailed(f"{host} answers with {strange[0]!r}, which was not asked for: see what runs there", [host])
+        raise RemoteFailed(f"{host} sent {strange[0]!r}, which was not requested. Check what is running there", [host])
     into.mkdir(mode=0o700, parents=True, exist_ok=True)
     with conversation(nodes, host, "send", nodes.request(place=place)) as channel:
         pull(channel.fetch, wanted, into, Watcher())

@@ -1,4 +1,4 @@
-"""A run on nodes with disks of their own: its names there, and what its ranks are told of them."""
+"""A run on nodes with their own disks: its names and paths there, and the job that its ranks read."""
 
 import socket
 from collections.abc import Mapping
@@ -23,17 +23,17 @@ class NodeRun:
     """One run, on the head and on its nodes."""
 
     name: str
-    """On the nodes: with the fingerprint, so that a run of this name and other settings does not meet its files."""
+    """On the nodes. It has the fingerprint, so that a run of this name with other settings does not find its files."""
     folder: Path
     """On the head."""
     hosts: Hosts
     nodes: Nodes
     keep: StorageSpec
-    """Which checkpoints."""
+    """Which checkpoints to keep."""
     owner: Owner
-    """Whom its files on the nodes belong to."""
+    """The owner of its files on the nodes."""
     checkpoint_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Room that these take on each host."""
+    """Disk space that the checkpoints need on each host."""
 
     @classmethod
     def of(
@@ -63,20 +63,20 @@ class NodeRun:
 
     @property
     def place(self) -> str:
-        """Within the scratch folder of each node."""
+        """Its path relative to the scratch folder of each node."""
         return run_place(self.name)
 
     @property
     def first(self) -> str:
-        """The host of rank 0, which alone reports."""
+        """The host of rank 0, the only rank that reports."""
         return self.hosts.names[0]
 
     def ranks_of(self, host: Host) -> range:
-        """Global ranks."""
+        """Global ranks of a host."""
         return dict(zip(self.hosts.all, self.hosts.ranks(), strict=True))[host]
 
     def told(self, job: TrainJob) -> TrainJob:
-        """The job as ranks on nodes are to read it."""
+        """The job in the form that ranks on nodes read."""
         changes = {
             "node_local": True,
             "run_folder": self._on_node(self.place),
@@ -106,5 +106,5 @@ def place_of_consolidated(told: Consolidated) -> str:
 
 def place_of_start(job: TrainJob) -> str:
     """Where the model to continue from is staged."""
-    assert job.begins_from is not None  # noqa: S101 - asked of such jobs alone
+    assert job.begins_from is not None  # noqa: S101 - only called for such jobs
     return staged_place(PurePath(job.spec.model.start_from or "").name, job.begins_from)

@@ -1,7 +1,7 @@
-"""Brings to nodes what their ranks begin from: only what each lacks, verified there.
+"""Brings to nodes the files that their ranks begin from: only those that each node lacks, verified there.
 
-Folders that all nodes need are passed on from node to node, so that each byte crosses a link once. Parts of a
-checkpoint go from the gathered copy to the nodes that lack them.
+Folders that all nodes need are passed from node to node, so that each byte crosses a link once. Parts of a checkpoint
+go from the gathered copy to the nodes that lack them.
 """
 
 import secrets
@@ -33,9 +33,9 @@ _AT_ONCE = 16
 
 
 def part(tag: FoundTag, names: Iterable[str], ranks: Sequence[int]) -> list[Wanted]:
-    """What a node must have to resume from a tag: the files ``names`` that its ranks read, and its ranks' sidecars.
+    """What a node needs to resume from a tag: the files ``names`` that its ranks read, and its ranks' sidecars.
 
-    In place of a file of another node's rank, the replica that one of its own ranks recorded will do.
+    Instead of a file of another node's rank, the replica that one of its own ranks recorded is accepted.
     """
     replicas = {name: digest for rank in ranks for name, digest in tag.sidecars[rank].replicas.items()}
     files = [
@@ -58,10 +58,10 @@ def restore(
     progress: Progress = silent,
     recorded: Collection[str] | None = None,
 ) -> None:
-    """Give each host what it lacks, or has damaged, of its part: copies of files of the folder ``source``, verified.
+    """Give each host the files of its part that it lacks or has damaged: verified copies from the folder ``source``.
 
-    ``place`` is the folder there, such as ``paths.tag_place``. Files come in the order of the part, so sidecars last.
-    A copy there that cannot be read now is moved aside, and so is a pickle that is not ``recorded``, where that is
+    ``place`` is the folder there, such as ``node_folders.tag_place``. Files come in the order of the part, so sidecars
+    come last. A copy there that cannot be read now is set aside, and so is a pickle that is not in ``recorded``, if
     given. Raises the first HostError, after all hosts have ended.
     """
     telling = _Restored(progress, sum(each.size for wanted in parts.values() for each in wanted))
@@ -77,14 +77,14 @@ def restore(
 
 
 class _Restored:
-    """How far all hosts are."""
+    """The progress of all hosts together."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """So many bytes more are where they belong."""
+        """Report that ``count`` more bytes have arrived."""
         with self._lock:
             self._done += count
             self._progress("checkpoint bytes restored", min(self._done, self._total), self._total)
@@ -96,7 +96,7 @@ def _give(nodes: Nodes, host: str, request: dict[str, Any], source: Path, restor
 
 
 def files_of_record(record: Record) -> list[Wanted]:
-    """What to stage of a record that lies in one folder: its files, and the manifest last."""
+    """What to stage of a record that is in one folder: its files, and the manifest last."""
     digests = {name: digest_file(record.path / name) for name in [*sorted(record.files), MANIFEST]}
     return [Wanted.of(name, digest) for name, digest in digests.items()]
 
@@ -110,11 +110,11 @@ def stage_folder(
     progress: Progress = silent,
     beside: Mapping[str, int] | None = None,
 ) -> None:
-    """Have every node hold these files of the folder ``source`` in its ``place``, verified, pinned for the run.
+    """Copy these files of the folder ``source`` to ``place`` on every node, verified, and pin them for the run.
 
-    Each keeps room for as many bytes as the run will write ``beside`` on that host. What a node has whole is not sent
-    again, and what broke off goes on where it stood. A node that does not reach the one before it takes from the head.
-    Raises the HostError of the first node that does not get there.
+    Each node reserves disk space for the bytes that the run will write ``beside`` them on that host. Files that a node
+    already has complete are not sent again, and interrupted transfers resume. A node that cannot reach the previous one
+    copies from the head. Raises the HostError of the first node that fails.
     """
     if not nodes.hosts:
         return
@@ -130,7 +130,7 @@ def stage_folder(
 
 
 def release(nodes: Nodes, run_name: str) -> dict[str, HostError | None]:
-    """A run has ended: what was staged for it may go when room is needed; the error of each node that was not told."""
+    """Allow nodes to remove what was staged for a run that has ended; returns the error of each node that failed."""
     answers = nodes.ask("release", lambda _: nodes.request(run_name=run_name), deadline_seconds=60.0)
     return {host: each if isinstance(each, HostError) else None for host, each in answers.items()}
 
@@ -146,7 +146,7 @@ class _Staging:
         self._lock = threading.Lock()
 
     def one(self, number: int, request: Message) -> None:
-        """Talk with a node until it has everything, and the next one, too."""
+        """Serve a node until it and the next one have everything."""
         host = self._nodes.hosts[number]
         try:
             with conversation(self._nodes, host, "stage", request) as channel:
@@ -168,16 +168,16 @@ class _Staging:
 
 
 def _server(channel: Channel) -> Message:
-    """Where the node serves others."""
+    """Where the node serves files to others."""
     message = channel.hear()
     if message is None:
-        raise BrokenOff("it ended before it had begun")
+        raise BrokenOff("it ended before it started to serve files")
     server: Message = message["listening"]
     return server
 
 
 def provide(run: NodeRun, job: TrainJob, progress: Progress) -> None:
-    """Give each node what its ranks read of a job that has the head's paths. Raises HostError."""
+    """Give each node the files that its ranks read for a job, which has the head's paths. Raises HostError."""
     _stage(run, job.shards_folder, files_of_record(job.shards()), place_of_shards(job), progress)
     if (told := job.consolidated) is not None:
         files = files_of_record(Weights.load(told.folder))
@@ -210,7 +210,7 @@ def _read_by(tag: FoundTag, ranks: range) -> set[str]:
 
 
 def _continue_metrics(run: NodeRun, job: TrainJob, progress: Progress) -> None:
-    """Have rank 0 go on with the lines that the head has; and every node a folder of the run."""
+    """Let rank 0 continue the metrics that the head has, and create the run's folder on every node."""
     step = job.consolidated.clock.step if job.consolidated else step_of(job.resume_tag) if job.resume_tag else 0
     drop_after(run.folder / METRICS, step)
     wanted = {host: listed(run.folder, [METRICS]) if host == run.first else [] for host in run.nodes.hosts}

@@ -1,4 +1,4 @@
-"""Before ranks start: the newest complete checkpoint, wherever its parts are, is had on the head, verified."""
+"""Before ranks start: gathers the newest complete checkpoint to the head, wherever its parts are, and verifies it."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,18 +36,18 @@ _log = logging.getLogger(__name__)
 
 
 def recover(run: NodeRun, progress: Progress) -> None:
-    """Have the gathered copy hold the newest checkpoint that is complete anywhere; none where none ever was.
+    """Gather the newest checkpoint that is complete anywhere; does nothing if none ever was.
 
-    Hosts that had something of it and are not among the run's any more are asked too. Damaged checkpoints that are
-    newer are moved aside everywhere. Where the user asked to begin again, all are; on hosts that do not answer, as soon
-    as they do. Raises NothingVerifies where checkpoints were complete and are no more, Unreadable, UnknownVersion and
-    UnlistedFile where that cannot be known, and HostError when a host of the run does not answer.
+    Hosts that had parts of it and are no longer part of the run are asked too. Newer checkpoints that are damaged are
+    set aside everywhere. If the user asked to begin again, all checkpoints are; on hosts that do not answer, as soon as
+    they do. Raises NothingVerifies if checkpoints were complete but no longer are; Unreadable, UnknownVersion and
+    UnlistedFile if that cannot be determined; and HostError if a host of the run does not answer.
     """
     former = former_hosts(run)
-    if run.nodes.code is not None:  # a launch has sent it to its own hosts alone
-        former = hosts_with_code(run.nodes.transport, former, "a former host is not asked for checkpoints")
+    if run.nodes.code is not None:  # a launch has sent it only to its own hosts
+        former = hosts_with_code(run.nodes.transport, former, "cannot ask a former host for checkpoints")
     nodes = replace(run.nodes, hosts=(*run.nodes.hosts, *former))
-    if is_asked_to_begin_again(run.folder):  # what the head has is moved when it comes to choose
+    if is_asked_to_begin_again(run.folder):  # the head sets its own aside when it chooses a checkpoint
         _begin_again(run, nodes)
         return
     found = _survey(run, _begun_again(run, nodes))
@@ -61,7 +61,7 @@ def recover(run: NodeRun, progress: Progress) -> None:
 
 
 def _gathered(run: NodeRun, nodes: Nodes, found: Survey, progress: Progress) -> FoundTag | None:
-    """The newest checkpoint that is whole, which the head has then; None where none ever was complete."""
+    """Gather the newest checkpoint that is intact, and return it; None if none ever was complete."""
     doubtful, damaged = unreadable(found.found), list[str]()
     complete = complete_tags(found.found)
     unknown = sorted(doubtful.keys() - {tag.name for tag in complete}, reverse=True)
@@ -83,21 +83,21 @@ def _gathered(run: NodeRun, nodes: Nodes, found: Survey, progress: Progress) -> 
 
 
 def _require_known(doubtful: Mapping[str, str], names: Sequence[str]) -> None:
-    """Unreadable for the first of these tags, which may be complete: an older one must not take its place."""
+    """Raise Unreadable for the first of these tags, which may be complete: an older one must not be used instead."""
     for name in names:
         if is_tag(name):
-            raise Unreadable(f"{name} may be complete, and this cannot be known now: {doubtful[name]}")
+            raise Unreadable(f"{name} may be complete, but this cannot be checked now: {doubtful[name]}")
 
 
 def _once_complete_and_newer(run: NodeRun, found: Survey, chosen: str) -> list[str]:
-    """Tags that were complete once; one that never was, as of a save that was killed, may be written again."""
+    """Newer tags that were complete once. One that never was, such as a save that was killed, may be overwritten."""
     last, finished = last_complete(run.folder), finished_once(found.found)
     names = sorted({name for inventory in found.found.values() for name in inventory if is_tag(name)})
     return [name for name in names if name > chosen and (name in finished or (last is not None and name <= last.tag))]
 
 
 def _begun_again(run: NodeRun, nodes: Nodes) -> Nodes:
-    """Those whose checkpoints are all of this beginning; others are asked once more to move what they have aside."""
+    """The nodes whose checkpoints date from after the run began again. Others are first asked to set theirs aside."""
     if late := [host for host in nodes.hosts if host in checkpoint_record.not_begun_again(run.folder)]:
         _begin_again(run, nodes.on(*late))
     without = checkpoint_record.not_begun_again(run.folder)
@@ -112,7 +112,7 @@ def _begin_again(run: NodeRun, nodes: Nodes) -> None:
 
 
 def _move_aside(run: NodeRun, nodes: Nodes, tags: list[str] | None, why: str) -> list[str]:
-    """Also on the head, unless all tags are meant; names the former hosts that did not answer."""
+    """Set tags aside on nodes, and on the head unless ``tags`` is None; returns former hosts that did not answer."""
     silent = []
     for host, answer in move_aside_on(nodes, run.name, tags, why).items():
         if not isinstance(answer, HostError):
@@ -128,7 +128,7 @@ def _move_aside(run: NodeRun, nodes: Nodes, tags: list[str] | None, why: str) ->
 
 
 def former_hosts(run: NodeRun) -> list[str]:
-    """Hosts that may have parts of checkpoints and are not among the run's any more."""
+    """Hosts that may have parts of checkpoints and are no longer part of the run."""
     return [host for host in dict.fromkeys(_former(run.folder)) if host not in run.nodes.hosts]
 
 
@@ -137,7 +137,7 @@ def _survey(run: NodeRun, nodes: Nodes) -> Survey:
     for host, error in found.silent.items():
         if host in run.nodes.hosts:
             raise error
-        _log.warning("%s, which has trained this run before, is not asked for checkpoints: %s", host, error)
+        _log.warning("cannot ask %s, which has trained this run before, for checkpoints: %s", host, error)
     for name, why in missing_parts(found.found).items():
         _log.warning("%s is passed over: %s", name, why)
     return found
@@ -151,7 +151,7 @@ def _former(run_folder: Path) -> Iterator[str]:
 
 
 def _collect_metrics(run: NodeRun) -> None:
-    """Steps that the head has not heard of; a node that is new has none, and one that is back has old ones."""
+    """Fetch metrics of steps that the head lacks. A new node has none, and one that has come back has old ones."""
     with TemporaryDirectory(prefix=".metrics-", dir=run.folder, ignore_cleanup_errors=True) as folder:
         collect(run.nodes, run.first, run.place, [METRICS], Path(folder))
         theirs, ours = Path(folder, METRICS), run.folder / METRICS

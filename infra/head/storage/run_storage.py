@@ -1,4 +1,4 @@
-"""What a launch over hosts asks of storage, whether hosts share the root or have disks of their own."""
+"""What a launch over hosts needs from storage, whether hosts share the root or have their own disks."""
 
 import logging
 import time
@@ -29,17 +29,17 @@ from t5train.spec.rank_job import TrainJob
 
 
 class RunStorage(Protocol):
-    """Where the files of a run are while its ranks are at work."""
+    """Where the files of a run are while its ranks are running."""
 
     @property
     def owner(self) -> str | None:
-        """Unique id of the run that files on the hosts' own disks belong to; None where there are none."""
+        """Unique id of the run that owns the files on the hosts' own disks; None if there are none."""
         ...
 
     def claim(self, are_ranks_at_work: bool) -> None:
-        """Have the run's files on its hosts for this head alone; RunOwned if another head has them.
+        """Claim the run's files on its hosts for this head alone. Raises RunOwned if another head owns them.
 
-        Where ranks of this head are at work already, a host that does not answer for a while is no obstacle.
+        If ranks of this head are already running, hosts that do not answer for a while are tolerated.
         """
         ...
 
@@ -48,21 +48,21 @@ class RunStorage(Protocol):
         ...
 
     def make_ready(self, attempt_folder: Path) -> Path:
-        """Have what ranks begin from where they read it, and the file that tells them their job, in that folder."""
+        """Put what ranks begin from where they read it; returns the file with their job, written to this folder."""
         ...
 
     def following(self, num_saved: Callable[[], int]) -> AbstractContextManager[None]:
-        """A block in which ranks are at work; ``num_saved`` counts what hosts tell of checkpoints."""
+        """A context in which ranks run; ``num_saved`` counts the checkpoint files that hosts report."""
         ...
 
     def take_home(self) -> None:
-        """Have on the head what ranks that did their work have left."""
+        """Collect on the head the results of ranks that have finished their work."""
         ...
 
 
 @dataclass(frozen=True)
 class SharedStorage:
-    """The root itself, which every host has."""
+    """The root itself, which all hosts share."""
 
     write_job: Callable[[Path], Path]
 
@@ -71,25 +71,25 @@ class SharedStorage:
         """Hosts have no files of their own."""
 
     def claim(self, are_ranks_at_work: bool) -> None:
-        """The lock of the run's folder is enough."""
+        """Does nothing: the lock of the run's folder is enough."""
 
     def require_claimed(self) -> None:
-        """As above."""
+        """Does nothing, as above."""
 
     def make_ready(self, attempt_folder: Path) -> Path:
-        """Nothing has to move."""
+        """Only write the job: no files have to be moved."""
         return self.write_job(attempt_folder)
 
     def following(self, num_saved: Callable[[], int]) -> AbstractContextManager[None]:  # noqa: ARG002 - as RunStorage has it
-        """Nor while ranks are at work."""
+        """Does nothing while ranks run."""
         return nullcontext()
 
     def take_home(self) -> None:
-        """Nor afterwards."""
+        """Does nothing."""
 
 
 _AGAIN_SECONDS = (5.0, 15.0)
-"""After which a host that did not answer is asked again, when all that is left is to gather what it has."""
+"""Delays before asking a host again that did not answer, when only gathering its results is left to do."""
 _log = logging.getLogger(__name__)
 
 
@@ -99,40 +99,42 @@ class NodeLocalStorage:
 
     run: NodeRun
     write_job: Callable[[Path], Path]
-    """Writes the job that ranks on the head would have, in the folder of an attempt."""
+    """Writes the job, with the head's paths, to the folder of an attempt."""
     progress: Progress
     adopt: bool = False
     """Whether to take the run over from another head whose lease has expired."""
 
     @property
     def owner(self) -> str:
-        """As RunStorage has it."""
+        """See RunStorage."""
         return self.run.owner.unique_id
 
     def claim(self, are_ranks_at_work: bool) -> None:
-        """On the hosts of the run, and on those that have left it and answer."""
+        """Claim the run on its hosts, and on former hosts that answer."""
         former = former_hosts(self.run)
-        if self.run.nodes.code is not None:  # a launch has sent it to its own hosts alone
-            former = hosts_with_code(self.run.nodes.transport, former, "a former host is not asked whose run it has")
+        if self.run.nodes.code is not None:  # a launch has sent it only to its own hosts
+            former = hosts_with_code(
+                self.run.nodes.transport, former, "cannot ask a former host which head owns the run"
+            )
         hosts = self.run.nodes.hosts
         required, others = ((), (*hosts, *former)) if are_ranks_at_work else (hosts, former)
         if adopted := claim(self.run, required, others, self.adopt):
             self._report(adopted)
 
     def _report(self, adopted: Sequence[Owner]) -> None:
-        """Also record the newest checkpoint: hosts that have the rest of it may not be among those of this head."""
+        """Log the adoption, and record the newest checkpoint: this head may lack the hosts with the rest of it."""
         found = survey(self.run.nodes, self.run.name, self.run.checkpoints)
         checkpoint_record.note_adopted(self.run.folder, found)
         tags = list(dict.fromkeys(tag.name for tag in complete_tags(found.found)))
-        what = f"{', '.join(tags)} complete, goes on from {tags[0]}" if tags else "no checkpoint complete"
-        _log.warning("run %s is adopted from %s: %s", self.run.folder.name, "; ".join(map(str, adopted)), what)
+        what = f"{', '.join(tags)} complete, resuming from {tags[0]}" if tags else "no checkpoint is complete"
+        _log.warning("run %s was adopted from %s: %s", self.run.folder.name, "; ".join(map(str, adopted)), what)
 
     def require_claimed(self) -> None:
-        """Asked while ranks are at work."""
+        """See RunStorage; called while ranks are running."""
         require_claimed(self.run.folder)
 
     def make_ready(self, attempt_folder: Path) -> Path:
-        """Recover the newest checkpoint, and bring it and the token shards to those who read them."""
+        """Recover the newest checkpoint, and bring it and the token shards to the nodes that read them."""
         relayed(partial(recover, self.run), self.progress)
         path = self.write_job(attempt_folder)
         job = TrainJob.read(path)
@@ -142,7 +144,7 @@ class NodeLocalStorage:
 
     @contextmanager
     def following(self, num_saved: Callable[[], int]) -> Iterator[None]:
-        """Gather what is saved meanwhile; also what ranks have saved that were told to end, as hosts may go then."""
+        """Gather checkpoints as they are saved, and those that ranks save when told to end, as hosts may go then."""
         follower = CheckpointSync(self.run, num_saved)
         try:
             yield
@@ -157,19 +159,19 @@ class NodeLocalStorage:
         try:
             relayed(partial(checkpoint_sync.keep_up, self.run), self.progress)
         except T5TrainError as error:
-            _log.warning("what was saved last is on the hosts alone: %s", error)
+            _log.warning("the last checkpoint is only on the hosts: %s", error)
 
     def take_home(self) -> None:
         """Gather the last checkpoint, and collect the witness and the metrics.
 
-        From then on what was staged for the run may give way to others. Raises NotGathered if a host does not answer,
-        also when it is asked again.
+        From then on, what was staged for the run may be removed to free space. Raises NotGathered if a host does not
+        answer after several tries.
         """
         for seconds in _AGAIN_SECONDS:
             try:
                 return self._take_home()
             except HostError as error:
-                _log.warning("training is done, and its result is not gathered yet: %s", error)
+                _log.warning("training is done, but its result is not gathered yet: %s", error)
             time.sleep(seconds)
         try:
             self._take_home()
@@ -180,9 +182,9 @@ class NodeLocalStorage:
         held = complete_tags({HEAD: inventory_of(self.run.checkpoints)})
         lost = ", ".join(error.hosts) or "the host"
         return NotGathered(
-            f"training is done, but {lost} was lost before the head had all of the result: {error}. Start the same "
+            f"training is done, but {lost} was lost before the head had the whole result: {error}. Start the same "
             f"command again when {lost} answers: it gathers the rest, and no step is trained again. If {lost} is gone "
-            f"for good, let another host take its place (--exclude, --spares): training then goes on from "
+            f"for good, replace it with another host (--exclude, --spares): training then resumes from "
             f"{held[0].name if held else 'the beginning'}",
             error.hosts,
         )
@@ -195,4 +197,4 @@ class NodeLocalStorage:
         end_claim(self.run.folder)
         for host, error in release(self.run.nodes, self.run.name).items():
             if error is not None:
-                _log.warning("what was staged on %s for this run stays: %s", host, error)
+                _log.warning("files staged on %s for this run are not released: %s", host, error)

@@ -2,19 +2,19 @@
 
 ::
 
-    attempt.json            its run id, who answers for it, how long what may take
+    attempt.json            its run id, the head responsible for it, and its time limits
     launcher.log            output of DeepSpeed's launcher
     rank-00000.log          output of a rank
-    rank-00000.pid          its process (also the number of its process group) and its guard's
+    rank-00000.pid          its process (whose pid is also its process group) and its guard
     rank-00000.beat         its signs of life (t5train.rank.heartbeat)
     rank-00000.exit.json    how it ended; written by its guard (infra.node.attempts.exit_record)
-    stop                    there once the launcher was told to end, and thereby all
+    stop                    exists once the launcher, and thereby every rank, was told to stop
     rank-00000.error.json   the error it raised, if it was one of this project's (t5train.rank.error_report)
 
-The launcher has .log, .pid and .exit.json too. On one machine that folder is ``{run}/attempts/NNNN``. Over hosts each
-has one of its own (infra.node.node_folders), with ``lease`` (infra.node.attempts.head_lease) and ``environment.json``
-(infra.node.attempts.rank_environment) besides; at the end all that lies there is gathered in ``{run}/attempts/NNNN``,
-whose attempt.json names the hosts. Standard library only, as the guards import it.
+The launcher has .log, .pid and .exit.json too. On one machine, the folder is ``{run}/attempts/NNNN``. With several
+hosts, each has its own folder (infra.node.node_folders), which also contains ``lease`` (infra.node.attempts.head_lease)
+and ``environment.json`` (infra.node.attempts.rank_environment). At the end, all of these files are collected in
+``{run}/attempts/NNNN``, whose attempt.json names the hosts. Standard library only, as the guards import it.
 """
 
 import json
@@ -38,49 +38,49 @@ STOP = "stop"
 
 
 def now() -> str:
-    """UTC, ISO 8601, to the microsecond: sorts as text."""
+    """The current UTC time in ISO 8601, with microseconds, so that it sorts as text."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start, as a machine knows it: its folder there, the id its processes carry, and who answers for it."""
+    """One start, as one machine knows it: its folder there, the run id of its processes, and the responsible head."""
 
     folder: Path
     run_id: str
     run_name: str
     number: int
     head: ProcessIdentity | None
-    """The process that answers for it, where all is on one machine."""
+    """The process responsible for it, if everything is on one machine."""
     lease_seconds: float | None
-    """How long ranks go on without word from the head, where it is elsewhere. Just one of the two is set."""
+    """How long ranks continue without a message from a head elsewhere. Exactly one of this and ``head`` is set."""
     grace_seconds: float = 30.0
-    """How long ranks that are told to end may take to save."""
+    """How long ranks that are told to stop may take to save."""
     beat_seconds: float = 10.0
-    """How long a rank may be without a sign of life."""
+    """How long a rank may go without a sign of life."""
     accelerator: str | None = None
     slots: tuple[int, ...] = ()
     """Accelerators of this machine that it uses, by LOCAL_RANK."""
     host: str = field(default_factory=socket.gethostname)
-    """This machine's name in the hostfile, or its own."""
+    """This machine's name in the hostfile, or else its hostname."""
     started_at: str = field(default_factory=now)
     code: str | None = None
-    """Digest of the code that its hosts were sent; None where they have it installed."""
+    """Digest of the code that was sent to its hosts; None if they have it installed."""
     hosts: Mapping[str, tuple[int, ...]] | None = None
-    """Slots by the name of the host, in the order of ranks; only in the run's own folder, and None for one machine."""
+    """Slots by host name, in the order of ranks. Set only in the run's own folder; None if there is one machine."""
 
     def write(self) -> None:
-        """Record it in its folder, which must be there."""
+        """Write attempt.json to its folder, which must exist."""
         write_json(self.folder / ATTEMPT, self.facts())
 
     def facts(self) -> dict[str, Any]:
-        """What attempt.json tells of it."""
+        """The contents of attempt.json."""
         facts = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "folder"}
-        hosts = self.hosts and list(self.hosts.items())  # names of an object would be sorted
+        hosts = self.hosts and list(self.hosts.items())  # a list: the keys of a JSON object would be sorted
         return facts | {"head": self.head and asdict(self.head), "hosts": hosts}
 
     def rank_files(self, name: str) -> Path:
-        """Where a rank of that name leaves files of its own, up to their suffix."""
+        """The path of the files of the rank of that name, without their suffix."""
         return self.folder / name
 
     def log(self, name: str) -> Path:
@@ -92,7 +92,7 @@ class Attempt:
         write_json(self.folder / f"{name}.pid", {"process": asdict(process), "guard": asdict(guard)})
 
     def reserve_exit(self, name: str) -> None:
-        """Make room for the exit record of that name, which is to be written although the disk be full by then."""
+        """Reserve disk space for the exit record of that name, which must be written even if the disk is full."""
         exit_record.reserve(self.folder, name)
 
     def write_exit(self, record: ExitRecord) -> None:
@@ -100,11 +100,11 @@ class Attempt:
         exit_record.write(self.folder, record)
 
     def exit_record(self, name: str) -> ExitRecord | None:
-        """How the process of that name ended; None while it has not, or if its guard was killed."""
+        """How the process of that name ended; None if it is still running, or if its guard was killed."""
         return exit_record.read(self.folder, name)
 
     def guards(self) -> list[ProcessIdentity]:
-        """Guards of this machine's ranks that still run."""
+        """The running guards of this machine's ranks."""
         recorded = [json.loads(path.read_text("utf-8")) for path in sorted(self.folder.glob("rank-*.pid"))]
         guards = [ProcessIdentity(**facts["guard"]) for facts in recorded]
         return [guard for guard in guards if guard.is_alive()]
@@ -115,24 +115,24 @@ class Attempt:
             if path.stem == name:
                 continue
             guard = ProcessIdentity(**json.loads(path.read_text("utf-8"))["guard"])
-            is_alive = guard.is_alive()  # asked before the record, which it outlives
+            is_alive = guard.is_alive()  # checked before the record, which the guard writes before it ends
             record = self.exit_record(path.stem)
             if (record is None and not is_alive) or (record is not None and record.is_failure):
                 return path.stem
         return None
 
     def order_stop(self) -> None:
-        """Have the head tell all ranks to save and end."""
+        """Have the head tell all ranks to save and stop."""
         (self.folder / STOP).touch(mode=0o600)
 
     @property
     def is_stop_ordered(self) -> bool:
-        """Whether somebody had the launcher told to end, and thereby all."""
+        """Whether the launcher, and thereby every rank, was told to stop."""
         return (self.folder / STOP).exists()
 
 
 def launcher_run_id(run_id: str) -> str:
-    """What processes of the launcher over hosts carry: its head may be one of them, and it ends in another way."""
+    """The run id of the launcher's processes with several hosts. A head that is also a host ends them differently."""
     return f"{run_id}-head"
 
 
@@ -150,7 +150,7 @@ def begin(
 ) -> Attempt:
     """Make the next attempt folder of a run (0001, 0002, ...), readable by its owner only.
 
-    Of ``head`` and ``lease_seconds`` one is None; ``facts`` are further fields of Attempt.
+    One of ``head`` and ``lease_seconds`` is None; ``facts`` are further fields of Attempt.
     """
     number = max(_numbers(run_folder), default=0) + 1
     folder = attempt_folder(run_folder, number)
@@ -163,12 +163,12 @@ def begin(
 
 
 def read(folder: Path) -> Attempt:
-    """The attempt that lives in a folder."""
+    """The attempt that is recorded in a folder."""
     return of_facts(folder, json.loads((folder / ATTEMPT).read_text("utf-8")))
 
 
 def of_facts(folder: Path, facts: Mapping[str, Any]) -> Attempt:
-    """The attempt that attempt.json tells of."""
+    """The attempt that the contents of attempt.json describe."""
     head, hosts = facts["head"], facts["hosts"]
     parsed = {
         "head": head and ProcessIdentity(**head),
@@ -179,12 +179,12 @@ def of_facts(folder: Path, facts: Mapping[str, Any]) -> Attempt:
 
 
 def attempt_folder(run_folder: Path, number: int) -> Path:
-    """Where attempt ``number`` of a run lives."""
+    """The folder of attempt ``number`` of a run."""
     return run_folder.absolute() / ATTEMPTS / f"{number:04d}"
 
 
 def living_processes(run_folder: Path) -> list[int]:
-    """Pids of recorded launchers, ranks and their guards, of any attempt of the run, that still run."""
+    """Pids of the recorded launchers, ranks and guards, of any attempt of the run, that are still running."""
     recorded = [json.loads(path.read_text("utf-8")) for path in (run_folder / ATTEMPTS).glob("*/*.pid")]
     processes = [ProcessIdentity(**facts[role]) for facts in recorded for role in ("process", "guard")]
     return sorted(process.pid for process in processes if process.is_alive())

@@ -1,10 +1,10 @@
 """Actions on an attempt of this machine: prepare its folder, end its processes, pack its logs, remove it.
 
-Also the shared memory of DeepSpeed's CPU collectives, which outlives the ranks that made it. Where all ranks are on one
-machine, each makes a file of 66 MiB in /dev/shm, named after its user, the rendezvous and its number, and never removes
-it: memory that is lost until the machine is restarted, and that later ranks with the same port would map before its
-owner has cleared it. A file that does not fit is cut off silently, and the rank dies of SIGSEGV or SIGBUS when it reads
-on. Standard library only, as the guards import it.
+This module also checks and removes the shared memory of DeepSpeed's CPU collectives, which outlives the ranks that
+created it. If all ranks are on one machine, each creates a file of 66 MiB in /dev/shm, named after its user, the
+rendezvous and its rank, and never removes it. That memory is lost until the machine is restarted, and later ranks with
+the same port would map it before its owner has cleared it. A file that does not fit is truncated silently, and the rank
+dies of SIGSEGV or SIGBUS when it reads beyond the end. Standard library only, as the guards import it.
 """
 
 import gzip
@@ -29,18 +29,18 @@ from t5train.errors import StorageError
 from t5train.files.atomic import write_json, write_text
 from t5train.files.run_folder import ATTEMPT_SPEC
 
-SEGMENTS = Path("/dev/shm")  # noqa: S108 - where shm_open keeps them, by the operating system's rules
+SEGMENTS = Path("/dev/shm")  # noqa: S108 - where shm_open of the operating system keeps them
 RANK_BYTES = 67 << 20
-"""What a rank takes at the most: the buffers of csrc/cpu/comm/shm.cpp, and its head."""
+"""The most that a rank uses: the buffers of csrc/cpu/comm/shm.cpp, and their header."""
 REMEDY = (
-    "enlarge it (docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm), or end what else uses it "
-    "(ls -lS /dev/shm)"
+    "enlarge it (docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm), or stop other programs "
+    "that use it (ls -lS /dev/shm)"
 )
 _ADDRESS, _PORT, _RANK = "MASTER_ADDR", "MASTER_PORT", "RANK"
 
 
 class Room(NamedTuple):
-    """Bytes of /dev/shm."""
+    """Free and total bytes of /dev/shm."""
 
     free: int
     total: int
@@ -50,7 +50,7 @@ class Room(NamedTuple):
 
 
 def room() -> Room | None:
-    """What there is on this machine; None where there is no /dev/shm."""
+    """The size of /dev/shm on this machine; None if it does not exist."""
     try:
         found = os.statvfs(SEGMENTS)
     except FileNotFoundError:
@@ -59,17 +59,17 @@ def room() -> Room | None:
 
 
 def require_room(num_ranks: int) -> None:
-    """StorageError unless the collectives of so many ranks, all on this machine and its CPU, find their memory."""
+    """Raise StorageError if /dev/shm is too small for the collectives of that many CPU ranks, all on this machine."""
     found = room()
     if found is not None and (problem := shortage(found, num_ranks * RANK_BYTES)) is not None:
         raise StorageError(f"this machine: {problem}")
 
 
 def shortage(found: Room, needed_bytes: int) -> str | None:
-    """What is wrong with a /dev/shm, and what to do; None if it has room."""
+    """What is wrong with a /dev/shm, and what to do; None if it has enough free space."""
     if found.free >= needed_bytes:
         return None
-    return f"{SEGMENTS} has {found}, its ranks' collectives need {needed_bytes >> 20} MiB: {REMEDY}"
+    return f"{SEGMENTS} has {found}, but its ranks' collectives need {needed_bytes >> 20} MiB: {REMEDY}"
 
 
 def remove_of_rank(environment: Mapping[str, str] = os.environ) -> None:
@@ -80,7 +80,7 @@ def remove_of_rank(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def remove_all(address: str, port: int) -> None:
-    """Remove the segments of every rank of this machine that met there. All of them must have ended."""
+    """Remove the segments of all ranks of this machine with that rendezvous. All of them must have ended."""
     for segment in SEGMENTS.glob(f"{_prefix(address, str(port))}*"):
         segment.unlink(missing_ok=True)
 
@@ -90,25 +90,25 @@ def _prefix(address: str, port: str) -> str:
 
 
 GUARDS_SECONDS = 6.0
-"""Longer than guards take that end their rank and write down how it ended."""
+"""Longer than a guard takes to end its rank and write the exit record."""
 MEETING = "meeting.json"
-"""In the folder of an attempt: address and port at which its ranks meet."""
+"""In the folder of an attempt: the address and port of its rendezvous."""
 
 
 def end(request: dict[str, Any]) -> dict[str, Any]:
-    """End the attempt ``run_id``; ``left`` are pids that outlived SIGKILL."""
+    """End the attempt ``run_id``; ``left`` are the pids that survived SIGKILL."""
     return {"left": sorted(end_attempt(attempt_folder(request["run_id"])))}
 
 
 def end_attempt(folder: Path) -> set[int]:
-    """End one attempt; returns the pids that outlived even SIGKILL.
+    """End one attempt; returns the pids that survived SIGKILL.
 
-    A guard that is told to end and finds no lease knows that there is no time to save, ends its rank and writes down
-    how; one that starts now starts nothing.
+    A guard that gets SIGTERM and finds no lease knows that there is no time to save: it ends its rank and writes the
+    exit record. A guard that starts now does not start its rank.
     """
-    with suppress(OSError):  # on a disk that cannot be written the lease runs out by itself
+    with suppress(OSError):  # if the disk cannot be written, the lease expires by itself
         (folder / head_lease.LEASE).unlink(missing_ok=True)
-    # Of a head on this machine that was fenced: on SIGTERM it would end processes of every host by their name.
+    # The launcher of a fenced head on this machine: on SIGTERM, it would end processes on every host by name.
     processes.end(processes.in_run(attempt.launcher_run_id(folder.name)), grace_seconds=0)
     processes.end(processes.given(str(folder)), GUARDS_SECONDS)
     left = processes.end(of_attempt(folder), grace_seconds=0)
@@ -118,7 +118,7 @@ def end_attempt(folder: Path) -> set[int]:
 
 
 def of_attempt(folder: Path) -> Belongs:
-    """Ranks carry the run id; guards, and DeepSpeed's launcher of this machine, were given the folder."""
+    """Selects its processes: ranks have its run id; guards and this machine's DeepSpeed launcher got its folder."""
     in_run, given = processes.in_run(folder.name), processes.given(str(folder))
     return lambda pid: in_run(pid) or given(pid)
 
@@ -131,27 +131,27 @@ def remove_segments(folder: Path) -> None:
 
 
 _KEPT_BYTES = 32 << 20
-"""Of a log that is longer, the end is gathered."""
+"""Of a longer log, only the end is sent."""
 
 
 def prepare(request: dict[str, Any]) -> dict[str, Any]:
-    """Make the folder of attempt ``run_id``, with what guard and ranks are to know; it must not be there yet.
+    """Create the folder of attempt ``run_id``, with the files that guards and ranks read; it must not exist yet.
 
     ``attempt``, ``environment`` and ``meeting`` are JSON, ``files`` are texts by name. ``owner`` is the unique id of
-    the run, if its ranks write on this machine's own disk; RunOwned is raised if another head has the run there by now.
+    the run if its ranks write to this machine's own disk; RunOwned is raised if another head has taken the run there.
     """
     _require_own_run(request)
     folder = attempt_folder(request["run_id"])
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
-        raise StorageError(f"{folder} is there already: another head prepared this very attempt") from None
+        raise StorageError(f"{folder} already exists: another head has prepared this attempt") from None
     write_json(folder / ENVIRONMENT, request["environment"])
     write_json(folder / MEETING, request["meeting"])
     for name, text in request["files"].items():
         write_text(folder / Path(name).name, text)
     attempt.of_facts(folder, request["attempt"]).write()
-    remove_segments(folder)  # nothing listens there, so what lies there is a dead run's
+    remove_segments(folder)  # nothing listens on that port, so these are a dead run's
     head_lease.begin(folder)
     return {"folder": str(folder), "boot_id": processes.boot_id()}
 
@@ -163,7 +163,7 @@ def _require_own_run(request: dict[str, Any]) -> None:
 
 
 def logs(request: dict[str, Any]) -> None:
-    """Write the files of attempt ``run_id`` to stdout, as a gzipped tar; its environment stays here."""
+    """Write the files of attempt ``run_id`` to stdout as a gzipped tar, without its environment."""
     folder = attempt_folder(request["run_id"])
     with (
         gzip.GzipFile(fileobj=sys.stdout.buffer, mode="wb", compresslevel=1) as stdout,
@@ -175,7 +175,7 @@ def logs(request: dict[str, Any]) -> None:
 
 
 def remove(request: dict[str, Any]) -> dict[str, Any]:
-    """Remove the folder of attempt ``run_id``, if it is there."""
+    """Remove the folder of attempt ``run_id`` if it exists."""
     folder = attempt_folder(request["run_id"])
     if folder.exists():
         shutil.rmtree(folder)
@@ -186,7 +186,7 @@ def _pack(packed: tarfile.TarFile, path: Path) -> None:
     with open(path, "rb") as file:
         size = file.seek(0, io.SEEK_END)
         file.seek(max(0, size - _KEPT_BYTES))
-        content = file.read(_KEPT_BYTES)  # read before it is told how long it is: a log may still grow
+        content = file.read(_KEPT_BYTES)  # read before its size is recorded: a log may still grow
     member = tarfile.TarInfo(path.name)
     member.size, member.mode, member.mtime = len(content), 0o600, int(path.stat().st_mtime)
     packed.addfile(member, io.BytesIO(content))

@@ -1,4 +1,4 @@
-"""How a guarded process ended, and why: written by its guard, and the only word on it that counts.
+"""How a guarded process ended, and why: written by its guard, and authoritative.
 
 Standard library only, as the guards import it.
 """
@@ -21,13 +21,13 @@ class Cause(StrEnum):
     """What ended a guarded process."""
 
     EXITED = "exited"
-    """It ended of its own accord, or by a signal that was not its guard's."""
+    """It ended by itself, or by a signal that its guard did not send."""
     TOLD = "told"
-    """Its guard was told to end it."""
+    """Its guard was told to stop it."""
     HEAD = "head"
-    """The head died, or was not heard of for too long."""
+    """The head died, or sent no message for too long."""
     PARENT = "parent"
-    """What had started its guard died."""
+    """The parent process of its guard died."""
     BEAT = "beat"
     """It gave no sign of life."""
     PHASE = "phase"
@@ -42,7 +42,7 @@ class ExitRecord:
 
     name: str
     returncode: int | None
-    """As subprocess has it: minus the signal's number when a signal ended it; None if it never started."""
+    """As in subprocess: the negative signal number if a signal ended it; None if it never started."""
     cause: Cause
     reason: str
     """The cause in words."""
@@ -50,21 +50,21 @@ class ExitRecord:
     ended_at: str
     host: str = ""
     oom_kills: int = 0
-    """Processes that the kernel of its machine killed meanwhile for want of memory, whosever they were."""
+    """How many processes on its machine, of any user, the kernel's OOM killer ended while it ran."""
     free_bytes: int | None = None
-    """Of the attempt's disk, at the end."""
+    """Free bytes on the attempt's disk at the end."""
     shared_memory_free_bytes: int | None = None
-    """Of /dev/shm, at the end; None where there is none."""
+    """Free bytes in /dev/shm at the end; None if there is none."""
     shared_memory_bytes: int | None = None
 
     @property
     def succeeded(self) -> bool:
-        """It did all it had to do, be it that it was told to end just then."""
+        """It completed its work, even if it was told to stop at that moment."""
         return self.returncode == 0 and self.cause in (Cause.EXITED, Cause.TOLD)
 
     @property
     def is_failure(self) -> bool:
-        """It ended before its work was done, and not because it was told to."""
+        """It ended before its work was done, and not because it was told to stop."""
         return not self.succeeded and self.cause != Cause.TOLD
 
     def __str__(self) -> str:
@@ -76,12 +76,12 @@ class ExitRecord:
 
 
 def reserve(folder: Path, name: str) -> None:
-    """Make room for the record of that name, which is to be written although the disk be full by then."""
+    """Reserve disk space for the record of that name, which must be written even if the disk is full."""
     write_text(_reserved(folder, name), " " * _RESERVED_BYTES)
 
 
 def write(folder: Path, record: ExitRecord) -> None:
-    """Write a record into an attempt's folder, into the room that was made for it if there is any."""
+    """Write a record to an attempt's folder, into the disk space reserved for it if there is any."""
     path, reserved = folder / f"{record.name}.exit.json", _reserved(folder, record.name)
     text = json.dumps(asdict(record), indent=1).encode()
     if not reserved.exists() or len(text) > _RESERVED_BYTES:
@@ -104,7 +104,7 @@ def read(folder: Path, name: str) -> ExitRecord | None:
 
 
 def of_facts(facts: Mapping[str, Any]) -> ExitRecord:
-    """The record that its JSON tells of."""
+    """The record that its JSON describes."""
     return ExitRecord(**{**facts, "cause": Cause(facts["cause"])})
 
 

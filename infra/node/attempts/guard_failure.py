@@ -1,4 +1,4 @@
-"""The last words of a guard whose disk failed: with no exit record, they reach the head through the launcher's log.
+"""The error of a guard whose disk failed: it reaches the head in the launcher's log, not in an exit record.
 
 Standard library only, as the guards import it.
 """
@@ -14,17 +14,17 @@ _LINE = re.compile(r"the guard of (\S+) failed: (\w+): (.*)")
 
 
 def line(name: str, error: OSError | StorageError) -> str:
-    """What the guard of the process of that name says on stderr."""
+    """What the guard of the process of that name writes to stderr."""
     told = told_of(error)
     return f"the guard of {name} failed: {type(told).__name__}: {told}\n"
 
 
 def read(launcher_log: Path) -> dict[str, T5TrainError]:
-    """What guards have said, by the name of their process."""
+    """The errors that guards reported, by the name of their process."""
     try:
         lines = launcher_log.read_text("utf-8", errors="replace").splitlines()
     except OSError:
-        return {}  # never started, or on a disk that failed as well
+        return {}  # the launcher never started, or its disk failed as well
     found = (match for each in lines if (match := _LINE.search(each)))
     return {match[1]: _kind(match[2])(match[3]) for match in found}
 

@@ -1,7 +1,7 @@
-"""How long ago the head was heard of: what a machine that the head is not on goes by.
+"""How long ago the head last sent a message, for machines other than the head's own.
 
-The file ``lease`` of an attempt holds the monotonic clock of this machine at the last renewal, and is written in
-place: a full disk must not end a run. Standard library only, as the guards import it.
+The file ``lease`` of an attempt contains the monotonic clock of this machine at the last renewal. It is written in
+place, so that a full disk does not end a run. Standard library only, as the guards import it.
 """
 
 import os
@@ -15,12 +15,12 @@ _ROUNDING_SECONDS = 1.0
 
 
 def begin(folder: Path) -> None:
-    """Note that the head was heard of just now, for the first time."""
+    """Create the lease, renewed now."""
     _write(folder, os.O_CREAT)
 
 
 def renew(folder: Path) -> None:
-    """Note that the head was heard of just now; a lease that was taken away meanwhile is gone for good."""
+    """Renew the lease now. A lease that has been removed is not created again."""
     with suppress(FileNotFoundError):
         _write(folder, 0)
 
@@ -34,15 +34,15 @@ def _write(folder: Path, how: int) -> None:
 
 
 def is_ended(folder: Path) -> bool:
-    """Whether the head, which takes the lease away, has ended the attempt."""
+    """Whether the head has ended the attempt, for which it removes the lease."""
     return not (folder / LEASE).exists()
 
 
 def age_seconds(folder: Path) -> float:
-    """Seconds since the last renewal; without end if there was none since the machine started."""
+    """Seconds since the last renewal; infinite if there was none since the machine started."""
     try:
         renewed = float((folder / LEASE).read_text("utf-8"))
     except (FileNotFoundError, ValueError):
         return float("inf")
     age = time.monotonic() - renewed
-    return max(0.0, age) if age > -_ROUNDING_SECONDS else float("inf")  # in the future: of before a restart
+    return max(0.0, age) if age > -_ROUNDING_SECONDS else float("inf")  # a future time is from before a restart

@@ -1,6 +1,6 @@
-"""New lines of the logs of a machine's ranks: all of rank 0, and of the others warnings and errors.
+"""New lines of the logs of a machine's ranks: all lines of rank 0, and warnings and errors of the others.
 
-They come at a bounded rate, without escape sequences, control characters and what progress bars overwrote.
+Their rate is limited. Escape sequences, control characters and text that progress bars overwrote are removed.
 """
 
 import re
@@ -15,26 +15,26 @@ _LINE_CHARACTERS = 400
 
 
 def printable(text: str) -> str:
-    """The same text without what a terminal would obey: it may come from another machine, or from a store."""
+    """The text without terminal control sequences, because it may come from another machine or from a store."""
     return _CONTROLS.sub("", _ESCAPES.sub("", text))
 
 
 def shown_lines(output: bytes) -> list[str]:
-    """The lines of ``output`` that have text, each cut after 400 characters."""
+    """The lines of ``output`` that have text, each truncated to 400 characters."""
     text = _ESCAPES.sub("", output.decode("utf-8", errors="replace"))
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
     return [printable(line).rstrip()[:_LINE_CHARACTERS] for line in lines if line.strip()]
 
 
 class RateLimit:
-    """Lets ``burst`` through at once, then ``a_second``."""
+    """Allows ``burst`` at once, then ``a_second`` per second."""
 
     def __init__(self, a_second: float, burst: float) -> None:
         self._a_second, self._burst = a_second, burst
         self._allowance, self._counted_at = burst, time.monotonic()
 
     def take(self, wanted: int) -> int:
-        """How many of those wanted may pass now."""
+        """How many of those wanted are allowed now."""
         now = time.monotonic()
         self._allowance = min(self._burst, self._allowance + (now - self._counted_at) * self._a_second)
         self._counted_at = now
@@ -48,7 +48,7 @@ BURST_LINES = 40.0
 _READ_BYTES = 1 << 20
 _WARNS = re.compile(r"\b(WARNING|ERROR|CRITICAL|FATAL|Traceback|[A-Za-z.]*(Error|Warning|Exception|Interrupt))\b")
 Offsets = dict[str, int]
-"""Bytes that were read, by the name of the rank."""
+"""Bytes read so far, by the name of the rank."""
 
 
 def warns(line: str) -> bool:
@@ -57,17 +57,17 @@ def warns(line: str) -> bool:
 
 
 class LogTail:
-    """What a rank's log has gained since it was last asked for; reads no more than a mebibyte at a time."""
+    """What was added to a rank's log since the last read; reads at most 1 MiB at a time."""
 
     def __init__(self, path: Path, offset: int | None) -> None:
-        """Begin at ``offset``, at the end of what is there if that is None."""
+        """Begin at ``offset``, or at the current end of the log if that is None."""
         self.name = path.stem
         self.offset = path.stat().st_size if offset is None else offset
         self._path = path
         self._limit = RateLimit(LINES_A_SECOND, BURST_LINES)
 
     def read(self) -> tuple[list[str], int]:
-        """New lines that are worth telling, and how many of these were left out as too many."""
+        """The new lines to report, and how many more the rate limit left out."""
         lines = [line for line in shown_lines(self._new()) if self.name == rank_name(0) or warns(line)]
         allowed = self._limit.take(len(lines))
         return lines[:allowed], len(lines) - allowed
@@ -82,10 +82,10 @@ class LogTail:
 
 
 class LogTails:
-    """The logs of all ranks of an attempt on this machine, of those that start later too."""
+    """The logs of all ranks of an attempt on this machine, including ranks that start later."""
 
     def __init__(self, folder: Path, offsets: Offsets | None) -> None:
-        """Go on at ``offsets``; None is for a head that begins to watch ranks at work, and wants only what is new."""
+        """Continue at ``offsets``. None is for a head that begins to watch running ranks and wants only new lines."""
         self._folder = folder
         self._tails = {
             path.stem: LogTail(path, offsets.get(path.stem, 0) if offsets is not None else None)
@@ -101,5 +101,5 @@ class LogTails:
 
     @property
     def offsets(self) -> Offsets:
-        """Where to go on."""
+        """Where to continue."""
         return {name: tail.offset for name, tail in self._tails.items()}

@@ -1,13 +1,13 @@
-"""Runs one process of an attempt, and sees to its end.
+"""Runs one process of an attempt, and makes sure that it ends.
 
 ::
 
     python -m infra.node.attempts.process_guard ATTEMPT_FOLDER PROGRAM [ARGUMENT...]     a rank
     python -m infra.node.attempts.process_guard --launcher ATTEMPT_FOLDER PROGRAM ...    DeepSpeed's launcher
 
-The program runs in a session of its own, its output in a file. It ends, with all its process group, for any of the
-reasons in infra.node.attempts.watchdog, and when the head dies; and when the guard itself is killed, the kernel kills
-the program. How it ended is written down last. Standard library only: it must start in an instant, on any node.
+The program runs in its own session and writes its output to a file. The guard ends it, with its whole process group,
+for any of the reasons in infra.node.attempts.watchdog, and when the head dies. If the guard itself is killed, the
+kernel kills the program. The exit record is written last. Standard library only: it must start quickly on any node.
 """
 
 import os
@@ -42,7 +42,7 @@ _SIGNALS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class _Alarms:
-    """Descriptors that become readable when the head dies, and when a signal comes; and whose death ends the guard."""
+    """Descriptors that become readable when the head dies or a signal arrives; and the parent that ends the guard."""
 
     head: int | None
     told: int
@@ -50,26 +50,26 @@ class _Alarms:
 
 
 def guard(folder: Path, argv: list[str], is_launcher: bool = False) -> ExitRecord:
-    """Run ``argv`` until it ends or must end; returns what was written to its exit record."""
+    """Run ``argv`` until it ends or must be ended; returns the exit record that was written."""
     told = _watch_signals()
     parent: int | None = os.getppid()
     this = attempt.read(folder)
     if this.head is None and is_launcher:
-        parent = None  # the head, which may come back while the lease lasts
+        parent = None  # its parent is the head, which may come back while the lease is valid
     else:
         processes.die_with_parent(signal.SIGHUP)
     if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)  # who ends the launcher's group does not end this, and so the rank, without a word
+        os.setpgid(0, 0)  # a signal to the launcher's process group must not end this guard and its rank unrecorded
     environment = dict(os.environ) if is_launcher else variables_of_rank(this, os.environ)
     name = attempt.LAUNCHER if is_launcher else attempt.rank_name(int(environment["RANK"]))
     this.reserve_exit(name)
     started_at, oom_kills = attempt.now(), processes.oom_kills()
-    # First the lock, then the look at the head: a new head that found the lock free is thereby sure that
-    # whoever gets it later finds the old head dead, and starts nothing.
+    # Take the lock first, then check the head: once a new head has found the lock free, any guard that takes it
+    # later finds the old head dead and starts nothing.
     with _lock(this) as lock:
         head = this.head.open() if this.head else None
         if _is_over(this, head) or parent not in (None, os.getppid()):
-            returncode, verdict = None, (Cause.REFUSED, "the head or the parent died before the start")
+            returncode, verdict = None, (Cause.REFUSED, "the head or the parent process died before the start")
         else:
             start = partial(_start, this, name, argv, environment, lock)
             returncode, verdict = _run(this, name, start, _Alarms(head, told, parent))
@@ -86,15 +86,15 @@ def guard(folder: Path, argv: list[str], is_launcher: bool = False) -> ExitRecor
 def _run(
     this: Attempt, name: str, start: Callable[[], subprocess.Popen[bytes]], alarms: _Alarms
 ) -> tuple[int | None, Verdict]:
-    """Start the program, wait, end its group; its return code, None if it outlived SIGKILL, and why it ended."""
+    """Start the program, wait, end its group. Returns its return code (None if it survived SIGKILL) and the cause."""
     child = start()
     this.write_process(name, ProcessIdentity.of(child.pid), ProcessIdentity.of(os.getpid()))
     verdict = _wait(child.pid, alarms, Watchdog(this, name, child.pid, alarms.parent))
     if verdict[0] == Cause.PHASE:
-        os.kill(child.pid, signal.SIGUSR1)  # a rank writes to its log where it hangs
+        os.kill(child.pid, signal.SIGUSR1)  # makes a rank log where it hangs
         time.sleep(_STACKS_SECONDS)
     if name == attempt.LAUNCHER and child.poll() == -signal.SIGTERM:
-        this.order_stop()  # for all: the head tells the ranks, with which what is left of the launcher ends
+        this.order_stop()  # stops all: the head tells the ranks, and the rest of the launcher ends with them
         processes.await_end(processes.in_group(child.pid), this.grace_seconds)
     left = processes.end(processes.in_group(child.pid), grace_seconds=0)
     return None if child.pid in left else child.wait(), verdict
@@ -110,7 +110,7 @@ def _start(
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            # Held by the rank too: a guard that is killed must not free it before its rank is gone.
+            # The rank holds the lock too: a guard that is killed must not release it before its rank has ended.
             pass_fds=() if lock is None else (lock,),
             env=environment,
             preexec_fn=partial(_die_with_guard, os.getpid()),  # noqa: PLW1509 - unsafe with threads only, and a guard has none
@@ -118,7 +118,7 @@ def _start(
 
 
 def _wait(child: int, alarms: _Alarms, vigil: Watchdog) -> Verdict:
-    """Sleep until the child has ended, or must end."""
+    """Wait until the child has ended or must be ended."""
     ended = os.pidfd_open(child)
     watched = [ended, alarms.told, *([] if alarms.head is None else [alarms.head])]
     while True:
@@ -138,7 +138,7 @@ def _is_over(this: Attempt, head: int | None) -> bool:
 
 @contextmanager
 def _lock(this: Attempt) -> Iterator[int | None]:
-    """On one machine, the run's; over hosts the head ends what earlier attempts have left there."""
+    """The run's lock on one machine. With several hosts, none: the head ends what earlier attempts have left there."""
     if this.head is None:
         yield None
         return
@@ -147,7 +147,7 @@ def _lock(this: Attempt) -> Iterator[int | None]:
 
 
 def _watch_signals() -> int:
-    """A descriptor that becomes readable with the first signal: none is lost before the child is."""
+    """A descriptor that becomes readable at the first signal, so that none is lost before the child is started."""
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
@@ -157,14 +157,14 @@ def _watch_signals() -> int:
 
 
 def _die_with_guard(guard_pid: int) -> None:
-    """In the child, before its program: SIGKILL when the guard dies, also if it is dead already."""
+    """Run in the child before its program: die by SIGKILL with the guard, or exit if the guard is already dead."""
     processes.die_with_parent(signal.SIGKILL)
     if os.getppid() != guard_pid:
         os._exit(1)
 
 
 def main() -> None:
-    """End as the program did, and never well when the guard had to end it."""
+    """Run the guard; exit with code 0 if the program succeeded, and with 1 otherwise."""
     arguments = sys.argv[1:]
     is_launcher = arguments[0] == LAUNCHER_OPTION
     folder, *argv = arguments[is_launcher:]
@@ -173,7 +173,7 @@ def main() -> None:
     except (
         OSError,
         StorageError,
-    ) as error:  # where its folder is, nothing can be written down: the launcher's log is elsewhere
+    ) as error:  # the folder of the attempt cannot be written, but the launcher's log is elsewhere
         name = attempt.LAUNCHER if is_launcher else attempt.rank_name(int(os.environ["RANK"]))
         sys.stderr.write(guard_failure.line(name, error))
         sys.exit(1)

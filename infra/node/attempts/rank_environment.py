@@ -1,8 +1,8 @@
-"""What ranks get to see of the environment: what is on a list, and never a secret that nobody asked for.
+"""The environment of ranks: variables on an allowlist, and no secret unless the user asks for it by name.
 
-On one machine they see what is allowed of the head's. Over hosts the settings of libraries travel from the head in a
-file, what is a machine's own (its folders, its user, its devices) stays that machine's, and numbers of ranks are what
-DeepSpeed's launcher, Slurm's or OpenMPI's says they are. Standard library only, as the guards import it.
+On one machine, ranks get the allowed variables of the head. With several hosts, library settings are sent from the head
+in a file, variables specific to a machine (its folders, user and devices) come from that machine, and rank numbers come
+from the launcher of DeepSpeed, Slurm or OpenMPI. Standard library only, as the guards import it.
 """
 
 import json
@@ -20,10 +20,10 @@ from t5train.errors import LaunchError
 from t5train.files.run_folder import LOCKS, RANK_FILES
 
 ENVIRONMENT = "environment.json"
-"""In an attempt's folder on a host: what came from the head."""
+"""In an attempt's folder on a host: the variables that the head sent."""
 
 DEVICES_VARIABLE = "T5_VISIBLE_DEVICES"
-"""CUDA_VISIBLE_DEVICES as the user set it: DeepSpeed's launcher writes its own numbering over that name."""
+"""CUDA_VISIBLE_DEVICES as the user set it: DeepSpeed's launcher overwrites that variable with its own numbering."""
 
 _LIBRARIES = re.compile(
     "(CCL|CUBLAS|CUDA|CUDNN|DS|FI|GLOO|GOMP|HCCL|HSA|KMP|MKL|NCCL|NVIDIA|OMP|OPENBLAS|RCCL|TORCH|TORCHINDUCTOR|TRITON"
@@ -39,10 +39,10 @@ _HIDDEN = "[secret]"
 _SHORTEST_SECRET = 6  # words like "1" and "true" are settings
 _PASSWORD_IN_URL = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
 _ALWAYS = {
-    # `python -m` would else put the current folder first on the path, where a stray module can shadow a package.
+    # Otherwise `python -m` puts the current folder first on the path, where a stray module can shadow a package.
     "PYTHONSAFEPATH": "1",
     "PYTHONUNBUFFERED": "1",
-    "PYTHONUTF8": "1",  # torch reads sources of its own in the locale's encoding
+    "PYTHONUTF8": "1",  # torch reads some of its sources in the locale's encoding
 }
 _SAME_NUMBER = {
     "RANK": ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
@@ -60,22 +60,22 @@ def rank_environment(
     extra: Mapping[str, str],
     parent: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """The whole environment of an attempt's processes on one machine: allowed names of ``parent``, ``extra``.
+    """The whole environment of an attempt's processes on one machine: allowed variables of ``parent``, and ``extra``.
 
-    Variables of another launcher (RANK, WORLD_SIZE, LOCAL_SIZE ...) are not on the list either: DeepSpeed's would
-    believe them.
+    Variables of another launcher (RANK, WORLD_SIZE, LOCAL_SIZE ...) are not allowed, because DeepSpeed's launcher would
+    use them.
     """
     environment = {name: value for name, value in parent.items() if _is_allowed(name)}
     environment["PATH"] = search_path(parent)
     environment.setdefault("OMP_NUM_THREADS", _threads(num_ranks))
-    # Ranks of one machine meet on loopback: a hostname that resolves to 127.0.1.1 would make gloo wait in vain.
+    # Ranks of one machine use loopback: if the hostname resolves to 127.0.1.1, gloo would wait until it times out.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment.setdefault("HF_HUB_OFFLINE", "1")
     environment.setdefault(operators.VARIABLE, str(operators.operator_folder(environment)))
     environment |= _ALWAYS
     if accelerator is not None:
         environment["DS_ACCELERATOR"] = accelerator
-    if (devices := environment.pop("CUDA_VISIBLE_DEVICES", None)) is not None:  # empty: none of them
+    if (devices := environment.pop("CUDA_VISIBLE_DEVICES", None)) is not None:  # an empty value hides all devices
         environment[DEVICES_VARIABLE] = devices
     return {**environment, RUN_ID_VARIABLE: attempt.run_id, **extra}
 
@@ -83,16 +83,16 @@ def rank_environment(
 def travelling_environment(
     attempt: Attempt, *, accelerator: str | None, names: Iterable[str], parent: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """What ranks on hosts get from the head, of its environment and besides."""
+    """The variables that the head sends to ranks on hosts, from its own environment and in addition to it."""
     chosen = {} if accelerator is None else {"DS_ACCELERATOR": accelerator}
     run = {RUN_ID_VARIABLE: attempt.run_id}
     return {"HF_HUB_OFFLINE": "1", **settings_of_head(names, parent), **chosen, **_ALWAYS, **run}
 
 
 def settings_of_head(names: Iterable[str], parent: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What ranks on hosts get of the head's environment: settings of libraries, and ``names``, secret or not.
+    """The variables of the head's environment that ranks on hosts get: library settings, and ``names``, secret or not.
 
-    Which devices the head may see is its own affair, and where it keeps things too.
+    The devices and folders of the head are not included, because they apply only to its own machine.
     """
     allowed = {
         name: value
@@ -103,7 +103,7 @@ def settings_of_head(names: Iterable[str], parent: Mapping[str, str] = os.enviro
 
 
 def variables_of_rank(attempt: Attempt, own: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment of the rank whose guard has ``own``."""
+    """The whole environment of the rank whose guard has the environment ``own``."""
     if attempt.head is not None:
         environment = dict(own)
         if DEVICES_VARIABLE in environment:
@@ -128,17 +128,17 @@ def redact(text: str, parent: Mapping[str, str] = os.environ) -> str:
 
 
 def search_path(parent: Mapping[str, str] = os.environ) -> str:
-    """PATH with this Python's folder first: a venv that is used without being activated has its ninja on nobody's."""
+    """PATH with this Python's folder first, so that the ninja of a venv is found even if the venv is not activated."""
     return os.pathsep.join([str(Path(sys.executable).parent), parent.get("PATH", os.defpath)])
 
 
 def _numbers(own: Mapping[str, str]) -> dict[str, str]:
-    """RANK, LOCAL_RANK and WORLD_SIZE, by whoever started this process; LaunchError if nobody says which rank it is."""
+    """RANK, LOCAL_RANK and WORLD_SIZE, as set by the launcher; LaunchError if the rank is not set."""
     said = {name: own[one] for name, others in _SAME_NUMBER.items() for one in (*reversed(others), name) if one in own}
     if "RANK" not in said:
         raise LaunchError(
-            f"a guard was started with neither RANK nor {' nor '.join(_SAME_NUMBER['RANK'])} in its environment: ranks "
-            "are to be started by DeepSpeed's launcher, srun or mpirun"
+            f"a guard was started with neither RANK nor {' nor '.join(_SAME_NUMBER['RANK'])} in its environment: start "
+            "ranks with DeepSpeed's launcher, srun or mpirun"
         )
     return said
 

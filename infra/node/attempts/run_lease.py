@@ -1,8 +1,8 @@
-"""Shows heads on other machines that a run is being worked on, where the lock of its folder does not exclude them.
+"""Shows heads on other machines that a run is in use, for when the lock of its folder does not exclude them.
 
 The head that holds a run keeps increasing a counter in ``{run}/holder.json``. A head on another machine watches that
-counter for longer than the lease: clocks of two machines are never compared. On one machine the lock alone decides, so
-a restart after a kill need not wait. Standard library only, as guards import it.
+counter for longer than the lease, so the clocks of two machines are never compared. On one machine, the lock alone
+decides, so a restart after a kill does not have to wait. Standard library only, as guards import it.
 """
 
 import json
@@ -26,14 +26,14 @@ _RENEW_SECONDS = 2.0
 _GLANCE_SECONDS = 6.0
 _LOOK_SECONDS = 0.5
 _SETTLE_SECONDS = 1.0
-"""In which two heads that wrote their records at the same moment see which of them is left."""
+"""Time for two heads that wrote their records at the same moment to see whose record remains."""
 _WIDTH = 1024
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that works on a run."""
+    """The process that is using a run."""
 
     host: str = field(default_factory=socket.gethostname)
     boot_id: str = field(default_factory=lambda: boot_id())  # noqa: PLW0108 - looked up at each call, so that tests can replace it
@@ -48,12 +48,12 @@ class Holder:
 
     @property
     def may_be_at_work_elsewhere(self) -> bool:
-        """Whether it has not released the run, and the lock on this machine does not tell whether it is alive."""
+        """Whether it has not released the run, and the lock on this machine cannot show whether it is alive."""
         return not self.is_released and self.boot_id != boot_id()
 
 
 def read(run_folder: Path) -> Holder | None:
-    """The last holder of a run; None if there was none, or its record is being written at this moment."""
+    """The last holder of a run; None if there was none, or if its record is just being written."""
     path = run_folder / HOLDER
     try:
         return Holder(**json.loads(path.read_text("utf-8")))
@@ -63,13 +63,13 @@ def read(run_folder: Path) -> Holder | None:
         return None
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be read ({error.strerror}), so it is unknown whether another machine works on the run: "
+            f"{path} cannot be read ({error.strerror}), so it is unknown whether another machine is using the run: "
             "repair the disk or the permissions"
         ) from error
 
 
 def holder_elsewhere(run_folder: Path) -> Holder | None:
-    """The holder on another machine, if its counter moves while it is watched for a few seconds."""
+    """The holder on another machine, if its counter changes while it is watched for a few seconds."""
     found = read(run_folder)
     if found is None or not found.may_be_at_work_elsewhere:
         return None
@@ -80,16 +80,17 @@ class RunLease:
     """The record of this process as the holder of a run, renewed until it is released."""
 
     def __init__(self, run_folder: Path) -> None:
-        """Take the run, whose lock this process holds; RunLocked if a head on another machine is at work on it."""
+        """Take the run, whose lock this process holds; RunLocked if a head on another machine is using it."""
         self._folder, self._mine = run_folder, Holder()
         self.lost_to: Holder | None = None
-        """Who has taken the run over, after this process could not renew its record for too long."""
+        """The holder that took over the run, if this process could not renew its record for too long."""
         self._await_silence()
         try:
             self._write(os.O_CREAT)
         except OSError as error:
             raise StorageError(
-                f"{run_folder / HOLDER} cannot be written: {error.strerror}; make room, or repair its permissions"
+                f"{run_folder / HOLDER} cannot be written: {error.strerror}; free some disk space, or repair its "
+                "permissions"
             ) from error
         self._settle()
         self._closed = threading.Event()
@@ -97,7 +98,7 @@ class RunLease:
         self._thread.start()
 
     def release(self) -> None:
-        """Let heads on other machines take the run at once."""
+        """Release the run, so that heads on other machines can take it at once."""
         self._closed.set()
         self._thread.join()
         if self.lost_to is None:
@@ -109,25 +110,25 @@ class RunLease:
         if found is None or not found.may_be_at_work_elsewhere:
             return
         _log.warning(
-            "%s was last held by %s, which did not release it: watching for %.0f s whether that process is at work",
+            "%s was last held by %s, which did not release it: checking for %.0f s whether that process still runs",
             self._folder,
             found,
             LEASE_SECONDS,
         )
         if (alive := _moved(self._folder, found, LEASE_SECONDS)) is not None:
             raise RunLocked(
-                f"run {self._folder} is being worked on by {alive}, whose lock is not seen on this machine (the file "
+                f"run {self._folder} is in use by {alive}, whose lock is not visible on this machine (the file "
                 "system keeps locks local to each client): wait for it to end, or stop it (kill that process there)"
             )
         _log.warning("%s is taken over: %s has shown no sign of life", self._folder, found)
 
     def _settle(self) -> None:
-        """Two heads on two machines may have found no other and written their records at once: the last one counts."""
+        """Two heads on two machines may have written their records at the same moment: the last one wins."""
         if not is_network_file_system(self._folder):
             return
         time.sleep(_SETTLE_SECONDS)
         if (found := read(self._folder)) is not None and found.nonce != self._mine.nonce:
-            raise RunLocked(f"run {self._folder} was taken at this moment by {found}: wait for it to end")
+            raise RunLocked(f"run {self._folder} was taken by {found} at the same moment: wait for it to end")
 
     def _renew(self) -> None:
         while not self._closed.wait(_RENEW_SECONDS):
@@ -145,10 +146,10 @@ class RunLease:
             else:
                 self._write(0)
         except (OSError, StorageError) as error:
-            _log.warning("%s cannot be renewed: %s; this is tried again", self._folder / HOLDER, error)
+            _log.warning("%s cannot be renewed: %s; retrying", self._folder / HOLDER, error)
 
     def _write(self, how: int) -> None:
-        """In place, as a full disk must not end a run; a file that is closed is seen by other clients of NFS."""
+        """Write in place, so that a full disk does not end a run. Closing the file shows it to other clients of NFS."""
         text = json.dumps(asdict(self._mine)).encode().ljust(_WIDTH)
         descriptor = os.open(self._folder / HOLDER, os.O_WRONLY | os.O_NOFOLLOW | how, 0o600)
         try:
@@ -158,7 +159,7 @@ class RunLease:
 
 
 def _moved(run_folder: Path, found: Holder, seconds: float) -> Holder | None:
-    """The holder, as soon as its record differs from ``found`` while watched for so long; None if it is released."""
+    """The holder, once its record differs from ``found`` within ``seconds``; None if it does not, or is released."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)

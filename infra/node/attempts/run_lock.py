@@ -1,9 +1,9 @@
-"""One run, one head: the locks that keep two starts of a run apart.
+"""One head per run: the locks that prevent two starts of a run at the same time.
 
-``{run}/lock`` is held by the head, the process that answers for the run. ``{run}/ranks.lock`` is shared by
-every guard and its rank, so a head that follows a killed one can wait until the last of them is gone.
-Both are flocks: the kernel releases them when the holder dies. Where the folder is shared and its file system keeps
-locks local to each client, the lease (infra.node.attempts.run_lease) excludes heads on other machines.
+``{run}/lock`` is held by the head, the process responsible for the run. ``{run}/ranks.lock`` is shared by every guard
+and its rank, so that a head that follows a killed one can wait until the last of them has ended. Both are flocks: the
+kernel releases them when the holder dies. If the folder is shared and its file system keeps locks local to each client,
+the lease (infra.node.attempts.run_lease) excludes heads on other machines.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from t5train.errors import RunLocked, StorageError
 from t5train.files.locks import flock, is_locked, try_lock
 
 _LOCK, _RANKS_LOCK = "lock", "ranks.lock"
-_MOMENT_SECONDS = 0.5  # who asks for the holder shares the lock for an instant
+_MOMENT_SECONDS = 0.5  # a process that looks for the holder shares the lock for an instant
 _log = logging.getLogger(__name__)
 _held: ContextVar[frozenset[Path]] = ContextVar("held", default=frozenset())
 _leases: dict[Path, RunLease] = {}
@@ -31,11 +31,11 @@ _at_release: dict[Path, ExitStack] = {}
 
 @contextmanager
 def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[None]:
-    """Hold a run for this process; makes the folder if need be. Within the block it may be taken again.
+    """Hold a run for this process; creates the folder if necessary. The block may take the run again.
 
-    Ranks that a killed head left behind are waited for. Raises RunLocked if another process holds the run, on this
-    machine or another, or if such ranks outlive ``wait_seconds``, and StorageError where the folder cannot be written
-    or locked, or is not this user's alone to write.
+    Waits for ranks that a killed head left behind. Raises RunLocked if another process holds the run, on this machine
+    or another, or if such ranks are still running after ``wait_seconds``. Raises StorageError if the folder cannot be
+    written or locked, or if other users can write to it.
     """
     if run_folder in _held.get():
         yield
@@ -44,7 +44,7 @@ def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[None]:
     with _opened(run_folder / _LOCK) as descriptor:
         if not try_lock(descriptor, _MOMENT_SECONDS):
             raise RunLocked(
-                f"run {run_folder} is being worked on by {_signature(run_folder)}: wait for it to end, or stop it "
+                f"run {run_folder} is in use by {_signature(run_folder)}: wait for it to end, or stop it "
                 "(kill that process)"
             )
         with _leased(run_folder):
@@ -61,19 +61,19 @@ def require_held(run_folder: Path) -> None:
     lease = _leases.get(run_folder)
     if lease is not None and lease.lost_to is not None:
         raise RunLocked(
-            f"run {run_folder} was taken over by {lease.lost_to}, as this process could not renew "
-            f"{run_folder / run_lease.HOLDER} for {run_lease.LEASE_SECONDS:.0f} s: let that process go on, or stop it "
-            "before you start the run here again"
+            f"run {run_folder} was taken over by {lease.lost_to}, because this process could not renew "
+            f"{run_folder / run_lease.HOLDER} for {run_lease.LEASE_SECONDS:.0f} s: let that process continue, or stop "
+            "it before you start the run here again"
         )
 
 
 def at_release(run_folder: Path) -> ExitStack:
-    """What is closed when this process releases the run that it holds."""
+    """A stack that is closed when this process releases the run that it holds."""
     return _at_release[run_folder]
 
 
 def holder(run_folder: Path) -> str | None:
-    """Who works on a run, on this machine or another, in words; None when nobody does."""
+    """A description of the process that uses a run, on this machine or another; None if there is none."""
     if is_locked(run_folder / _LOCK):
         return _signature(run_folder)
     found = run_lease.holder_elsewhere(run_folder)
@@ -94,14 +94,14 @@ def _leased(run_folder: Path) -> Iterator[None]:
 
 @contextmanager
 def ranks_lock(run_folder: Path) -> Iterator[int]:
-    """Hold the guards' shared lock; yields its descriptor, which the rank is to inherit."""
+    """Hold the guards' shared lock; yields its descriptor for the rank to inherit."""
     with _opened(run_folder / _RANKS_LOCK) as descriptor:
         flock(descriptor, fcntl.LOCK_SH)
         yield descriptor
 
 
 def _wait_for_ranks(run_folder: Path, wait_seconds: float) -> None:
-    """Let go at once: guards of the old head that come late find it dead after they have their lock."""
+    """Release the lock at once: guards of the old head that take it later find that head dead."""
     with _opened(run_folder / _RANKS_LOCK) as descriptor:
         if try_lock(descriptor):
             return
@@ -115,12 +115,12 @@ def _make(run_folder: Path) -> None:
         run_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = run_folder.stat()
     except OSError as error:
-        raise StorageError(f"{run_folder} cannot be made: {error.strerror}; choose another root (--root)") from error
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:  # DeepSpeed unpickles what lies there
+        raise StorageError(f"{run_folder} cannot be created: {error.strerror}; choose another root (--root)") from error
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:  # DeepSpeed unpickles files in it
         raise StorageError(
-            f"{run_folder} belongs to user {found.st_uid} and has the mode {stat.filemode(found.st_mode)}: whoever may "
-            f"write to a run can have its ranks run code, so only user {os.getuid()} may; take the others' right "
-            "(chmod go-w) if the folder is yours, else choose another root (--root)"
+            f"{run_folder} belongs to user {found.st_uid} and has mode {stat.filemode(found.st_mode)}, but only user "
+            f"{os.getuid()} may have write access: anyone with write access can make the ranks run code. If the folder "
+            "is yours, remove the write access of others (chmod go-w); otherwise choose another root (--root)"
         )
 
 
@@ -137,12 +137,12 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _signature(run_folder: Path) -> str:
-    return str(run_lease.read(run_folder) or "a process that started just now")
+    return str(run_lease.read(run_folder) or "a process that has just started")
 
 
 def _survivors(run_folder: Path, wait_seconds: float) -> str:
     pids = " ".join(str(pid) for pid in living_processes(run_folder)) or "unknown"
     return (
-        f"ranks of an earlier start of run {run_folder} are still there after {wait_seconds:.0f} s "
-        f"(processes: {pids}): end them (kill -9), then start again"
+        f"ranks of an earlier start of run {run_folder} are still running after {wait_seconds:.0f} s "
+        f"(processes: {pids}): kill them (kill -9), then start again"
     )

@@ -1,8 +1,9 @@
 """Which run the files in ``{scratch}/runs/{name}`` of this node belong to. Standard library only, as nodes import it.
 
-Two heads, each with a root of its own, may train runs of one name and the same settings, which are called the same on
-nodes. ``owner.json`` beside the checkpoints names the one that the files belong to, and ``lease`` holds this machine's
-clock at its last word. The owner stays when its lease expires: from then on another head may adopt the run.
+Two heads with different roots may train runs with the same name and settings, which have the same name on nodes.
+``owner.json`` beside the checkpoints names the run that the files belong to, and ``lease`` contains this machine's
+clock at the last message of its head. The owner remains when its lease expires, but from then on another head may adopt
+the run.
 """
 
 import json
@@ -26,13 +27,13 @@ _LOCK_WAIT_SECONDS = 10.0
 
 
 class Mode(StrEnum):
-    """What a head wants of a run on a node."""
+    """What a head wants to do with a run on a node."""
 
     LOOK = "look"
     CLAIM = "claim"
-    """Take it if it is nobody's; renew the lease if it is the head's own."""
+    """Take it if it has no owner; renew the lease if it is the head's own."""
     ADOPT = "adopt"
-    """Take it also from another head whose lease has expired."""
+    """Also take it from another head whose lease has expired."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Owner:
     """The run that files on nodes belong to, and its head."""
 
     unique_id: str
-    """Drawn when the run was started for the first time."""
+    """Generated when the run was started for the first time."""
     head: str
     """Name of the head's machine."""
     root: str
@@ -54,7 +55,7 @@ class Owner:
 def claim(request: dict[str, Any]) -> dict[str, Any]:
     """Claim run ``run_name`` for ``claimant``, by ``mode``.
 
-    The answer says whether it ``is_ours``, whose it was (``owner``, None for nobody), and for how long its lease runs.
+    The answer says whether it ``is_ours``, its previous ``owner`` (None if it had none), and how long that lease lasts.
     """
     folder, asked = _run_folder(request), Owner(**request["claimant"])
     if request["mode"] == Mode.LOOK and not folder.exists():
@@ -72,7 +73,7 @@ def claim(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def disown(request: dict[str, Any]) -> dict[str, Any]:
-    """Undo a claim of run ``run_name`` that ``claimant`` has just made, as it was refused on another node."""
+    """Undo a claim of run ``run_name`` that ``claimant`` has just made, because another node refused it."""
     folder = _run_folder(request)
     with _locked(folder):
         if owner_of(folder) == Owner(**request["claimant"]):
@@ -82,37 +83,37 @@ def disown(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_owner(scratch: Path, place: str, unique_id: str | None) -> None:
-    """Raise RunOwned if ``place`` is of a run that belongs to another than the one with that id."""
+    """Raise RunOwned if ``place`` belongs to a run other than the one with that id."""
     parts = PurePosixPath(place).parts
     if parts[:1] == (RUNS,) and len(parts) > 1:
         require_owner_of(within(scratch, run_place(parts[1])), unique_id)
 
 
 def require_owner_of(folder: Path, unique_id: str | None) -> None:
-    """Raise RunOwned if the run's folder on this node belongs to another than the one with that id."""
+    """Raise RunOwned if the folder of a run on this node belongs to a run other than the one with that id."""
     found = owner_of(folder)
     if found is not None and found.unique_id != unique_id:
         raise RunOwned(f"{folder} belongs to {found}: start the run under another --name")
 
 
 def release(scratch: Path, run_name: str) -> None:
-    """The head needs nothing of the run here any more: another one may adopt it at once."""
+    """Release a run of which the head needs nothing here any more: another head may adopt it at once."""
     (within(scratch, run_place(run_name)) / head_lease.LEASE).unlink(missing_ok=True)
 
 
 def is_held(scratch: Path, run_name: str) -> bool:
-    """Whether the head of a run has renewed its lease in time, or ranks of the run are at work here."""
+    """Whether the head of a run has renewed its lease in time, or ranks of the run are running here."""
     return is_held_at(within(scratch, run_place(run_name)))
 
 
 def is_held_at(folder: Path) -> bool:
-    """The same of a run whose folder on this node is known."""
+    """The same as ``is_held``, for the folder of a run on this node."""
     found = owner_of(folder)
     return found is not None and _left_seconds(folder, found) > 0
 
 
 def owner_of(folder: Path) -> Owner | None:
-    """Who a run's folder on this node belongs to; None for nobody, as where an earlier version made it."""
+    """The owner of a run's folder on this node; None if it has none, as if an earlier version created it."""
     path = folder / OWNER
     try:
         facts = json.loads(path.read_text("utf-8"))
@@ -121,15 +122,15 @@ def owner_of(folder: Path) -> Owner | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StorageError(
-            f"{path} cannot be read ({error}), so it is unknown whose run this is: repair the disk; if the file is "
-            "damaged, find out who trains this run, then remove the file"
+            f"{path} cannot be read ({error}), so the owner of this run is unknown: repair the disk; if the file "
+            "is damaged, find out who trains this run, then remove the file"
         ) from error
 
 
 def _may_take(found: Owner | None, asked: Owner, left_seconds: float, mode: Mode) -> bool:
     if found is None:
         return True
-    if found.unique_id == asked.unique_id:  # another head has it too where a root was copied
+    if found.unique_id == asked.unique_id:  # another head has the same id if the root was copied
         return (found.head, found.root) == (asked.head, asked.root) or left_seconds <= 0
     return mode == Mode.ADOPT and left_seconds <= 0
 
@@ -140,7 +141,7 @@ def _left_seconds(folder: Path, found: Owner) -> float:
 
 
 def _has_ranks_at_work(folder: Path) -> bool:
-    """Whether ranks that write into this very folder are alive, whatever has become of their head."""
+    """Whether ranks that write to this folder are alive, even if their head is not."""
     return any(_writes_into(folder, spec) for spec in attempts_folder().glob(f"*/{ATTEMPT_SPEC}"))
 
 
@@ -150,7 +151,7 @@ def _writes_into(folder: Path, spec: Path) -> bool:
         if not job.get("node_local") or Path(job["run_folder"]).resolve() != folder.resolve():
             return False
         this = attempt.read(spec.parent)
-        # Before guards are there, the attempt's own lease tells that ranks are about to start.
+        # Before its guards exist, the attempt's own lease shows that ranks are about to start.
         return bool(this.guards()) or head_lease.age_seconds(spec.parent) <= (this.lease_seconds or 0)
     except FileNotFoundError:  # it is just being prepared or removed
         return False
@@ -162,11 +163,11 @@ def _run_folder(request: dict[str, Any]) -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One head at a time; the scratch folder is on this machine's own disk."""
+    """Admit one head at a time. A lock is enough: the scratch folder is on this machine's own disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if not try_lock(descriptor, _LOCK_WAIT_SECONDS):
-            raise StorageError(f"{folder} is locked by another process for over {_LOCK_WAIT_SECONDS:.0f} s: try again")
+            raise StorageError(f"{folder} has been locked by another process for {_LOCK_WAIT_SECONDS:.0f} s: try again")
         yield
     finally:
         os.close(descriptor)

@@ -1,7 +1,7 @@
-"""A window on an attempt's ranks of this machine: what they do goes out, the head's word for them comes in.
+"""A host session: reports to the head what an attempt's ranks on this machine do, and carries out its orders for them.
 
-Nothing is kept here between two windows; the head says where to go on. A window whose head is not heard of for as long
-as the lease runs ends by the kernel's alarm, whatever it waits for at that moment.
+No state is kept here between two sessions; the head says where to continue. A session that gets no message from its
+head for the length of the lease is ended by the kernel's alarm, whatever it is waiting for at that moment.
 """
 
 import json
@@ -27,7 +27,7 @@ from t5train.files.run_folder import ATTEMPT_SPEC, CHECKPOINTS
 
 _TICK_SECONDS = 1.0
 _END_SECONDS = 30.0
-"""More than ending an attempt may take."""
+"""Longer than ending an attempt may take."""
 
 Message = dict[str, Any]
 
@@ -35,14 +35,14 @@ Message = dict[str, Any]
 def watch(request: Message) -> None:
     """Watch attempt ``run_id``, its logs from ``offsets`` on (see LogTails), until stdin ends or the attempt is ended.
 
-    Lines on stdin: ``renew`` renews the lease, ``stop`` has ranks save and end, ``end`` ends them. Lines on stdout:
-    ``hello`` first; then at least once a second a line, if need be an empty one, to show that this machine is there.
+    Lines on stdin: ``renew`` renews the lease, ``stop`` makes ranks save and end, ``end`` ends them. Lines on stdout:
+    ``hello`` first; then at least one line a second, even if there is no news, to show that this machine is alive.
     """
     folder = attempt_folder(request["run_id"])
     tails = LogTails(folder, request["offsets"])
     _tell({"hello": {"host": socket.gethostname(), "boot_id": processes.boot_id()}, "offsets": tails.offsets})
     if not (folder / attempt.ATTEMPT).exists() or head_lease.age_seconds(folder) == float("inf"):
-        _tell({"ended": {"left": []}})  # never begun, or ended: such a lease is not to be renewed
+        _tell({"ended": {"left": []}})  # never begun, or already ended: its lease must not be renewed
         return
     window = _Window(attempt.read(folder), tails)
     orders = _Orders()
@@ -64,11 +64,11 @@ class _Window:
         self._arm()
 
     def obey(self, order: Message) -> Message | None:
-        """Do what the head says; what is left, if that was the end."""
+        """Carry out an order of the head. Returns what is left if the order was to end the attempt."""
         if "end" in order:
             signal.setitimer(signal.ITIMER_REAL, _END_SECONDS)
             left = sorted(end_attempt(self._this.folder))
-            self._told.clear()  # exit records are there now: the last news has all of them
+            self._told.clear()  # exit records exist now: the last news includes all of them
             for message in self.news():
                 _tell(message)
             return {"left": left}
@@ -78,16 +78,16 @@ class _Window:
         if "renew" in order:
             try:
                 head_lease.renew(self._this.folder)
-            except OSError as error:  # ranks there cannot write, either; without a lease they end
+            except OSError as error:  # ranks cannot write there either; without a renewed lease they end
                 _tell({"disk": explain(error)})
         self._arm()
         return None
 
     def news(self) -> Iterator[Message]:
-        """What has happened since it was last asked for."""
-        gone = self._gone()  # looked for before the records, which a guard writes before it is gone
+        """What has happened since the last call."""
+        gone = self._gone()  # checked before the records, because a guard writes its record before it ends
         ended = self._new("exit")
-        yield from ({"error": error} for error in self._new("error"))  # a rank's error is there before its record
+        yield from ({"error": error} for error in self._new("error"))  # a rank's error is written before its record
         yield from ({"exit": record} for record in ended)
         if saved := self._saves.new():
             yield {"saved": saved}
@@ -102,7 +102,7 @@ class _Window:
         return [json.loads(path.read_text("utf-8")) | {"name": path.name.partition(".")[0]} for path in paths]
 
     def _gone(self) -> list[str]:
-        """Ranks whose guard has ended; with no exit record it was killed."""
+        """Ranks whose guard has ended; if there is no exit record, the guard was killed."""
         recorded = {path.stem: json.loads(path.read_text("utf-8")) for path in self._this.folder.glob("rank-*.pid")}
         return [name for name, facts in recorded.items() if not ProcessIdentity(**facts["guard"]).is_alive()]
 
@@ -111,7 +111,7 @@ class _Window:
 
 
 class _Saves:
-    """Sidecars that ranks write on a disk of this machine's, where it shares none."""
+    """Sidecars that ranks write to this machine's own disk, if hosts share no storage."""
 
     def __init__(self, folder: Path) -> None:
         job = json.loads((folder / ATTEMPT_SPEC).read_text("utf-8")) if (folder / ATTEMPT_SPEC).exists() else {}
@@ -119,7 +119,7 @@ class _Saves:
         self._known = set[tuple[str, int]]()
 
     def new(self) -> int:
-        """How many were written since it was last asked for."""
+        """How many were written since the last call."""
         if self._checkpoints is None:
             return 0
         found = {(str(path), at) for path in self._checkpoints.glob("*/rank-*.json") if (at := _written_at(path))}
@@ -128,14 +128,14 @@ class _Saves:
 
 
 class _Orders:
-    """Lines from the head, as they come."""
+    """Lines from the head, as they arrive."""
 
     def __init__(self) -> None:
         self.at_end = False
         self._rest = b""
 
     def read(self, seconds: float) -> list[Message]:
-        """Whole lines that come within that time; returns with the first."""
+        """Whole lines that arrive within that time; returns as soon as there are any."""
         deadline = time.monotonic() + seconds
         while not self.at_end and select.select([0], [], [], max(0.0, deadline - time.monotonic()))[0]:
             new = os.read(0, 1 << 16)

@@ -1,6 +1,6 @@
-"""What ends a guarded process, beside its own end: looked at once a second, and when a signal comes.
+"""Decides when a guarded process must be ended: it checks once a second, and when a signal arrives.
 
-Time to save is given for SIGTERM alone, and only while there is somebody to save with.
+Only SIGTERM gives a rank time to save, and only while the other ranks are there to save with it.
 """
 
 import os
@@ -15,19 +15,19 @@ from t5train.rank import heartbeat
 from t5train.rank.heartbeat import Beat, beat_file
 
 Verdict = tuple[Cause, str]
-"""The cause and the words of an exit record."""
+"""The cause and the reason of an exit record."""
 
 TOLD_TO_SAVE = "SIGTERM"
-"""How the reason begins of what was told to end, and had the time to save."""
+"""How the reason begins if the process was told to stop and had time to save."""
 
 _FIRST_BEAT_SECONDS = 600.0
-"""In which a rank imports what gives its signs of life; after that its own deadlines count."""
+"""Time for a rank to import the code that gives its signs of life; after that, its own deadlines apply."""
 
 _STOPPED, _IN_THE_KERNEL = "T", "D"
 
 
 class Watchdog:
-    """Over one process: what was seen of it, and what its guard was told."""
+    """Watches one process: what was observed of it, and which signals its guard got."""
 
     def __init__(self, this: Attempt, name: str, pid: int, parent: int | None) -> None:
         self._this, self._name, self._pid, self._parent = this, name, pid, parent
@@ -36,7 +36,7 @@ class Watchdog:
         self._silent_looks, self._began, self._has_beaten = 0, time.monotonic(), False
 
     def hear(self, numbers: bytes) -> Verdict | None:
-        """Signals that came to the guard. SIGTERM is passed on, and gives a rank time to save; others end it."""
+        """Handle the guard's signals. SIGTERM is passed on and gives a rank time to save; any other signal ends it."""
         if (verdict := self._of_those_above()) is not None:
             return verdict
         for number in numbers:
@@ -46,11 +46,11 @@ class Watchdog:
         return self.look()
 
     def look(self) -> Verdict | None:
-        """The first reason to end it now; None if there is none. To be called once a second."""
+        """The first reason to end it now; None if there is none. Call this once a second."""
         return self._of_those_above() or self._of_its_life() or self._of_its_grace()
 
     def of_its_end(self) -> Verdict:
-        """Why it ended that did so by itself."""
+        """The cause and reason for a process that ended by itself."""
         return (Cause.EXITED, "exited") if self._told_at is None else (Cause.TOLD, TOLD_TO_SAVE)
 
     def _begin_to_end(self) -> None:
@@ -58,7 +58,7 @@ class Watchdog:
             return
         self._told_at = time.monotonic()
         if self._name == attempt.LAUNCHER:
-            self._this.order_stop()  # it cannot tell the ranks; the head can
+            self._this.order_stop()  # the launcher cannot tell the ranks; the head can
         else:
             os.kill(self._pid, signal.SIGTERM)
 
@@ -66,12 +66,12 @@ class Watchdog:
         tolerated = self._this.lease_seconds
         if tolerated is not None and head_lease.is_ended(
             self._this.folder
-        ):  # asked first: then the launcher was ended too
+        ):  # checked first: in this case the launcher was ended too
             return Cause.TOLD, "the head ended the run"
         if self._parent is not None and os.getppid() != self._parent:
-            return Cause.PARENT, "what started it died"
+            return Cause.PARENT, "its parent process died"
         if tolerated is not None and (age := head_lease.age_seconds(self._this.folder)) > tolerated:
-            return Cause.HEAD, f"no word from the head for {age:.0f} s"
+            return Cause.HEAD, f"no message from the head for {age:.0f} s"
         return None
 
     def _of_its_life(self) -> Verdict | None:
@@ -79,18 +79,18 @@ class Watchdog:
         self._silent_looks = self._silent_looks + 1 if self._is_silent(beat) else 0
         self._has_beaten = self._has_beaten or beat is not None
         if not self._has_beaten and self._name != attempt.LAUNCHER and self._seconds > _FIRST_BEAT_SECONDS:
-            return Cause.BEAT, f"no first sign of life for {self._seconds:.0f} s: it hangs where it imports its program"
+            return Cause.BEAT, f"no first sign of life after {self._seconds:.0f} s: it hangs importing its program"
         if self._silent_looks > self._this.beat_seconds:
-            return Cause.BEAT, f"no sign of life for {self._silent_looks} s: it was stopped, or hangs"
+            return Cause.BEAT, f"no sign of life for {self._silent_looks} s: it is stopped or hangs"
         if beat is not None and (seconds := time.monotonic() - beat.since) > beat.limit:
             where = f"phase {beat.phase!r} of step {beat.step}"
-            return Cause.PHASE, f"{where} took {seconds:.0f} s, and may take {beat.limit:.0f} s"
+            return Cause.PHASE, f"{where} took {seconds:.0f} s; its deadline is {beat.limit:.0f} s"
         return None
 
     def _is_silent(self, beat: Beat | None) -> bool:
-        """Whether it was stopped, or has neither shown a sign since the last look nor computed nor waited for a disk.
+        """Whether it is stopped, or since the last check gave no sign of life, used no CPU and did not wait for a disk.
 
-        Looks are counted, not seconds: when the machine slept, or had no time for anybody, nobody is to blame.
+        Checks are counted, not seconds, so that no process is blamed if the machine was suspended or overloaded.
         """
         try:
             activity = processes.activity(self._pid)
@@ -105,9 +105,9 @@ class Watchdog:
         if self._told_at is None or self._name == attempt.LAUNCHER:
             return None
         if (fellow := self._this.failed_fellow(self._name)) is not None:
-            return Cause.TOLD, f"for {fellow} had failed"
+            return Cause.TOLD, f"{fellow} failed"
         if time.monotonic() - self._told_at > self._this.grace_seconds:
-            return Cause.TOLD, f"{TOLD_TO_SAVE}; it had not ended after {self._this.grace_seconds:.0f} s"
+            return Cause.TOLD, f"{TOLD_TO_SAVE}; it was still running after {self._this.grace_seconds:.0f} s"
         return None
 
     @property

@@ -1,18 +1,20 @@
-"""All facts of this node, in one go."""
+"""Collects all facts about this node."""
 
 import time
 from typing import Any
 
-from infra.node.inspection.accelerators import devices
 from infra.node.inspection.facts import Facts, Question
-from infra.node.inspection.memory_and_disks import room
-from infra.node.inspection.network_interfaces import network
-from infra.node.inspection.software import build, software
 from infra.node.processes import identity
 
 
 def gather(question: Question) -> Facts:
-    """What ``question`` asks: in some hundredths of a second, unless torch is imported to ask for accelerators."""
+    """Answer ``question``: takes some hundredths of a second, unless torch is imported to query accelerators."""
+    # Imported here: at module level, these names would hide the modules of the same name.
+    from infra.node.inspection.accelerators import devices
+    from infra.node.inspection.memory_and_disks import room
+    from infra.node.inspection.network_interfaces import network
+    from infra.node.inspection.software import build, software
+
     started_at = time.time()
     answers = (
         identity(),
@@ -26,5 +28,5 @@ def gather(question: Question) -> Facts:
 
 
 def facts(request: dict[str, Any]) -> dict[str, Any]:
-    """The same, for a request that ``Question.to_json`` made."""
+    """The same, for a question as JSON (see ``Question.from_json``)."""
     return gather(Question.from_json(request)).to_json()

@@ -1,4 +1,4 @@
-"""Accelerators of a node: how many, and whether somebody works on them. torch is imported only where it is needed."""
+"""Accelerators of a node: how many there are, and whether they are in use. torch is imported only if it is needed."""
 
 import fcntl
 from importlib.metadata import entry_points
@@ -13,7 +13,7 @@ _WITHOUT = Devices(CPU, count=0, used_bytes={}, total_bytes={}, held_by={}, erro
 
 
 def devices(question: Question) -> Devices:
-    """What torch sees of them, and which of our runs hold the slots that were asked for."""
+    """The accelerators that torch finds, and which of our runs hold the requested slots."""
     if question.accelerator == CPU or (question.accelerator is None and not _can_have_any()):
         return _WITHOUT
     try:
@@ -28,19 +28,19 @@ def devices(question: Question) -> Devices:
 
 
 def _can_have_any() -> bool:
-    """Whether torch was built for any accelerator, or some package adds one to it; told without importing torch."""
+    """Whether torch was built for an accelerator, or a package adds one to it; found out without importing torch."""
     return bool(torch_runtime()) or bool(entry_points(group="torch.backends"))
 
 
 def _memory(slots: list[int]) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes in use, by whomever, and in all; nothing for accelerators that do not say."""
+    """Bytes in use by any process, and total bytes, by slot; accelerators that do not report them are left out."""
     import torch
 
     used, total = {}, {}
     for slot in slots:
         try:
             free_bytes, total_bytes = torch.accelerator.get_memory_info(slot)
-        except (RuntimeError, NotImplementedError, AttributeError):  # not every kind, and torch 2.9 or later
+        except (RuntimeError, NotImplementedError, AttributeError):  # needs torch 2.9, and not every kind supports it
             continue
         used[str(slot)], total[str(slot)] = total_bytes - free_bytes, total_bytes
     return used, total
@@ -53,7 +53,7 @@ def _held(kind: str, slots: list[int]) -> dict[str, str]:
 
 
 def holder(lock: Path) -> str | None:
-    """What the lock file says of who holds it; None when nobody does."""
+    """The holder of a lock, as the lock file names it; None if the lock is free."""
     if not lock.exists():
         return None
     with open(lock, encoding="utf-8", errors="replace") as file:

@@ -1,8 +1,8 @@
-"""The ranks of preflight's all-reduce on this node: started, given a time, and ended.
+"""Runs this node's ranks of preflight's all-reduce, and ends them at a deadline.
 
-``python -m infra.node.inspection.all_reduce`` is one rank. It reports how far it has come, a word a line, on stdout,
-and after the word ``failed`` what stopped it. Its address is in the variables that torch knows (RANK, WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT), its accelerator in DS_ACCELERATOR and SLOT.
+``python -m infra.node.inspection.all_reduce`` is one rank. On stdout, it reports each stage that it has reached, one
+word per line, or the word ``failed`` and what stopped it. It gets its rank and rendezvous from torch's variables (RANK,
+WORLD_SIZE, MASTER_ADDR, MASTER_PORT), and its accelerator from DS_ACCELERATOR and SLOT.
 """
 
 import errno
@@ -32,31 +32,31 @@ FAILED = "failed"
 SLOT = "T5_PREFLIGHT_SLOT"
 _ELEMENTS = 1 << 18
 _CONNECT_SECONDS = 5.0
-_NEVER = timedelta(days=1)  # whoever started the ranks ends them at the deadline: the first error is then the culprit's
-_ANSWERED = {0, errno.ECONNREFUSED}  # by the machine, that is; rank 0 may still be on its way
+_NEVER = timedelta(days=1)  # ``probe`` ends the ranks at its deadline, so the first error is that of the faulty rank
+_ANSWERED = {0, errno.ECONNREFUSED}  # the machine answered, even if rank 0 is not listening yet
 
 
 def main() -> int:
-    """Meet, sum, compare."""
+    """Rendezvous, sum, and compare."""
     _say(STARTED)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if problem := unreachable(address, port):
-        return _fail(f"{address}, port {port}, where ranks meet, cannot be reached: {problem}")
+        return _fail(f"the rendezvous at {address}, port {port}, cannot be reached: {problem}")
     _say(REACHED)
     try:
-        import torch.distributed  # noqa: F401 - tried, and timed
+        import torch.distributed  # noqa: F401 - checked, and timed
     except (ImportError, OSError) as error:  # OSError: one of its libraries cannot be loaded
         return _fail(f"torch cannot be imported: {error}")
     _say(IMPORTED)
     try:
         problem = _meet_and_sum(_device())
-    except (RuntimeError, ValueError, OSError) as error:  # what collectives raise when others cannot be reached
+    except (RuntimeError, ValueError, OSError) as error:  # what collectives raise if other ranks cannot be reached
         problem = f"{type(error).__name__}: {error}"
     return _fail(problem) if problem else 0
 
 
 def unreachable(address: str, port: int) -> str:
-    """Why no packet from there comes back; empty when the machine answers, if only that nobody listens yet."""
+    """Why the machine does not answer; empty if it does, even if nothing is listening on that port yet."""
     family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.settimeout(_CONNECT_SECONDS)
@@ -64,7 +64,7 @@ def unreachable(address: str, port: int) -> str:
             number = sock.connect_ex((address, port))
         except TimeoutError:
             number = errno.ETIMEDOUT
-    # EAGAIN is what connect_ex says when its time is over.
+    # connect_ex returns EAGAIN when it times out.
     number = errno.ETIMEDOUT if number == errno.EAGAIN else number
     return "" if number in _ANSWERED else os.strerror(number)
 
@@ -81,7 +81,7 @@ def _device() -> "torch.device":
 
 
 def _meet_and_sum(device: "torch.device") -> str:
-    """What is wrong with the result; empty when nothing is."""
+    """What is wrong with the result; empty if it is correct."""
     import torch.distributed as dist
 
     dist.init_process_group(dist.get_default_backend_for_device(device), init_method="env://", timeout=_NEVER)
@@ -94,7 +94,7 @@ def _meet_and_sum(device: "torch.device") -> str:
 
 
 def _sum(device: "torch.device") -> str:
-    """Add up a number of each rank; sums of small whole numbers are exact in fp32."""
+    """Sum one number of each rank; sums of small integers are exact in fp32."""
     import torch
     import torch.distributed as dist
 
@@ -102,7 +102,7 @@ def _sum(device: "torch.device") -> str:
     dist.all_reduce(values)
     right = sum(map(_share, range(dist.get_world_size())))
     low, high = values.min().item(), values.max().item()
-    return "" if low == high == right else f"the sum over all ranks is {low:g} to {high:g}, and must be {right:g}"
+    return "" if low == high == right else f"the sum over all ranks is {low:g} to {high:g}, but must be {right:g}"
 
 
 def _share(rank: int) -> float:
@@ -132,10 +132,10 @@ class _Rank:
 
 
 def probe(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a rank for each of ``slots``, the first with number ``first_rank``, for ``deadline_seconds`` at most.
+    """Run a rank for each of ``slots``, numbered from ``first_rank``, for at most ``deadline_seconds``.
 
-    Returns how far each came, by its number: ``{"3": {"stage": "met", "said": "", "returncode": -9}}``, without the
-    return code where the rank was ended because its time was over or another one here had failed.
+    Returns how far each rank got, by its number: ``{"3": {"stage": "met", "said": "", "returncode": -9}}``. The return
+    code is None if the rank was ended at the deadline, or because another rank here had failed.
     """
     deadline = time.monotonic() + request["deadline_seconds"]
     ranks = [_start(request, index) for index in range(len(request["slots"]))]
@@ -153,7 +153,7 @@ def probe(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def end_probe(request: Mapping[str, Any]) -> dict[str, Any]:
-    """End the ranks of a probe, whose ``probe`` then returns."""
+    """End the ranks of a probe, so that its ``probe`` returns."""
     return {"left": sorted(processes.end(processes.in_run(request["run_id"]), grace_seconds=0))}
 
 
@@ -197,7 +197,7 @@ def _outcome(rank: _Rank) -> dict[str, Any]:
 
 
 def _lines(file: IO[bytes]) -> list[str]:
-    """Those near the end of a file that say something."""
+    """The lines near the end of a file that are not empty."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
     return [line.strip() for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
 

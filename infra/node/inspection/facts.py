@@ -1,4 +1,4 @@
-"""What a node is asked, and what it answers: JSON both ways; standard library only."""
+"""The question to a node, and its answer, both sent as JSON. Standard library only."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
@@ -12,25 +12,25 @@ class Question:
     nonce_path: str
     """A file under the root that the head has just written."""
     scratch: str | None = None
-    """Folder on the node's own disk, where that file is not there; the default one when None."""
+    """Folder on the node's own disk, used if the node does not see that file; None for the default folder."""
     head: str = ""
-    """Identity of the head's machine, which has that file and yet a disk of its own for what its ranks write."""
+    """Identity of the head's machine, which sees that file although its ranks write to its own disk."""
     run_on_nodes: str | None = None
-    """The run's name there, once it was begun."""
+    """The run's name on nodes, once it has begun."""
     accelerator: str | None = None
-    """DeepSpeed's name for it; the node finds it when None."""
+    """DeepSpeed's name for the accelerator; None if the node is to detect it."""
     slots: list[int] = field(default_factory=list)
-    """Accelerators of the node that its ranks are to use."""
+    """Accelerators of the node for its ranks."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that ranks get from the head."""
     spec: dict[str, Any] = field(default_factory=dict)
-    """The run's, as JSON; empty for none."""
+    """The run's spec as JSON; empty if there is none."""
     master_address: str | None = None
-    """Name or address that was given for the meeting of the ranks; asked of the first host only."""
+    """Name or address that the user set for the rendezvous; sent to the first host only."""
     wants_port: bool = False
-    """Whether this is the first host, where the ranks meet."""
+    """Whether this is the first host, which serves the rendezvous."""
     master_port: int | None = None
-    """The port that was given for that."""
+    """The port that the user set for the rendezvous."""
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
@@ -53,40 +53,40 @@ class Network:
 
     hostname: str
     hostname_addresses: list[str]
-    """What its own name resolves to there; empty when it does not."""
+    """What its own name resolves to on the node; empty if it does not resolve."""
     ssh_address: str | None
-    """The node's address at the end of the head's ssh."""
+    """The node's address in the head's ssh connection."""
     interfaces: dict[str, list[str]]
     """Addresses of each interface that is up, with the prefix: ``{"eth0": ["10.0.0.7/24"]}``."""
     routes: list[Route]
     master_addresses: list[str]
-    """What the given master address resolves to there."""
+    """What the given master address resolves to on the node."""
     port: int | None
-    """Where asked for: the port that was given, or a free one."""
+    """If requested: the port that the user set, or a free one."""
     port_is_free: bool
 
 
 @dataclass(frozen=True)
 class Software:
-    """What runs there."""
+    """The software of the node."""
 
     python: str
     machine: str
-    """Kind of processor: ``x86_64``, ``aarch64``."""
+    """Processor architecture: ``x86_64``, ``aarch64``."""
     packages: dict[str, str]
-    """Versions; an empty text for what is not installed."""
+    """Versions by name; empty for packages that are not installed."""
     runtime: dict[str, str]
-    """What torch was built for, of ``cuda``, ``hip`` and ``xpu``; empty for the CPU."""
+    """Which of ``cuda``, ``hip`` and ``xpu`` torch was built for, with versions; empty for the CPU."""
     code_digest: str
     spec_digest: str
-    """Fingerprint of the run's whole spec as the node's code reads it; or why it cannot."""
+    """Fingerprint of the run's whole spec as the node's code reads it, or why that code rejects it."""
     libgomp_error: str
-    """What the loader says of torch's OpenMP library; empty when it can be loaded."""
+    """The loader's error for torch's OpenMP library; empty if it can be loaded."""
 
 
 @dataclass(frozen=True)
 class Devices:
-    """Accelerators, where torch was asked for them, and who holds them."""
+    """Accelerators, if torch was asked for them, and the runs that hold them."""
 
     kind: str
     count: int
@@ -94,53 +94,53 @@ class Devices:
     """Memory in use on each slot, by its number as text."""
     total_bytes: dict[str, int]
     held_by: dict[str, str]
-    """Runs of ours that hold a slot."""
+    """Runs of this user that hold a slot."""
     error: str
-    """Why torch could not say; empty when it could."""
+    """Why torch could not be asked; empty if it could."""
 
 
 @dataclass(frozen=True)
 class Build:
-    """Whether DeepSpeed finds or can make its compiled operators, with the PATH that ranks have there."""
+    """Whether DeepSpeed finds its compiled operators or can compile them, with the PATH of the node's ranks."""
 
     ninja: str | None
     compiler: str | None
     compiled: list[str]
     cleared_locks: list[str]
-    """Left by killed compiles, and now removed."""
+    """Locks that killed compiles left and that are now removed."""
     foreign_locks: list[str]
-    """Of other users: they can hang a start, and only these users can remove them."""
+    """Locks of other users: they can make a start hang, and only these users can remove them."""
     shared_locks: list[str]
-    """On a disk that machines share: a compile on another one may hold them."""
+    """Locks on a disk that machines share: a compile on another machine may hold them."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """What there is of memory, disks and descriptors."""
+    """Memory, disk space and file descriptors of the node."""
 
     memory_bytes: int
     open_files: int
     nonce: str | None
-    """What the head's file holds; None where it is not there."""
+    """The contents of the head's file; None if the node does not see it."""
     shared_memory_bytes: int
-    """Size of /dev/shm; 0 where there is none."""
+    """Size of /dev/shm; 0 if there is none."""
     shared_memory_free_bytes: int
     root_error: str
-    """Why nothing can be written under the root; empty when it can."""
+    """Why nothing can be written under the root; empty if it is writable."""
     root_free_bytes: int
     node_folder: str
     node_folder_error: str
-    """Why it is of no use, and what to do; empty when it can be written."""
+    """Why it cannot be used, and what to do; empty if it is writable."""
     node_folder_free_bytes: int
     scratch: str = ""
-    """Where the head's file is not there: the folder on the node's own disk."""
+    """The folder on the node's own disk, if the node does not see the head's file."""
     scratch_mark: str = ""
-    """What it was given when it was made, so that two hosts with one folder are found out."""
+    """A random mark from when it was created, which shows whether two hosts have the same folder."""
     scratch_error: str = ""
-    """Why it is of no use, and what to do; empty when it can be written."""
+    """Why it cannot be used, and what to do; empty if it is writable."""
     scratch_free_bytes: int = 0
     scratch_yielding_bytes: int = 0
-    """What lies there and gives way to the run: its own checkpoints, and what was staged and no other run uses."""
+    """Bytes there that give way to the run: its own checkpoints, and staged folders that no other run uses."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,9 @@ class Facts:
 
     started_at: float
     ended_at: float
-    """The node's clock, in seconds since 1970, when it began to gather and when it had done."""
+    """The node's clock, in seconds since 1970, when it began to collect the facts and when it finished."""
     identity: str
-    """The same for two names of one machine; two containers with networks of their own are two machines."""
+    """The same for two names of one machine. Containers with separate networks count as separate machines."""
     network: Network
     software: Software
     devices: Devices

@@ -23,7 +23,7 @@ _MARK = ".mark"
 
 
 def room(question: Question) -> Room:
-    """What there is, and what the head's nonce says here."""
+    """Memory, disk space and descriptors, and the head's nonce as this node reads it."""
     root, nonce = Path(question.root), _read(Path(question.nonce_path))
     folder, folder_error = _node_folder()
     has_own = nonce is None or identity() == question.head
@@ -49,13 +49,13 @@ def room(question: Question) -> Room:
 
 
 def _node_folder() -> tuple[str, str]:
-    """Its path, and why it is of no use, if so."""
+    """Its path, and why it cannot be used; empty if it can."""
     try:
         folder = node_folder()
     except StorageError as error:
         return "", str(error)
     reason = _write_error(folder)
-    return str(folder), f"{folder} cannot be written ({reason}): make room there, or mend its disk" if reason else ""
+    return str(folder), f"{folder} cannot be written ({reason}): free some space, or repair its disk" if reason else ""
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class _Scratch:
 
     @classmethod
     def of(cls, chosen: str | None, run_name: str | None) -> Self:
-        """Make it if it is not there, and see whether it can be written."""
+        """Create it if it does not exist, and check whether it can be written."""
         try:
             folder = scratch_folder(chosen)
             reason = _write_error(folder)
             mark = "" if reason else _mark(folder / _MARK)
         except StorageError as error:
             return cls(error=str(error))
-        remedy = f"{folder} cannot be written ({reason}): make room there, or choose another storage.scratch"
+        remedy = f"{folder} cannot be written ({reason}): free some disk space there, or choose another storage.scratch"
         return cls(str(folder), mark, remedy if reason else "", _yielding_bytes(folder, run_name))
 
 
@@ -87,12 +87,12 @@ def _yielding_bytes(scratch: Path, run_name: str | None) -> int:
 
 
 def _mark(path: Path) -> str:
-    """Made at random once, and the same from then on."""
+    """A random mark, created once and the same from then on."""
     mark = secrets.token_hex(16)
     written = path.with_name(f"{path.name}-{mark}")
     written.write_text(mark, "ascii")
     with suppress(FileExistsError):
-        path.hardlink_to(written)  # whole at once, for a host with the same folder
+        path.hardlink_to(written)  # atomic, in case another host has the same folder
     written.unlink()
     return path.read_text("ascii")
 
@@ -105,7 +105,7 @@ def _read(path: Path) -> str | None:
 
 
 def _write_error(folder: Path) -> str:
-    """A file is really made, because permissions do not tell of read-only and full file systems."""
+    """A file is actually created, because permissions do not reveal read-only or full file systems."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"\0")

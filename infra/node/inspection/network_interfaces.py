@@ -15,7 +15,7 @@ _UP, _REJECT = 0x1, 0x200  # RTF_UP and RTF_REJECT of linux/route.h
 
 
 def network(question: Question) -> Network:
-    """Names, addresses and routes of this machine; and a port for the ranks to meet at, where one is asked for."""
+    """Names, addresses and routes of this machine; and a port for the rendezvous, if one is requested."""
     port = _port(question.master_port) if question.wants_port else None
     return Network(
         hostname=socket.gethostname(),
@@ -34,7 +34,7 @@ def _port(given: int | None) -> int:
 
 
 def _ssh_address(connection: str) -> str | None:
-    """Of ``client-address client-port server-address server-port``, which sshd sets."""
+    """The third field of ``client-address client-port server-address server-port``, which sshd sets."""
     fields = connection.split()
     return fields[2] if len(fields) == 4 else None
 
@@ -42,13 +42,13 @@ def _ssh_address(connection: str) -> str | None:
 def _resolve(name: str) -> list[str]:
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # UnicodeError: a name that cannot be one
+    except (OSError, UnicodeError):  # UnicodeError: not a valid host name
         return []
     return sorted({str(address[0]).partition("%")[0] for *_, address in found})
 
 
 def _interfaces() -> dict[str, list[str]]:
-    import psutil  # not of the standard library
+    import psutil  # not in the standard library
 
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     found = {
@@ -65,11 +65,11 @@ def _cidr(family: int, address: str, netmask: str | None) -> str | None:
     if family == socket.AF_INET6:
         bits = bin(int(IPv6Address(netmask))).count("1") if netmask else 128
         return f"{address.partition('%')[0]}/{bits}"
-    return None  # of the link
+    return None  # a link-layer address
 
 
 def _routes_v4() -> Iterator[Route]:
-    """Lines of ``interface network gateway flags refs use metric mask ...``, the addresses in the machine's order."""
+    """Lines of ``interface network gateway flags refs use metric mask ...``, addresses in the machine's byte order."""
     for line in _V4.read_text("ascii").splitlines()[1:] if _V4.exists() else []:
         interface, destination, _, flags, _, _, metric, mask, *_ = line.split()
         if int(flags, 16) & _UP and not int(flags, 16) & _REJECT:
@@ -81,7 +81,7 @@ def _dotted(word: str) -> str:
 
 
 def _routes_v6() -> Iterator[Route]:
-    """Lines of ``network bits source bits gateway metric refs use flags interface``, all but the last in base 16."""
+    """Lines of ``network bits source bits gateway metric refs use flags interface``, all but the last in hex."""
     for line in _V6.read_text("ascii").splitlines() if _V6.exists() else []:
         destination, bits, _, _, _, metric, _, _, flags, interface = line.split()
         if int(flags, 16) & _UP and not int(flags, 16) & _REJECT:

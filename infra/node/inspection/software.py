@@ -21,14 +21,14 @@ PACKAGES = (
     *("torch", "deepspeed", "numpy", "safetensors", "transformers", "pydantic", "orjson", "pyarrow"),
     *("sentencepiece", "fsspec", "isal", "tensorboard"),
 )
-"""What ranks import: others may differ."""
+"""The packages that ranks import; others may differ between hosts."""
 _CODE = Path(__file__).parents[3]
-"""Where it is imported from."""
+"""The folder that this project is imported from."""
 _RUNTIMES = ("cuda", "hip", "xpu")
 
 
 def software(spec: dict[str, Any]) -> Software:
-    """Of this interpreter; ``spec`` is the run's, as JSON, or empty."""
+    """The software of this interpreter; ``spec`` is the run's spec as JSON, or empty."""
     return Software(
         python=platform.python_version(),
         machine=platform.machine(),
@@ -41,10 +41,10 @@ def software(spec: dict[str, Any]) -> Software:
 
 
 def spec_digest(spec: dict[str, Any]) -> str:
-    """Fingerprint of the whole spec, execution too, as this code understands it; its complaint when it does not."""
+    """Fingerprint of the whole spec, including execution, as this code reads it; its error if it rejects the spec."""
     if not spec:
         return ""
-    from t5train.records.identity import fingerprint  # pydantic may be missing here: another check tells
+    from t5train.records.identity import fingerprint  # pydantic may be missing here, which another check reports
     from t5train.spec import RunSpec
 
     try:
@@ -68,7 +68,7 @@ def _torch_folder() -> Path | None:
 
 
 def torch_runtime() -> dict[str, str]:
-    """What torch was built for, as its own ``version.py`` has it, which imports nothing of torch."""
+    """What torch was built for, read from its ``version.py``, which does not import torch."""
     folder = _torch_folder()
     if folder is None or not (folder / "version.py").is_file():
         return {}
@@ -79,7 +79,7 @@ def torch_runtime() -> dict[str, str]:
 def _libgomp_error() -> str:
     """Load torch's OpenMP library, after the libraries that ranks load before it.
 
-    It wants static thread-local storage, of which the loader sets little aside: when others have taken it, as
+    It needs static thread-local storage, of which the loader reserves little: if other libraries have used it up, as
     happens on aarch64, ``import torch`` fails with "cannot allocate memory in static TLS block".
     """
     for library in _openmp_libraries():
@@ -97,15 +97,15 @@ def _openmp_libraries() -> Iterator[Path]:
 
 
 def build(given: Mapping[str, str]) -> Build:
-    """With the variables that ranks get from the head, and otherwise this node's, as sshd gives them.
+    """Check with the variables that ranks get from the head, and otherwise those of this node, as sshd sets them.
 
-    Stale locks of the cache of operators are removed.
+    Stale locks in the operator cache are removed.
     """
     environment = {**os.environ, **given}
     path = search_path()
     try:
         environment |= {VARIABLE: str(operator_folder(environment))}
-    except StorageError:  # which preflight/room.py reports
+    except StorageError:  # which memory_and_disks reports
         environment |= {VARIABLE: os.devnull}
     cleared, foreign = compiled_operators.clear_stale_locks(environment), compiled_operators.foreign_locks(environment)
     return Build(

@@ -1,5 +1,6 @@
-"""What hosts that share no storage keep on disks of their own, and how it moves between them and the head.
+"""Files on the disks of hosts that share no storage, and how these files move between hosts and the head.
 
-One protocol does all of it (``wire``): one side asks for a range of a file by name, the other sends it. A gather is the
-head asking nodes; a restore is a node asking the head; staging is a chain in which each node asks the one before it.
+All transfers use one protocol (``file_channel``): one side requests a range of a file by name, and the other sends it.
+To gather, the head requests files from nodes. To restore, a node requests files from the head. To stage, each node of a
+chain requests files from the one before it.
 """

@@ -1,4 +1,4 @@
-"""A node of a chain: it receives a folder from the node before it, or the head, and passes it on while it arrives."""
+"""One node of a chain: it receives a folder from the node before it, or the head, and serves it while it arrives."""
 
 import os
 import threading
@@ -21,16 +21,16 @@ _SIGN_OF_LIFE_SECONDS = 5.0
 
 @dataclass
 class _Growth:
-    """A file as it comes: ``size`` bytes of ``descriptor`` are there."""
+    """A file that is still arriving: ``descriptor`` has ``size`` bytes so far."""
 
     descriptor: int
     size: int
     discarded: bool = False
-    """It came damaged, and comes again."""
+    """It arrived damaged and is being sent again."""
 
 
 class GrowingFiles(Watcher):
-    """Told by ``pull`` what is there; read by any number of threads."""
+    """Files that ``pull`` is writing, which any number of threads can read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -39,20 +39,20 @@ class GrowingFiles(Watcher):
         self._changed = threading.Condition()
 
     def begun(self, wanted: Wanted, path: Path, size: int) -> None:
-        """The first ``size`` bytes can be read; what was read of an earlier try is void."""
+        """The first ``size`` bytes can be read; what was read in an earlier try is invalid."""
         with self._changed:
             self._forget(wanted.name)
             self._growths[wanted.name] = _Growth(os.open(path, os.O_RDONLY), size)
             self._changed.notify_all()
 
     def grown(self, wanted: Wanted, count: int) -> None:
-        """More can."""
+        """``count`` more bytes can be read."""
         with self._changed:
             self._growths[wanted.name].size += count
             self._changed.notify_all()
 
     def whole(self, wanted: Wanted) -> None:
-        """All of it can, and from now on at its place."""
+        """The whole file can be read, from now on at its final path."""
         with self._changed:
             self._whole.add(wanted.name)
             if growth := self._growths.pop(wanted.name, None):
@@ -61,7 +61,7 @@ class GrowingFiles(Watcher):
             self._changed.notify_all()
 
     def read(self, name: str, offset: int, size: int) -> Iterator[bytes]:
-        """As ``wire.Source`` has it; an empty chunk now and then while there is nothing to read."""
+        """As in ``file_channel.Source``; yields an empty chunk now and then while there is nothing to read."""
         opened = None
         try:
             while offset < size:
@@ -74,7 +74,7 @@ class GrowingFiles(Watcher):
                 os.close(opened[1])
 
     def _opened(self, name: str) -> tuple[_Growth | None, int] | None:
-        """What others write to, None if it is whole, and a descriptor of one's own; nothing if it has not begun."""
+        """The growing file (None if it is whole) and a separate descriptor; None if the file has not begun."""
         with self._changed:
             if name in self._whole:
                 return None, os.open(within(self._folder, name), os.O_RDONLY)
@@ -86,7 +86,7 @@ class GrowingFiles(Watcher):
     def _has_beyond(self, growth: _Growth | None, offset: int) -> bool:
         with self._changed:
             if growth and growth.discarded:
-                raise StorageError("it had come damaged: ask again")
+                raise StorageError("the file arrived damaged and is being sent again: request it again")
             if growth is None or growth.size > offset:
                 return True
             self._changed.wait(_SIGN_OF_LIFE_SECONDS)
@@ -103,12 +103,12 @@ def _read(opened: tuple[_Growth | None, int], name: str, offset: int, size: int)
     available = growth.size if growth else size
     chunk = os.pread(descriptor, min(CHUNK_BYTES, available - offset), offset)
     if not chunk:
-        raise StorageError(f"{name} ends after {offset} of {size} bytes: it was cut short")
+        raise StorageError(f"{name} ends after {offset} of {size} bytes: it was truncated")
     return chunk
 
 
 def stage(request: dict[str, Any]) -> None:
-    """Take ``files`` into ``place`` for run ``run_name``, and serve them to who knows ``token`` until stdin ends."""
+    """Fetch ``files`` into ``place`` for run ``run_name``, and serve them to peers with ``token`` until stdin ends."""
     scratch, place = scratch_folder(request["scratch"]), str(request["place"])
     folder, wanted = within(scratch, place), [Wanted(**each) for each in request["files"]]
     run_ownership.require_owner(scratch, run_place(request["run_name"]), request["owner"])
@@ -121,17 +121,17 @@ def stage(request: dict[str, Any]) -> None:
         pull(upstream.read, wanted, folder, _Both(shelf, ProgressRelay(head)))
         pin(scratch, place, request["run_name"])
     head.say({"done": True})
-    head.hear()  # others may read what is here until stdin ends
+    head.hear()  # other nodes may read these files until stdin ends
 
 
 def _still_to_write(scratch: Path, request: Message) -> int:
-    """Bytes that the run will write beside, less what it has written."""
+    """Bytes that the run will write in addition, less what it has already written."""
     own = size_of(within(scratch, run_place(request["run_name"])))
     return max(0, int(request["beside_bytes"]) - own)
 
 
 def release(request: dict[str, Any]) -> dict[str, Any]:
-    """Run ``run_name`` has ended: what was staged for it may go when room is needed."""
+    """Run ``run_name`` has ended: what was staged for it may be removed when disk space is needed."""
     scratch, run_name = scratch_folder(request["scratch"]), request["run_name"]
     run_ownership.require_owner(scratch, run_place(run_name), request["owner"])
     unpin(scratch, run_name)
@@ -140,20 +140,20 @@ def release(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Upstream:
-    """The node before this one, as long as it is to be had; then the head, at the byte where the other broke off."""
+    """The node before this one, as long as it is available; then the head, from the byte where that node stopped."""
 
     def __init__(self, head: Channel, neighbour: Message | None, token: str) -> None:
         self._head = head
         self._neighbour = self._connected(neighbour, token) if neighbour else None
 
     def read(self, name: str, offset: int, size: int) -> Iterator[bytes]:
-        """As ``wire.Source`` has it."""
+        """As in ``file_channel.Source``."""
         if self._neighbour is not None:
             try:
                 for chunk in self._neighbour.fetch(name, offset, size):
                     offset += len(chunk)
                     yield chunk
-            except OSError as error:  # Refused is none: then the neighbour is there
+            except OSError as error:  # not Refused, after which the neighbour is still available
                 self._give_up(error)
             else:
                 return
@@ -178,16 +178,16 @@ class _Both(Watcher):
         self._watchers = watchers
 
     def begun(self, wanted: Wanted, path: Path, size: int) -> None:
-        """Both are told."""
+        """Notify both."""
         for each in self._watchers:
             each.begun(wanted, path, size)
 
     def grown(self, wanted: Wanted, count: int) -> None:
-        """Both are told."""
+        """Notify both."""
         for each in self._watchers:
             each.grown(wanted, count)
 
     def whole(self, wanted: Wanted) -> None:
-        """Both are told."""
+        """Notify both."""
         for each in self._watchers:
             each.whole(wanted)

@@ -1,9 +1,9 @@
-"""Who uses what was staged on this node, and what is removed when disk space is needed.
+"""Which runs use what was staged on this node, and what is removed when disk space is needed.
 
-Who stages a folder holds its lock, which the kernel releases with its process. From then on a *pin* holds it for the
-run: a file that counts as long as the run has guards on this node, its head renews its lease
-(infra.node.attempts.run_ownership), or it was pinned within the last hour and since this machine was started, which
-covers the time before the start and between two attempts. No pin outlives its owner.
+The process that stages a folder holds its lock, which the kernel releases when the process ends. From then on, a *pin*
+keeps the folder for the run. A pin is a file that is valid as long as the run has guards on this node, its head renews
+its lease (infra.node.attempts.run_ownership), or the pin was set within the last hour and since this machine was
+started, which covers the time before the start and between two attempts. No pin outlives its owner.
 """
 
 import os
@@ -29,10 +29,10 @@ _LOCK_WAIT_SECONDS = 10.0
 
 @contextmanager
 def staging_lock(scratch: Path, place: str) -> Iterator[None]:
-    """Hold a place for this process. Raises StorageError that names who holds it."""
+    """Hold a folder for this process. Raises a StorageError that names the holder if it is already held."""
     with _opened_lock(scratch, place) as descriptor:
         if not try_lock(descriptor, _LOCK_WAIT_SECONDS):
-            holder = os.pread(descriptor, 200, 0).decode() or "a process that started just now"
+            holder = os.pread(descriptor, 200, 0).decode() or "a process that has just started"
             raise StorageError(f"{scratch / place} is being staged by {holder}: wait for it to end, then try again")
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} since {attempt.now()}".encode(), 0)
@@ -48,13 +48,13 @@ def pin(scratch: Path, place: str, run_name: str) -> None:
 
 
 def unpin(scratch: Path, run_name: str) -> None:
-    """A run needs nothing any more."""
+    """Remove all pins of a run."""
     for folder in (scratch / _PINS).glob("*"):
         within(folder, run_name).unlink(missing_ok=True)
 
 
 def staged_places(scratch: Path) -> list[str]:
-    """What was staged, or partly so; the least recently used first."""
+    """Folders that were staged, also if only in part; the least recently used first."""
     places = [f"{kind}/{path.name}" for kind in (SHARDS, STAGED) for path in (scratch / kind).glob("[!.]*")]
     return sorted(places, key=lambda place: _used_at(scratch, place))
 
@@ -72,7 +72,7 @@ def is_at_work(name: str) -> bool:
 
 
 def remove_unused(scratch: Path, place: str) -> bool:
-    """Remove a staged folder unless somebody uses or stages it; whether that was done."""
+    """Remove a staged folder unless it is in use or being staged; returns whether it was removed."""
     with _opened_lock(scratch, place) as descriptor:
         if not try_lock(descriptor) or users(scratch, place):
             return False
@@ -113,14 +113,14 @@ def _flat(place: str) -> str:
 
 
 SPARE_BYTES = 256 << 20
-"""Left free, for logs and for what else uses the disk."""
+"""Left free, for logs and for other users of the disk."""
 
 
 def require_room(scratch: Path, needed_bytes: int, what: str, beside_bytes: int = 0) -> None:
-    """Raise StorageError unless that many bytes fit on the disk of the scratch folder, and leave ``beside_bytes``.
+    """Raise StorageError unless that many bytes fit on the disk of the scratch folder, and leave ``beside_bytes`` free.
 
-    These are for what a run will write there. For that, folders that were staged and that no run uses are removed, the
-    least recently used first, other than ``what``.
+    ``beside_bytes`` are for what a run will write there. To free disk space, staged folders that no run uses are
+    removed, the least recently used first, but never ``what``.
     """
     needed = needed_bytes + beside_bytes + SPARE_BYTES
     for place in staged_places(scratch):
@@ -131,6 +131,6 @@ def require_room(scratch: Path, needed_bytes: int, what: str, beside_bytes: int 
     if (free := shutil.disk_usage(scratch).free) < needed:
         also = f"with {format_bytes(beside_bytes)} for checkpoints " if beside_bytes else ""
         raise StorageError(
-            f"{scratch} has {format_bytes(free)} free, {what} {also}needs {format_bytes(needed)}, and what else was "
-            "staged there is in use: make room, or choose another storage.scratch"
+            f"{scratch} has {format_bytes(free)} free, but {what} {also}needs {format_bytes(needed)}, and everything "
+            "else staged there is in use: free some disk space, or choose another storage.scratch"
         )

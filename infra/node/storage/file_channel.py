@@ -1,9 +1,9 @@
-"""How bytes of files are asked for and sent, over a pipe of ssh or a connection between nodes.
+"""The protocol that requests and sends bytes of files, over an ssh pipe or a connection between nodes.
 
 Messages are lines of JSON. A request is ``{"name", "offset", "size"}``: bytes ``offset`` to ``size`` of that file. The
 answer is any number of ``{"bytes": n}``, each followed by n bytes, then ``{"end": true}``; or, at any point,
-``{"error": text}``, after which the file can be asked for again; with ``"unreadable": true`` if that file may be whole
-and cannot be read now. Standard library only, as nodes import it.
+``{"error": text}``, after which the file can be requested again. An error has ``"unreadable": true`` if the file may be
+intact but cannot be read now. Standard library only, as nodes import it.
 """
 
 import json
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 
 CHUNK_BYTES = 1 << 20
-_MOST_LINE_BYTES = 64 << 20  # of a message; far above any, and below what memory takes
+_MOST_LINE_BYTES = 64 << 20  # of a message: far more than any needs, and few enough for memory
 Message = dict[str, Any]
 Source = Callable[[str, int, int], Iterator[bytes]]
 """Yields bytes ``offset`` to ``size`` of the file of a name. Raises OSError or StorageError."""
 
 
 class BrokenOff(ConnectionError):
-    """The other side ended in the midst of a conversation."""
+    """The peer closed the connection, or broke the protocol, in the middle of a conversation."""
 
 
 class Refused(StorageError):
-    """The other side cannot send what was asked of it."""
+    """The peer cannot send what was requested."""
 
 
 class CannotRead(Refused):
-    """The other side has what was asked of it, and cannot read it now."""
+    """The peer has what was requested, but cannot read it now."""
 
 
 class Channel:
@@ -55,14 +55,14 @@ class Channel:
             return
 
     def say(self, message: Message, content: bytes = b"") -> None:
-        """Send a message and what follows it."""
+        """Send a message, followed by ``content``."""
         with self._writing:
             self._writer.write(json.dumps(message).encode() + b"\n")
             self._writer.write(content)
             self._writer.flush()
 
     def hear(self, most_bytes: int = _MOST_LINE_BYTES) -> Message | None:
-        """The next message; None once the other side has ended, or where no message ends within that many bytes."""
+        """The next message; None if the peer has closed the connection, or no message ends within ``most_bytes``."""
         line = self._reader.readline(most_bytes)
         if not line.endswith(b"\n"):
             return None
@@ -71,18 +71,18 @@ class Channel:
         except ValueError:
             message = None
         if not isinstance(message, dict):
-            raise BrokenOff(f"the other side said {line[:80]!r}, which is no message")
+            raise BrokenOff(f"the peer sent {line[:80]!r}, which is not a JSON object")
         return message
 
     def take(self, count: int) -> bytes:
         """The next ``count`` bytes; BrokenOff if there are fewer."""
         content = self._reader.read(count)
         if len(content) < count:
-            raise BrokenOff(f"{len(content)} of {count} bytes came")
+            raise BrokenOff(f"the peer sent only {len(content)} of {count} bytes")
         return content
 
     def fetch(self, name: str, offset: int, size: int) -> Iterator[bytes]:
-        """Ask for bytes of a file, as ``Source`` has it. Raises Refused, or BrokenOff."""
+        """Request bytes of a file, as in ``Source``. Raises Refused or BrokenOff."""
         self.say({"name": name, "offset": offset, "size": size})
         left = size - offset
         while (message := self.hear()) is not None:
@@ -92,13 +92,13 @@ class Channel:
                 return
             count = message.get("bytes")
             if not isinstance(count, int) or not 0 <= count <= min(CHUNK_BYTES, left):
-                raise BrokenOff(f"the other side would send {count} bytes of {name}, of which {left} were asked for")
+                raise BrokenOff(f"the peer announced {count} bytes of {name}, but {left} were requested")
             left -= count
             yield self.take(count)
-        raise BrokenOff(f"the other side ended while it sent {name}")
+        raise BrokenOff(f"the peer closed the connection while sending {name}")
 
     def answer(self, request: Message, source: Source) -> None:
-        """Send what was asked for."""
+        """Send what was requested."""
         try:
             for chunk in source(str(request["name"]), int(request["offset"]), int(request["size"])):
                 self.say({"bytes": len(chunk)}, chunk)
@@ -111,11 +111,11 @@ class Channel:
 
 
 def files_in(folder: Path) -> Source:
-    """The files of a folder, as they are."""
+    """A source that reads the files of a folder."""
 
     def read(name: str, offset: int, size: int) -> Iterator[bytes]:
         path = within(folder, name)
-        with ExitStack() as stack:  # what reads the chunks may fail too: that is not an error of this file
+        with ExitStack() as stack:  # the code that takes the chunks may fail too: that is not an error of this file
             with reading(path):
                 file = stack.enter_context(open(path, "rb"))
                 file.seek(offset)
@@ -123,7 +123,7 @@ def files_in(folder: Path) -> Source:
                 with reading(path):
                     chunk = file.read(min(CHUNK_BYTES, size - offset))
                 if not chunk:
-                    raise StorageError(f"{folder / name} ends after {offset} of {size} bytes: it was cut short")
+                    raise StorageError(f"{folder / name} ends after {offset} of {size} bytes: it was truncated")
                 offset += len(chunk)
                 yield chunk
 
@@ -134,7 +134,7 @@ def files_in(folder: Path) -> Source:
 class Wanted:
     """A file by its name within a folder, its size in bytes and its sha256.
 
-    ``as_good`` are sizes and digests of other bytes that say the same: what is there as one of them is left.
+    ``as_good`` are sizes and digests of equivalent contents: an existing file that matches one of them is kept.
     """
 
     name: str
@@ -144,56 +144,56 @@ class Wanted:
 
     @classmethod
     def of(cls, name: str, digest: "FileDigest") -> Self:
-        """What a record says of a file."""
+        """The file that a record describes."""
         return cls(name, digest.size, digest.sha256)
 
     def to_json(self) -> dict[str, Any]:
-        """Such that ``Wanted(**...)`` is the same."""
+        """Fields from which ``Wanted(**...)`` makes it again."""
         return asdict(self)
 
 
 class Watcher:
-    """Told how far files have come; to be overridden."""
+    """Is notified of the progress of files. Override its methods."""
 
     def begun(self, wanted: Wanted, path: Path, size: int) -> None:
-        """``size`` bytes of it are in ``path`` by now, to which more will be added."""
+        """``path`` has ``size`` bytes of the file; more will be added."""
 
     def grown(self, wanted: Wanted, count: int) -> None:
-        """``count`` more are."""
+        """``count`` more bytes were added."""
 
     def whole(self, wanted: Wanted) -> None:
-        """It is in place, and verified."""
+        """The file is verified and at its final path."""
 
 
 _TELL_SECONDS = 0.5
 
 
 def node_channel() -> Channel:
-    """What follows the first line of stdin, which was read unbuffered."""
-    reader = open(0, "rb", buffering=CHUNK_BYTES, closefd=False)  # noqa: SIM115 - for as long as the process lives
+    """A channel over stdin, whose first line was already read unbuffered, and stdout."""
+    reader = open(0, "rb", buffering=CHUNK_BYTES, closefd=False)  # noqa: SIM115 - open as long as the process runs
     return Channel(reader, open(1, "wb", closefd=False))
 
 
 class ProgressRelay(Watcher):
-    """Tells the head how many more bytes are here, now and then."""
+    """Reports to the head now and then how many more bytes have arrived."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._untold, self._told_at = 0, time.monotonic()
         self._come: dict[str, int] = {}
 
-    def begun(self, wanted: Wanted, path: Path, size: int) -> None:  # noqa: ARG002 - as Watcher has it
-        """What is there counts."""
+    def begun(self, wanted: Wanted, path: Path, size: int) -> None:  # noqa: ARG002 - the signature of Watcher
+        """Count the bytes that are already there."""
         self._come[wanted.name] = 0
         self.grown(wanted, size)
 
     def grown(self, wanted: Wanted, count: int) -> None:
-        """More is."""
+        """Count the bytes that arrived."""
         self._come[wanted.name] += count
         self._add(count)
 
     def whole(self, wanted: Wanted) -> None:
-        """What was there already counts, too."""
+        """Count the bytes that did not have to be sent."""
         self._add(wanted.size - self._come.get(wanted.name, 0))
 
     def _add(self, count: int) -> None:

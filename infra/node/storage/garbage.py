@@ -1,8 +1,8 @@
-"""What lies on a node and no run needs, code that heads have sent included.
+"""What no run needs on a node, including code that heads have sent.
 
-What this cannot judge is left alone: a run that the asking head does not know may be another head's. An attempt uses
-its code as long as its files are here, a process as long as it runs; and what was wanted within the last hour may be
-about to be used. Standard library only, as nodes import it.
+In doubt, nothing is removed: a run that the requesting head does not know may be another head's. Code is in use as long
+as the files of an attempt with that code are here, or a process runs it; and code that was requested within the last
+hour may be about to be used. Standard library only, as nodes import it.
 """
 
 import os
@@ -40,7 +40,7 @@ _LOCK_WAIT_SECONDS = 10.0
 
 
 def unused_code() -> Iterator[Path]:
-    """Folders of such code, and what is left of some that was being put here or removed when that was killed."""
+    """Folders of code that is not in use, and what interrupted transfers and removals of code have left."""
     if not node_path(CODE).is_dir():
         return
     kept = {attempt.read(path.parent).code for path in attempts_folder().glob(f"*/{attempt.ATTEMPT}")}
@@ -50,7 +50,7 @@ def unused_code() -> Iterator[Path]:
 
 
 def remove_code(folder: Path) -> bool:
-    """Remove one of these, unless it is used by now; whether that was done."""
+    """Remove one of these unless it is in use by now; returns whether it was removed."""
     with _locked(folder.parent) as is_locked:
         if not is_locked or folder not in unused_code():
             return False
@@ -61,7 +61,7 @@ def remove_code(folder: Path) -> bool:
 def _is_old(folder: Path) -> bool:
     try:
         return time.time() - folder.lstat().st_mtime > _KEPT_SECONDS
-    except FileNotFoundError:  # somebody else's partial folder, which has its name now
+    except FileNotFoundError:  # another process's partial folder, which has been renamed since
         return False
 
 
@@ -71,7 +71,7 @@ def _runs_from(folder: Path) -> processes.Belongs:
 
 @contextmanager
 def _locked(code: Path) -> Iterator[bool]:
-    """Against heads that are about to want it."""
+    """Exclude heads that are about to use it."""
     descriptor = os.open(code, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield try_lock(descriptor, _LOCK_WAIT_SECONDS)
@@ -79,37 +79,37 @@ def _locked(code: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-KEPT_ASIDE = "kept: damaged or given up, and moved aside; remove it yourself once you do not need it"
+KEPT_ASIDE = "kept: damaged or given up, and moved aside; remove it yourself once you no longer need it"
 
 
 @dataclass(frozen=True)
 class Garbage:
-    """A folder by its place within the scratch folder, or on the head within the root; its size in bytes.
+    """A folder by its relative path within the scratch folder (on the head: within the root); its size in bytes.
 
-    Code that was sent, and folders of attempts, lie within the node folder.
+    Sent code and folders of attempts are within the node folder instead.
     """
 
     place: str
     size: int
     why: str
     is_kept: bool = False
-    """Whether it is only listed: ``why`` says what stands against removing it."""
+    """Whether it is only listed and not removed: ``why`` says why not."""
 
 
 def garbage(request: dict[str, Any]) -> dict[str, Any]:
-    """What no run needs here; ``finished`` are the head's ``FinishedRun`` by name, ``attempts`` its KnownAttempts."""
+    """List what no run needs; ``finished`` are the head's ``FinishedRun`` by name, ``attempts`` its KnownAttempts."""
     return {"found": [asdict(each) for each in _found(scratch_folder(request["scratch"]), request)]}
 
 
 def free(request: dict[str, Any]) -> dict[str, Any]:
-    """Remove ``places``, as far as no run needs them now; the answer says which were removed."""
+    """Remove those of ``places`` that no run needs now; the answer says which were removed."""
     scratch = scratch_folder(request["scratch"])
     found = [each for each in _found(scratch, request) if each.place in request["places"] and not each.is_kept]
     return {"freed": [each.place for each in found if _remove(scratch, each.place)]}
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in a folder; what goes away meanwhile does not count."""
+    """Bytes of all files in a folder; files that are removed in the meantime do not count."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -121,7 +121,7 @@ def size_of(folder: Path) -> int:
 def _found(scratch: Path, request: Mapping[str, Any]) -> Iterator[Garbage]:
     for place in staged_places(scratch):
         if not users(scratch, place):
-            yield Garbage(place, size_of(within(scratch, place)), "staged, and used by no run")
+            yield Garbage(place, size_of(within(scratch, place)), "staged, and not used by any run")
     for folder in sorted((scratch / RUNS).glob("[!.]*")):
         if folder.name in request["finished"] and not is_at_work(folder.name):
             yield from _of_run(folder, **request["finished"][folder.name])
@@ -130,10 +130,10 @@ def _found(scratch: Path, request: Mapping[str, Any]) -> Iterator[Garbage]:
     for folder, why in left_attempts(attempts_folder(), KnownAttempts(**request["attempts"])):
         yield Garbage(f"{ATTEMPTS}/{folder.name}", size_of(folder), why)
     for folder in unused_code():
-        yield Garbage(f"{CODE}/{folder.name}", size_of(folder), "code that was sent, and is used by no attempt")
+        yield Garbage(f"{CODE}/{folder.name}", size_of(folder), "code that was sent, and is not used by any attempt")
     for parent in (SHARDS, STAGED, RUNS, f"{RUNS}/*/{CHECKPOINTS}"):
         for folder in sorted(scratch.glob(f"{parent}/.*.discarded")):
-            yield Garbage(str(folder.relative_to(scratch)), size_of(folder), "left by a removal that was killed")
+            yield Garbage(str(folder.relative_to(scratch)), size_of(folder), "left by an interrupted removal")
 
 
 def _of_run(folder: Path, unique_id: str | None, fault: str) -> Iterator[Garbage]:
@@ -141,14 +141,15 @@ def _of_run(folder: Path, unique_id: str | None, fault: str) -> Iterator[Garbage
     owner, place, size = owner_of(folder), run_place(folder.name), size_of(folder)
     if owner is None:
         why = (
-            "kept: no head has claimed it, as an earlier version wrote it; remove it yourself if no other root needs it"
+            "kept: no head has claimed it, because an earlier version wrote it; remove it yourself unless another root "
+            "needs it"
         )
         yield Garbage(place, size, why, is_kept=True)
     elif owner.unique_id != unique_id or is_held_at(folder):
         return
     elif fault:
         yield Garbage(
-            place, size, f"kept: the run is finished, but the head's copy is not whole: {fault}", is_kept=True
+            place, size, f"kept: the run is finished, but the head's copy is not intact: {fault}", is_kept=True
         )
     else:
         yield Garbage(place, size, "the head has the finished run")

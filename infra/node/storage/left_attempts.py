@@ -1,7 +1,7 @@
-"""Folders of attempts that were left on this machine, and that nobody needs any more. Standard library only.
+"""Folders of attempts that were left on this machine and are no longer needed. Standard library only.
 
-A head removes the folder of an attempt from its hosts once it has gathered what lies there; what it could not gather
-stays. ``heads/{run_id}`` on the head's machine stays as long as something of the attempt may be left on a host.
+A head removes the folder of an attempt from its hosts once it has collected the files; a folder that it could not
+collect remains. ``heads/{run_id}`` on the head's machine remains as long as part of the attempt may be left on a host.
 """
 
 import json
@@ -20,9 +20,9 @@ from infra.node.attempts.run_ownership import is_held_at
 from t5train.files.run_folder import ATTEMPT_SPEC
 
 _OLD_DAYS = 7
-_OF_THIS_HEAD = "left by an attempt that has ended, and not gathered by its head"
+_OF_THIS_HEAD = "left by an attempt that has ended, and not collected by its head"
 _OF_ANOTHER = f"left by another head's attempt that has ended, unchanged for {_OLD_DAYS} days"
-_HALF_REMOVED = "left by a removal that was killed"
+_HALF_REMOVED = "left by an interrupted removal"
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class KnownAttempts:
     """Attempts of the runs under a head's root, by their run ids."""
 
     idle: Collection[str] = ()
-    """Of runs that nobody works on."""
+    """Attempts of runs that are not in use."""
     busy: Collection[str] = ()
-    """Of the others."""
+    """Attempts of all other runs."""
 
     def to_json(self) -> dict[str, Any]:
-        """Such that ``KnownAttempts(**...)`` is the same."""
+        """Fields from which ``KnownAttempts(**...)`` makes it again."""
         return asdict(self)
 
 
 def left_attempts(parent: Path, known: KnownAttempts) -> Iterator[tuple[Path, str]]:
-    """Folders within ``parent`` that nobody needs, and why they are there."""
+    """Folders within ``parent`` that are no longer needed, and why they are there."""
     for folder in sorted(parent.iterdir()):
         if folder.name.startswith("."):
             yield folder, _HALF_REMOVED
@@ -65,7 +65,7 @@ def _is_living(folder: Path) -> bool:
 
 
 def _is_run_at_work(folder: Path) -> bool:
-    """Whether a head works on the attempt's run, as far as that can be seen from this machine."""
+    """Whether a head is using the attempt's run, if this machine can see that."""
     try:
         job = json.loads((folder / ATTEMPT_SPEC).read_text("utf-8"))
     except FileNotFoundError:

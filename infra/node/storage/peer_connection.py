@@ -1,7 +1,7 @@
-"""Connections between nodes, over which one takes from another what it is itself still taking.
+"""Connections between nodes, over which a node fetches files that the other node is itself still receiving.
 
-Both sides prove that they know the run's token, by HMAC of a number that the other has just drawn; the token itself
-came by ssh. What travels is not secret to who can read the network, and is verified by digests that came by ssh, too.
+Both sides prove that they know the run's token, with an HMAC over a random number from the other side; the token itself
+is sent over ssh. The files are not encrypted, and are verified with digests that are also sent over ssh.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ class Server:
 
 
 def serve(source: Source, token: str) -> Server:
-    """Begin to; at an address of this machine that others reach, and a free port."""
+    """Start serving at an address of this machine that other nodes can reach, and a free port."""
     address = _own_address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family)
@@ -47,7 +47,7 @@ def serve(source: Source, token: str) -> Server:
 def connect(address: str, port: int, token: str) -> Channel:
     """A channel to another node's server. Raises OSError if there is none, BrokenOff if it does not know the token."""
     with socket.create_connection((address, port), timeout=_HANDSHAKE_SECONDS) as connection:
-        channel = _channel(connection)  # which keeps it open
+        channel = _channel(connection)  # the channel keeps it open
         try:
             _introduce(channel, token)
             connection.settimeout(_SILENCE_SECONDS)
@@ -65,16 +65,16 @@ def _introduce(channel: Channel, token: str) -> None:
 
 
 def _own_address() -> str:
-    """The address at which the head reached this machine by ssh; others that cannot reach it ask the head."""
+    """The address at which the head reached this machine by ssh; nodes that cannot reach it ask the head."""
     connection = os.environ.get("SSH_CONNECTION", "").split()  # of sshd: client, its port, server, its port
     return connection[2] if len(connection) == 4 else "127.0.0.1"
 
 
 class _Handshakes:
-    """Connections whose peer has not yet proved that it knows the token: at most so many, each with a thread.
+    """Connections whose peer has not yet proved that it knows the token: a limited number, each with a thread.
 
-    The oldest gives way to a newcomer, as peers that connect and say nothing could otherwise keep all others out, and
-    one that knows the token is done within milliseconds.
+    Beyond the limit, the oldest is closed. Otherwise, peers that connect and send nothing could keep all others out; a
+    peer that knows the token is done within milliseconds.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class _Handshakes:
         self._free = threading.BoundedSemaphore(_MOST_HANDSHAKES)
 
     def begin(self, connection: socket.socket) -> None:
-        """Count it, as soon as there are few enough."""
+        """Add a connection, once there are few enough."""
         if not self._free.acquire(blocking=False):
             self._hang_up(most=1)
             self._free.acquire()
@@ -91,17 +91,17 @@ class _Handshakes:
             self._began_at[connection] = time.monotonic()
 
     def end(self, connection: socket.socket) -> None:
-        """It knows the token, or was closed."""
+        """Remove a connection whose peer knows the token, or that was closed."""
         with self._lock:
             self._began_at.pop(connection, None)
         self._free.release()
 
     def hang_up_late(self) -> None:
-        """Close those that take too long in all, however often they say something."""
+        """Close connections that take too long in total, however often they send something."""
         self._hang_up(most=_MOST_HANDSHAKES, began_before=time.monotonic() - _HANDSHAKE_SECONDS)
 
     def _hang_up(self, most: int, began_before: float = float("inf")) -> None:
-        """Their threads close them, once they read the end."""
+        """Shut connections down; their threads close them when they read the end."""
         with self._lock:
             late = [one for one, began_at in self._began_at.items() if began_at < began_before]
             for connection in late[:most]:
@@ -129,7 +129,7 @@ def _accept(listener: socket.socket, source: Source, token: str) -> None:
 
 
 def _attend(connection: socket.socket, handshakes: _Handshakes, source: Source, token: str) -> None:
-    """Serve one who knows the token until it goes away; how it fails is for it to tell."""
+    """Serve a peer that knows the token until it disconnects. The peer reports any failure."""
     with connection, suppress(OSError, ValueError):
         try:
             channel = _authenticated(connection, token)
@@ -144,7 +144,7 @@ def _attend(connection: socket.socket, handshakes: _Handshakes, source: Source, 
 
 
 def _authenticated(connection: socket.socket, token: str) -> Channel | None:
-    """A channel to a peer that knows the token, which is proved to it in turn; None for any other."""
+    """A channel to a peer that proves that it knows the token, to which the same is proved; None for any other."""
     connection.settimeout(_HANDSHAKE_SECONDS)
     channel = _channel(connection)
     own = secrets.token_hex(_NONCE_BYTES)

@@ -1,4 +1,4 @@
-"""Takes files from elsewhere: each is verified while it arrives, appears whole or not at all, and can be resumed.
+"""Fetches files: each is verified while it arrives, appears whole or not at all, and can be resumed.
 
 Standard library only, as nodes import it.
 """
@@ -21,17 +21,17 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
 def listed(folder: Path, names: Iterable[str]) -> list[Wanted]:
-    """Files of a folder called ``names``, and all in folders of it that are called so; what to ``restore`` of them."""
+    """The files called ``names`` in a folder, and all files in subfolders of these names, with their digests."""
     return [_as_it_is(folder, path) for name in names for path in _files(within(folder, name))]
 
 
 def partial_path(path: Path) -> Path:
-    """Where a file grows until it is whole."""
+    """The path of a file until it is whole."""
     return path.with_name(f".{path.name}.part")
 
 
 def is_whole(folder: Path, wanted: Wanted, on_bytes: Callable[[int], None] = lambda _: None) -> bool:
-    """Whether the file is there with this very content, or one as good. Raises Unreadable when that cannot be known."""
+    """Whether the file exists with this or an equivalent content. Raises Unreadable if that cannot be determined."""
     path = within(folder, wanted.name)
     good = {(wanted.size, wanted.sha256), *((size, sha256) for size, sha256 in wanted.as_good)}
     if file_size(path) not in {size for size, _ in good}:
@@ -44,16 +44,17 @@ def is_whole(folder: Path, wanted: Wanted, on_bytes: Callable[[int], None] = lam
 
 
 def missing_bytes(folder: Path, wanted: Iterable[Wanted]) -> int:
-    """How much more the disk must hold until all are there, judged by sizes."""
+    """How many more bytes the disk must hold for all files, judged by their sizes."""
     return sum(max(0, each.size - _size(within(folder, each.name), each.size)) for each in wanted)
 
 
 def pull(source: Source, wanted: Iterable[Wanted], folder: Path, watcher: Watcher, aside: Path | None = None) -> None:
-    """Take what ``folder`` lacks, in that order; what is there whole is left.
+    """Fetch the files that ``folder`` lacks, in that order; intact files are kept.
 
-    What is there and cannot be read now is kept in the folder ``aside``, once a good copy has come. Raises Unreadable
-    where there is no such folder, DigestMismatch where what comes has another digest twice, Refused where nothing does,
-    StorageError when it cannot be written, and what ``source`` raises; what has come stays for the next time.
+    A file that exists but cannot be read now is moved to the folder ``aside`` once an intact copy has arrived. Raises
+    Unreadable if there is no such folder, DigestMismatch if a file arrives with another digest twice, Refused if the
+    source cannot send it, StorageError if it cannot be written, and what ``source`` raises. Bytes that have arrived are
+    kept for the next time.
     """
     for each in wanted:
         path, keep = within(folder, each.name), None
@@ -70,35 +71,35 @@ def pull(source: Source, wanted: Iterable[Wanted], folder: Path, watcher: Watche
 
 
 def _pull_file(source: Source, wanted: Wanted, path: Path, watcher: Watcher, keep: Path | None) -> None:
-    """Take a file; what is in its place goes into the folder ``keep``, if there is to be one."""
+    """Fetch a file; an existing one at its path is moved to the folder ``keep``, if that is given."""
     partial = partial_path(path)
-    for last in (False, True):  # a part that was there may be damaged, so it gets a second try
+    for last in (False, True):  # an existing part may be damaged, so there is a second try
         try:
             found = _grow(source, wanted, partial, watcher)
             if found == wanted.sha256:
                 if keep is not None:
-                    set_aside(path, keep, "it could not be read, and a good copy of it has come")
+                    set_aside(path, keep, "it could not be read, and an intact copy has arrived")
                 partial.replace(path)
                 sync_folder(path.parent)
                 return
         except Refused:
             if last:
                 raise
-            found = "none"  # what had come was damaged there, and is there anew
+            found = "none"  # it had arrived damaged at the source, which receives it again
         except OSError as error:
             if isinstance(error, ConnectionError):
                 raise
-            remedy = "make room" if error.errno in _NO_ROOM else "see to the disk and the permissions"
+            remedy = "free some disk space" if error.errno in _NO_ROOM else "check the disk and the permissions"
             raise StorageError(f"{path} cannot be written: {error.strerror}; {remedy}, then start again") from error
         partial.unlink(missing_ok=True)
         if last:
             raise DigestMismatch(
-                f"{path} came with sha256 {found}, {wanted.sha256} was recorded: its source is damaged"
+                f"{path} arrived with sha256 {found}, but {wanted.sha256} was recorded: its source is damaged"
             )
 
 
 def _grow(source: Source, wanted: Wanted, partial: Path, watcher: Watcher) -> str:
-    """Add what is missing; the sha256 of all of it, once that is on disk."""
+    """Append the missing bytes. Returns the sha256 of the whole file, once it is synced to disk."""
     digest, size = hashlib.sha256(), 0
     if partial.exists():
         digest, size = _hash_of(partial)
@@ -136,7 +137,7 @@ def _hash_of(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> "t
 
 
 def _size(path: Path, most: int) -> int:
-    """Bytes of it that are there, whole or in part; what cannot be read now is to come again."""
+    """Existing bytes of the whole or partial file; a file that cannot be read now must be fetched again."""
     for each in (path, partial_path(path)):
         with suppress(Unreadable):
             if (size := file_size(each)) is not None:

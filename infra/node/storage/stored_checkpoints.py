@@ -1,4 +1,4 @@
-"""What a disk holds of a run's checkpoints (a node's own, or the gathered copy), and what a node does with it.
+"""A run's checkpoints on a disk (a node's own, or the gathered copy), and what a node does with its own.
 
 Standard library only, as nodes import it.
 """
@@ -22,17 +22,17 @@ from t5train.files.set_aside import set_aside
 
 _SIDECAR = re.compile(r"rank-.*\.json")
 HEAD = ""
-"""Place of the gathered copy; other places are names of hosts."""
+"""Stands for the gathered copy where other copies are named by their host."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """What a place holds of a tag: text of sidecars, and size in bytes of all other files, by name."""
+    """What one disk has of a tag: the text of sidecars, and the size in bytes of all other files, by name."""
 
     sidecars: Mapping[str, str]
     files: Mapping[str, int]
     unreadable: Mapping[str, str] = field(default_factory=dict)
-    """What cannot be read there now, and why; of the name ``""`` is the folder itself."""
+    """Files that cannot be read there now, and why; the name ``""`` stands for the folder itself."""
 
 
 Inventory = Mapping[str, Copy]
@@ -40,9 +40,9 @@ Inventory = Mapping[str, Copy]
 
 
 def inventory_of(checkpoints: Path) -> Inventory:
-    """What lies in a folder of checkpoints; nothing where there is none, or of what is being written or removed.
+    """The tags in a folder of checkpoints, except those being written or removed; empty if there is no such folder.
 
-    Raises Unreadable when the folder itself cannot be listed.
+    Raises Unreadable if the folder itself cannot be listed.
     """
     tags = {name: _copy_of(checkpoints / name) for name in names_in(checkpoints) if not name.startswith(".")}
     return {name: copy for name, copy in tags.items() if copy is not None}
@@ -76,7 +76,7 @@ def inventory(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def prune(request: dict[str, Any]) -> dict[str, Any]:
-    """Remove the ``tags`` from this node, and what removals that were killed have left."""
+    """Remove the ``tags`` from this node, and what interrupted removals have left."""
     checkpoints = _checkpoints(request)
     for tag in request["tags"]:
         discard(within(checkpoints, tag))
@@ -85,8 +85,8 @@ def prune(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def move_aside(request: dict[str, Any]) -> dict[str, Any]:
-    """Move the ``tags`` where nothing uses or removes them (None: all of the run); the answer says which were here."""
-    checkpoints = _checkpoints(request)  # which asks for the owner
+    """Move the ``tags`` (None: all of the run) to where nothing uses or removes them; the answer says which existed."""
+    checkpoints = _checkpoints(request)  # which checks the owner
     here = [name for name in names_in(checkpoints) if is_tag(name)]
     chosen = [tag for tag in here if request["tags"] is None or tag in request["tags"]]
     for tag in chosen:
@@ -101,7 +101,7 @@ def listing(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def send(request: dict[str, Any]) -> None:
-    """Send what is asked for of the folder ``place``, until stdin ends."""
+    """Send the requested files of the folder ``place`` until stdin ends."""
     channel = node_channel()
     _, folder = _place(request)
     while (message := channel.hear()) is not None:
@@ -109,15 +109,15 @@ def send(request: dict[str, Any]) -> None:
 
 
 def receive(request: dict[str, Any]) -> None:
-    """Take ``files`` into the folder ``place`` of a run, asking the head for what is not there whole.
+    """Fetch ``files`` into the folder ``place`` of a run, requesting from the head those that are not intact there.
 
-    What cannot be read now is moved aside; so is a pickle that is not one of ``recorded``, unless that is None.
+    Files that cannot be read now are moved aside, and so are pickles that are not in ``recorded``, unless it is None.
     """
     scratch, folder = _place(request)
     wanted = [Wanted(**each) for each in request["files"]]
     if request["recorded"] is not None:
         for name in unlisted(names_in(folder), request["recorded"]):
-            set_aside(folder / name, _aside(request), "it is of another saving than the one that is resumed")
+            set_aside(folder / name, _aside(request), "it is not from the save of the checkpoint that is resumed")
     require_room(scratch, missing_bytes(folder, wanted), request["place"])
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     channel = node_channel()
@@ -136,7 +136,7 @@ def _checkpoints(request: dict[str, Any]) -> Path:
 
 
 def _place(request: dict[str, Any]) -> tuple[Path, Path]:
-    """The scratch folder, and the folder within it that is asked for; RunOwned if that is of another head's run."""
+    """The scratch folder, and the requested folder within it; RunOwned if that belongs to another head's run."""
     scratch = scratch_folder(request["scratch"])
     require_owner(scratch, request["place"], request["owner"])
     return scratch, within(scratch, request["place"])

@@ -1,6 +1,6 @@
-"""Turns a checkpoint into a finished record of its weights. The output folder appears whole, or not at all.
+"""Turn a checkpoint into a finished record of its weights. The output folder appears whole, or not at all.
 
-It never replaces something else.
+It never replaces other content.
 """
 
 import logging
@@ -28,33 +28,33 @@ _SPARE_BYTES = 16 << 20
 
 @contextmanager
 def new_folder(out: Path, size: int) -> Iterator[Path]:
-    """The ``partial_folder`` of ``out``, to be moved by ``put_in_place``.
+    """Yield the ``partial_folder`` of ``out``, to be moved by ``put_in_place``.
 
-    StorageError when ``size`` bytes do not fit, or what is in the body cannot be written.
+    Raises StorageError if ``size`` bytes do not fit, or if a write in the body fails.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"{out.parent} cannot be made: {error.strerror}; choose another folder") from error
+        raise StorageError(f"{out.parent} cannot be created: {error.strerror}; choose another folder") from error
     try:
         free = shutil.disk_usage(out.parent).free
         if free < size + _SPARE_BYTES:
             raise StorageError(
-                f"{out} will take {size} bytes, and {_SPARE_BYTES} to spare; {free} are free there: make room or "
-                "choose another folder"
+                f"{out} needs {size} bytes, and {_SPARE_BYTES} in reserve, but only {free} bytes are free there: "
+                "free some space or choose another folder"
             )
         with partial_folder(out) as folder:
             yield folder
-    except FileNotFoundError:  # of what is read: a run may remove an old tag meanwhile, as the caller explains
+    except FileNotFoundError:  # of a file being read: a run may have removed an old tag, as the caller explains
         raise
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {explain(error)}") from error
 
 
 def require_vacant(out: Path, fingerprint: str | None) -> None:
-    """StorageError when ``out`` holds anything but damaged weights of this fingerprint (any where it is yet unknown).
+    """Raise StorageError if ``out`` holds anything but damaged weights of this fingerprint (of any, if it is None).
 
-    A file that somebody put beside damaged weights would be lost with them.
+    A file that a user put beside damaged weights would be lost with them.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
@@ -70,19 +70,20 @@ def require_vacant(out: Path, fingerprint: str | None) -> None:
         raise StorageError(f"{out} holds other weights ({there.fingerprint[:12]}): remove it or choose another folder")
     if strangers := sorted({path.name for path in out.iterdir()} - {*there.files, MANIFEST}):
         raise StorageError(
-            f"{out} holds damaged weights, and {strangers[0]} beside them: move that away, and try again"
+            f"{out} holds damaged weights and also {strangers[0]}, which is not one of their files: move it away, and "
+            "try again"
         )
 
 
 def put_in_place(folder: Path, out: Path) -> None:
-    """Make ``folder`` the folder ``out``, durably; damaged weights that are there are moved aside."""
+    """Rename ``folder`` to ``out``, durably; damaged weights in ``out`` are moved aside."""
     if out.is_dir() and any(out.iterdir()):
         _log.warning("%s holds weights that are damaged or were changed: they were moved to %s", out, rename_aside(out))
     folder.rename(out)
     sync_folder(out.parent)
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # what every optimizer of Adam's kind calls them
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # the names in every Adam-like optimizer
 
 
 def consolidate(
@@ -99,9 +100,9 @@ def consolidate(
     ``checkpoint`` is a save folder with tags inside (the newest complete tag is taken, or ``tag``), or the folder
     of a tag. ``out`` gets ``model.safetensors`` (or files of at most ``shard_bytes``, and their index),
     ``model.tensors.json`` with the sha256 of each tensor's bytes, and ``manifest.json``. Floating-point tensors are
-    fp32, whole numbers stay what they are; a tied parameter stands under its owner's name alone. With ``moments`` the
-    optimizer's two moments of each trained parameter go beside them in the same way, as ``exp_avg.safetensors`` and
-    ``exp_avg_sq.safetensors``. ZeRO 0 to 3, pipelines and mixtures of experts, in fp32, bf16 and fp16.
+    fp32, and integer tensors keep their type; a tied parameter is stored only under its owner's name. With ``moments``,
+    the optimizer's two moments of each trained parameter are written in the same way, as ``exp_avg.safetensors`` and
+    ``exp_avg_sq.safetensors``. Supported are ZeRO 0 to 3, pipelines and mixtures of experts, in fp32, bf16 and fp16.
 
     ``out`` appears whole or not at all; one that holds the same weights already is verified and reused. Raises
     InputError (no such checkpoint or tag), IncompleteCheckpoint (missing, altered or mixed files),
@@ -139,7 +140,7 @@ def _consolidate(
 
 
 def _recorded_identity(opened: OpenedCheckpoint, shard_bytes: int | None, moments: Sequence[str]) -> str | None:
-    """Fingerprint of weights yet to be made: of the run, its step and the files' digests, where these are recorded."""
+    """Fingerprint of the weights to be made, from the run, its step and the files' digests; None without sidecars."""
     if not opened.sidecars:
         return None
     first = opened.sidecars[0]

@@ -1,7 +1,7 @@
-"""The tag that is meant, its files by what they hold, and whether they belong together.
+"""Open a checkpoint: choose the tag, classify its files, and check that they belong together.
 
-File names tell what is in them. ``mp_rank_00`` is the whole model, except that each stage of a pipeline, and each
-tensor-parallel rank, has a number of its own.
+A file's name says what is in it. ``mp_rank_00`` is the whole model, except that each stage of a pipeline, and each
+tensor-parallel rank, has its own number.
 """
 
 import logging
@@ -55,7 +55,7 @@ _PATTERNS = {
 
 
 def kind_of(name: str) -> StateFile | None:
-    """The first kind whose pattern is that of the name."""
+    """The first kind whose pattern matches the name."""
     return next((kind for kind, pattern in _PATTERNS.items() if re.fullmatch(pattern, name)), None)
 
 
@@ -76,7 +76,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """The folder of one tag. With sidecars it is ours, and every file named here has been verified."""
+    """The folder of one tag. With sidecars it is ours, and every file in ``names`` has been verified."""
 
     folder: Path
     names: frozenset[str]
@@ -84,31 +84,31 @@ class OpenedCheckpoint:
     _contents: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False, repr=False)
 
     def read(self, name: str) -> dict[str, Any]:
-        """The structure of one of its files, read once; tensors stay where they are."""
+        """The structure of one of its files, read once; the tensors' data is not read."""
         if name not in self._contents:
             self._contents[name] = read_metadata(self.folder / name)
         return self._contents[name]
 
     def first(self, kind: StateFile) -> str:
-        """The file of a kind with the smallest numbers in its name; there is one."""
+        """The file of a kind with the smallest numbers in its name; there must be one."""
         return numbered(self.names, kind)[0][1]
 
     def files_by_rank(self, kind: StateFile, num_ranks: int, *stage: int) -> list[str]:
-        """The files of a kind of which each of ``num_ranks`` ranks wrote one; IncompleteCheckpoint if one lacks.
+        """The files of a kind of which each of ``num_ranks`` ranks wrote one; IncompleteCheckpoint if one is missing.
 
-        ``stage`` is that of a pipeline, where the files' names have it behind the rank.
+        ``stage`` is the pipeline stage, if the files' names have it after the rank.
         """
         found = [(numbers, name) for numbers, name in numbered(self.names, kind) if numbers[1:] == stage]
         ranks = [rank for (rank, *_), _ in found]
         if ranks != list(range(num_ranks)):
             raise IncompleteCheckpoint(
-                f"{self.folder} was written by {num_ranks} data-parallel ranks; it holds {kind.value}: of ranks "
-                f"{ranks}, it lacks ranks {sorted(set(range(num_ranks)) - set(ranks))}"
+                f"{self.folder} was written by {num_ranks} data-parallel ranks, but its files for {kind.value} are of "
+                f"ranks {ranks}: it lacks ranks {sorted(set(range(num_ranks)) - set(ranks))}"
             )
         return [name for _, name in found]
 
     def result_name(self, name: str) -> str:
-        """A name of the module as the result will have it: Hugging Face's where sidecars tell, else as it is."""
+        """A name in the module as the result will have it: Hugging Face's if there are sidecars, else unchanged."""
         if not self.sidecars:
             return name
         try:
@@ -121,12 +121,12 @@ class OpenedCheckpoint:
 
 
 def open_checkpoint(checkpoint: Path, tag: str | None, progress: Progress) -> OpenedCheckpoint:
-    """The checkpoint in ``checkpoint``, a save folder with tags inside or the folder of a tag.
+    """Open ``checkpoint``, a save folder with tags inside or the folder of a tag.
 
-    Without ``tag`` it is the newest complete tag by its sidecars. A checkpoint of another program has none:
-    there ``latest`` chooses, and everything it leads to is still checked. Raises InputError when there is no such
-    folder or tag, IncompleteCheckpoint when ranks or files are missing, altered or of different checkpoints, and
-    errors of ``require_complete`` where that cannot be known.
+    Without ``tag``, this is the newest tag that is complete according to its sidecars. A checkpoint of another program
+    has none: then ``latest`` names the tag, and its files are still checked. Raises InputError when there is no such
+    folder or tag, IncompleteCheckpoint when ranks or files are missing, altered or of different checkpoints, and the
+    errors of ``require_complete`` when that cannot be determined.
     """
     folder = _tag_folder(checkpoint, tag)
     if not read_all(folder):
@@ -173,13 +173,13 @@ def _newest(checkpoint: Path, tags: Sequence[str]) -> str:
         raise InputError(f"{checkpoint} holds no checkpoint: name a DeepSpeed save folder or the folder of a tag")
     latest = checkpoint / LATEST
     if not latest.is_file():
-        raise InputError(f"{checkpoint} has no file {LATEST!r}: say which tag is meant, of {list(tags)}")
+        raise InputError(f"{checkpoint} has no file {LATEST!r}: choose one of the tags {list(tags)}")
     name = latest.read_text("utf-8", errors="replace").strip()
     if PurePosixPath(name).name != name:
         raise InputError(
-            f"{latest} holds {name!r}, which is not the name of a tag: say which is meant, of {list(tags)}"
+            f"{latest} holds {name!r}, which is not the name of a tag: choose one of the tags {list(tags)}"
         )
-    _log.warning("%s has no sidecars: %s, named by %s, is taken", checkpoint, name, latest)
+    _log.warning("%s has no sidecars: using %s, the tag in %s", checkpoint, name, latest)
     return name
 
 
@@ -188,19 +188,19 @@ def _is_tag(folder: Path) -> bool:
 
 
 def require_same(folder: Path, contents: Mapping[str, Mapping[str, Any]], keys: Iterable[str]) -> None:
-    """IncompleteCheckpoint unless the files (content by name) have the same value under each of the keys."""
+    """Raise IncompleteCheckpoint unless all files (content by name) have the same value for each key."""
     (first, expected), *others = contents.items()
     for key in keys:
         for name, content in others:
             if content.get(key) != expected.get(key):
                 raise IncompleteCheckpoint(
                     f"{folder}: {first} and {name} differ in {key} ({_shown(expected.get(key))} and "
-                    f"{_shown(content.get(key))}): they are not of one checkpoint; choose another tag"
+                    f"{_shown(content.get(key))}): they are of different checkpoints; choose another tag"
                 )
 
 
 def progress_of(optimizer: Any) -> dict[str, Any]:
-    """How far an optimizer is, by its state dictionary: the steps it counts and its learning rates."""
+    """The progress of an optimizer, from its state dictionary: the steps it counts and its learning rates."""
     if not isinstance(optimizer, Mapping):
         return {}
     groups = [group for group in optimizer.get("param_groups", ()) if isinstance(group, Mapping)]
@@ -214,7 +214,7 @@ def progress_of(optimizer: Any) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """The number in a tensor of one element, which is read for it; any other value as it is."""
+    """The number in a tensor of one element, read from its file; any other value unchanged."""
     if not isinstance(value, StoredTensor) or value.num_elements != 1:
         return value
     data = bytearray(ITEM_BYTES[value.dtype])

@@ -1,4 +1,4 @@
-"""What will be written, and from which bytes of which files: data, made before any weight is read."""
+"""The plan of what will be written, and from which bytes of which files. It is made before any weight is read."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Source:
-    """The elements of a tensor in row-major order, as they lie in files: extents joined."""
+    """The elements of a tensor in row-major order, as extents of files, one after another."""
 
     dtype: str
     extents: tuple[Extent, ...]
@@ -54,7 +54,7 @@ class TensorPlan:
     """One tensor of the result.
 
     ``copies`` are the weights the engine computed with, which must equal ``source`` rounded to their type, bit
-    for bit: the weight itself, and every alias that is stored apart.
+    for bit: the weight itself, and every alias that is stored separately.
     """
 
     name: str

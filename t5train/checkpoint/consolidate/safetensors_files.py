@@ -1,4 +1,4 @@
-"""Safetensors files while their tensors are written, several at once and in any order, and how a model is split.
+"""Write safetensors files, several tensors at once and in any order, and split a model into several files.
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON, here padded with spaces so that the first
 tensor begins at a disk block) and the tensors' bytes in the header's order, without gaps. Large models are split into
@@ -23,12 +23,12 @@ _LENGTH = struct.Struct("<Q")
 
 
 def index_name(stem: str) -> str:
-    """Name of the index of a model that is cut into several files."""
+    """Name of the index of a model that is split into several files."""
     return f"{stem}.safetensors.index.json"
 
 
 def header(tensors: Sequence[TensorPlan]) -> bytes:
-    """What stands before the first tensor's bytes."""
+    """The bytes before the first tensor's."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -44,10 +44,10 @@ def header(tensors: Sequence[TensorPlan]) -> bytes:
 
 
 def shards(tensors: Sequence[TensorPlan], stem: str, shard_bytes: int | None) -> dict[str, list[TensorPlan]]:
-    """Tensors by file: one file, or as many as it takes for none to exceed ``shard_bytes`` by more than a tensor.
+    """The tensors of each file: one file, or as many as are needed for at most ``shard_bytes`` each.
 
-    A tensor is never cut, so that one larger than ``shard_bytes`` has a file to itself. In a file the wider types come
-    first: behind a few single bytes an fp32 tensor would begin where none can be read.
+    A tensor is never split, so one larger than ``shard_bytes`` has a file of its own. In a file, wider types come
+    first: after a few one-byte elements, an fp32 tensor would be misaligned and could not be read.
     """
     cut: list[list[TensorPlan]] = [[]]
     filled = 0
@@ -65,14 +65,14 @@ def shards(tensors: Sequence[TensorPlan], stem: str, shard_bytes: int | None) ->
 
 
 def index(files: Mapping[str, Sequence[TensorPlan]]) -> dict[str, object]:
-    """Which file holds which tensor, as the index says it."""
+    """The content of the index: which file holds which tensor."""
     weight_map = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
     total = sum(tensor.size for tensors in files.values() for tensor in tensors)
     return {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
 class ShardFile:
-    """A new file of its full size. It is open only where a tensor is being written: a model may have thousands."""
+    """A new file of its full size, open only while a tensor is being written: a model may have thousands of files."""
 
     def __init__(self, path: Path, tensors: Sequence[TensorPlan]) -> None:
         self._path, self._tensors, self._header = path, tensors, header(tensors)
@@ -100,11 +100,12 @@ class ShardFile:
 
 
 class Place:
-    """Takes the bytes of one tensor in order.
+    """Writes the bytes of one tensor in order.
 
-    They go to the disk at once, past the page cache, as the result has to be there anyway before it is believed: that
-    saves a copy and the wait for all of it at the end, and pushes nothing else out of memory. Only whole blocks can:
-    the ends of a tensor that shares its block with another one, and whatever a file system refuses, take the usual way.
+    They go to the disk at once, past the page cache, as they must be on disk anyway before the result is valid. That
+    saves a copy and a long wait at the end, and evicts nothing else from memory. Only whole blocks can be written so:
+    the ends of a tensor that shares a block with another one, and whatever a file system refuses, go through the page
+    cache.
     """
 
     def __init__(self, path: Path, cached: int, direct: int | None, start: int) -> None:
@@ -112,7 +113,7 @@ class Place:
         self._cached, self._direct, self.position = cached, direct, start
 
     def write(self, data: memoryview) -> None:
-        """Write the next bytes; those that fill blocks best lie in memory as in the file, modulo BLOCK_BYTES."""
+        """Write the next bytes; whole blocks should be aligned in memory as in the file, modulo BLOCK_BYTES."""
         head = min(-self.position % BLOCK_BYTES, len(data))
         body = (len(data) - head) // BLOCK_BYTES * BLOCK_BYTES
         with naming(self._path):
@@ -121,13 +122,13 @@ class Place:
             self._write_cached(data[head + written :])
 
     def _write_directly(self, blocks: memoryview) -> int:
-        """How many bytes could be written so."""
+        """Write past the page cache; returns the number of bytes written."""
         if self._direct is None or not blocks:
             return 0
         try:
             count = os.pwrite(self._direct, blocks, self.position)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # which says that it lies or is cut in a way that does not suit the disk
+            if error.errno != errno.EINVAL:  # EINVAL: its alignment or size does not suit the disk
                 raise
             return 0
         self.position += count
@@ -141,7 +142,7 @@ class Place:
 
 
 def _opened_directly(path: Path, stack: ExitStack) -> int | None:
-    """A descriptor that writes past the page cache; None on a file system that knows of no such thing."""
+    """A descriptor that writes past the page cache; None on a file system that does not support it."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_DIRECT)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Reads byte ranges of checkpoint files, and checks the CRC-32 that torch's archives carry of every record.
+"""Read byte ranges of checkpoint files, and check the CRC-32 that torch's archives have for every record.
 
 The CRC-32 of two byte sequences end to end is computed from those of both, as zlib's ``crc32_combine`` does: a CRC-32
 is the remainder of the bytes, read as a polynomial over GF(2), so bytes that follow multiply it by a power of x.
@@ -24,11 +24,11 @@ from t5train.errors import IncompleteCheckpoint
 from t5train.files.presence import reading
 
 _PIECE_BYTES = 1 << 20
-_MOST_OPEN = 16  # files: each of many threads has a reader, and a checkpoint may be of thousands of ranks
+_MOST_OPEN = 16  # files: each of many threads has a reader, and a checkpoint may have files of thousands of ranks
 
 
 class Reader:
-    """Open files, read by position, by one thread. A context manager."""
+    """Open files, read by position, for one thread. A context manager."""
 
     def __init__(self) -> None:
         self._open: dict[Path, IO[bytes]] = {}
@@ -70,7 +70,7 @@ class Reader:
 
 
 def repeated_element(source: Source) -> bytes | None:
-    """The element that all elements of a source are equal to; None when they differ, or there are none."""
+    """The element that a source repeats throughout; None when its elements differ, or there are none."""
     buffer = memoryview(bytearray(min(_PIECE_BYTES, source.size)))
     with Reader() as reader:
         reader.read(source, 0, buffer[: source.item_bytes])
@@ -119,7 +119,7 @@ _GAP_BYTES = 1 << 20
 
 @dataclass
 class _Run:
-    """Bytes of a file that passed, and their CRC-32."""
+    """Consecutive bytes of a file that have been read, and their CRC-32."""
 
     file: Path
     start: int
@@ -128,13 +128,13 @@ class _Run:
 
 
 class PassedBytes:
-    """The checksums of bytes of one tensor, which pass from the first to the last."""
+    """The checksums of the bytes read for one tensor, in order from the first to the last."""
 
     def __init__(self) -> None:
         self.runs: list[_Run] = []
 
     def add(self, source: Source, start: int, data: memoryview) -> None:
-        """Take in ``data``, the source's bytes from ``start`` on."""
+        """Add ``data``, the source's bytes from ``start`` on."""
         filled = 0
         for extent in source.span(start, len(data)):
             self._add_extent(extent, data[filled : filled + extent.size])
@@ -149,9 +149,9 @@ class PassedBytes:
 
 
 def require_intact(passed: Iterable[PassedBytes]) -> None:
-    """IncompleteCheckpoint when a record of which bytes passed has another CRC-32 than its archive says.
+    """Raise IncompleteCheckpoint if a record, of which bytes were read, has another CRC-32 than its archive says.
 
-    The bytes passed in any order; those that did not, such as padding, are read for the sum's sake.
+    The bytes may have been read in any order; those that were not, such as padding, are read now for the checksum.
     """
     files: dict[Path, list[_Run]] = defaultdict(list)
     for tensor in passed:
@@ -178,7 +178,7 @@ def _require_intact_file(file: Path, runs: list[_Run], reader: Reader) -> None:
 def _checksum(record: Extent, runs: Iterable[_Run], reader: Reader) -> int:
     checksum, position = 0, record.offset
     for run in runs:
-        if run.start >= position:  # else it passed twice
+        if run.start >= position:  # else it was read twice
             checksum = _with_gap(checksum, Extent(record.file, position, run.start - position), reader)
             checksum = joined(checksum, run.checksum, run.end - run.start)
             position = run.end

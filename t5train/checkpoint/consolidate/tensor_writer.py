@@ -1,7 +1,7 @@
-"""Copies tensors into safetensors files: several at once, in bounded memory, checked and hashed on the way.
+"""Copy tensors into safetensors files: several at once, in bounded memory, checked and hashed on the way.
 
-A thread does everything with a piece of a tensor while it is in the cache of its core. Of every master it checks that
-it rounds to the value that the engine computed with.
+A thread processes a piece of a tensor completely while it is in its core's cache. It checks that every master rounds to
+the value that the engine computed with.
 """
 
 import hashlib
@@ -26,14 +26,13 @@ from t5train.host_resources import num_cores
 from t5train.progress import Progress
 from t5train.records.digests import FileDigest, SafetensorsDigest, digest_file
 
-_PIECE = 30_000  # elements: just below where torch starts threads, which only get in the way of the other tensors'
+_PIECE = 30_000  # elements: just below where torch starts threads, which would compete with those of other tensors
 
 
 class RoundingCheck:
-    """Compares masters with the weights they round to, in one thread; its two buffers are used again and again.
+    """Compares masters with the weights they round to, in one thread; its two buffers are reused.
 
-    It is the one check that needs no live engine and no record: a partition of another step, another run or
-    another place does not pass it.
+    This check needs neither a live engine nor a record: a partition of another step, run or position fails it.
     """
 
     def __init__(self, reader: Reader, most_bytes: int) -> None:
@@ -42,7 +41,7 @@ class RoundingCheck:
         self._stored, self._rounded = (torch.empty(widest * most_bytes, dtype=torch.uint8) for _ in range(2))
 
     def require_copies(self, tensor: TensorPlan, start: int, data: memoryview) -> None:
-        """IncompleteCheckpoint unless ``data``, the source's bytes from ``start`` on, rounds to every copy's."""
+        """Raise IncompleteCheckpoint unless ``data``, the source's bytes from ``start`` on, rounds to every copy."""
         masters = torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.source.dtype])
         for copy in tensor.copies:
             size = ITEM_BYTES[copy.dtype] * len(masters)
@@ -63,7 +62,7 @@ def _contradiction(tensor: TensorPlan, start: int, size: int, copy: Source) -> s
     masters = sorted({extent.file.name for extent in tensor.source.span(start, size)})
     weights = sorted({str(extent.file) for extent in copy.extents})
     return (
-        f"{tensor.name}: the master in {', '.join(masters)}, rounded to {copy.dtype}, is not the weight in "
+        f"{tensor.name}: the master in {', '.join(masters)}, rounded to {copy.dtype}, differs from the weight in "
         f"{', '.join(weights)}: the files are damaged or of different steps; choose another tag"
     )
 
@@ -72,7 +71,7 @@ _PIECE_BYTES = 1 << 20  # all that is done with a piece is done while it is in t
 
 
 class Copier:
-    """What one thread needs to copy one tensor after the other; ``advance`` learns of bytes written."""
+    """Copies tensors one after the other, in one thread; ``advance`` is called with the number of bytes written."""
 
     def __init__(self, reader: Reader, advance: Callable[[int], None]) -> None:
         self._reader, self._advance = reader, advance
@@ -80,7 +79,7 @@ class Copier:
         self._rounding = RoundingCheck(reader, _PIECE_BYTES)
 
     def copy(self, tensor: TensorPlan, place: Place, passed: PassedBytes | None) -> bytes:
-        """The sha256 of the tensor's bytes, after they were written; ``passed`` takes in what was read.
+        """Write the tensor's bytes and return their sha256; the bytes read are added to ``passed``.
 
         Raises IncompleteCheckpoint when a master contradicts the engine's own copy of it, or a file is too short.
         """
@@ -101,7 +100,7 @@ class Copier:
 
 
 def _cast(data: memoryview, tensor: TensorPlan) -> memoryview:
-    """The same numbers in the type of the result, which holds every number of the source's type but float64's."""
+    """The same numbers in the type of the result, which represents them exactly unless they are float64."""
     values = torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.source.dtype]).to(TORCH_DTYPES[tensor.dtype])
     return values.numpy().view(np.uint8).data
 
@@ -121,9 +120,9 @@ def write_tensors(
     progress: Progress,
 ) -> dict[str, FileDigest | SafetensorsDigest]:
     """Write ``stem``.safetensors into ``folder`` (or shards and their index), and ``stem``.tensors.json with the
-    sha256 of each tensor; the digests of these files, all of which are on disk then.
+    sha256 of each tensor; returns the digests of these files, which are then all on disk.
 
-    With ``has_digests`` the checkpoint's files were verified already; else the CRC-32 of each record is checked.
+    With ``has_digests``, the checkpoint's files are already verified; else the CRC-32 of each record is checked.
     Raises IncompleteCheckpoint when a master contradicts the engine's own copy of it, or a file is damaged.
     """
     parts = shards(tensors, stem, shard_bytes)
@@ -171,7 +170,7 @@ class _Stream:
         self._total, self._done, self._lock = sum(job.tensor.size for job in jobs), 0, Lock()
 
     def run(self) -> None:
-        """Copy everything; what a thread raises is raised here, when all others have stopped too."""
+        """Copy everything; an exception in a thread is raised here, after all threads have stopped."""
         num_threads = min(_THREADS_PER_CORE * num_cores(), _MOST_THREADS)
         with ThreadPoolExecutor(num_threads) as threads:
             running = {threads.submit(self._work) for _ in range(num_threads)}
@@ -182,7 +181,7 @@ class _Stream:
                         thread.result()
                     self._progress("weight bytes written", self._done, self._total)
             finally:
-                with self._lock:  # else a thread may find a job, and then none
+                with self._lock:  # else a thread may see a job, and fail to pop it
                     self._jobs.clear()
         if self._passed is not None:
             require_intact(self._passed)

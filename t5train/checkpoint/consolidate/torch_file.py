@@ -1,8 +1,9 @@
-"""What a torch checkpoint file holds and where, without reading any tensor and without running any of its code.
+"""Find what a torch checkpoint file holds, and where, without reading any tensor or running any of its code.
 
 ``torch.load`` onto the meta device unpickles the structure alone and leaves the byte offset of every storage.
 ``weights_only`` refuses whatever a hostile pickle could call; the few classes that DeepSpeed puts into its files, and
-users commonly into ``client_state``, are let in under stubs: nothing of theirs is needed, and none of their code runs.
+that users commonly put into ``client_state``, are replaced by stubs: their content is not needed, and none of their
+code runs.
 The offsets are checked against the zip's directory.
 """
 
@@ -39,7 +40,7 @@ _UNNAMED = "archive"  # torch's name for the folder inside an archive that was s
 
 
 class _Opaque(tuple[object, ...]):
-    """Stands in for an object whose content has no say in the weights; equal to those of the same arguments."""
+    """Stands in for an object whose content does not affect the weights; equal to others with the same arguments."""
 
     def __new__(cls, *arguments: object) -> "_Opaque":
         return super().__new__(cls, arguments)
@@ -64,7 +65,7 @@ _SAFE_GLOBALS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor at rest: ``offset`` is the byte of its first element in ``file``, strides count elements."""
+    """A tensor in a file: ``offset`` is the byte of its first element in ``file``, strides count elements."""
 
     file: Path
     offset: int
@@ -78,7 +79,7 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def source(self) -> Source:
-        """Its elements in row-major order; UnknownLayout when they are scattered too finely to be copied by runs."""
+        """Its elements in row-major order; UnknownLayout when they are scattered over too many runs."""
         item = ITEM_BYTES[self.dtype]
         outer, run = self._runs()
         if math.prod(outer) > _MOST_RUNS:
@@ -93,7 +94,7 @@ class StoredTensor:
         return Source(self.dtype, tuple(extents) if run else ())
 
     def _runs(self) -> tuple[tuple[int, ...], int]:
-        """The leading dimensions to be walked one by one, and the contiguous elements found at each place."""
+        """The leading dimensions to iterate over, and the number of contiguous elements at each of their indices."""
         run, dimensions = 1, len(self.shape)
         while dimensions and (self.shape[dimensions - 1] in (0, 1) or self.strides[dimensions - 1] == run):
             dimensions -= 1
@@ -104,8 +105,8 @@ class StoredTensor:
 def read_metadata(file: Path) -> dict[str, Any]:
     """The dictionary in a ``.pt`` file, every tensor in it a StoredTensor.
 
-    Raises IncompleteCheckpoint for a file that is missing, truncated or no torch checkpoint, ConsolidationError for
-    one whose pickle asks for code, and UnknownLayout for one that is not a dictionary of plain values.
+    Raises IncompleteCheckpoint for a file that is missing, truncated or not a torch checkpoint, ConsolidationError for
+    one whose pickle needs code, and UnknownLayout for one that is not a dictionary of plain values.
     """
     records = _records(file)
     try:
@@ -113,8 +114,8 @@ def read_metadata(file: Path) -> dict[str, Any]:
             content = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ConsolidationError(
-            f"{file} is refused: its pickle asks for more than tensors and plain values ({_cause(error)}); if its "
-            "origin is trusted, load it there, remove what it names from client_state, and save it under the same name"
+            f"{file} is refused: its pickle needs more than tensors and plain values ({_cause(error)}). If you trust "
+            "its origin, load it there, remove what is named here from client_state, and save it under the same name"
         ) from error
     except Exception as error:  # a damaged pickle can make torch raise nearly anything
         _require_readable(file, error)
@@ -142,9 +143,9 @@ def record_checksums(file: Path) -> dict[int, tuple[int, int]]:
 
 
 def content_of(tensor: StoredTensor) -> tuple[Any, ...]:
-    """What equal tensors have in common, without reading them: type, shape, and the CRC-32 of the record.
+    """A key that equal tensors have in common, without reading them: type, shape, and the CRC-32 of the record.
 
-    One that lies in the midst of a record has no checksum of its own, and is taken to be like no other.
+    A tensor that begins in the middle of a record has no checksum of its own: its key equals that of no other.
     """
     record = record_checksums(tensor.file).get(tensor.offset)
     return tensor.dtype, tensor.shape, record or (tensor.file, tensor.offset)
@@ -165,18 +166,18 @@ def _records(file: Path) -> dict[int, int]:
         raise IncompleteCheckpoint(f"{file} does not exist") from None
     except Exception as error:  # damage can make zipfile raise nearly anything
         _require_readable(file, error)
-        raise IncompleteCheckpoint(f"{file} is truncated or damaged, or no torch checkpoint: {error}") from error
+        raise IncompleteCheckpoint(f"{file} is truncated or damaged, or not a torch checkpoint: {error}") from error
     if compressed or not little:
         raise UnknownLayout(f"{file} holds compressed or big-endian tensors: save it again on a little-endian machine")
     if not folders <= {file.stem, _UNNAMED}:
         raise IncompleteCheckpoint(
-            f"{file} was written as {', '.join(sorted(folders))}.pt: it is another rank's or step's; choose another tag"
+            f"{file} was written as {', '.join(sorted(folders))}.pt: it is of another rank or step; choose another tag"
         )
     return records
 
 
 def _tensors(archive: zipfile.ZipFile) -> list[str]:
-    """The records that hold a storage's bytes; the others say what these are."""
+    """The records that hold a storage's bytes; the others describe them."""
     return [name for name in archive.namelist() if re.fullmatch(r"[^/]+/data/\d+", name)]
 
 
@@ -198,11 +199,13 @@ def _located(value: Any, file: Path, records: dict[int, int]) -> Any:
 
 def _located_tensor(tensor: torch.Tensor, file: Path, records: dict[int, int]) -> StoredTensor:
     if tensor.dtype not in _NAMES or tensor.layout != torch.strided:
-        raise UnknownLayout(f"{file} holds a tensor of type {tensor.dtype}, {tensor.layout}: only dense numbers are")
+        raise UnknownLayout(
+            f"{file} holds a tensor of type {tensor.dtype}, {tensor.layout}: only dense tensors of numbers can be read"
+        )
     storage = tensor.untyped_storage()
     start, size = storage._checkpoint_offset, storage.nbytes()
     if size and (start is None or records.get(start) != size):
-        raise IncompleteCheckpoint(f"{file} holds no record of {size} bytes at {start}: it is damaged")
+        raise IncompleteCheckpoint(f"{file} has no record of {size} bytes at offset {start}: it is damaged")
     offset = (start or 0) + int(tensor.storage_offset()) * tensor.element_size()
     return StoredTensor(file, offset, _NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride())
 

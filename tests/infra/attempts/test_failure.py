@@ -54,16 +54,26 @@ CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
     ({"returncode": -11, **FULL, "shared_memory_free_bytes": 9 << 20}, "", RankKilled, "was killed by SIGSEGV (att"),
     (FULL, "Error while creating shared memory segment /dev/shm/nccl-a1b2c3 (size 9637888)", DiskFull, "is full (0 of"),
     (FULL, "ValueError: something else", LaunchError, "ended with exit code 1 (att"),
-    ({}, "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)", CollectiveTimeout, "in vain"),
-    ({}, "RuntimeError: [../gloo/transport/tcp] Timed out waiting 1800000ms for recv", CollectiveTimeout, "in vain"),
-    ({}, "OSError: [Errno 28] No space left on device: '/r/x.pt'", DiskFull, "make room"),
-    ({"free_bytes": 0}, "ValueError: something else", DiskFull, "make room"),
+    (
+        {},
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
+        CollectiveTimeout,
+        "timed out in a collective",
+    ),
+    (
+        {},
+        "RuntimeError: [../gloo/transport/tcp] Timed out waiting 1800000ms for recv",
+        CollectiveTimeout,
+        "timed out in a collective",
+    ),
+    ({}, "OSError: [Errno 28] No space left on device: '/r/x.pt'", DiskFull, "Free some space"),
+    ({"free_bytes": 0}, "ValueError: something else", DiskFull, "Free some space"),
     ({}, "ValueError: something else", LaunchError, "ended with exit code 1"),
     ({"cause": Cause.BEAT, "reason": "no sign of life for 11 s"}, "", RankStopped, "no sign of life for 11 s"),
     ({"cause": Cause.PHASE, "reason": "took 61 s"}, 'File "/v/numpy/x.py", line 1 in f', RankStopped, "took 61 s"),
     ({"cause": Cause.PHASE, "reason": "took 61 s"}, 'File "/v/torch/distributed/c.py", line 1', CollectiveTimeout, ""),
-    ({"cause": Cause.HEAD, "reason": "no word from the head for 61 s"}, "", HostLost, "no word from the head"),
-    ({"cause": Cause.TOLD, "reason": "SIGTERM; it had not ended after 30 s"}, "", Preempted, "last checkpoint"),
+    ({"cause": Cause.HEAD, "reason": "no message from the head for 61 s"}, "", HostLost, "no message from the head"),
+    ({"cause": Cause.TOLD, "reason": "SIGTERM; it was still running after 30 s"}, "", Preempted, "last checkpoint"),
 ]
 
 

@@ -16,7 +16,7 @@ SPARES = Hosts((Host("small", (0,)), Host("c", (0, 1, 2)), Host("d", (0, 1))))
 
 
 def lost(host: str, seconds: int) -> HostLost:
-    return HostLost(f"{host} has not been heard of for {seconds} s", [host])
+    return HostLost(f"{host} has not responded for {seconds} s", [host])
 
 
 def test_the_third_failure_that_differs_in_numbers_alone_is_not_tried_again(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_the_third_failure_that_differs_in_numbers_alone_is_not_tried_again(tmp_
     third = judged(tmp_path, lost("a", 62))
     assert isinstance(third, RepeatedFailure)
     assert not third.retryable
-    assert str(third) == "this has failed alike 3 times in a row: a has not been heard of for 62 s"
+    assert str(third) == "failed 3 times in a row with the same error: a has not responded for 62 s"
 
 
 @pytest.mark.parametrize("between", ["another error", "another host", "a checkpoint"])
@@ -49,8 +49,7 @@ def test_a_host_that_failed_twice_is_named_and_replaced_by_a_spare_with_slots_en
     told = judged(tmp_path, HostUnreachable("a: no answer", ["a"]))
     assert isinstance(told, HostUnreachable)
     assert str(told) == (
-        "a has failed 2 times (HostLost, HostUnreachable); use --exclude a, or --spares to have other hosts take over: "
-        "a: no answer"
+        "a has failed 2 times (HostLost, HostUnreachable); use --exclude a, or --spares to replace hosts: a: no answer"
     )
     assert unfit(tmp_path) == {"a": "has failed twice"}
     assert with_spares(HOSTS, SPARES, unfit(tmp_path)) == Hosts((Host("c", (0, 1)), Host("b", (0, 1))))

@@ -75,23 +75,23 @@ def test_ranks_are_counted_through_the_hosts() -> None:
         ("node2", "is not of the form"),
         ("node2 slots=2 max_slots=4", "is not of the form"),
         ("node2 gpus=2", "is not of the form"),
-        ("node1 slots=2", r"host 'node1' is there twice; write one line for it, with all its slots"),
-        ("NODE1 slots=2", "host 'NODE1' is there twice"),
-        ("node[2-3] slots=2", r"'node\[2-3\]' is no plain host name .*: write one host a line"),
-        ("node2,node3 slots=2", "no plain host name"),
-        ("root@node2 slots=2", r"no plain host name .* cluster\.ssh_user"),
-        ("-oProxyCommand=x slots=2", "no plain host name"),
-        ("^/etc/passwd slots=2", "no plain host name"),
-        ("$(reboot) slots=2", "no plain host name"),
-        ("node%n slots=2", "no plain host name"),
-        ("node2. slots=2", "no plain host name"),
-        ("n\u00f6de2 slots=2", "no plain host name"),
-        ("a" * 254 + " slots=2", "no plain host name"),
-        ("fe80::1 slots=2", r"has colons, .*: give an IPv6 address a name"),
+        ("node1 slots=2", r"host 'node1' is listed twice; write one line for it, with all its slots"),
+        ("NODE1 slots=2", "host 'NODE1' is listed twice"),
+        ("node[2-3] slots=2", r"'node\[2-3\]' is not a plain host name .*Write one host per line"),
+        ("node2,node3 slots=2", "not a plain host name"),
+        ("root@node2 slots=2", r"not a plain host name .* cluster\.ssh_user"),
+        ("-oProxyCommand=x slots=2", "not a plain host name"),
+        ("^/etc/passwd slots=2", "not a plain host name"),
+        ("$(reboot) slots=2", "not a plain host name"),
+        ("node%n slots=2", "not a plain host name"),
+        ("node2. slots=2", "not a plain host name"),
+        ("n\u00f6de2 slots=2", "not a plain host name"),
+        ("a" * 254 + " slots=2", "not a plain host name"),
+        ("fe80::1 slots=2", r"has colons, .*\. Give an IPv6 address a name"),
         ("ssh:node2 slots=2", "has colons"),
-        ("10.0.0.256 slots=2", r"'10\.0\.0\.256' is no IPv4 address"),
-        ("127.1 slots=2", r"'127\.1' is no IPv4 address"),
-        ("2130706433 slots=2", "'2130706433' is no IPv4 address"),
+        ("10.0.0.256 slots=2", r"'10\.0\.0\.256' is not an IPv4 address"),
+        ("127.1 slots=2", r"'127\.1' is not an IPv4 address"),
+        ("2130706433 slots=2", "'2130706433' is not an IPv4 address"),
     ],
 )
 def test_what_is_no_host_is_refused_with_its_line(line: str, words: str) -> None:
@@ -101,7 +101,7 @@ def test_what_is_no_host_is_refused_with_its_line(line: str, words: str) -> None
 
 @pytest.mark.parametrize("text", ["", "\n", "# node1 slots=2\n"])
 def test_a_hostfile_without_hosts_is_refused(text: str) -> None:
-    with pytest.raises(SpecError, match="hosts names no host: write a line 'name slots=N' for each"):
+    with pytest.raises(SpecError, match="hosts lists no host: write a line 'name slots=N' for each"):
         parse(text, "hosts")
 
 
@@ -148,7 +148,7 @@ def test_a_choice_that_makes_no_sense_is_refused(setting: str, choice: str) -> N
 
 
 def test_more_nodes_than_there_are_are_refused() -> None:
-    with pytest.raises(SpecError, match=r"cluster\.num_nodes is 3: the hostfile has 2 hosts; ask for fewer"):
+    with pytest.raises(SpecError, match=r"cluster\.num_nodes is 3, but the hostfile has 2 hosts\. Request fewer"):
         select(TWO, num_nodes=3)
 
 
@@ -160,7 +160,7 @@ def test_settings_name_the_hostfile_and_the_choice(tmp_path: Path) -> None:
 
 def test_a_hostfile_that_was_changed_after_the_ranks_were_counted_is_refused(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("node1 slots=2\n")
-    with pytest.raises(SpecError, match=r"cluster\.ranks is 4, and .* have 2 slots: .* start the run again"):
+    with pytest.raises(SpecError, match=r"cluster\.ranks is 4, but .* have 2 slots: .* Start the run again"):
         read_hosts(ClusterSpec(hostfile=tmp_path / "hosts", ranks=4))
 
 
@@ -177,5 +177,5 @@ def test_the_last_hosts_that_are_chosen_wait_as_spares(tmp_path: Path) -> None:
     cluster = ClusterSpec(hostfile=tmp_path / "hosts", exclude="a:1", spares=1, ranks=3)
     assert read_hosts(cluster) == Hosts((Host("a", (0,)), Host("b", (0, 1))))
     assert spare_hosts(cluster) == Hosts((Host("c", (0, 1)),))
-    with pytest.raises(SpecError, match=r"cluster\.spares is 3, and 3 hosts are chosen: leave at least one"):
+    with pytest.raises(SpecError, match=r"cluster\.spares is 3, but 3 hosts are chosen\. Leave at least one"):
         chosen_hosts(ClusterSpec(hostfile=tmp_path / "hosts", spares=3))

@@ -115,12 +115,12 @@ def test_code_that_was_sent_is_what_every_launcher_starts() -> None:
 @pytest.mark.parametrize(
     ("launcher", "hosts", "words"),
     [
-        ("slurm", CHOSEN, r"'slurm', which cannot choose slots \(1, 3\) of node2: use pdsh"),
+        ("slurm", CHOSEN, r"'slurm', which cannot choose slots \(1, 3\) of node2\. Use pdsh"),
         ("openmpi", CHOSEN, r"'openmpi', which cannot choose slots \(1, 3\) of node2"),
         (
             "slurm",
             parse("node1 slots=1\nnode2 slots=2", "hosts"),
-            r"'slurm', which starts equally many ranks .* have \[1, 2\] slots",
+            r"'slurm', which starts the same number of ranks .* have \[1, 2\] slots",
         ),
     ],
 )
@@ -144,7 +144,7 @@ def test_a_word_that_a_shell_or_pdsh_would_change_is_refused(word: str) -> None:
 def test_a_python_that_a_shell_would_not_find_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", "/my programs/python")
-        with pytest.raises(SpecError, match=r"'/my programs/python' would go through .* install the package"):
+        with pytest.raises(SpecError, match=r"'/my programs/python' would go through .* Install the package"):
             require_launchable(ClusterSpec(), EQUAL)
     monkeypatch.setenv("PYTHONPATH", "/a:/$(reboot)")
     with pytest.raises(SpecError, match=r"'/a:/\$\(reboot\)' would go through"):

@@ -86,7 +86,7 @@ def test_code_in_a_folder_that_others_could_have_written_is_not_run(
 
 def test_a_parent_in_which_others_can_rename_is_refused(planted: Path, parent: Path) -> None:
     parent.chmod(0o777)
-    assert f"others can replace what lies in {parent}" in run().stderr
+    assert f"other users can replace the contents of {parent}" in run().stderr
     assert not planted.exists()
 
 

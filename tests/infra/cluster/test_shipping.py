@@ -101,7 +101,7 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("content", [b"{}", b"\0", packed(SOURCES)[1][:-9], packed(SOURCES)[1] + b" "])
 def test_bytes_that_are_not_the_promised_ones_leave_nothing(content: bytes) -> None:
-    with pytest.raises(SystemExit, match=r"came damaged, .* start again"):
+    with pytest.raises(SystemExit, match=r"arrived damaged .*: start the command again"):
         hold(packed(SOURCES)[0], content)
     assert not node_folders.node_path().exists()
 
@@ -121,7 +121,7 @@ def test_bytes_that_are_not_the_promised_ones_leave_nothing(content: bytes) -> N
     ],
 )
 def test_a_name_that_is_not_of_a_module_leaves_nothing(name: str) -> None:
-    with pytest.raises(SystemExit, match="which is not the path of a module"):
+    with pytest.raises(SystemExit, match="which is not a valid module path"):
         hold(*packed({**SOURCES, name: ""}))
     assert not node_folders.node_path().exists()
 
@@ -180,7 +180,7 @@ def test_a_place_that_others_can_reach_is_refused(parent: Path) -> None:
 
 
 def test_another_users_id_is_refused_before_its_folder_is_made(parent: Path) -> None:
-    with pytest.raises(SystemExit, match=r"has the id \d+ there and \d+ on the head"):
+    with pytest.raises(SystemExit, match=r"user id is \d+ on this host and \d+ on the head"):
         code_receiver.hold(os.getuid() + 1, parent / "of-another", *packed(SOURCES))
     assert not (parent / "of-another").exists()
 
@@ -190,7 +190,7 @@ def test_a_place_that_cannot_be_written_is_an_error_of_that_host(parent: Path) -
     node_folders.node_path("code").touch()
     found = ship(Here(), ["a"])["a"]
     assert isinstance(found, RemoteFailed)
-    assert "cannot be kept in" in str(found)
+    assert "cannot be stored in" in str(found)
 
 
 def test_what_breaks_off_while_it_is_written_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:

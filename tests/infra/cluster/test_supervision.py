@@ -149,8 +149,8 @@ def test_a_host_that_is_silent_is_warned_of_and_lost_when_the_lease_is_over(
     supervision = supervise()
     assert 3 <= look_until(supervision, lambda: supervision.failed) < 5
     assert isinstance(supervision.failure, HostLost)
-    assert str(supervision.failure).startswith("b has not been heard of for 3 s")
-    assert "b has not been heard of for 1 s, of 3 s" in caplog.text
+    assert str(supervision.failure).startswith("b has not responded for 3 s")
+    assert "b has not responded for 1 s and counts as lost after 3 s" in caplog.text
     assert supervision.silent == ["b"]
 
 
@@ -160,7 +160,7 @@ def test_a_host_that_says_something_else_is_lost_and_what_it_said_is_told(
     way.silent, way.instead = "b", ["sh", "-c", "echo Welcome!; sleep 600"]
     supervision = supervise()
     look_until(supervision, lambda: supervision.failed)
-    assert "'Welcome!' came instead of an answer" in str(supervision.failure)
+    assert "got 'Welcome!' instead of an answer" in str(supervision.failure)
 
 
 def test_a_host_that_was_started_anew_is_lost_at_once(supervise: Callable[..., Supervision]) -> None:
@@ -175,7 +175,7 @@ def test_a_host_that_knows_nothing_of_the_attempt_is_lost_at_once(
     shutil.rmtree(local_hosts.attempt_folder("b", this.run_id))  # as with a new disk
     supervision = supervise()
     look_until(supervision, lambda: supervision.failed, 5)
-    assert str(supervision.failure).startswith("b has ended the attempt, or knows nothing of it")
+    assert str(supervision.failure).startswith("b has ended the attempt or has no record of it")
 
 
 def test_a_killed_guard_is_a_failure(this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]) -> None:
@@ -228,7 +228,7 @@ def test_what_hosts_told_while_nobody_looked_is_heard_before_one_is_called_silen
         def join(self) -> None: ...
 
     opened: list[Quiet] = []
-    monkeypatch.setattr("infra.head.launch.supervision.Window", Quiet)
+    monkeypatch.setattr("infra.head.launch.supervision.HostSession", Quiet)
     monkeypatch.setattr("infra.head.launch.supervision._SILENT_SECONDS", 0.1)
     (tmp_path / "head").mkdir()
     supervision = Supervision(replace(this, lease_seconds=0.2), way, tmp_path / "head", None)
@@ -262,7 +262,7 @@ def test_hosts_that_are_lost_together_are_all_named(way: Unsteady, supervise: Ca
     supervision.look(0.5)
     assert supervision.failure is not None
     assert supervision.failure.hosts == ("a", "b")
-    assert re.fullmatch(r"a has not been heard of for \d s; .*; b has not .* for \d s; .*", str(supervision.failure))
+    assert re.fullmatch(r"a has not responded for \d s: .*; b has not .* for \d s: .*", str(supervision.failure))
 
 
 def test_a_host_that_cannot_be_reached_when_another_is_lost_is_named_with_it(
@@ -278,4 +278,4 @@ def test_a_host_that_cannot_be_reached_when_another_is_lost_is_named_with_it(
     failure = watch.failure()
     assert isinstance(failure, HostLost)
     assert failure.hosts == ("a", "b")
-    assert str(failure).startswith("a was restarted while its ranks were running; b is lost too: ")
+    assert str(failure).startswith("a was restarted while its ranks were running; b was also lost: ")

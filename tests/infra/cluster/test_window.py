@@ -23,7 +23,7 @@ class Runs:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("sh", "-c", "echo Welcome; sleep 60"), "a: 'Welcome' came instead of an answer: let the login shell there"),
+        (("sh", "-c", "echo Welcome; sleep 60"), "a: got 'Welcome' instead of an answer. Make the login shell there"),
         (("/dev/null",), "a: /dev/null cannot be started on this machine: Permission denied"),
     ],
 )

@@ -109,7 +109,7 @@ def test_an_attempt_is_prepared_once_with_all_that_its_ranks_are_to_know(prepare
         ("attempt.json", "environment.json", "lease", "meeting.json", "spec.json"), 0
     )
     assert head_lease.age_seconds(prepared) < 5
-    with pytest.raises(AssertionError, match=r"StorageError.*is there already"):
+    with pytest.raises(AssertionError, match=r"StorageError.*already exists"):
         act("prepare", run_id=RUN_ID, owner=None)
 
 

@@ -82,7 +82,7 @@ def test_a_second_head_is_refused_with_the_owner_and_what_to_do(site: Site, firs
     with pytest.raises(RunOwned, match="that head is alive"):
         claimed(second, adopt=True)
     die(site, first)
-    with pytest.raises(RunOwned, match="its lease has expired: take the run over with --adopt, or choose another"):
+    with pytest.raises(RunOwned, match=r"its lease has expired\. Take the run over with --adopt, or choose another"):
         claimed(second)
     assert owners(site, first) == [first.owner.unique_id] * 2
     assert claimed(first) == [], "the first one comes back, as it was not replaced"
@@ -122,7 +122,7 @@ def test_a_dead_heads_run_is_adopted_with_its_checkpoints_and_the_dead_head_stay
     with pytest.raises(StopIteration, match=tag_of(8)):
         storage.make_ready(tmp_path)
     said = (
-        "adopted from head this-head, root /this/root, since 2026-01-01T00:00:00: step-00000008 complete, goes on from"
+        "adopted from head this-head, root /this/root, since 2026-01-01T00:00:00: step-00000008 complete, resuming from"
     )
     assert said in caplog.text
     assert owners(site, second) == [second.owner.unique_id] * 2

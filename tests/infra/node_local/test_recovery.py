@@ -102,7 +102,7 @@ def test_a_file_that_no_rank_recorded_on_a_host_is_refused_and_named(run: NodeRu
 def test_a_run_whose_checkpoints_are_all_damaged_begins_again_only_when_asked_to(run: NodeRun, site: Site) -> None:
     site.save(8)
     (site.tag("b", 8) / PART_OF_B).write_bytes(bytes(300_000))
-    with pytest.raises(NothingVerifies, match=rf"{PART_OF_B} is nowhere as it was recorded.*--begin-again"):
+    with pytest.raises(NothingVerifies, match=rf"no intact copy of {PART_OF_B} was found.*--begin-again"):
         recover(run, silent)
     ask_to_begin_again(run.folder)
     recover(run, silent)

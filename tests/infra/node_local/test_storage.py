@@ -54,9 +54,9 @@ def test_a_host_that_is_lost_at_the_last_gather_is_told_with_what_is_done_and_wh
     cut = replace(run, nodes=replace(run.nodes, transport=way))
     with pytest.raises(NotGathered) as told:
         NodeLocalStorage(cut, lambda folder: folder, silent).take_home()
-    assert str(told.value).startswith("training is done, but b was lost before the head had all of the result: b: ")
+    assert str(told.value).startswith("training is done, but b was lost before the head had the whole result: b: ")
     assert "Start the same command again when b answers" in str(told.value)
-    assert str(told.value).endswith(f"training then goes on from {tag_of(4)}")
+    assert str(told.value).endswith(f"training then resumes from {tag_of(4)}")
     assert (told.value.hosts, told.value.exit_code, told.value.retryable, way.tried) == (("b",), 3, False, 3)
 
 

@@ -175,8 +175,9 @@ def test_what_came_by_now_to_be_used_is_not_freed(site: Site, finished: list[Fin
 
 def send(site: Site, host: str, digest: str, hours_ago: float) -> Path:
     folder = site.scratch(host).parent / "code" / digest
-    (folder / "infra").mkdir(parents=True)
-    (folder / "infra/node/attempts/process_guard.py").write_bytes(bytes(10))
+    guard = folder / "infra/node/attempts/process_guard.py"
+    guard.parent.mkdir(parents=True)
+    guard.write_bytes(bytes(10))
     then = time.time() - 3600 * hours_ago
     os.utime(folder, (then, then))
     return folder

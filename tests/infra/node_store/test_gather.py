@@ -127,7 +127,7 @@ def test_a_copy_that_nobody_else_has_and_that_cannot_be_read_is_not_taken_for_da
     loop(site.checkpoints / tag_of(8) / PART_OF_B)
     for damage in (flip, Path.unlink):
         damage(site.tag("b", 8) / PART_OF_B)
-        with pytest.raises(Unreadable, match=rf"{PART_OF_B} may be whole.*{PART_OF_B} cannot be read now"):
+        with pytest.raises(Unreadable, match=rf"{PART_OF_B} may be intact.*{PART_OF_B} cannot be read now"):
             gather(site.nodes, RUN, tag, site.checkpoints)
         assert (site.checkpoints / tag_of(8) / PART_OF_B).is_symlink()
 
@@ -143,7 +143,7 @@ def test_a_node_that_cannot_read_what_it_alone_has_is_named(site: Site) -> None:
 def test_a_file_that_is_damaged_everywhere_is_named_with_its_places_and_the_tag_stays_incomplete(site: Site) -> None:
     site.save(8)
     flip(site.tag("b", 8) / PART_OF_B)
-    with pytest.raises(IncompleteCheckpoint, match=rf"{PART_OF_B} is nowhere as it was recorded \(b had it\)"):
+    with pytest.raises(IncompleteCheckpoint, match=rf"no intact copy of {PART_OF_B} was found \(b had it\)"):
         gather(site.nodes, RUN, site.newest(), site.checkpoints)
     assert tags.complete_tags(site.checkpoints) == []
 
@@ -183,7 +183,7 @@ def test_a_disk_that_fills_up_leaves_what_has_come_and_is_gone_on_with(tmp_path:
     (tmp_path / "f").write_bytes(content)
     (tiny_disk / "ballast").write_bytes(bytes(700_000))
     wanted = [Wanted.of("f", digest(content))]
-    with pytest.raises(StorageError, match="f cannot be written: No space left on device; make room"):
+    with pytest.raises(StorageError, match="f cannot be written: No space left on device; free some disk space"):
         pull(files_in(tmp_path), wanted, tiny_disk, Watcher())
     come = partial_path(tiny_disk / "f").stat().st_size
     (tiny_disk / "ballast").unlink()

@@ -63,7 +63,7 @@ def test_what_a_head_could_not_gather_is_listed_with_the_reason_and_freed_when_t
     known = known_attempts(site.root)
     found = garbage_on(site.nodes, [], known)
     assert [(each.place, each.why) for each in found["a"]] == [  # type: ignore[union-attr]
-        (f"attempts/{begun.run_id}", "left by an attempt that has ended, and not gathered by its head")
+        (f"attempts/{begun.run_id}", "left by an attempt that has ended, and not collected by its head")
     ]
     with run_lock(run):
         assert garbage_on(site.nodes, [], known_attempts(site.root))["a"] == [], "its head is at work"

@@ -64,14 +64,14 @@ def test_what_is_there_is_not_sent_again_and_what_is_damaged_is(site: Site, shar
 
 
 def test_a_disk_that_is_too_small_is_told_before_anything_is_sent(site: Site, shards: Path) -> None:
-    with pytest.raises(RemoteFailed, match=r"^a: .*has .* GB free, shards/deadbeef needs"):
+    with pytest.raises(RemoteFailed, match=r"^a: .*has .* GB free, but shards/deadbeef needs"):
         stage_folder(site.nodes, shards, [Wanted("train.bin", 1 << 50, "0" * 64)], PLACE, "smoke")
     assert not (site.scratch("a") / PLACE).exists()
 
 
 def test_room_is_kept_for_what_the_run_will_write_beside_and_has_not_written_yet(site: Site, shards: Path) -> None:
     files, disk = listed(shards, NAMES), shutil.disk_usage(site.scratch("b")).total
-    with pytest.raises(RemoteFailed, match=r"b: .* free, shards/deadbeef with .* GB for checkpoints needs"):
+    with pytest.raises(RemoteFailed, match=r"b: .* free, but shards/deadbeef with .* GB for checkpoints needs"):
         stage_folder(site.nodes, shards, files, PLACE, "smoke", beside={"b": disk})
     written = site.scratch("b") / "runs/smoke/checkpoints/tag/file"
     written.parent.mkdir(parents=True)
@@ -139,7 +139,7 @@ def test_a_node_that_dies_in_the_chain_holds_up_no_other(
     with pytest.raises(HostUnreachable, match=r"^a: "):
         stage_folder(dying, shards, listed(shards, NAMES), PLACE, "smoke")
     assert contents(site.scratch("b") / PLACE) == contents(shards)
-    assert "b takes from the head" in caplog.text
+    assert "b copies from the head" in caplog.text
     part = site.scratch("a") / PLACE / ".train.bin.part"
     assert part.stat().st_size > 500_000
     inode = part.stat().st_ino

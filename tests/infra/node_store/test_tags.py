@@ -112,7 +112,7 @@ def test_what_somebody_else_put_beside_checkpoints_is_left() -> None:
         ({("a", 8, 0): "1"}, {("a", 8, 0): "1"}, r"lacks rank-00001\.json \(ranks \[1\] of 2\)"),
         ({("a", 8, 0): "1", ("b", 8, 1): "1"}, {("a", 8, 0): "1"}, r"lacks part-1\.pt, which rank 1 wrote"),
         ({("a", 8, 0): "1", ("b", 8, 1): "two"}, {}, r"differ in saving"),
-        ({("a", 8, 0): "1", ("b", 8, 0): "two"}, {}, r"rank-00000\.json of two savings, on a and on b"),
+        ({("a", 8, 0): "1", ("b", 8, 0): "two"}, {}, r"rank-00000\.json from two different saves, on a and on b"),
     ],
 )
 def test_why_a_tag_is_not_complete_is_told(sidecars: Places, files: Places, why: str) -> None:

@@ -51,7 +51,7 @@ def test_a_given_address_or_name_must_be_the_first_hosts() -> None:
 
 
 def test_hosts_without_a_way_to_the_first_are_named() -> None:
-    with pytest.raises(PreflightError, match="node1 have no route to any of them"):
+    with pytest.raises(PreflightError, match="there is no route to any of them from node1"):
         meeting(changed("node1", interfaces={"eth0": ["10.5.0.1/24"]}, routes=[]), "node0")
 
 

@@ -26,65 +26,80 @@ def test_hosts_that_agree_and_have_everything_pass_every_check() -> None:
 
 # Check, host, what is other there, and what must be said: who, what, and what to do.
 CULPRITS: list[tuple[str, str, Change, str]] = [
-    ("machines", "node3", with_("", identity="boot1 machine net:[1]"), "node1, node3: names of one machine: keep one"),
-    ("machines", "node3", lambda _: facts(1), "node1, node3: names of one machine: keep one"),
-    ("address", "node2", ON_A_NETWORK_OF_ITS_OWN, "node2 have no route to any of them; put the hosts into one net"),
-    ("port", "node0", with_("network", port_is_free=False), "node0: another program listens on port 29500: choose"),
+    (
+        "machines",
+        "node3",
+        with_("", identity="boot1 machine net:[1]"),
+        "node1, node3: these names refer to the same machine. Keep one",
+    ),
+    ("machines", "node3", lambda _: facts(1), "node1, node3: these names refer to the same machine. Keep one"),
+    (
+        "address",
+        "node2",
+        ON_A_NETWORK_OF_ITS_OWN,
+        "there is no route to any of them from node2. Put the hosts into one net",
+    ),
+    ("port", "node0", with_("network", port_is_free=False), "node0: another program listens on port 29500. Choose"),
     (
         "python",
         "node3",
         with_("software", python="3.12.1"),
-        "node3: Python 3.12.1, others 3.11.9: install 3.11.9 there",
+        "node3: Python 3.12.1, others have 3.11.9. Install 3.11.9 there",
     ),
-    ("python", "node3", with_("software", machine="aarch64"), "node3: processor aarch64, others x86_64: leave it"),
+    ("python", "node3", with_("software", machine="aarch64"), "node3: processor aarch64, others have x86_64. Leave"),
     (
         "packages",
         "node3",
         with_("software", packages={**SOFTWARE.packages, "torch": "2.12.0"}),
-        "node3: torch 2.12.0, others 2.13.0: install torch==2.13.0 there",
+        "node3: torch 2.12.0, others have 2.13.0. Install torch==2.13.0 there",
     ),
     (
         "packages",
         "node0",
         with_("software", packages={**SOFTWARE.packages, "deepspeed": ""}),
-        "node0: deepspeed missing, others 1.0: install deepspeed==1.0 there",
+        "node0: deepspeed missing, others have 1.0. Install deepspeed==1.0 there",
     ),
     (
         "runtime",
         "node1",
         with_("software", runtime={}),
-        "node1: torch built for the CPU only, others cuda 13.0: install the same build",
+        "node1: torch built for the CPU only, others have cuda 13.0. Install the same build",
     ),
     (
         "code",
         "node1",
         with_("software", code_digest="d" * 64),
-        "node1: code dddddddddddd, the head's cccccccccccc: install the head's version of this package there, or have",
+        "node1: code dddddddddddd, the head has cccccccccccc. Install the head's version of this package there, or",
     ),
     (
         "spec",
         "node1",
         with_("software", spec_digest="refused: model.x"),
-        "node1: spec refused: model.x, the head's 5555",
+        "node1: spec refused: model.x, the head has 5555",
     ),
-    ("accelerators", "node2", with_("devices", kind="cpu"), "node2: accelerator cpu, others cuda: repair the driver"),
+    (
+        "accelerators",
+        "node2",
+        with_("devices", kind="cpu"),
+        "node2: accelerator cpu, others have cuda. Repair the driver",
+    ),
     (
         "accelerators",
         "node2",
         with_("devices", count=1),
-        "node2: 1 accelerators that torch can use, slot 1 is asked for",
+        "node2: torch can use 1 accelerators, but slot 1 is requested",
     ),
     (
         "in use",
         "node2",
         with_("devices", used_bytes={"0": 0, "1": 70 << 30}),
-        "node2: another program has memory of accelerator 1 (75.2 GB): end it, or take others",
+        "node2: another program uses memory of accelerator 1 (75.2 GB). End it, or choose other",
     ),
     (
         "in use",
         "node2",
         with_("devices", held_by={"1": "base-0003-ab"}),
-        "node2: accelerators are in use, 1 by base-0003-ab: wait for that run, end it",
+        "node2: accelerators are in use: 1 by base-0003-ab. Wait for that run, end it",
     ),
     (
         "accelerators",
@@ -96,15 +111,20 @@ CULPRITS: list[tuple[str, str, Change, str]] = [
         "ninja",
         "node1",
         with_("build", ninja=None),
-        "node1: ninja is not on the PATH that sshd gives: pip install ninja",
+        "node1: ninja is not on the PATH that sshd sets. Run `pip install ninja`",
     ),
     (
         "operators",
         "node1",
         with_("build", compiled=[], compiler=None),
-        "node1: cpu_adam is not compiled, and there is no C++ compiler: install g++ there",
+        "node1: cpu_adam is not compiled, and there is no C++ compiler. Install g++ there",
     ),
-    ("compile locks", "node1", with_("build", foreign_locks=["/c/lock"]), "node1: /c/lock of another user: have t"),
+    (
+        "compile locks",
+        "node1",
+        with_("build", foreign_locks=["/c/lock"]),
+        "node1: /c/lock belongs to another user. Have t",
+    ),
     (
         "openmp",
         "node1",
@@ -117,8 +137,8 @@ CULPRITS: list[tuple[str, str, Change, str]] = [
         with_("devices", error="torch cannot be imported: libgomp: cannot allocate memory in static TLS block"),
         "node1: torch cannot be imported: libgomp: cannot allocate memory in static TLS block: set LD_PRELOAD",
     ),
-    ("root", "node3", with_("room", nonce=None), "node3: /shared/t5 is not the head's, and on node0, node1, node2 it"),
-    ("root", "node3", with_("room", nonce="another"), "node3: /shared/t5 is not the head's, and on node0, node1, no"),
+    ("root", "node3", with_("room", nonce=None), "node3: /shared/t5 is not the head's, but on node0, node1, node2 it"),
+    ("root", "node3", with_("room", nonce="another"), "node3: /shared/t5 is not the head's, but on node0, node1, no"),
     (
         "root",
         "node3",
@@ -129,23 +149,28 @@ CULPRITS: list[tuple[str, str, Change, str]] = [
         "disks",
         "node3",
         with_("room", root_free_bytes=1),
-        "node3: /shared/t5 has 0.0 MB free, a run wants more",
+        "node3: /shared/t5 has 0.0 MB free, but a run needs more",
     ),
-    ("disks", "node3", with_("room", node_folder_free_bytes=1), "0 has 0.0 MB free, logs want"),
+    ("disks", "node3", with_("room", node_folder_free_bytes=1), "0 has 0.0 MB free, but logs need"),
     ("disks", "node3", with_("room", node_folder_error="/x is a link: move it"), "node3: /x is a"),
-    ("disks", "node3", with_("room", node_folder="/disk/t5-pretrain-7"), "the user there has another user id; give"),
-    ("memory", "node0", with_("room", memory_bytes=1 << 30), "node0: 1.1 GB of memory, its ranks need 8.6 GB: giv"),
+    (
+        "disks",
+        "node3",
+        with_("room", node_folder="/disk/t5-pretrain-7"),
+        "the user has a different user id there. Give",
+    ),
+    ("memory", "node0", with_("room", memory_bytes=1 << 30), "node0: 1.1 GB of memory, but its ranks need 8.6 GB. Giv"),
     (
         "shared memory",
         "node3",
         with_("room", shared_memory_free_bytes=3 << 20),
-        "node3: /dev/shm has 3 of 64 MiB free, its ranks' collectives need 20 MiB: enlarge it (docker run --shm-size",
+        "node3: /dev/shm has 3 of 64 MiB free, but its ranks' collectives need 20 MiB: enlarge it (docker run --shm",
     ),
     (
         "open files",
         "node0",
         with_("room", open_files=256),
-        "node0: 256 open files are allowed, 8 ranks need 576: raise",
+        "node0: 256 open files are allowed, but 8 ranks need 576. Raise",
     ),
     (
         "clock",
@@ -187,16 +212,16 @@ def test_hosts_that_share_nothing_pass_whatever_the_root_is_on_them() -> None:
         assert judged.is_node_local
         (remark,) = judged.findings
         assert not remark.is_problem
-        assert "share nothing with the head" in remark.text
+        assert "share no storage with the head" in remark.text
     assert not judge(reply(changes | {"node0": with_("room")}), NEEDS, SOFTWARE, NONCE, "another").is_node_local
 
 
 @pytest.mark.parametrize(
     ("check", "change", "text"),
     [
-        ("root", apart("node1"), "node1, node3: /disk/scratch is one and the same folder: choose a storage.scratch"),
+        ("root", apart("node1"), "node1, node3: /disk/scratch is the same folder on these hosts. Choose a storage"),
         ("root", apart("", scratch_error="/x belongs to user 7: choose"), "node3: /x belongs to user 7: choose"),
-        ("disks", apart("3", scratch_free_bytes=1), "node3: /disk/scratch has 0.0 MB free, its ranks' checkpoints and"),
+        ("disks", apart("3", scratch_free_bytes=1), "node3: /disk/scratch has 0.0 MB free, but its ranks' checkpoints"),
     ],
 )
 def test_a_host_without_a_disk_of_its_own_is_named(check: str, change: Change, text: str) -> None:
@@ -209,22 +234,22 @@ def test_checkpoints_and_shards_that_will_not_fit_beside_what_gives_way_to_them_
     full = {host: apart(host, scratch_free_bytes=12 * 10**9) for host in HOSTS}
     (found,) = (one for one in findings(full, needs) if one.is_problem)
     assert found.text == (
-        "node0, node1, node2, node3: /disk/scratch has 12.0 GB free, its ranks' checkpoints and token shards need "
-        "31.3 GB: make room, keep fewer (storage.keep_last, storage.keep_every_steps, storage.checkpoint_gigabytes), "
-        "or choose another storage.scratch"
+        "node0, node1, node2, node3: /disk/scratch has 12.0 GB free, but its ranks' checkpoints and token shards "
+        "need 31.3 GB. Free some space, keep fewer checkpoints (storage.keep_last, storage.keep_every_steps, "
+        "storage.checkpoint_gigabytes), or choose another storage.scratch"
     )
     goes_on = {
         host: apart(host, scratch_free_bytes=12 * 10**9, scratch_yielding_bytes=size)
         for host, size in zip(HOSTS, (20 * 10**9, 20 * 10**9, 20 * 10**9, 19 * 10**9), strict=True)
     }
     (found,) = (one for one in findings(goes_on, needs) if one.is_problem)
-    assert found.text.startswith("node3: /disk/scratch has 12.0 GB free and 19.0 GB that give way, its ranks'")
+    assert found.text.startswith("node3: /disk/scratch has 12.0 GB free and 19.0 GB that can be freed, but its")
 
 
 def test_a_name_that_means_loopback_is_a_remark_where_ranks_are_told_an_interface() -> None:
     (found,) = findings({"node1": with_("network", hostname_addresses=["127.0.1.1"])})
     assert not found.is_problem
-    assert found.text == "node1: its hostname node1 is 127.0.1.1 there: ranks are told to use eth0 instead"
+    assert found.text == "node1: its hostname node1 resolves to 127.0.1.1 there. Ranks are told to use eth0 instead"
 
 
 @pytest.mark.parametrize("addresses", [["127.0.1.1"], []])
@@ -273,7 +298,7 @@ def test_of_two_hosts_that_differ_the_one_unlike_the_head_is_the_culprit() -> No
         host: one for host, one in reply({"node0": with_("software", python="3.12.1")}).items() if host in needs.slots
     }
     (found,) = judge(two, needs, SOFTWARE, NONCE).findings
-    assert found.text.startswith("node0: Python 3.12.1, others 3.11.9")
+    assert found.text.startswith("node0: Python 3.12.1, others have 3.11.9")
 
 
 def test_a_clock_within_the_time_that_the_answer_took_is_right() -> None:
@@ -287,7 +312,7 @@ def test_ranks_on_the_cpu_want_no_accelerator() -> None:
     assert findings(dict.fromkeys(HOSTS, change), replace(NEEDS, accelerator=None)) == []
     assert findings(dict.fromkeys(HOSTS, change), replace(NEEDS, accelerator="cpu")) == []
     (found,) = findings(dict.fromkeys(HOSTS, change))
-    assert "node0, node1, node2, node3: 0 accelerators that torch can use, slot 1 is asked for" in found.text
+    assert "node0, node1, node2, node3: torch can use 0 accelerators, but slot 1 is requested" in found.text
 
 
 @pytest.mark.parametrize(

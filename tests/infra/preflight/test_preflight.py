@@ -47,7 +47,7 @@ def test_the_table_has_a_line_for_every_check_and_every_finding() -> None:
     ]
     assert ["clock", "note", "late"] in rows
     assert ["python", "ok", "the same Python and kind of processor: 3.11"] in rows
-    assert rows[-1] == ["all-reduce", "not tried", "the problems above come first"]
+    assert rows[-1] == ["all-reduce", "not tried", "fix the problems above first"]
 
 
 def test_hosts_that_cannot_be_reached_may_be_so_later(needs: LaunchRequirements) -> None:
@@ -74,7 +74,7 @@ def test_hosts_that_may_answer_another_time_are_told_unless_there_are_other_prob
 
 def test_an_answer_of_other_code_is_told(needs: LaunchRequirements) -> None:
     (found,) = survey(needs, Says("echo '{}'")).findings
-    assert found.text.startswith("near: its answer is of another version of this package: install the head's there")
+    assert found.text.startswith("near: its answer comes from another version of this package. Install the head's")
     assert found.text.endswith("or have it sent with --ship-code")
 
 
@@ -84,12 +84,12 @@ def test_a_host_that_cannot_take_the_code_is_asked_nothing_else(needs: LaunchReq
 
 
 def test_a_login_shell_that_prints_something_is_told_as_that(needs: LaunchRequirements) -> None:
-    with pytest.raises(PreflightError, match=r"program: near: 'Welcome\\n\{\}\\n' came .*: let the login shell there"):
+    with pytest.raises(PreflightError, match=r"program: near: got 'Welcome\\n\{\}\\n' .*\. Make the login shell there"):
         require_agreement(needs, Says("echo Welcome; echo '{}'"))
 
 
 @pytest.mark.parametrize(
-    ("modules", "text"), [("exec,rsh", "no module for ssh"), (None, "pdsh is not on this machine")]
+    ("modules", "text"), [("exec,rsh", "no module for ssh"), (None, "pdsh is not installed on this machine")]
 )
 def test_pdsh_must_be_on_the_head_and_know_ssh(
     needs: LaunchRequirements, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, modules: str | None, text: str

@@ -179,10 +179,10 @@ NOTICED = {
     "name in the archive": r"was written as",
     "low-precision copy": r"rounded to",
     "CRC-32": r"CRC-32",
-    "unreadable archive": r"truncated|damaged|cannot be read|no torch checkpoint",
+    "unreadable archive": r"truncated|damaged|cannot be read|not a torch checkpoint",
     "code in the pickle": r"is refused",
     "disagreement of files": r"differ in|was renamed|another checkpoint|is of step",
-    "files missing or too many": r"lacks|missing|too many|no rule is known|holds no checkpoint",
+    "files missing or too many": r"lacks|missing|too many|is not supported|holds no checkpoint",
 }
 
 

@@ -101,6 +101,6 @@ def test_round_robin_gradients_give_masters_that_round_to_every_live_weight(
 def test_zero_0_with_ties_or_several_sizes_and_no_sidecar_is_refused_rather_than_guessed(
     expert_engines: Engines, tmp_path: Path, layout: str
 ) -> None:
-    with pytest.raises(UnknownLayout, match="cannot be told"):
+    with pytest.raises(UnknownLayout, match="cannot be determined"):
         consolidate(expert_engines(4) / "theirs" / layout, tmp_path / "out")
     assert not any(tmp_path.iterdir())

@@ -100,7 +100,7 @@ def test_a_missing_layer_is_noticed_where_nothing_names_the_layers(pipeline_engi
     source = pipeline_engines / "theirs" / "zero0-fp32" / "global_step3"
     tag = Path(shutil.copytree(source, tmp_path / "in" / "global_step3"))
     (tag / "layer_00-model_states.pt").unlink()
-    refuse(tag, tmp_path / "out", r"1 parameters of shape \(17, 9\), and the layers' files hold 0")
+    refuse(tag, tmp_path / "out", r"1 parameters of shape \(17, 9\), but the layers' files hold 0")
 
 
 def test_what_a_stage_holds_and_never_moves_is_not_missed_where_nothing_names_the_layers(

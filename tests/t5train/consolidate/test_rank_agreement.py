@@ -104,7 +104,7 @@ def test_a_frozen_parameter_without_a_fragment_is_refused(copy: Callable[[str], 
 def test_what_no_rule_is_known_for_is_told(copy: Callable[[str], Path], key: str) -> None:
     tag = copy("zero3-bf16")
     change(tag / "zero_pp_rank_0_mp_rank_00_model_states.pt", lambda content: content.update({key: [{"path": "moe"}]}))
-    refuse(tag, UnknownLayout, "tells of AutoEP")
+    refuse(tag, UnknownLayout, "uses AutoEP")
 
 
 def test_moments_of_an_optimizer_that_keeps_others_are_refused_by_what_it_keeps(copy: Callable[[str], Path]) -> None:
@@ -116,4 +116,4 @@ def test_moments_of_an_optimizer_that_keeps_others_are_refused_by_what_it_keeps(
     tag = copy("zero2-bf16")
     for name in (OPTIMIZER0, OPTIMIZER1):
         change(tag / name, spoil)
-    refuse(tag, UnknownLayout, r"keeps \['momentum_buffer', 'step'\]: leave moments out", moments=True)
+    refuse(tag, UnknownLayout, r"keeps \['momentum_buffer', 'step'\]: consolidate it without moments", moments=True)

@@ -147,7 +147,7 @@ def test_a_damaged_download_is_fetched_again(
     download.write_bytes(b"onf\n")
     with caplog.at_level(logging.WARNING):
         assert build("memory://texts/a.txt", tmp_path).fingerprint == first.fingerprint
-    assert "downloaded again" in caplog.text
+    assert f"downloading {download} again" in caplog.text
     assert download.read_bytes() == b"one\n"
 
 

@@ -54,7 +54,7 @@ def test_another_kind_of_archive_is_left_alone(tmp_path: Path) -> None:
     with ZipFile(tmp_path / "other.pt", "w") as archive:
         archive.writestr("name", b"content")
     before = (tmp_path / "other.pt").read_bytes()
-    with pytest.raises(StorageError, match="no archive as torch writes them: name has no data descriptor"):
+    with pytest.raises(StorageError, match="not a torch archive: name has no data descriptor"):
         fill_in(tmp_path / "other.pt")
     assert (tmp_path / "other.pt").read_bytes() == before
 
@@ -63,7 +63,7 @@ def test_another_kind_of_archive_is_left_alone(tmp_path: Path) -> None:
 def test_what_is_no_archive_is_told_by_its_name(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "state.pt"
     path.write_bytes(content)
-    with pytest.raises(StorageError, match=r"state\.pt is no archive as torch writes them: File is not a zip file"):
+    with pytest.raises(StorageError, match=r"state\.pt is not a torch archive: File is not a zip file"):
         fill_in(path)
     assert path.read_bytes() == content
 

@@ -32,5 +32,5 @@ def test_any_other_error_is_left_to_its_traceback(tmp_path: Path) -> None:
 
 def test_a_report_cannot_name_a_class_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "rank-00000.error.json").write_text(json.dumps({"type": "ClassVar", "message": ""}))
-    with pytest.raises(TypeError, match="'ClassVar', which is no error of this project"):
+    with pytest.raises(TypeError, match="'ClassVar', which is not an error of this project"):
         error_report.read(tmp_path / "rank-00000")

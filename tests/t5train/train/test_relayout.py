@@ -164,6 +164,6 @@ def test_a_disk_without_room_for_another_layout_is_refused_before_anything_is_wr
     run: RunSpec, pydocs_shards: TokenShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1))
-    with pytest.raises(StorageError, match="step-00000003 of run 'run', and the next checkpoint after it"):
+    with pytest.raises(StorageError, match="consolidating step-00000003 of run 'run' and saving the next one needs"):
         _told(run.with_settings({"layout.zero_stage": 2}), pydocs_shards, tmp_path)
     assert not (run.run_folder / "relayout").exists()

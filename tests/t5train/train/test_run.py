@@ -252,11 +252,11 @@ def test_damaged_checkpoints_that_are_newer_than_the_one_resumed_from_are_moved_
         (checkpoints / tag_of(step) / "rank-00000.json").unlink()
     kept = [_contents(checkpoints / tag_of(step)) for step in (200, 300)]
     assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
-    assert f"and is not any more: training goes on from {tag_of(100)}" in caplog.text
+    assert f"but no longer is: resuming from {tag_of(100)}" in caplog.text
     assert sorted(path.name for path in checkpoints.iterdir()) == [tag_of(100), tag_of(400)]
     aside = sorted((spec.run_folder / "set-aside").iterdir())
     assert [_contents(folder) for folder in aside] == kept
-    assert all(f"was moved to {folder}: it is damaged, and newer than {tag_of(100)}" in caplog.text for folder in aside)
+    assert all(f"was moved to {folder}: it is damaged and newer than {tag_of(100)}" in caplog.text for folder in aside)
 
 
 def _prune(spec: RunSpec, own: str, resumed: str | None, newest_step: int) -> list[str]:
@@ -369,7 +369,7 @@ def test_a_model_that_does_not_fit_its_tokens_begins_no_run(spec: RunSpec, shard
     _model(tmp_path / "model", seed=1)
     shards = shards.model_copy(update={"counts": {"vocab_size": 300}, "inputs": {"vocabulary": "6" * 64}})
     starting = spec.with_settings({"model.version": "v1.0", "model.start_from": str(tmp_path / "model")})
-    with pytest.raises(SpecError, match="with a vocabulary of 256, and the tokenizer has 300 ids"):
+    with pytest.raises(SpecError, match="with a vocabulary of 256, but the tokenizer has 300 ids"):
         open_run(starting, shards)
     assert not starting.run_folder.exists()
 

@@ -32,7 +32,7 @@ except Exception as error:
     ("disk", "kind", "words"),
     [
         ("full", DiskFull, "No space left on device; free some space there"),
-        ("read-only", DiskFailed, "Read-only file system; `dmesg` shows whether a disk error made it so"),
+        ("read-only", DiskFailed, "Read-only file system; check `dmesg` for a disk error"),
     ],
 )
 def test_the_report_names_the_folder_and_the_reason(

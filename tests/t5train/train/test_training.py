@@ -46,7 +46,7 @@ FAULTS = {
     "nan": ("NonFiniteLoss", "the loss is nan at step"),
     "nan-gradients": ("NonFiniteLoss", "the gradient norm is inf at step 3"),
     "nan-at-the-end": ("NonFiniteLoss", "the loss is nan at step 6"),
-    "duplicate": ("DuplicateBatch", "ranks 0 and 1 were given the same samples at step 1"),
+    "duplicate": ("DuplicateBatch", "ranks 0 and 1 got the same samples at step 1"),
     "frozen": ("WeightsDidNotMove", "3 optimizer steps up to step 3"),
     "skipped": ("TooManySkippedSteps", "optimizer steps were skipped"),
     "disagree": ("RanksDisagree", "ranks differ in their resume tag"),

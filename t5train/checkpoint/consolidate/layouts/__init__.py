@@ -1,4 +1,4 @@
-"""The layouts that DeepSpeed writes: telling them apart, and where each has its weights and masters.
+"""The layouts that DeepSpeed writes: how to detect them, and where each has its weights and masters.
 
 Not here: writing the result (``tensor_writer``).
 """

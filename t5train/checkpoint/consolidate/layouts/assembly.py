@@ -1,4 +1,4 @@
-"""Joins the module's states with the optimizer's masters: every parameter once, and every copy of it a witness."""
+"""Join the module's states with the optimizer's masters: each parameter once, with its copies to compare with."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -29,13 +29,13 @@ def assemble(module: ModuleStates, groups: Sequence[ParameterGroup], moments: Se
 
 
 def _joined(found: Iterable[Mapping[str, Master]], module: ModuleStates) -> dict[str, Master]:
-    """The masters of all groups; one that stands in several stages has the others' as copies."""
+    """The masters of all groups; one that is in several stages has the masters of the others as copies."""
     joined: dict[str, Master] = {}
     for name, master in (item for masters in found for item in masters.items()):
         first = joined.setdefault(name, master)
         if first is not master:
             if name not in module.in_several_stages or first.shape != master.shape:
-                raise ConsolidationError(f"{name} has a master in several places of the parameter groups")
+                raise ConsolidationError(f"{name} has several masters in the parameter groups")
             joined[name] = replace(first, copies=(*first.copies, master.source))
     return joined
 
@@ -43,7 +43,9 @@ def _joined(found: Iterable[Mapping[str, Master]], module: ModuleStates) -> dict
 def _moments(groups: Sequence[ParameterGroup], module: ModuleStates, key: str) -> list[TensorPlan]:
     found = _joined((group.moments(key) for group in groups), module)
     if not found:
-        raise UnknownLayout(f"which parameter's {key} lies where cannot be told of this checkpoint: leave moments out")
+        raise UnknownLayout(
+            f"cannot determine the positions of {key} in this checkpoint: consolidate it without moments"
+        )
     return [TensorPlan(name, moment.shape, "F32", moment.source, moment.copies) for name, moment in found.items()]
 
 
@@ -54,13 +56,13 @@ def _require_named(module: ModuleStates, masters: Mapping[str, Master]) -> None:
             raise ConsolidationError(f"{name} has a master but no weight in the module's state dictionary")
         if name in module.aliases:
             raise ConsolidationError(
-                f"{name} has a master of its own, yet is recorded as an alias of {module.aliases[name]}"
+                f"{name} has a master of its own, but is recorded as an alias of {module.aliases[name]}"
             )
     for alias, owner in module.aliases.items():
         if owner not in known:
             raise ConsolidationError(f"{alias} is an alias of {owner}, which the module's state dictionary lacks")
     for name in sorted(module.without_values - masters.keys() - module.aliases.keys()):
-        raise IncompleteCheckpoint(f"{name} is a parameter of the module, and no file of the checkpoint holds it")
+        raise IncompleteCheckpoint(f"{name} is a parameter of the module, but no file of the checkpoint holds it")
 
 
 def _stored_as(owner: str, module: ModuleStates) -> list[Weight]:

@@ -1,4 +1,4 @@
-"""Which layout a checkpoint has, and who knows its rules: one line for each set of files that can be told apart."""
+"""Detect the layout of a checkpoint and look up its rules: one entry for each set of files."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -52,7 +52,7 @@ _FOREIGN_FOLDERS = {"zero": "a universal checkpoint", "offloaded_tensors": "an o
 
 
 def plan_of(checkpoint: OpenedCheckpoint, moments: Sequence[str] = ()) -> Plan:
-    """Where every tensor of a checkpoint lies; UnknownLayout says what was seen where no rule is known.
+    """Find where every tensor of a checkpoint is; UnknownLayout says what was found if the layout is not supported.
 
     ``moments`` are the optimizer's tensors that are wanted beside the weights.
     """
@@ -69,7 +69,7 @@ def _layout_of(checkpoint: OpenedCheckpoint) -> Layout:
         seen = [*foreign, *(kind.value for kind in StateFile if kind in kinds), *(f"the file {n}" for n in strangers)]
         raise UnknownLayout(
             f"{checkpoint.folder} holds {', '.join(seen) or 'no checkpoint of DeepSpeed'} "
-            f"({', '.join(sorted(checkpoint.names)[:6])}): no rule is known for that; {_known()} can be consolidated"
+            f"({', '.join(sorted(checkpoint.names)[:6])}): this layout is not supported. Supported are {_known()}"
         )
     return LAYOUTS[kinds]
 

@@ -1,11 +1,11 @@
 """The fp32 masters of a mixture of experts.
 
-At ZeRO 0 ``expp_rank_{e}_mp_rank_00_optim_states.pt`` is of expert-parallel rank e, counted over the largest number of
-expert-parallel ranks of a layer. It holds the masters of that rank's experts and those of all dense parameters.
+At ZeRO 0, ``expp_rank_{e}_mp_rank_00_optim_states.pt`` is the file of expert-parallel rank e, numbered as in the layer
+with the most expert-parallel ranks. It holds the masters of that rank's experts and those of all dense parameters.
 
-At ZeRO 1 and 2 a group of experts is partitioned over the ranks that hold the same ones, so one parameter group of the
-files stands for as many as there are expert-parallel ranks. All have the same layout, and only rank 0's is stored, with
-the experts numbered as rank 0 does.
+At ZeRO 1 and 2, a group of experts is partitioned over the ranks that hold the same ones, so one parameter group in the
+files represents one group per expert-parallel rank. All have the same layout; only rank 0's is stored, with experts
+numbered as on rank 0.
 """
 
 import math
@@ -35,7 +35,7 @@ Layouts = dict[tuple[str, int], list[ParameterSlot]]
 
 
 def replicated_groups(checkpoint: OpenedCheckpoint, module: ModuleStates) -> list[FlatGroup]:
-    """The parameter groups of a ZeRO 0 optimizer; none where it moves the module's own weights."""
+    """The parameter groups of a ZeRO 0 optimizer; none if it updates the module's own weights."""
     optimizers = _optimizers(checkpoint)
     held = {file: master_groups(optimizer) for file, optimizer in optimizers.items()}
     if not any(held.values()):
@@ -50,7 +50,7 @@ def replicated_groups(checkpoint: OpenedCheckpoint, module: ModuleStates) -> lis
 
 
 def _optimizers(checkpoint: OpenedCheckpoint) -> dict[str, Mapping[str, Any]]:
-    """Each file's optimizer, all expert-parallel ranks being there and at one step."""
+    """Each file's optimizer, after checking that all expert-parallel ranks are present and at the same step."""
     found = {name: _optimizer(checkpoint, name) for name in _files(checkpoint)}
     progress = {name: progress_of(_inner(optimizer)) for name, optimizer in found.items()}
     require_same(checkpoint.folder, progress, ["parameter groups", "optimizer steps", "learning rates"])
@@ -71,7 +71,7 @@ def _files(checkpoint: OpenedCheckpoint) -> list[str]:
 
 
 def _inner(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state of torch's optimizer, which DeepSpeed's for low precision wraps."""
+    """The state of torch's optimizer, which DeepSpeed wraps for low precision."""
     inner: Mapping[str, Any] = optimizer.get("optimizer_state_dict", optimizer)
     return inner
 
@@ -82,7 +82,7 @@ def _sizes(optimizer: Mapping[str, Any]) -> list[int | None]:
 
 
 def _sources(checkpoint: OpenedCheckpoint, optimizers: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, int]]:
-    """File and number of every distinct parameter group: a dense one of the first file, one of experts of several."""
+    """File and index of every distinct parameter group: dense ones from the first file, expert ones from several."""
     ranks, writers = ExpertRanks.of(model_states(checkpoint, MODEL_STATES)), _writers(checkpoint)
     return [
         (next(file for file, writer in writers.items() if writer in holders), index)
@@ -98,7 +98,7 @@ def _writers(checkpoint: OpenedCheckpoint) -> dict[str, int]:
 
 
 def _recorded(checkpoint: OpenedCheckpoint, sources: Sequence[tuple[str, int]]) -> Layouts:
-    """The layouts as the sidecar of the rank that wrote a file has them."""
+    """The layouts recorded in the sidecar of the rank that wrote each file."""
     groups = {sidecar.layout.data_parallel_rank: sidecar.groups for sidecar in checkpoint.sidecars}
     writers = _writers(checkpoint)
     for file, index in sources:
@@ -111,9 +111,9 @@ def _recorded(checkpoint: OpenedCheckpoint, sources: Sequence[tuple[str, int]]) 
 
 
 def _in_module_order(checkpoint: OpenedCheckpoint, module: ModuleStates, held: Mapping[str, _Groups]) -> Layouts:
-    """The one order there can be: one dense group, experts of one expert-parallel size, and nothing frozen.
+    """The only possible order with one dense group, experts of one expert-parallel size, and nothing frozen.
 
-    Groups of experts may have been split by size; the weights must bear the order out later.
+    Groups of experts may have been split by size; the order is verified against the weights later.
     """
     sizes = _sizes(checkpoint.read(next(iter(held)))["optimizer"])
     if sizes.count(None) != 1 or len(set(sizes)) != 2:
@@ -148,7 +148,7 @@ def _names_of_rank(checkpoint: OpenedCheckpoint, expert_rank: int, num_ranks: in
 
 
 def _cut(shapes: Sequence[tuple[str, tuple[int, ...]]], sizes: Sequence[int]) -> list[list[ParameterSlot]] | None:
-    """Consecutive parameters in groups of these numbers of elements; None if they do not come out even."""
+    """Consecutive parameters in groups of these numbers of elements; None if they do not fill them exactly."""
     cut, left = [], list(shapes)
     for size in sizes:
         taken: list[tuple[str, tuple[int, ...]]] = []
@@ -163,13 +163,13 @@ def _cut(shapes: Sequence[tuple[str, tuple[int, ...]]], sizes: Sequence[int]) ->
 
 def _untold(checkpoint: OpenedCheckpoint, seen: str) -> UnknownLayout:
     return UnknownLayout(
-        f"{checkpoint.folder} is ZeRO 0 without sidecars, with {seen}: which parameter lies where cannot be told; "
-        "save it with ZeRO 1"
+        f"{checkpoint.folder} is ZeRO 0 without sidecars, with {seen}: the positions of its parameters cannot be "
+        "determined. Save it with ZeRO 1"
     )
 
 
 def partitioned_groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> list[FlatGroup]:
-    """The parameter groups of a ZeRO 1 or 2 optimizer: dense ones once, those of experts for each rank of theirs."""
+    """The parameter groups of a ZeRO 1 or 2 optimizer: dense ones once, expert ones for each expert-parallel rank."""
     model = model_states(checkpoint, MODEL_STATES)
     ranks = ExpertRanks.of(model)
     states = zero12.optimizer_states(checkpoint, ranks.size)
@@ -199,8 +199,9 @@ def _expert_parallel_size(
     told = _told(state, index)
     if not size or len(of_experts) != 1 or (size > 1 and of_experts == {False}) or told not in (None, size):
         raise UnknownLayout(
-            f"{checkpoint.folder}: parameter group {index} is cut over {cut_over} of {num_ranks} ranks, its optimizer "
-            f"tells of {told} expert-parallel ranks, and it holds {[slot.name for slot in slots][:3]}"
+            f"{checkpoint.folder}: parameter group {index} is inconsistent: it is partitioned over {cut_over} of "
+            f"{num_ranks} ranks, its optimizer records {told} expert-parallel ranks, and it holds "
+            f"{[slot.name for slot in slots][:3]}"
         )
     return size
 

@@ -67,16 +67,18 @@ def module_states(checkpoint: OpenedCheckpoint) -> ModuleStates:
 
 
 def expert_layers(checkpoint: OpenedCheckpoint) -> list[StoredExperts]:
-    """The MoE layers in the module's order, once every expert's file was found to be what its name says."""
+    """The MoE layers in the module's order, after checking that every expert's file matches its name."""
     counts = model_states(checkpoint, MODEL_STATES).get("num_experts")
     if not isinstance(counts, list) or not all(isinstance(n, int) and n > 0 for n in counts):
-        raise UnknownLayout(f"{checkpoint.folder / MODEL_STATES} says {counts!r} of the experts of its layers")
+        raise UnknownLayout(
+            f"{checkpoint.folder / MODEL_STATES} has num_experts {counts!r}: expected a positive number per layer"
+        )
     files = {(layer, expert): name for (layer, expert), name in numbered(checkpoint.names, StateFile.EXPERT)}
     expected = {(layer, expert) for layer, count in enumerate(counts) for expert in range(count)}
     if files.keys() != expected:
         layer, expert = min(files.keys() ^ expected)
         raise IncompleteCheckpoint(
-            f"{checkpoint.folder} is of layers with {counts} experts: "
+            f"{checkpoint.folder} has layers with {counts} experts, but "
             f"expert {expert} of layer {layer} is {'missing' if (layer, expert) in expected else 'one too many'}"
         )
     layers = [
@@ -138,7 +140,7 @@ def _require_recorded(checkpoint: OpenedCheckpoint, layers: Sequence[StoredExper
 
 
 def _expert_buffers(model: Mapping[str, Any], layers: Iterable[StoredExperts]) -> list[str]:
-    """The buffers of all experts: those of rank 0's are named, and an expert is like another."""
+    """The buffers of all experts: only those of rank 0's are named, but all experts have the same."""
     kinds = {_kind(name) for name in model.get("buffer_names") or () if ExpertName.parse(name)}
     return [name for layer in layers for expert in layer.experts for name in expert if _kind(name) in kinds]
 
@@ -159,7 +161,9 @@ def _ties(model: Mapping[str, Any], layers: Sequence[StoredExperts]) -> dict[str
             count = sum(len(layer.experts) for layer in layers if layer.path == inside.layer)
             ties |= {str(replace(inside, expert=e)): str(replace(outside, expert=e)) for e in range(count)}
         else:
-            raise UnknownLayout(f"{alias} is tied to {owner}: no rule is known for a tie that leaves an expert")
+            raise UnknownLayout(
+                f"{alias} is tied to {owner}: ties between an expert and anything else are not supported"
+            )
     return ties
 
 
@@ -169,16 +173,17 @@ _GROUP_NAME = "ep_size_"
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """``size`` ranks that share experts. Those with the same experts are every ep-th, or ``consecutive``."""
+    """``size`` ranks that share experts. Those with the same experts are every ep-th rank, or ``consecutive`` ranks."""
 
     size: int
     consecutive: bool
 
     @classmethod
     def of(cls, model: Mapping[str, Any]) -> "ExpertRanks":
-        """As the model states tell, which hold DeepSpeed's configuration.
+        """According to the model states, which hold DeepSpeed's configuration.
 
-        Older versions kept only the path of its file. Then the default is supposed, which weights bear out or refuse.
+        Older versions stored only the path of its file. Then the default is assumed, and verified against the weights
+        later.
         """
         configuration = model.get("ds_config")
         consecutive = isinstance(configuration, Mapping) and bool(configuration.get(_CONSECUTIVE, False))
@@ -187,7 +192,9 @@ class ExpertRanks:
     def holding(self, expert_parallel_size: int) -> list[list[int]]:
         """For each expert-parallel rank, the ranks that hold its experts, in the order they are numbered."""
         if expert_parallel_size < 1 or self.size % expert_parallel_size:
-            raise UnknownLayout(f"{self.size} ranks cannot be {expert_parallel_size} expert-parallel ones")
+            raise UnknownLayout(
+                f"{self.size} ranks cannot be divided into {expert_parallel_size} expert-parallel ranks"
+            )
         each = self.size // expert_parallel_size
         if self.consecutive:
             return [list(range(first, first + each)) for first in range(0, self.size, each)]
@@ -195,13 +202,13 @@ class ExpertRanks:
 
 
 def expert_parallel_size(group: Mapping[str, Any]) -> int | None:
-    """That of an optimizer's parameter group, as DeepSpeed names groups of experts; None for a dense group."""
+    """The expert-parallel size in the name of an optimizer's parameter group; None for a dense group."""
     if not group.get("moe"):
         return None
     name = str(group.get("name"))
     size = name.removeprefix(_GROUP_NAME)
     if not name.startswith(_GROUP_NAME) or not size.isdecimal():
         raise UnknownLayout(
-            f"a parameter group of experts is named {name!r}: DeepSpeed's are {_GROUP_NAME}1, and so on"
+            f"a parameter group of experts is named {name!r}: DeepSpeed names them {_GROUP_NAME}1, and so on"
         )
     return int(size)

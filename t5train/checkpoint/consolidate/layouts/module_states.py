@@ -1,4 +1,4 @@
-"""What the engine holds of the module, whichever files it is in.
+"""The module's state, whichever files it is in.
 
 A dense module is in one file, ``mp_rank_00_model_states.pt``: every parameter and buffer in full.
 """
@@ -19,7 +19,7 @@ _FOREIGN_KEYS = {"ds_autoep_layers": "AutoEP", "autoep_layers": "AutoEP", "foldi
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter or buffer of the module; ``copies`` hold the same weight elsewhere, to be equal bit for bit."""
+    """A parameter or buffer of the module; ``copies`` are the same weight elsewhere, and must be equal bit for bit."""
 
     shape: tuple[int, ...]
     source: Source
@@ -27,7 +27,7 @@ class Weight:
 
     @classmethod
     def of(cls, stored: StoredTensor) -> "Weight":
-        """One that lies in one place."""
+        """A weight without copies."""
         return cls(stored.shape, stored.source())
 
 
@@ -35,9 +35,9 @@ class Weight:
 class ModuleStates:
     """The module's state dictionary, by the names the result will have.
 
-    ``aliases`` maps a tied name to the name that owns the weight. ``without_values`` names parameters that the
-    module does have, but whose values are with the optimizer alone (ZeRO 3). ``in_several_stages`` names those that
-    have a master in each stage of a pipeline which uses them, all equal.
+    ``aliases`` maps a tied name to the name that owns the weight. ``without_values`` names parameters of the module
+    whose values only the optimizer has (ZeRO 3). ``in_several_stages`` names those that have a master, equal in all, in
+    each stage of a pipeline that uses them.
     """
 
     weights: Mapping[str, Weight]
@@ -49,19 +49,19 @@ class ModuleStates:
 
 
 def model_states(checkpoint: OpenedCheckpoint, name: str) -> dict[str, Any]:
-    """A file of model states; UnknownLayout when it tells of an arrangement that no rule is known for."""
+    """A file of model states; UnknownLayout when its layout is not supported."""
     model = checkpoint.read(name)
     found = [what for key, what in _FOREIGN_KEYS.items() if model.get(key)]
     dimensions = model.get("checkpoint_parallel_dimensions") or {}
     if dimensions.get("tp_degree", 1) != 1:
         found.append(f"tensor parallelism over {dimensions['tp_degree']} ranks")
     if found:
-        raise UnknownLayout(f"{checkpoint.folder / name} tells of {' and '.join(found)}: no rule is known for that")
+        raise UnknownLayout(f"{checkpoint.folder / name} uses {' and '.join(found)}, which is not supported")
     for key in ("global_steps", "dp_world_size"):
         if not isinstance(model.get(key, 0), int):
             raise UnknownLayout(
-                f"{checkpoint.folder / name} has for {key} {model[key]!r}, not a whole number: "
-                "what is passed as client_state replaces DeepSpeed's own; choose a tag that was saved without"
+                f"{checkpoint.folder / name}: {key} is {model[key]!r}, not a whole number. Keys passed as client_state "
+                "replace DeepSpeed's own; choose a tag that was saved without this one"
             )
     return model
 
@@ -72,10 +72,10 @@ def stored_weights(checkpoint: OpenedCheckpoint, module: Mapping[str, Any]) -> d
 
 
 def tensors_of(checkpoint: OpenedCheckpoint, states: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """The tensors of a state dictionary; the log names what else it holds (modules' extra state) and is left out."""
+    """The tensors of a state dictionary; anything else in it (modules' extra state) is left out and logged."""
     tensors = {name: item for name, item in states.items() if isinstance(item, StoredTensor)}
     if left_out := sorted(map(str, states.keys() - tensors.keys())):
-        _log.warning("%s: %s are no tensors, and left out", checkpoint.folder, ", ".join(left_out))
+        _log.warning("%s: %s are not tensors, and are left out", checkpoint.folder, ", ".join(left_out))
     return tensors
 
 
@@ -100,7 +100,7 @@ def tied_names(
 
 
 def ties_left_out(checkpoint: OpenedCheckpoint, model: Mapping[str, Any]) -> frozenset[str]:
-    """Recorded aliases without their owner: ``exclude_frozen_parameters`` takes a frozen tie's first name out alone."""
+    """Recorded aliases without their owner: ``exclude_frozen_parameters`` removes only a frozen tie's first name."""
     if checkpoint.sidecars:
         return frozenset()
     ties = model.get("shared_params") or {}
@@ -128,7 +128,7 @@ def _owner(alias: str, aliases: Mapping[str, str]) -> str:
 
 
 ReadModule = Callable[[OpenedCheckpoint], ModuleStates]
-"""One half of a layout: gathers the module's states."""
+"""One half of a layout: reads the module's states."""
 
 
 MODEL_STATES = "mp_rank_00_model_states.pt"
@@ -140,10 +140,10 @@ def module_states(checkpoint: OpenedCheckpoint) -> ModuleStates:
 
 
 def whole_module(checkpoint: OpenedCheckpoint) -> dict[str, Any]:
-    """The model states, which hold a module."""
+    """The model states, after checking that they hold a module."""
     model = model_states(checkpoint, MODEL_STATES)
     if not isinstance(model.get("module"), dict) or not model["module"]:
-        raise UnknownLayout(f"{checkpoint.folder / MODEL_STATES} holds no module, as that of a pipeline or ZeRO 3")
+        raise UnknownLayout(f"{checkpoint.folder / MODEL_STATES} holds no module, as in a pipeline or at ZeRO 3")
     return model
 
 

@@ -20,23 +20,23 @@ from t5train.model.parameters import ParameterSlot
 
 @dataclass(frozen=True)
 class Partition:
-    """One flat tensor of masters as a file holds it, and what the optimizer keeps of it beside (its moments)."""
+    """A flat tensor of masters in a file, and the optimizer's state for it (its moments)."""
 
     master: StoredTensor
     state: Mapping[str, Any] = field(default_factory=dict)
 
     def moment(self, key: str, padding: int) -> StoredTensor:
-        """The optimizer's tensor ``key`` of the same elements; up to ``padding`` more may follow there.
+        """The optimizer's tensor ``key`` for the same elements; in the file, up to ``padding`` more may follow.
 
-        Raises UnknownLayout when there is none, or one of another size.
+        Raises UnknownLayout when there is none, or it has another size.
         """
         held, size = self.state.get(key), self.master.num_elements
         if not size:
             return self.master
         if not isinstance(held, StoredTensor):
             raise UnknownLayout(
-                f"{self.master.file} holds no {key} of the masters beside it: of Adam's moments it would; "
-                f"its optimizer keeps {sorted(map(str, self.state)) or 'nothing'}: leave moments out"
+                f"{self.master.file} holds no {key} for its masters, as an optimizer like Adam would; its optimizer "
+                f"keeps {sorted(map(str, self.state)) or 'nothing'}: consolidate it without moments"
             )
         if held.shape == self.master.shape:
             return held
@@ -49,7 +49,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Master:
-    """Where a parameter's fp32 master lies, or one of its moments; ``copies`` are to be equal bit for bit."""
+    """Where a parameter's fp32 master, or one of its moments, lies; ``copies`` must be equal bit for bit."""
 
     shape: tuple[int, ...]
     source: Source
@@ -148,7 +148,7 @@ def _files(partitions: Sequence[Partition]) -> str:
 
 @dataclass(frozen=True)
 class OptimizerKeys:
-    """Where a file keeps the flat masters, and where the state of the optimizer inside DeepSpeed's."""
+    """The keys of a file's flat masters, and of the state of the optimizer inside DeepSpeed's."""
 
     masters: str
     inner: str
@@ -172,7 +172,7 @@ def read_optimizers(
 
 
 def partition_of(state: Mapping[str, Any], keys: OptimizerKeys, index: int) -> Partition:
-    """One of a rank's flat masters, with the optimizer's state of it."""
+    """One of a rank's flat masters, with the optimizer's state for it."""
     masters = state[keys.masters]
     stored = masters[index]
     if not isinstance(stored, StoredTensor):
@@ -181,7 +181,7 @@ def partition_of(state: Mapping[str, Any], keys: OptimizerKeys, index: int) -> P
 
 
 def inner_states(optimizer: Any, count: int) -> list[Mapping[str, Any]]:
-    """What an optimizer's state dictionary holds of each of ``count`` tensors; nothing where that cannot be told."""
+    """An optimizer's state for each of ``count`` tensors, from its state dictionary; empty if that is not possible."""
     if isinstance(optimizer, list) and len(optimizer) == count:
         return [state if isinstance(state, Mapping) else {} for state in optimizer]
     if not isinstance(optimizer, Mapping) or "state" not in optimizer:
@@ -198,7 +198,5 @@ def _optimizer(checkpoint: OpenedCheckpoint, name: str, keys: OptimizerKeys) -> 
         found = sorted(state) if isinstance(state, dict) else type(state).__name__
         raise UnknownLayout(f"{checkpoint.folder / name} holds no {keys.masters}; it holds {found}")
     if "ds_zero_partition_groups" in state:
-        raise UnknownLayout(
-            f"{checkpoint.folder / name} tells of AutoEP's expert partitions: no rule is known for that"
-        )
+        raise UnknownLayout(f"{checkpoint.folder / name} has AutoEP's expert partitions, which are not supported")
     return state

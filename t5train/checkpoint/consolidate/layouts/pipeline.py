@@ -1,12 +1,12 @@
 """The module of a pipeline: each layer's weights in a file of its own.
 
 ``layer_LL-model_states.pt`` holds the state dictionary of layer LL, under the names it has within the layer. A tied
-module has a master in each of its stages, but a layer's file only where a layer calls it without a function of its
-own; the file does not say that it is tied.
+module has a master in each of its stages, but a layer's file only if a layer calls it without a forward function of its
+own; the file does not record that it is tied.
 
 ``mp_rank_SS_model_states.pt`` has the shapes of stage SS's parameter groups, its buffers and the step, by the names
-``LL.name`` and ``tied_modules.KEY.name``. With node-local storage DeepSpeed leaves out some stages' files, and with
-BF16_Optimizer at ZeRO 0 the shapes; then the optimizer states of the stage's ranks have the names.
+``LL.name`` and ``tied_modules.KEY.name``. With node-local storage, DeepSpeed leaves out some stages' files, and with
+BF16_Optimizer at ZeRO 0 the shapes; then the names are in the optimizer states of the stage's ranks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -42,7 +42,7 @@ class Stage:
     optimizers: Sequence[Mapping[str, Any]]
 
     def parameters(self) -> list[dict[str, tuple[int, ...] | None]]:
-        """The parameter groups by DeepSpeed's names, in order, with the shapes where these are told."""
+        """The parameter groups by DeepSpeed's names, in order, with the shapes if they are recorded."""
         if shapes := (self.model or {}).get("param_shapes"):
             return [{name: tuple(shape) for name, shape in group.items()} for group in shapes]
         mappings = [optimizer.get("param_slice_mappings") or [] for optimizer in self.optimizers]
@@ -54,12 +54,12 @@ class Stage:
 
 
 def stages(checkpoint: OpenedCheckpoint) -> list[Stage]:
-    """Every stage of the pipeline, all files being of one run and step."""
+    """Every stage of the pipeline, after checking that all files are of one run and step."""
     models = _models(checkpoint)
     dimensions = models[0].get("checkpoint_parallel_dimensions") or {}
     count = int(dimensions.get("pp_degree") or models[0].get("mp_world_size") or 1)
     if unknown := sorted(set(models) - set(range(count))):
-        raise UnknownLayout(f"{checkpoint.folder} is a pipeline of {count} stages, and has model states of {unknown}")
+        raise UnknownLayout(f"{checkpoint.folder} is a pipeline of {count} stages, but has model states of {unknown}")
     size = int(models[0].get("dp_world_size", 0))
     is_partitioned = any(kind_of(name) is StateFile.OPTIMIZER for name in checkpoint.names)
     return [
@@ -98,7 +98,7 @@ def module_states(checkpoint: OpenedCheckpoint) -> ModuleStates:
 
 
 def _held(checkpoint: OpenedCheckpoint, shapes: _Shapes, buffers: Iterable[str]) -> dict[str, list[StoredTensor]]:
-    """The layers' tensors by the names the result will have; several of a tied module with several files."""
+    """The layers' tensors by the names the result will have; a tied module with several files has several."""
     layers = {
         layer: tensors_of(checkpoint, checkpoint.read(name))
         for (layer,), name in numbered(checkpoint.names, StateFile.LAYER)
@@ -106,8 +106,8 @@ def _held(checkpoint: OpenedCheckpoint, shapes: _Shapes, buffers: Iterable[str])
     named = {int(name.split(".", 1)[0]) for name in (*shapes, *buffers) if not name.startswith(TIED)}
     if missing := sorted(named - layers.keys()):
         raise IncompleteCheckpoint(
-            f"{checkpoint.folder} lacks layer_{missing[0]:02d}-model_states.pt: its stages tell of parameters or "
-            f"buffers of the layers {missing}, and no file of these is there; choose another tag"
+            f"{checkpoint.folder} lacks layer_{missing[0]:02d}-model_states.pt: its stages record parameters or "
+            f"buffers of the layers {missing}, which have no files; choose another tag"
         )
     tied = {} if checkpoint.sidecars else _tied_layers(checkpoint, named, layers, shapes)
     held: dict[str, list[StoredTensor]] = {}
@@ -123,7 +123,7 @@ def _tied_layers(
     layers: Mapping[int, Mapping[str, StoredTensor]],
     shapes: _Shapes,
 ) -> dict[int, str]:
-    """Which layers are tied modules: those that no stage names, and that hold what it says of one tied module."""
+    """Which layers are tied modules: those that no stage names, and whose tensors match those of one tied module."""
     modules: dict[str, dict[str, tuple[int, ...] | None]] = {}
     for name, shape in shapes.items():
         if name.startswith(TIED):
@@ -133,7 +133,7 @@ def _tied_layers(
     for layer in layers.keys() - named:
         fitting = [module for module, parameters in modules.items() if _fits(parameters, layers[layer])]
         if len(fitting) > 1:
-            raise UnknownLayout(f"{checkpoint.folder}: which of {fitting} is layer {layer} cannot be told: all fit")
+            raise UnknownLayout(f"{checkpoint.folder}: cannot determine which of {fitting} is layer {layer}: all match")
         if fitting:
             found[layer] = fitting[0]
     return found
@@ -151,7 +151,7 @@ def _weight(name: str, tensors: Sequence[StoredTensor]) -> Weight:
 
 
 def _recorded_as_tied(checkpoint: OpenedCheckpoint) -> set[str]:
-    """The parameters of tied modules where sidecars have them, which is also for stages without model states."""
+    """The parameters of tied modules from the sidecars, which also cover stages without model states."""
     table = checkpoint.sidecars[0].pipeline_layers if checkpoint.sidecars else {}
     paths = [path for layer, path in table.items() if layer.startswith(TIED)]
     names = {slot.name for sidecar in checkpoint.sidecars for group in sidecar.groups for slot in group}
@@ -169,6 +169,6 @@ def _aliases(
     for name in held.keys() - trained - aliases.keys():
         weight = held[name][0]
         owner = owners.get(content_of(weight))
-        if owner and repeated_element(weight.source()) is None:  # two norms of ones are no tie
+        if owner and repeated_element(weight.source()) is None:  # two norms of all ones are not tied
             aliases[name] = owner
     return aliases

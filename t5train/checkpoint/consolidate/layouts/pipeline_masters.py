@@ -46,9 +46,9 @@ class _Moved:
 
 
 def without_unmoved(groups: Sequence[ParameterGroup], tied: frozenset[str]) -> Sequence[ParameterGroup]:
-    """The groups without those copies of ``tied`` parameters that never moved while another copy did.
+    """The groups without those copies of ``tied`` parameters that were never updated while another copy was.
 
-    Optimizers without Adam's second moments say nothing; there all copies stay, and must be equal.
+    Without Adam's second moments this cannot be determined; then all copies stay, and must be equal.
     """
     squares = [_squares(group, tied) for group in groups]
     moved = {name for held in squares for name, source in held.items() if not _is_zero(source)}
@@ -56,7 +56,7 @@ def without_unmoved(groups: Sequence[ParameterGroup], tied: frozenset[str]) -> S
         frozenset(name for name, source in held.items() if name in moved and _is_zero(source)) for held in squares
     ]
     for name in sorted(frozenset().union(*unmoved)):
-        _log.warning("%s was moved in one stage of the pipeline and never in another: the former is taken", name)
+        _log.warning("%s was updated in one stage of the pipeline and never in another: using the former", name)
     return [_Moved(group, names) if names else group for group, names in zip(groups, unmoved, strict=True)]
 
 
@@ -79,7 +79,7 @@ _Slots = Sequence[Sequence[ParameterSlot]]
 
 
 def partitioned(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[ParameterGroup]:
-    """The parameter groups of every stage, cut over its data-parallel ranks: ZeRO 1 and BF16_Optimizer."""
+    """The parameter groups of every stage, partitioned over its data-parallel ranks: ZeRO 1 and BF16_Optimizer."""
     groups = [
         group
         for stage in stages(checkpoint)
@@ -101,17 +101,17 @@ def replicated(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[P
         if len(held) != len(slots) or not held:
             raise UnknownLayout(
                 f"{checkpoint.folder}: stage {stage} is ZeRO 0 with {len(held)} groups of masters, of which sidecars "
-                f"record {len(slots)}: which parameter lies where cannot be told; save it with ZeRO 1"
+                f"record {len(slots)}: the positions of its parameters cannot be determined. Save it with ZeRO 1"
             )
         found += [FlatGroup(index, *group, padding=0) for index, group in enumerate(zip(held, slots, strict=True))]
     return found
 
 
 def _require_weights(checkpoint: OpenedCheckpoint, module: ModuleStates, optimizers: Sequence[Any]) -> None:
-    """IncompleteCheckpoint when there are fewer weights of some shape than parameters the optimizers move.
+    """Raise IncompleteCheckpoint if there are fewer weights of a shape than parameters the optimizers update.
 
-    Nothing names the parameters here, so that nothing else tells that the file of a layer is missing. Moments of a
-    tied parameter are equal in all of its stages, and are counted once; those of one that never moved are all zero.
+    Nothing names the parameters here, so only this reveals that the file of a layer is missing. Moments of a tied
+    parameter are equal in all of its stages, and are counted once; those of one that was never updated are all zero.
     """
     states = [state for optimizer in optimizers if optimizer for state in optimizer.get("state", {}).values()]
     moments = [held for state in states if isinstance(held := state.get("exp_avg"), StoredTensor)]
@@ -120,16 +120,16 @@ def _require_weights(checkpoint: OpenedCheckpoint, module: ModuleStates, optimiz
     held = Counter(weight.shape for name, weight in module.weights.items() if name not in module.buffers)
     for shape, count in (moved - held).items():
         raise IncompleteCheckpoint(
-            f"{checkpoint.folder}: the optimizer moves {held[shape] + count} parameters of shape {shape}, and the "
+            f"{checkpoint.folder}: the optimizer updates {held[shape] + count} parameters of shape {shape}, but the "
             f"layers' files hold {held[shape]}: a file layer_LL-model_states.pt is missing; choose another tag"
         )
 
 
 def _slots(checkpoint: OpenedCheckpoint, module: ModuleStates, stage: Stage) -> _Slots:
-    """Where the parameters of a stage lie: by the shapes it tells, which sidecars must confirm, or by these alone.
+    """Where the parameters of a stage lie: from its recorded shapes, which sidecars must confirm, or sidecars alone.
 
-    Without either it is the order in which the optimizer names the parameters. Nothing promises that order; the
-    weights, every one of which is in a layer's file, must bear it out later.
+    Without either, this is the order in which the optimizer names the parameters. That order is not guaranteed; it is
+    verified later against the weights, each of which is in a layer's file.
     """
     recorded = _recorded(checkpoint, stage.index)
     if recorded is not None and not (stage.model or {}).get("param_shapes"):
@@ -138,7 +138,7 @@ def _slots(checkpoint: OpenedCheckpoint, module: ModuleStates, stage: Stage) -> 
     paddings = stage.optimizers[0].get("param_alignment_paddings") or [None] * len(groups)
     if len(groups) != len(paddings):
         raise UnknownLayout(
-            f"{checkpoint.folder}: stage {stage.index} names {len(groups)} parameter groups and pads {len(paddings)}"
+            f"{checkpoint.folder}: stage {stage.index} names {len(groups)} parameter groups but pads {len(paddings)}"
         )
     derived = [
         packed_slots([_named(checkpoint, module, name, shape) for name, shape in group.items()], padding)
@@ -154,17 +154,17 @@ def _slots(checkpoint: OpenedCheckpoint, module: ModuleStates, stage: Stage) -> 
 def _named(
     checkpoint: OpenedCheckpoint, module: ModuleStates, name: str, shape: tuple[int, ...] | None
 ) -> tuple[str, tuple[int, ...]]:
-    """A parameter by the name the result will have, and the shape that is told or that of its weight."""
+    """A parameter by the name the result will have, with its recorded shape or that of its weight."""
     known = checkpoint.result_name(name)
     if shape is not None:
         return known, shape
     if known not in module.weights:
-        raise UnknownLayout(f"{checkpoint.folder}: no file tells the shape of {name}: save it with ZeRO 1")
+        raise UnknownLayout(f"{checkpoint.folder}: no file records the shape of {name}: save it with ZeRO 1")
     return known, module.weights[known].shape
 
 
 def _recorded(checkpoint: OpenedCheckpoint, stage: int) -> list[list[ParameterSlot]] | None:
-    """What the sidecars of a stage's ranks record, all alike; None without sidecars."""
+    """What the sidecars of a stage's ranks record, which must be the same; None without sidecars."""
     if not checkpoint.sidecars:
         return None
     groups = [sidecar.groups for sidecar in checkpoint.sidecars if sidecar.layout.pipeline_rank == stage]

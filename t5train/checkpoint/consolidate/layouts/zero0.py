@@ -2,7 +2,7 @@
 
 In fp32 the optimizer updates the module's own weights, so it adds only its moments. In bf16 and fp16 the optimizer
 keeps the masters: flat for each group (``fp32_groups_flat``, DeepSpeed's fused Adam) or one tensor a parameter
-(``fp32_groups``, every other optimizer). Neither says which parameter lies where; the sidecar does.
+(``fp32_groups``, every other optimizer). Neither records the positions of the parameters; the sidecar does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,20 +43,20 @@ class InPlaceGroup:
         held = state.get(key)
         if not isinstance(held, StoredTensor) or held.shape != slot.shape or held.dtype != "F32":
             raise UnknownLayout(
-                f"the optimizer keeps no {key} in fp32 of {slot.name}, as one of Adam's kind would; it keeps "
-                f"{sorted(map(str, state)) or 'nothing'}: leave moments out"
+                f"the optimizer keeps no {key} in fp32 for {slot.name}, as an optimizer like Adam would; it keeps "
+                f"{sorted(map(str, state)) or 'nothing'}: consolidate it without moments"
             )
         return Master(held.shape, held.source())
 
 
 def in_place_groups(optimizer: Any, recorded: Sequence[Sequence[ParameterSlot]]) -> list[InPlaceGroup]:
-    """The optimizer's parameters as the sidecar records their order, without which nothing tells it."""
+    """The optimizer's parameters in the order that the sidecar records; none without a sidecar."""
     slots = [slot for group in recorded for slot in group]
     return [InPlaceGroup(slots, inner_states(optimizer, len(slots)))] if slots else []
 
 
 def groups(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[ParameterGroup]:
-    """The parameter groups of a ZeRO 0 optimizer; without masters where it moves the module's own weights."""
+    """The parameter groups of a ZeRO 0 optimizer; without masters if it updates the module's own weights."""
     optimizer = model_states(checkpoint, MODEL_STATES).get("optimizer")
     held = master_groups(optimizer)
     if not held:
@@ -74,7 +74,7 @@ def groups(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[Param
 
 
 def master_groups(optimizer: Any) -> list[Sequence[StoredTensor]]:
-    """The masters of each parameter group, in one tensor or several; none where the optimizer keeps no masters."""
+    """The masters of each parameter group, in one tensor or several; none if the optimizer keeps no masters."""
     if isinstance(optimizer, dict) and "fp32_groups_flat" in optimizer:
         return [[flat] for flat in optimizer["fp32_groups_flat"]]
     if isinstance(optimizer, dict) and "fp32_groups" in optimizer:
@@ -83,24 +83,24 @@ def master_groups(optimizer: Any) -> list[Sequence[StoredTensor]]:
 
 
 def partition_groups(optimizer: Any) -> list[list[Partition]]:
-    """The masters of each parameter group with what the optimizer inside DeepSpeed's keeps of them."""
+    """The masters of each parameter group, with their state in the optimizer inside DeepSpeed's."""
     held = master_groups(optimizer)
     states = iter(inner_states(optimizer.get("optimizer_state_dict"), sum(map(len, held))) if held else [])
     return [[Partition(master, next(states)) for master in masters] for masters in held]
 
 
 def require_full_precision(checkpoint: OpenedCheckpoint, module: ModuleStates) -> None:
-    """UnknownLayout when a weight that should be its own master is of low precision."""
+    """Raise UnknownLayout if a weight that should be its own master has low precision."""
     for name, weight in module.weights.items():
         dtype = weight.source.dtype
         if dtype in {"BF16", "F16"} and name not in module.buffers:
-            raise UnknownLayout(f"{checkpoint.folder}: {name} is {dtype}, and no fp32 master is beside it")
+            raise UnknownLayout(f"{checkpoint.folder}: {name} is {dtype} and has no fp32 master")
 
 
 def _in_module_order(
     checkpoint: OpenedCheckpoint, module: ModuleStates, groups: Sequence[Sequence[StoredTensor]]
 ) -> list[list[ParameterSlot]]:
-    """The one order a single group can have, if all parameters are in it; the weights must bear it out later."""
+    """The only possible order of a single group with all parameters; verified against the weights later."""
     untrained = module.buffers | module.aliases.keys()
     slots = packed_slots((name, weight.shape) for name, weight in module.weights.items() if name not in untrained)
     held = sum(master.num_elements for group in groups for master in group)
@@ -108,7 +108,7 @@ def _in_module_order(
     if len(groups) != 1 or held != needed:
         raise UnknownLayout(
             f"{checkpoint.folder} is ZeRO 0 without sidecars. Parameter groups: {len(groups)}; elements of their "
-            f"masters: {held}, of the module's parameters: {needed}. With several groups or frozen parameters it "
-            "cannot be told which lies where: load it with its program and save it with ZeRO 1"
+            f"masters: {held}, of the module's parameters: {needed}. With several groups or frozen parameters, "
+            "their positions cannot be determined: load it with the program that wrote it and save it with ZeRO 1"
         )
     return [slots]

@@ -1,7 +1,7 @@
-"""ZeRO 1 and 2: the masters' flat buffers are cut over the data-parallel ranks.
+"""ZeRO 1 and 2: the masters' flat buffers are partitioned over the data-parallel ranks.
 
 Also BF16_Optimizer (ZeRO 1 in bf16 with fp32 gradient accumulation) and offload to the CPU, whose files are the
-same but for padding. What each rank's file holds, without its end padding, joins to the group's flat buffer.
+same except for padding. The ranks' partitions, without their end padding, join to the group's flat buffer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ ALIGNED_ELEMENTS = 2  # DeepSpeed pads a group to twice its ranks
 
 
 def groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> list[FlatGroup]:
-    """The parameter groups of a ZeRO 1 or 2 optimizer, each cut over all data-parallel ranks."""
+    """The parameter groups of a ZeRO 1 or 2 optimizer, each partitioned over all data-parallel ranks."""
     model = model_states(checkpoint, MODEL_STATES)
     states = optimizer_states(checkpoint, int(model.get("dp_world_size", 0)))
     slots = [
@@ -40,11 +40,13 @@ def groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> list[FlatGrou
 def flat_groups(
     checkpoint: OpenedCheckpoint, states: Sequence[Mapping[str, Any]], slots: Sequence[Sequence[ParameterSlot]]
 ) -> list[FlatGroup]:
-    """Parameter groups with these slots that are cut over all the ranks of ``states``."""
+    """Parameter groups with these slots, partitioned over all the ranks of ``states``."""
     _require_dense(checkpoint, states)
     counts = {len(slots), *(len(state[_KEYS.masters]) for state in states)}
     if len(counts) > 1:
-        raise UnknownLayout(f"{checkpoint.folder}: its files tell of {sorted(counts)} parameter groups")
+        raise UnknownLayout(
+            f"{checkpoint.folder}: its files differ in their numbers of parameter groups: {sorted(counts)}"
+        )
     return [
         FlatGroup(index, [partition(state, index) for state in states], group, ALIGNED_ELEMENTS * len(states))
         for index, group in enumerate(slots)
@@ -69,15 +71,15 @@ def _require_dense(checkpoint: OpenedCheckpoint, states: Sequence[Mapping[str, A
     for rank, state in enumerate(states):
         if "partition_count" not in state or any(count != len(states) for count in state["partition_count"]):
             raise UnknownLayout(
-                f"{checkpoint.folder}: rank {rank} holds groups cut over {state.get('partition_count')} ranks: "
-                f"dense ones are cut over all {len(states)} data-parallel ranks"
+                f"{checkpoint.folder}: rank {rank} holds groups partitioned over {state.get('partition_count')} ranks: "
+                f"dense ones are partitioned over all {len(states)} data-parallel ranks"
             )
 
 
 def stored_slots(
     checkpoint: OpenedCheckpoint, model: Mapping[str, Any], state: Mapping[str, Any]
 ) -> list[list[ParameterSlot]]:
-    """The layout of each group after DeepSpeed's own shapes, by the names that the files hold."""
+    """The layout of each group, from the shapes that DeepSpeed records, by the names in the files."""
     shapes = model.get("param_shapes")
     if not isinstance(shapes, list) or len(shapes) != len(state[_KEYS.masters]):
         raise UnknownLayout(f"{checkpoint.folder}: the model states do not hold the shapes of each parameter group")
@@ -86,7 +88,7 @@ def stored_slots(
     if counts and counts != [len(group) for group in shapes]:
         raise IncompleteCheckpoint(
             f"{checkpoint.folder}: the model states have parameter groups of {[len(group) for group in shapes]} "
-            f"parameters, the optimizer states of {counts}: they are not of one checkpoint"
+            f"parameters, the optimizer states of {counts}: they are of different checkpoints"
         )
     return [
         packed_slots(((name, tuple(shape)) for name, shape in group.items()), padding)
@@ -95,7 +97,7 @@ def stored_slots(
 
 
 def require_recorded(checkpoint: OpenedCheckpoint, slots: Sequence[Sequence[Sequence[ParameterSlot]]]) -> None:
-    """IncompleteCheckpoint unless the sidecars, if there are any, record for each rank the groups in ``slots``."""
+    """Raise IncompleteCheckpoint if there are sidecars that do not record the groups in ``slots`` for each rank."""
     for sidecar in checkpoint.sidecars:
         if sidecar.groups != slots[sidecar.layout.data_parallel_rank]:
             raise IncompleteCheckpoint(

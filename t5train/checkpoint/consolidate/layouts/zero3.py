@@ -1,10 +1,10 @@
-"""ZeRO 3: every parameter is cut over the data-parallel ranks by itself.
+"""ZeRO 3: every parameter is partitioned over the data-parallel ranks separately.
 
 Each rank holds ``ceil(numel / ranks)`` elements of every parameter, the last ones being padding of arbitrary
 content, and lays those of a sub-group (a few consecutive parameters of a group) end to end in a flat buffer. The
-module's parameters are empty in every file of model states; frozen ones are there as fragments, cut the same way,
-and buffers in full. There is no second copy of a trained weight, so that only the files' agreement, their sizes and
-checksums can be verified.
+module's parameters are empty in every file of model states; frozen ones are there as fragments, partitioned the same
+way, and buffers in full. There is no second copy of a trained weight, so only the files' agreement, sizes and checksums
+can be verified.
 """
 
 import math
@@ -69,8 +69,8 @@ def groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> list["Partiti
     if not isinstance(shapes, list) or any(len(state[_KEYS.masters]) != len(shapes) for state in states):
         counts = [len(state[_KEYS.masters]) for state in states]
         raise UnknownLayout(
-            f"{checkpoint.folder}: the optimizer states of its ranks hold {counts} sub-groups; the model states do not "
-            "hold the shapes of as many"
+            f"{checkpoint.folder}: the optimizer states of its ranks hold {counts} sub-groups, but the model states "
+            "do not have the shapes of as many"
         )
     found = [
         PartitionedGroup(
@@ -87,7 +87,7 @@ def groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> list["Partiti
 
 @dataclass(frozen=True)
 class PartitionedGroup:
-    """One sub-group: each rank's flat buffer, and the parameters in it, each cut over all ranks."""
+    """One sub-group: each rank's flat buffer, and the parameters in it, each partitioned over all ranks."""
 
     index: int
     partitions: Sequence[Partition]
@@ -152,7 +152,8 @@ def _optimizer_states(checkpoint: OpenedCheckpoint) -> list[dict[str, Any]]:
     states = read_optimizers(checkpoint, names, _KEYS, _SAME_IN_OPTIMIZER_STATES)
     if states[0].get("partition_count") != size:
         raise UnknownLayout(
-            f"{checkpoint.folder / names[0]} is cut over {states[0].get('partition_count')} ranks, not over all {size}"
+            f"{checkpoint.folder / names[0]} is partitioned over {states[0].get('partition_count')} ranks, "
+            f"not over all {size}"
         )
     return states
 
@@ -179,7 +180,7 @@ def _frozen_weight(name: str, shape: tuple[int, ...], fragments: Sequence[Any]) 
         raise IncompleteCheckpoint(f"the ranks hold the frozen parameter {name} in several types: {sorted(dtypes)}")
     if dtypes & {"I8", "U8"}:
         raise UnknownLayout(
-            f"the frozen parameter {name} is {dtypes.pop()}, as quantized ones are whose scales are not in the files: "
-            "save it without zero_quantized_nontrainable_weights"
+            f"the frozen parameter {name} is {dtypes.pop()}: it is quantized, and its scales are not in the files. "
+            "Save it without zero_quantized_nontrainable_weights"
         )
     return Weight(shape, _joined(sources, shape, 0))
