@@ -75,7 +75,7 @@ STAGES = ("--set", "layout.pipeline_stages=8", "--set", "cluster.ranks=8")
         ),
         (["run", "smoke", "--set", "model.start_from=s3://key:x@models/t5"], "is s3://models/t5: it must be a folder"),
         (["run", "smoke", "--dry-run", "--set", "model.moe.top_k=2", *SWITCH], "model.moe.top_k is 2"),
-        (["run", "smoke", "--dry-run", *STAGES], "layout.pipeline_stages is 8: the model has 2 encoder blocks"),
+        (["run", "smoke", "--dry-run", *STAGES], "layout.pipeline_stages is 8: the model has only 2 encoder blocks"),
         (["train", "smoke"], "no token shards"),
         (["verify", "nowhere"], "manifest.json cannot be read"),
     ],

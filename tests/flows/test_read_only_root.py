@@ -37,7 +37,8 @@ pytestmark = pytest.mark.skipif(
         ),
         (
             ["up", "--root", "closed", "--port", str(free_port())],
-            "/prefect cannot be created: Permission denied; free some space, fix its permissions, or choose",
+            "/prefect cannot be created: Permission denied; free some space, fix its permissions, or choose another "
+            "folder",
         ),
     ],
 )

@@ -50,7 +50,7 @@ def test_an_accelerator_is_one_runs_until_that_rank_ends(locks: Path, monkeypatc
         while b"held" not in rank.stdout.readline():
             assert rank.poll() is None
         assert [path.name for path in locks.iterdir()] == ["xpu-5.lock"]
-        with pytest.raises(AcceleratorBusy, match=f"xpu-5 of .* is in use by attempt other, process {rank.pid}: wait"):
+        with pytest.raises(AcceleratorBusy, match=f"xpu-5 on .* is in use by attempt other, process {rank.pid}: wait"):
             lock_accelerator()
         monkeypatch.setenv("LOCAL_RANK", "0")
         lock_accelerator()  # the one beside it is free
