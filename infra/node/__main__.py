@@ -15,7 +15,6 @@ and, where hosts share no storage (infra.node_store)::
     claim     take or renew what it holds of a run for one head
     disown    undo that
     inventory what it holds of a run's checkpoints
-    verify    which files of one are not as they should be
     prune     remove some
     move_aside  move some where nothing uses or removes them
     listing   other files of a run
