@@ -38,7 +38,7 @@ def require_host_memory(needed_bytes: int, decided_by: str) -> None:
 def require_space(root: Path, needed_bytes: int, what: str) -> None:
     """Create ``root`` if necessary, and raise StorageError unless ``needed_bytes`` for ``what`` fit in it.
 
-    The check writes a file, because permissions do not reveal a read-only or full file system.
+    It creates a temporary file, because permissions alone do not reveal a read-only or full file system.
     """
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -6,6 +6,8 @@ rank has all gradients, it would use another optimizer for this, with another ch
 sums the gradients and hands them to DeepSpeed rounded once per step, like the gradients of a single pass.
 """
 
+from typing import cast
+
 from torch import Tensor, nn
 
 from t5train.engine.deepspeed_config import sums_passes
@@ -17,9 +19,8 @@ class Fp32Sums:
 
     def __init__(self, module: nn.Module) -> None:
         self._sums: dict[Tensor, Tensor] = {}
-        for parameter in module.parameters():
-            # torch declares no types for this method.
-            parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
+        for each in module.parameters():
+            each.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def hand_over(self) -> None:
         """Set the sums as gradients of their parameters, in the parameters' dtype; the next sum starts at zero."""
@@ -28,8 +29,8 @@ class Fp32Sums:
             parameter.grad = total.to(parameter.dtype)
 
     def _add(self, parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None  # noqa: S101 - for the type checker: torch calls the hook after setting the gradient
+        gradient = cast(Tensor, parameter.grad)  # torch has set it before it calls the hook
+        parameter.grad = None
         if (total := self._sums.get(parameter)) is None:
             self._sums[parameter] = gradient.float()
         else:

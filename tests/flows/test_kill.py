@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from infra.node.attempts.attempt import Attempt, attempt_folder, read
-from infra.node.attempts.attempt_actions import SEGMENTS
 from infra.node.attempts.exit_record import Cause
+from infra.node.attempts.shared_memory import SEGMENTS
 from infra.node.processes import find, in_run
 from t5train import metrics
 

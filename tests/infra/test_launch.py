@@ -14,7 +14,7 @@ import pytest
 from infra.head.launch.local_launch import LaunchSpec, command, launch
 from infra.node.attempts import attempt
 from infra.node.attempts.attempt import Attempt
-from infra.node.attempts.attempt_actions import SEGMENTS
+from infra.node.attempts.shared_memory import SEGMENTS
 from t5train.errors import LaunchError, SpecError, WeightsDidNotMove
 
 Start = Callable[..., subprocess.Popen[bytes]]

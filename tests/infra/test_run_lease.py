@@ -25,9 +25,10 @@ Until = Callable[..., None]
 ELSEWHERE = """
 import sys, time
 from pathlib import Path
+from infra.node import processes
+processes.boot_id = lambda: "another machine"
 from infra.node.attempts import run_lease
 from infra.node.attempts.run_lock import holder, require_held, run_lock
-run_lease.boot_id = lambda: "another machine"
 run_lease.LEASE_SECONDS = float(sys.argv[2])
 run_lease._RENEW_SECONDS = 0.2
 run = Path(sys.argv[1])
@@ -101,7 +102,7 @@ def test_a_restart_after_a_kill_on_the_same_machine_waits_for_no_lease(
     tmp_path: Path, start: Start, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_lease, "LEASE_SECONDS", 600.0)
-    here = HOLD.replace('run_lease.boot_id = lambda: "another machine"', "").replace(
+    here = HOLD.replace('processes.boot_id = lambda: "another machine"', "").replace(
         "sys.stdin.read()", "time.sleep(9)"
     )
     killed = start("-c", here, str(tmp_path), "600")

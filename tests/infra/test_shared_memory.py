@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from infra.node.attempts import attempt_actions
-from infra.node.attempts.attempt_actions import RANK_BYTES, SEGMENTS
+from infra.node.attempts import shared_memory
+from infra.node.attempts.shared_memory import RANK_BYTES, SEGMENTS
 from tests.small_disk import run_with_disk
 
 REFUSED = """
-from infra.node.attempts.attempt_actions import require_room
+from infra.node.attempts.shared_memory import require_room
 from t5train.errors import StorageError
 require_room(1)
 try:
@@ -43,7 +43,7 @@ except T5TrainError as error:
 
 @pytest.fixture(autouse=True)
 def segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(attempt_actions, "SEGMENTS", tmp_path)
+    monkeypatch.setattr(shared_memory, "SEGMENTS", tmp_path)
     return tmp_path
 
 
@@ -60,14 +60,14 @@ def test_a_rank_loses_its_own_segment_only(segments: Path) -> None:
     user = os.getuid()
     make(segments, *(f"{user}_127.0.0.1_2{port}_{rank}" for port in (10, 100) for rank in (1, 10)))
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "210", "RANK": "1"}
-    attempt_actions.remove_of_rank(environment)
-    attempt_actions.remove_of_rank(environment)  # gone already
+    shared_memory.remove_of_rank(environment)
+    shared_memory.remove_of_rank(environment)  # gone already
     assert left(segments) == [f"{user}_127.0.0.1_{place}" for place in ("2100_1", "2100_10", "210_10")]
 
 
 def test_a_launcher_which_is_no_rank_removes_nothing(segments: Path) -> None:
     make(segments, f"{os.getuid()}_127.0.0.1_210_0")
-    attempt_actions.remove_of_rank({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "210"})
+    shared_memory.remove_of_rank({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "210"})
     assert left(segments)
 
 
@@ -75,7 +75,7 @@ def test_all_segments_of_a_meeting_place_go_and_no_other(segments: Path) -> None
     user = os.getuid()
     other = [f"{user}_127.0.0.1_2100_0", f"{user + 1}_127.0.0.1_210_0", f"{user}_10.0.0.1_210_0"]
     make(segments, *other, *(f"{user}_127.0.0.1_210_{rank}" for rank in range(3)))
-    attempt_actions.remove_all("127.0.0.1", 210)
+    shared_memory.remove_all("127.0.0.1", 210)
     assert left(segments) == sorted(other)
 
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from infra.node.attempts import shared_memory
 from t5train.files.presence import visible_in
 from t5train.files.run_folder import CHECKPOINTS, tag_of
 from t5train.records.stage_records import TokenizerFiles, TokenShards
@@ -135,8 +136,11 @@ def be_alone() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+    # DeepSpeed names its shared memory after these, and never removes it. Nothing listens there.
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getpid())}
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     deepspeed.init_distributed("fake")
+    shared_memory.remove_of_rank()
 
 
 def trained_a_step(job: TrainJob) -> Any:

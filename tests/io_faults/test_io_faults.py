@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.node.attempts.shared_memory import SEGMENTS
 from tests.io_faults import campaign, outcome_table
 from tests.io_faults.operations import NAMES
 from tests.io_faults.traced_calls import calls_below, strace
@@ -18,6 +19,7 @@ _SEED, _OF_EACH = 1, 10
 def test_no_fault_of_a_sample_loses_a_checkpoint_chooses_a_wrong_one_or_fails_without_its_path(
     workers: Workers, tmp_path: Path
 ) -> None:
+    shared_memory = set(SEGMENTS.iterdir())
     journal = campaign.Journal(tmp_path / "journal")
     trials = campaign.shuffled(campaign.planned(workers, NAMES), _SEED, _OF_EACH)
     assert {trial.operation for trial in trials} == set(NAMES)
@@ -28,6 +30,8 @@ def test_no_fault_of_a_sample_loses_a_checkpoint_chooses_a_wrong_one_or_fails_wi
     columns = Counter(outcome_table.column_of(each) for each in journal.outcomes.values())
     assert columns["failed, path named"] > len(trials) / 3, "faults are planted"
     assert columns["not reached"] < len(trials) / 20
+    left = {path.name for path in set(SEGMENTS.iterdir()) - shared_memory}
+    assert not {name for name in left if name.startswith("deepspeed")}
 
 
 @pytest.mark.parametrize("operation", ["save", "recover", "gc", "consolidate", "certify", "publish"])

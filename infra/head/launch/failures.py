@@ -10,10 +10,10 @@ from typing import TypeGuard
 
 from infra.node.attempts import guard_failure
 from infra.node.attempts.attempt import LAUNCHER, Attempt, rank_name
-from infra.node.attempts.attempt_actions import REMEDY, SEGMENTS, Room
 from infra.node.attempts.exit_record import Cause, ExitRecord
 from infra.node.attempts.log_tail import shown_lines
 from infra.node.attempts.rank_environment import redact
+from infra.node.attempts.shared_memory import REMEDY, SEGMENTS, Room
 from infra.node.attempts.watchdog import TOLD_TO_SAVE
 from t5train.errors import (
     CollectiveTimeout,

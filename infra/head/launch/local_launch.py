@@ -24,7 +24,7 @@ from pathlib import Path
 from infra.head.launch.failures import failure_of
 from infra.head.stop_signal import is_stop, stoppable, undisturbed
 from infra.node import ports, processes
-from infra.node.attempts import attempt, attempt_actions
+from infra.node.attempts import attempt, shared_memory
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.process_guard import LAUNCHER_OPTION
 from infra.node.attempts.rank_environment import rank_environment
@@ -67,11 +67,11 @@ def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Atte
     LaunchError with the first rank that failed. In any case, no process of the attempt is left.
     """
     port = _port(spec)
-    attempt_actions.remove_all(
+    shared_memory.remove_all(
         _ADDRESS, port
     )  # nothing listens there, so any segments there are left over from a dead run
     if spec.accelerator == "cpu":
-        attempt_actions.require_room(spec.num_ranks)
+        shared_memory.require_room(spec.num_ranks)
     spec = replace(spec, master_port=port)
     this = attempt.begin(spec.run_folder, ProcessIdentity.of(os.getpid()), grace_seconds=spec.grace_seconds)
     environment = rank_environment(this, num_ranks=spec.num_ranks, accelerator=spec.accelerator, extra=spec.environment)
@@ -191,4 +191,4 @@ def _end_here(this: Attempt, launcher: subprocess.Popen[bytes], port: int | None
         _log.error("processes %s of %s do not end, even after SIGKILL", sorted(left), this.folder)
     else:
         launcher.wait()
-        attempt_actions.remove_all(_ADDRESS, port or 0)  # of ranks whose guard was killed too
+        shared_memory.remove_all(_ADDRESS, port or 0)  # of ranks whose guard was killed too

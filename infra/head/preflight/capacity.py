@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from infra.head.preflight.compilation import STATIC_TLS
 from infra.head.preflight.findings import HostReplies, of_each
 from infra.head.preflight.launch_requirements import LaunchRequirements
-from infra.node.attempts.attempt_actions import Room, shortage
+from infra.node.attempts.shared_memory import Room, shortage
 from infra.node.inspection.accelerators import CPU
 from infra.node.inspection.facts import Facts
 from t5train.host_resources import format_bytes

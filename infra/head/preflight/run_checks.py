@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from infra.node import ports
-from infra.node.attempts import attempt_actions
+from infra.node.attempts import shared_memory
 from infra.node.storage.garbage import size_of
 from t5train.checkpoint.resume import has_finished
 from t5train.checkpoint.retention import bytes_held
@@ -69,7 +69,7 @@ def _require_this_machine(spec: RunSpec, of_model: T5Shape) -> None:
     _require_accelerators(spec.cluster)
     _require_arithmetic(spec)
     if spec.cluster.accelerator == "cpu":
-        attempt_actions.require_room(spec.cluster.ranks)
+        shared_memory.require_room(spec.cluster.ranks)
     require_host_memory(
         memory_estimate.host_bytes(spec, of_model), "layout.offload, cluster.ranks and the model's shape"
     )

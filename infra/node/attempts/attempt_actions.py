@@ -1,26 +1,17 @@
-"""Actions on an attempt of this machine: prepare its folder, end its processes, pack its logs, remove it.
-
-This module also checks and removes the shared memory of DeepSpeed's CPU collectives, which outlives the ranks that
-created it. If all ranks are on one machine, each creates a file of 66 MiB in /dev/shm, named after its user, the
-rendezvous and its rank, and never removes it. That memory is lost until the machine is restarted, and later ranks with
-the same port would map it before its owner has cleared it. A file that does not fit is truncated silently, and the rank
-dies of SIGSEGV or SIGBUS when it reads beyond the end. Standard library only, as the guards import it.
-"""
+"""Actions on an attempt of this machine: prepare its folder, end its processes, pack its logs, remove it."""
 
 import gzip
 import io
 import json
-import os
 import shutil
 import sys
 import tarfile
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from infra.node import processes
-from infra.node.attempts import attempt, head_lease
+from infra.node.attempts import attempt, head_lease, shared_memory
 from infra.node.attempts.rank_environment import ENVIRONMENT
 from infra.node.attempts.run_ownership import require_owner_of
 from infra.node.node_folders import attempt_folder
@@ -29,66 +20,8 @@ from t5train.errors import StorageError
 from t5train.files.atomic import write_json, write_text
 from t5train.files.run_folder import ATTEMPT_SPEC
 
-SEGMENTS = Path("/dev/shm")  # noqa: S108 - where shm_open of the operating system keeps them
-RANK_BYTES = 67 << 20
-"""The most that a rank uses: the buffers of csrc/cpu/comm/shm.cpp, and their header."""
-REMEDY = (
-    "enlarge it (docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm), or stop other programs "
-    "that use it (ls -lS /dev/shm)"
-)
-_ADDRESS, _PORT, _RANK = "MASTER_ADDR", "MASTER_PORT", "RANK"
-
-
-class Room(NamedTuple):
-    """Free and total bytes of /dev/shm."""
-
-    free: int
-    total: int
-
-    def __str__(self) -> str:
-        return f"{self.free >> 20} of {self.total >> 20} MiB free"
-
-
-def room() -> Room | None:
-    """The size of /dev/shm on this machine; None if it does not exist."""
-    try:
-        found = os.statvfs(SEGMENTS)
-    except FileNotFoundError:
-        return None
-    return Room(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
-
-
-def require_room(num_ranks: int) -> None:
-    """Raise StorageError if /dev/shm is too small for the collectives of that many CPU ranks, all on this machine."""
-    found = room()
-    if found is not None and (problem := shortage(found, num_ranks * RANK_BYTES)) is not None:
-        raise StorageError(f"this machine: {problem}")
-
-
-def shortage(found: Room, needed_bytes: int) -> str | None:
-    """What is wrong with a /dev/shm, and what to do; None if it has enough free space."""
-    if found.free >= needed_bytes:
-        return None
-    return f"{SEGMENTS} has {found}, but its ranks' collectives need {needed_bytes >> 20} MiB: {REMEDY}"
-
-
-def remove_of_rank(environment: Mapping[str, str] = os.environ) -> None:
-    """Remove the segment of the rank that has this environment; ranks that have mapped it keep it."""
-    if {_ADDRESS, _PORT, _RANK} <= environment.keys():
-        segment = f"{_prefix(environment[_ADDRESS], environment[_PORT])}{int(environment[_RANK])}"
-        (SEGMENTS / segment).unlink(missing_ok=True)
-
-
-def remove_all(address: str, port: int) -> None:
-    """Remove the segments of all ranks of this machine with that rendezvous. All of them must have ended."""
-    for segment in SEGMENTS.glob(f"{_prefix(address, str(port))}*"):
-        segment.unlink(missing_ok=True)
-
-
-def _prefix(address: str, port: str) -> str:
-    return f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_"
-
-
+_KEPT_BYTES = 32 << 20
+"""Of a longer log, only the end is sent."""
 GUARDS_SECONDS = 6.0
 """Longer than a guard takes to end its rank and write the exit record."""
 MEETING = "meeting.json"
@@ -127,11 +60,7 @@ def remove_segments(folder: Path) -> None:
     """Remove the shared memory of the attempt's ranks. All of them must have ended, or none have started."""
     if (folder / MEETING).exists():
         meeting = json.loads((folder / MEETING).read_text("utf-8"))
-        remove_all(meeting["address"], meeting["port"])
-
-
-_KEPT_BYTES = 32 << 20
-"""Of a longer log, only the end is sent."""
+        shared_memory.remove_all(meeting["address"], meeting["port"])
 
 
 def prepare(request: dict[str, Any]) -> dict[str, Any]:

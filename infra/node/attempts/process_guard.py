@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from infra.node import processes
-from infra.node.attempts import attempt, attempt_actions, guard_failure, head_lease
+from infra.node.attempts import attempt, guard_failure, head_lease, shared_memory
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.exit_record import Cause, ExitRecord
 from infra.node.attempts.rank_environment import variables_of_rank
@@ -74,12 +74,12 @@ def guard(folder: Path, argv: list[str], is_launcher: bool = False) -> ExitRecor
             start = partial(_start, this, name, argv, environment, lock)
             returncode, verdict = _run(this, name, start, _Alarms(head, told, parent))
         killed, free_bytes = processes.oom_kills() - oom_kills, shutil.disk_usage(folder).free
-        shared = attempt_actions.room() or (None, None)
+        shared = shared_memory.room() or (None, None)
         ended = (name, returncode, *verdict, started_at, attempt.now(), this.host)
         record = ExitRecord(*ended, killed, free_bytes, *shared)
         this.write_exit(record)
     if not is_launcher:
-        attempt_actions.remove_of_rank(environment)
+        shared_memory.remove_of_rank(environment)
     return record
 
 

@@ -36,7 +36,7 @@ class Holder:
     """The process that is using a run."""
 
     host: str = field(default_factory=socket.gethostname)
-    boot_id: str = field(default_factory=lambda: boot_id())  # noqa: PLW0108 - looked up at each call, so that tests can replace it
+    boot_id: str = field(default_factory=boot_id)
     pid: int = field(default_factory=os.getpid)
     since: str = field(default_factory=now)
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from infra.node.attempts import attempt_actions
+from infra.node.attempts import shared_memory
 from infra.node.inspection.facts import Question, Room
 from infra.node.node_folders import node_folder, run_place, scratch_folder, within
 from infra.node.processes import identity
@@ -28,7 +28,7 @@ def room(question: Question) -> Room:
     folder, folder_error = _node_folder()
     has_own = nonce is None or identity() == question.head
     scratch = _Scratch.of(question.scratch, question.run_on_nodes) if has_own else _Scratch()
-    shared = attempt_actions.room() or attempt_actions.Room(0, 0)
+    shared = shared_memory.room() or shared_memory.Room(0, 0)
     return Room(
         memory_bytes=host_memory_bytes(),
         shared_memory_bytes=shared.total,

@@ -12,7 +12,7 @@ import pytest
 from deepspeed_files import Layout, Written
 from sidecar_files import write
 
-from infra.node.attempts import attempt_actions
+from infra.node.attempts import shared_memory
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def _launch(program: str, folder: Path, num_ranks: int, *arguments: str, acceler
         for process in ranks:
             process.kill()
             process.wait()
-        attempt_actions.remove_all("127.0.0.1", port)
+        shared_memory.remove_all("127.0.0.1", port)
     logs = "".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(num_ranks))
     assert not any(codes), logs
     return folder

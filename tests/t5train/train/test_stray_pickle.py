@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.node.attempts import attempt_actions
+from infra.node.attempts import shared_memory
 from infra.node.ports import free_port
 from t5train.checkpoint import tags
 from t5train.errors import UnlistedFile
@@ -47,7 +47,7 @@ def test_deepspeed_unpickles_a_stray_file_and_a_tag_that_holds_one_is_refused(
 ) -> None:
     port = free_port()
     ended = run_python(LOADS_A_TAG_WITH_A_STRAY, str(tmp_path), STRAY, str(port))
-    attempt_actions.remove_all("127.0.0.1", port)
+    shared_memory.remove_all("127.0.0.1", port)
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "the-code-ran").exists(), "DeepSpeed does not look at such a file any more"
     tag = tmp_path / "tag"

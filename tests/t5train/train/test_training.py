@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from infra.node.attempts import attempt_actions
+from infra.node.attempts import shared_memory
 from infra.node.ports import free_port
 from t5train.checkpoint.consolidate import consolidate
 from t5train.data.keyed_random import permuted
@@ -212,7 +212,7 @@ def _launch(jobs: Path, ranks: int = 2, program: str = "rank_program.py") -> Non
             timeout=600,
             check=False,
         )
-    attempt_actions.remove_all("127.0.0.1", port)
+    shared_memory.remove_all("127.0.0.1", port)
     assert ended.returncode == 0, log.read_text(errors="replace")[-6000:]
 
 
