@@ -49,10 +49,10 @@ bench: setup ## Every benchmark of the CPU, one after the other
 	@for benchmark in tokenise span_corruption sample_order reading saving consolidate preflight; do $(BIN)/python -m "benchmarks.$$benchmark"; done
 
 corruptions: setup ## 10,000 faults in small checkpoints: each refused before anything is unpickled
-	@$(BIN)/python tests/t5train/consolidate/corruptions.py
+	@$(BIN)/python -m tests.acceptance.corruptions
 
 certificate-faults: setup ## Up to 600 single faults in published files, sealed in before certification: each refused
-	@$(BIN)/python tests/t5train/certificate/certificate_faults.py
+	@$(BIN)/python -m tests.acceptance.certificate_faults
 
 bench-consolidate: setup ## Consolidation of 1.1 billion parameters beside cp and zero_to_fp32, then 3 billion alone; 50 GB of disk
 	@$(BIN)/python -m benchmarks.consolidate --parameters 1.1e9 --rounds 5 --alone 0.25e9 1.1e9 3e9
@@ -70,7 +70,7 @@ kills: setup ## 200 kills of processes that save, gather, consolidate and publis
 	@$(BIN)/python -m tests.acceptance.kills.kill_all
 
 io-faults: setup ## Every system call on a file fails in turn; continues where it was interrupted (io-faults.jsonl)
-	@$(BIN)/python -m tests.io_faults
+	@$(BIN)/python -m tests.acceptance.io_faults
 
 up: setup ## Prefect server, pool and worker for this machine
 	@$(BIN)/t5-pretrain up

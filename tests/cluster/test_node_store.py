@@ -11,7 +11,7 @@ from infra.testcluster import Cluster
 from infra.testcluster.host_files import HOSTFILE
 from t5train.checkpoint import sidecar, tags
 from t5train.files.run_folder import tag_of
-from tests.infra.node_store.conftest import digest, make_sidecar
+from tests.support.simulated_nodes import digest, make_sidecar
 
 pytestmark = pytest.mark.cluster
 

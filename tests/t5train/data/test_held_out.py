@@ -13,11 +13,10 @@ from t5train.data.segments import passages_of, read_segments
 from t5train.data.tokenizer import Tokenizer
 from t5train.errors import InputError
 from t5train.records.witness import EncodedPassage
+from tests.support.generated_text import DataChain
 
-from .conftest import Made
 
-
-def test_the_shards_stage_records_validation_passages_with_the_ids_it_wrote(made: Made) -> None:
+def test_the_shards_stage_records_validation_passages_with_the_ids_it_wrote(made: DataChain) -> None:
     passages = read_held_out(made.shards.path)
     held_out = {
         passage.text
@@ -42,7 +41,7 @@ def test_passages_with_unknown_foreign_and_rare_pieces_are_chosen_first() -> Non
     assert choose([*common, *rare, *others], most=8) == chosen
 
 
-def test_text_that_spells_control_tokens_is_left_out_and_a_long_text_is_cut_at_a_space(made: Made) -> None:
+def test_text_that_spells_control_tokens_is_left_out_and_a_long_text_is_cut_at_a_space(made: DataChain) -> None:
     tokenizer = Tokenizer.load(made.tokenizer.path)
     texts = ["a </s> b", "an <extra_id_7>", "<unk>", "next\x85line", "word " * 2000]
     found = list(comparable(((Passage("", "", text), np.array([1])) for text in texts), tokenizer))
@@ -50,7 +49,7 @@ def test_text_that_spells_control_tokens_is_left_out_and_a_long_text_is_cut_at_a
     assert found[0].ids == tokenizer.encode([found[0].text], add_eos=True)[0].tolist()
 
 
-def test_a_tokenizer_json_of_another_vocabulary_is_refused_before_training(made: Made, tmp_path: Path) -> None:
+def test_a_tokenizer_json_of_another_vocabulary_is_refused_before_training(made: DataChain, tmp_path: Path) -> None:
     told = json.loads((made.tokenizer.path / "tokenizer.json").read_text())
     pieces = told["model"]["vocab"]
     names = [piece for piece, _ in pieces]

@@ -12,17 +12,16 @@ from t5train.data.shards import tokens_name
 from t5train.errors import DigestMismatch, InputError
 from t5train.records.stage_records import TokenShards
 from t5train.spec import ObjectiveSpec
-
-from .conftest import Made
+from tests.support.generated_text import DataChain
 
 OBJECTIVE = ObjectiveSpec(input_tokens=64)
 
 
-def train(made: Made, seed: int = 0) -> Samples:
+def train(made: DataChain, seed: int = 0) -> Samples:
     return Samples(made.shards, "train", OBJECTIVE, seed, shuffle=True)
 
 
-def test_an_epoch_holds_every_sample_once_and_the_next_in_another_order(made: Made) -> None:
+def test_an_epoch_holds_every_sample_once_and_the_next_in_another_order(made: DataChain) -> None:
     samples = train(made)
     first = samples.batch(0, samples.num_samples).sample_ids
     second = samples.batch(samples.num_samples, samples.num_samples).sample_ids
@@ -30,7 +29,7 @@ def test_an_epoch_holds_every_sample_once_and_the_next_in_another_order(made: Ma
     assert (first != second).any()
 
 
-def test_a_batch_is_a_function_of_its_place_however_it_is_cut(made: Made) -> None:
+def test_a_batch_is_a_function_of_its_place_however_it_is_cut(made: DataChain) -> None:
     start = train(made).num_samples - 10
     whole = train(made).batch(start, 24)
     samples = train(made)
@@ -39,14 +38,14 @@ def test_a_batch_is_a_function_of_its_place_however_it_is_cut(made: Made) -> Non
         assert (np.concatenate([parts[index][field] for index in (1, 2, 3, 0)]) == whole[field]).all()
 
 
-def test_the_seed_decides_order_and_noise(made: Made) -> None:
+def test_the_seed_decides_order_and_noise(made: DataChain) -> None:
     assert (train(made, seed=1).batch(0, 50).sample_ids != train(made, seed=2).batch(0, 50).sample_ids).any()
     fixed = [Samples(made.shards, "validation", OBJECTIVE, seed, shuffle=False).batch(0, 8) for seed in (1, 2)]
     assert (fixed[0].sample_ids == fixed[1].sample_ids).all()
     assert (fixed[0].inputs != fixed[1].inputs).any()
 
 
-def test_noise_is_new_in_each_epoch_but_not_in_validation(made: Made) -> None:
+def test_noise_is_new_in_each_epoch_but_not_in_validation(made: DataChain) -> None:
     samples = train(made)
     again = [samples.batch(epoch * samples.num_samples, samples.num_samples) for epoch in range(2)]
     by_id = [batch.inputs[np.argsort(batch.sample_ids)] for batch in again]
@@ -56,7 +55,7 @@ def test_noise_is_new_in_each_epoch_but_not_in_validation(made: Made) -> None:
     assert (held_out.batch(0, 5).inputs == held_out.batch(held_out.num_samples, 5).inputs).all()
 
 
-def test_sample_k_is_window_k_of_the_shards(made: Made) -> None:
+def test_sample_k_is_window_k_of_the_shards(made: DataChain) -> None:
     windows = Windows(made.shards, "train", 71)
     tokens = [
         np.fromfile(made.shards.path / tokens_name("train", number), "<u2")
@@ -68,12 +67,12 @@ def test_sample_k_is_window_k_of_the_shards(made: Made) -> None:
     assert (windows[ids] == expected[ids]).all()
 
 
-def test_a_split_without_one_window_is_refused_with_its_counts(made: Made) -> None:
+def test_a_split_without_one_window_is_refused_with_its_counts(made: DataChain) -> None:
     with pytest.raises(InputError, match=r"the test split has \d+ tokens in \d shards, none with one window of 99999"):
         Windows(made.shards, "test", 99_999)
 
 
-def test_a_shard_of_another_size_is_refused(made: Made, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_shard_of_another_size_is_refused(made: DataChain, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("copy")
     for file in made.shards.path.glob("*-*"):
         (folder / file.name).write_bytes(file.read_bytes())

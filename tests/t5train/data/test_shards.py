@@ -16,11 +16,10 @@ from t5train.data.tokenizer import Tokenizer
 from t5train.errors import StorageError
 from t5train.records.stage_records import MANIFEST, TokenShards
 from t5train.spec import CorpusSpec, ShardsSpec
+from tests.support.generated_text import DataChain
 
-from .conftest import Made
 
-
-def build(made: Made, out: Path, workers: int = 2) -> TokenShards:
+def build(made: DataChain, out: Path, workers: int = 2) -> TokenShards:
     spec = ShardsSpec(shard_tokens=made.shards_spec.shard_tokens, workers=workers)
     return build_shards(spec, made.corpus_spec, made.corpus, made.tokenizer, out, out=out)
 
@@ -29,7 +28,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*-*")}
 
 
-def test_the_shards_hold_every_document_of_the_corpus_once_and_in_order(made: Made) -> None:
+def test_the_shards_hold_every_document_of_the_corpus_once_and_in_order(made: DataChain) -> None:
     tokenizer = Tokenizer.load(made.tokenizer.path)
     (file,) = read_segments(made.corpus.path)
     passages = [passage for segment in file.segments for passage in passages_of(file.source, segment)]
@@ -47,7 +46,7 @@ def test_the_shards_hold_every_document_of_the_corpus_once_and_in_order(made: Ma
         assert made.shards.counts[f"{split}_tokens"] == lengths.sum()
 
 
-def test_the_manifest_says_what_training_needs(made: Made) -> None:
+def test_the_manifest_says_what_training_needs(made: DataChain) -> None:
     wanted = {"vocab_size": 400, "pad_id": 0, "eos_id": 1, "first_sentinel_id": 399, "num_sentinels": 100}
     assert wanted.items() <= made.shards.counts.items()
     assert made.shards.counts["bytes_per_token"] == 2
@@ -60,12 +59,12 @@ def test_the_manifest_says_what_training_needs(made: Made) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_the_bytes_do_not_depend_on_the_number_of_workers(made: Made, tmp_path: Path, workers: int) -> None:
+def test_the_bytes_do_not_depend_on_the_number_of_workers(made: DataChain, tmp_path: Path, workers: int) -> None:
     build(made, tmp_path / "out", workers)
     assert contents(tmp_path / "out") == contents(made.shards.path)
 
 
-def test_a_wide_vocabulary_gets_four_bytes_a_token(made: Made, tmp_path: Path) -> None:
+def test_a_wide_vocabulary_gets_four_bytes_a_token(made: DataChain, tmp_path: Path) -> None:
     wide = made.tokenizer.model_copy(update={"counts": {**made.tokenizer.counts, "vocab_size": 65_537}})
     shards = build(made._replace(tokenizer=wide), tmp_path / "out")
     assert shards.counts["bytes_per_token"] == 4
@@ -91,7 +90,7 @@ def damaged(path: Path) -> None:
     ],
 )
 def test_only_the_shard_that_is_gone_or_damaged_is_made_again(
-    made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
+    made: DataChain, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
 ) -> None:
     first = build(made, tmp_path)
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*-*")}
@@ -106,7 +105,7 @@ def test_only_the_shard_that_is_gone_or_damaged_is_made_again(
 
 
 def test_an_interrupted_stage_goes_on_where_it_was(
-    made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    made: DataChain, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     build(made, tmp_path)
     (tmp_path / MANIFEST).unlink()
@@ -119,13 +118,13 @@ def test_an_interrupted_stage_goes_on_where_it_was(
     assert again.files == made.shards.files
 
 
-def test_the_second_time_everything_is_reused(made: Made, tmp_path: Path) -> None:
+def test_the_second_time_everything_is_reused(made: DataChain, tmp_path: Path) -> None:
     build(made, tmp_path)
     assert build(made, tmp_path).reused
     assert build(made, tmp_path, workers=1).reused
 
 
-def test_a_shard_describes_the_rows_it_was_made_of(made: Made) -> None:
+def test_a_shard_describes_the_rows_it_was_made_of(made: DataChain) -> None:
     rows = 0
     for number in range(int(made.shards.counts["num_shards"])):
         ((name, first, count),) = read_description(made.shards.path, number).source
@@ -143,7 +142,7 @@ def test_splits_have_the_shares_asked_for_and_move_with_the_seed() -> None:
     assert found != [split_of(other, str(number)) for number in range(20_000)]
 
 
-def test_progress_ends_at_all_the_text(made: Made, tmp_path: Path) -> None:
+def test_progress_ends_at_all_the_text(made: DataChain, tmp_path: Path) -> None:
     said: list[tuple[str, int, int | None]] = []
     spec = ShardsSpec(shard_tokens=50_000, workers=2)
     build_shards(spec, made.corpus_spec, made.corpus, made.tokenizer, tmp_path, lambda *each: said.append(each))
@@ -153,7 +152,7 @@ def test_progress_ends_at_all_the_text(made: Made, tmp_path: Path) -> None:
 
 
 def test_a_disk_too_small_is_told_before_a_shard_is_begun(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: DataChain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=int(made.corpus.counts["text_bytes"]) // 3))
     with pytest.raises(StorageError, match="the token shards needs"):

@@ -11,7 +11,7 @@ import pytest
 
 from t5train.checkpoint.sidecar import read_all
 from t5train.records.stage_records import TokenShards
-from tests.t5train.train.test_training import Trained, _launch, _spec
+from tests.support.training.launched import Trained, launch, spec_of
 
 pytestmark = pytest.mark.slow
 EXPERTS = "zero2-fp32-ep2"
@@ -30,11 +30,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
             {"name": f"{layout}.resumed", "run_folder": f"{root}/{layout}.killed", "resume_tag": "step-00000003"},
         ]
         for run in runs:
-            run |= {"spec": _spec(layout, ranks=4).model_dump(mode="json"), "shards": str(pydocs_shards.path)}
+            run |= {"spec": spec_of(layout, ranks=4).model_dump(mode="json"), "shards": str(pydocs_shards.path)}
             Path(run["run_folder"]).mkdir(exist_ok=True)
         jobs += runs
     (root / "jobs.json").write_text(json.dumps(jobs))
-    _launch(root / "jobs.json", ranks=4)
+    launch(root / "jobs.json", ranks=4)
     return Trained(root)
 
 

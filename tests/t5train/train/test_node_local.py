@@ -15,7 +15,7 @@ from t5train.checkpoint.sidecar import Sidecar
 from t5train.checkpoint.tags import complete_tags, files_read_by
 from t5train.model.model_shape import resolve
 from t5train.records.stage_records import TokenShards
-from tests.t5train.train.test_training import Trained, _launch, _spec
+from tests.support.training.launched import Trained, launch, spec_of
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
     for ranks_a_node in (1, 2):
         jobs: list[dict[str, Any]] = []
         for number, layout in enumerate(layout for layout, ranks in CASES if ranks == ranks_a_node):
-            spec = _spec(layout, ranks=2 * ranks_a_node).with_settings(SHORT).model_dump(mode="json")
+            spec = spec_of(layout, ranks=2 * ranks_a_node).with_settings(SHORT).model_dump(mode="json")
             same = {"spec": spec, "shards": str(pydocs_shards.path), "ranks_a_node": ranks_a_node}
             whole, resumed = (
                 {"name": f"{layout}.{what}", "run_folder": f"{root}/{layout}.{what}"} for what in ("whole", "resumed")
@@ -54,7 +54,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
             jobs += [{**whole, **same}, {**resumed, **same, **brought}]
         path = root / f"jobs-{ranks_a_node}.json"
         path.write_text(json.dumps(jobs))
-        _launch(path, ranks=2 * ranks_a_node)
+        launch(path, ranks=2 * ranks_a_node)
     return OnNodes(root)
 
 
@@ -112,7 +112,7 @@ def test_a_checkpoint_takes_the_room_on_a_node_that_the_formula_says(
     trained: OnNodes, layout: str, ranks_a_node: int, pydocs_shards: TokenShards
 ) -> None:
     once = {"optimizer.num_steps": 1, "optimizer.warmup_steps": 0}
-    spec = _spec(layout, ranks=2 * ranks_a_node).with_settings(SHORT | once)
+    spec = spec_of(layout, ranks=2 * ranks_a_node).with_settings(SHORT | once)
     shape = resolve(spec.model, int(pydocs_shards.counts["vocab_size"]))
     for node in (0, 1):
         folder = trained.root / f"{layout}.whole/node-{node}/checkpoints/{LAST}"

@@ -1,9 +1,6 @@
 """Real DeepSpeed training on two CPU ranks: what it resumes to, and what it refuses to call training."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -13,17 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from infra.node.attempts import shared_memory
-from infra.node.ports import free_port
 from t5train.checkpoint.consolidate import consolidate
 from t5train.data.keyed_random import permuted
-from t5train.engine.collectives import digest64
 from t5train.metrics import read
 from t5train.records.stage_records import TokenizerFiles, TokenShards
 from t5train.release.certification import certify
 from t5train.release.export import export
-from t5train.spec import RunSpec
-from t5train.spec.recipes import recipe
+from tests.support.training.launched import Trained, launch, spec_of
 
 pytestmark = pytest.mark.slow
 
@@ -53,64 +46,13 @@ FAULTS = {
 }
 
 
-def _spec(layout: str, num_steps: int = 6, ranks: int = 2) -> RunSpec:
-    stage, precision, *others = layout.removeprefix("zero").split("-")
-    return recipe("smoke").with_settings(
-        {
-            "model.d_model": 32,
-            "model.d_ff": 64,
-            "model.dropout_rate": 0.1,
-            "objective.input_tokens": 32,
-            "optimizer.num_steps": num_steps,
-            "optimizer.warmup_steps": 2,
-            "optimizer.global_batch_sequences": 16,
-            "optimizer.precision": precision,
-            "cluster.ranks": ranks,
-            "layout.micro_batch_sequences": 4,
-            "layout.zero_stage": int(stage),
-            "layout.offload": ("all" if stage == "3" else "optimizer") if "offload" in others else "none",
-            "storage.checkpoint_every_steps": 3,
-            "storage.validate_every_steps": 3,
-            "storage.validate_sequences": 11,  # three micro-batches for two ranks: one is short, one rank has none
-            **_experts(others),
-            **_pipeline(others),
-        }
-    )
-
-
-def _experts(options: list[str]) -> dict[str, Any]:
-    """Settings of a model with four experts over so many ranks, where ``ep1`` or ``ep2`` is among the options."""
-    size = next((int(option.removeprefix("ep")) for option in options if option.startswith("ep")), None)
-    if size is None:
-        return {}
-    # Without dropout, which experts draw otherwise where they have tokens of several ranks.
-    return {
-        "model.version": "v1.0",
-        "model.moe.num_experts": 4,
-        "model.moe.top_k": 2 if "top2" in options else 1,
-        "model.dropout_rate": 0.0,
-        "layout.expert_parallel_size": size,
-    }
-
-
-def _pipeline(options: list[str]) -> dict[str, Any]:
-    """Settings of a pipeline of as many stages as ``pp2`` or ``pp4`` says, where it is among the options."""
-    stages = next((int(option.removeprefix("pp")) for option in options if option.startswith("pp")), 1)
-    version = {"model.version": "v1.0"} if "tied" in options else {}
-    # An encoder so deep that the last stage has a part of it, and shares with the first both embedding and bias.
-    encoder = {"model.num_layers": 4, "model.num_decoder_layers": 1} if "deep" in options else {}
-    # One sample a pass where validation takes two: stages must tell each other of other sizes.
-    passes = {"layout.micro_batch_sequences": 1} if stages == 4 else {}
-    return {"layout.pipeline_stages": stages, **version, **encoder, **passes}
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards) -> "Trained":
     """All trainings of this file, in one launch of two ranks."""
     root = tmp_path_factory.mktemp("trained")
     jobs: list[dict[str, Any]] = []
     for name in LAYOUTS:
-        spec = _spec(name).model_dump(mode="json")
+        spec = spec_of(name).model_dump(mode="json")
         jobs += [
             {"name": f"{name}.whole", "spec": spec, "run_folder": f"{root}/{name}.whole"},
             {"name": f"{name}.killed", "spec": spec, "run_folder": f"{root}/{name}.killed", "stop_at": 5},
@@ -122,42 +64,42 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
             },
         ]
     for name in RECOMPUTED:
-        spec = _spec(name).with_settings({"model.activation_checkpointing": True}).model_dump(mode="json")
+        spec = spec_of(name).with_settings({"model.activation_checkpointing": True}).model_dump(mode="json")
         jobs.append({"name": f"{name}.recomputed", "spec": spec, "run_folder": f"{root}/{name}.recomputed"})
     for name, options in (("no-dropout", ""), ("no-dropout-pp2", "-pp2")):
-        spec = _spec(f"zero1-fp32{options}").with_settings({"model.dropout_rate": 0})
+        spec = spec_of(f"zero1-fp32{options}").with_settings({"model.dropout_rate": 0})
         jobs.append(
             {"name": f"{name}.whole", "spec": spec.model_dump(mode="json"), "run_folder": f"{root}/{name}.whole"}
         )
     for name in EQUAL + OFFLOADED:
         settings = {"model.dropout_rate": 0, "optimizer.gradient_clip": 0, "layout.micro_batch_sequences": 8}
-        spec = _spec(name).with_settings(settings).model_dump(mode="json")
+        spec = spec_of(name).with_settings(settings).model_dump(mode="json")
         jobs.append({"name": f"{name}.one-pass", "spec": spec, "run_folder": f"{root}/{name}.one-pass"})
     for name in SUMMED:
         for passes in (1, PASSES):
             job = f"{name}.passes-{passes}"
             jobs.append({"name": job, **_one_batch(name, passes), "run_folder": f"{root}/{job}"})
-    to_zero = _spec("zero1-fp32", num_steps=4).with_settings({"optimizer.final_learning_rate": 0})
+    to_zero = spec_of("zero1-fp32", num_steps=4).with_settings({"optimizer.final_learning_rate": 0})
     jobs.append({"name": "to-zero", "spec": to_zero.model_dump(mode="json"), "run_folder": f"{root}/to-zero"})
     jobs.append({"name": "short-epochs", **_epoch_ends_within_a_step(), "run_folder": f"{root}/short-epochs"})
-    unused = _spec("zero1-fp32", num_steps=4).model_dump(mode="json")
+    unused = spec_of("zero1-fp32", num_steps=4).model_dump(mode="json")
     jobs.append({"name": "unused", "spec": unused, "run_folder": f"{root}/unused", "fault": "unused"})
     for fault in FAULTS:
         long = 40 if fault == "skipped" else 6
-        spec = _spec("zero1-fp32", num_steps=long).model_dump(mode="json")
+        spec = spec_of("zero1-fp32", num_steps=long).model_dump(mode="json")
         tag = "step-00000003" if fault == "disagree" else None
         jobs.append({"name": fault, "spec": spec, "run_folder": f"{root}/{fault}", "fault": fault, "resume_tag": tag})
     for job in jobs:
         Path(job["run_folder"]).mkdir(exist_ok=True)
         job["shards"] = str(pydocs_shards.path)
     (root / "jobs.json").write_text(json.dumps(jobs))
-    _launch(root / "jobs.json")
+    launch(root / "jobs.json")
     return Trained(root)
 
 
 def _one_batch(layout: str, passes: int) -> dict[str, Any]:
     """A short training whose steps take the same batch so many times; its experts have room for every token."""
-    spec = _spec(layout, num_steps=3)
+    spec = spec_of(layout, num_steps=3)
     batch = spec.layout.micro_batch_sequences * spec.data_parallel_size * passes
     spec = spec.with_settings(
         {
@@ -174,46 +116,8 @@ def _epoch_ends_within_a_step() -> dict[str, Any]:
     places, epochs = np.array([2, 0]), np.array([0, 1])
     seed = next(seed for seed in range(20) if len({*permuted(places, 3, seed, 1, epochs).tolist()}) == 1)
     settings = {"optimizer.global_batch_sequences": 2, "layout.micro_batch_sequences": 1, "optimizer.seed": seed}
-    spec = _spec("zero1-fp32", num_steps=3).with_settings(settings)
+    spec = spec_of("zero1-fp32", num_steps=3).with_settings(settings)
     return {"spec": spec.model_dump(mode="json"), "fault": "short-epochs"}
-
-
-class Trained:
-    """What the launch left behind."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def found(self, name: str, rank: int = 0) -> dict[str, Any]:
-        """What a rank said of the training of that name."""
-        found: dict[str, Any] = json.loads((self.root / f"{name}.rank-{rank}.json").read_text())
-        return found
-
-    def consolidated(self, name: str, out: Path) -> dict[str, int]:
-        """Digests of the weights in the training's newest checkpoint, as ``found`` has them of its masters."""
-        consolidate(self.root / name / "checkpoints", out / "weights")
-        tensors = load_file(out / "weights/model.safetensors")
-        return {name: digest64(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
-
-
-def _launch(jobs: Path, ranks: int = 2, program: str = "rank_program.py") -> None:
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "/dev/null", "--num_gpus", str(ranks)]
-    port = free_port()
-    command += ["--master_addr", "127.0.0.1", "--master_port", str(port), "--no_local_rank"]
-    command += [str(Path(__file__).with_name(program))]
-    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    log = jobs.with_suffix(".log")
-    with open(log, "wb") as output:
-        ended = subprocess.run(
-            [*command, str(jobs)],
-            env={**os.environ, **environment},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=600,
-            check=False,
-        )
-    shared_memory.remove_all("127.0.0.1", port)
-    assert ended.returncode == 0, log.read_text(errors="replace")[-6000:]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -260,7 +164,7 @@ def test_every_variant_is_certified_to_be_the_model_that_was_trained(
 ) -> None:
     folder = trained.root / f"{layout}.whole"
     weights = consolidate(folder / "checkpoints", tmp_path / "weights")
-    exported = export(weights, pydocs_tokenizer, folder / "witness", _spec(layout), tmp_path / "export")
+    exported = export(weights, pydocs_tokenizer, folder / "witness", spec_of(layout), tmp_path / "export")
     certificate = certify(exported.path, folder / "witness")
     assert certificate.passed
     assert all(probe.bit_equal for probe in certificate.probes.values()) or "ep" in layout

@@ -1,0 +1,238 @@
+"""Damages small checkpoints of every layout, at random from a seed, and tells what consolidation makes of them.
+
+    python -m tests.acceptance.corruptions [--trials 10000] [--without-sidecars 2000] [--seed 0]
+
+With sidecars every fault must be refused before anything is unpickled (torch.load and pickle are replaced by a trap),
+the damaged file named and nothing written; else the command fails. Without sidecars it is counted what noticed a
+fault, how often the result was right all the same (the fault lay in bytes that hold no weight), and how often wrong.
+"""
+
+import argparse
+import itertools
+import logging
+import pickle
+import random
+import re
+import shutil
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import load_file
+
+from t5train.checkpoint.consolidate import consolidate
+from t5train.errors import T5TrainError
+from tests.acceptance.checkpoint_faults import FAULTS, OF_SIDECARS, Checkpoint, Files, ran
+from tests.support.checkpoints.deepspeed_files import Layout, Written
+from tests.support.checkpoints.pipeline_files import Pipeline, write_pipeline
+from tests.support.checkpoints.sidecar_files import write
+
+GROUPS = [[(5, 3), (7,)], [(4,), (2, 2)]]
+LAYOUTS = {
+    "ZeRO 0, fp32": Layout(GROUPS, stage=0, precision=torch.float32, ties=1),
+    "ZeRO 0, bf16": Layout(GROUPS[:1], stage=0),
+    "ZeRO 1, fp16": Layout(GROUPS, stage=1, precision=torch.float16, alignment=8, ranks=3),
+    "ZeRO 1, BF16_Optimizer": Layout(GROUPS, stage=1, keep_padding=True),
+    "ZeRO 2": Layout(GROUPS, stage=2, ranks=4, frozen=[(3,)], ties=1, buffers=1),
+    "ZeRO 3": Layout(GROUPS, stage=3, ranks=3, group_elements=12, frozen=[(3, 2)], ties=1, buffers=1),
+    "pipeline, ZeRO 1": Pipeline([[[(3, 2)]], [[(2,), (4,)]], [[(7, 2)]]], Layout((), stage=1)),
+    "experts, ZeRO 0": Layout(GROUPS[:1], stage=0, experts=[(4, 2)]),
+    "experts, ZeRO 2": Layout(GROUPS, stage=2, ranks=4, experts=[(4, 2), (4, 4)], group_elements=20),
+}
+
+
+class Unpickled(BaseException):
+    """Something was unpickled that should have been refused before."""
+
+
+@contextmanager
+def damaged(checkpoint: Checkpoint, files: Files) -> Iterator[None]:
+    """The checkpoint with the fault in it, and without when the context ends."""
+    try:
+        for name, content in files.items():
+            path = checkpoint.tag / name
+            path.unlink(missing_ok=True) if content is None else path.write_bytes(content)
+        yield
+    finally:
+        for name in files:
+            (checkpoint.tag / name).unlink(missing_ok=True)
+            if name in checkpoint.files:
+                (checkpoint.tag / name).write_bytes(checkpoint.files[name])
+
+
+@contextmanager
+def no_unpickling() -> Iterator[None]:
+    """Whatever unpickles raises Unpickled, which nothing catches."""
+
+    def trap(*_arguments: object, **_keywords: object) -> None:
+        raise Unpickled
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch, "load", trap))
+        for name in ("load", "loads", "Unpickler", "_Unpickler"):
+            stack.enter_context(patch.object(pickle, name, trap))
+        yield
+
+
+def refusal(checkpoint: Checkpoint, out: Path) -> str | None:
+    """The error that consolidation raises, None if it does its work; AssertionError if a refusal leaves files."""
+    before = sorted(out.parent.iterdir())
+    try:
+        consolidate(checkpoint.tag, out)
+    except T5TrainError as error:
+        if sorted(out.parent.iterdir()) != before or ran(checkpoint).exists():
+            raise AssertionError(f"a refusal left files, or a hostile pickle ran: {error}") from error
+        return str(error)
+    return None
+
+
+def make(folder: Path, layout: Layout | Pipeline, *, sidecars: bool) -> Checkpoint:
+    """A checkpoint, and one of the same run a step later for files that are stale."""
+    written = _write(folder / "checkpoint", layout, 0, sidecars=sidecars)
+    later = _write(folder / "later", layout, 1, sidecars=sidecars)
+    contents = [{path.name: path.read_bytes() for path in tag.iterdir()} for tag in (written.tag, later.tag)]
+    return Checkpoint(written.tag, contents[0], written.expected, contents[1])
+
+
+def _write(folder: Path, layout: Layout | Pipeline, steps: int, *, sidecars: bool) -> Written:
+    if isinstance(layout, Pipeline):
+        return write_pipeline(folder, replace(layout, layout=_later(layout.layout, steps)), sidecars=sidecars)
+    return write(folder, _later(layout, steps), sidecars=sidecars)
+
+
+def _later(layout: Layout, steps: int) -> Layout:
+    return replace(layout, step=layout.step + steps, seed=layout.seed + steps)
+
+
+Table = dict[str, dict[str, Counter[str]]]
+"""What came of the trials: counts by kind of fault, then by layout (or what noticed the fault)."""
+
+
+def with_sidecars(folder: Path, trials: int, seed: int) -> Table:
+    """Faults in checkpoints of ours: tried, refused before any unpickling, and the damaged file named."""
+    made = {
+        name: make(folder / str(index), layout, sidecars=True) for index, (name, layout) in enumerate(LAYOUTS.items())
+    }
+    for checkpoint in made.values():
+        require_sound(checkpoint, folder)
+    table: Table = defaultdict(lambda: defaultdict(Counter))
+    for kind, layout, files in _faults(made, list(FAULTS), trials, seed):
+        with damaged(made[layout], files), no_unpickling():
+            message = refusal(made[layout], folder / "out" / "weights")
+        table[kind][layout] += Counter(
+            tried=1,
+            refused=message is not None,
+            named=message is not None and any(name in message for name in files),
+        )
+    return table
+
+
+def require_sound(checkpoint: Checkpoint, folder: Path) -> None:
+    """The undamaged checkpoint is consolidated, and falls into the trap when there is one: so trials mean something."""
+    (folder / "out").mkdir(exist_ok=True)
+    assert outcome(checkpoint, folder / "out") == "right"
+    with no_unpickling():
+        try:
+            refusal(checkpoint, folder / "out" / "weights")
+        except Unpickled:
+            return
+    raise AssertionError("consolidation got past the trap for unpickling")
+
+
+def without_sidecars(folder: Path, trials: int, seed: int) -> Table:
+    """Faults in checkpoints of somebody else: what noticed each, or whether the result was right all the same."""
+    made = {
+        name: make(folder / str(index), layout, sidecars=False) for index, (name, layout) in enumerate(LAYOUTS.items())
+    }
+    (folder / "out").mkdir()
+    table: Table = defaultdict(lambda: defaultdict(Counter))
+    for kind, layout, files in _faults(made, [kind for kind in FAULTS if kind not in OF_SIDECARS], trials, seed):
+        with damaged(made[layout], files):
+            found = outcome(made[layout], folder / "out")
+        table[kind]["tried"]["tried"] += 1
+        table[kind][found][layout] += 1
+    return table
+
+
+def _faults(
+    made: Mapping[str, Checkpoint], kinds: Sequence[str], trials: int, seed: int
+) -> Iterator[tuple[str, str, Files]]:
+    """Kind, layout and changed files of each trial: every kind with every layout that has such files, in turn."""
+    pairs = [(kind, layout) for kind in kinds for layout in made]
+    tried = 0
+    for turn, (kind, layout) in enumerate(itertools.cycle(pairs)):
+        if tried == trials:
+            return
+        files = FAULTS[kind](made[layout], random.Random(f"{seed} {turn}"))
+        if files:
+            tried += 1
+            yield kind, layout, files
+
+
+NOTICED = {
+    "name in the archive": r"was written as",
+    "low-precision copy": r"rounded to",
+    "CRC-32": r"CRC-32",
+    "unreadable archive": r"truncated|damaged|cannot be read|not a torch checkpoint",
+    "code in the pickle": r"is refused",
+    "disagreement of files": r"differ in|was renamed|another checkpoint|is of step",
+    "files missing or too many": r"lacks|missing|too many|is not supported|holds no checkpoint",
+}
+
+
+def outcome(checkpoint: Checkpoint, out: Path) -> str:
+    """What noticed a fault, "right" when the result is what it should be, else "wrong"."""
+    message = refusal(checkpoint, out / "weights")
+    if message is not None:
+        return next((what for what, pattern in NOTICED.items() if re.search(pattern, message)), "another check")
+    found = load_file(out / "weights" / "model.safetensors")
+    shutil.rmtree(out / "weights")
+    same = found.keys() == checkpoint.expected.keys() and all(
+        torch.equal(found[name], tensor) for name, tensor in checkpoint.expected.items()
+    )
+    return "right" if same else "wrong"
+
+
+def main() -> None:
+    """Run the trials and print both tables; exit with 1 if a fault with sidecars was not refused and named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=10_000, help="faults in checkpoints with sidecars")
+    parser.add_argument("--without-sidecars", type=int, default=2_000, help="faults in checkpoints without")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    with tempfile.TemporaryDirectory() as scratch:
+        ours = with_sidecars(Path(scratch) / "ours", arguments.trials, arguments.seed)
+        theirs = without_sidecars(Path(scratch) / "theirs", arguments.without_sidecars, arguments.seed)
+    print(f"With sidecars, seed {arguments.seed}: tried / refused before unpickling / file named\n")
+    print(rows(list(LAYOUTS), {kind: {name: cell(count) for name, count in row.items()} for kind, row in ours.items()}))
+    total: Counter[str] = sum((count for row in ours.values() for count in row.values()), Counter())
+    print(f"\nin all {cell(total)}\n\nWithout sidecars, seed {arguments.seed}: what noticed the fault\n")
+    columns = ["tried", *NOTICED, "another check", "right", "wrong"]
+    print(rows(columns, {kind: {k: str(c.total()) for k, c in row.items()} for kind, row in theirs.items()}))
+    for kind, row in theirs.items():
+        if row["wrong"]:
+            print(f"wrong: {kind}: {dict(row['wrong'])}")
+    sys.exit(len(set(total.values())) > 1)
+
+
+def cell(count: Counter[str]) -> str:
+    """Tried, refused, named."""
+    return f"{count['tried']}/{count['refused']}/{count['named']}"
+
+
+def rows(columns: list[str], table: Mapping[str, Mapping[str, str]]) -> str:
+    """A table in Markdown, one row a kind of fault."""
+    lines = [f"| fault | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    lines += [f"| {kind} | {' | '.join(row.get(column, '') for column in columns)} |" for kind, row in table.items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""All faults of all operations, tried one after the other and noted in a journal, so that it can be gone on with."""
+
+import errno
+import hashlib
+import json
+import random
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.acceptance.io_faults.interposer import Call, Mode
+from tests.acceptance.io_faults.workers import Workers
+
+ERRORS = ("EIO", "ESTALE", "EACCES", "EMFILE", "ENOSPC")
+MODES: tuple[Mode, ...] = ("once", "permanently")
+_GOES = 3
+"""At a fault that was not reached: threads may make other calls the next time."""
+_ROOT = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True, order=True)
+class Trial:
+    """One fault of one operation."""
+
+    operation: str
+    call: Call
+    error: str
+    mode: Mode
+
+    def to_json(self) -> list[Any]:
+        """Such that ``of_json`` gives the same."""
+        return [self.operation, [self.call.kind, self.call.path, self.call.ordinal], self.error, self.mode]
+
+    @classmethod
+    def of_json(cls, told: Sequence[Any]) -> "Trial":
+        """What ``to_json`` made."""
+        operation, call, error, mode = told
+        return cls(operation, Call(*call), error, mode)
+
+
+Outcome = dict[str, Any]
+
+
+class OtherCode(Exception):
+    """A journal is of other code than this."""
+
+
+class Journal:
+    """Outcomes, a line each in a file, which may be there from before."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OtherCode where the journal is of other code than this."""
+        self.outcomes: dict[Trial, Outcome] = {}
+        self._writing = threading.Lock()
+        code = code_digest()
+        if path.exists():
+            first, *lines = path.read_text("utf-8").splitlines() or [""]
+            if not first or json.loads(first)["code"] != code:
+                raise OtherCode(f"{path} is of other code than this: remove it, or name another with --journal")
+            for line in lines:
+                self._take(line)
+        self._path = path
+        if not path.exists():
+            self._write({"code": code})
+
+    def note(self, trial: Trial, outcome: Outcome) -> None:
+        """Keep an outcome; any thread may."""
+        with self._writing:
+            self.outcomes[trial] = outcome
+            self._write({"trial": trial.to_json(), **outcome})
+
+    def _take(self, line: str) -> None:
+        try:
+            told = json.loads(line)
+        except ValueError:  # the last line, when the disk was full or the machine went down
+            return
+        self.outcomes[Trial.of_json(told.pop("trial"))] = told
+
+    def _write(self, told: Any) -> None:
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(told) + "\n")
+
+
+def planned(workers: Workers, operations: Iterable[str]) -> dict[str, list[Trial]]:
+    """Every trial of each operation: the calls that it makes, as they are seen where none fails."""
+    found = {}
+    for name in operations:
+        calls = [Call(*each) for each in workers.ask("calls", name)]
+        found[name] = [Trial(name, call, error, mode) for call in calls for error in ERRORS for mode in MODES]
+    return found
+
+
+def shuffled(plan: dict[str, list[Trial]], seed: int, per_operation: int | None = None) -> list[Trial]:
+    """All of them, or so many of each operation, in an order that the seed decides: any part of it is a fair sample."""
+    chosen: list[Trial] = []
+    for name, trials in plan.items():
+        order = random.Random(f"{seed} {name}")
+        chosen += order.sample(trials, min(per_operation or len(trials), len(trials)))
+    random.Random(seed).shuffle(chosen)
+    return chosen
+
+
+def run(workers: Workers, trials: Sequence[Trial], journal: Journal) -> Iterator[tuple[Trial, Outcome]]:
+    """Those that the journal does not have yet, as they end."""
+    left = [trial for trial in trials if trial not in journal.outcomes]
+    for trial, outcome in workers.map(lambda worker, trial: (trial, _outcome(worker, trial)), left):
+        journal.note(trial, outcome)
+        yield trial, outcome
+
+
+def _outcome(worker: Any, trial: Trial) -> Outcome:
+    operation, call, error, mode = trial.to_json()
+    outcome: Outcome = {}
+    for _ in range(_GOES):
+        outcome = worker.ask("outcome", operation, call, getattr(errno, error), mode)
+        if outcome["fired"]:
+            break
+    return outcome
+
+
+def code_digest() -> str:
+    """Of all that the outcomes depend on: this project's code, and this package."""
+    digest = hashlib.sha256()
+    for package in ("t5train", "infra", "flows", "tests/acceptance/io_faults"):
+        for path in sorted((_ROOT / package).rglob("*.[cp]*")):
+            if path.suffix in {".py", ".c"}:
+                digest.update(f"{path.relative_to(_ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()

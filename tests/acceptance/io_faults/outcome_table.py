@@ -1,0 +1,74 @@
+"""The outcomes of a campaign as a table, and what was wrong in words."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby, product
+
+from tests.acceptance.io_faults.campaign import ERRORS, MODES, Outcome, Trial
+
+COLUMNS = (
+    "trials", "succeeded rightly", "failed, path named", "failed, path not named", "deleted a good one",
+    "wrong result", "hung", "not reached",
+)  # fmt: skip
+FAULTS = COLUMNS[3:7]
+"""Columns that must be empty."""
+_MOST_TEXT = 300
+
+
+def column_of(outcome: Outcome) -> str:
+    """Where an outcome counts; the worst, where there are several."""
+    wrongs = [each.partition(":")[0] for each in outcome["wrongs"]]
+    if "lost" in wrongs:
+        return "deleted a good one"
+    if outcome["result"] == "hang":
+        return "hung"
+    if wrongs:
+        return "wrong result"
+    if not outcome["fired"]:
+        return "not reached"
+    return {
+        "success": "succeeded rightly", "named": "failed, path named", "unnamed": "failed, path not named",
+    }[outcome["result"]]  # fmt: skip
+
+
+def table(outcomes: Mapping[Trial, Outcome]) -> str:
+    """Rows: each operation with each error, once and permanently, and their sum."""
+    counts = Counter((trial.operation, trial.error, trial.mode, column_of(each)) for trial, each in outcomes.items())
+    lines = ["| operation | error | mode | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 3) + "|"]
+    operations = dict.fromkeys(trial.operation for trial in outcomes)
+    lines += [
+        _row(faulted, {column: counts[*faulted, column] for column in COLUMNS})
+        for faulted in product(operations, ERRORS, MODES)
+    ]
+    everything = Counter(column_of(each) for each in outcomes.values())
+    lines.append(_row(("all", "", ""), everything))
+    return "\n".join(lines)
+
+
+def _row(names: tuple[str, ...], counts: Mapping[str, int]) -> str:
+    numbers = [sum(counts.values()), *(counts[column] for column in COLUMNS[1:])]
+    return "| " + " | ".join([*names, *map(str, numbers)]) + " |"
+
+
+def faults(outcomes: Mapping[Trial, Outcome]) -> Iterator[str]:
+    """What was wrong: a paragraph for each call and kind of fault, with one of its messages."""
+
+    def key(each: tuple[Trial, Outcome]) -> tuple[str, str, str, str, str]:
+        trial, outcome = each
+        return trial.operation, column_of(outcome), str(outcome["error"]), trial.call.kind, trial.call.path
+
+    found = sorted(((t, o) for t, o in outcomes.items() if column_of(o) in FAULTS), key=key)
+    for (operation, column, error, kind, path), group in groupby(found, key):
+        yield _paragraph(f"{operation}: {column}: {kind} {path} ({error})", list(group))
+
+
+def _paragraph(head: str, group: list[tuple[Trial, Outcome]]) -> str:
+    trial, outcome = group[0]
+    said = "; ".join(outcome["wrongs"]) or outcome["text"].strip()[-_MOST_TEXT:]
+    return f"{head}: {len(group)} trials, e.g. #{trial.call.ordinal} {trial.error} {trial.mode}: {said}"
+
+
+def summary(outcomes: Iterable[Outcome]) -> str:
+    """One line."""
+    counts = Counter(map(column_of, outcomes))
+    return ", ".join(f"{counts[column]} {column}" for column in COLUMNS[1:] if counts[column])

@@ -1,0 +1,142 @@
+"""What follows training: weights, export, certificate and publication."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from t5train.errors import T5TrainError
+from t5train.records.stage_records import MANIFEST, Export, Weights
+from t5train.release.certificate import CERTIFICATE
+from tests.acceptance.io_faults.evidence import digest_of, tree
+from tests.acceptance.io_faults.small_run import SmallRun
+from tests.acceptance.io_faults.trial import Ending
+
+_WEIGHTS, _EXPORT, _PUBLISHED = "weights", "export", "published/t5"
+
+
+class _Stages:
+    """Some of the stages after training, one after the other; those before them are done beforehand."""
+
+    name: str
+    done: ClassVar[tuple[str, ...]]
+    """Stages that are done."""
+    stages: ClassVar[tuple[str, ...]]
+    """Those of the operation."""
+    changed: ClassVar[frozenset[str]] = frozenset({"certify.log"})
+    """Files that were there before and may change."""
+
+    def __init__(self, made: SmallRun) -> None:
+        self._made = made
+
+    def prepare(self, folder: Path) -> None:
+        """A run that has ended, and what the stages before have made."""
+        self._made.copy_to(folder, without=("shards", "tensorboard", "step-00000002", "step-00000004"))
+        self._do(folder, self.done)
+
+    def enter(self, folder: Path) -> Callable[[], Any]:
+        """As the flow runs them."""
+        return lambda: self._do(folder, self.stages)
+
+    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - as all have it
+        """What was there is; what has a manifest is whole; where the operation succeeded, all is there."""
+        template = folder.parent.parent / self.name
+        found = [
+            f"lost: {name}"
+            for name, each in tree(template).items()
+            if name not in self.changed and digest_of(folder / name) != each
+        ]
+        for name in (_WEIGHTS, _EXPORT, _PUBLISHED):
+            if (folder / name / MANIFEST).exists():
+                found += _why_not_whole(folder / name)
+        if ending.succeeded:
+            made = {"consolidate": _WEIGHTS, "export": _EXPORT, "certify": _EXPORT, "publish": _PUBLISHED}
+            found += [
+                f"wrong: {made[each]} is not there"
+                for each in self.stages
+                if not (folder / made[each] / MANIFEST).exists()
+            ]
+            if "certify" in self.stages and CERTIFICATE not in Export.load(folder / _EXPORT).files:
+                found.append("wrong: the export is not certified")
+        return found
+
+    def _do(self, folder: Path, stages: tuple[str, ...]) -> None:
+        for stage in stages:
+            {"consolidate": _consolidate, "export": _export, "certify": _certify, "publish": _publish}[stage](folder)
+
+
+class Consolidate(_Stages):
+    """The last checkpoint becomes weights."""
+
+    name = "consolidate"
+    done = ()
+    stages = ("consolidate",)
+
+
+class ExportWeights(_Stages):
+    """Weights and vocabulary become a folder for Hugging Face's library."""
+
+    name = "export"
+    done = ("consolidate",)
+    stages = ("export",)
+
+
+class Certify(_Stages):
+    """A process that knows only that library proves that it is the model that was trained."""
+
+    name = "certify"
+    done = ("consolidate", "export")
+    stages = ("certify",)
+    changed = frozenset({"certify.log", f"{_EXPORT}/{MANIFEST}"})
+
+
+class ExportAgain(_Stages):
+    """All three, where their results are there already."""
+
+    name = "export again"
+    done = ("consolidate", "export", "certify")
+    stages = done
+
+
+class Publish(_Stages):
+    """A certified export goes to a local folder and is verified there."""
+
+    name = "publish"
+    done = ("consolidate", "export", "certify")
+    stages = ("publish",)
+
+
+def _consolidate(folder: Path) -> None:
+    from t5train.checkpoint.consolidate import consolidate
+
+    consolidate(SmallRun(folder).checkpoints, folder / _WEIGHTS)
+
+
+def _export(folder: Path) -> None:
+    from t5train.release.export import export
+
+    run = SmallRun(folder)
+    export(Weights.load(folder / _WEIGHTS), run.tokenizer, run.folder / "witness", run.spec, folder / _EXPORT)
+
+
+def _certify(folder: Path) -> None:
+    from t5train.release.certification import certify_in_fresh_process
+
+    certify_in_fresh_process(Export.load(folder / _EXPORT), SmallRun(folder).folder / "witness")
+
+
+def _publish(folder: Path) -> None:
+    from t5train.release.publication import publish
+    from t5train.release.verification import verify
+
+    publish(Export.load(folder / _EXPORT), str(folder / _PUBLISHED))
+    verify(str(folder / _PUBLISHED))
+
+
+def _why_not_whole(result: Path) -> list[str]:
+    from t5train.release.verification import verify
+
+    try:
+        verify(result)
+    except T5TrainError as error:
+        return [f"wrong: {error}"]
+    return []

@@ -1,0 +1,133 @@
+"""What a run does with its checkpoints on a disk that its ranks share: select, save and prune."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.acceptance.io_faults.evidence import complete_tags, missing, tree
+from tests.acceptance.io_faults.small_run import STEPS, UNFINISHED, SmallRun, be_alone, trained_a_step
+from tests.acceptance.io_faults.trial import Ending, complaining
+
+_KEPT_BY_PRUNING = STEPS[-2:]
+
+
+class _OnTags:
+    """An operation on the checkpoints of the small run."""
+
+    def __init__(self, made: SmallRun) -> None:
+        self._made = made
+        self._tags = {step: tree(made.tag(step)) for step in STEPS}
+
+    def prepare(self, folder: Path) -> None:
+        """Several complete checkpoints, and one whose save was killed."""
+        run = self._made.copy_to(folder, without=("witness", "weights", "tensorboard"))
+        run.leave_unfinished()
+
+    def _lost(self, folder: Path, steps: tuple[int, ...] = STEPS) -> list[str]:
+        run = SmallRun(folder)
+        before = {str(run.tag(step).relative_to(folder)): self._tags[step] for step in steps}
+        return [f"lost: {name}" for name in missing(before, folder)]
+
+
+class Select(_OnTags):
+    """The head chooses the newest complete checkpoint, verifies it and writes the job of the next attempt."""
+
+    name = "select"
+
+    def prepare(self, folder: Path) -> None:
+        """With a folder for the attempt."""
+        super().prepare(folder)
+        self._attempt(folder).mkdir(parents=True)
+
+    def enter(self, folder: Path) -> Callable[[], Any]:
+        """Tokens are verified by the stage that made or reused them."""
+        from t5train.checkpoint.resume import write_job
+
+        run, shards = SmallRun(folder), SmallRun(folder).shards
+        return lambda: write_job(run.spec, shards, self._attempt(folder)) and None
+
+    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - as all have it
+        """The job names the newest complete checkpoint."""
+        from t5train.files.run_folder import tag_of
+        from t5train.spec.rank_job import TrainJob
+
+        found = self._lost(folder)
+        if ending.succeeded:
+            chosen = TrainJob.read(self._attempt(folder) / "spec.json").resume_tag
+            found += [f"wrong: {chosen} was chosen"] * (chosen != tag_of(STEPS[-1]))
+        return found
+
+    def _attempt(self, folder: Path) -> Path:
+        return SmallRun(folder).folder / "attempts" / "0002"
+
+
+class Save(_OnTags):
+    """A rank saves a checkpoint where one of the same step was begun before and never finished."""
+
+    name = "save"
+
+    def enter(self, folder: Path) -> Callable[[], Any]:
+        """An engine with something to save."""
+        from t5train.checkpoint import saving
+
+        job = SmallRun(folder).job()
+        be_alone()
+        trainer = trained_a_step(job)
+        return lambda: saving.save(
+            trainer.engine, job, UNFINISHED, trainer.huggingface_config, trainer.shards.fingerprint
+        )
+
+    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - as all have it
+        """It is complete if the rank says so, and only if it is does the project take it for complete."""
+        from t5train.checkpoint import tags
+        from t5train.files.run_folder import tag_of
+
+        run, tag = SmallRun(folder), tag_of(UNFINISHED)
+        found, whole = self._lost(folder), complete_tags(run.checkpoints)
+        if ending.succeeded and tag not in whole:
+            found.append(f"wrong: {tag} was saved, and is not complete")
+        if tag in tags.complete_tags(run.checkpoints) and tag not in whole:
+            found.append(f"wrong: {tag} is taken for complete, and is not")
+        return found
+
+
+class Prune(_OnTags):
+    """Rank 0 removes what need not be kept."""
+
+    name = "prune"
+
+    def prepare(self, folder: Path) -> None:
+        """Beside the tags lie what a removal left that was killed, a user's copy, and a consolidated checkpoint."""
+        super().prepare(folder)
+        run = SmallRun(folder)
+        run.tag(UNFINISHED).rename(run.tag(STEPS[-1] - 1))
+        shutil.copytree(run.tag(STEPS[0]), run.checkpoints / "removed-0123abcd")
+        shutil.copytree(run.tag(STEPS[0]), run.checkpoints / "step-00000002-good")
+        (run.folder / "relayout" / "step-00000002-0123456789ab").mkdir(parents=True)
+        (run.folder / "relayout" / "step-00000002-0123456789ab" / "model.safetensors").write_bytes(bytes(100))
+
+    def enter(self, folder: Path) -> Callable[[], Any]:
+        """As after the save of the last step."""
+        from t5train.checkpoint import saving
+
+        run = SmallRun(folder)
+        spec = run.spec.with_settings({"storage.keep_last": len(_KEPT_BY_PRUNING)})
+        job = run.job(resume_step=STEPS[-2]).model_copy(update={"spec": spec})
+
+        def prune() -> None:
+            with mock.patch.object(saving, "rank", return_value=0), complaining(saving.__name__):
+                saving.prune(job, STEPS[-1])
+
+        return prune
+
+    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - as all have it
+        """Those to be kept are, and what is nobody's business; the others are gone if it says so."""
+        run = SmallRun(folder)
+        found = self._lost(folder, _KEPT_BY_PRUNING)
+        copy = str((run.checkpoints / "step-00000002-good").relative_to(folder))
+        found += [f"lost: {name}" for name in missing({copy: self._tags[STEPS[0]]}, folder)]
+        if ending.succeeded and (left := sorted(run.checkpoints.glob("removed-*"))):
+            found.append(f"wrong: {left[0].name} is left")
+        return found

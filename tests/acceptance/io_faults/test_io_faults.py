@@ -1,0 +1,55 @@
+"""A sample of `make io-faults`: no fault loses a checkpoint, leads to a wrong one, or fails without naming its path."""
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from infra.node.attempts.shared_memory import SEGMENTS
+from tests.acceptance.io_faults import campaign, outcome_table
+from tests.acceptance.io_faults.operations import NAMES
+from tests.acceptance.io_faults.traced_calls import calls_below, strace
+from tests.acceptance.io_faults.workers import Workers
+
+pytestmark = pytest.mark.slow
+_SEED, _OF_EACH = 1, 10
+
+
+def test_no_fault_of_a_sample_loses_a_checkpoint_chooses_a_wrong_one_or_fails_without_its_path(
+    workers: Workers, tmp_path: Path
+) -> None:
+    shared_memory = set(SEGMENTS.iterdir())
+    journal = campaign.Journal(tmp_path / "journal")
+    trials = campaign.shuffled(campaign.planned(workers, NAMES), _SEED, _OF_EACH)
+    assert {trial.operation for trial in trials} == set(NAMES)
+    for _ in campaign.run(workers, trials, journal):
+        pass
+    assert len(journal.outcomes) == _OF_EACH * len(NAMES)
+    assert list(outcome_table.faults(journal.outcomes)) == []
+    columns = Counter(outcome_table.column_of(each) for each in journal.outcomes.values())
+    assert columns["failed, path named"] > len(trials) / 3, "faults are planted"
+    assert columns["not reached"] < len(trials) / 20
+    left = {path.name for path in set(SEGMENTS.iterdir()) - shared_memory}
+    assert not {name for name in left if name.startswith("deepspeed")}
+
+
+@pytest.mark.parametrize("operation", ["save", "recover", "gc", "consolidate", "certify", "publish"])
+def test_the_library_sees_every_call_that_strace_sees(workers: Workers, tmp_path: Path, operation: str) -> None:
+    if shutil.which("strace") is None:
+        pytest.skip("no strace on this machine: apt-get install strace")
+    worker, trace = workers.all[0], tmp_path / "trace"
+    worker.ask("calls", operation)  # what it does once only
+    try:
+        with strace(worker.pid, trace):
+            calls = worker.ask("calls", operation)
+    except PermissionError as error:
+        pytest.skip(str(error))
+    library = Counter((kind, path) for kind, path, _ in calls)
+    kernel = calls_below(worker.folder / "trial", worker.folder / "region", trace)
+    assert kernel["open", "root"] + kernel.total() > 100
+    for kind, path in library.keys() | kernel.keys():
+        # opendir and fdopendir ask of what they have opened whether it is a folder, within libc.
+        beyond = library["open", path] if kind == "stat" else 0
+        seen, made = library[kind, path], kernel[kind, path]
+        assert seen <= made <= seen + beyond, f"{kind} {path}: {made} calls were made, and {seen} seen"

@@ -1,0 +1,225 @@
+"""One trial: an operation in a process of its own, forked for it, in a fresh copy of what it works on."""
+
+import gc
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from t5train.errors import T5TrainError
+from t5train.files.os_errors import explain
+from tests.acceptance.io_faults import interposer
+from tests.acceptance.io_faults.interposer import Call, Fault, Region
+
+SECONDS = 60.0
+"""What takes longer hangs."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an operation ended: with a value, or with an error. Neither: it hung, or its process died."""
+
+    value: Any = None
+    error: str | None = None
+    text: str = ""
+    is_deliberate: bool = False
+    """The error is one of this project's, or an OSError."""
+    hung: bool = False
+
+    @property
+    def succeeded(self) -> bool:
+        """It returned."""
+        return self.error is None and not self.hung
+
+
+class Operation(Protocol):
+    """Something the project does with files, and how to see that no fault made it do the wrong thing."""
+
+    name: str
+
+    def prepare(self, folder: Path) -> None:
+        """Make what it works on, in an empty folder, which is then moved and copied."""
+
+    def enter(self, folder: Path) -> Callable[[], Any]:
+        """Make ready, once for all trials in that folder, what takes no part in it; what is returned then does it.
+
+        It must start no threads, as processes are forked afterwards.
+        """
+
+    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:
+        """What is wrong after calls on the paths ``failed`` failed; each begins with "lost: " or "wrong: "."""
+
+
+class Trials:
+    """Trials of one operation in one folder, one after the other."""
+
+    def __init__(self, operation: Operation, template: Path, folder: Path) -> None:
+        self.operation, self._template, self._folder = operation, template, folder
+        self._trial = folder / "trial"
+        self._region = Region(folder / "region", self._trial)
+        self._work: Callable[[], Any] | None = None
+
+    def calls(self) -> list[Call]:
+        """The calls it makes where none fails. AssertionError unless it does what it should then."""
+        self._region.record()
+        with self._fresh():
+            ending = self._ending()
+            wrongs = self.operation.wrongs(self._trial, ending, self._region.failed_paths)
+        assert ending.succeeded, f"{self.operation.name} fails without a fault: {ending.text}"
+        assert not wrongs, f"{self.operation.name} goes wrong without a fault: {wrongs}"
+        return self._region.calls()
+
+    def outcome(self, fault: Fault) -> dict[str, Any]:
+        """What came of a fault; as a line of the journal has it."""
+        began = time.monotonic()
+        self._region.plant(fault)
+        with self._fresh():
+            ending = self._ending()
+            wrongs = self.operation.wrongs(self._trial, ending, self._region.failed_paths)
+        named = names_a_path(ending.text, self._region.failed_paths, self._trial.resolve())
+        return {
+            "fired": self._region.fired,
+            "result": _result(ending, named),
+            "wrongs": wrongs,
+            "error": ending.error,
+            "text": ending.text[-2000:],
+            "seconds": round(time.monotonic() - began, 3),
+        }
+
+    @contextmanager
+    def _fresh(self) -> Iterator[None]:
+        shutil.rmtree(self._trial, ignore_errors=True)
+        shutil.copytree(self._template, self._trial, symlinks=True)
+        yield
+        shutil.rmtree(self._trial)
+
+    def _ending(self) -> Ending:
+        if self._work is None:
+            self._work = self.operation.enter(self._trial)
+            gc.freeze()  # a collection in a forked process would else write to, and so copy, most of its memory
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(read)
+            _be_the_trial(self._work, self._region.path, write)
+        os.close(write)
+        content = _read_until(read, time.monotonic() + SECONDS)
+        if content is None:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return Ending(hung=True, text=f"had not ended after {SECONDS:g} s")
+        _, status = os.waitpid(child, 0)
+        if not content:
+            return Ending(error="died", text=f"its process ended with {os.waitstatus_to_exitcode(status)}")
+        return Ending(**json.loads(content))
+
+
+class Complained(T5TrainError):
+    """What was to be done was not, and a line on standard error or in the log says why."""
+
+
+@contextmanager
+def complaining(logger: str) -> Iterator[None]:
+    """Warnings of a module that goes on after a failure, as training does after pruning, are its error here."""
+    said = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.disable(logging.NOTSET)
+    logging.getLogger(logger).addHandler(handler)
+    yield
+    if said:
+        raise Complained("\n".join(said))
+
+
+def in_a_child(work: Callable[[], None]) -> None:
+    """Do it in a process forked for it, so that this one stays as it is; AssertionError unless it ends well."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, f"{work} failed"
+
+
+def names_a_path(text: str, failed: list[str], trial: Path) -> bool:
+    """Whether a message names one of these paths, the file that a temporary one is to become, or its own folder.
+
+    The folder of the whole trial says nothing.
+    """
+    wanted = set[str]()
+    for path in map(Path, failed):
+        wanted |= {str(path), str(path.with_name(_final_name(path.name)))}
+        if path.parent != trial and trial in path.parents:
+            wanted.add(str(path.parent))
+    return any(each in text for each in wanted)
+
+
+def _final_name(name: str) -> str:
+    """Of ``.name.1a2b3c4d.tmp``, ``.name.part``, ``.name.partial`` and ``.name.discarded``, ``name``."""
+    if not name.startswith("."):
+        return name
+    for suffix in (".part", ".partial", ".discarded"):
+        name = name.removesuffix(suffix)
+    return name[1:].removesuffix(".tmp").rpartition(".")[0] if name.endswith(".tmp") else name[1:]
+
+
+def _result(ending: Ending, named: bool) -> str:
+    if ending.hung:
+        return "hang"
+    if ending.succeeded:
+        return "success"
+    return "named" if named and ending.is_deliberate else "unnamed"
+
+
+def _be_the_trial(work: Callable[[], Any], region: Path, told: int) -> None:
+    os.setpgid(0, 0)
+    quiet = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(quiet, stream)
+    interposer.attach(region)
+    try:
+        ending = Ending(value=work())
+    except BaseException as error:
+        interposer.detach()
+        deliberate = isinstance(error, T5TrainError | OSError)
+        if isinstance(error, OSError) and not isinstance(error, T5TrainError):
+            text = explain(error)  # as the commands, the tasks and the ranks do at their edge
+        else:
+            text = str(error) if deliberate else "".join(traceback.format_exception(error))
+        ending = Ending(error=type(error).__name__, text=text, is_deliberate=deliberate)
+    interposer.detach()
+    content = json.dumps(ending.__dict__).encode()
+    with os.fdopen(told, "wb") as file:
+        file.write(content)
+    os._exit(0)
+
+
+def _read_until(descriptor: int, deadline: float) -> bytes | None:
+    """All that is written to a pipe; None if that does not end in time."""
+    import select
+
+    content = b""
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        while (left := deadline - time.monotonic()) > 0:
+            if select.select([file], [], [], left)[0]:
+                more = file.read(1 << 16)
+                if not more:
+                    return content
+                content += more
+    return None

@@ -1,0 +1,128 @@
+"""Workers, each with its fork server, and how they are talked to."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from infra.node.attempts.rank_environment import search_path
+from tests.acceptance.io_faults import interposer
+
+_ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+_NEEDED_BYTES = 1 << 30
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Worker:
+    """A process of ``tests.acceptance.io_faults.worker``."""
+
+    def __init__(self, folder: Path, number: int, library: Path) -> None:
+        self.folder = folder / f"worker-{number}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.acceptance.io_faults.worker", str(folder), str(number)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | _ENVIRONMENT | {"LD_PRELOAD": str(library), "PATH": search_path()},
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
+    def ask(self, action: str, *arguments: Any) -> Any:
+        """Have it do something. RuntimeError if it died; what it said is on standard error."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([action, arguments]) + "\n")
+        self._process.stdin.flush()
+        if not (line := self._process.stdout.readline()):
+            raise RuntimeError(f"a worker died of {action} {arguments}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """Let it end."""
+        self._process.communicate()
+
+
+class Workers:
+    """All of them, with one folder for what they share."""
+
+    def __init__(self, folder: Path, library: Path, number: int) -> None:
+        self.all = [Worker(folder, index, library) for index in range(number)]
+        self._idle: SimpleQueue[Worker] = SimpleQueue()
+        for each in self.all:
+            self._idle.put(each)
+        self._threads = ThreadPoolExecutor(number)
+
+    def ask(self, action: str, *arguments: Any) -> Any:
+        """Have one do something that is idle."""
+        worker = self._idle.get()
+        try:
+            return worker.ask(action, *arguments)
+        finally:
+            self._idle.put(worker)
+
+    def map(self, work: Callable[[Worker, T], R], over: Iterable[T]) -> Iterator[R]:
+        """What comes of each, in order, as many at a time as there are workers."""
+
+        def by_an_idle_one(one: T) -> R:
+            worker = self._idle.get()
+            try:
+                return work(worker, one)
+            finally:
+                self._idle.put(worker)
+
+        pending: deque[Future[R]] = deque()
+        for one in over:
+            pending.append(self._threads.submit(by_an_idle_one, one))
+            if len(pending) > 2 * len(self.all):
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+    def close(self) -> None:
+        """Let them end what they are at, and no more."""
+        self._threads.shutdown(cancel_futures=True)
+        for each in self.all:
+            each.close()
+
+
+@contextmanager
+def started(number: int, operations: Sequence[str]) -> Iterator[Workers]:
+    """Workers for whom all is prepared."""
+    folder = Path(tempfile.mkdtemp(prefix="io-faults-", dir=_fast_folder()))
+    workers = None
+    try:
+        workers = Workers(folder, interposer.build(folder), number)
+        workers.all[0].ask("prepare", list(operations))
+        yield workers
+    finally:
+        if workers is not None:
+            workers.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fast_folder() -> Path | None:
+    """Memory, if there is enough: disks take their time for every fsync. None: where temporary files belong."""
+    memory = Path("/dev/shm")  # noqa: S108 - what is made there has a name of its own
+    return memory if memory.is_dir() and shutil.disk_usage(memory).free > _NEEDED_BYTES else None

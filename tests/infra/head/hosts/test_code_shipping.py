@@ -1,0 +1,231 @@
+"""The head's code reaches a host whole or not at all, once, and nothing but code does."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra.head.hosts import node_client
+from infra.head.hosts.code_shipping import COMMAND, path_to, ship, shipped_code
+from infra.node import code_bundle, code_receiver, node_folders
+from infra.node.code_bundle import own_bundle
+from infra.node.node_folders import code_folder
+from t5train.errors import HostUnreachable, RemoteFailed
+from t5train.spec import ClusterSpec
+from tests.support.simulated_nodes import ThisMachine
+
+SOURCES = {"infra/__init__.py": "", "infra/node/attempts/process_guard.py": "x = 'ß'\n"}
+
+
+@pytest.fixture(autouse=True)
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the node folder lies."""
+    monkeypatch.setattr(node_folders, "PARENT", tmp_path)
+    return tmp_path
+
+
+def packed(sources: dict[str, str]) -> tuple[str, bytes]:
+    content = json.dumps(sources, sort_keys=True).encode()
+    return hashlib.sha256(content).hexdigest(), content
+
+
+def hold(digest: str, content: bytes = b"") -> bool:
+    return code_receiver.hold(os.getuid(), node_folders.node_path(), digest, content)
+
+
+def left() -> list[str]:
+    return sorted(path.name for path in node_folders.node_path("code").iterdir())
+
+
+def test_a_host_that_lacks_the_code_gets_it_and_one_that_has_it_is_only_asked() -> None:
+    hosts = ThisMachine()
+    assert not ship(hosts, ["a"])
+    assert len(hosts.asked) == 2
+    folder = code_folder(own_bundle().digest)
+    sent_at = (folder / "infra/node/attempts/process_guard.py").stat().st_ctime_ns
+    assert not ship(hosts, ["a"])
+    assert len(hosts.asked) == 3
+    assert (folder / "infra/node/attempts/process_guard.py").stat().st_ctime_ns == sent_at
+    assert code_bundle.bundle(folder) == own_bundle()
+
+
+def test_what_was_sent_is_what_a_host_runs(tmp_path: Path) -> None:
+    assert not ship(ThisMachine(), ["a"])
+    program = "import infra, t5train; print(infra.__file__, t5train.__file__)"
+    command = node_client.node_command("facts", own_bundle().digest)
+    argv = [*command[: command.index("-m")], "-c", program]
+    said = subprocess.run(argv, capture_output=True, text=True, check=True, cwd="/").stdout.split()
+    assert said == [str(code_folder(own_bundle().digest) / name / "__init__.py") for name in ("infra", "t5train")]
+
+
+def test_a_host_that_is_lost_does_not_keep_others_from_the_code() -> None:
+    failed = ship(ThisMachine("b"), ["a", "b"])
+    assert list(failed) == ["b"]
+    assert isinstance(failed["b"], HostUnreachable)
+    assert code_folder(own_bundle().digest).is_dir()
+
+
+def test_the_command_is_the_same_whatever_is_sent(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
+    hosts = ThisMachine()
+    ship(hosts, ["a"])
+    monkeypatch.setattr("infra.head.hosts.code_shipping.own_bundle", lambda: code_bundle.bundle(checkout))
+    ship(hosts, ["a"])
+    assert len({tuple(argv[3:]) for argv in hosts.asked}) == 1  # before that: `timeout`
+    assert not any(str(node_folders.node_path()) in word or own_bundle().digest in word for word in COMMAND)
+    assert len(left()) == 2
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name, source in SOURCES.items():
+        (tmp_path / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "checkout" / name).write_text(source, "utf-8")
+    return tmp_path / "checkout"
+
+
+@pytest.mark.parametrize("content", [b"{}", b"\0", packed(SOURCES)[1][:-9], packed(SOURCES)[1] + b" "])
+def test_bytes_that_are_not_the_promised_ones_leave_nothing(content: bytes) -> None:
+    with pytest.raises(SystemExit, match=r"arrived damaged .*: start the command again"):
+        hold(packed(SOURCES)[0], content)
+    assert not node_folders.node_path().exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x.py",
+        "/etc/x.py",
+        "infra/../../x.py",
+        "infra//x.py",
+        "infra/x.so",
+        "x.py",
+        "infra/x.py/",
+        "infra/a b.py",
+        "",
+    ],
+)
+def test_a_name_that_is_not_of_a_module_leaves_nothing(name: str) -> None:
+    with pytest.raises(SystemExit, match="which is not a valid module path"):
+        hold(*packed({**SOURCES, name: ""}))
+    assert not node_folders.node_path().exists()
+
+
+def spoil(folder: Path) -> Path:
+    return folder / "infra/node/attempts/process_guard.py"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: spoil(folder).write_text("x = 1\n"),
+        lambda folder: spoil(folder).unlink(),
+        lambda folder: (folder / "torch.py").touch(),
+        lambda folder: (spoil(folder).unlink(), spoil(folder).symlink_to("/etc/hostname")),
+        lambda folder: (folder / "t5train").symlink_to("/"),
+        lambda folder: os.mkfifo(folder / "infra/pipe"),
+        lambda folder: folder.chmod(0o755),
+        lambda folder: (folder.rename(folder.with_name("aside")), folder.symlink_to("aside")),
+    ],
+)
+def test_code_that_somebody_has_changed_counts_as_missing_and_is_replaced(change: Callable[[Path], object]) -> None:
+    digest, content = packed(SOURCES)
+    assert not hold(digest)
+    assert hold(digest, content)
+    change(code_folder(digest))
+    assert not hold(digest)
+    assert hold(digest, content)
+    assert hold(digest)
+    assert {path.name for path in code_folder(digest).rglob("*.py")} == {"__init__.py", "process_guard.py"}
+
+
+def test_what_python_compiles_there_changes_nothing() -> None:
+    digest, content = packed(SOURCES)
+    assert hold(digest, content)
+    subprocess.run(
+        [sys.executable, "-P", "-c", "import infra.node.attempts.process_guard"],
+        check=True,
+        env={"PYTHONPATH": str(code_folder(digest))},
+    )
+    assert list(code_folder(digest).rglob("*.pyc"))
+    assert hold(digest)
+
+
+def test_a_place_that_others_can_reach_is_refused(parent: Path) -> None:
+    digest, content = packed(SOURCES)
+    node_folders.node_path().mkdir(mode=0o755)
+    with pytest.raises(SystemExit, match=r"is not a folder of user .* alone: move it away"):
+        hold(digest, content)
+    node_folders.node_path().rmdir()
+    (parent / "elsewhere").mkdir(mode=0o700)
+    node_folders.node_path().symlink_to("elsewhere")
+    with pytest.raises(SystemExit, match="is not a folder of user"):
+        hold(digest, content)
+    assert not list((parent / "elsewhere").iterdir())
+
+
+def test_another_users_id_is_refused_before_its_folder_is_made(parent: Path) -> None:
+    with pytest.raises(SystemExit, match=r"user id is \d+ on this host and \d+ on the head"):
+        code_receiver.hold(os.getuid() + 1, parent / "of-another", *packed(SOURCES))
+    assert not (parent / "of-another").exists()
+
+
+def test_a_place_that_cannot_be_written_is_an_error_of_that_host(parent: Path) -> None:
+    node_folders.node_path().mkdir(mode=0o700)
+    node_folders.node_path("code").touch()
+    found = ship(ThisMachine(), ["a"])["a"]
+    assert isinstance(found, RemoteFailed)
+    assert "cannot be stored in" in str(found)
+
+
+def test_what_breaks_off_while_it_is_written_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest, content = packed(SOURCES)
+
+    def full(path: Path, content: bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content[:1])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(code_receiver, "_write", full)
+        with pytest.raises(OSError, match="No space left"):
+            hold(digest, content)
+    assert left() == []
+    node_folders.node_path("code", f".{digest}.partial", "infra").mkdir(parents=True)  # of one that was killed
+    assert hold(digest, content)
+    assert left() == [digest]
+
+
+def test_many_heads_at_once_are_harmless() -> None:
+    digest, content = packed(SOURCES | {f"infra/module_{number}.py": "x = 1\n" for number in range(20)})
+    request = (
+        json.dumps({"user": os.getuid(), "place": str(node_folders.node_path()), "digest": digest}).encode() + b"\n"
+    )
+    ended: list[subprocess.CompletedProcess[bytes]] = []
+    heads = [
+        threading.Thread(
+            target=lambda: ended.append(
+                subprocess.run(COMMAND, input=request + content, capture_output=True, check=False)
+            )
+        )
+        for _ in range(6)
+    ]
+    for head in heads:
+        head.start()
+    for head in heads:
+        head.join()
+    assert [json.loads(each.stdout) for each in ended] == [{"held": True}] * 6, [each.stderr for each in ended]
+    assert left() == [digest]
+
+
+def test_hosts_have_their_code_installed_unless_it_is_to_be_sent(tmp_path: Path) -> None:
+    assert shipped_code(ClusterSpec()) is None
+    assert path_to(None) == {}
+    sent = shipped_code(ClusterSpec(ship_code=True, hostfile=tmp_path / "hosts"))
+    assert sent == own_bundle().digest
+    assert path_to(sent) == {"PYTHONPATH": str(code_folder(sent))}

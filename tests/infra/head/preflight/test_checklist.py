@@ -1,0 +1,331 @@
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from infra.head.preflight.checklist import CHECKS, judge, of_error
+from infra.head.preflight.findings import Finding
+from infra.head.preflight.launch_requirements import LaunchRequirements
+from infra.node.inspection.facts import Facts, Route
+from t5train.errors import HostError, HostKeyMismatch, HostUnreachable, RemoteFailed
+from tests.support.host_facts import HOSTS, NEEDS, NONCE, SOFTWARE, facts, reply, with_
+
+Change = Callable[[Facts], Facts]
+ON_A_NETWORK_OF_ITS_OWN = with_(
+    "network", interfaces={"eth0": ["10.9.9.9/24"]}, routes=[Route("10.9.9.0/24", "eth0", 0)]
+)
+
+
+def findings(changes: dict[str, Change], needs: LaunchRequirements = NEEDS) -> list[Finding]:
+    return judge(reply(changes), needs, SOFTWARE, NONCE).findings
+
+
+def test_hosts_that_agree_and_have_everything_pass_every_check() -> None:
+    assert findings({}) == []
+
+
+# Check, host, what is other there, and what must be said: who, what, and what to do.
+CULPRITS: list[tuple[str, str, Change, str]] = [
+    (
+        "machines",
+        "node3",
+        with_("", identity="boot1 machine net:[1]"),
+        "node1, node3: these names refer to the same machine. Keep one",
+    ),
+    ("machines", "node3", lambda _: facts(1), "node1, node3: these names refer to the same machine. Keep one"),
+    (
+        "address",
+        "node2",
+        ON_A_NETWORK_OF_ITS_OWN,
+        "there is no route to any of them from node2. Put the hosts into one net",
+    ),
+    ("port", "node0", with_("network", port_is_free=False), "node0: another program listens on port 29500. Choose"),
+    (
+        "python",
+        "node3",
+        with_("software", python="3.12.1"),
+        "node3: Python 3.12.1, others have 3.11.9. Install 3.11.9 there",
+    ),
+    ("python", "node3", with_("software", machine="aarch64"), "node3: processor aarch64, others have x86_64. Leave"),
+    (
+        "packages",
+        "node3",
+        with_("software", packages={**SOFTWARE.packages, "torch": "2.12.0"}),
+        "node3: torch 2.12.0, others have 2.13.0. Install torch==2.13.0 there",
+    ),
+    (
+        "packages",
+        "node0",
+        with_("software", packages={**SOFTWARE.packages, "deepspeed": ""}),
+        "node0: deepspeed missing, others have 1.0. Install deepspeed==1.0 there",
+    ),
+    (
+        "runtime",
+        "node1",
+        with_("software", runtime={}),
+        "node1: torch built for the CPU only, others have cuda 13.0. Install the same build",
+    ),
+    (
+        "code",
+        "node1",
+        with_("software", code_digest="d" * 64),
+        "node1: code dddddddddddd, the head has cccccccccccc. Install the head's version of this package there, or",
+    ),
+    (
+        "spec",
+        "node1",
+        with_("software", spec_digest="refused: model.x"),
+        "node1: spec refused: model.x, the head has 5555",
+    ),
+    (
+        "accelerators",
+        "node2",
+        with_("devices", kind="cpu"),
+        "node2: accelerator cpu, others have cuda. Repair the driver",
+    ),
+    (
+        "accelerators",
+        "node2",
+        with_("devices", count=1),
+        "node2: torch can use 1 accelerators, but slot 1 is requested",
+    ),
+    (
+        "in use",
+        "node2",
+        with_("devices", used_bytes={"0": 0, "1": 70 << 30}),
+        "node2: another program uses memory of accelerator 1 (75.2 GB). End it, or choose other",
+    ),
+    (
+        "in use",
+        "node2",
+        with_("devices", held_by={"1": "base-0003-ab"}),
+        "node2: accelerators are in use: 1 by base-0003-ab. Wait for that run, end it",
+    ),
+    (
+        "accelerators",
+        "node2",
+        with_("devices", error="torch cannot be imported: no libcudart"),
+        "node2: torch cannot be",
+    ),
+    (
+        "ninja",
+        "node1",
+        with_("build", ninja=None),
+        "node1: ninja is not on the PATH that sshd sets. Run `pip install ninja`",
+    ),
+    (
+        "operators",
+        "node1",
+        with_("build", compiled=[], compiler=None),
+        "node1: cpu_adam is not compiled, and there is no C++ compiler. Install g++ there",
+    ),
+    (
+        "compile locks",
+        "node1",
+        with_("build", foreign_locks=["/c/lock"]),
+        "node1: /c/lock belongs to another user. Have t",
+    ),
+    (
+        "openmp",
+        "node1",
+        with_("software", libgomp_error="/t/libgomp.so.1: cannot allocate memory in static TLS block"),
+        "node1: /t/libgomp.so.1: cannot allocate memory in static TLS block: set LD_PRELOAD to that library",
+    ),
+    (
+        "openmp",
+        "node1",
+        with_("devices", error="torch cannot be imported: libgomp: cannot allocate memory in static TLS block"),
+        "node1: torch cannot be imported: libgomp: cannot allocate memory in static TLS block: set LD_PRELOAD",
+    ),
+    ("root", "node3", with_("room", nonce=None), "node3: /shared/t5 is not the head's, but on node0, node1, node2 it"),
+    ("root", "node3", with_("room", nonce="another"), "node3: /shared/t5 is not the head's, but on node0, node1, no"),
+    (
+        "root",
+        "node3",
+        with_("room", root_error="Read-only file system"),
+        "node3: /shared/t5 cannot be written (Read-only",
+    ),
+    (
+        "disks",
+        "node3",
+        with_("room", root_free_bytes=1),
+        "node3: /shared/t5 has 0.0 MB free, but a run needs more",
+    ),
+    ("disks", "node3", with_("room", node_folder_free_bytes=1), "0 has 0.0 MB free, but logs need"),
+    ("disks", "node3", with_("room", node_folder_error="/x is a link: move it"), "node3: /x is a"),
+    (
+        "disks",
+        "node3",
+        with_("room", node_folder="/disk/t5-pretrain-7"),
+        "the user has a different user id there. Give",
+    ),
+    ("memory", "node0", with_("room", memory_bytes=1 << 30), "node0: 1.1 GB of memory, but its ranks need 8.6 GB. Giv"),
+    (
+        "shared memory",
+        "node3",
+        with_("room", shared_memory_free_bytes=3 << 20),
+        "node3: /dev/shm has 3 of 64 MiB free, but its ranks' collectives need 20 MiB: enlarge it (docker run --shm",
+    ),
+    (
+        "open files",
+        "node0",
+        with_("room", open_files=256),
+        "node0: 256 open files are allowed, but 8 ranks need 576. Raise",
+    ),
+    (
+        "clock",
+        "node2",
+        with_("", started_at=900.0, ended_at=900.2),
+        "node2: its clock is at least 100 s behind the head's",
+    ),
+    (
+        "clock",
+        "node2",
+        with_("", started_at=1100.0, ended_at=1100.6),
+        "node2: its clock is at least 100 s ahead of the he",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("check", "host", "change", "text"), CULPRITS, ids=[f"{row[0]}-{row[3][:30]}" for row in CULPRITS]
+)
+def test_a_culprit_is_found_and_named_with_the_remedy(check: str, host: str, change: Change, text: str) -> None:
+    (found,) = findings({host: change})
+    assert (found.check, found.is_problem) == (check, True)
+    assert text in found.text
+    assert check in CHECKS
+
+
+def apart(scratch_mark: str, **room: object) -> Change:
+    return with_(
+        "room",
+        **{"nonce": None, "scratch": "/disk/scratch", "scratch_free_bytes": 1 << 40, **room},
+        scratch_mark=scratch_mark,
+    )
+
+
+def test_hosts_that_share_nothing_pass_whatever_the_root_is_on_them() -> None:
+    changes = {host: apart(host, root_error="No such file or directory", root_free_bytes=0) for host in HOSTS}
+    for of_first, is_head in ((changes["node0"], False), (with_("room"), True)):
+        judged = judge(reply(changes | {"node0": of_first}), NEEDS, SOFTWARE, NONCE, facts(0).identity * is_head)
+        assert judged.is_node_local
+        (remark,) = judged.findings
+        assert not remark.is_problem
+        assert "share no storage with the head" in remark.text
+    assert not judge(reply(changes | {"node0": with_("room")}), NEEDS, SOFTWARE, NONCE, "another").is_node_local
+
+
+@pytest.mark.parametrize(
+    ("check", "change", "text"),
+    [
+        ("root", apart("node1"), "node1, node3: /disk/scratch is the same folder on these hosts. Choose a storage"),
+        ("root", apart("", scratch_error="/x belongs to user 7: choose"), "node3: /x belongs to user 7: choose"),
+        ("disks", apart("3", scratch_free_bytes=1), "node3: /disk/scratch has 0.0 MB free, but its ranks' checkpoints"),
+    ],
+)
+def test_a_host_without_a_disk_of_its_own_is_named(check: str, change: Change, text: str) -> None:
+    found = findings({host: apart(host) for host in HOSTS} | {"node3": change})
+    assert [(one.check, text in one.text) for one in found if one.is_problem] == [(check, True)]
+
+
+def test_checkpoints_and_shards_that_will_not_fit_beside_what_gives_way_to_them_are_told() -> None:
+    needs = replace(NEEDS, checkpoint_bytes=dict.fromkeys(HOSTS, 30 * 10**9), staged_bytes=10**9)
+    full = {host: apart(host, scratch_free_bytes=12 * 10**9) for host in HOSTS}
+    (found,) = (one for one in findings(full, needs) if one.is_problem)
+    assert found.text == (
+        "node0, node1, node2, node3: /disk/scratch has 12.0 GB free, but its ranks' checkpoints and token shards "
+        "need 31.3 GB. Free some space, keep fewer checkpoints (storage.keep_last, storage.keep_every_steps, "
+        "storage.checkpoint_gigabytes), or choose another storage.scratch"
+    )
+    goes_on = {
+        host: apart(host, scratch_free_bytes=12 * 10**9, scratch_yielding_bytes=size)
+        for host, size in zip(HOSTS, (20 * 10**9, 20 * 10**9, 20 * 10**9, 19 * 10**9), strict=True)
+    }
+    (found,) = (one for one in findings(goes_on, needs) if one.is_problem)
+    assert found.text.startswith("node3: /disk/scratch has 12.0 GB free and 19.0 GB that can be freed, but its")
+
+
+def test_a_name_that_means_loopback_is_a_remark_where_ranks_are_told_an_interface() -> None:
+    (found,) = findings({"node1": with_("network", hostname_addresses=["127.0.1.1"])})
+    assert not found.is_problem
+    assert found.text == "node1: its hostname node1 resolves to 127.0.1.1 there. Ranks are told to use eth0 instead"
+
+
+@pytest.mark.parametrize("addresses", [["127.0.1.1"], []])
+def test_a_name_that_means_loopback_is_a_problem_where_no_interface_is_known(addresses: list[str]) -> None:
+    found = findings(
+        {"node0": ON_A_NETWORK_OF_ITS_OWN, "node1": with_("network", hostname_addresses=addresses)},
+    )
+    assert [one.check for one in found if one.is_problem] == ["address", "hostname"]
+    assert "node1: its hostname node1" in found[1].text
+    assert "/etc/hosts" in found[1].text
+
+
+def test_an_operator_that_can_be_compiled_and_a_lock_that_was_removed_are_remarks() -> None:
+    found = findings({"node1": with_("build", compiled=[], cleared_locks=["/c/lock"])})
+    assert [(one.check, one.is_problem) for one in found] == [("operators", False), ("compile locks", False)]
+    assert "node1: compiles cpu_adam when its ranks start" in found[0].text
+    assert "removed /c/lock" in found[1].text
+
+
+def test_a_lock_on_a_disk_that_machines_share_is_a_remark_with_a_remedy() -> None:
+    (found,) = findings({"node1": with_("build", shared_locks=["/nfs/lock"])})
+    assert (found.check, found.is_problem) == ("compile locks", False)
+    assert "/nfs/lock is on a disk that other machines may use" in found.text
+
+
+@pytest.mark.parametrize("given", ["9.0a", "Hopper", "8.0,9.0", "9", "8.0+ptx"])
+def test_architectures_that_deepspeed_cannot_read_are_found(given: str) -> None:
+    (found,) = findings({}, replace(NEEDS, environment={"TORCH_CUDA_ARCH_LIST": f"8.0;{given}"}))
+    assert found.check == "architectures"
+    assert f"cannot read {given}" in found.text
+
+
+@pytest.mark.parametrize("given", ["", "9.0", "8.0;9.0+PTX", "8.6 9.0;10.0"])
+def test_architectures_that_deepspeed_can_read_are_not(given: str) -> None:
+    assert findings({}, replace(NEEDS, environment={"TORCH_CUDA_ARCH_LIST": given})) == []
+
+
+def test_hosts_with_the_same_fault_share_a_line() -> None:
+    (found,) = findings({host: with_("build", ninja=None) for host in HOSTS[1:]})
+    assert found.text.startswith("node1, node2, node3: ninja is not on the PATH")
+
+
+def test_of_two_hosts_that_differ_the_one_unlike_the_head_is_the_culprit() -> None:
+    needs = replace(NEEDS, slots={"node0": (0,), "node1": (0,)})
+    two = {
+        host: one for host, one in reply({"node0": with_("software", python="3.12.1")}).items() if host in needs.slots
+    }
+    (found,) = judge(two, needs, SOFTWARE, NONCE).findings
+    assert found.text.startswith("node0: Python 3.12.1, others have 3.11.9")
+
+
+def test_a_clock_within_the_time_that_the_answer_took_is_right() -> None:
+    slow = {"node0": replace(reply()["node0"], asked_at=900.0, answered_at=1100.0)}
+    needs = replace(NEEDS, slots={"node0": (0, 1)})
+    assert judge(slow, needs, SOFTWARE, NONCE).findings == []
+
+
+def test_ranks_on_the_cpu_want_no_accelerator() -> None:
+    change = with_("devices", kind="cpu", count=0)
+    assert findings(dict.fromkeys(HOSTS, change), replace(NEEDS, accelerator=None)) == []
+    assert findings(dict.fromkeys(HOSTS, change), replace(NEEDS, accelerator="cpu")) == []
+    (found,) = findings(dict.fromkeys(HOSTS, change))
+    assert "node0, node1, node2, node3: torch can use 0 accelerators, but slot 1 is requested" in found.text
+
+
+@pytest.mark.parametrize(
+    ("error", "check"), [(HostUnreachable, "reachable"), (HostKeyMismatch, "host key"), (RemoteFailed, "program")]
+)
+def test_a_host_that_does_not_answer_is_found_with_its_error(error: type[HostError], check: str) -> None:
+    found = Finding(check, "node2: no", hosts=("node2",), can_pass=error is HostUnreachable)
+    assert of_error(error("node2: no", ["node2"])) == found
+    remaining = {host: one for host, one in reply().items() if host != "node2"}
+    assert judge(remaining, NEEDS, SOFTWARE, NONCE).findings == []
+
+
+def test_where_the_first_host_does_not_answer_there_is_no_meeting() -> None:
+    remaining = {host: one for host, one in reply().items() if host != "node0"}
+    found = judge(remaining, NEEDS, SOFTWARE, NONCE)
+    assert (found.meeting, found.port) == (None, None)

@@ -1,0 +1,127 @@
+"""A tag is complete, all places together, when every sidecar of one saving and every file they name are there."""
+
+import re
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.head.storage.checkpoint_inventory import complete_tags, missing_parts, prunable
+from infra.node.storage.stored_checkpoints import HEAD, Copy, Inventory
+from t5train.checkpoint import sidecar
+from t5train.checkpoint.sidecar import sidecar_name
+from t5train.files.run_folder import tag_of
+from tests.support.simulated_nodes import digest, make_sidecar
+
+PLACES, RANKS, STEPS, SAVINGS = [HEAD, "a", "b"], (0, 1), (8, 16), ("1", "two")
+Places = dict[tuple[str, int, int], str]
+"""Which saving of a rank's sidecar, or of its file, lies in a place, by place, step and rank."""
+
+
+@cache
+def text_of(step: int, rank: int, saving: str) -> str:
+    """The sidecar of a rank that wrote one file in that saving; it has another size in each."""
+    files = {file_of(rank): digest(saving.encode())}
+    with tempfile.TemporaryDirectory() as folder:
+        sidecar.write(Path(folder), make_sidecar(rank, step, files, len(RANKS), saving=saving))
+        return (Path(folder) / sidecar_name(rank)).read_text("utf-8")
+
+
+def file_of(rank: int) -> str:
+    return f"part-{rank}.pt"
+
+
+def inventories(sidecars: Places, files: Places) -> dict[str, Inventory]:
+    def copy(place: str, step: int) -> Copy:
+        texts = {
+            sidecar_name(rank): text_of(step, rank, sidecars[place, step, rank])
+            for rank in RANKS
+            if (place, step, rank) in sidecars
+        }
+        sizes = {file_of(rank): len(files[place, step, rank]) for rank in RANKS if (place, step, rank) in files}
+        return Copy(texts, sizes)
+
+    return {place: {tag_of(step): copy(place, step) for step in STEPS} for place in PLACES}
+
+
+SPREAD = st.dictionaries(
+    st.tuples(st.sampled_from(PLACES), st.sampled_from(STEPS), st.sampled_from(RANKS)), st.sampled_from(SAVINGS)
+)
+
+
+@given(sidecars=SPREAD, files=SPREAD)
+def test_a_tag_is_complete_just_when_all_of_one_saving_is_there(sidecars: Places, files: Places) -> None:
+    found = complete_tags(inventories(sidecars, files))
+    assert [tag.step for tag in found] == sorted((tag.step for tag in found), reverse=True)
+    for tag in found:
+        assert len({one.saving for one in tag.sidecars}) == 1
+        assert [one.rank for one in tag.sidecars] == list(RANKS)
+        for rank in RANKS:
+            size = tag.files[file_of(rank)].size
+            assert tag.places[file_of(rank)]
+            assert all(len(files[place, tag.step, rank]) == size for place in tag.places[file_of(rank)])
+    complete = {(tag.step, tag.sidecars[0].saving) for tag in found}
+    for step in STEPS:
+        for saving in SAVINGS:
+            nodes_agree = all(saving == seen for (place, at, _), seen in sidecars.items() if place and at == step)
+            spread = all(any(sidecars.get((place, step, rank)) == saving for place in "ab") for rank in RANKS)
+            there = all(any(files.get((place, step, rank)) == saving for place in PLACES) for rank in RANKS)
+            if nodes_agree and spread and there:
+                assert (step, saving) in complete, "all that nodes have is one saving, and whole"
+
+
+@given(sidecars=SPREAD, files=SPREAD, keep=st.integers(1, 2))
+def test_what_is_pruned_is_never_the_newest_nor_one_that_may_be_being_written(
+    sidecars: Places, files: Places, keep: int
+) -> None:
+    found = inventories(sidecars, files)
+    complete = sorted({tag.name for tag in complete_tags(found)}, reverse=True)
+    doomed = prunable(found, keep)
+    assert not set(doomed) & set(complete[:keep])
+    assert set(complete[keep:]) <= set(doomed)
+    assert all(complete and name < complete[0] for name in doomed)
+
+
+def whole(steps: tuple[int, ...]) -> dict[str, Inventory]:
+    text = {step: Copy({"rank-00000.json": lone(step)}, {"part-0.pt": 1}) for step in steps}
+    return {"a": {tag_of(step): copy for step, copy in text.items()}}
+
+
+def lone(step: int) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        sidecar.write(Path(folder), make_sidecar(0, step, {"part-0.pt": digest(b"1")}, 1))
+        return (Path(folder) / "rank-00000.json").read_text("utf-8")
+
+
+def test_the_newest_are_kept_and_those_of_certain_steps() -> None:
+    assert prunable(whole((4, 8, 12, 16, 20)), 2, keep_every=8) == [tag_of(4), tag_of(12)]
+
+
+def test_what_somebody_else_put_beside_checkpoints_is_left() -> None:
+    found = whole((8, 16))
+    found["a"] = {**found["a"], "a copy": Copy({}, {}), "removed-0123abcd": Copy({}, {})}
+    assert prunable(found, 2) == ["removed-0123abcd"]
+
+
+@pytest.mark.parametrize(
+    ("sidecars", "files", "why"),
+    [
+        ({("a", 8, 0): "1"}, {("a", 8, 0): "1"}, r"lacks rank-00001\.json \(ranks \[1\] of 2\)"),
+        ({("a", 8, 0): "1", ("b", 8, 1): "1"}, {("a", 8, 0): "1"}, r"lacks part-1\.pt, which rank 1 wrote"),
+        ({("a", 8, 0): "1", ("b", 8, 1): "two"}, {}, r"differ in saving"),
+        ({("a", 8, 0): "1", ("b", 8, 0): "two"}, {}, r"rank-00000\.json from two different saves, on a and on b"),
+    ],
+)
+def test_why_a_tag_is_not_complete_is_told(sidecars: Places, files: Places, why: str) -> None:
+    told = missing_parts(inventories(sidecars, files))
+    assert re.search(why, told[tag_of(8)])
+
+
+def test_a_tag_of_which_something_cannot_be_read_now_is_not_pruned() -> None:
+    found = whole((8, 16, 24))
+    doubtful = Copy({}, {"part-0.pt": 1}, {"rank-00000.json": "it cannot be read now"})
+    assert prunable({"a": {**found["a"], tag_of(8): Copy({}, {"part-0.pt": 1})}}, 2) == [tag_of(8)]
+    assert prunable({"a": {**found["a"], tag_of(8): doubtful}}, 2) == []

@@ -1,0 +1,238 @@
+"""Two heads, each with a root of its own, and one run name and settings: only one of them gets the hosts' files."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.head.hosts.hostfile import Hosts
+from infra.head.storage.claim import claim, end_claim, require_claimed
+from infra.head.storage.node_paths import NodeRun
+from infra.head.storage.provisioning import release
+from infra.head.storage.recovery import recover
+from infra.head.storage.run_storage import NodeLocalStorage
+from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.head_lease import LEASE
+from infra.node.attempts.run_lock import run_lock
+from infra.node.attempts.run_ownership import OWNER, Owner
+from infra.node.processes import ProcessIdentity
+from t5train.checkpoint import tags
+from t5train.errors import HostError, HostUnreachable, NothingVerifies, RemoteFailed, RunOwned
+from t5train.files.run_folder import tag_of
+from t5train.progress import silent
+from tests.support.simulated_nodes import Site
+
+Until = Callable[..., None]
+SECONDS = 3.0
+
+
+def _is_lost(run: NodeRun) -> bool:
+    try:
+        require_claimed(run.folder)
+    except RunOwned:
+        return True
+    return False
+
+
+@pytest.fixture
+def first(run: NodeRun) -> Iterator[NodeRun]:
+    """The run of a head."""
+    with run_lock(run.folder):
+        yield run
+
+
+@pytest.fixture
+def second(run: NodeRun, tmp_path: Path) -> Iterator[NodeRun]:
+    """A run of the same name and settings, of another head with another root."""
+    folder = tmp_path / "other-root" / "runs" / "smoke"
+    owner = Owner("2" * 32, "other-head", str(tmp_path / "other-root"), "2026-02-02T00:00:00", 60.0)
+    with run_lock(folder):
+        yield replace(run, folder=folder, owner=owner, nodes=replace(run.nodes, owner=owner.unique_id))
+
+
+def claimed(run: NodeRun, adopt: bool = False) -> list[Owner]:
+    return claim(run, run.nodes.hosts, (), adopt)
+
+
+def quick(run: NodeRun) -> NodeRun:
+    return replace(run, owner=replace(run.owner, lease_seconds=SECONDS))
+
+
+def die(site: Site, run: NodeRun) -> None:
+    """What a head does that was killed long ago."""
+    end_claim(run.folder)
+    for host in site.nodes.hosts:
+        (site.scratch(host) / run.place / LEASE).write_text(f"{time.monotonic() - 61:<24.3f}")
+
+
+def owners(site: Site, run: NodeRun) -> list[str]:
+    files = [site.scratch(host) / run.place / OWNER for host in site.nodes.hosts]
+    return [json.loads(file.read_text())["unique_id"] for file in files if file.exists()]
+
+
+def test_a_second_head_is_refused_with_the_owner_and_what_to_do(site: Site, first: NodeRun, second: NodeRun) -> None:
+    assert claimed(first) == []
+    said = r"smoke on a, b are owned by head this-head, root /this/root, since 2026-01-01\S*; that head is alive: its "
+    with pytest.raises(RunOwned, match=said + r"lease on [ab] runs for another \d+ s\. Wait .*--adopt.*another --name"):
+        claimed(second)
+    with pytest.raises(RunOwned, match="that head is alive"):
+        claimed(second, adopt=True)
+    die(site, first)
+    with pytest.raises(RunOwned, match=r"its lease has expired\. Take the run over with --adopt, or choose another"):
+        claimed(second)
+    assert owners(site, first) == [first.owner.unique_id] * 2
+    assert claimed(first) == [], "the first one comes back, as it was not replaced"
+
+
+def test_nothing_of_another_heads_run_is_read_or_written_on_its_hosts(
+    site: Site, first: NodeRun, second: NodeRun, tmp_path: Path
+) -> None:
+    site.save(8)
+    claimed(first)
+    for action in ("inventory", "prune"):
+        facts = {"run_name": second.name, "tag": tag_of(8), "tags": [tag_of(8)], "files": []}
+        answers = second.nodes.ask(action, lambda _, facts=facts: second.nodes.request(**facts), 20)
+        assert all(
+            isinstance(each, RemoteFailed) and "belongs to head this-head" in str(each) for each in answers.values()
+        )
+    for action in ("listing", "send", "receive"):
+        facts = {"place": second.place, "names": ["metrics.jsonl"], "files": []}
+        answers = second.nodes.ask(action, lambda _, facts=facts: second.nodes.request(**facts), 20)
+        assert all(isinstance(each, HostError) and "belongs to head" in str(each) for each in answers.values()), action
+    assert all(isinstance(error, HostError) for error in release(second.nodes, second.name).values())
+    assert (site.tag("a", 8)).exists()
+
+
+def test_a_dead_heads_run_is_adopted_with_its_checkpoints_and_the_dead_head_stays_out(
+    site: Site, first: NodeRun, second: NodeRun, tmp_path: Path, caplog: pytest.LogCaptureFixture, until: Until
+) -> None:
+    claimed(first)
+    site.save(8)
+    die(site, first)
+
+    def write_job(folder: Path) -> Path:
+        raise StopIteration(tags.complete_tags(second.checkpoints))
+
+    storage = NodeLocalStorage(second, write_job, silent, adopt=True)
+    storage.claim(are_ranks_at_work=False)
+    with pytest.raises(StopIteration, match=tag_of(8)):
+        storage.make_ready(tmp_path)
+    said = (
+        "adopted from head this-head, root /this/root, since 2026-01-01T00:00:00: step-00000008 complete, resuming from"
+    )
+    assert said in caplog.text
+    assert owners(site, second) == [second.owner.unique_id] * 2
+    with pytest.raises(RunOwned, match="owned by head other-head"):
+        claimed(first)
+
+
+def test_a_head_that_lacks_a_host_of_the_run_it_adopts_does_not_begin_at_step_0(
+    site: Site, first: NodeRun, second: NodeRun
+) -> None:
+    claimed(first)
+    site.save(8)
+    die(site, first)
+    some = replace(second, hosts=Hosts(second.hosts.all[:1]), nodes=second.nodes.on("a"))
+    NodeLocalStorage(some, Path, silent, adopt=True).claim(are_ranks_at_work=False)
+    for _ in range(2):  # it is this head's run the second time
+        with pytest.raises(NothingVerifies, match=rf"{tag_of(8)} lacks rank-00001\.json .*--begin-again"):
+            recover(some, silent)
+    assert site.tag("a", 8).exists()
+
+
+def test_a_head_that_is_superseded_while_it_works_notices_it(site: Site, first: NodeRun, until: Until) -> None:
+    claimed(quick(first))
+    require_claimed(first.folder)
+    path = site.scratch("b") / first.place / OWNER
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"unique_id": "2" * 32, "head": "other-head"}))
+    until(lambda: _is_lost(first))
+    with pytest.raises(RunOwned, match="on b are owned by head other-head"):
+        require_claimed(first.folder)
+    assert json.loads(path.read_text())["head"] == "other-head"
+
+
+def test_the_lease_is_renewed_for_as_long_as_the_run_is_held_and_expires_afterwards(
+    run: NodeRun, second: NodeRun
+) -> None:
+    first = quick(run)
+    with run_lock(first.folder):
+        claimed(first)
+        time.sleep(SECONDS + 1)  # as between two attempts, and while the head verifies what it has
+        with pytest.raises(RunOwned, match="alive"):
+            claimed(second, adopt=True)
+    time.sleep(SECONDS + 0.2)
+    assert [owner.head for owner in claimed(second, adopt=True)] == ["this-head"]
+
+
+def test_a_finished_run_can_be_adopted_at_once(first: NodeRun, second: NodeRun) -> None:
+    claimed(first)
+    end_claim(first.folder)
+    assert not any(release(first.nodes, first.name).values())
+    assert [owner.head for owner in claimed(second, adopt=True)] == ["this-head"]
+
+
+def test_a_claim_that_one_host_refuses_is_undone_on_the_others(site: Site, first: NodeRun, second: NodeRun) -> None:
+    claim(replace(first, nodes=first.nodes.on("b")), ("b",), (), adopt=False)
+    with pytest.raises(RunOwned, match="on b are owned"):
+        claimed(second)
+    assert owners(site, second) == [first.owner.unique_id], "a is still nobody's"
+
+
+def test_folders_of_earlier_versions_belong_to_the_first_that_comes(
+    site: Site, first: NodeRun, second: NodeRun
+) -> None:
+    site.save(8)
+    assert claimed(first) == []
+    with pytest.raises(RunOwned):
+        claimed(second)
+
+
+def test_the_run_of_a_copied_root_is_refused_while_the_first_is_alive(
+    site: Site, first: NodeRun, tmp_path: Path
+) -> None:
+    claimed(first)
+    copy = replace(first, folder=tmp_path / "copy", owner=replace(first.owner, head="copy-head"))
+    with run_lock(copy.folder):
+        with pytest.raises(RunOwned, match=r"owned by head this-head.*alive"):
+            claimed(copy)
+        die(site, first)
+        assert claimed(copy) == [], "then it has moved"
+
+
+def test_ranks_that_outlive_their_head_keep_the_run(
+    site: Site, first: NodeRun, second: NodeRun, local_hosts: Any, until: Until, start: Callable[..., Any]
+) -> None:
+    claimed(first)
+    die(site, first)
+    this = Attempt(local_hosts.attempt_folder("a", "id"), "id", "smoke", 1, None, 60.0)
+    this.folder.mkdir(parents=True, mode=0o700)
+    this.folder.parent.chmod(0o700)
+    job = {"node_local": True, "run_folder": str(site.scratch("a") / first.place)}
+    (this.folder / "spec.json").write_text(json.dumps(job))
+    this.write()
+    guard = start("-c", "import time; time.sleep(600)")
+    identity = ProcessIdentity.of(guard.pid)
+    this.write_process("rank-00000", identity, identity)
+    with pytest.raises(RunOwned, match="alive: its lease on a"):
+        claimed(second, adopt=True)
+    guard.kill()
+    guard.wait()
+    assert len(claimed(second, adopt=True)) == 1
+
+
+def test_a_host_that_does_not_answer_is_no_obstacle_for_ranks_at_work_and_is_one_before(
+    first: NodeRun, site: Site
+) -> None:
+    class Half:
+        def command(self, host: str, argv: Sequence[str]) -> list[str]:
+            return ["sh", "-c", "exit 255"] if host == "b" else list(site.transport.command(host, argv))
+
+    half = replace(first, nodes=replace(first.nodes, transport=Half()))
+    with pytest.raises(HostUnreachable):
+        claimed(half)
+    assert claim(half, (), half.nodes.hosts, adopt=False) == []
+    require_claimed(half.folder)

@@ -1,0 +1,71 @@
+"""A host that answers what it likes reads and writes nothing on the head but what it was asked for."""
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.head.hosts.node_client import Nodes
+from infra.head.storage.checkpoint_inventory import complete_tags, survey
+from infra.head.storage.gather import collect
+from infra.node.storage.file_channel import BrokenOff, Channel
+from t5train.errors import T5TrainError
+from tests.support.simulated_nodes import RUN, Site, make_sidecar
+
+
+class Answering:
+    """A host that answers whatever it is asked with one text, by a process of its own."""
+
+    def __init__(self, folder: Path, answer: Mapping[str, Any]) -> None:
+        self._answer = folder / "answer.json"
+        self._answer.write_text(json.dumps(answer) + "\n")
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:  # noqa: ARG002 - a Transport
+        return ["sh", "-c", 'head -n 1 >/dev/null; cat "$0"', str(self._answer)]
+
+
+def hostile_tags(text: str) -> dict[str, Any]:
+    return {
+        "../../escaped": {"sidecars": {"rank-00000.json": text}, "files": {}, "unreadable": {}},
+        "step-00000008": {
+            "sidecars": {"../rank-00000.json": text},
+            "files": {"../x.pt": 1, "/etc/passwd": 1},
+            "unreadable": {"": "Input/output error"},
+        },
+    }
+
+
+def test_tags_and_files_that_a_host_lists_elsewhere_are_left_out(
+    site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = make_sidecar(0, 8, {}, world_size=1).model_dump_json()
+    found = survey(Nodes(Answering(tmp_path, {"tags": hostile_tags(text)}), ("a",)), RUN, site.checkpoints).found
+    assert list(found["a"]) == ["step-00000008"]
+    assert not found["a"]["step-00000008"].sidecars
+    assert not found["a"]["step-00000008"].files
+    assert found["a"]["step-00000008"].unreadable == {"": "Input/output error"}, "the folder itself is one of these"
+    assert not complete_tags(found)
+    assert "left out of the checkpoints on a: a names '../../escaped'" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["run.json", "../run.json", "tensorboard/../run.json"])
+def test_a_host_cannot_send_other_files_than_were_asked_for(site: Site, tmp_path: Path, name: str) -> None:
+    answer = {"files": [{"name": name, "size": 1, "sha256": "0" * 64}]}
+    with pytest.raises(T5TrainError, match=r"run\.json"):
+        collect(Nodes(Answering(tmp_path, answer), ("a",)), "a", "runs/x", ["tensorboard"], tmp_path / "into")
+    assert not list(tmp_path.rglob("run.json"))
+
+
+@pytest.mark.parametrize("count", [-1, 11, 1 << 40, "many", None])
+def test_a_sender_cannot_send_more_than_was_asked_for(count: object) -> None:
+    sent = io.BytesIO(json.dumps({"bytes": count}).encode() + b"\n" + b"x" * 100)
+    with pytest.raises(BrokenOff, match="but 10 were requested"):
+        list(Channel(sent, io.BytesIO()).fetch("a", 0, 10))
+
+
+def test_what_is_no_message_breaks_the_conversation_off() -> None:
+    with pytest.raises(BrokenOff, match="which is not a JSON object"):
+        Channel(io.BytesIO(b"\xff{\n"), io.BytesIO()).hear()

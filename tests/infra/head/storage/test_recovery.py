@@ -1,0 +1,171 @@
+"""What a run goes on from is the newest checkpoint that is complete anywhere; or it is told what is missing."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.head.hosts.hostfile import Host, Hosts
+from infra.head.storage import checkpoint_record, recovery
+from infra.head.storage.checkpoint_sync import keep_up
+from infra.head.storage.node_paths import NodeRun
+from infra.head.storage.recovery import recover
+from t5train.checkpoint import tags
+from t5train.checkpoint.resume_point import ask_to_begin_again, resume_tag
+from t5train.errors import NothingVerifies, UnlistedFile, Unreadable
+from t5train.files.run_folder import tag_of
+from t5train.progress import silent
+from tests.support.simulated_nodes import Site
+
+PART_OF_B = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+def steps(path: Path, upto: int) -> None:
+    path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, upto + 1)))
+
+
+def test_where_nothing_was_ever_complete_the_run_just_begins(run: NodeRun, site: Site) -> None:
+    recover(run, silent)
+    site.save(8)
+    shutil.rmtree(site.tag("b", 8))
+    recover(run, silent)
+    assert tags.complete_tags(run.checkpoints) == []
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    site.save(16)
+    (site.tag("b", 16) / PART_OF_B).write_bytes(bytes(300_000))
+    recover(run, silent)
+    assert tags.complete_tags(run.checkpoints) == [tag_of(8)]
+    for host in "ab":  # what is newer would else be the newest that pruning knows of, and cost the one resumed from
+        assert not site.tag(host, 16).exists()
+        (aside,) = (site.scratch(host) / "set-aside" / run.name).iterdir()
+        assert aside.name.startswith(f"{tag_of(16)}.")
+        assert len(list(aside.iterdir())) == 3
+    keep_up(run, silent)
+    assert tags.complete_tags(run.checkpoints) == [tag_of(8)]
+
+
+def loop(path: Path) -> None:
+    """A link to itself: the operating system says that it cannot be opened, not that it is absent."""
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("name", [PART_OF_B, "rank-00001.json"])
+def test_an_older_checkpoint_does_not_take_the_place_of_one_that_cannot_be_read_now(
+    run: NodeRun, site: Site, name: str
+) -> None:
+    site.save(8)
+    site.save(16)
+    loop(site.tag("b", 16) / name)
+    with pytest.raises(Unreadable, match=rf"{tag_of(16)} may be complete.* b: .*{name} cannot be read now"):
+        recover(run, silent)
+    assert site.tag("a", 16).exists()
+    assert site.tag("a", 8).exists()
+
+
+def test_pruning_keeps_a_checkpoint_of_which_a_host_cannot_read_something_now(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    loop(site.tag("b", 8) / "rank-00001.json")
+    site.save(16)
+    keep_up(run, silent)
+    assert tags.complete_tags(run.checkpoints) == [tag_of(16)]
+    assert all((site.tag(host, 8) / f"rank-0000{rank}.json").is_symlink() == rank for rank, host in enumerate("ab"))
+    assert (site.tag("b", 8) / PART_OF_B).exists()
+
+
+@pytest.mark.parametrize("name", [PART_OF_B, "rank-00001.json"])
+def test_where_the_heads_copy_cannot_be_read_that_of_the_hosts_is_taken(run: NodeRun, site: Site, name: str) -> None:
+    site.save(8)
+    site.save(16)
+    recover(run, silent)
+    loop(run.checkpoints / tag_of(16) / name)
+    recover(run, silent)
+    tags.require_complete(run.checkpoints / tag_of(16))
+    (aside,) = (run.folder / "set-aside").iterdir()
+    assert aside.name.startswith(f"{tag_of(16)}-{name}.")
+
+
+def test_a_file_that_no_rank_recorded_on_a_host_is_refused_and_named(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    site.save(16)
+    (site.tag("b", 16) / "mp_rank_01_model_states.pt").write_bytes(b"stray")
+    with pytest.raises(UnlistedFile, match=rf"{tag_of(16)} on b holds mp_rank_01_model_states\.pt, which no rank"):
+        recover(run, silent)
+    assert (site.tag("b", 16) / "mp_rank_01_model_states.pt").exists()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_begins_again_only_when_asked_to(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    (site.tag("b", 8) / PART_OF_B).write_bytes(bytes(300_000))
+    with pytest.raises(NothingVerifies, match=rf"no intact copy of {PART_OF_B} was found.*--begin-again"):
+        recover(run, silent)
+    ask_to_begin_again(run.folder)
+    recover(run, silent)
+    assert resume_tag(run.folder) is None
+    assert not any(site.tag(host, 8).exists() for host in "ab")
+    assert all(len(list((site.scratch(host) / "set-aside" / run.name).iterdir())) == 1 for host in "ab")
+    recover(run, silent)
+    assert resume_tag(run.folder) is None, "the run may be killed before its first checkpoint"
+
+
+def test_a_host_that_is_back_after_the_run_has_begun_again_keeps_what_it_has_from_before(
+    run: NodeRun, site: Site
+) -> None:
+    site.save(8)
+    checkpoint_record.note(run.folder, site.newest())
+    owner = site.scratch("b") / run.place / "owner.json"
+    owner.write_text("{")  # it cannot do what it is asked to
+    alone = replace(run, hosts=Hosts((Host("a", (0, 1)),)), nodes=run.nodes.on("a"))
+    ask_to_begin_again(run.folder)
+    recover(alone, silent)
+    assert resume_tag(run.folder) is None
+    owner.unlink()
+    recover(run, silent)
+    assert resume_tag(run.folder) is None
+    assert not site.tag("b", 8).exists()
+    assert [len(list((site.scratch(host) / "set-aside" / run.name).iterdir())) for host in "ab"] == [1, 1]
+    site.save(16)
+    recover(run, silent)
+    assert resume_tag(run.folder) == tag_of(16), "moved aside once"
+
+
+@pytest.mark.parametrize(("code", "are_sent"), [(None, []), ("c0de", ["b"])])
+def test_hosts_that_have_left_the_run_are_asked_for_their_parts_by_the_code_that_others_were_sent(
+    run: NodeRun, site: Site, monkeypatch: pytest.MonkeyPatch, code: str | None, are_sent: list[str]
+) -> None:
+    sent: list[str] = []
+
+    def send(_transport: object, hosts: list[str], _consequence: str) -> list[str]:
+        sent.extend(hosts)
+        return hosts
+
+    monkeypatch.setattr(recovery, "hosts_with_code", send)
+    site.save(8)
+    checkpoint_record.note(run.folder, site.newest())
+    alone = replace(run, hosts=Hosts((Host("a", (0, 1)),)), nodes=replace(run.nodes.on("a"), code=code))
+    recover(alone, silent)
+    assert tags.complete_tags(run.checkpoints) == [tag_of(8)]
+    assert sent == are_sent
+
+
+def test_what_is_nowhere_any_more_is_named_with_where_it_was_last_seen(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    checkpoint_record.note(run.folder, site.newest())
+    shutil.rmtree(site.tag("b", 8))
+    with pytest.raises(NothingVerifies, match=rf"{tag_of(8)} lacks {PART_OF_B} \(last seen \S+ on b\)"):
+        recover(run, silent)
+
+
+def test_only_steps_that_the_head_has_not_heard_of_are_taken_from_a_node(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    theirs, ours = site.scratch("a") / run.place / "metrics.jsonl", run.folder / "metrics.jsonl"
+    steps(ours, 6)
+    for told, expected in ((8, 8), (3, 8)):
+        steps(theirs, told)
+        recover(run, silent)
+        assert len(ours.read_text().splitlines()) == expected

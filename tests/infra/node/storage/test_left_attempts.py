@@ -1,0 +1,144 @@
+"""Folders of attempts that were left on a machine are freed when nobody needs them; never those of the living."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.head.storage.garbage_collection import free_of_heads, free_on, garbage_of_heads, garbage_on, known_attempts
+from infra.node import node_folders
+from infra.node.attempts import attempt, head_lease
+from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.run_lock import run_lock
+from infra.node.attempts.run_ownership import Owner
+from infra.node.node_folders import run_place
+from infra.node.processes import ProcessIdentity
+from infra.node.storage.left_attempts import KnownAttempts, left_attempts
+from tests.support.simulated_nodes import RUN, Site
+
+Start = Callable[..., Any]
+AGE_DAYS = 8
+
+
+def leave(parent: Path, run_id: str, days: float = 0.0, spec: dict[str, Any] | None = None) -> Path:
+    """The folder of an attempt over hosts that has ended, and that nobody has touched for some days."""
+    for folder in (parent.parent, parent):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    folder = parent / run_id
+    folder.mkdir(mode=0o700)
+    Attempt(folder, run_id, "smoke", 1, None, 5.0, grace_seconds=1.0).write()
+    (folder / "rank-00000.log").write_text("its log\n")
+    if spec is not None:
+        (folder / "spec.json").write_text(json.dumps(spec))
+    age(folder, days)
+    return folder
+
+
+def age(folder: Path, days: float) -> None:
+    then = time.time() - 86400 * days
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (then, then))
+
+
+@pytest.fixture
+def attempts(site: Site) -> Path:
+    """Where attempts of node a lie."""
+    return site.scratch("a").parent / "attempts"
+
+
+def left(parent: Path, known: KnownAttempts) -> list[str]:
+    return [folder.name for folder, _ in left_attempts(parent, known)]
+
+
+def test_what_a_head_could_not_gather_is_listed_with_the_reason_and_freed_when_told(site: Site, attempts: Path) -> None:
+    run = site.root / "runs" / "smoke"
+    begun = attempt.begin(run, None, 5.0, hosts={"a": (0,), "b": (0,)})
+    folder = leave(attempts, begun.run_id)
+    known = known_attempts(site.root)
+    found = garbage_on(site.nodes, [], known)
+    assert [(each.place, each.why) for each in found["a"]] == [  # type: ignore[union-attr]
+        (f"attempts/{begun.run_id}", "left by an attempt that has ended, and not collected by its head")
+    ]
+    with run_lock(run):
+        assert garbage_on(site.nodes, [], known_attempts(site.root))["a"] == [], "its head is at work"
+    freed = free_on(site.nodes, [], known, found)  # type: ignore[arg-type]
+    assert freed == {"a": [f"attempts/{begun.run_id}"], "b": []}
+    assert not folder.exists()
+
+
+def test_attempts_of_other_heads_are_left_until_they_are_old(attempts: Path) -> None:
+    leave(attempts, "young", AGE_DAYS - 2)
+    leave(attempts, "old", AGE_DAYS)
+    assert left(attempts, KnownAttempts()) == ["old"]
+    assert left(attempts, KnownAttempts(busy=["old"])) == []
+
+
+@pytest.mark.parametrize("how", ["rank", "guard", "launcher"])
+def test_an_attempt_with_a_living_process_is_left(attempts: Path, start: Start, how: str) -> None:
+    folder = leave(attempts, "some", AGE_DAYS)
+    given, variables = {
+        "rank": ([], {"T5_RUN_ID": "some"}),
+        "guard": ([str(folder)], {}),
+        "launcher": ([], {"T5_RUN_ID": "some-head"}),
+    }[how]
+    process = start("-c", "import time; time.sleep(600)", *given, **variables)
+    assert ProcessIdentity.of(process.pid).is_alive()
+    known = KnownAttempts(idle=["some"])
+    deadline = time.monotonic() + 20
+    while left(attempts, known):  # until the process has its own command line
+        assert time.monotonic() < deadline
+    process.kill()
+    process.wait()
+    assert left(attempts, known) == ["some"]
+
+
+def test_an_attempt_whose_lease_runs_is_left(attempts: Path) -> None:
+    folder = leave(attempts, "some", AGE_DAYS)
+    head_lease.begin(folder)
+    assert left(attempts, KnownAttempts(idle=["some"])) == []
+    (folder / "lease").write_text(f"{time.monotonic() - 60:<24.3f}")
+    assert left(attempts, KnownAttempts(idle=["some"])) == ["some"]
+
+
+def test_old_attempts_of_another_heads_run_that_is_at_work_are_left(site: Site, attempts: Path) -> None:
+    run = site.scratch("a") / run_place(RUN)
+    run.mkdir(parents=True)
+    (run / "owner.json").write_text(json.dumps(asdict(Owner("2" * 32, "other", "/root", "then", 60.0))))
+    leave(attempts, "apart", AGE_DAYS, {"node_local": True, "run_folder": str(run)})
+    shared = site.root / "runs" / "shared"
+    shared.mkdir(parents=True)
+    leave(attempts, "shared", AGE_DAYS, {"run_folder": str(shared)})
+    head_lease.begin(run)
+    with run_lock(shared):
+        assert left(attempts, KnownAttempts()) == []
+    lease_file = run / "lease"
+    lease_file.unlink()
+    assert left(attempts, KnownAttempts()) == ["apart", "shared"]
+
+
+def test_one_that_is_just_being_prepared_is_left(attempts: Path) -> None:
+    folder = leave(attempts, "some")
+    (folder / "attempt.json").unlink()
+    assert left(attempts, KnownAttempts(idle=["some"])) == []
+
+
+def test_what_a_head_has_left_on_its_own_machine_is_freed(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "head").mkdir()
+    monkeypatch.setattr(node_folders, "PARENT", tmp_path / "head")
+    folder = leave(node_folders.heads_folder(), "some")
+    living = leave(node_folders.heads_folder(), "living")
+    head_lease.begin(living)
+    known = KnownAttempts(idle=["some", "living"])
+    found = list(garbage_of_heads(known))
+    assert [each.place for each in found] == [str(folder)]
+    assert free_of_heads(known, found) == [str(folder)]
+    assert living.exists()
+    assert not folder.exists()

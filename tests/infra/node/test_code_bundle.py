@@ -1,0 +1,72 @@
+"""Code has one digest wherever it lies, and another as soon as a module is another."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra.node.code_bundle import bundle, own_bundle
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Two small packages."""
+    for name in (
+        "t5train/__init__.py",
+        "t5train/data/shards.py",
+        "infra/__init__.py",
+        "infra/node/attempts/process_guard.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}: ß\n", "utf-8")
+    return tmp_path
+
+
+def test_equal_code_is_equal_bytes_whatever_lies_beside_it_and_whenever_it_was_written(
+    checkout: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    first = bundle(checkout)
+    other = shutil.copytree(checkout, tmp_path_factory.mktemp("other") / "place")
+    for path in other.rglob("*.py"):
+        os.utime(path, (1, 1))
+        path.chmod(0o400)
+    (other / "infra/__pycache__").mkdir()
+    for name in (
+        "infra/__pycache__/process_guard.pyc",
+        "infra/node/attempts/process_guard.py~",
+        "infra/.#process_guard.py",
+        "infra/guard copy.py",
+        "setup.py",
+    ):
+        (other / name).write_text("else")
+    assert bundle(other) == first
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: (folder / "infra/node/attempts/process_guard.py").write_text("x = 2\n"),
+        lambda folder: (folder / "infra/node/attempts/process_guard.py").rename(folder / "infra/renamed.py"),
+        lambda folder: (folder / "t5train/data/shards.py").unlink(),
+        lambda folder: (folder / "infra/more.py").touch(),
+    ],
+)
+def test_any_other_module_is_other_code(checkout: Path, change: Callable[[Path], object]) -> None:
+    first = bundle(checkout)
+    change(checkout)
+    assert bundle(checkout).digest != first.digest
+
+
+def test_this_projects_bundle_holds_every_file_of_what_nodes_import() -> None:
+    sources = json.loads(own_bundle().content)
+    found = {path for top in ("t5train", "infra") for path in (ROOT / top).rglob("*") if path.is_file()}
+    found = {path for path in found if "__pycache__" not in path.parts}
+    assert {ROOT / name for name in sources} == found, "what is no module is not sent to hosts"
+    assert sources["infra/node/attempts/process_guard.py"] == (ROOT / "infra/node/attempts/process_guard.py").read_text(
+        "utf-8"
+    )

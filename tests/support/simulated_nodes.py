@@ -1,0 +1,128 @@
+"""Nodes that are folders of this machine, and checkpoints whose files are spread over them."""
+
+import hashlib
+import json
+import os
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from infra.head.hosts.node_client import Nodes, node_command
+from infra.head.hosts.ssh import run
+from infra.head.storage.checkpoint_inventory import FoundTag, Survey, complete_tags, survey
+from infra.node.attempts.attempt import Attempt
+from infra.node.node_folders import tag_place
+from t5train.checkpoint import sidecar
+from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.files.run_folder import tag_of
+from t5train.records.digests import FileDigest
+
+RUN = "smoke-f00df00df00d"
+
+
+def digest(content: bytes) -> FileDigest:
+    return FileDigest(size=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+def make_sidecar(rank: int, step: int, files: dict[str, FileDigest], world_size: int = 2, **facts: Any) -> Sidecar:
+    layout = ParallelLayout(zero_stage=1, precision="fp32", data_parallel_rank=rank, data_parallel_size=world_size)
+    facts = {"run_fingerprint": "f00d", "huggingface_config": {}, "groups": [[]]} | facts
+    data = DataState(samples_consumed=step * 8, shards_fingerprint="5eed")
+    return Sidecar(
+        step=step, tag=tag_of(step), rank=rank, world_size=world_size, layout=layout, files=files, data=data, **facts
+    )
+
+
+NODE = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from infra.node import node_folders
+node_folders.PARENT = Path(sys.argv.pop(1))
+from infra.node.__main__ import main
+sys.exit(main())
+"""
+
+
+class LocalHosts:
+    """Hosts that are folders of this machine: commands for them run here, each with its own place for attempts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        """An action of infra.node, as if on that host; the program that takes code is run as it is."""
+        if "\n" in argv[-1]:
+            return list(argv)
+        (self.folder / host).mkdir(exist_ok=True)
+        return [sys.executable, "-c", NODE, str(self.folder / host), argv[-1]]
+
+    def attempt_folder(self, host: str, run_id: str) -> Path:
+        return self.folder / host / f"t5-pretrain-{os.getuid()}" / "attempts" / run_id
+
+    def prepare(self, this: Attempt) -> None:
+        """Have each host make its folder of an attempt."""
+        for host in this.hosts or {}:
+            request = {
+                "run_id": this.run_id, "attempt": replace(this, host=host, hosts=None).facts(), "environment": {},
+                "meeting": {"address": "127.0.0.1", "port": 20001}, "files": {}, "owner": None,
+            }  # fmt: skip
+            stdin = json.dumps(request).encode() + b"\n"
+            run(self, host, node_command("prepare", None), stdin=stdin, deadline_seconds=20)
+
+
+class ThisMachine:
+    """Hosts that are this machine, but for those that are lost."""
+
+    def __init__(self, *lost: str) -> None:
+        self.lost, self.asked = lost, list[list[str]]()
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        self.asked.append(list(argv))
+        return ["sh", "-c", "exit 255"] if host in self.lost else list(argv)
+
+
+class Site:
+    """A head and its nodes a, b, ..., whose ranks have saved checkpoints."""
+
+    def __init__(self, folder: Path, transport: Any, hosts: Sequence[str]) -> None:
+        self.folder, self.transport = folder, transport
+        self.nodes = Nodes(transport, tuple(hosts))
+        self.root = folder / "root"
+        self.checkpoints = self.root / "runs" / "smoke" / "checkpoints"
+        self.checkpoints.mkdir(parents=True)
+        for host in hosts:
+            self.scratch(host).mkdir(parents=True)
+            self.scratch(host).parent.chmod(0o700)
+
+    def scratch(self, host: str) -> Path:
+        return self.folder / "hosts" / host / f"t5-pretrain-{os.getuid()}" / "scratch"
+
+    def tag(self, host: str, step: int) -> Path:
+        return self.scratch(host) / tag_place(RUN, tag_of(step))
+
+    def save(self, step: int, size: int = 300_000, seed: int = 0, **facts: Any) -> dict[str, bytes]:
+        """Rank r is on node r; rank 0 answers for the model's file, of which the others' nodes have replicas."""
+        chosen, contents = random.Random(f"{step} {seed}"), dict[str, bytes]()
+        for rank, host in enumerate(self.nodes.hosts):
+            folder = self.tag(host, step)
+            folder.mkdir(parents=True, exist_ok=True)
+            own = {f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt": chosen.randbytes(size)}
+            model = {"mp_rank_00_model_states.pt": chosen.randbytes(size)}
+            for name, content in {**own, **model}.items():
+                (folder / name).write_bytes(content)
+            replicas = {name: digest(content) for name, content in model.items()} if rank else {}
+            files = own if rank else own | model
+            contents |= files
+            recorded = {name: digest(content) for name, content in files.items()}
+            sidecar.write(folder, make_sidecar(rank, step, recorded, len(self.nodes.hosts), replicas=replicas, **facts))
+        return contents
+
+    def survey(self) -> Survey:
+        return survey(self.nodes, RUN, self.checkpoints)
+
+    def newest(self) -> FoundTag:
+        return complete_tags(self.survey().found)[0]

@@ -1,0 +1,109 @@
+"""Small trainings on real ranks: their settings by a short name, the launch, and what it left behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from infra.node.attempts import shared_memory
+from infra.node.ports import free_port
+from t5train.checkpoint.consolidate import consolidate
+from t5train.engine.collectives import digest64
+from t5train.spec import RunSpec
+from t5train.spec.recipes import recipe
+
+_ROOT = Path(__file__).parents[3]
+
+
+def spec_of(layout: str, num_steps: int = 6, ranks: int = 2) -> RunSpec:
+    stage, precision, *others = layout.removeprefix("zero").split("-")
+    return recipe("smoke").with_settings(
+        {
+            "model.d_model": 32,
+            "model.d_ff": 64,
+            "model.dropout_rate": 0.1,
+            "objective.input_tokens": 32,
+            "optimizer.num_steps": num_steps,
+            "optimizer.warmup_steps": 2,
+            "optimizer.global_batch_sequences": 16,
+            "optimizer.precision": precision,
+            "cluster.ranks": ranks,
+            "layout.micro_batch_sequences": 4,
+            "layout.zero_stage": int(stage),
+            "layout.offload": ("all" if stage == "3" else "optimizer") if "offload" in others else "none",
+            "storage.checkpoint_every_steps": 3,
+            "storage.validate_every_steps": 3,
+            "storage.validate_sequences": 11,  # three micro-batches for two ranks: one is short, one rank has none
+            **_experts(others),
+            **_pipeline(others),
+        }
+    )
+
+
+def _experts(options: list[str]) -> dict[str, Any]:
+    """Settings of a model with four experts over so many ranks, where ``ep1`` or ``ep2`` is among the options."""
+    size = next((int(option.removeprefix("ep")) for option in options if option.startswith("ep")), None)
+    if size is None:
+        return {}
+    # Without dropout, which experts draw otherwise where they have tokens of several ranks.
+    return {
+        "model.version": "v1.0",
+        "model.moe.num_experts": 4,
+        "model.moe.top_k": 2 if "top2" in options else 1,
+        "model.dropout_rate": 0.0,
+        "layout.expert_parallel_size": size,
+    }
+
+
+def _pipeline(options: list[str]) -> dict[str, Any]:
+    """Settings of a pipeline of as many stages as ``pp2`` or ``pp4`` says, where it is among the options."""
+    stages = next((int(option.removeprefix("pp")) for option in options if option.startswith("pp")), 1)
+    version = {"model.version": "v1.0"} if "tied" in options else {}
+    # An encoder so deep that the last stage has a part of it, and shares with the first both embedding and bias.
+    encoder = {"model.num_layers": 4, "model.num_decoder_layers": 1} if "deep" in options else {}
+    # One sample a pass where validation takes two: stages must tell each other of other sizes.
+    passes = {"layout.micro_batch_sequences": 1} if stages == 4 else {}
+    return {"layout.pipeline_stages": stages, **version, **encoder, **passes}
+
+
+class Trained:
+    """What the launch left behind."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def found(self, name: str, rank: int = 0) -> dict[str, Any]:
+        """What a rank said of the training of that name."""
+        found: dict[str, Any] = json.loads((self.root / f"{name}.rank-{rank}.json").read_text())
+        return found
+
+    def consolidated(self, name: str, out: Path) -> dict[str, int]:
+        """Digests of the weights in the training's newest checkpoint, as ``found`` has them of its masters."""
+        consolidate(self.root / name / "checkpoints", out / "weights")
+        tensors = load_file(out / "weights/model.safetensors")
+        return {name: digest64(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
+
+
+def launch(jobs: Path, ranks: int = 2, program: str = "rank_program") -> None:
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "/dev/null", "--num_gpus", str(ranks)]
+    port = free_port()
+    command += ["--master_addr", "127.0.0.1", "--master_port", str(port), "--no_local_rank"]
+    command += ["--module", f"tests.support.training.{program}"]
+    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
+    log = jobs.with_suffix(".log")
+    with open(log, "wb") as output:
+        ended = subprocess.run(
+            [*command, str(jobs)],
+            env={**os.environ, **environment},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=600,
+            check=False,
+        )
+    shared_memory.remove_all("127.0.0.1", port)
+    assert ended.returncode == 0, log.read_text(errors="replace")[-6000:]

@@ -1,0 +1,87 @@
+"""Checkpoints to consolidate: written as files, in DeepSpeed's layout, or by DeepSpeed itself."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.node.attempts import shared_memory
+from tests.support.checkpoints.deepspeed_files import Layout, Written
+from tests.support.checkpoints.sidecar_files import write
+
+
+@pytest.fixture
+def zero12(tmp_path: Path) -> Callable[..., Written]:
+    """Writes a ZeRO 2 checkpoint into a new folder: ``zero12(groups=..., ranks=..., sidecars=True)``."""
+    counter = iter(range(1_000_000))
+
+    def make(*, sidecars: bool = False, **settings: Any) -> Written:
+        layout = Layout(**{"groups": [[(5, 3), (7,)], [(4,), (2, 2)]]} | settings)
+        return write(tmp_path / f"checkpoint{next(counter)}", layout, sidecars=sidecars)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of real DeepSpeed runs on two ranks, one for each dense layout."""
+    return _launch("deepspeed_checkpoints", tmp_path_factory.mktemp("engines"), num_ranks=2)
+
+
+@pytest.fixture(scope="session")
+def engines_on_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for a few layouts on four ranks."""
+    return _launch("deepspeed_checkpoints", tmp_path_factory.mktemp("four"), 4, "zero2-bf16", "zero3-bf16")
+
+
+@pytest.fixture(scope="session")
+def pipeline_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of real DeepSpeed pipelines: two stages of two ranks each."""
+    return _launch("deepspeed_pipeline_checkpoints", tmp_path_factory.mktemp("pipelines"), num_ranks=4)
+
+
+@pytest.fixture(scope="session")
+def expert_engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """``expert_engines(4)``: checkpoints of real DeepSpeed runs with experts on as many ranks; run once."""
+    return cache(
+        lambda ranks: _launch("deepspeed_moe_checkpoints", tmp_path_factory.mktemp("experts"), num_ranks=ranks)
+    )
+
+
+@pytest.fixture(scope="session")
+def accelerated(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``accelerated("deepspeed_checkpoints", 4, "zero2-fp16")``: checkpoints of ranks on accelerators."""
+    return lambda program, *rest: _launch(program, tmp_path_factory.mktemp("gpu"), *rest, accelerator=None)
+
+
+_ROOT = Path(__file__).parents[4]
+
+
+def _launch(program: str, folder: Path, num_ranks: int, *arguments: str, accelerator: str | None = "cpu") -> Path:
+    """Run a program of tests.support.checkpoints on so many ranks; it writes to ``folder``."""
+    ranks, port = [], os.getpid()  # which names the ranks' shared memory and nothing else
+    for rank in range(num_ranks):
+        environment = os.environ | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_SIZE": str(num_ranks),
+            "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "PYTHONPATH": f"{_ROOT}:{os.environ.get('PYTHONPATH', '')}",
+            **({"DS_ACCELERATOR": accelerator} if accelerator else {}),
+        }  # fmt: skip
+        with open(folder / f"rank{rank}.log", "wb") as log:
+            command = [sys.executable, "-m", f"tests.support.checkpoints.{program}", str(folder), *arguments]
+            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout=600) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+        shared_memory.remove_all("127.0.0.1", port)
+    logs = "".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(num_ranks))
+    assert not any(codes), logs
+    return folder

@@ -1,0 +1,66 @@
+"""What users pass as ``client_state``, which stands in the model states beside DeepSpeed's own."""
+
+import argparse
+import datetime
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from t5train.checkpoint.consolidate import consolidate
+from t5train.errors import IncompleteCheckpoint, UnknownLayout
+from tests.support.checkpoints.deepspeed_files import Written
+
+
+def save_client_state(written: Written, **state: object) -> None:
+    path = written.tag / "mp_rank_00_model_states.pt"
+    torch.save(torch.load(path, weights_only=False) | state, path)  # a file that this test wrote
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(3), np.random.RandomState(0).get_state(), np.float64(0.5), np.array(["text"]), Path("/data"),
+        datetime.datetime(2026, 11, 21), datetime.timedelta(1), argparse.Namespace(dtype=torch.bfloat16, inner=[1]),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_common_values_in_client_state_are_passed_over(
+    zero12: Callable[..., Written], tmp_path: Path, value: object
+) -> None:
+    written = zero12()
+    save_client_state(written, mine=value)
+    consolidate(written.folder, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in written.expected.items())
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_learning_rates_of_numpy_are_still_compared_between_ranks(
+    zero12: Callable[..., Written], tmp_path: Path, differ: bool
+) -> None:
+    written = zero12()
+    for rank, path in enumerate(sorted(written.tag.glob("*optim_states.pt"))):
+        content = torch.load(path, weights_only=False)  # a file that this test wrote
+        content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["lr"] = np.float64(
+            0.5 + rank * differ
+        )
+        torch.save(content, path)
+    if not differ:
+        consolidate(written.folder, tmp_path / "out")
+    else:
+        with pytest.raises(IncompleteCheckpoint, match="differ in learning rates"):
+            consolidate(written.folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("key", ["global_steps", "dp_world_size"])
+def test_a_counter_that_client_state_replaced_is_refused_by_name(
+    zero12: Callable[..., Written], tmp_path: Path, key: str
+) -> None:
+    written = zero12()
+    save_client_state(written, **{key: np.int64(2)})
+    with pytest.raises(UnknownLayout, match=f"{key} is .*, not a whole number. Keys passed as client_state"):
+        consolidate(written.folder, tmp_path / "out")

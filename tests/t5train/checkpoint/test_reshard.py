@@ -1,0 +1,169 @@
+"""A run that goes on in another layout: over four ranks what two began, and back."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from t5train.checkpoint import resume as run_module
+from t5train.checkpoint.consolidate import consolidate
+from t5train.checkpoint.sidecar import read_all
+from t5train.engine.collectives import digest64
+from t5train.errors import StorageError
+from t5train.metrics import read
+from t5train.records.stage_records import TokenShards
+from t5train.spec import RunSpec
+from t5train.spec.rank_job import TrainJob
+from tests.support.training.launched import Trained, launch, spec_of
+
+pytestmark = pytest.mark.slow
+
+PAIRS = {  # the layout of two ranks: that of four
+    "zero0-fp32": "zero3-fp32",
+    "zero2-fp32-offload": "zero1-fp32",
+    "zero1-bf16": "zero2-bf16",
+    "zero3-bf16-offload": "zero0-bf16",
+    "zero2-fp32-ep2": "zero1-fp32-ep4",
+    "zero2-bf16-ep1": "zero2-bf16-ep2-offload",
+    "zero2-fp32": "zero1-fp32-pp2",
+    "zero1-fp32-pp2": "zero3-fp32",
+    "zero1-bf16-pp2-tied": "zero1-bf16-pp4-tied",
+}
+if torch.ops.mkldnn._is_mkldnn_fp16_supported():
+    PAIRS |= {"zero2-fp16": "zero3-fp16", "zero3-fp16": "zero1-fp16"}
+# First loss scales, as powers of two, with which fp16 drops some of three steps, and all of them.
+SCALES = {"zero2-fp16": 18, "zero3-fp16": 21}
+SKIPPED = {"zero2-fp16": 2, "zero3-fp16": 3}
+FILES = ("model", "exp_avg", "exp_avg_sq")
+
+
+def _job(root: Path, name: str, layout: str, ranks: int, **more: Any) -> dict[str, Any]:
+    pair, _ = name.split(".")
+    # Nothing is drawn by lot: neither dropout nor which tokens an expert has no place for.
+    settings: dict[str, Any] = {"model.dropout_rate": 0.0, "model.moe.capacity_factor": 4.0}
+    settings["optimizer.initial_scale_power"] = SCALES.get(pair, 16)
+    spec = spec_of(layout, ranks=ranks).with_settings(settings)
+    folder = root / "runs" / name
+    folder.mkdir(parents=True)
+    return {"name": name, "spec": spec.model_dump(mode="json"), "run_folder": str(folder), **more}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards) -> Trained:
+    """Every pair: two ranks, from there four, from there two again; and two ranks from the beginning to the end."""
+    root = tmp_path_factory.mktemp("relayout")
+    launches: list[tuple[int, list[dict[str, Any]]]] = [(2, []), (4, []), (2, [])]
+    for layout, other in PAIRS.items():
+        runs = root / "runs"
+        launches[0][1].append(_job(root, f"{layout}.whole", layout, 2))
+        launches[0][1].append(_job(root, f"{layout}.killed", layout, 2, stop_at=3))
+        launches[1][1].append(_job(root, f"{layout}.other", other, 4, other_layout=f"{runs}/{layout}.killed"))
+        launches[2][1].append(_job(root, f"{layout}.back", layout, 2, other_layout=f"{runs}/{layout}.other"))
+    for number, (ranks, jobs) in enumerate(launches):
+        path = root / f"jobs-{number}.json"
+        path.write_text(json.dumps([{**job, "shards": str(pydocs_shards.path)} for job in jobs]))
+        launch(path, ranks)
+    return Trained(root)
+
+
+@pytest.mark.parametrize("layout", PAIRS)
+def test_another_layout_begins_with_the_same_masters_and_moments_bit_for_bit(
+    trained: Trained, layout: str, tmp_path: Path
+) -> None:
+    runs = trained.root / "runs"
+    again = tmp_path / "again"
+    told = Path(json.loads((runs / f"{layout}.killed/told.json").read_text())["folder"])
+    moments = SKIPPED.get(layout) != 3
+    consolidate(runs / f"{layout}.other/checkpoints", again, tag="step-00000003", moments=moments)
+    names = FILES if moments else FILES[:1]
+    before, after = ([load_file(place / f"{name}.safetensors") for name in names] for place in (told, again))
+    for first, second in zip(before, after, strict=True):
+        assert first.keys() == second.keys()
+        assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    live = {name: digest64(tensor.numpy().tobytes()) for name, tensor in before[0].items()}
+    assert all(trained.found(f"{layout}.other", rank)["begun"] == live for rank in range(4))
+
+
+@pytest.mark.parametrize("layout", PAIRS)
+def test_another_layout_begins_as_far_as_training_was(trained: Trained, layout: str) -> None:
+    runs = trained.root / "runs"
+    before, after = (read_all(runs / f"{layout}.{run}/checkpoints/step-00000003")[0] for run in ("killed", "other"))
+    for what in ("step", "skipped_steps", "loss_scaler", "data"):
+        assert getattr(before, what) == getattr(after, what)
+    assert before.skipped_steps == SKIPPED.get(layout, 0)
+
+
+@pytest.mark.parametrize("layout", PAIRS)
+def test_there_and_back_again_a_run_ends_bit_equal_to_one_that_stayed(trained: Trained, layout: str) -> None:
+    whole, back = trained.found(f"{layout}.whole"), trained.found(f"{layout}.back")
+    assert whole["step"] == back["step"] == 6
+    assert whole["masters"] == back["masters"]
+
+
+@pytest.mark.parametrize("layout", PAIRS)
+def test_what_another_layout_goes_on_to_train_is_the_same_up_to_rounding(trained: Trained, layout: str) -> None:
+    whole, other = (read(trained.root / f"runs/{layout}.{name}/metrics.jsonl") for name in ("whole", "other"))
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in (whole, other)]
+    assert losses[1] == pytest.approx(losses[0][3:], rel=1e-6 if "fp32" in layout else 1e-3)
+
+
+@pytest.fixture
+def run(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSpec:
+    """A run that was killed at step 3, as its head finds it."""
+    folder = tmp_path / "runs/run"
+    shutil.copytree(trained.root / "runs/zero1-bf16.killed/checkpoints", folder / "checkpoints")
+    monkeypatch.setattr(run_module, "run_fingerprint", lambda _spec, _shards: "0" * 64)
+    return spec_of("zero1-bf16").with_settings({"storage.root": str(tmp_path), "name": "run"})
+
+
+def _told(spec: RunSpec, shards: TokenShards, tmp_path: Path) -> TrainJob:
+    return TrainJob.read(run_module.write_job(spec, shards, tmp_path))
+
+
+def test_a_head_has_a_checkpoint_of_another_layout_consolidated_once(
+    run: RunSpec, pydocs_shards: TokenShards, tmp_path: Path
+) -> None:
+    other = run.with_settings({"layout.zero_stage": 3})
+    first = _told(other, pydocs_shards, tmp_path)
+    assert first.resume_tag is None
+    assert first.consolidated is not None
+    assert first.consolidated.clock.optimizer_steps == 3
+    model = first.consolidated.folder / "model.safetensors"
+    made = model.stat()
+    assert _told(other, pydocs_shards, tmp_path) == first  # as after a kill before a checkpoint of the new layout
+    assert model.stat().st_ino == made.st_ino
+    content = model.read_bytes()
+    model.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert _told(other.with_settings({"cluster.ranks": 4}), pydocs_shards, tmp_path) != first
+    assert model.read_bytes() == content
+
+
+def test_what_was_consolidated_goes_when_the_newest_checkpoint_has_the_layout_asked_for(
+    run: RunSpec, pydocs_shards: TokenShards, tmp_path: Path, trained: Trained
+) -> None:
+    other = run.with_settings({"layout.zero_stage": 2, "cluster.ranks": 4})
+    assert _told(other, pydocs_shards, tmp_path).consolidated is not None
+    newest = run.run_folder / "checkpoints/step-00000006"
+    shutil.copytree(trained.root / "runs/zero1-bf16.other/checkpoints/step-00000006", newest)
+    again = _told(other, pydocs_shards, tmp_path)
+    assert (again.resume_tag, again.consolidated) == ("step-00000006", None)
+    assert not (run.run_folder / "relayout").exists()
+    back = _told(run, pydocs_shards, tmp_path).consolidated
+    assert back is not None
+    assert back.clock.step == 6
+    (newest / "rank-00003.json").unlink()
+    assert _told(run, pydocs_shards, tmp_path).resume_tag == "step-00000003"
+
+
+def test_a_disk_without_room_for_another_layout_is_refused_before_anything_is_written(
+    run: RunSpec, pydocs_shards: TokenShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1))
+    with pytest.raises(StorageError, match="consolidating step-00000003 of run 'run' and saving the next one needs"):
+        _told(run.with_settings({"layout.zero_stage": 2}), pydocs_shards, tmp_path)
+    assert not (run.run_folder / "relayout").exists()
