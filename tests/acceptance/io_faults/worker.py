@@ -20,7 +20,7 @@ from tests.acceptance.io_faults.operations import operation
 from tests.acceptance.io_faults.stand_in import NODE_PARENT, Main, StandIn
 from tests.acceptance.io_faults.trial import Operation, Trials, in_a_child
 
-_ON_NODES = [f"infra.node.storage.{name}" for name in ("on_node", "stage_on_node", "garbage")]
+_ON_NODES = [f"infra.node.storage.{name}" for name in ("stored_checkpoints", "chain_copy", "garbage")]
 _IMPORTED = [
     *("deepspeed", "torch._dynamo", "torch.distributed.fsdp", "torch.utils.tensorboard"),
     *("transformers.models.t5.modeling_t5", "transformers.models.t5.tokenization_t5", "transformers.models.mt5"),
