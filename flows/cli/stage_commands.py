@@ -125,11 +125,11 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
     if not begin_again:
         require_no_pending_begin_again(spec.run_folder)
     tokens = TokenShards.load(shards or _only_shards(spec.storage.root))
-    with hold_ready_run(spec), stage_display() as progress:
+    with hold_ready_run(spec) as run, stage_display() as progress:
         tokens.verify(progress)
         if begin_again:
-            train_again(spec)
-        made = train_run(spec, tokens, progress, adopt=adopt)
+            train_again(spec, run)
+        made = train_run(spec, tokens, run, progress, adopt=adopt)
     for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):
         say(line)
     _say(made)
