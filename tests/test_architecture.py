@@ -172,6 +172,11 @@ def test_a_package_is_small_enough_to_be_read() -> None:
     assert not {package: names for package in PACKAGES if len(names := children_of(package)) > MOST_MODULES}
 
 
+def test_every_package_says_what_belongs_elsewhere() -> None:
+    packages = [name for name, path in MODULES.items() if path.stem == "__init__"]
+    assert not [name for name in packages if "Not here:" not in (ast.get_docstring(TREES[name]) or "")]
+
+
 def test_every_module_says_what_it_is_and_stays_small() -> None:
     assert not [name for name in MODULES if not ast.get_docstring(TREES[name])], "these have no docstring"
     assert not [name for name, path in MODULES.items() if path.stem in NAMES_THAT_SAY_NOTHING]
