@@ -1,1 +1,5 @@
-"""Prefect flows and the command line."""
+"""The Prefect flow, which chains the stages of a run, and what it needs: server, worker, profile, records of flow runs.
+
+Start reading in ``pretrain``. Not here: what a stage does (``t5train``), and the command line (``flows.cli``), which no
+flow imports.
+"""

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from prefect import flow
+from prefect import Flow, flow
 from prefect.context import FlowRunContext
 from prefect.runtime import flow_run
 from pydantic import Field
@@ -11,11 +11,13 @@ from pydantic import Field
 from flows import run_records
 from flows.prefect_server import records_folder
 from flows.spec_from_recipe import resolve
+from infra.head.launch.held_run import HeldRun
 from infra.head.preflight.run_checks import publish_url, require_possible
 from infra.head.training_run import hold_ready_run
 from t5train.files.os_errors import as_storage_errors
+from t5train.progress import Progress, silent
 from t5train.records.stage_records import Publication
-from t5train.spec import RUN_NAME_PATTERN
+from t5train.spec import RUN_NAME_PATTERN, RunSpec
 from tasks.prefect_log import drop_needless_tracebacks, library_log
 from tasks.stage_progress import StageTable
 from tasks.stage_tasks import (
@@ -51,43 +53,61 @@ def _flow_run_name() -> str:
     return str(parameters.get("run_name") or parameters["recipe"])
 
 
-@flow(name="t5-pretrain", flow_run_name=_flow_run_name)
-@as_storage_errors()
-def pretrain(
-    recipe: RecipeName,
-    root: Path,
-    settings: dict[str, Any] | None = None,
-    run_name: Annotated[str, Field(pattern=RUN_NAME_PATTERN)] | None = None,
-    publish_to: Annotated[str, Field(min_length=1)] | None = None,
-    adopt: bool = False,
-) -> Publication:
-    """From text to a published, certified T5 checkpoint. Finished stages are verified and reused.
+def pretrain_flow(held: HeldRun | None = None, progress: Progress = silent) -> Flow[..., Publication]:
+    """The flow that chains all stages; ``progress`` is called with the progress of each, besides Prefect.
 
-    Args:
-        recipe: Recipe to start from.
-        root: Absolute path of the folder that holds everything a run makes, on the machine that executes the run.
-        settings: Changes to the recipe, as "part.key": value, such as {"optimizer.num_steps": 1000}.
-        run_name: Name of the run's folder in root/runs; made of recipe and settings when left out.
-        publish_to: Folder or fsspec URL to publish to; a folder named after the run in root/published when left out.
-        adopt: Take over a run whose checkpoints on its hosts belong to another head that has died.
-
+    ``held`` is the run if the process holds it already. Prefect records a flow's parameters, so an object of this
+    process cannot be one of them.
     """
-    record_process()
-    drop_needless_tracebacks()
-    spec = resolve(recipe, settings or {}, root=root, run_name=run_name, publish_to=publish_to)
-    require_possible(spec)
-    with hold_ready_run(spec), library_log():
-        stages = StageTable()
-        corpus = stages.add("corpus", make_corpus(spec))
-        tokenizer = stages.add("tokenizer", make_tokenizer(spec, corpus))
-        shards = stages.add("shards", make_shards(spec, corpus, tokenizer))
-        checkpoint = stages.add("train", train.with_options(retries=spec.cluster.retries)(spec, shards, adopt))
-        weights = stages.add("consolidate", consolidate_weights(spec, checkpoint))
-        exported = stages.add("export", export_model(spec, weights, tokenizer))
-        certified = stages.add("certify", certify_export(spec, exported))
-        publication = stages.add("publish", publish_export(spec, certified, publish_url(spec)))
-        summarise(spec, checkpoint, publication)
-        return publication
+
+    @flow(name="t5-pretrain", flow_run_name=_flow_run_name)
+    @as_storage_errors()
+    def pretrain(
+        recipe: RecipeName,
+        root: Path,
+        settings: dict[str, Any] | None = None,
+        run_name: Annotated[str, Field(pattern=RUN_NAME_PATTERN)] | None = None,
+        publish_to: Annotated[str, Field(min_length=1)] | None = None,
+        adopt: bool = False,
+    ) -> Publication:
+        """From text to a published, certified T5 checkpoint. Finished stages are verified and reused.
+
+        Args:
+            recipe: Recipe to start from.
+            root: Absolute path of the folder that holds everything a run makes, on the machine that executes the run.
+            settings: Changes to the recipe, as "part.key": value, such as {"optimizer.num_steps": 1000}.
+            run_name: Name of the run's folder in root/runs; made of recipe and settings when left out.
+            publish_to: Folder or fsspec URL to publish to; a folder named after the run in root/published if left out.
+            adopt: Take over a run whose checkpoints on its hosts belong to another head that has died.
+
+        """
+        record_process()
+        drop_needless_tracebacks()
+        spec = resolve(recipe, settings or {}, root=root, run_name=run_name, publish_to=publish_to)
+        require_possible(spec)
+        with hold_ready_run(spec, held) as run, library_log():
+            return _stages(spec, run, progress, adopt)
+
+    return pretrain
+
+
+pretrain = pretrain_flow()
+"""The flow that deployments execute."""
+
+
+def _stages(spec: RunSpec, run: HeldRun, progress: Progress, adopt: bool) -> Publication:
+    stages = StageTable()
+    corpus = stages.add("corpus", make_corpus(spec, progress))
+    tokenizer = stages.add("tokenizer", make_tokenizer(spec, corpus, progress))
+    shards = stages.add("shards", make_shards(spec, corpus, tokenizer, progress))
+    retried = train.with_options(retries=spec.cluster.retries)
+    checkpoint = stages.add("train", retried(spec, shards, run, progress, adopt))
+    weights = stages.add("consolidate", consolidate_weights(spec, checkpoint, progress))
+    exported = stages.add("export", export_model(spec, weights, tokenizer, progress))
+    certified = stages.add("certify", certify_export(spec, exported, progress))
+    publication = stages.add("publish", publish_export(spec, certified, publish_url(spec), progress))
+    summarise(spec, checkpoint, publication)
+    return publication
 
 
 def record_process() -> None:

@@ -23,8 +23,6 @@ _FOLDER = "t5-pretrain-runs"
 _NAME = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _LOCK_SECONDS = 5.0
 _log = logging.getLogger(__name__)
-_held: list[int] = []
-"""Descriptors that stay open until this process ends, when the kernel releases their locks."""
 
 
 class RunRecord(NamedTuple):
@@ -50,12 +48,11 @@ def hold(folder: Path, flow_run_id: UUID, state_id: UUID) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(folder / str(flow_run_id), os.O_RDWR | os.O_CREAT, 0o600)
-        _held.append(descriptor)
         if not try_lock(descriptor, _LOCK_SECONDS):
             raise TimeoutError(f"{folder / str(flow_run_id)} is locked by another process")
         os.ftruncate(descriptor, 0)
         record = RunRecord(str(state_id), socket.gethostname(), boot_id())
-        os.pwrite(descriptor, json.dumps(record).encode(), 0)
+        os.pwrite(descriptor, json.dumps(record).encode(), 0)  # never closed: when this process ends, so does the lock
     except OSError as error:  # training can continue without a record
         _log.warning("could not record this process; if it is killed, Prefect will show its run as Running: %s", error)
 

@@ -1,5 +1,7 @@
 """The machines of a run: launching, supervising and ending its ranks, on this machine or on hosts. Without Prefect.
 
+Not here: Prefect (``flows``, ``tasks``), and what ranks compute (``t5train``).
+
 ::
 
     head/           the machine that orchestrates; start reading in head/training_run.py

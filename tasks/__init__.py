@@ -1,1 +1,4 @@
-"""Prefect tasks: thin, one library call each."""
+"""Prefect tasks, each of which makes one call of the library, and how Prefect shows them: progress, results, log.
+
+Not here: anything that is usable without Prefect (``t5train``, ``infra``).
+"""

@@ -4,8 +4,6 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 from uuid import UUID
 
@@ -19,30 +17,20 @@ from t5train.records.stage_records import Record
 SECONDS_UNTIL_SHOWN = 2.0
 SECONDS_BETWEEN_UPDATES = 1.0
 SECONDS_BETWEEN_LINES = 10.0
-_watcher: Progress = silent
 _log = logging.getLogger(__name__)
-
-
-@contextmanager
-def watched_by(progress: Progress) -> Iterator[None]:
-    """Within the block, pass the progress of all stages of flows in this process to ``progress``."""
-    global _watcher  # noqa: PLW0603  # Prefect calls tasks, and cannot pass a callback
-    previous, _watcher = _watcher, progress
-    try:
-        yield
-    finally:
-        _watcher = previous
 
 
 class StageProgress:
     """A progress callback that updates one artifact, at most once per second, and logs every ten seconds.
 
+    It also passes everything on to ``watcher``.
+
     A stage that ends within two seconds makes neither. If the server does not respond, the artifact is not updated, but
     the stage continues: training goes on while the server is restarted.
     """
 
-    def __init__(self, stage: str) -> None:
-        self._stage = stage
+    def __init__(self, stage: str, watcher: Progress = silent) -> None:
+        self._stage, self._watcher = stage, watcher
         started = time.monotonic()
         self._updated_at = started + SECONDS_UNTIL_SHOWN - SECONDS_BETWEEN_UPDATES
         self._logged_at = started
@@ -50,7 +38,7 @@ class StageProgress:
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
         """Report ``done`` of ``total`` units of ``what``; if anything was shown, the end is shown as well."""
-        _watcher(f"{self._stage}: {what}", done, total)
+        self._watcher(f"{self._stage}: {what}", done, total)
         now = time.monotonic()
         ends = self._artifact is not None and done == total
         if ends or now - self._updated_at >= SECONDS_BETWEEN_UPDATES:

@@ -1,8 +1,9 @@
 """The stages as Prefect tasks: one library call each.
 
-The library decides whether an existing result is reused; Prefect neither caches nor stores results. Training is retried
-after a transient failure, and resumes from its last checkpoint. Weights and export are in the run's own folder and can
-be made again from its checkpoint, so damaged ones are moved aside. A checkpoint or a publication never is.
+Each passes its progress to ``watcher`` as well as to Prefect. The library decides whether an existing result is reused;
+Prefect neither caches nor stores results. Training is retried after a transient failure, and resumes from its last
+checkpoint. Weights and export are in the run's own folder and can be made again from its checkpoint, so damaged ones
+are moved aside. A checkpoint or a publication never is.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 
+from infra.head.launch.held_run import HeldRun
 from infra.head.training_run import train_run
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
@@ -19,6 +21,7 @@ from t5train.errors import T5TrainError
 from t5train.files import run_folder
 from t5train.files.atomic import write_json
 from t5train.files.os_errors import as_storage_errors
+from t5train.progress import Progress, silent
 from t5train.records.identity import fingerprint
 from t5train.records.stage_records import (
     Checkpoint,
@@ -39,23 +42,25 @@ from tasks.stage_progress import StageProgress
 
 @task(name="corpus", cache_policy=NO_CACHE)
 @as_storage_errors()
-def make_corpus(spec: RunSpec) -> Corpus:
+def make_corpus(spec: RunSpec, watcher: Progress = silent) -> Corpus:
     """Find or make the text, and verify all its files."""
-    return build_corpus(spec.corpus, spec.storage.root, StageProgress("corpus"))
+    return build_corpus(spec.corpus, spec.storage.root, StageProgress("corpus", watcher))
 
 
 @task(name="tokenizer", cache_policy=NO_CACHE)
 @as_storage_errors()
-def make_tokenizer(spec: RunSpec, corpus: Corpus) -> TokenizerFiles:
+def make_tokenizer(spec: RunSpec, corpus: Corpus, watcher: Progress = silent) -> TokenizerFiles:
     """Train the vocabulary, or use the given one."""
-    return build_tokenizer(spec.tokenizer, spec.corpus, corpus, spec.storage.root, StageProgress("tokenizer"))
+    return build_tokenizer(spec.tokenizer, spec.corpus, corpus, spec.storage.root, StageProgress("tokenizer", watcher))
 
 
 @task(name="shards", cache_policy=NO_CACHE)
 @as_storage_errors()
-def make_shards(spec: RunSpec, corpus: Corpus, tokenizer: TokenizerFiles) -> TokenShards:
+def make_shards(spec: RunSpec, corpus: Corpus, tokenizer: TokenizerFiles, watcher: Progress = silent) -> TokenShards:
     """Convert the text to files of token ids."""
-    return build_shards(spec.shards, spec.corpus, corpus, tokenizer, spec.storage.root, StageProgress("shards"))
+    return build_shards(
+        spec.shards, spec.corpus, corpus, tokenizer, spec.storage.root, StageProgress("shards", watcher)
+    )
 
 
 SECONDS_BEFORE_RETRY = 5
@@ -69,14 +74,16 @@ def can_pass(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
 
 @task(name="train", cache_policy=NO_CACHE, retry_delay_seconds=SECONDS_BEFORE_RETRY, retry_condition_fn=can_pass)
 @as_storage_errors()
-def train(spec: RunSpec, shards: TokenShards, adopt: bool = False) -> Checkpoint:
-    """Train to the last step, starting from the newest complete checkpoint; the caller holds the run's lock."""
-    return train_run(spec, shards, StageProgress("train"), adopt=adopt)
+def train(
+    spec: RunSpec, shards: TokenShards, run: HeldRun, watcher: Progress = silent, adopt: bool = False
+) -> Checkpoint:
+    """Train to the last step, starting from the newest complete checkpoint."""
+    return train_run(spec, shards, run, StageProgress("train", watcher), adopt=adopt)
 
 
 @task(name="consolidate", cache_policy=NO_CACHE)
 @as_storage_errors()
-def consolidate_weights(spec: RunSpec, checkpoint: Checkpoint) -> Weights:
+def consolidate_weights(spec: RunSpec, checkpoint: Checkpoint, watcher: Progress = silent) -> Weights:
     """Join the ranks' parts of the fp32 masters into safetensors."""
     from t5train.checkpoint.consolidate import (
         consolidate,  # imports torch, which a flow that reuses everything does not need
@@ -87,30 +94,32 @@ def consolidate_weights(spec: RunSpec, checkpoint: Checkpoint) -> Weights:
     out = spec.run_folder / run_folder.WEIGHTS / f"{checkpoint.tag}-{content[:12]}"
     checkpoints = spec.run_folder / run_folder.CHECKPOINTS
     set_damaged_aside(out)
-    return consolidate(checkpoints, out, tag=checkpoint.tag, progress=StageProgress("consolidate"))
+    return consolidate(checkpoints, out, tag=checkpoint.tag, progress=StageProgress("consolidate", watcher))
 
 
 @task(name="export", cache_policy=NO_CACHE)
 @as_storage_errors()
-def export_model(spec: RunSpec, weights: Weights, tokenizer: TokenizerFiles) -> Export:
+def export_model(spec: RunSpec, weights: Weights, tokenizer: TokenizerFiles, watcher: Progress = silent) -> Export:
     """Write the Hugging Face folder."""
     witness, out = spec.run_folder / run_folder.WITNESS_FOLDER, spec.run_folder / run_folder.EXPORT
     set_damaged_aside(out)
-    return export(weights, tokenizer, witness, spec, out, StageProgress("export"))
+    return export(weights, tokenizer, witness, spec, out, StageProgress("export", watcher))
 
 
 @task(name="certify", cache_policy=NO_CACHE)
 @as_storage_errors()
-def certify_export(spec: RunSpec, exported: Export) -> Export:
+def certify_export(spec: RunSpec, exported: Export, watcher: Progress = silent) -> Export:
     """Prove, in a new process, that the export is the model that was trained."""
-    return certify_in_fresh_process(exported, spec.run_folder / run_folder.WITNESS_FOLDER, StageProgress("certify"))
+    return certify_in_fresh_process(
+        exported, spec.run_folder / run_folder.WITNESS_FOLDER, StageProgress("certify", watcher)
+    )
 
 
 @task(name="publish", cache_policy=NO_CACHE)
 @as_storage_errors()
-def publish_export(spec: RunSpec, exported: Export, url: str) -> Publication:
+def publish_export(spec: RunSpec, exported: Export, url: str, watcher: Progress = silent) -> Publication:
     """Publish the certified export, and record its URL in the run's folder."""
-    publication = publish(exported, url, StageProgress("publish"))
+    publication = publish(exported, url, StageProgress("publish", watcher))
     note = {"url": publication.url, "fingerprint": publication.fingerprint}
     write_json(spec.run_folder / run_folder.PUBLISHED, note)
     return publication

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from infra.head.launch.held_run import hold_run
 from infra.head.training_run import train_run
 from infra.node.attempts.attempt import attempt_folder, rank_name, read
-from infra.node.attempts.run_lock import run_lock
 from infra.node.processes import find, in_run
 from t5train import metrics
 from t5train.checkpoint.consolidate import consolidate
@@ -97,8 +97,8 @@ def _spec(root: Path, **settings: Any) -> RunSpec:
 
 
 def _train(spec: RunSpec, shards: TokenShards) -> Checkpoint:
-    with run_lock(spec.run_folder):
-        return train_run(spec, shards)
+    with hold_run(spec.run_folder) as run:
+        return train_run(spec, shards, run)
 
 
 def _losses(spec: RunSpec) -> dict[int, float]:
@@ -152,8 +152,8 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_run_goes_on_where_it_stoo
             os.kill(json.loads(victim.read_text())["process"]["pid"], signal.SIGKILL)
             (attempt / "killed").touch()
 
-    with run_lock(spec.run_folder), pytest.raises(LaunchError, match="SIGKILL"):
-        train_run(spec, data[1], kill_after_a_checkpoint)
+    with hold_run(spec.run_folder) as run, pytest.raises(LaunchError, match="SIGKILL"):
+        train_run(spec, data[1], run, kill_after_a_checkpoint)
     assert not find(in_run(read(attempt).run_id))
     lost = _losses(spec)
     assert _train(spec, data[1]).step == 80

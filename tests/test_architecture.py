@@ -37,6 +37,7 @@ MOST_MODULES = 16
 WATCHED = {*LAYERS, "prefect"}
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
 MOST_LINES = 400
+CONTAINERS = {"list", "dict", "set", "deque", "defaultdict", "Counter", "ExitStack"}
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -171,12 +172,41 @@ def test_a_package_is_small_enough_to_be_read() -> None:
     assert not {package: names for package in PACKAGES if len(names := children_of(package)) > MOST_MODULES}
 
 
+def test_every_package_says_what_belongs_elsewhere() -> None:
+    packages = [name for name, path in MODULES.items() if path.stem == "__init__"]
+    assert not [name for name in packages if "Not here:" not in (ast.get_docstring(TREES[name]) or "")]
+
+
 def test_every_module_says_what_it_is_and_stays_small() -> None:
     assert not [name for name in MODULES if not ast.get_docstring(TREES[name])], "these have no docstring"
     assert not [name for name, path in MODULES.items() if path.stem in NAMES_THAT_SAY_NOTHING]
     lines = {name: len(path.read_text("utf-8").splitlines()) for name, path in MODULES.items()}
     too_long = {name: count for name, count in lines.items() if count > MOST_LINES}
     assert not too_long, "an idea in each of these wants its own module"
+
+
+def module_state(tree: ast.Module) -> Iterator[str]:
+    """What a module keeps between calls: ``global``, context variables, and containers that are empty at first."""
+    yield from (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Global))
+    for node in tree.body:
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        if isinstance(value, ast.Call):
+            name = ast.unparse(value.func).partition("[")[0].rpartition(".")[2]
+            is_state = name == "ContextVar" or (name in CONTAINERS and not value.args)
+        else:
+            is_state = isinstance(value, ast.List | ast.Dict) and not ast.unparse(value).strip("[]{}")
+        if is_state:
+            yield ast.unparse(node)
+
+
+def test_no_module_keeps_state() -> None:
+    kept = {name: list(module_state(TREES[name])) for name in MODULES}
+    assert not {name: state for name, state in kept.items() if state}, "let its owner hold it, and pass it on"
+
+
+@pytest.mark.parametrize("code", ["x = {}", "x: dict[str, int] = {}", "x = set[str]()", "x = ContextVar('x')"])
+def test_state_of_a_module_is_found(code: str) -> None:
+    assert list(module_state(ast.parse(code)))
 
 
 def device_bound(tree: ast.AST) -> Iterator[int]:

@@ -2,7 +2,7 @@
 
 import logging
 import shlex
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import typer
 
@@ -27,6 +27,7 @@ from flows.cli.options import (
 )
 from flows.cli.terminal import BarProgress, complain, progress_display, say
 from flows.spec_from_recipe import resolve
+from infra.head.launch.held_run import HeldRun
 from infra.head.preflight.run_checks import require_possible
 from infra.head.training_run import hold_ready_run, train_again
 from t5train.checkpoint.resume_point import require_no_pending_begin_again
@@ -81,15 +82,15 @@ def run(  # noqa: PLR0913, PLR0917 - one for each option
         require_no_pending_begin_again(spec.run_folder)
     require_possible(spec)
     with (
-        hold_ready_run(spec),  # locked from here on, so that a second start is refused even while the server starts
+        hold_ready_run(spec) as held,  # before the server starts, so that a second start is refused at once
         progress_display() as progress,
         prefect_server.any_server(spec.storage.root, progress) as api_url,
     ):
         if begin_again:
-            train_again(spec)
+            train_again(spec, held)
         complain(f"watch it at {api_url.removesuffix('/api')}{_login(api_url)}")
         _close_abandoned_runs()
-        publication = _run_flow(spec, changed, progress, adopt)
+        publication = _run_flow(held, spec, changed, progress, adopt)
     for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):
         say(line)
     say(f"published: {publication.url}")
@@ -107,22 +108,21 @@ def _close_abandoned_runs() -> None:
         complain(f"run {name!r} was killed and is now closed in Prefect; start the same run again to resume it")
 
 
-def _run_flow(spec: RunSpec, changes: dict[str, str], progress: Progress, adopt: bool) -> Publication:
-    from flows.pretrain import pretrain  # brings Prefect, which reads its settings when it is imported
-    from tasks.stage_progress import watched_by
+def _run_flow(held: HeldRun, spec: RunSpec, changes: dict[str, str], progress: Progress, adopt: bool) -> Publication:
+    from flows.pretrain import pretrain_flow  # brings Prefect, which reads its settings when it is imported
 
     if isinstance(progress, BarProgress):
         _log_above(progress)
     # Without a terminal, progress appears in the run's log.
-    with watched_by(progress if isinstance(progress, BarProgress) else silent):
-        return pretrain(
-            recipe=cast(Any, spec.recipe),
-            root=spec.storage.root,
-            settings=changes,
-            run_name=spec.name,
-            publish_to=spec.storage.publish_to,
-            adopt=adopt,
-        )
+    pretrain = pretrain_flow(held, progress if isinstance(progress, BarProgress) else silent)
+    return pretrain(
+        recipe=spec.recipe,
+        root=spec.storage.root,
+        settings=changes,
+        run_name=spec.name,
+        publish_to=spec.storage.publish_to,
+        adopt=adopt,
+    )
 
 
 def _log_above(progress: BarProgress) -> None:

@@ -27,7 +27,7 @@ from flows.cli.options import (
 from flows.cli.terminal import say, stage_display
 from flows.spec_from_recipe import resolve
 from infra.head.training_run import hold_ready_run, train_again, train_run
-from t5train.checkpoint.resume import begun_spec
+from t5train.checkpoint.resume import load_run_spec
 from t5train.checkpoint.resume_point import require_no_pending_begin_again
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
@@ -125,11 +125,11 @@ def train(  # noqa: PLR0913, PLR0917 - one for each option
     if not begin_again:
         require_no_pending_begin_again(spec.run_folder)
     tokens = TokenShards.load(shards or _only_shards(spec.storage.root))
-    with hold_ready_run(spec), stage_display() as progress:
+    with hold_ready_run(spec) as run, stage_display() as progress:
         tokens.verify(progress)
         if begin_again:
-            train_again(spec)
-        made = train_run(spec, tokens, progress, adopt=adopt)
+            train_again(spec, run)
+        made = train_run(spec, tokens, run, progress, adopt=adopt)
     for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):
         say(line)
     _say(made)
@@ -162,7 +162,7 @@ def export(
     vocabulary: Annotated[Path, typer.Option("--tokenizer", help="Folder made by `tokenizer`", readable=False)],
 ) -> None:
     """Write a Hugging Face folder from consolidated weights."""
-    spec = begun_spec(run)
+    spec = load_run_spec(run)
     with stage_display() as progress:
         files = TokenizerFiles.load(vocabulary)
         made = export_folder(Weights.load(weights), files, run / WITNESS_FOLDER, spec, out, progress)

@@ -2,14 +2,13 @@
 
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from infra.head import retries
 from infra.head.hosts.hostfile import Host, Hosts, read_hosts, spare_hosts
 from infra.head.hosts.ssh import Ssh, Transport
-from infra.head.launch.earlier_attempts import hosts_at_work
 from infra.head.preflight.host_preflight import require_agreement
 from infra.head.preflight.launch_requirements import LaunchRequirements
 from t5train.errors import PreflightError
@@ -36,33 +35,41 @@ def _or_spare(host: Host, why: str, left: list[Host]) -> Host:
     return host
 
 
-def training_hosts(spec: RunSpec) -> Hosts:
-    """The hosts that train. Spares that an earlier head has already used to replace others stay."""
+def training_hosts(spec: RunSpec, at_work: Hosts | None = None, silent: Collection[str] = ()) -> Hosts:
+    """The hosts that train.
+
+    Hosts ``at_work``, whose ranks an earlier head left running, stay, including the spares among them. Hosts that were
+    ``silent`` before the run began are replaced: nothing is lost by not waiting for them.
+    """
     hosts, spares = read_hosts(spec.cluster), spare_hosts(spec.cluster)
-    unfit, at_work = retries.unfit(spec.run_folder), hosts_at_work(spec.run_folder)
+    unfit = dict.fromkeys(sorted(silent), "does not answer") | retries.unfit(spec.run_folder)
     fit = {*hosts.names, *spares.names} - unfit.keys()
     if spares.all and at_work and at_work.num_ranks == hosts.num_ranks and fit.issuperset(at_work.names):
         return at_work
     return with_spares(hosts, spares, unfit)
 
 
-def require_hosts(spec: RunSpec, of_model: T5Shape, text_bytes: int) -> None:
+def require_hosts(
+    spec: RunSpec, of_model: T5Shape, text_bytes: int, at_work: Hosts | None = None, silent: Collection[str] = ()
+) -> set[str]:
     """Raise PreflightError unless the hosts can train together, as far as that can be known now.
 
     A host that does not answer, which may be transient, is replaced by a spare if there is one, and the spare is asked.
     Hosts whose ranks are running were asked when these began, and are not given up for problems that came up since.
+    Returns the ``silent`` hosts, with those that were found now.
     """
-    hosts, silent = training_hosts(spec), dict[str, str]()
-    if hosts == hosts_at_work(spec.run_folder):
-        return
+    hosts, answers, excluded = training_hosts(spec, at_work, silent), dict[str, str](), set(silent)
+    if hosts == at_work:
+        return excluded
     while found := _silent(spec, hosts, of_model, text_bytes):
         for said in found.values():
             _log.warning("%s", said)
-        silent |= found
-        retries.set_aside(spec.run_folder, silent)
-        hosts = training_hosts(spec)
-        if silent.keys() & set(hosts.names):
-            raise _irreplaceable(silent)
+        answers |= found
+        excluded |= found.keys()
+        hosts = training_hosts(spec, at_work, excluded)
+        if answers.keys() & set(hosts.names):
+            raise _irreplaceable(answers)
+    return excluded
 
 
 @contextmanager

@@ -40,9 +40,6 @@ class _Failure:
         return asdict(self) | {"at": other.at} == asdict(other)
 
 
-_silent: dict[Path, set[str]] = {}
-
-
 def judged(
     run_folder: Path, error: T5TrainError, is_replaced: Callable[[str], bool] = lambda _host: False
 ) -> T5TrainError:
@@ -66,15 +63,9 @@ def judged(
     return kind(f"{_blame(failures, named)}: {error}", error.hosts)
 
 
-def set_aside(run_folder: Path, hosts: Iterable[str]) -> None:
-    """Exclude hosts that did not answer before the run began: nothing is lost by not waiting for them."""
-    _silent.setdefault(run_folder, set()).update(hosts)
-
-
 def unfit(run_folder: Path) -> dict[str, str]:
-    """Hosts to exclude, and why: those that were set aside, or have failed twice in the last week."""
-    silent = dict.fromkeys(sorted(_silent.get(run_folder, ())), "does not answer")
-    return silent | dict.fromkeys(_failed_twice(_recorded(run_folder)), "has failed twice")
+    """Hosts that have failed twice in the last week, and so are to be excluded, with the reason."""
+    return dict.fromkeys(_failed_twice(_recorded(run_folder)), "has failed twice")
 
 
 def _is_tried_elsewhere(error: T5TrainError) -> bool:

@@ -5,15 +5,17 @@ Does not use Prefect: both the flow's task and the command line call it.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from infra.head import retries
 from infra.head.host_selection import require_hosts, training_hosts
+from infra.head.hosts.hostfile import Hosts
 from infra.head.hosts.ssh import Ssh
 from infra.head.launch.cluster_launch import ClusterLaunchSpec, launch_on_hosts
-from infra.head.launch.earlier_attempts import end_all, hold_run
+from infra.head.launch.held_run import HeldRun, end_all, hold_run
 from infra.head.launch.local_launch import LaunchSpec, launch
 from infra.head.preflight.launch_requirements import LaunchRequirements, operators_of
 from infra.head.preflight.run_checks import (
@@ -26,7 +28,6 @@ from infra.head.preflight.run_checks import (
 )
 from infra.head.storage.node_paths import NodeRun
 from infra.head.storage.run_storage import NodeLocalStorage, RunStorage, SharedStorage
-from infra.node.attempts.run_lock import at_release, require_held
 from t5train.checkpoint import resume
 from t5train.checkpoint.resume import has_finished, require_same_settings
 from t5train.checkpoint.resume_point import ask_to_begin_again
@@ -42,81 +43,96 @@ from t5train.release.publication import check_destination
 from t5train.spec import RunSpec
 
 
-def train_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent, *, adopt: bool = False) -> Checkpoint:
-    """Return the run's last checkpoint: reused, or trained starting from the newest complete one.
+def train_run(
+    spec: RunSpec, shards: TokenShards, run: HeldRun, progress: Progress = silent, *, adopt: bool = False
+) -> Checkpoint:
+    """Return the last checkpoint of a held run: reused, or trained starting from the newest complete one.
 
-    ``adopt`` takes over the run's files on hosts from another head whose lease has expired. The caller must hold
-    ``hold_run``. Raises RunChanged if the run was begun with other settings, RunOwned if another head owns its files on
-    hosts, a TrainingError if training fails a sanity check, and LaunchError or HostError, after most of which a retry
-    can help. Such an error names hosts that have failed twice in the last week; spares replace them the next time.
+    ``adopt`` takes over the run's files on hosts from another head whose lease has expired. Raises RunChanged if the
+    run was begun with other settings, RunOwned if another head owns its files on hosts, a TrainingError if training
+    fails a sanity check, and LaunchError or HostError, after most of which a retry can help. Such an error names hosts
+    that have failed twice in the last week; spares replace them the next time.
     """
     resume.open_run(spec, shards, progress)
     if (checkpoint := resume.finished(spec, shards, progress)) is not None:
         return checkpoint
     try:
-        _train(spec, shards, progress, adopt)
-        require_held(spec.run_folder)
+        _Training(spec, shards, run, progress, adopt).to_the_end()
+        run.require_held()
     except (LaunchError, HostError) as error:
-        raise retries.judged(spec.run_folder, error, partial(_is_replaced, spec)) from error
+        raise retries.judged(spec.run_folder, error, partial(_is_replaced, spec, run)) from error
     _tell(spec, progress)
     return resume.conclude(spec, shards, progress)
 
 
-def train_again(spec: RunSpec) -> None:
-    """Make the next ``train_run`` begin at step 0, with all checkpoints set aside. The caller must hold the run.
+def train_again(spec: RunSpec, run: HeldRun) -> None:
+    """Make the next ``train_run`` begin at step 0, with all checkpoints set aside.
 
     Ranks that an earlier command left running are ended first.
     """
-    end_all(spec.run_folder, spec.cluster, on_tick=lambda: None)
+    end_all(run, spec.cluster, on_tick=lambda: None)
     ask_to_begin_again(spec.run_folder)
 
 
-def _train(spec: RunSpec, shards: TokenShards, progress: Progress, adopt: bool) -> None:
-    def job(attempt_folder: Path) -> Path:
-        return resume.write_job(spec, shards, attempt_folder, progress)
+@dataclass(frozen=True)
+class _Training:
+    """One start of the ranks of a held run, on this machine or on hosts."""
 
-    def on_tick() -> None:
-        require_held(spec.run_folder)
-        _tell(spec, progress)
+    spec: RunSpec
+    shards: TokenShards
+    run: HeldRun
+    progress: Progress
+    adopt: bool
 
-    require_held(spec.run_folder)  # before ending what seems to be left of an earlier attempt
-    if spec.cluster.hostfile is None:
-        end_all(spec.run_folder, spec.cluster, on_tick)
-        launch(launch_spec(spec, lambda attempt_folder: rank_program(job(attempt_folder))), on_tick)
-    else:
-        launch_on_hosts(_on_hosts(spec, shards, job, progress, adopt), on_tick)
+    def to_the_end(self) -> None:
+        """Return when all ranks have trained to the last step."""
+        spec = self.spec
+        self.run.require_held()  # before ending what seems to be left of an earlier attempt
+        if spec.cluster.hostfile is None:
+            end_all(self.run, spec.cluster, self._on_tick)
+            launch(launch_spec(spec, lambda folder: rank_program(self._write_job(folder))), self._on_tick)
+        else:
+            launch_on_hosts(self._on_hosts(), self._on_tick)
 
+    def _on_tick(self) -> None:
+        self.run.require_held()
+        _tell(self.spec, self.progress)
 
-def _on_hosts(
-    spec: RunSpec, shards: TokenShards, job: Callable[[Path], Path], progress: Progress, adopt: bool
-) -> ClusterLaunchSpec:
-    hosts = training_hosts(spec)
-    shape = resolve(spec.model, int(shards.counts["vocab_size"]))
-    needs = LaunchRequirements.of_run(spec, hosts, shape, sum(digest.size for digest in shards.files.values()))
+    def _write_job(self, attempt_folder: Path) -> Path:
+        return resume.write_job(self.spec, self.shards, attempt_folder, self.progress)
 
-    def storage(is_node_local: bool) -> RunStorage:
-        if not is_node_local:
-            return SharedStorage(job)
+    def _on_hosts(self) -> ClusterLaunchSpec:
+        spec, shards = self.spec, self.shards
+        hosts = training_hosts(spec, self.run.hosts_at_work, self.run.silent_hosts)
+        shape = resolve(spec.model, int(shards.counts["vocab_size"]))
+        needs = LaunchRequirements.of_run(spec, hosts, shape, sum(digest.size for digest in shards.files.values()))
+        return ClusterLaunchSpec(
+            run=self.run,
+            cluster=spec.cluster,
+            hosts=hosts,
+            needs=needs,
+            storage=lambda is_node_local: self._on_nodes(needs, hosts) if is_node_local else self._shared(),
+            program=rank_program,
+            is_same_job=lambda attempt_folder: resume.is_job_of(spec, shards, attempt_folder),
+        )
+
+    def _shared(self) -> RunStorage:
+        return SharedStorage(self._write_job)
+
+    def _on_nodes(self, needs: LaunchRequirements, hosts: Hosts) -> RunStorage:
+        spec = self.spec
         # The claim on the hosts is also renewed between two launches.
-        folder = at_release(spec.run_folder).enter_context(TemporaryDirectory(prefix="t5-hosts-"))
+        folder = self.run.at_release.enter_context(TemporaryDirectory(prefix="t5-hosts-"))
         transport = Ssh.configured(spec.cluster, Path(folder))
-        begun, unique_id = resume.run_fingerprint(spec, shards), resume.unique_id(spec.run_folder)
+        begun, unique_id = resume.run_fingerprint(spec, self.shards), resume.unique_id(spec.run_folder)
         of_nodes = NodeRun.of(spec, begun, str(unique_id), hosts, transport, needs.checkpoint_bytes)
-        return NodeLocalStorage(of_nodes, job, progress, adopt)
-
-    return ClusterLaunchSpec(
-        run_folder=spec.run_folder,
-        cluster=spec.cluster,
-        hosts=hosts,
-        needs=needs,
-        storage=storage,
-        program=rank_program,
-        is_same_job=lambda attempt_folder: resume.is_job_of(spec, shards, attempt_folder),
-    )
+        return NodeLocalStorage(of_nodes, self._write_job, self.progress, self.adopt, self.run.claim)
 
 
-def _is_replaced(spec: RunSpec, host: str) -> bool:
-    return spec.cluster.hostfile is not None and host not in training_hosts(spec).names
+def _is_replaced(spec: RunSpec, run: HeldRun, host: str) -> bool:
+    if spec.cluster.hostfile is None:
+        return False
+    return host not in training_hosts(spec, run.hosts_at_work, run.silent_hosts).names
 
 
 def launch_spec(spec: RunSpec, program: Callable[[Path], tuple[str, ...]]) -> LaunchSpec:
@@ -149,8 +165,11 @@ def _tell(spec: RunSpec, progress: Progress) -> None:
 _WEIGHT_BYTES = 4
 
 
-def require_ready(spec: RunSpec) -> None:
-    """Raise now the errors that training would raise hours later on this machine, if they can already be known."""
+def require_ready(spec: RunSpec, run: HeldRun | None = None) -> set[str]:
+    """Raise now the errors that training would raise hours later on this machine, if they can already be known.
+
+    ``run`` is the run, if it is held. Returns the hosts that do not answer, in whose place spares are to train.
+    """
     _require_absolute(spec.storage.root)
     require_same_settings(spec)
     of_model = _require_model(spec)
@@ -160,19 +179,22 @@ def require_ready(spec: RunSpec) -> None:
     text_bytes = require_text(spec)
     require_space(spec.storage.root, _needed_bytes(spec, of_model, text_bytes), f"run {spec.run_name!r}")
     check_destination(publish_url(spec), _WEIGHT_BYTES * parameters, spec.fingerprint())
-    if spec.cluster.hostfile is not None and not has_finished(spec.run_folder):
-        require_hosts(spec, of_model, text_bytes)
+    at_work, silent_hosts = (run.hosts_at_work, run.silent_hosts) if run else (None, set[str]())
+    if spec.cluster.hostfile is None or has_finished(spec.run_folder):
+        return silent_hosts
+    return require_hosts(spec, of_model, text_bytes, at_work, silent_hosts)
 
 
 @contextmanager
-def hold_ready_run(spec: RunSpec) -> Iterator[None]:
-    """``hold_run`` for a run that passes ``require_ready``.
+def hold_ready_run(spec: RunSpec, held: HeldRun | None = None) -> Iterator[HeldRun]:
+    """``hold_run`` for a run that passes ``require_ready``; only the latter if the caller has ``held`` it already.
 
     A run that has already begun is held first: its ranks may be running on hosts, and do not wait long for a head.
     """
     with ExitStack() as stack:
-        if spec.run_folder.exists():
-            stack.enter_context(hold_run(spec.run_folder))
-        require_ready(spec)
-        stack.enter_context(hold_run(spec.run_folder))
-        yield
+        if held is None and spec.run_folder.exists():
+            held = stack.enter_context(hold_run(spec.run_folder))
+        silent_hosts = require_ready(spec, held)
+        run = held or stack.enter_context(hold_run(spec.run_folder))
+        run.silent_hosts |= silent_hosts
+        yield run

@@ -1,1 +1,5 @@
-"""Actions that the head runs on a host. Standard library only, so that they start quickly."""
+"""What runs on a machine with ranks: the actions that the head requests, processes, ports, folders and shipped code.
+
+``python -m infra.node ACTION`` starts one. Standard library only, so that actions start quickly and need nothing
+installed. Not here: decisions (``infra.head``), and what a rank computes (``t5train.train``).
+"""

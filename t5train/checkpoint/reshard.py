@@ -1,7 +1,8 @@
 """Reshard a run's checkpoint for ranks of another layout: consolidate it, with its moments, in the run's folder.
 
 Every layout can begin from the consolidated checkpoint. It is needed only until the new layout has saved its first
-checkpoint. torch is imported only if there is something to consolidate.
+checkpoint. DeepSpeed's universal checkpoint is not used, because its converter unpickles every file without restriction
+and verifies no digest. torch is imported only if there is something to consolidate.
 """
 
 import logging

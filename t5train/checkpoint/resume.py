@@ -103,8 +103,19 @@ def has_finished(run_folder: Path) -> bool:
         return False
 
 
-def begun_spec(run_folder: Path) -> RunSpec:
-    """The spec a run was begun with; SpecError, naming the file, when it is absent or damaged."""
+def load_run_spec(run_folder: Path) -> RunSpec:
+    """The spec that a run was begun with.
+
+    Args:
+        run_folder: ``{root}/runs/{name}``.
+
+    Returns:
+        The spec, as recorded in ``run.json``.
+
+    Raises:
+        SpecError: The file is absent or damaged; the error names it.
+
+    """
     return _begun(run_folder / run_files.RUN, lambda begun: build(begun["spec"]))
 
 
@@ -146,7 +157,7 @@ def require_same_settings(spec: RunSpec) -> None:
     path = spec.run_folder / run_files.RUN
     if is_there(path):
         _require_same_order(spec.run_name, _begun(path, lambda begun: dict(begun["identity"])))
-        _refuse_changes(spec.run_name, differences(_settings(begun_spec(spec.run_folder)), _settings(spec)))
+        _refuse_changes(spec.run_name, differences(_settings(load_run_spec(spec.run_folder)), _settings(spec)))
 
 
 def _settings(spec: RunSpec) -> dict[str, Any]:

@@ -1,1 +1,4 @@
-"""Text to batches: corpus, tokenizer, shards, span corruption, loader."""
+"""Text to batches: corpus, tokenizer and token shards, each a stage; then span corruption and the loader of ranks.
+
+Not here: the settings (``t5train.spec.data_spec``), and the loop that trains on the batches (``t5train.train``).
+"""

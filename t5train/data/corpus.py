@@ -30,13 +30,24 @@ _log = logging.getLogger(__name__)
 
 
 def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, out: Path | None = None) -> Corpus:
-    """Verified text in ``out``, or in ``{root}/corpus/{name}-{fp12}`` when that is left out.
+    """Find or make the text, verify every file, and record where its passages are. A finished corpus is reused.
 
-    Local files are used in place. The fingerprint depends on the content of the source files and their names below the
-    source, not on their location.
+    Local files are used in place, and remote ones are downloaded to ``{root}/cache``. The fingerprint depends on the
+    content of the source files and their names below the source, not on their location.
 
-    Raises InputError for a source that is absent, empty, truncated, not UTF-8 or of the wrong form, and
-    StorageError for a folder that cannot be written or holds something else.
+    Args:
+        spec: The source, and how documents are split into train, validation and test.
+        root: Folder of everything that is made.
+        progress: Called with the number of files hashed and of bytes read (as they are stored, compressed or not).
+        out: Folder of the result; ``{root}/corpus/{name}-{fp12}`` if left out.
+
+    Returns:
+        The record of the corpus; its counts are passages, empty passages, and UTF-8 bytes of text.
+
+    Raises:
+        InputError: The source is absent, empty, truncated, not UTF-8 or of the wrong form.
+        StorageError: The folder cannot be written, or holds something else.
+
     """
     sources = _sources(spec, root, progress)
     digests = _digests(sources, progress)

@@ -1,24 +1,30 @@
 """Read passages from files: one per line of .txt, .jsonl or .tsv, one per row of .parquet.
 
+Compressed files are opened by fsspec, whose reader of .gz is isal's: it takes two thirds of the time of Python's own.
 Rows are counted from 0 as they are in the file: blank lines and the header of a .tsv are rows too, so a row's
 number and its byte offset (in the decompressed stream) find it again without reading what comes before.
 """
 
-import bz2
-import gzip
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, cast
 
 import orjson
+from backports.zstd import ZstdError
+from fsspec.compression import compr
+from isal.isal_zlib import IsalError
 
 from t5train.data.passages import Passage, Row, SourceFile
 from t5train.errors import InputError
 
 FORMATS = (".txt", ".jsonl", ".tsv", ".parquet")
-_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+"""Suffixes, and fsspec's names for them. Not all that fsspec knows: of a .zip it would read the first member only."""
+_ISAL_ERROR = cast(type[Exception], IsalError)  # which its stub declares as an instance
+_DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError, _ISAL_ERROR, ZstdError)
 _TSV_HEADER = "id\ttext\ttitle"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -26,7 +32,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 def format_of(name: str) -> str | None:
     """``.txt``, ``.jsonl``, ``.tsv`` or ``.parquet``, compressed or not; None for any other name."""
     suffixes = Path(name).suffixes
-    if suffixes and suffixes[-1] in _OPENERS and suffixes[-2:-1] != [".parquet"]:
+    if suffixes and suffixes[-1] in _COMPRESSIONS and suffixes[-2:-1] != [".parquet"]:
         suffixes.pop()
     return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else None
 
@@ -39,10 +45,11 @@ def rows(source: SourceFile, number: int = 0, offset: int = 0) -> Iterator[Row]:
     """
     reader = _READERS.get(format_of(source.name) or "")
     if reader is None:
-        raise InputError(f"{source.path} is not one of {', '.join(FORMATS)} (or .gz, .bz2, .xz of the first three)")
+        compressed = ", ".join(_COMPRESSIONS)
+        raise InputError(f"{source.path} is not one of {', '.join(FORMATS)} (or {compressed} of the first three)")
     try:
         yield from reader(source, number, offset)
-    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+    except _DAMAGED as error:
         raise InputError(f"{source.path} cannot be read to its end ({error}): fetch or write it again") from error
 
 
@@ -103,7 +110,7 @@ def _parquet(source: SourceFile, number: int, offset: int) -> Iterator[Row]:
 
 def _lines(source: SourceFile, number: int, offset: int) -> Iterator[tuple[int, int, str]]:
     """Row number, offset and text (without line end) of each line."""
-    with _OPENERS.get(source.path.suffix, open)(source.path, "rb") as file:
+    with _opened(source.path) as file:
         file.seek(offset)
         for line in file:
             content = line.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else line
@@ -116,6 +123,17 @@ def _lines(source: SourceFile, number: int, offset: int) -> Iterator[tuple[int, 
                 ) from None
             number += 1
             offset += len(line)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a file, decompressed."""
+    with open(path, "rb") as stored:
+        if path.suffix not in _COMPRESSIONS:
+            yield stored
+            return
+        with compr[_COMPRESSIONS[path.suffix]](stored, mode="rb") as file:
+            yield file
 
 
 _READERS: dict[str, Callable[[SourceFile, int, int], Iterator[Row]]] = {

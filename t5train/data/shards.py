@@ -77,10 +77,27 @@ def build_shards(
     *,
     out: Path | None = None,
 ) -> TokenShards:
-    """The tokens of ``corpus`` in ``out``, or in ``{root}/shards/{name}-{fp12}``.
+    """Convert the text to files of token ids: flat arrays of uint16 (uint32 for a large vocabulary), one per split.
 
-    Raises InputError when a source file can no longer be read, WorkerLost when a worker process is killed, and
-    StorageError for a folder that is too small, cannot be written or holds something else.
+    Finished shards are reused, also after an interruption.
+
+    Args:
+        spec: Tokens per shard, and the number of processes.
+        corpus_spec: The spec of ``corpus``, which determines its splits.
+        corpus: The text.
+        tokenizer: The vocabulary.
+        root: Folder of everything that is made.
+        progress: Called with the number of bytes of text that are tokenised.
+        out: Folder of the result; ``{root}/shards/{name}-{fp12}`` if left out.
+
+    Returns:
+        The record of the shards; its counts are documents and tokens of each split, and the size of the vocabulary.
+
+    Raises:
+        InputError: A source file can no longer be read.
+        StorageError: The folder is too small, cannot be written or holds something else.
+        WorkerLost: A worker process was killed.
+
     """
     inputs = {"corpus": corpus.fingerprint, "tokenizer": tokenizer.files[SPIECE].sha256}
     settings = spec.identity() | corpus_spec.split_identity()

@@ -60,10 +60,24 @@ def build_tokenizer(
     *,
     out: Path | None = None,
 ) -> TokenizerFiles:
-    """The vocabulary of ``spec.path``, or one trained on the train split, as a folder that transformers loads.
+    """Train a vocabulary on the train split, or take the one at ``spec.path``. A finished one is reused.
 
-    The folder is ``out``, or ``{root}/tokenizer/{name}-{fp12}``. Raises InputError for a file that is not a
-    SentencePiece model, SpecError for one that is not in T5's form or for more pieces than the text can fill.
+    Args:
+        spec: The vocabulary's size in pieces, without the 100 sentinels, or its path.
+        corpus_spec: The spec of ``corpus``, which determines its train split.
+        corpus: The text to train on.
+        root: Folder of everything that is made.
+        progress: Called with the number of stretches of text read (of about 64 KiB), then with seconds of training.
+        out: Folder of the result, which transformers can load; ``{root}/tokenizer/{name}-{fp12}`` if left out.
+
+    Returns:
+        The record of the tokenizer's files; its count ``vocab_size`` includes sentinels.
+
+    Raises:
+        InputError: The file at ``spec.path`` is not a SentencePiece model.
+        SpecError: It is not in T5's form, or the text cannot fill so many pieces.
+        StorageError: The folder cannot be written, or holds something else.
+
     """
     if spec.path is not None:
         return given_tokenizer(Path(spec.path), root, progress, out=out)

@@ -2,7 +2,9 @@
 
 A worker is a new interpreter that reads jobs from its standard input and answers on its standard output, with one JSON
 object per line. So it imports what its job needs and nothing of the program that started it, which may be a
-multi-threaded flow. It ends with that program, however that ends, because its input is closed then.
+multi-threaded flow. It ends with that program, however that ends, because its input is closed then. With
+``concurrent.futures.ProcessPoolExecutor``, fork would copy locks that the flow's threads hold, spawn would import the
+flow's main module in every worker, and workers could outlive a flow that is killed.
 """
 
 import importlib

@@ -1,4 +1,4 @@
 """Export, model card, certificate and certification, verification, and publication.
 
-For weights see ``t5train.checkpoint.consolidate``.
+Not here: weights (``t5train.checkpoint.consolidate``).
 """

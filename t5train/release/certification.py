@@ -47,11 +47,23 @@ EXPERTS_TOLERANCE = 1e-5
 
 
 def certify_in_fresh_process(export: Export, witness: Path, progress: Progress = silent) -> Export:
-    """The export with a passing certificate among its files; an existing valid one is kept.
+    """Prove that an export is the model that was trained. An existing valid certificate is kept.
 
     A new Python process makes the certificate; its log is ``certify.log`` beside the export.
-    Raises CertificationError with what differed, InputError if the witness is of another run than the export, and
-    DigestMismatch if a certified export is damaged.
+
+    Args:
+        export: The export to certify.
+        witness: Folder ``witness`` in the folder of the run that trained it.
+        progress: Called with what is compared, and the number of tensors or probes done.
+
+    Returns:
+        The export's record, with the passing certificate among its files.
+
+    Raises:
+        CertificationError: The model differs; the error lists what.
+        InputError: The witness is of another run than the export.
+        DigestMismatch: A certified export is damaged.
+
     """
     _require_its_witness(export, Witness.load(witness))
     if _is_certified(export, witness):

@@ -27,13 +27,29 @@ _log = logging.getLogger(__name__)
 def export(
     weights: Weights, tokenizer: TokenizerFiles, witness: Path, spec: RunSpec, out: Path, progress: Progress = silent
 ) -> Export:
-    """Write ``out``: safetensors, config, generation config, tokenizer files, model card, manifest.
+    """Write a Hugging Face folder: safetensors, config, generation config, tokenizer files, model card, manifest.
 
-    ``witness`` is the folder with the training engine's witness, which determines the configuration. The result is not
-    certified yet: see ``t5train.release.certification``. An earlier export of the same run in ``out`` is replaced, or
-    moved aside if files in it were added or changed; anything else there raises StorageError. The tokenizer files are
-    made from the vocabulary again. Raises DigestMismatch for damaged inputs, InputError for weights or a vocabulary
-    that are not those of the witness, and SpecError for a model that transformers has no class for.
+    The result is not certified yet: see ``t5train.release.certification``.
+
+    Args:
+        weights: The weights of the run's last checkpoint.
+        tokenizer: The vocabulary that the run was trained with; its other files are made from it again.
+        witness: Folder with the training engine's witness (``witness`` in the run's folder), which determines the
+            configuration.
+        spec: The spec of the run.
+        out: Folder of the result. An earlier export of the same run there is replaced, or moved aside if files in it
+            were added or changed.
+        progress: Called with the number of bytes copied.
+
+    Returns:
+        The record of the export.
+
+    Raises:
+        DigestMismatch: An input is damaged.
+        InputError: Weights or vocabulary are not those of the witness.
+        SpecError: transformers has no class for the model.
+        StorageError: ``out`` holds something else, or cannot be written.
+
     """
     require_exportable(spec.model)
     seen = Witness.load(witness)

@@ -200,11 +200,24 @@ def _try_store(url: str) -> None:
 
 
 def publish(export: Export, url: str, progress: Progress = silent) -> Publication:
-    """Copy a certified export to a folder or fsspec URL, and return the publication.
+    """Copy a certified export to a folder or an object store.
 
-    A local folder appears atomically, by one rename. An intact publication of the same export is reused. Raises
-    PublicationError without a passing certificate for exactly these files, and if anything else is in the way.
-    Secrets of the URL appear in no record, log or error.
+    A local folder appears atomically, by one rename. An intact publication of the same export is reused. Secrets of the
+    URL appear in no record, log or error.
+
+    Args:
+        export: The certified export.
+        url: Folder or fsspec URL.
+        progress: Called with the number of bytes copied or sent, and verified.
+
+    Returns:
+        The record of the publication.
+
+    Raises:
+        PublicationError: There is no passing certificate for exactly these files, the destination holds anything else,
+            or the store fails.
+        StorageError: The local folder cannot be written, or is too small.
+
     """
     _require_certified(export, progress)
     record = _record(export, url)

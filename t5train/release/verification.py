@@ -18,11 +18,22 @@ _CHUNK_BYTES = 8 << 20
 
 
 def verify(path_or_url: str | Path, progress: Progress = silent) -> Record:
-    """Check that every file of a folder or URL has the recorded size and sha256, and return the record.
+    """Check that every file of a folder or URL has the recorded size and sha256.
 
-    Accepts the folder of any stage. A publication must also hold no other files, an unchanged manifest, and a passing
-    certificate for its files. Raises RecordError without a manifest, DigestMismatch that names the file that differs or
-    is missing, PublicationError for files that are not in the record or not certified.
+    A publication must also hold no other files, an unchanged manifest, and a passing certificate for its files.
+
+    Args:
+        path_or_url: Folder of any finished stage, or folder or fsspec URL of a publication.
+        progress: Called with the number of bytes verified.
+
+    Returns:
+        The record of the stage.
+
+    Raises:
+        RecordError: There is no manifest, or it is damaged.
+        DigestMismatch: A file differs or is missing; the error names it.
+        PublicationError: The publication holds files that are not in the record, or is not certified.
+
     """
     url = str(path_or_url)
     folder = local_folder(url)

@@ -1,4 +1,7 @@
-"""The specification of a run: its parts, the whole, and changes by name."""
+"""The settings of a run: the parts of a RunSpec, the whole, recipes, changes by name, and the job that a rank is given.
+
+Not here: checks that need the machine or its hosts (``infra.head.preflight``).
+"""
 
 from t5train.spec.cluster_spec import Accelerator, ClusterSpec, DeadlinesSpec, MachinesSpec, StorageSpec
 from t5train.spec.data_spec import NUM_SENTINELS, CorpusSpec, ObjectiveSpec, ShardsSpec, TokenizerSpec

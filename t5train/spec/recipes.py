@@ -1,6 +1,7 @@
 """Named RunSpecs. A recipe is a function that returns a complete spec; nothing is inherited implicitly."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from t5train.errors import SpecError
 from t5train.spec import (
@@ -150,8 +151,23 @@ RECIPES: dict[str, Callable[[], RunSpec]] = {
 }
 
 
-def recipe(name: str) -> RunSpec:
-    """The spec of a recipe; SpecError names the nearest one for an unknown name."""
+def recipe(name: str, settings: Mapping[str, Any] | None = None) -> RunSpec:
+    """The spec of a recipe, with some settings changed.
+
+    Args:
+        name: One of ``RECIPES``.
+        settings: Changes, as ``{"part.key": value}``, such as ``{"optimizer.num_steps": 60}``; values as
+            ``RunSpec.with_settings`` takes them.
+
+    Returns:
+        The whole spec, validated.
+
+    Raises:
+        SpecError: The recipe or a setting is unknown (the error names the nearest one), or settings do not fit together
+            (the error lists all that is wrong, one line each).
+
+    """
     if name not in RECIPES:
         raise SpecError(f"unknown recipe {name!r}{nearest(name, list(RECIPES))}; choose one of {', '.join(RECIPES)}")
-    return RECIPES[name]()
+    spec = RECIPES[name]()
+    return spec.with_settings(settings) if settings else spec

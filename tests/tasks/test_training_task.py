@@ -7,7 +7,6 @@ from typing import Any, cast
 import pytest
 from prefect.states import Failed
 
-from infra.head import host_selection, retries
 from infra.head.host_selection import training_hosts
 from infra.head.hosts.hostfile import Host, Hosts
 from t5train.errors import LaunchError, NonFiniteLoss, SpecError
@@ -41,16 +40,11 @@ def test_the_loss_curve_is_a_picture_also_of_a_run_without_validation(tmp_path: 
     assert loss_curve_png(path).startswith(b"\x89PNG")
 
 
-def test_a_spare_that_is_at_work_stays_when_the_head_starts_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spare_that_is_at_work_stays_when_the_head_starts_anew(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\nc slots=1\n", "utf-8")
     settings = {"cluster.hostfile": json.dumps(str(tmp_path / "hosts")), "cluster.ranks": 2, "cluster.spares": 1}
     spec = recipe("smoke").with_settings(settings)
     a, b, c, other = (Hosts((Host(first, (0,)), Host(second, (0,)))) for first, second in ("ab", "ba", "ac", "ax"))
     for at_work, expected in ((None, a), (b, b), (c, c), (other, a), (Hosts((Host("a", (0,)),)), a)):
-        monkeypatch.setattr(host_selection, "hosts_at_work", lambda _, at_work=at_work: at_work)
-        assert training_hosts(spec) == expected
-    retries.set_aside(spec.run_folder, ["b"])
-    monkeypatch.setattr(host_selection, "hosts_at_work", lambda _: b)
-    assert training_hosts(spec) == c
+        assert training_hosts(spec, at_work) == expected
+    assert training_hosts(spec, b, silent=["b"]) == c

@@ -1,1 +1,5 @@
-"""The hosts of a run: which they are, how the head connects to them, and what it asks them to run."""
+"""The hosts of a hostfile, and the way to them: ssh connections, requests to their nodes, and shipped code.
+
+Not here: which of the hosts train (``infra.head.host_selection``), and what a node does when it is asked
+(``infra.node``).
+"""

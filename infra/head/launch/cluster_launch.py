@@ -27,6 +27,7 @@ from infra.head.hosts.ssh import Answer, Ssh, Transport, run_everywhere
 from infra.head.launch import earlier_attempts
 from infra.head.launch.attempt_outcome import ClusterWatch
 from infra.head.launch.deepspeed_launcher import ClusterLauncher, launch_command, write_hostfile
+from infra.head.launch.held_run import HeldRun, transport_of
 from infra.head.launch.supervision import Supervision
 from infra.head.preflight.host_preflight import Fit, require_fit
 from infra.head.preflight.launch_requirements import LaunchRequirements
@@ -49,7 +50,7 @@ _log = logging.getLogger(__name__)
 class ClusterLaunchSpec:
     """What to start on which hosts."""
 
-    run_folder: Path
+    run: HeldRun
     cluster: ClusterSpec
     hosts: Hosts
     needs: LaunchRequirements
@@ -67,7 +68,7 @@ def launch_on_hosts(spec: ClusterLaunchSpec, on_tick: Callable[[], None] = lambd
 
     For ``on_tick``, see infra.head.launch.local_launch.
 
-    The caller must hold ``hold_run``. Raises the error that a rank reported, HostLost, or another LaunchError. If
+    Raises the error that a rank reported, HostLost, or another LaunchError. If
     SIGTERM raises an exception (infra.head.stop_signal), the ranks first get time to save. In any case, no process of
     the attempt is left on any host that can be reached; on others, they end when the lease expires.
     """
@@ -98,7 +99,7 @@ def _continued(
     spec: ClusterLaunchSpec, transport: Transport, on_tick: Callable[[], None]
 ) -> tuple[ClusterWatch, RunStorage] | None:
     """Take over ranks that an earlier head has left running on this same job; None if there are none."""
-    if (found := earlier_attempts.adopt(spec.run_folder)) is None:
+    if (found := spec.run.adopt()) is None:
         return None
     if found.this.hosts != _slots(spec.hosts) or not spec.is_same_job(found.this.folder):
         _log.warning("ending attempt %s, which runs another job than the requested one", found.this.number)
@@ -113,7 +114,7 @@ def _continued(
         found.close()
         earlier_attempts.end(found.this, transport)
         raise
-    launcher, way = ClusterLauncher(found.this.run_id), earlier_attempts.transport_of(found.this)
+    launcher, way = ClusterLauncher(found.this.run_id), transport_of(found.this)
     return ClusterWatch(found, launcher, way, _with_claim(storage, on_tick)), storage
 
 
@@ -121,12 +122,12 @@ def _started(
     spec: ClusterLaunchSpec, transport: Transport, on_tick: Callable[[], None]
 ) -> tuple[ClusterWatch, RunStorage]:
     """Make sure that no earlier attempt is left and that the hosts are fit; prepare them; start the launcher."""
-    earlier_attempts.end_earlier(spec.run_folder, transport, on_tick)
+    earlier_attempts.end_earlier(spec.run.folder, transport, on_tick)
     fit = require_fit(spec.needs, transport)
     storage = spec.storage(fit.is_node_local)
     storage.claim(are_ranks_at_work=False)
     this = attempt.begin(
-        spec.run_folder,
+        spec.run.folder,
         None,
         spec.cluster.lease_seconds,
         hosts=_slots(spec.hosts),

@@ -1,7 +1,6 @@
-"""Earlier attempts of a run over hosts: ranks that are still running are taken over, others are ended.
+"""Ends earlier attempts of a run over hosts, and collects what they left.
 
-A flow's steps before training may take longer than ranks run without a head, so leases are renewed from the moment the
-run is held. If hosts do not answer, the head waits until their ranks have ended by themselves.
+If hosts do not answer, the head waits until their ranks have ended by themselves.
 """
 
 import json
@@ -9,28 +8,22 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from infra.head.hosts.code_shipping import hosts_with_code
-from infra.head.hosts.hostfile import Hosts
 from infra.head.hosts.node_client import node_command
-from infra.head.hosts.ssh import SSH_CONFIG, Ssh, Transport, run_everywhere
+from infra.head.hosts.ssh import Transport, run_everywhere
 from infra.head.launch.deepspeed_launcher import ClusterLauncher
 from infra.head.launch.log_collection import gather, keep_own
-from infra.head.launch.supervision import Supervision
 from infra.head.stop_signal import undisturbed
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt
-from infra.node.attempts.run_lock import run_lock
 from infra.node.code_bundle import own_bundle
 from infra.node.node_folders import head_folder
 from t5train.errors import HostError
 from t5train.files.atomic import write_json
 from t5train.files.run_folder import ATTEMPTS
-from t5train.spec import ClusterSpec
 
 ENDED = "ended.json"
 """File in an attempt's folder, written once nothing of it is left on any host."""
@@ -131,62 +124,3 @@ def _wait(this: Attempt, unreachable: list[str], on_tick: Callable[[], None]) ->
     while time.monotonic() < deadline:
         on_tick()
         time.sleep(_TICK_SECONDS)
-
-
-_kept: dict[Path, Supervision] = {}
-
-
-@contextmanager
-def hold_run(run_folder: Path) -> Iterator[None]:
-    """``run_lock``. Within the block, ranks on hosts that an earlier head of this machine left running keep running.
-
-    ``adopt`` takes them over; if it is not called, they are ended with the block.
-    """
-    with run_lock(run_folder):
-        if run_folder in _kept or (found := _at_work(run_folder)) is None:
-            yield
-            return
-        _log.warning("attempt %s of %s is still at work: continuing it", found.number, found.run_name)
-        _kept[run_folder] = Supervision(found, transport_of(found), ClusterLauncher(found.run_id).folder, None)
-        try:
-            yield
-        finally:
-            if (supervision := adopt(run_folder)) is not None:
-                supervision.close()
-                end(found, transport_of(found))
-
-
-def adopt(run_folder: Path) -> Supervision | None:
-    """The supervision of ranks that were found running; the caller is responsible for them from now on."""
-    return _kept.pop(run_folder, None)
-
-
-def hosts_at_work(run_folder: Path) -> Hosts | None:
-    """The hosts of ranks that were found running and have not been adopted yet."""
-    if (kept := _kept.get(run_folder)) is None:
-        return None
-    return Hosts.of(kept.this.hosts or {})
-
-
-def end_all(run_folder: Path, cluster: ClusterSpec, on_tick: Callable[[], None]) -> None:
-    """End what earlier attempts have left on hosts, including ranks that were found running."""
-    if (supervision := adopt(run_folder)) is not None:
-        supervision.close()
-    if not any(unended(run_folder)):
-        return
-    with TemporaryDirectory(prefix="t5-ssh-") as folder:
-        end_earlier(run_folder, Ssh.configured(cluster, Path(folder)), on_tick)
-
-
-def transport_of(this: Attempt) -> Ssh:
-    """The transport to the hosts of an attempt that was started on this machine."""
-    return Ssh(ClusterLauncher(this.run_id).folder / SSH_CONFIG)
-
-
-def _at_work(run_folder: Path) -> Attempt | None:
-    """The run's newest attempt, if its launcher is alive here and its ranks are still waiting for a head."""
-    newest = max(unended(run_folder), key=lambda this: this.number, default=None)
-    if newest is None or newest.lease_seconds is None:
-        return None
-    launcher = ClusterLauncher(newest.run_id)
-    return newest if launcher.is_alive and head_lease.age_seconds(launcher.folder) < newest.lease_seconds else None

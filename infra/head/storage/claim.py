@@ -8,12 +8,10 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from infra.head.hosts.node_client import Nodes
 from infra.head.storage.node_paths import NodeRun
-from infra.node.attempts import run_lock
 from infra.node.attempts.run_ownership import Mode, Owner
 from t5train.errors import HostError, RunOwned
 
@@ -22,7 +20,6 @@ _SHORTEST_DEADLINE_SECONDS = 5.0
 _RENEWALS_IN_A_LEASE = 4
 _END_SECONDS = 5.0
 _log = logging.getLogger(__name__)
-_claims: dict[Path, "Claim"] = {}
 
 
 @dataclass(frozen=True)
@@ -42,38 +39,51 @@ class _State:
 _Answers = Mapping[str, _State | HostError]
 
 
-def claim(run: NodeRun, required: Sequence[str], others: Sequence[str], adopt: bool) -> list[Owner]:
-    """Claim the run on ``required`` hosts, and on ``others`` that answer; renew the claim until the run is released.
-
-    Returns the other heads from which it was adopted. Raises RunOwned if the run belongs to another head, and the
-    HostError of a required host that does not answer.
-    """
-    nodes = run.nodes.on(*required, *others)
-    _require_free(run, _answered(required, _ask(nodes, run, Mode.LOOK)), adopt)
-    states = _answered(required, _ask(nodes, run, Mode.ADOPT if adopt else Mode.CLAIM))
-    if not all(state.is_ours for state in states.values()):
-        fresh = [host for host, state in states.items() if state.is_ours and state.owner is None]
-        nodes.on(*fresh).ask("disown", lambda _: _request(nodes, run), _DEADLINE_SECONDS)
-        _require_free(run, states, adopt)
-    _keep(run, nodes.on(*{**dict.fromkeys(run.nodes.hosts), **states}))
-    owners = dict.fromkeys(state.owner for state in states.values() if state.owner)
-    return [owner for owner in owners if owner.unique_id != run.owner.unique_id]
-
-
-def require_claimed(run_folder: Path) -> None:
-    """Raise RunOwned if another head has taken over a run that this process has claimed."""
-    claimed = _claims.get(run_folder)
-    if claimed is not None and claimed.lost is not None:
-        raise claimed.lost
-
-
-def end_claim(run_folder: Path) -> None:
-    """Stop renewing the claim."""
-    if (claimed := _claims.pop(run_folder, None)) is not None:
-        claimed.end()
-
-
 class Claim:
+    """This head's claim to the files of one run, on the hosts for which it was last taken; renewed until it is ended.
+
+    It outlives an attempt, so it belongs to the owner of the run, who ends it on releasing the run.
+    """
+
+    def __init__(self) -> None:
+        self._renewal: _Renewal | None = None
+
+    def take(self, run: NodeRun, required: Sequence[str], others: Sequence[str], adopt: bool) -> list[Owner]:
+        """Claim the run on ``required`` hosts, and on ``others`` that answer.
+
+        Returns the other heads from which it was adopted. Raises RunOwned if the run belongs to another head, and the
+        HostError of a required host that does not answer.
+        """
+        nodes = run.nodes.on(*required, *others)
+        _require_free(run, _answered(required, _ask(nodes, run, Mode.LOOK)), adopt)
+        states = _answered(required, _ask(nodes, run, Mode.ADOPT if adopt else Mode.CLAIM))
+        if not all(state.is_ours for state in states.values()):
+            fresh = [host for host, state in states.items() if state.is_ours and state.owner is None]
+            nodes.on(*fresh).ask("disown", lambda _: _request(nodes, run), _DEADLINE_SECONDS)
+            _require_free(run, states, adopt)
+        self._renew(run, nodes.on(*{**dict.fromkeys(run.nodes.hosts), **states}))
+        owners = dict.fromkeys(state.owner for state in states.values() if state.owner)
+        return [owner for owner in owners if owner.unique_id != run.owner.unique_id]
+
+    def require_kept(self) -> None:
+        """Raise RunOwned if another head has taken over the files since."""
+        if self._renewal is not None and self._renewal.lost is not None:
+            raise self._renewal.lost
+
+    def end(self) -> None:
+        """Stop renewing the claim, if it was taken."""
+        renewal, self._renewal = self._renewal, None
+        if renewal is not None:
+            renewal.end()
+
+    def _renew(self, run: NodeRun, nodes: Nodes) -> None:
+        """Renew this claim from now on, instead of that of an earlier attempt, which may have been on other hosts."""
+        before, self._renewal = self._renewal, _Renewal(run, nodes)
+        if before is not None:
+            before.end()
+
+
+class _Renewal:
     """A thread that renews the leases of a run on its hosts."""
 
     def __init__(self, run: NodeRun, nodes: Nodes) -> None:
@@ -105,16 +115,6 @@ class Claim:
         for host in silent.keys() - self._silent:
             _log.warning("cannot renew the claim to %s on %s: %s", self._run.name, host, silent[host])
         self._silent = set(silent)
-
-
-def _keep(run: NodeRun, nodes: Nodes) -> None:
-    """Renew this claim from now on, instead of that of an earlier attempt, which may have been on other hosts."""
-    before = _claims.get(run.folder)
-    if before is None:
-        run_lock.at_release(run.folder).callback(end_claim, run.folder)
-    _claims[run.folder] = Claim(run, nodes)
-    if before is not None:
-        before.end()
 
 
 def _ask(nodes: Nodes, run: NodeRun, mode: Mode, deadline_seconds: float = _DEADLINE_SECONDS) -> _Answers:

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +14,7 @@ from infra.head.stop_signal import is_stop
 from infra.head.storage import checkpoint_record, checkpoint_sync
 from infra.head.storage.checkpoint_inventory import complete_tags, survey
 from infra.head.storage.checkpoint_sync import CheckpointSync
-from infra.head.storage.claim import claim, end_claim, require_claimed
+from infra.head.storage.claim import Claim
 from infra.head.storage.gather import collect
 from infra.head.storage.node_paths import NodeRun
 from infra.head.storage.provisioning import provide, release
@@ -103,6 +103,8 @@ class NodeLocalStorage:
     progress: Progress
     adopt: bool = False
     """Whether to take the run over from another head whose lease has expired."""
+    host_claim: Claim = field(default_factory=Claim)
+    """Kept by whoever holds the run, because it is also renewed between two attempts."""
 
     @property
     def owner(self) -> str:
@@ -118,7 +120,7 @@ class NodeLocalStorage:
             )
         hosts = self.run.nodes.hosts
         required, others = ((), (*hosts, *former)) if are_ranks_at_work else (hosts, former)
-        if adopted := claim(self.run, required, others, self.adopt):
+        if adopted := self.host_claim.take(self.run, required, others, self.adopt):
             self._report(adopted)
 
     def _report(self, adopted: Sequence[Owner]) -> None:
@@ -131,7 +133,7 @@ class NodeLocalStorage:
 
     def require_claimed(self) -> None:
         """See RunStorage; called while ranks are running."""
-        require_claimed(self.run.folder)
+        self.host_claim.require_kept()
 
     def make_ready(self, attempt_folder: Path) -> Path:
         """Recover the newest checkpoint, and bring it and the token shards to the nodes that read them."""
@@ -194,7 +196,7 @@ class NodeLocalStorage:
         self.require_claimed()
         names = [METRICS, TENSORBOARD, WITNESS_FOLDER]
         collect(self.run.nodes, self.run.first, self.run.place, names, self.run.folder)
-        end_claim(self.run.folder)
+        self.host_claim.end()
         for host, error in release(self.run.nodes, self.run.name).items():
             if error is not None:
                 _log.warning("files staged on %s for this run are not released: %s", host, error)

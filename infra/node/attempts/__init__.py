@@ -1,1 +1,5 @@
-"""One start of a run's ranks: its files, what guards watch, how ranks ended, and why."""
+"""One start of a run's ranks: process guards and their watchdogs, leases, the run lock, exit records and logs.
+
+Not here: what a rank itself writes, such as its heartbeat (``t5train.rank``), and when ranks are started or ended
+(``infra.head.launch``).
+"""

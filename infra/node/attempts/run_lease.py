@@ -97,6 +97,15 @@ class RunLease:
         self._thread = threading.Thread(target=self._renew, name="lease of the run", daemon=True)
         self._thread.start()
 
+    def require_held(self) -> None:
+        """Raise RunLocked if a head on another machine has taken over the run."""
+        if self.lost_to is not None:
+            raise RunLocked(
+                f"run {self._folder} was taken over by {self.lost_to}, because this process could not renew "
+                f"{self._folder / HOLDER} for {LEASE_SECONDS:.0f} s: let that process continue, or stop it before you "
+                "start the run here again"
+            )
+
     def release(self) -> None:
         """Release the run, so that heads on other machines can take it at once."""
         self._closed.set()

@@ -11,8 +11,7 @@ import logging
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
+from contextlib import contextmanager
 from pathlib import Path
 
 from infra.node.attempts import run_lease
@@ -24,22 +23,16 @@ from t5train.files.locks import flock, is_locked, try_lock
 _LOCK, _RANKS_LOCK = "lock", "ranks.lock"
 _MOMENT_SECONDS = 0.5  # a process that looks for the holder shares the lock for an instant
 _log = logging.getLogger(__name__)
-_held: ContextVar[frozenset[Path]] = ContextVar("held", default=frozenset())
-_leases: dict[Path, RunLease] = {}
-_at_release: dict[Path, ExitStack] = {}
 
 
 @contextmanager
-def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[None]:
-    """Hold a run for this process; creates the folder if necessary. The block may take the run again.
+def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[RunLease]:
+    """Hold a run for the caller; creates the folder if necessary. Yields the lease that shows whether it is still held.
 
-    Waits for ranks that a killed head left behind. Raises RunLocked if another process holds the run, on this machine
-    or another, or if such ranks are still running after ``wait_seconds``. Raises StorageError if the folder cannot be
-    written or locked, or if other users can write to it.
+    Waits for ranks that a killed head left behind. Raises RunLocked if the run is held already, by this process or
+    another, on this machine or another, or if such ranks are still running after ``wait_seconds``. Raises StorageError
+    if the folder cannot be written or locked, or if other users can write to it.
     """
-    if run_folder in _held.get():
-        yield
-        return
     _make(run_folder)
     with _opened(run_folder / _LOCK) as descriptor:
         if not try_lock(descriptor, _MOMENT_SECONDS):
@@ -47,29 +40,12 @@ def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[None]:
                 f"run {run_folder} is in use by {_signature(run_folder)}: wait for it to end, or stop it "
                 "(kill that process)"
             )
-        with _leased(run_folder):
+        lease = RunLease(run_folder)
+        try:
             _wait_for_ranks(run_folder, wait_seconds)
-            token = _held.set(_held.get() | {run_folder})
-            try:
-                yield
-            finally:
-                _held.reset(token)
-
-
-def require_held(run_folder: Path) -> None:
-    """Raise RunLocked if a head on another machine has taken over the run that this process holds."""
-    lease = _leases.get(run_folder)
-    if lease is not None and lease.lost_to is not None:
-        raise RunLocked(
-            f"run {run_folder} was taken over by {lease.lost_to}, because this process could not renew "
-            f"{run_folder / run_lease.HOLDER} for {run_lease.LEASE_SECONDS:.0f} s: let that process continue, or stop "
-            "it before you start the run here again"
-        )
-
-
-def at_release(run_folder: Path) -> ExitStack:
-    """A stack that is closed when this process releases the run that it holds."""
-    return _at_release[run_folder]
+            yield lease
+        finally:
+            lease.release()
 
 
 def holder(run_folder: Path) -> str | None:
@@ -78,18 +54,6 @@ def holder(run_folder: Path) -> str | None:
         return _signature(run_folder)
     found = run_lease.holder_elsewhere(run_folder)
     return None if found is None else str(found)
-
-
-@contextmanager
-def _leased(run_folder: Path) -> Iterator[None]:
-    lease = _leases[run_folder] = RunLease(run_folder)
-    try:
-        with ExitStack() as stack:
-            _at_release[run_folder] = stack
-            yield
-    finally:
-        del _leases[run_folder], _at_release[run_folder]
-        lease.release()
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""Collects all facts about this node."""
+"""Collects the facts of this node for preflight: software, accelerators, network, memory, disks, and an all-reduce.
+
+Not here: judging them (``infra.head.preflight``).
+"""
 
 import time
 from typing import Any

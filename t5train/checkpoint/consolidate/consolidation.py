@@ -95,19 +95,32 @@ def consolidate(
     moments: bool = False,
     progress: Progress = silent,
 ) -> Weights:
-    """Write the fp32 weights of a DeepSpeed checkpoint into the folder ``out`` and return their record.
+    """Write the fp32 weights of a DeepSpeed checkpoint into a folder.
 
-    ``checkpoint`` is a save folder with tags inside (the newest complete tag is taken, or ``tag``), or the folder
-    of a tag. ``out`` gets ``model.safetensors`` (or files of at most ``shard_bytes``, and their index),
-    ``model.tensors.json`` with the sha256 of each tensor's bytes, and ``manifest.json``. Floating-point tensors are
-    fp32, and integer tensors keep their type; a tied parameter is stored only under its owner's name. With ``moments``,
-    the optimizer's two moments of each trained parameter are written in the same way, as ``exp_avg.safetensors`` and
-    ``exp_avg_sq.safetensors``. Supported are ZeRO 0 to 3, pipelines and mixtures of experts, in fp32, bf16 and fp16.
+    Supported are ZeRO 0 to 3, pipelines and mixtures of experts, in fp32, bf16 and fp16. The folder gets
+    ``model.safetensors`` (or several files and their index), ``model.tensors.json`` with the sha256 of each tensor's
+    bytes, and ``manifest.json``. Tensors have the shapes of the Hugging Face model. Floating-point tensors are fp32,
+    and integer tensors keep their type; a tied parameter is stored only under its owner's name.
 
-    ``out`` appears whole or not at all; one that holds the same weights already is verified and reused. Raises
-    InputError (no such checkpoint or tag), IncompleteCheckpoint (missing, altered or mixed files),
-    ConsolidationError (a hostile or contradictory file), UnknownLayout, and StorageError (``out`` holds something
-    else, cannot be written, or is too small).
+    Args:
+        checkpoint: Folder with tags inside, or the folder of one tag.
+        out: Folder of the result. It appears whole or not at all; the same weights in it are verified and reused.
+        tag: The tag to take; the newest complete one if left out.
+        shard_bytes: Maximum size of a file; one file if left out.
+        moments: Whether to write the optimizer's two moments of each trained parameter in the same way, as
+            ``exp_avg.safetensors`` and ``exp_avg_sq.safetensors``.
+        progress: Called with the number of bytes written.
+
+    Returns:
+        The record of the weights.
+
+    Raises:
+        InputError: There is no such checkpoint or tag.
+        IncompleteCheckpoint: Files are missing, altered or mixed.
+        ConsolidationError: A file is hostile or contradictory.
+        UnknownLayout: The checkpoint's layout is not supported.
+        StorageError: ``out`` holds something else, cannot be written, or is too small.
+
     """
     out = out.resolve()
     with refusing_what_vanishes(checkpoint.absolute()):

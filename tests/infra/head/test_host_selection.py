@@ -3,19 +3,15 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from infra.head import host_selection
 from infra.head.host_selection import require_hosts, training_hosts
-from infra.head.launch import earlier_attempts
-from infra.head.launch.supervision import Supervision
 from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.head.preflight.run_checks import require_possible
 from infra.head.training_run import require_ready
-from infra.node.attempts.attempt import Attempt
 from t5train.data.loader import ORDER_VERSION
 from t5train.errors import PreflightError
 from t5train.records.stage_records import Checkpoint
@@ -58,11 +54,12 @@ def test_a_spare_that_answers_takes_the_place_of_a_host_that_does_not(
 ) -> None:
     times, down = asked
     down.update("bc")
-    require_hosts(spec(2), require_possible(spec(2)), 0)
+    silent = require_hosts(spec(2), require_possible(spec(2)), 0)
     assert times == [("a", "b"), ("a", "c"), ("a", "d")]
     assert caplog.messages[0] == "b: no answer"
     assert caplog.messages[-1] == "b does not answer: d takes its place"
-    assert training_hosts(spec(2)).names == ("a", "d")
+    assert silent == {"b", "c"}
+    assert training_hosts(spec(2), silent=silent).names == ("a", "d")
 
 
 def test_without_a_spare_that_answers_the_run_is_refused_with_what_to_do(
@@ -79,16 +76,14 @@ def test_without_a_spare_that_answers_the_run_is_refused_with_what_to_do(
 
 @pytest.mark.parametrize("spares", [0, 1])
 def test_hosts_whose_ranks_are_at_work_are_not_given_up_for_a_moment_without_an_answer(
-    spec: Callable[[int], RunSpec], asked: Asked, monkeypatch: pytest.MonkeyPatch, spares: int
+    spec: Callable[[int], RunSpec], asked: Asked, spares: int
 ) -> None:
     times, down = asked
     down.add("b")
     hosts = training_hosts(spec(spares))
-    this = Attempt(Path(), "id", "run", 1, None, 30.0, hosts={host.name: host.slots for host in hosts.all})
-    monkeypatch.setitem(earlier_attempts._kept, spec(spares).run_folder, cast(Supervision, SimpleNamespace(this=this)))
-    require_hosts(spec(spares), require_possible(spec(spares)), 0)
+    require_hosts(spec(spares), require_possible(spec(spares)), 0, at_work=hosts)
     assert times == []
-    assert training_hosts(spec(spares)) == hosts
+    assert training_hosts(spec(spares), at_work=hosts) == hosts
 
 
 def test_hosts_are_not_asked_by_a_run_that_has_been_trained(spec: Callable[[int], RunSpec], asked: Asked) -> None:

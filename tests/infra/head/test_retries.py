@@ -7,7 +7,7 @@ import pytest
 
 from infra.head.host_selection import with_spares
 from infra.head.hosts.hostfile import Host, Hosts
-from infra.head.retries import MOST_ALIKE, judged, set_aside, unfit
+from infra.head.retries import MOST_ALIKE, judged, unfit
 from t5train.errors import DiskFull, HostLost, HostUnreachable, RankKilled, RepeatedFailure
 from t5train.files.run_folder import FAILURES
 
@@ -94,12 +94,3 @@ def test_a_failure_of_a_host_is_forgotten_after_a_week_and_a_torn_line_at_once(t
     recorded = (tmp_path / FAILURES).read_text("utf-8")
     (tmp_path / FAILURES).write_text(re.sub(r'"at": "\d+-', '"at": "2001-', recorded) + recorded[:40])
     assert unfit(tmp_path) == {}
-
-
-def test_a_host_that_did_not_answer_at_first_is_replaced_at_once_and_is_not_blamed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    set_aside(tmp_path, ["b"])
-    assert with_spares(HOSTS, SPARES, unfit(tmp_path)) == Hosts((Host("a", (0, 1)), Host("c", (0, 1))))
-    assert caplog.messages == ["b does not answer: c takes its place"]
-    assert str(judged(tmp_path, lost("b", 60))) == str(lost("b", 60))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from backports import zstd
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,15 +74,16 @@ def test_a_line_of_txt_is_a_passage_and_a_blank_line_an_empty_one(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("suffix", "compress"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
+    ("suffix", "compress"),
+    [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress), (".zst", zstd.compress)],
 )
 def test_compressed_lines_are_the_same_lines(tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]) -> None:
     path = tmp_path / f"a.txt{suffix}"
-    path.write_bytes(compress(b"one\ntwo\n"))
-    assert [passage.text for passage in read(path)] == ["one", "two"]
+    path.write_bytes(compress(b"one\n") + compress(b"two\n"))
+    assert [passage.text for passage in read(path)] == ["one", "two"], "also when parts were compressed separately"
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.txt.zst", "a.parquet"])
 def test_segments_cut_a_file_without_losing_or_repeating_a_row(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     texts = [f"{number} {'word ' * (number % 50)}".strip() if number % 7 else "" for number in range(5000)]
@@ -89,7 +91,8 @@ def test_segments_cut_a_file_without_losing_or_repeating_a_row(tmp_path: Path, n
         pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=700)
     else:
         content = "\n".join(texts).encode()
-        path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+        compress = {".gz": gzip.compress, ".zst": zstd.compress}.get(path.suffix, bytes)
+        path.write_bytes(compress(content))
     scanned = scan(source(path))
     assert len(scanned.segments) > 5
     assert scanned.empty_passages == sum(not text for text in texts)
@@ -120,6 +123,8 @@ def test_formats_are_told_by_name() -> None:
         ("a.txt.gz", b"no gzip", ["a.txt.gz", "cannot be read to its end"]),
         ("a.txt.bz2", bz2.compress(b"x" * 1000)[:-5], ["a.txt.bz2", "cannot be read to its end"]),
         ("a.txt.xz", lzma.compress(b"x" * 1000)[:-5], ["a.txt.xz", "cannot be read to its end"]),
+        ("a.txt.zst", zstd.compress(b"x" * 1000)[:-5], ["a.txt.zst", "cannot be read to its end"]),
+        ("a.txt.zst", b"no zstd", ["a.txt.zst", "cannot be read to its end"]),
         ("a.parquet", b"PAR1 and no more", ["a.parquet", "parquet"]),
         ("a.csv", b"", ["a.csv", ".jsonl"]),
     ],

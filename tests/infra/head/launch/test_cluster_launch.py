@@ -7,9 +7,9 @@ from unittest.mock import MagicMock
 import pytest
 
 from infra.head.hosts.hostfile import Host, Hosts
-from infra.head.launch import cluster_launch, earlier_attempts
+from infra.head.launch import cluster_launch
 from infra.head.launch.deepspeed_launcher import ClusterLauncher
-from infra.head.launch.earlier_attempts import adopt, hold_run
+from infra.head.launch.held_run import hold_run
 from infra.head.launch.supervision import Supervision
 from infra.node import node_folders
 from infra.node.attempts import attempt, head_lease
@@ -73,21 +73,21 @@ def test_a_head_that_starts_anew_renews_the_lease_at_once_and_ends_what_nobody_a
 ) -> None:
     launch(launcher, this, tmp_path, until)
     time.sleep(1.5)
-    with hold_run(tmp_path / "run"):
+    with hold_run(tmp_path / "run") as run:
         until(lambda: head_lease.age_seconds(launcher.folder) < 1, 1)
-        with hold_run(tmp_path / "run"):
-            pass
         assert launcher.is_alive
+        assert run.hosts_at_work == Hosts((Host("localhost", (0,)),))
     assert not launcher.is_alive
-    assert adopt(tmp_path / "run") is None
+    assert run.hosts_at_work is None
 
 
 def test_ranks_that_were_adopted_are_their_adopters(
     launcher: ClusterLauncher, this: Attempt, tmp_path: Path, until: Until
 ) -> None:
     launch(launcher, this, tmp_path, until)
-    with hold_run(tmp_path / "run"):
-        supervision = adopt(tmp_path / "run")
+    with hold_run(tmp_path / "run") as run:
+        supervision = run.adopt()
+        assert run.adopt() is None
     assert isinstance(supervision, Supervision)
     supervision.close()
     assert launcher.is_alive
@@ -98,9 +98,9 @@ def test_hosts_of_ranks_that_are_gone_on_with_get_the_code_of_the_head_that_came
 ) -> None:
     sent: list[tuple[str, ...]] = []
     monkeypatch.setattr(cluster_launch, "hosts_with_code", lambda _, hosts, __: sent.append(hosts))
-    monkeypatch.setattr(earlier_attempts, "adopt", lambda _: MagicMock(this=this))
     monkeypatch.setattr(TrainJob, "read", MagicMock())
     spec = MagicMock(hosts=Hosts((Host("localhost", (0,)),)))
+    spec.run.adopt.return_value.this = this
     for spec.needs.code in (None, "c0de"):
         assert cluster_launch._continued(spec, MagicMock(), lambda: None) is not None
     assert sent == [("localhost",)]
@@ -111,5 +111,5 @@ def test_ranks_whose_lease_is_over_are_not_gone_on_with(
 ) -> None:
     launch(launcher, this, tmp_path, until)
     monkeypatch.setattr(head_lease, "age_seconds", lambda _folder: 31.0)
-    with hold_run(tmp_path / "run"):
-        assert adopt(tmp_path / "run") is None
+    with hold_run(tmp_path / "run") as run:
+        assert run.adopt() is None

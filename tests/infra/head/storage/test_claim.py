@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from infra.head.hosts.hostfile import Hosts
-from infra.head.storage.claim import claim, end_claim, require_claimed
+from infra.head.storage.claim import Claim
 from infra.head.storage.node_paths import NodeRun
 from infra.head.storage.provisioning import release
 from infra.head.storage.recovery import recover
 from infra.head.storage.run_storage import NodeLocalStorage
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.head_lease import LEASE
-from infra.node.attempts.run_lock import run_lock
 from infra.node.attempts.run_ownership import OWNER, Owner
 from infra.node.processes import ProcessIdentity
 from t5train.checkpoint import tags
@@ -30,43 +29,51 @@ Until = Callable[..., None]
 SECONDS = 3.0
 
 
-def _is_lost(run: NodeRun) -> bool:
+def _is_lost(claim: Claim) -> bool:
     try:
-        require_claimed(run.folder)
+        claim.require_kept()
     except RunOwned:
         return True
     return False
 
 
-@pytest.fixture
-def first(run: NodeRun) -> Iterator[NodeRun]:
-    """The run of a head."""
-    with run_lock(run.folder):
-        yield run
+class Head:
+    """A head, with the run as it knows it and its claim to the run's files on hosts."""
+
+    def __init__(self, run: NodeRun) -> None:
+        self.run, self.claim = run, Claim()
+
+    def claimed(self, adopt: bool = False) -> list[Owner]:
+        return self.claim.take(self.run, self.run.nodes.hosts, (), adopt)
 
 
 @pytest.fixture
-def second(run: NodeRun, tmp_path: Path) -> Iterator[NodeRun]:
-    """A run of the same name and settings, of another head with another root."""
+def first(run: NodeRun) -> Iterator[Head]:
+    head = Head(run)
+    yield head
+    head.claim.end()
+
+
+@pytest.fixture
+def second(run: NodeRun, tmp_path: Path) -> Iterator[Head]:
+    """Another head, whose root has a run of the same name and settings."""
     folder = tmp_path / "other-root" / "runs" / "smoke"
+    folder.mkdir(parents=True)
     owner = Owner("2" * 32, "other-head", str(tmp_path / "other-root"), "2026-02-02T00:00:00", 60.0)
-    with run_lock(folder):
-        yield replace(run, folder=folder, owner=owner, nodes=replace(run.nodes, owner=owner.unique_id))
-
-
-def claimed(run: NodeRun, adopt: bool = False) -> list[Owner]:
-    return claim(run, run.nodes.hosts, (), adopt)
+    head = Head(replace(run, folder=folder, owner=owner, nodes=replace(run.nodes, owner=owner.unique_id)))
+    yield head
+    head.claim.end()
 
 
 def quick(run: NodeRun) -> NodeRun:
     return replace(run, owner=replace(run.owner, lease_seconds=SECONDS))
 
 
-def die(site: Site, run: NodeRun) -> None:
+def die(site: Site, head: Head) -> None:
     """What a head does that was killed long ago."""
-    end_claim(run.folder)
+    head.claim.end()
     for host in site.nodes.hosts:
-        (site.scratch(host) / run.place / LEASE).write_text(f"{time.monotonic() - 61:<24.3f}")
+        (site.scratch(host) / head.run.place / LEASE).write_text(f"{time.monotonic() - 61:<24.3f}")
 
 
 def owners(site: Site, run: NodeRun) -> list[str]:
@@ -74,50 +81,50 @@ def owners(site: Site, run: NodeRun) -> list[str]:
     return [json.loads(file.read_text())["unique_id"] for file in files if file.exists()]
 
 
-def test_a_second_head_is_refused_with_the_owner_and_what_to_do(site: Site, first: NodeRun, second: NodeRun) -> None:
-    assert claimed(first) == []
+def test_a_second_head_is_refused_with_the_owner_and_what_to_do(site: Site, first: Head, second: Head) -> None:
+    assert first.claimed() == []
     said = r"smoke on a, b are owned by head this-head, root /this/root, since 2026-01-01\S*; that head is alive: its "
     with pytest.raises(RunOwned, match=said + r"lease on [ab] runs for another \d+ s\. Wait .*--adopt.*another --name"):
-        claimed(second)
+        second.claimed()
     with pytest.raises(RunOwned, match="that head is alive"):
-        claimed(second, adopt=True)
+        second.claimed(adopt=True)
     die(site, first)
     with pytest.raises(RunOwned, match=r"its lease has expired\. Take the run over with --adopt, or choose another"):
-        claimed(second)
-    assert owners(site, first) == [first.owner.unique_id] * 2
-    assert claimed(first) == [], "the first one comes back, as it was not replaced"
+        second.claimed()
+    assert owners(site, first.run) == [first.run.owner.unique_id] * 2
+    assert first.claimed() == [], "the first one comes back, as it was not replaced"
 
 
 def test_nothing_of_another_heads_run_is_read_or_written_on_its_hosts(
-    site: Site, first: NodeRun, second: NodeRun, tmp_path: Path
+    site: Site, first: Head, second: Head, tmp_path: Path
 ) -> None:
     site.save(8)
-    claimed(first)
+    first.claimed()
     for action in ("inventory", "prune"):
-        facts = {"run_name": second.name, "tag": tag_of(8), "tags": [tag_of(8)], "files": []}
-        answers = second.nodes.ask(action, lambda _, facts=facts: second.nodes.request(**facts), 20)
+        facts = {"run_name": second.run.name, "tag": tag_of(8), "tags": [tag_of(8)], "files": []}
+        answers = second.run.nodes.ask(action, lambda _, facts=facts: second.run.nodes.request(**facts), 20)
         assert all(
             isinstance(each, RemoteFailed) and "belongs to head this-head" in str(each) for each in answers.values()
         )
     for action in ("listing", "send", "receive"):
-        facts = {"place": second.place, "names": ["metrics.jsonl"], "files": []}
-        answers = second.nodes.ask(action, lambda _, facts=facts: second.nodes.request(**facts), 20)
+        facts = {"place": second.run.place, "names": ["metrics.jsonl"], "files": []}
+        answers = second.run.nodes.ask(action, lambda _, facts=facts: second.run.nodes.request(**facts), 20)
         assert all(isinstance(each, HostError) and "belongs to head" in str(each) for each in answers.values()), action
-    assert all(isinstance(error, HostError) for error in release(second.nodes, second.name).values())
+    assert all(isinstance(error, HostError) for error in release(second.run.nodes, second.run.name).values())
     assert (site.tag("a", 8)).exists()
 
 
 def test_a_dead_heads_run_is_adopted_with_its_checkpoints_and_the_dead_head_stays_out(
-    site: Site, first: NodeRun, second: NodeRun, tmp_path: Path, caplog: pytest.LogCaptureFixture, until: Until
+    site: Site, first: Head, second: Head, tmp_path: Path, caplog: pytest.LogCaptureFixture, until: Until
 ) -> None:
-    claimed(first)
+    first.claimed()
     site.save(8)
     die(site, first)
 
     def write_job(folder: Path) -> Path:
-        raise StopIteration(tags.complete_tags(second.checkpoints))
+        raise StopIteration(tags.complete_tags(second.run.checkpoints))
 
-    storage = NodeLocalStorage(second, write_job, silent, adopt=True)
+    storage = NodeLocalStorage(second.run, write_job, silent, adopt=True)
     storage.claim(are_ranks_at_work=False)
     with pytest.raises(StopIteration, match=tag_of(8)):
         storage.make_ready(tmp_path)
@@ -125,18 +132,18 @@ def test_a_dead_heads_run_is_adopted_with_its_checkpoints_and_the_dead_head_stay
         "adopted from head this-head, root /this/root, since 2026-01-01T00:00:00: step-00000008 complete, resuming from"
     )
     assert said in caplog.text
-    assert owners(site, second) == [second.owner.unique_id] * 2
+    assert owners(site, second.run) == [second.run.owner.unique_id] * 2
     with pytest.raises(RunOwned, match="owned by head other-head"):
-        claimed(first)
+        first.claimed()
 
 
 def test_a_head_that_lacks_a_host_of_the_run_it_adopts_does_not_begin_at_step_0(
-    site: Site, first: NodeRun, second: NodeRun
+    site: Site, first: Head, second: Head
 ) -> None:
-    claimed(first)
+    first.claimed()
     site.save(8)
     die(site, first)
-    some = replace(second, hosts=Hosts(second.hosts.all[:1]), nodes=second.nodes.on("a"))
+    some = replace(second.run, hosts=Hosts(second.run.hosts.all[:1]), nodes=second.run.nodes.on("a"))
     NodeLocalStorage(some, Path, silent, adopt=True).claim(are_ranks_at_work=False)
     for _ in range(2):  # it is this head's run the second time
         with pytest.raises(NothingVerifies, match=rf"{tag_of(8)} lacks rank-00001\.json .*--begin-again"):
@@ -144,95 +151,91 @@ def test_a_head_that_lacks_a_host_of_the_run_it_adopts_does_not_begin_at_step_0(
     assert site.tag("a", 8).exists()
 
 
-def test_a_head_that_is_superseded_while_it_works_notices_it(site: Site, first: NodeRun, until: Until) -> None:
-    claimed(quick(first))
-    require_claimed(first.folder)
-    path = site.scratch("b") / first.place / OWNER
+def test_a_head_that_is_superseded_while_it_works_notices_it(site: Site, first: Head, until: Until) -> None:
+    first.run = quick(first.run)
+    first.claimed()
+    first.claim.require_kept()
+    path = site.scratch("b") / first.run.place / OWNER
     path.write_text(json.dumps(json.loads(path.read_text()) | {"unique_id": "2" * 32, "head": "other-head"}))
-    until(lambda: _is_lost(first))
+    until(lambda: _is_lost(first.claim))
     with pytest.raises(RunOwned, match="on b are owned by head other-head"):
-        require_claimed(first.folder)
+        first.claim.require_kept()
     assert json.loads(path.read_text())["head"] == "other-head"
 
 
-def test_the_lease_is_renewed_for_as_long_as_the_run_is_held_and_expires_afterwards(
-    run: NodeRun, second: NodeRun
-) -> None:
-    first = quick(run)
-    with run_lock(first.folder):
-        claimed(first)
-        time.sleep(SECONDS + 1)  # as between two attempts, and while the head verifies what it has
-        with pytest.raises(RunOwned, match="alive"):
-            claimed(second, adopt=True)
+def test_the_lease_is_renewed_until_the_claim_is_ended_and_expires_afterwards(first: Head, second: Head) -> None:
+    first.run = quick(first.run)
+    first.claimed()
+    time.sleep(SECONDS + 1)  # as between two attempts, and while the head verifies what it has
+    with pytest.raises(RunOwned, match="alive"):
+        second.claimed(adopt=True)
+    first.claim.end()
     time.sleep(SECONDS + 0.2)
-    assert [owner.head for owner in claimed(second, adopt=True)] == ["this-head"]
+    assert [owner.head for owner in second.claimed(adopt=True)] == ["this-head"]
 
 
-def test_a_finished_run_can_be_adopted_at_once(first: NodeRun, second: NodeRun) -> None:
-    claimed(first)
-    end_claim(first.folder)
-    assert not any(release(first.nodes, first.name).values())
-    assert [owner.head for owner in claimed(second, adopt=True)] == ["this-head"]
+def test_a_finished_run_can_be_adopted_at_once(first: Head, second: Head) -> None:
+    first.claimed()
+    first.claim.end()
+    assert not any(release(first.run.nodes, first.run.name).values())
+    assert [owner.head for owner in second.claimed(adopt=True)] == ["this-head"]
 
 
-def test_a_claim_that_one_host_refuses_is_undone_on_the_others(site: Site, first: NodeRun, second: NodeRun) -> None:
-    claim(replace(first, nodes=first.nodes.on("b")), ("b",), (), adopt=False)
+def test_a_claim_that_one_host_refuses_is_undone_on_the_others(site: Site, first: Head, second: Head) -> None:
+    first.claim.take(replace(first.run, nodes=first.run.nodes.on("b")), ("b",), (), adopt=False)
     with pytest.raises(RunOwned, match="on b are owned"):
-        claimed(second)
-    assert owners(site, second) == [first.owner.unique_id], "a is still nobody's"
+        second.claimed()
+    assert owners(site, second.run) == [first.run.owner.unique_id], "a is still nobody's"
 
 
-def test_folders_of_earlier_versions_belong_to_the_first_that_comes(
-    site: Site, first: NodeRun, second: NodeRun
-) -> None:
+def test_folders_of_earlier_versions_belong_to_the_first_that_comes(site: Site, first: Head, second: Head) -> None:
     site.save(8)
-    assert claimed(first) == []
+    assert first.claimed() == []
     with pytest.raises(RunOwned):
-        claimed(second)
+        second.claimed()
 
 
-def test_the_run_of_a_copied_root_is_refused_while_the_first_is_alive(
-    site: Site, first: NodeRun, tmp_path: Path
-) -> None:
-    claimed(first)
-    copy = replace(first, folder=tmp_path / "copy", owner=replace(first.owner, head="copy-head"))
-    with run_lock(copy.folder):
-        with pytest.raises(RunOwned, match=r"owned by head this-head.*alive"):
-            claimed(copy)
-        die(site, first)
-        assert claimed(copy) == [], "then it has moved"
+def test_the_run_of_a_copied_root_is_refused_while_the_first_is_alive(site: Site, first: Head, tmp_path: Path) -> None:
+    first.claimed()
+    owner = replace(first.run.owner, head="copy-head")
+    copy = Head(replace(first.run, folder=tmp_path / "copy", owner=owner))
+    with pytest.raises(RunOwned, match=r"owned by head this-head.*alive"):
+        copy.claimed()
+    die(site, first)
+    assert copy.claimed() == [], "then it has moved"
+    copy.claim.end()
 
 
 def test_ranks_that_outlive_their_head_keep_the_run(
-    site: Site, first: NodeRun, second: NodeRun, local_hosts: Any, until: Until, start: Callable[..., Any]
+    site: Site, first: Head, second: Head, local_hosts: Any, until: Until, start: Callable[..., Any]
 ) -> None:
-    claimed(first)
+    first.claimed()
     die(site, first)
     this = Attempt(local_hosts.attempt_folder("a", "id"), "id", "smoke", 1, None, 60.0)
     this.folder.mkdir(parents=True, mode=0o700)
     this.folder.parent.chmod(0o700)
-    job = {"node_local": True, "run_folder": str(site.scratch("a") / first.place)}
+    job = {"node_local": True, "run_folder": str(site.scratch("a") / first.run.place)}
     (this.folder / "spec.json").write_text(json.dumps(job))
     this.write()
     guard = start("-c", "import time; time.sleep(600)")
     identity = ProcessIdentity.of(guard.pid)
     this.write_process("rank-00000", identity, identity)
     with pytest.raises(RunOwned, match="alive: its lease on a"):
-        claimed(second, adopt=True)
+        second.claimed(adopt=True)
     guard.kill()
     guard.wait()
-    assert len(claimed(second, adopt=True)) == 1
+    assert len(second.claimed(adopt=True)) == 1
 
 
 def test_a_host_that_does_not_answer_is_no_obstacle_for_ranks_at_work_and_is_one_before(
-    first: NodeRun, site: Site
+    first: Head, site: Site
 ) -> None:
     class Half:
         def command(self, host: str, argv: Sequence[str]) -> list[str]:
             return ["sh", "-c", "exit 255"] if host == "b" else list(site.transport.command(host, argv))
 
-    half = replace(first, nodes=replace(first.nodes, transport=Half()))
+    first.run = replace(first.run, nodes=replace(first.run.nodes, transport=Half()))
     with pytest.raises(HostUnreachable):
-        claimed(half)
-    assert claim(half, (), half.nodes.hosts, adopt=False) == []
-    require_claimed(half.folder)
+        first.claimed()
+    assert first.claim.take(first.run, (), first.run.nodes.hosts, adopt=False) == []
+    first.claim.require_kept()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from infra.node.attempts import run_lease
-from infra.node.attempts.run_lock import holder, require_held, run_lock
+from infra.node.attempts.run_lock import holder, run_lock
 from t5train.errors import RunLocked, StorageError
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -28,12 +28,12 @@ from pathlib import Path
 from infra.node import processes
 processes.boot_id = lambda: "another machine"
 from infra.node.attempts import run_lease
-from infra.node.attempts.run_lock import holder, require_held, run_lock
+from infra.node.attempts.run_lock import holder, run_lock
 run_lease.LEASE_SECONDS = float(sys.argv[2])
 run_lease._RENEW_SECONDS = 0.2
 run = Path(sys.argv[1])
 """
-HOLD = ELSEWHERE + "with run_lock(run):\n (run / 'held').touch()\n sys.stdin.read()\n require_held(run)\n"
+HOLD = ELSEWHERE + "with run_lock(run) as lease:\n (run / 'held').touch()\n sys.stdin.read()\n lease.require_held()\n"
 
 
 @pytest.fixture
@@ -64,10 +64,10 @@ def test_a_head_on_another_machine_is_refused_with_who_holds_the_run(
     tmp_path: Path, local_flock: dict[str, str]
 ) -> None:
     run = tmp_path / "run"
-    with run_lock(run):
+    with run_lock(run) as lease:
         refused = run_elsewhere(local_flock, "with run_lock(run): print('in')", run, 20)
         seen = run_elsewhere(local_flock, "print(holder(run))", run, 20)
-        require_held(run)
+        lease.require_held()
     assert f"in use by process {os.getpid()} on {os.uname().nodename} since" in refused.stderr
     assert "in" not in refused.stdout.split()
     assert seen.stdout.startswith(f"process {os.getpid()} on "), "status and gc see a holder on another machine, too"
@@ -116,24 +116,16 @@ def test_a_restart_after_a_kill_on_the_same_machine_waits_for_no_lease(
 def test_a_head_that_slept_through_its_lease_notices_that_another_has_the_run(
     tmp_path: Path, start: Start, until: Until, local_flock: dict[str, str]
 ) -> None:
-    with run_lock(tmp_path):
-        lease = json.loads((tmp_path / "holder.json").read_text())
+    with run_lock(tmp_path) as lease:
+        record = json.loads((tmp_path / "holder.json").read_text())
         another = run_lease.Holder(host="far", boot_id="another machine", since="then")
         (tmp_path / "holder.json").write_text(json.dumps(vars(another)).ljust(1024))
-        until(lambda: _is_lost(tmp_path))
+        until(lambda: lease.lost_to is not None)
         with pytest.raises(RunLocked, match=r"was taken over by process .* on far since then"):
-            require_held(tmp_path)
+            lease.require_held()
     left = json.loads((tmp_path / "holder.json").read_text())
-    assert left["nonce"] == another.nonce != lease["nonce"], "the record of the other head is left alone"
+    assert left["nonce"] == another.nonce != record["nonce"], "the record of the other head is left alone"
     assert not left["is_released"]
-
-
-def _is_lost(run: Path) -> bool:
-    try:
-        require_held(run)
-    except RunLocked:
-        return True
-    return False
 
 
 def test_a_stopped_head_does_not_keep_the_run_and_is_told_when_it_goes_on(
@@ -142,10 +134,10 @@ def test_a_stopped_head_does_not_keep_the_run_and_is_told_when_it_goes_on(
     stopped = start("-c", HOLD.replace("sys.stdin.read()", "time.sleep(5)"), str(tmp_path), "2", **local_flock)
     until((tmp_path / "held").exists)
     stopped.send_signal(signal.SIGSTOP)
-    with run_lock(tmp_path):
+    with run_lock(tmp_path) as lease:
         stopped.send_signal(signal.SIGCONT)
         assert stopped.wait(30) == 1
-        require_held(tmp_path)
+        lease.require_held()
     assert f"was taken over by process {os.getpid()} on" in (tmp_path / "output.txt").read_text()
 
 

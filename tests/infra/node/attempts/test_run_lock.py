@@ -32,10 +32,8 @@ def test_a_second_start_is_refused_within_one_process_too(tmp_path: Path) -> Non
         pool.submit(lambda: run_lock(tmp_path).__enter__()).result()
 
 
-def test_who_holds_a_run_may_take_it_again_and_keeps_it_till_the_outer_block_ends(tmp_path: Path) -> None:
+def test_a_run_can_be_held_again_once_it_is_released(tmp_path: Path) -> None:
     with run_lock(tmp_path):
-        with run_lock(tmp_path):
-            pass
         assert holder(tmp_path)
     assert holder(tmp_path) is None
     with run_lock(tmp_path):
