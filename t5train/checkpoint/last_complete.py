@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from t5train.errors import RecordError
+from t5train.errors import NothingVerifies, RecordError
 from t5train.files.atomic import write_json
 from t5train.files.presence import ABSENT, reading
-from t5train.files.run_folder import LAST_COMPLETE
+from t5train.files.run_folder import LAST_COMPLETE, SET_ASIDE
+
+_MOST_REASONS = 3
 
 
 @dataclass(frozen=True)
@@ -41,3 +43,13 @@ def last_complete(run_folder: Path) -> LastComplete | None:
             f"{path} is damaged ({error}), so it is unknown whether the run ever had a complete checkpoint. "
             "Restore the file, or move it away if the newest checkpoint is complete"
         ) from error
+
+
+def nothing_verifies(run_folder: Path, reasons: list[str]) -> NothingVerifies:
+    """The error for a run that had complete checkpoints and has none left."""
+    more = f"; and {len(reasons) - _MOST_REASONS} more" if len(reasons) > _MOST_REASONS else ""
+    return NothingVerifies(
+        f"run {run_folder.name} has no complete checkpoint left: {'; '.join(reasons[:_MOST_REASONS])}{more}. Bring "
+        "back the host, the disk or the files, or begin at step 0 with --begin-again, which deletes nothing: it moves "
+        f"the remaining files to {run_folder / SET_ASIDE}"
+    )

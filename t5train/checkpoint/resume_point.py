@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from t5train.checkpoint import sidecar, tags
-from t5train.checkpoint.last_complete import LastComplete, last_complete, note
-from t5train.errors import IncompleteCheckpoint, NothingVerifies, SpecError
+from t5train.checkpoint.last_complete import LastComplete, last_complete, note, nothing_verifies
+from t5train.errors import IncompleteCheckpoint, SpecError
 from t5train.files import run_folder as run_files
 from t5train.files.atomic import sync_folder, write_text
 from t5train.files.presence import is_folder, is_there, names_in
@@ -19,7 +19,6 @@ from t5train.files.set_aside import set_aside
 from t5train.progress import Progress, silent
 from t5train.records.stage_records import MANIFEST
 
-_MOST_REASONS = 3
 _log = logging.getLogger(__name__)
 
 
@@ -72,16 +71,6 @@ def newest_verified_tag(run_folder: Path, progress: Progress = silent) -> str | 
     if last is not None and last.tag not in found:
         reasons.insert(0, f"{checkpoints / last.tag}, which was complete at {last.at}, is missing")
     raise nothing_verifies(run_folder, reasons)
-
-
-def nothing_verifies(run_folder: Path, reasons: list[str]) -> NothingVerifies:
-    """The error for a run that had complete checkpoints and has none left."""
-    more = f"; and {len(reasons) - _MOST_REASONS} more" if len(reasons) > _MOST_REASONS else ""
-    return NothingVerifies(
-        f"run {run_folder.name} has no complete checkpoint left: {'; '.join(reasons[:_MOST_REASONS])}{more}. Bring "
-        "back the host, the disk or the files, or begin at step 0 with --begin-again, which deletes nothing: it moves "
-        f"the remaining files to {run_folder / run_files.SET_ASIDE}"
-    )
 
 
 def is_unfinished(folder: Path) -> bool:

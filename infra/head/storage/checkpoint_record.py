@@ -7,8 +7,7 @@ from pathlib import Path
 from infra.head.storage.checkpoint_inventory import FoundTag, Survey, finished_once, missing_parts
 from infra.node.storage.stored_checkpoints import HEAD
 from t5train.checkpoint import last_complete
-from t5train.checkpoint.last_complete import LastComplete
-from t5train.checkpoint.resume_point import nothing_verifies
+from t5train.checkpoint.last_complete import LastComplete, nothing_verifies
 from t5train.errors import NothingVerifies, RecordError
 from t5train.files.atomic import write_json
 from t5train.files.presence import ABSENT, reading
