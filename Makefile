@@ -11,7 +11,8 @@ ROOT := work
 # How many test files run at the same time: many wait, or keep one core busy. A file's tests stay in one process, as they
 # share what is slow to make. In the order of the files, the longest ones are not among the last.
 WORKERS := 2
-PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+# OpenMP's threads sleep while they wait: two processes have more of them than there are cores, and spinning takes minutes.
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 # PYTHON=/path/to/python3.11 chooses the interpreter that .venv is made from. Shims of version managers may be on
 # PATH and yet not run, so a candidate is asked for its version.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
