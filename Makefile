@@ -8,6 +8,11 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 ROOT := work
+# How many test files run at the same time: many wait, or keep one core busy. A file's tests stay in one process, as they
+# share what is slow to make. In the order of the files, the longest ones are not among the last.
+WORKERS := 2
+# OpenMP's threads sleep while they wait: two processes have more of them than there are cores, and spinning takes minutes.
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 # PYTHON=/path/to/python3.11 chooses the interpreter that .venv is made from. Shims of version managers may be on
 # PATH and yet not run, so a candidate is asked for its version.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
@@ -28,12 +33,12 @@ demo-cluster: setup ## The same on two hosts that share nothing, made of namespa
 	@$(BIN)/python -m infra.testcluster demo --root $(ROOT)
 
 test: setup lint types ## Everything that must pass: lint, types, quick tests, then slow ones
-	@$(BIN)/pytest -m "not slow and not cluster"
+	@$(PYTEST) -m "not slow and not cluster"
 	.ci/browser
-	$(BIN)/pytest -m "slow and not cluster"
+	$(PYTEST) -m "slow and not cluster"
 
 test-fast: setup ## The tests that start neither DeepSpeed nor a server
-	@$(BIN)/pytest -m "not slow and not cluster"
+	@$(PYTEST) -m "not slow and not cluster"
 
 test-cluster: setup ## The tests that need several hosts, made of namespaces on this machine (root)
 	@$(BIN)/pytest -m cluster

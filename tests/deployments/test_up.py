@@ -1,12 +1,14 @@
 """``up``: whatever ends it, its server and its worker end too."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -28,6 +30,11 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def catches(pid: int, number: int) -> bool:
+    (caught,) = re.findall(r"SigCgt:\s(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
 def is_gone(pid: int, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -47,42 +54,60 @@ def test_a_worker_that_no_signal_ends_is_killed_after_its_parent() -> None:
         assert is_gone(worker, 10)
 
 
-@pytest.mark.slow
-def test_up_ends_in_order_when_a_service_manager_stops_it(up: Any, tmp_path: Path) -> None:
-    with up(tmp_path, free_port()) as process:
-        assert process.stdout is not None
-        assert "Prefect is at" in process.stdout.readline()
-        server_and_worker = children(process.pid)
-        assert len(server_and_worker) == 2
-        time.sleep(5)  # until the worker has signal handlers of its own
-        process.terminate()
-        assert process.wait(60) == 128 + signal.SIGINT
-        assert all(is_gone(pid, 1) for pid in server_and_worker)
+class Again(NamedTuple):
+    """A second ``up`` on a root, where the first one was killed while a run of its pool was on."""
+
+    process: subprocess.Popen[str]
+    said: str
+    """The first line after that of the deployments."""
+    run: dict[str, Any]
+    """The run, as Prefect had it before."""
+    api_url: str
+    home: Path
 
 
-@pytest.mark.slow
-def test_runs_that_lost_their_worker_or_their_process_are_closed(
-    up: Any, ask: Any, flow_process: Any, tmp_path: Path
-) -> None:
-    port, home = free_port(), tmp_path / "prefect"
-    api_url = f"http://127.0.0.1:{port}/api"
-    with up(tmp_path, port) as process:
+@pytest.fixture(scope="module")
+def again(up: Any, ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Again]:
+    root, port = tmp_path_factory.mktemp("up"), free_port()
+    api_url, home = f"http://127.0.0.1:{port}/api", root / "prefect"
+    with up(root, port) as process:
         assert process.stdout is not None
         assert "Prefect is at" in process.stdout.readline()
         deployment = ask(home, f"{api_url}/deployments/filter", {})[0]
         run = ask(home, f"{api_url}/deployments/{deployment['id']}/create_flow_run", {"state": {"type": "RUNNING"}})
         process.kill()
-    with up(tmp_path, port) as process:
+    with up(root, port) as process:
         assert process.stdout is not None
-        assert f"run {run['name']!r} lost its worker" in process.stdout.readline()
-        (found,) = ask(home, f"{api_url}/flow_runs/filter", _with_id(run["id"]))
-        assert found["state_type"] == "CRASHED"
-        client, killed = flow_process(home, api_url)
-        client.kill()
-        deadline = time.monotonic() + 90  # it is looked for every ten seconds
-        while ask(home, f"{api_url}/flow_runs/filter", _with_id(killed))[0]["state_type"] != "CRASHED":
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
+        yield Again(process, process.stdout.readline(), run, api_url, home)
+
+
+@pytest.mark.slow
+def test_runs_that_lost_their_worker_or_their_process_are_closed(again: Again, ask: Any, flow_process: Any) -> None:
+    assert f"run {again.run['name']!r} lost its worker" in again.said
+    runs = f"{again.api_url}/flow_runs/filter"
+    (found,) = ask(again.home, runs, _with_id(again.run["id"]))
+    assert found["state_type"] == "CRASHED"
+    client, killed = flow_process(again.home, again.api_url)
+    client.kill()
+    deadline = time.monotonic() + 90  # it is looked for every ten seconds
+    while ask(again.home, runs, _with_id(killed))[0]["state_type"] != "CRASHED":
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+@pytest.mark.slow
+def test_up_ends_in_order_when_a_service_manager_stops_it(again: Again) -> None:
+    assert again.process.stdout is not None
+    assert "Prefect is at" in again.process.stdout.readline()
+    server_and_worker = children(again.process.pid)
+    assert len(server_and_worker) == 2
+    deadline = time.monotonic() + 60
+    while not all(catches(pid, signal.SIGTERM) for pid in server_and_worker):
+        assert time.monotonic() < deadline, "server or worker has no signal handler of its own"
+        time.sleep(0.1)
+    again.process.terminate()
+    assert again.process.wait(60) == 128 + signal.SIGINT
+    assert all(is_gone(pid, 1) for pid in server_and_worker)
 
 
 def _with_id(run: str) -> dict[str, object]:

@@ -7,6 +7,7 @@ docs/measurements.md; ``--kill-variant moe`` does it to another variant.
 import json
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -24,6 +25,10 @@ from infra.node.attempts.exit_record import Cause
 from infra.node.attempts.shared_memory import SEGMENTS
 from infra.node.processes import find, in_run
 from t5train import metrics
+from t5train.data.corpus import build_corpus
+from t5train.data.shards import build_shards
+from t5train.data.tokenizer import build_tokenizer
+from t5train.spec.recipes import recipe
 
 pytestmark = pytest.mark.slow
 
@@ -57,17 +62,18 @@ ALLOWED_SECONDS = 20
 RUN = "killed"
 
 
-def _command(root: Path, settings: dict[str, Any]) -> list[str]:
+def _command(root: Path, settings: dict[str, Any], command: str = "run") -> list[str]:
     changes = [argument for name, value in (SETTINGS | settings).items() for argument in ("--set", f"{name}={value}")]
     program = [sys.executable, "-c", "from flows.cli.__main__ import main; main()"]
-    return [*program, "run", "smoke", "--root", str(root), "--name", RUN, *changes]
+    return [*program, command, "smoke", "--root", str(root), "--name", RUN, *changes]
 
 
 @contextmanager
-def _started(root: Path, settings: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
+def _started(root: Path, settings: dict[str, Any], command: str = "run") -> Iterator[subprocess.Popen[bytes]]:
+    argv = _command(root, settings, command)
     with open(root / "output.log", "ab") as log:
         process = subprocess.Popen(
-            _command(root, settings), cwd=root, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            argv, cwd=root, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     try:
         yield process
@@ -91,10 +97,20 @@ def variant(pytestconfig: pytest.Config) -> str:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, variant: str) -> Any:
-    """Digests of the final weights of a run that nobody disturbs."""
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with text, vocabulary and shards, and without runs."""
+    root, spec = tmp_path_factory.mktemp("data"), recipe("smoke").with_settings(SETTINGS)
+    corpus = build_corpus(spec.corpus, root)
+    build_shards(spec.shards, spec.corpus, corpus, build_tokenizer(spec.tokenizer, spec.corpus, corpus, root), root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, data: Path, variant: str) -> Any:
+    """Digests of the final weights of a run that nobody disturbs: of its stages, only training is needed for them."""
     root = tmp_path_factory.mktemp("undisturbed")
-    with _started(root, VARIANTS[variant]) as process:
+    shutil.copytree(data, root, dirs_exist_ok=True)
+    with _started(root, VARIANTS[variant], "train") as process:
         _finish(process, root)
     return _final_weights(root)
 
@@ -134,8 +150,11 @@ def _states_in_prefect(root: Path) -> list[str]:
         return [state for (state,) in database.execute("SELECT state_type FROM flow_run ORDER BY created")]
 
 
-def test_a_run_that_is_told_to_end_saves_and_one_that_is_stopped_is_found(tmp_path: Path, undisturbed: Any) -> None:
+def test_a_run_that_is_told_to_end_saves_and_one_that_is_stopped_is_found(
+    tmp_path: Path, data: Path, undisturbed: Any
+) -> None:
     run = tmp_path / "runs" / RUN
+    shutil.copytree(data, tmp_path, dirs_exist_ok=True)
     with _started(tmp_path, SAVED_WHEN_TOLD) as flow:
         os.kill(_pid(_wait_for(run, 5, 1), "rank-00001", "process"), signal.SIGTERM)
         os.kill(_pid(_wait_for(run, 3 + _resumed_from(run, 2), 2), "launcher", "process"), signal.SIGTERM)
@@ -146,8 +165,8 @@ def test_a_run_that_is_told_to_end_saves_and_one_that_is_stopped_is_found(tmp_pa
         _wait_for(run, 3 + _last_step(run), 4)
         flow.terminate()
         assert flow.wait(60) == -signal.SIGTERM
-    with _started(tmp_path, SAVED_WHEN_TOLD) as flow:
-        _finish(flow, tmp_path)
+    with _started(tmp_path, SAVED_WHEN_TOLD, "train") as training:
+        _finish(training, tmp_path)
     output = (tmp_path / "output.log").read_text()
     # No checkpoint is due before the end: each that was resumed from was saved because somebody said so.
     first, second, third, fourth = (_resumed_from(run, number) for number in (2, 3, 4, 5))

@@ -62,7 +62,7 @@ def start_guard(this: Attempt, start: Start) -> Start:
 def until() -> Callable[..., None]:
     """Waits for a condition, and fails the test if it does not come."""
 
-    def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"not in {seconds} s"

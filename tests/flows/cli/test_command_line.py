@@ -35,7 +35,7 @@ with run_lock(Path(sys.argv[1])):
     sys.stdin.read()
 """
 
-WITHOUT_PREFECT = """
+NO_PREFECT = """
 import sys
 
 class Blocker:
@@ -46,8 +46,20 @@ class Blocker:
 sys.meta_path.insert(0, Blocker())
 sys.argv[0] = "t5-pretrain"
 from flows.cli.__main__ import main
-main()
 """
+WITHOUT_PREFECT = NO_PREFECT + "main()"
+HELP_WITHOUT_PREFECT = (
+    NO_PREFECT
+    + """
+for command in sys.argv[1:]:
+    sys.argv[1:] = [command, "--help"]
+    try:
+        main()
+    except SystemExit as ended:
+        if ended.code:
+            raise
+"""
+)
 
 
 SWITCH = ("--set", "model.moe.num_experts=4", "--set", "model.version=v1.0")
@@ -182,8 +194,10 @@ def test_stage_commands_work_where_prefect_is_not_installed(run_python: RunPytho
     assert "(reused)" in run_python(WITHOUT_PREFECT, *arguments).stdout
     verified = run_python(WITHOUT_PREFECT, "verify", folder)
     assert verified.stdout.startswith("verified: corpus"), verified.stderr
-    for command in ("tokenizer", "tokenize", "train", "consolidate", "export", "certify", "publish", "status"):
-        assert run_python(WITHOUT_PREFECT, command, "--help").returncode == 0
+    commands = ("tokenizer", "tokenize", "train", "consolidate", "export", "certify", "publish", "status")
+    helped = run_python(HELP_WITHOUT_PREFECT, *commands)
+    assert helped.returncode == 0, helped.stderr
+    assert all(f"Usage: t5-pretrain {command} " in helped.stdout for command in commands)
     assert run_python(WITHOUT_PREFECT, "status").returncode == 0
 
 

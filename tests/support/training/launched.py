@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from t5train.spec.recipes import recipe
 _ROOT = Path(__file__).parents[3]
 
 
-def spec_of(layout: str, num_steps: int = 6, ranks: int = 2) -> RunSpec:
+def spec_of(layout: str, num_steps: int = 4, ranks: int = 2, saved_every: int = 2) -> RunSpec:
     stage, precision, *others = layout.removeprefix("zero").split("-")
     return recipe("smoke").with_settings(
         {
@@ -35,8 +36,8 @@ def spec_of(layout: str, num_steps: int = 6, ranks: int = 2) -> RunSpec:
             "layout.micro_batch_sequences": 4,
             "layout.zero_stage": int(stage),
             "layout.offload": ("all" if stage == "3" else "optimizer") if "offload" in others else "none",
-            "storage.checkpoint_every_steps": 3,
-            "storage.validate_every_steps": 3,
+            "storage.checkpoint_every_steps": saved_every,
+            "storage.validate_every_steps": saved_every,
             "storage.validate_sequences": 11,  # three micro-batches for two ranks: one is short, one rank has none
             **_experts(others),
             **_pipeline(others),
@@ -89,21 +90,36 @@ class Trained:
 
 
 def launch(jobs: Path, ranks: int = 2, program: str = "rank_program") -> None:
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "/dev/null", "--num_gpus", str(ranks)]
-    port = free_port()
-    command += ["--master_addr", "127.0.0.1", "--master_port", str(port), "--no_local_rank"]
-    command += ["--module", f"tests.support.training.{program}"]
-    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
-    log = jobs.with_suffix(".log")
-    with open(log, "wb") as output:
-        ended = subprocess.run(
-            [*command, str(jobs)],
-            env={**os.environ, **environment},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=600,
-            check=False,
-        )
-    shared_memory.remove_all("127.0.0.1", port)
-    assert ended.returncode == 0, log.read_text(errors="replace")[-6000:]
+    """Run a program of this package on so many ranks, without DeepSpeed's launcher, which takes seconds to import."""
+    port, seconds = free_port(), 600
+    environment = os.environ | {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, "-m", f"tests.support.training.{program}", str(jobs)]
+    logs = [jobs.with_suffix(f".rank-{rank}.log") for rank in range(ranks)]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, log in enumerate(logs):
+            with open(log, "wb") as output:
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                started.append(
+                    subprocess.Popen(command, env=environment | own, stdout=output, stderr=subprocess.STDOUT)
+                )
+        deadline = time.monotonic() + seconds
+        # A rank that fails leaves the others waiting for it.
+        while None in (codes := [process.poll() for process in started]) and not any(codes):
+            assert time.monotonic() < deadline, f"ranks do not end in {seconds} s"
+            time.sleep(0.05)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+        shared_memory.remove_all("127.0.0.1", port)
+    assert not any(codes), "".join(log.read_text(errors="replace")[-3000:] for log in logs)

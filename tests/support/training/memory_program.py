@@ -7,7 +7,8 @@
 import gc
 import json
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +25,8 @@ from t5train.engine.optimizer import AdamWRms
 from t5train.spec import build
 from t5train.spec.rank_job import TrainJob
 from t5train.train import loop
+
+Tensors = Sequence[weakref.ref[torch.Tensor]]
 
 
 def main(jobs: Path) -> None:
@@ -49,29 +52,39 @@ def _most(entry: dict[str, Any]) -> int:
         resume_tag=None,
     )
     trainer = loop.Trainer(job)
+    gc.collect()
+    earlier = [weakref.ref(tensor) for tensor in _tensors()]
+    gc.freeze()  # what is there already is not looked through again; it takes a second each time
     with (
-        _watched(Fp32Sums, "hand_over", seen),
-        _watched(DeepSpeedEngine, "allreduce_gradients", seen),
-        _watched(AdamWRms, "_rms", seen),
+        _watched(Fp32Sums, "hand_over", seen, earlier),
+        _watched(DeepSpeedEngine, "allreduce_gradients", seen, earlier),
+        _watched(AdamWRms, "_rms", seen, earlier),
         Prefetched(loop.micro_batches(trainer.train_samples, trainer.spec, 0), 1) as batches,
     ):
         trainer._take_step(batches)
+    gc.unfreeze()
     return max(seen) - before
 
 
-def _watched(owner: type, name: str, seen: list[int]) -> Any:
+def _watched(owner: type, name: str, seen: list[int], earlier: Tensors) -> Any:
     original: Callable[..., Any] = getattr(owner, name)
 
     def look_first(*arguments: Any, **options: Any) -> Any:
-        seen.append(_live_bytes())
+        seen.append(_live_bytes(earlier))
         return original(*arguments, **options)
 
     return mock.patch.object(owner, name, look_first)
 
 
-def _live_bytes() -> int:
+def _tensors() -> list[torch.Tensor]:
+    """Those that are not frozen."""
+    return [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
+
+
+def _live_bytes(earlier: Tensors = ()) -> int:
+    """``earlier`` are the tensors that were frozen; those of them that still live count."""
     gc.collect()
-    tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
+    tensors = _tensors() + [tensor for each in earlier if (tensor := each()) is not None]
     hidden = [getattr(tensor, name, None) for tensor in tensors for name in ("ds_tensor", "grad_accum")]
     hidden += [tensor.grad for tensor in tensors if tensor.is_leaf]
     storages = [tensor.untyped_storage() for tensor in [*tensors, *hidden] if isinstance(tensor, torch.Tensor)]

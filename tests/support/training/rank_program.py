@@ -1,10 +1,11 @@
 """What the ranks of test_training.py run: many small trainings in one launch, since every launch costs ten seconds.
 
 ``python rank_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder", "stop_at",
-"resume_tag", "fault", "other_layout"}]``, and writes ``{name}.rank-{rank}.json`` beside it for each. With
-``other_layout``, the folder of a run, its checkpoint of step 3 is consolidated and begun from. What another layout or
-``model.start_from`` gave is saved at once. With ``ranks_a_node``, each node has a folder of its own in the run's. Those
-of ``brought_from`` are gathered, and each node is brought what its ranks read; the node ``intact`` has its own, too.
+"resume_tag", "fault", "other_layout", "other_tag"}]``, and writes ``{name}.rank-{rank}.json`` beside it for each. With
+``other_layout``, the folder of a run, its checkpoint ``other_tag`` is consolidated and begun from. What another layout
+or ``model.start_from`` gave is saved at once. With ``ranks_a_node``, each node has a folder of its own in the run's.
+Those of ``brought_from`` are gathered, and each node is brought what its ranks read; the node ``intact`` has its own,
+too.
 """
 
 import contextlib
@@ -137,7 +138,7 @@ def _consolidated(entry: dict[str, Any]) -> Consolidated | None:
     spec = build(entry["spec"]).with_settings({"storage.root": str(folder.parent.parent), "name": folder.name})
     told = folder / "told.json"
     if comm.get_rank() == 0:
-        found = consolidated_for(spec, "step-00000003", silent)
+        found = consolidated_for(spec, entry["other_tag"], silent)
         assert found is not None
         told.write_text(found.model_dump_json())
     comm.barrier()

@@ -39,6 +39,7 @@ if torch.ops.mkldnn._is_mkldnn_fp16_supported():
 # First loss scales, as powers of two, with which fp16 drops some of three steps, and all of them.
 SCALES = {"zero2-fp16": 18, "zero3-fp16": 21}
 SKIPPED = {"zero2-fp16": 2, "zero3-fp16": 3}
+TAG = "step-00000003"
 FILES = ("model", "exp_avg", "exp_avg_sq")
 
 
@@ -47,7 +48,7 @@ def _job(root: Path, name: str, layout: str, ranks: int, **more: Any) -> dict[st
     # Nothing is drawn by lot: neither dropout nor which tokens an expert has no place for.
     settings: dict[str, Any] = {"model.dropout_rate": 0.0, "model.moe.capacity_factor": 4.0}
     settings["optimizer.initial_scale_power"] = SCALES.get(pair, 16)
-    spec = spec_of(layout, ranks=ranks).with_settings(settings)
+    spec = spec_of(layout, num_steps=6, ranks=ranks, saved_every=3).with_settings(settings)
     folder = root / "runs" / name
     folder.mkdir(parents=True)
     return {"name": name, "spec": spec.model_dump(mode="json"), "run_folder": str(folder), **more}
@@ -55,15 +56,17 @@ def _job(root: Path, name: str, layout: str, ranks: int, **more: Any) -> dict[st
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards) -> Trained:
-    """Every pair: two ranks, from there four, from there two again; and two ranks from the beginning to the end."""
+    """Every pair: two ranks to the end, four from their checkpoint of step 3, and two again from that of the four."""
     root = tmp_path_factory.mktemp("relayout")
     launches: list[tuple[int, list[dict[str, Any]]]] = [(2, []), (4, []), (2, [])]
     for layout, other in PAIRS.items():
         runs = root / "runs"
         launches[0][1].append(_job(root, f"{layout}.whole", layout, 2))
-        launches[0][1].append(_job(root, f"{layout}.killed", layout, 2, stop_at=3))
-        launches[1][1].append(_job(root, f"{layout}.other", other, 4, other_layout=f"{runs}/{layout}.killed"))
-        launches[2][1].append(_job(root, f"{layout}.back", layout, 2, other_layout=f"{runs}/{layout}.other"))
+        from_two, from_four = (
+            {"other_layout": f"{runs}/{layout}.{run}", "other_tag": TAG} for run in ("whole", "other")
+        )
+        launches[1][1].append(_job(root, f"{layout}.other", other, 4, **from_two))
+        launches[2][1].append(_job(root, f"{layout}.back", layout, 2, **from_four))
     for number, (ranks, jobs) in enumerate(launches):
         path = root / f"jobs-{number}.json"
         path.write_text(json.dumps([{**job, "shards": str(pydocs_shards.path)} for job in jobs]))
@@ -77,9 +80,9 @@ def test_another_layout_begins_with_the_same_masters_and_moments_bit_for_bit(
 ) -> None:
     runs = trained.root / "runs"
     again = tmp_path / "again"
-    told = Path(json.loads((runs / f"{layout}.killed/told.json").read_text())["folder"])
+    told = Path(json.loads((runs / f"{layout}.whole/told.json").read_text())["folder"])
     moments = SKIPPED.get(layout) != 3
-    consolidate(runs / f"{layout}.other/checkpoints", again, tag="step-00000003", moments=moments)
+    consolidate(runs / f"{layout}.other/checkpoints", again, tag=TAG, moments=moments)
     names = FILES if moments else FILES[:1]
     before, after = ([load_file(place / f"{name}.safetensors") for name in names] for place in (told, again))
     for first, second in zip(before, after, strict=True):
@@ -92,7 +95,7 @@ def test_another_layout_begins_with_the_same_masters_and_moments_bit_for_bit(
 @pytest.mark.parametrize("layout", PAIRS)
 def test_another_layout_begins_as_far_as_training_was(trained: Trained, layout: str) -> None:
     runs = trained.root / "runs"
-    before, after = (read_all(runs / f"{layout}.{run}/checkpoints/step-00000003")[0] for run in ("killed", "other"))
+    before, after = (read_all(runs / f"{layout}.{run}/checkpoints/{TAG}")[0] for run in ("whole", "other"))
     for what in ("step", "skipped_steps", "loss_scaler", "data"):
         assert getattr(before, what) == getattr(after, what)
     assert before.skipped_steps == SKIPPED.get(layout, 0)
@@ -114,11 +117,13 @@ def test_what_another_layout_goes_on_to_train_is_the_same_up_to_rounding(trained
 
 @pytest.fixture
 def run(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSpec:
-    """A run that was killed at step 3, as its head finds it."""
-    folder = tmp_path / "runs/run"
-    shutil.copytree(trained.root / "runs/zero1-bf16.killed/checkpoints", folder / "checkpoints")
+    """A run that was killed after step 3, as its head finds it."""
+    checkpoints = Path("checkpoints", TAG)
+    shutil.copytree(trained.root / "runs/zero1-bf16.whole" / checkpoints, tmp_path / "runs/run" / checkpoints)
     monkeypatch.setattr(run_module, "run_fingerprint", lambda _spec, _shards: "0" * 64)
-    return spec_of("zero1-bf16").with_settings({"storage.root": str(tmp_path), "name": "run"})
+    return spec_of("zero1-bf16", num_steps=6, saved_every=3).with_settings(
+        {"storage.root": str(tmp_path), "name": "run"}
+    )
 
 
 def _told(spec: RunSpec, shards: TokenShards, tmp_path: Path) -> TrainJob:
@@ -157,7 +162,7 @@ def test_what_was_consolidated_goes_when_the_newest_checkpoint_has_the_layout_as
     assert back is not None
     assert back.clock.step == 6
     (newest / "rank-00003.json").unlink()
-    assert _told(run, pydocs_shards, tmp_path).resume_tag == "step-00000003"
+    assert _told(run, pydocs_shards, tmp_path).resume_tag == TAG
 
 
 def test_a_disk_without_room_for_another_layout_is_refused_before_anything_is_written(

@@ -26,8 +26,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
     for layout in LAYOUTS:
         runs: list[dict[str, Any]] = [
             {"name": f"{layout}.whole", "run_folder": f"{root}/{layout}.whole"},
-            {"name": f"{layout}.killed", "run_folder": f"{root}/{layout}.killed", "stop_at": 5},
-            {"name": f"{layout}.resumed", "run_folder": f"{root}/{layout}.killed", "resume_tag": "step-00000003"},
+            {"name": f"{layout}.killed", "run_folder": f"{root}/{layout}.killed", "stop_at": 3},
+            {"name": f"{layout}.resumed", "run_folder": f"{root}/{layout}.killed", "resume_tag": "step-00000002"},
         ]
         for run in runs:
             run |= {"spec": spec_of(layout, ranks=4).model_dump(mode="json"), "shards": str(pydocs_shards.path)}
@@ -52,7 +52,7 @@ def test_consolidation_gives_the_live_masters_bit_for_bit(trained: Trained, layo
 
 
 def test_a_stage_vouches_for_the_layers_that_it_wrote(trained: Trained) -> None:
-    sidecars = read_all(trained.root / "zero1-fp32-pp2-tied.whole/checkpoints/step-00000006")
+    sidecars = read_all(trained.root / "zero1-fp32-pp2-tied.whole/checkpoints/step-00000004")
     places = [(one.layout.pipeline_rank, one.layout.data_parallel_rank) for one in sidecars]
     assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
     layers = [{name for name in one.files if name.startswith("layer_")} for one in sidecars]
@@ -65,7 +65,7 @@ def test_a_stage_vouches_for_the_layers_that_it_wrote(trained: Trained) -> None:
 
 
 def test_a_rank_vouches_for_the_experts_that_it_wrote(trained: Trained) -> None:
-    sidecars = read_all(trained.root / f"{EXPERTS}.whole/checkpoints/step-00000006")
+    sidecars = read_all(trained.root / f"{EXPERTS}.whole/checkpoints/step-00000004")
     experts = [{int(name.split("_")[3]) for name in one.files if name.startswith("layer_")} for one in sidecars]
     assert experts == [{0, 1}, {2, 3}, set(), set()]
     held = [(one.layout.expert_rank, one.layout.expert_data_rank) for one in sidecars]

@@ -61,7 +61,7 @@ def _model(family: str) -> PreTrainedModel:
 def _starting(layout: str, folder: Path) -> RunSpec:
     settings = {"model.start_from": str(folder), "model.dropout_rate": 0.0}
     version = {} if LAYOUTS[layout] == "switch" else {"model.version": LAYOUTS[layout]}
-    return spec_of(layout).with_settings(settings | version)
+    return spec_of(layout, num_steps=6, saved_every=3).with_settings(settings | version)
 
 
 @pytest.fixture(scope="module")

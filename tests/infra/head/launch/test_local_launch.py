@@ -172,18 +172,6 @@ def test_nothing_survives_a_kill_during_the_start(
     until(lambda: not survivors(newest(tmp_path).run_id), 20)
 
 
-@pytest.mark.slow
-def test_a_second_start_is_refused_while_one_lives(tmp_path: Path, start: Start, until: Until) -> None:
-    spec(tmp_path, RANK)
-    head = start("-c", HEAD, str(tmp_path))
-    until(lambda: ready(tmp_path) or head.poll() is not None, 60)
-    assert start("-c", HEAD, str(tmp_path)).wait(20) == 1
-    assert f"is in use by process {head.pid}" in (tmp_path / "output.txt").read_text()
-    assert [path.name for path in (tmp_path / "run" / "attempts").iterdir()] == ["0001"]
-    (tmp_path / "finish").touch()
-    assert head.wait(20) == 0
-
-
 def segments(this: Attempt) -> list[Path]:
     """Shared memory of an attempt's ranks that is still there."""
     port = this.log("launcher").read_text().partition("--master_port=")[2].split()[0]

@@ -72,7 +72,7 @@ def end_rank(folder: Path, rank: int, returncode: int = 0) -> None:
     replace(attempt.read(folder)).write_exit(record)
 
 
-def look_until(supervision: Supervision, condition: Callable[[], object], seconds: float = 15.0) -> float:
+def look_until(supervision: Supervision, condition: Callable[[], object], seconds: float = 60.0) -> float:
     """Takes in what comes until the condition holds; the seconds that took."""
     began = time.monotonic()
     while not condition():
