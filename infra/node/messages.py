@@ -58,7 +58,7 @@ class Failure:
 
 
 class NotAMessage(BadMessage):
-    """The line does not have the form of a message: something else wrote it."""
+    """The line is no JSON object: something else wrote it."""
 
 
 def encode(message: object) -> bytes:
@@ -72,8 +72,11 @@ def decode(line: bytes, kind: type[T]) -> T:
         document = json.loads(line, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         document = None
-    if not isinstance(document, dict) or len(document) != 1:
-        raise NotAMessage(f"got {_shown(line.decode('utf-8', 'replace').strip())} instead of a message")
+    text = _shown(line.decode("utf-8", "replace"))
+    if not isinstance(document, dict):
+        raise NotAMessage(f"got {text} instead of a message")
+    if len(document) != 1:
+        raise BadMessage(f"{text} has not the form of a message")
     ((name, value),) = document.items()
     known = {each.__name__: each for each in (kind, *kind.__subclasses__()) if is_dataclass(each)}
     if name not in known:

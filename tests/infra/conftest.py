@@ -1,4 +1,3 @@
-import json
 import os
 import shutil
 import subprocess
@@ -10,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.head.hosts.node_client import node_command
-from infra.head.hosts.ssh import Ssh, run
+from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.ssh import Ssh
 from infra.node import processes
 from infra.node.attempts import attempt
 from infra.node.attempts.attempt import Attempt
-from infra.node.ports import free_port
+from infra.node.attempts.attempt_actions import PrepareAttempt, Prepared
+from infra.node.ports import Endpoint, free_port
 from infra.node.processes import ProcessIdentity
 from t5train.spec import ClusterSpec
 
@@ -108,12 +108,9 @@ class LocalHosts:
     def prepare(self, this: Attempt) -> None:
         """Have each host make its folder of an attempt."""
         for host in this.hosts or {}:
-            request = {
-                "run_id": this.run_id, "attempt": replace(this, host=host, hosts=None).facts(), "environment": {},
-                "meeting": {"address": "127.0.0.1", "port": 20001}, "files": {}, "owner": None,
-            }  # fmt: skip
-            stdin = json.dumps(request).encode() + b"\n"
-            run(self, host, node_command("prepare", None), stdin=stdin, deadline_seconds=20)
+            own = replace(this, host=host, hosts=None)
+            request = PrepareAttempt(own, {}, Endpoint("127.0.0.1", 20001), None, {})
+            assert isinstance(Nodes(self, (host,)).ask(request, 20)[host], Prepared)
 
 
 @pytest.fixture

@@ -19,12 +19,20 @@ from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.head_lease import LEASE
 from infra.node.attempts.run_lock import run_lock
 from infra.node.attempts.run_ownership import OWNER, Owner
+from infra.node.messages import Query
 from infra.node.processes import ProcessIdentity
+from infra.node.storage.stored_checkpoints import (
+    ListCheckpoints,
+    ListFiles,
+    PruneCheckpoints,
+    ReceiveFiles,
+    SendFiles,
+)
 from t5train.checkpoint import tags
 from t5train.errors import HostError, HostUnreachable, NothingVerifies, RemoteFailed, RunOwned
 from t5train.files.run_folder import tag_of
 from t5train.progress import silent
-from tests.infra.node_store.conftest import Site
+from tests.infra.node_store.conftest import Site, until_it_ends
 
 Until = Callable[..., None]
 SECONDS = 3.0
@@ -93,16 +101,20 @@ def test_nothing_of_another_heads_run_is_read_or_written_on_its_hosts(
 ) -> None:
     site.save(8)
     claimed(first)
-    for action in ("inventory", "prune"):
-        facts = {"run_name": second.name, "tag": tag_of(8), "tags": [tag_of(8)], "files": []}
-        answers = second.nodes.ask(action, lambda _, facts=facts: second.nodes.request(**facts), 20)
-        assert all(
-            isinstance(each, RemoteFailed) and "belongs to head this-head" in str(each) for each in answers.values()
-        )
-    for action in ("listing", "send", "receive"):
-        facts = {"place": second.place, "names": ["metrics.jsonl"], "files": []}
-        answers = second.nodes.ask(action, lambda _, facts=facts: second.nodes.request(**facts), 20)
-        assert all(isinstance(each, HostError) and "belongs to head" in str(each) for each in answers.values()), action
+    store = second.nodes.store
+    queries: list[Query[Any]] = [
+        ListCheckpoints(store, second.name),
+        PruneCheckpoints(store, second.name, (tag_of(8),)),
+        ListFiles(store, second.place, ("metrics.jsonl",)),
+    ]
+    for query in queries:
+        for answer in second.nodes.ask(query, 20).values():
+            assert isinstance(answer, RemoteFailed)
+            assert isinstance(answer.__cause__, RunOwned)
+            assert "belongs to head this-head" in str(answer)
+    for request in (SendFiles(store, second.place), ReceiveFiles(store, second.name, second.place, (), ())):
+        with pytest.raises(RemoteFailed, match="belongs to head this-head"):
+            until_it_ends(second.nodes, "a", request)
     assert all(isinstance(error, HostError) for error in release(second.nodes, second.name).values())
     assert (site.tag("a", 8)).exists()
 

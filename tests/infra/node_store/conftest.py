@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.node_client import Nodes, conversation
 from infra.head.storage.checkpoint_inventory import FoundTag, Survey, complete_tags, survey
+from infra.node.channel import BrokenOff
+from infra.node.messages import Request
 from infra.node.node_folders import tag_place
+from infra.node.storage.file_channel import FromReceiver
 from t5train.checkpoint import sidecar
 from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.files.run_folder import tag_of
@@ -31,6 +34,14 @@ def make_sidecar(rank: int, step: int, files: dict[str, FileDigest], world_size:
     return Sidecar(
         step=step, tag=tag_of(step), rank=rank, world_size=world_size, layout=layout, files=files, data=data, **facts
     )
+
+
+def until_it_ends(nodes: Nodes, host: str, request: Request) -> None:
+    """Begin a conversation, and wait until the node ends it."""
+    with conversation(nodes, host, request) as node:
+        while node.receive(FromReceiver) is not None:
+            pass
+        raise BrokenOff("it ended")
 
 
 class Site:
