@@ -11,11 +11,10 @@ import json
 import math
 import types
 from base64 import b64decode, b64encode
-from binascii import Error as Base64Error
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -72,11 +71,10 @@ def decode(line: bytes, kind: type[T]) -> T:
         document = json.loads(line, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         document = None
-    text = _shown(line.decode("utf-8", "replace"))
     if not isinstance(document, dict):
-        raise NotAMessage(f"got {text} instead of a message")
+        raise NotAMessage(f"got {_beginning(line)} instead of a message")
     if len(document) != 1:
-        raise BadMessage(f"{text} has not the form of a message")
+        raise BadMessage(f"{_beginning(line)} has not the form of a message")
     ((name, value),) = document.items()
     known = {each.__name__: each for each in (kind, *kind.__subclasses__()) if is_dataclass(each)}
     if name not in known:
@@ -167,17 +165,10 @@ def _path(value: str) -> Path:
     return Path(value)
 
 
-def _bytes(value: str) -> bytes:
-    try:
-        return b64decode(value, validate=True)
-    except Base64Error as error:
-        raise ValueError(str(error)) from error
-
-
 _PARSERS: Mapping[type, tuple[Callable[[Any], object], str]] = {
     float: (_number, "a finite number"),
     Path: (_path, "a path"),
-    bytes: (_bytes, "text in base64"),
+    bytes: (partial(b64decode, validate=True), "text in base64"),
 }
 
 
@@ -200,6 +191,10 @@ def _refuse(where: str, value: object, constraint: str) -> NoReturn:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def _beginning(line: bytes) -> str:
+    return _shown(line[: 2 * _SHOWN_CHARACTERS].decode("utf-8", "replace"))
 
 
 def _shown(value: object) -> str:
