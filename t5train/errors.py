@@ -22,7 +22,9 @@
     │   ├── HostKeyMismatch      the host's ssh key is unknown or has changed
     │   ├── HostTimeout          the host did not finish in time
     │   ├── NotGathered          training is done, but part of the result exists only on a host
+    │   ├── ProtocolMismatch     the host and the head do not understand each other's messages
     │   └── RemoteFailed         a command failed on the host
+    ├── BadMessage               a message from another machine is not one that is expected here
     ├── PreflightError           the hosts cannot train together
     ├── TestClusterError         hosts of the test cluster cannot be created here, or do not exist
     ├── LaunchError              ranks could not be started, or ended before their work was done
@@ -159,8 +161,21 @@ class NotGathered(HostError):
     exit_code = 3
 
 
+class ProtocolMismatch(HostError):
+    """A host and the head do not understand each other's messages: they run different versions of this project."""
+
+
 class RemoteFailed(HostError):
-    """A command that ran on a host failed."""
+    """A command that ran on a host failed. If an error of this project made it fail, that error is the cause."""
+
+    def __init__(self, message: str, hosts: Iterable[str] = (), stderr: bytes = b"") -> None:
+        """``stderr`` is what the command wrote there."""
+        super().__init__(message, hosts)
+        self.stderr = stderr
+
+
+class BadMessage(T5TrainError):
+    """A message from another machine is not one that is expected here: it has other fields, or is no message."""
 
 
 class PreflightError(T5TrainError):
@@ -271,3 +286,9 @@ class CertificationError(T5TrainError):
 
 class PublicationError(T5TrainError):
     """A published folder is incomplete, damaged, or holds something else."""
+
+
+def error_of(name: str, message: str) -> T5TrainError:
+    """The error whose class has that name, as another process reported it; a T5TrainError if there is no such class."""
+    kind = globals().get(name)
+    return (kind if isinstance(kind, type) and issubclass(kind, T5TrainError) else T5TrainError)(message)

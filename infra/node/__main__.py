@@ -25,22 +25,25 @@ and, for hosts that share no storage (infra.node.storage)::
     garbage   list what no run needs
     free      remove what no run needs
 
-An action reads its request from stdin as one line of JSON and writes its answer to stdout as lines of JSON, so user
-input is never part of a command line. An error of this project is written to stderr, and the exit code is 1. To start
-quickly, an action imports more than the standard library only if it needs it.
+Each action is a function of a request, a message (infra.node.messages) that is sent on stdin, so user input is never
+part of a command line. A Query is answered by one message on stdout; any other request starts a conversation. If the
+action fails, the last line on stderr is a Failure, and the exit code is 1. To start quickly, an action imports more
+than the standard library only if it needs it.
 """
 
-import json
 import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, get_type_hints
 
-from t5train.errors import StorageError, T5TrainError
+from infra.node.channel import Channel, WrongMessage, head_channel
+from infra.node.messages import Failure, Query, encode
+from t5train.errors import BadMessage, StorageError, T5TrainError
 from t5train.files.os_errors import explain
 
 ACTIONS = {
-    "facts": "infra.node.inspection:facts",
+    "facts": "infra.node.inspection:gather",
     "probe": "infra.node.inspection.all_reduce:probe",
     "end_probe": "infra.node.inspection.all_reduce:end_probe",
     "prepare": "infra.node.attempts.attempt_actions:prepare",
@@ -61,32 +64,48 @@ ACTIONS = {
     "garbage": "infra.node.storage.garbage:garbage",
     "free": "infra.node.storage.garbage:free",
 }
-"""The function of each action. It takes the request and returns the answer, or None if it wrote to stdout itself."""
+"""The function of each action. It takes the request, and the channel to the head if it is not a Query."""
 
 
-def act(name: str, request: dict[str, Any]) -> dict[str, Any] | None:
-    """Run an action. Its module is imported only now, because some are slow to import."""
+def function_of(name: str) -> Callable[..., object]:
+    """The function of an action. Its module is imported only now, because some are slow to import."""
     module, _, function = ACTIONS[name].partition(":")
-    answer: dict[str, Any] | None = getattr(import_module(module), function)(request)
-    return answer
+    found: Callable[..., object] = getattr(import_module(module), function)
+    return found
+
+
+def request_type(function: Callable[..., object]) -> type[Any]:
+    """The class of the requests of an action."""
+    kind: type[Any] = get_type_hints(function)["request"]
+    return kind
+
+
+def act(name: str, head: Channel) -> None:
+    """Receive the request for an action, run it, and send the answer."""
+    function = function_of(name)
+    request = head.receive(request_type(function))
+    if isinstance(request, Query):
+        head.send(function(request))
+    elif request is not None:
+        function(request, head)
+
+
+def _failure(error: T5TrainError | OSError) -> Failure:
+    if isinstance(error, WrongMessage):
+        return Failure(BadMessage.__name__, str(error))
+    if isinstance(error, T5TrainError):
+        return Failure(type(error).__name__, str(error))
+    return Failure(StorageError.__name__, explain(error))
 
 
 def main() -> int:
     """Run one action."""
     os.umask(0o077)
-    # Unbuffered, because `watch` reads what follows the first line from the descriptor itself.
-    with open(0, "rb", buffering=0, closefd=False) as stdin:
-        request = json.loads(stdin.readline())
     try:
-        answer = act(sys.argv[1], request)
-    except T5TrainError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        act(sys.argv[1], head_channel())
+    except (T5TrainError, OSError) as error:
+        sys.stderr.write(encode(_failure(error)).decode("ascii"))
         return 1
-    except OSError as error:
-        sys.stderr.write(f"{StorageError.__name__}: {explain(error)}\n")
-        return 1
-    if answer is not None:
-        sys.stdout.write(json.dumps(answer) + "\n")
     return 0
 
 

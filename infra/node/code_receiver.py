@@ -1,9 +1,9 @@
 """Receives the head's code on a host that has none of it yet, so this text is run there with ``python -c``.
 
-The first line of stdin is JSON: the id of the ``user``, the path of the node folder as ``place``
-(infra.node.node_folders) and the ``digest`` of a bundle (infra.node.code_bundle). The bundle itself follows, or
-nothing, to ask whether the host already has it. The answer says whether ``{place}/code/{digest}`` now contains the
-whole bundle. Code that was changed there is replaced. Standard library only, and no imports from this project.
+The first line of stdin is a ``Delivery`` as infra.node.messages encodes it. The bundle itself follows
+(infra.node.code_bundle), or nothing, to ask whether the host already has it. The answer, ``Held``, says whether
+``{place}/code/{digest}`` now contains the whole bundle. Code that was changed there is replaced. Standard library only,
+and no imports from this project.
 """
 
 import fcntl
@@ -14,7 +14,25 @@ import re
 import shutil
 import stat
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Code for a user id, the node folder (infra.node.node_folders) where it belongs, and the digest of its bundle."""
+
+    user: int
+    place: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Held:
+    """Whether the host has the whole bundle."""
+
+    is_held: bool
+
 
 _MODULE = re.compile(r"(?:[A-Za-z_][A-Za-z0-9_]*/)+[A-Za-z_][A-Za-z0-9_]*\.py")
 _COMPILED = "__pycache__"
@@ -123,15 +141,16 @@ def _remove(path: Path) -> None:
 def main() -> None:
     """Answer the head's request."""
     os.umask(0o077)
-    request, content = json.loads(sys.stdin.buffer.readline()), sys.stdin.buffer.read()
+    delivery = Delivery(**json.loads(sys.stdin.buffer.readline())[Delivery.__name__])
+    content = sys.stdin.buffer.read()
     try:
-        held = hold(request["user"], Path(request["place"]), request["digest"], content)
+        held = Held(hold(delivery.user, Path(delivery.place), delivery.digest, content))
     except OSError as error:
         sys.exit(
-            f"the head's code cannot be stored in {request['place']}: {error}; free some disk space there, or repair "
+            f"the head's code cannot be stored in {delivery.place}: {error}; free some disk space there, or repair "
             "its permissions"
         )
-    sys.stdout.write(json.dumps({"held": held}) + "\n")
+    sys.stdout.write(json.dumps({Held.__name__: asdict(held)}) + "\n")
 
 
 if __name__ == "__main__":

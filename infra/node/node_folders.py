@@ -88,12 +88,12 @@ SHARDS = "shards"
 STAGED = "staged"
 
 
-def scratch_folder(chosen: Path | str | None) -> Path:
+def scratch_folder(chosen: Path | None) -> Path:
     """The scratch folder of this machine, created if it does not exist; ``chosen`` is ``storage.scratch``.
 
     Raises StorageError if it cannot be created, or if others can write to it.
     """
-    folder = Path(chosen) if chosen is not None else node_folder() / "scratch"
+    folder = chosen if chosen is not None else node_folder() / "scratch"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()

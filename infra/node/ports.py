@@ -1,13 +1,22 @@
-"""The TCP port of the rendezvous."""
+"""TCP ports, such as that of the rendezvous."""
 
 import errno
 import random
 import socket
+from dataclasses import dataclass
 
 from t5train.errors import LaunchError, SpecError
 
 # Below the kernel's port range for outgoing connections, so that none of them takes the port before rank 0 does.
 _CANDIDATES = range(20_000, 32_000)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a server listens."""
+
+    address: str
+    port: int
 
 
 def require_free(port: int) -> None:

@@ -65,6 +65,13 @@ class ProcessIdentity:
             os.close(descriptor)
 
 
+@dataclass(frozen=True)
+class Survivors:
+    """Pids of processes that are still alive after SIGKILL."""
+
+    pids: tuple[int, ...]
+
+
 Belongs = Callable[[int], bool]
 """A predicate on a pid that selects processes."""
 

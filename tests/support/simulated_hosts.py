@@ -12,6 +12,7 @@ from pathlib import Path
 
 from infra.node.inspection import gather
 from infra.node.inspection.facts import Facts, Question, Route
+from infra.node.messages import encode
 
 NETWORK = "10.0.0.0/16"
 # The facts are told with the head's nonce and the time; a fault is what ssh says, and its exit code 255.
@@ -51,7 +52,7 @@ class Simulated:
 
 def facts_of(names: Sequence[str], faults: Mapping[str, Fault]) -> dict[str, Facts]:
     """What each host says of itself, but for the time and the nonce."""
-    here = gather(Question(root="/", nonce_path="/", accelerator="cpu", wants_port=True))
+    here = gather(Question(root=Path("/"), nonce_path=Path("/"), accelerator="cpu", wants_port=True))
     found = {name: _named(here, name, number) for number, name in enumerate(names)}
     return {name: faults[name].change(facts) if name in faults else facts for name, facts in found.items()}
 
@@ -59,9 +60,10 @@ def facts_of(names: Sequence[str], faults: Mapping[str, Fault]) -> dict[str, Fac
 def write_answers(folder: Path, facts: Mapping[str, Facts]) -> None:
     """One file a host, for ``Simulated``."""
     for name, said in facts.items():
-        values = said.to_json() | {"started_at": "@NOW@", "ended_at": "@NOW@"}
-        values["room"] |= {"nonce": "@NONCE@", "root_error": ""}
-        (folder / name).write_text(json.dumps(values), "utf-8")
+        message = json.loads(encode(said))
+        message["Facts"] |= {"started_at": "@NOW@", "ended_at": "@NOW@"}
+        message["Facts"]["room"] |= {"nonce": "@NONCE@", "root_error": ""}
+        (folder / name).write_text(json.dumps(message), "utf-8")
 
 
 def _named(here: Facts, name: str, number: int) -> Facts:

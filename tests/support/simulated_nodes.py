@@ -1,7 +1,6 @@
 """Nodes that are folders of this machine, and checkpoints whose files are spread over them."""
 
 import hashlib
-import json
 import os
 import random
 import sys
@@ -10,11 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from infra.head.hosts.node_client import Nodes, node_command
-from infra.head.hosts.ssh import run
+from infra.head.hosts.node_client import Nodes, conversation
 from infra.head.storage.checkpoint_inventory import FoundTag, Survey, complete_tags, survey
 from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.attempt_actions import PrepareAttempt, Prepared
+from infra.node.channel import BrokenOff
+from infra.node.messages import Request
 from infra.node.node_folders import tag_place
+from infra.node.ports import Endpoint
+from infra.node.storage.file_channel import FromReceiver
 from t5train.checkpoint import sidecar
 from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.files.run_folder import tag_of
@@ -66,12 +69,9 @@ class LocalHosts:
     def prepare(self, this: Attempt) -> None:
         """Have each host make its folder of an attempt."""
         for host in this.hosts or {}:
-            request = {
-                "run_id": this.run_id, "attempt": replace(this, host=host, hosts=None).facts(), "environment": {},
-                "meeting": {"address": "127.0.0.1", "port": 20001}, "files": {}, "owner": None,
-            }  # fmt: skip
-            stdin = json.dumps(request).encode() + b"\n"
-            run(self, host, node_command("prepare", None), stdin=stdin, deadline_seconds=20)
+            own = replace(this, host=host, hosts=None)
+            request = PrepareAttempt(own, {}, Endpoint("127.0.0.1", 20001), None, {})
+            assert isinstance(Nodes(self, (host,)).ask(request, 20)[host], Prepared)
 
 
 class ThisMachine:
@@ -83,6 +83,14 @@ class ThisMachine:
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
         self.asked.append(list(argv))
         return ["sh", "-c", "exit 255"] if host in self.lost else list(argv)
+
+
+def until_it_ends(nodes: Nodes, host: str, request: Request) -> None:
+    """Begin a conversation, and wait until the node ends it."""
+    with conversation(nodes, host, request) as node:
+        while node.receive(FromReceiver) is not None:
+            pass
+        raise BrokenOff("it ended")
 
 
 class Site:

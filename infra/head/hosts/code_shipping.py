@@ -4,16 +4,18 @@ Python, torch and other packages must be installed; infra.head.preflight checks 
 is always the same text; digest and code travel on stdin.
 """
 
-import json
 import logging
 import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from infra.head.hosts.ssh import Reply, Transport, run_everywhere
+from infra.head.hosts.host_answers import answer_in
+from infra.head.hosts.ssh import Transport, run_everywhere
 from infra.node import code_receiver
 from infra.node.code_bundle import own_bundle
+from infra.node.code_receiver import Delivery, Held
+from infra.node.messages import encode
 from infra.node.node_folders import code_folder, node_path
 from t5train.errors import HostError
 from t5train.spec import ClusterSpec
@@ -69,14 +71,7 @@ def hosts_with_code(transport: Transport, hosts: Iterable[str], consequence: str
 
 
 def _ask(transport: Transport, hosts: Iterable[str], content: bytes) -> dict[str, bool | HostError]:
-    request = {"user": os.getuid(), "place": str(node_path()), "digest": own_bundle().digest}
-    stdin = json.dumps(request).encode() + b"\n" + content
+    stdin = encode(Delivery(os.getuid(), str(node_path()), own_bundle().digest)) + content
     replies = run_everywhere(transport, hosts, COMMAND, stdin_of=lambda _host: stdin, deadline_seconds=_SECONDS)
-    return {host: _held(reply) for host, reply in replies.items()}
-
-
-def _held(reply: Reply) -> bool | HostError:
-    try:
-        return reply if isinstance(reply, HostError) else bool(reply.message()["held"])
-    except HostError as error:
-        return error
+    answers = {host: answer_in(reply, host, Held) for host, reply in replies.items()}
+    return {host: each.is_held if isinstance(each, Held) else each for host, each in answers.items()}

@@ -1,7 +1,9 @@
-"""Runs actions of ``python -m infra.node`` on nodes: on one or on all at once, or as a conversation."""
+"""Runs actions of ``python -m infra.node`` on nodes: a query on many at once, or a conversation with one.
 
-import json
-import logging
+For the kinds of errors, see infra.head.hosts.host_answers.
+"""
+
+import io
 import subprocess
 import sys
 import threading
@@ -9,17 +11,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import IO, Self, TypeVar, cast
 
 from infra.head.hosts import ssh
 from infra.head.hosts.code_shipping import module_path
+from infra.head.hosts.host_answers import answer_in, mismatch, reported
 from infra.head.hosts.ssh import Reply, Transport, run_everywhere
 from infra.node import private_code
+from infra.node.attempts.run_ownership import NodeStore
+from infra.node.channel import Channel, WrongMessage
+from infra.node.messages import Query, Request, encode
 from infra.node.node_folders import code_folder
-from infra.node.storage.file_channel import BrokenOff, Channel, files_in
-from t5train.errors import HostError, HostUnreachable, RemoteFailed
+from t5train.errors import HostError, HostUnreachable
 
+A = TypeVar("A")
 _CHECK = Path(private_code.__file__).read_text("utf-8")
+_END_SECONDS = 10.0
 
 
 def node_command(action: str, code: str | None) -> list[str]:
@@ -32,12 +39,9 @@ def node_command(action: str, code: str | None) -> list[str]:
     return [*check, "env", "PYTHONSAFEPATH=1", "PYTHONUTF8=1", *path, sys.executable, "-m", "infra.node", action]
 
 
-Request = dict[str, Any]
-
-
 @dataclass(frozen=True)
 class Nodes:
-    """Hosts that share no storage, the transport to them, and their scratch folder (None: the default of each).
+    """Hosts, the transport to them, and their scratch folder (None: the default of each).
 
     ``code`` is the digest of the code that was sent, None if it is installed there. ``owner`` is the unique id of the
     run whose files are read and written there.
@@ -53,90 +57,81 @@ class Nodes:
         """The same, for some of the hosts."""
         return replace(self, hosts=hosts)
 
-    def request(self, **facts: Any) -> Request:
-        """The request for an action."""
-        return {"scratch": self.scratch and str(self.scratch), "owner": self.owner, **facts}
+    @property
+    def store(self) -> NodeStore:
+        """What requests name as the files that they are about."""
+        return NodeStore(self.scratch, self.owner)
 
-    def ask(
-        self, action: str, request_of: Callable[[str], Request], deadline_seconds: float
-    ) -> Mapping[str, Request | HostError]:
-        """Run an action on all hosts; returns the answers by host."""
-        replies = run_everywhere(
+    def ask(self, query: Query[A], deadline_seconds: float) -> dict[str, A | HostError]:
+        """Ask all hosts the same; returns the answers by host."""
+        return self.ask_each(dict.fromkeys(self.hosts, query), deadline_seconds)
+
+    def ask_each(
+        self,
+        queries: Mapping[str, Query[A]],
+        deadline_seconds: float,
+        on_start: Callable[[str], None] = lambda _host: None,
+        on_answer: Callable[[str, A | HostError], None] = lambda _host, _answer: None,
+    ) -> dict[str, A | HostError]:
+        """Ask each host a query of its own, all of one class; returns the answers by host.
+
+        ``on_start`` is called in a thread of that host, just before the query is sent to it; ``on_answer`` is called in
+        this thread as answers arrive.
+        """
+        if not queries:
+            return {}
+        kind = type(next(iter(queries.values())))
+        answers: dict[str, A | HostError] = {}
+
+        def stdin_of(host: str) -> bytes:
+            on_start(host)
+            return encode(queries[host])
+
+        def on_reply(host: str, reply: Reply) -> None:
+            answers[host] = answer_in(reply, host, kind.answer())
+            on_answer(host, answers[host])
+
+        command = node_command(kind.action, self.code)
+        run_everywhere(
             self.transport,
-            self.hosts,
-            node_command(action, self.code),
-            stdin_of=lambda host: line_of(request_of(host)),
+            queries,
+            command,
+            stdin_of=stdin_of,
             deadline_seconds=deadline_seconds,
+            on_reply=on_reply,
         )
-        return {host: _answer(host, reply) for host, reply in replies.items()}
-
-
-def line_of(request: Request) -> bytes:
-    """A request in the form that an action reads."""
-    return json.dumps(request).encode() + b"\n"
-
-
-def _answer(host: str, reply: Reply) -> Request | HostError:
-    if isinstance(reply, HostError):
-        return reply
-    try:
-        answer = json.loads(reply.stdout.splitlines()[-1])
-    except (ValueError, IndexError):
-        answer = None
-    if not isinstance(answer, dict):
-        return RemoteFailed(
-            f"{host}: its answer comes from another version of this package. Install the head's version there"
-        )
-    return answer
-
-
-_END_SECONDS = 10.0
-_log = logging.getLogger(__name__)
+        return {host: answers[host] for host in queries}
 
 
 @contextmanager
-def conversation(nodes: Nodes, host: str, action: str, request: Request) -> Iterator[Channel]:
+def conversation(nodes: Nodes, host: str, request: Request) -> Iterator[Channel]:
     """Start an action on a host, and exchange messages with it; it ends when its stdin is closed.
 
     If the block fails because the action or the connection to it failed, raises the HostError with the reason.
     """
-    argv = node_command(action, nodes.code)
+    argv = node_command(request.action, nodes.code)
     process = ssh.connect(nodes.transport, host, argv)
     said: list[bytes] = []
-    stdin, stdout, stderr = (cast(IO[bytes], pipe) for pipe in (process.stdin, process.stdout, process.stderr))
-    listener = threading.Thread(target=_listen, args=(stderr, said), daemon=True)
+    stdin, stdout = (cast(io.BufferedIOBase, pipe) for pipe in (process.stdin, process.stdout))
+    listener = threading.Thread(target=_listen, args=(process.stderr, said), daemon=True)
     listener.start()
     try:
         with stdin, stdout:
-            stdin.write(line_of(request))
-            stdin.flush()
-            yield Channel(stdout, stdin)
+            channel = Channel(stdout, stdin)
+            channel.send(request)
+            yield channel
+    except WrongMessage as error:
+        raise mismatch(host, error.reason) from error
     except ConnectionError as error:
         remote_code = _code(process)
         listener.join()
         if remote_code:
-            raise ssh.failure_of(host, argv, remote_code, b"".join(said)) from error
+            raise reported(host, ssh.failure_of(host, argv, remote_code, b"".join(said))) from error
         raise HostUnreachable(f"{host}: {error}: check whether it is still running", [host]) from error
     finally:
         ssh.kill(process)
         process.wait()
         listener.join()
-
-
-def serve(channel: Channel, host: str, source: Path, on_bytes: Callable[[int], None]) -> None:
-    """Serve files of the folder ``source`` to a node until it has all; ``on_bytes`` gets counts of received bytes."""
-    while (message := channel.hear()) is not None:
-        if "done" in message:
-            return
-        if "come" in message:
-            on_bytes(int(message["come"]))
-        elif "alone" in message:
-            _log.warning(
-                "%s copies from the head, because it cannot read from the previous node: %s", host, message["alone"]
-            )
-        else:
-            channel.answer(message, files_in(source))
-    raise BrokenOff("it ended before it had received all files")
 
 
 def _listen(stderr: IO[bytes], said: list[bytes]) -> None:

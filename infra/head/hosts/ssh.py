@@ -5,19 +5,17 @@ command outlasts its deadline: the local process is killed, and ``timeout`` ends
 down. pdsh uses the same configuration.
 """
 
-import json
 import math
 import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from infra.head.hosts.ssh_errors import SSH_FAILED, failure_of_ssh, last_lines
 from t5train.errors import HostError, HostTimeout, HostUnreachable, RemoteFailed, SpecError
@@ -87,7 +85,6 @@ _FAN_OUT = 64
 _KILL_AFTER_SECONDS = 2
 _NOT_FOUND = 127
 _NOT_INSTALLED = re.compile(rb"No module named '?(infra|t5train)\b")
-_SHOWN_BYTES = 80
 
 
 class Transport(Protocol):
@@ -116,20 +113,14 @@ class Ssh:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Output:
     """The output of a command that succeeded on a host."""
 
-    host: str
     stdout: bytes
     stderr: bytes
-    seconds: float
-
-    def message(self) -> dict[str, Any]:
-        """The answer of ``infra.node``. Raises as ``message_of`` does."""
-        return message_of(self.host, self.stdout)
 
 
-Reply = Answer | HostError
+Reply = Output | HostError
 
 
 def quoted(argv: Sequence[str]) -> str:
@@ -137,28 +128,13 @@ def quoted(argv: Sequence[str]) -> str:
     return " ".join("'" + argument.replace("'", "'\"'\"'") + "'" for argument in argv)
 
 
-def message_of(host: str, said: bytes) -> dict[str, Any]:
-    """Parse a message of ``infra.node``, a line of JSON. Raises RemoteFailed if its stdout had anything else."""
-    try:
-        message = json.loads(said)
-    except ValueError:
-        message = None
-    if not isinstance(message, dict):
-        raise RemoteFailed(
-            f"{host}: got {said[:_SHOWN_BYTES].decode('utf-8', 'replace')!r} instead of an answer. Make the login "
-            "shell there (~/.bashrc) print nothing when it has no terminal",
-            [host],
-        )
-    return message
-
-
-def run(transport: Transport, host: str, argv: Sequence[str], *, stdin: bytes = b"", deadline_seconds: float) -> Answer:
+def run(transport: Transport, host: str, argv: Sequence[str], *, stdin: bytes = b"", deadline_seconds: float) -> Output:
     """Run a command to its end.
 
     Raises HostUnreachable, HostKeyMismatch, HostTimeout, or RemoteFailed if its exit code is not 0.
     """
     process = _started(transport, host, argv, deadline_seconds)
-    return _answer(process, host, argv, stdin, deadline_seconds)
+    return _output(process, host, argv, stdin, deadline_seconds)
 
 
 def run_everywhere(
@@ -168,11 +144,11 @@ def run_everywhere(
     *,
     stdin_of: Callable[[str], bytes] = lambda _: b"",
     deadline_seconds: float,
-    on_answer: Callable[[str, Reply], None] = lambda _host, _reply: None,
+    on_reply: Callable[[str, Reply], None] = lambda _host, _reply: None,
 ) -> dict[str, Reply]:
-    """Run a command on all hosts at once (64 at a time); returns answers and errors in the order of the hosts.
+    """Run a command on all hosts at once (64 at a time); returns outputs and errors in the order of the hosts.
 
-    ``on_answer`` is called in this thread as they arrive. If this is interrupted, commands still running are ended.
+    ``on_reply`` is called in this thread as they arrive. If this is interrupted, commands still running are ended.
     """
     running: list[subprocess.Popen[bytes]] = []
 
@@ -180,7 +156,7 @@ def run_everywhere(
         try:
             process = _started(transport, host, argv, deadline_seconds)
             running.append(process)
-            return _answer(process, host, argv, stdin_of(host), deadline_seconds)
+            return _output(process, host, argv, stdin_of(host), deadline_seconds)
         except HostError as error:
             return error
 
@@ -190,7 +166,7 @@ def run_everywhere(
         asked = {threads.submit(reply_of, name): name for name in names}
         for future in as_completed(asked):
             replies[asked[future]] = future.result()
-            on_answer(asked[future], future.result())
+            on_reply(asked[future], future.result())
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
         for process in running:
@@ -229,10 +205,9 @@ def _started(transport: Transport, host: str, argv: Sequence[str], deadline_seco
     return connect(transport, host, ["timeout", "-k", str(_KILL_AFTER_SECONDS), f"{deadline_seconds:.3f}", *argv])
 
 
-def _answer(
+def _output(
     process: subprocess.Popen[bytes], host: str, argv: Sequence[str], stdin: bytes, deadline_seconds: float
-) -> Answer:
-    started = time.monotonic()
+) -> Output:
     with process:
         try:
             stdout, stderr = process.communicate(stdin, timeout=deadline_seconds)
@@ -246,7 +221,7 @@ def _answer(
             kill(process)
     if process.returncode:
         raise failure_of(host, argv, process.returncode, stderr)
-    return Answer(host, stdout, stderr, time.monotonic() - started)
+    return Output(stdout, stderr)
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
@@ -264,6 +239,7 @@ def failure_of(host: str, argv: Sequence[str], returncode: int, said: bytes) -> 
         f"{host}: {_short(argv)} ended with exit code {returncode}{_remedy(returncode, said)}. It said: "
         f"{last_lines(said)}",
         [host],
+        said,
     )
 
 

@@ -11,6 +11,7 @@ from infra.head.launch.failures import failure_of
 from infra.head.launch.supervision import Supervision
 from infra.head.stop_signal import undisturbed
 from infra.node.attempts import attempt
+from infra.node.attempts.session_messages import Order
 from t5train.errors import HostLost, LaunchError, T5TrainError
 
 _LOOK_SECONDS = 0.5
@@ -20,7 +21,6 @@ _RECORDS_SECONDS = 5.0
 """Time for the records of ranks to arrive that ended just before their launcher did."""
 _STOP_SECONDS = 10.0
 """Time for a step to end, in addition to the time to save."""
-_STOP = {"stop": True}
 _log = logging.getLogger(__name__)
 
 
@@ -57,7 +57,7 @@ class ClusterWatch:
     def stop(self) -> None:
         """Tell the ranks to save and end, and wait for that."""
         _log.warning("attempt %s was told to end: its ranks have %.0f s to save", self.this.number, self._grace)
-        self._supervision.order(_STOP)
+        self._supervision.order(Order.STOP)
         deadline = time.monotonic() + self._grace + _STOP_SECONDS
         while not self._supervision.all_ended and time.monotonic() < deadline:
             self._supervision.look(_LOOK_SECONDS)
@@ -70,7 +70,7 @@ class ClusterWatch:
 
     def _end_on_hosts(self) -> None:
         self._launcher.end()
-        self._supervision.order({"end": True})
+        self._supervision.order(Order.END)
         deadline = time.monotonic() + earlier_attempts.END_SECONDS
         while set(self._supervision.not_ended) - set(self._supervision.silent) and time.monotonic() < deadline:
             self._supervision.look(_LOOK_SECONDS)
@@ -105,7 +105,7 @@ class ClusterWatch:
         self._supervision.look(_LOOK_SECONDS)
         self._on_tick()
         if (self._launcher.folder / attempt.STOP).exists():
-            self._supervision.order(_STOP)
+            self._supervision.order(Order.STOP)
 
     @property
     def _grace(self) -> float:

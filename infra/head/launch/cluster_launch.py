@@ -11,19 +11,17 @@ from the head for ``cluster.lease_seconds``. Only exit records show whether the 
 DeepSpeed's launcher, exits with 0 when it is killed.
 """
 
-import json
 import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from infra.head.hosts.code_shipping import hosts_with_code, path_to, shipped_code
 from infra.head.hosts.hostfile import Host, Hosts
-from infra.head.hosts.node_client import node_command
-from infra.head.hosts.ssh import Answer, Ssh, Transport, run_everywhere
+from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.ssh import Ssh, Transport
 from infra.head.launch import earlier_attempts
 from infra.head.launch.attempt_outcome import ClusterWatch
 from infra.head.launch.deepspeed_launcher import ClusterLauncher, launch_command, write_hostfile
@@ -35,8 +33,10 @@ from infra.head.stop_signal import is_stop, stoppable
 from infra.head.storage.run_storage import RunStorage
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.attempt_actions import PrepareAttempt, Prepared
 from infra.node.attempts.rank_environment import travelling_environment
 from infra.node.node_folders import attempt_folder
+from infra.node.ports import Endpoint
 from t5train.errors import HostError, SpecError
 from t5train.files.run_folder import ATTEMPT_SPEC
 from t5train.spec import ClusterSpec
@@ -171,28 +171,16 @@ def _prepare(
     environment = travelling_environment(this, accelerator=this.accelerator, names=spec.cluster.environment)
     environment |= path_to(this.code)
 
-    def request(host: Host) -> bytes:
-        own = replace(this, host=host.name, slots=host.slots, hosts=None)
-        return _line(
-            {
-                "run_id": this.run_id,
-                "attempt": own.facts(),
-                "environment": _interface(fit.meeting.interfaces[host.name]) | environment,
-                "meeting": {"address": fit.meeting.address, "port": fit.port},
-                "owner": owner,
-                "files": {job.name: job.read_text("utf-8")},
-            }
-        )
+    files = {job.name: job.read_text("utf-8")}
 
-    requests = {host.name: request(host) for host in spec.hosts.all}
-    replies = run_everywhere(
-        transport,
-        spec.hosts.names,
-        node_command("prepare", this.code),
-        stdin_of=requests.__getitem__,
-        deadline_seconds=_PREPARE_SECONDS,
-    )
-    return {host: _boot_id(host, reply, attempt_folder(this.run_id)) for host, reply in replies.items()}
+    def request(host: Host) -> PrepareAttempt:
+        own = replace(this, host=host.name, slots=host.slots, hosts=None)
+        variables = _interface(fit.meeting.interfaces[host.name]) | environment
+        return PrepareAttempt(own, variables, Endpoint(fit.meeting.address, fit.port), owner, files)
+
+    nodes = Nodes(transport, spec.hosts.names, code=this.code)
+    answers = nodes.ask_each({host.name: request(host) for host in spec.hosts.all}, _PREPARE_SECONDS)
+    return {host: _boot_id(host, answer, attempt_folder(this.run_id)) for host, answer in answers.items()}
 
 
 def _interface(name: str) -> dict[str, str]:
@@ -200,21 +188,16 @@ def _interface(name: str) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 
 
-def _boot_id(host: str, reply: Answer | HostError, expected: Path) -> str:
-    if isinstance(reply, HostError):
-        raise reply
-    answer: dict[str, str] = reply.message()
-    if answer["folder"] != str(expected):
+def _boot_id(host: str, answer: Prepared | HostError, expected: Path) -> str:
+    if isinstance(answer, HostError):
+        raise answer
+    if answer.folder != expected:
         raise SpecError(
-            f"{host} keeps attempts in {answer['folder']}, not in {expected}: the user has a different user id there. "
+            f"{host} keeps attempts in {answer.folder}, not in {expected}: the user has a different user id there. "
             "Give it the same id as here, or set cluster.ssh_user"
         )
-    return answer["boot_id"]
+    return answer.boot_id
 
 
 def _slots(hosts: Hosts) -> dict[str, tuple[int, ...]]:
     return {host.name: host.slots for host in hosts.all}
-
-
-def _line(request: Any) -> bytes:
-    return json.dumps(request).encode() + b"\n"

@@ -3,7 +3,6 @@
 If hosts do not answer, the head waits until their ranks have ended by themselves.
 """
 
-import json
 import logging
 import shutil
 import time
@@ -12,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from infra.head.hosts.code_shipping import hosts_with_code
-from infra.head.hosts.node_client import node_command
-from infra.head.hosts.ssh import Transport, run_everywhere
+from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.ssh import Transport
 from infra.head.launch.deepspeed_launcher import ClusterLauncher
 from infra.head.launch.log_collection import gather, keep_own
 from infra.head.stop_signal import undisturbed
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.attempt_actions import EndAttempt
 from infra.node.code_bundle import own_bundle
 from infra.node.node_folders import head_folder
 from t5train.errors import HostError
@@ -76,24 +76,14 @@ def settle(this: Attempt, transport: Transport, unreachable: list[str]) -> None:
 
 def end_on_hosts(this: Attempt, transport: Transport, hosts: list[str]) -> list[str]:
     """End the attempt on some hosts; returns those that did not answer."""
-    request = json.dumps({"run_id": this.run_id}).encode() + b"\n"
-    replies = run_everywhere(
-        transport,
-        hosts,
-        node_command("end", this.code),
-        stdin_of=lambda _host: request,
-        deadline_seconds=END_SECONDS,
-    )
+    answers = Nodes(transport, tuple(hosts), code=this.code).ask(EndAttempt(this.run_id), END_SECONDS)
     unreachable = []
-    for host, reply in replies.items():
-        try:
-            if isinstance(reply, HostError):
-                raise reply
-            if left := reply.message()["left"]:
-                _log.error("%s: processes %s do not end, even after SIGKILL", host, left)
-        except HostError as error:
-            _log.warning("attempt %s may keep running for a while on %s: %s", this.number, host, error)
+    for host, answer in answers.items():
+        if isinstance(answer, HostError):
+            _log.warning("attempt %s may keep running for a while on %s: %s", this.number, host, answer)
             unreachable.append(host)
+        elif answer.pids:
+            _log.error("%s: processes %s do not end, even after SIGKILL", host, list(answer.pids))
     return unreachable
 
 

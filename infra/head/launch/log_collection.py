@@ -5,7 +5,6 @@ Secrets are removed, and the rate of lines is limited.
 
 import gzip
 import io
-import json
 import logging
 import re
 import tarfile
@@ -14,11 +13,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from infra.head.hosts.hostfile import Hosts
-from infra.head.hosts.node_client import node_command
-from infra.head.hosts.ssh import Transport, run_everywhere
+from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.ssh import Transport
 from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.attempt_actions import PackLogs, RemoveAttempt
 from infra.node.attempts.log_tail import RateLimit, printable, warns
 from infra.node.attempts.rank_environment import redact
+from infra.node.attempts.session_messages import RankLine
 from infra.node.node_folders import attempt_folder
 from t5train.errors import HostError
 from t5train.files.atomic import write_text
@@ -31,37 +32,18 @@ _log = logging.getLogger(__name__)
 
 def gather(this: Attempt, transport: Transport, hosts: Iterable[str]) -> None:
     """Copy the files of ranks into the attempt's folder; those of a host that does not answer in time stay there."""
-    request = json.dumps({"run_id": this.run_id}).encode() + b"\n"
+    nodes = Nodes(transport, tuple(hosts), code=this.code)
     gathered, known = [], Hosts.of(this.hosts or {})
     ranks = dict(zip(known.names, known.ranks(), strict=True))  # a host cannot write the files of others
-    replies = run_everywhere(
-        transport,
-        hosts,
-        node_command("logs", this.code),
-        stdin_of=lambda _host: request,
-        deadline_seconds=_LOGS_SECONDS,
-    )
-    for host, reply in replies.items():
+    for host, answer in nodes.ask(PackLogs(this.run_id), _LOGS_SECONDS).items():
         try:
-            if isinstance(reply, HostError):
-                raise reply
-            unpack(reply.stdout, this.folder, ranks[host])
+            if isinstance(answer, HostError):
+                raise answer
+            unpack(answer.content, this.folder, ranks[host])
             gathered.append(host)
         except (HostError, tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
             _log.warning("the files on %s of attempt %s stay there, in %s: %s", host, this.number, _place(this), error)
-    remove(this, transport, gathered)
-
-
-def remove(this: Attempt, transport: Transport, hosts: Iterable[str]) -> None:
-    """Remove the attempt's folder on some hosts."""
-    request = json.dumps({"run_id": this.run_id}).encode() + b"\n"
-    run_everywhere(
-        transport,
-        hosts,
-        node_command("remove", this.code),
-        stdin_of=lambda _host: request,
-        deadline_seconds=_REMOVE_SECONDS,
-    )
+    nodes.on(*gathered).ask(RemoveAttempt(this.run_id), _REMOVE_SECONDS)
 
 
 def keep_own(head_folder: Path, folder: Path) -> None:
@@ -109,7 +91,7 @@ class RankLines:
         self._limit = RateLimit(LINES_A_SECOND, BURST_LINES)
         self._left_out = 0
 
-    def tell(self, host: str, lines: Iterable[tuple[str, str]], left_out: int) -> None:
+    def tell(self, host: str, lines: Iterable[RankLine], left_out: int) -> None:
         """Log lines, each with its rank's name; the next line says how many were left out."""
         for name, line in lines:
             if not self._limit.take(1):

@@ -10,16 +10,27 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
-from typing import Any
 
 from infra.head.hosts.hostfile import Hosts
 from infra.head.hosts.ssh import Transport
-from infra.head.launch.host_session import RENEW_SECONDS, HostSession, Message, News
+from infra.head.launch.host_session import RENEW_SECONDS, HostSession, News, SessionBroken
 from infra.head.launch.log_collection import RankLines
-from infra.node.attempts import exit_record, head_lease
+from infra.node.attempts import head_lease
 from infra.node.attempts.attempt import Attempt, rank_name
 from infra.node.attempts.exit_record import ExitRecord
 from infra.node.attempts.rank_environment import redact
+from infra.node.attempts.session_messages import (
+    Alive,
+    Ended,
+    Hello,
+    LeaseNotRenewed,
+    NewLines,
+    Order,
+    RankEnded,
+    RankError,
+    Report,
+    Saved,
+)
 from t5train.errors import DiskFailed, HostLost, LaunchError
 from t5train.files.atomic import write_json
 
@@ -31,7 +42,7 @@ _log = logging.getLogger(__name__)
 class _Host:
     """What is known about a host."""
 
-    window: HostSession
+    session: HostSession
     heard_at: float
     boot_id: str | None
     broken: str = ""
@@ -111,19 +122,19 @@ class Supervision:
         for name, host in self._hosts.items():
             self._judge_silence(name, host)
 
-    def order(self, message: Message) -> None:
+    def order(self, order: Order) -> None:
         """Send an order to all hosts."""
-        self._may_end = self._may_end or "end" in message
+        self._may_end = self._may_end or order == Order.END
         for host in self._hosts.values():
-            host.window.order(message)
+            host.session.order(order)
 
     def close(self) -> None:
         """Close all sessions; leases are not renewed from now on."""
         self._closed.set()
         for host in self._hosts.values():
-            host.window.close()
+            host.session.close()
         for host in self._hosts.values():
-            host.window.join()
+            host.session.join()
         self._renewal.join()
 
     def _renew(self) -> None:
@@ -131,52 +142,53 @@ class Supervision:
         while not self._closed.wait(RENEW_SECONDS):
             head_lease.renew(self.head_folder)
 
-    def _take(self, name: str, heard_at: float, message: Message) -> None:
+    def _take(self, name: str, heard_at: float, report: Report | SessionBroken) -> None:
         host = self._hosts[name]
-        if "broken" in message:
-            host.broken = message["broken"]
+        if isinstance(report, SessionBroken):
+            host.broken = report.reason
             return
         host.heard_at = heard_at
-        if "hello" in message:
-            self._greet(name, host, message["hello"]["boot_id"])
-        if "disk" in message:
-            self._fail(DiskFailed(f"{name}: {redact(message['disk'])}; or exclude {name}: --exclude {name}", [name]))
-        if "error" in message and self._is_of_a_rank(message["error"]):
-            self._keep_error(**message["error"])
-        if "exit" in message and self._is_of_a_rank(message["exit"]):
-            self._keep_record(message["exit"])
-        self.num_saved += message.get("saved", 0)
-        if "lines" in message:
-            self._lines.tell(name, message["lines"], message["left_out"])
-        self._gone |= set(message.get("gone", ()))
-        if "ended" in message:
-            self._part(name, host, message["ended"]["left"])
-
-    def _is_of_a_rank(self, told: Message) -> bool:
-        """Checked for a name from another machine before it becomes the name of a file here."""
-        return told["name"] in self.ranks
+        match report:
+            case Hello(boot_id=boot_id):
+                self._greet(name, host, boot_id)
+            case LeaseNotRenewed(reason):
+                self._fail(DiskFailed(f"{name}: {redact(reason)}; or exclude {name}: --exclude {name}", [name]))
+            case RankError():
+                self._keep_error(report)
+            case RankEnded(record):
+                self._keep_record(record)
+            case Saved(count):
+                self.num_saved += count
+            case NewLines():
+                self._lines.tell(name, report.lines, report.left_out)
+            case Alive(gone):
+                self._gone |= set(gone)
+            case Ended(left):
+                self._part(name, host, left)
 
     def _greet(self, name: str, host: _Host, boot_id: str) -> None:
         if host.boot_id not in (None, boot_id):
             self._fail(HostLost(f"{name} was restarted while its ranks were running", [name]))
         host.boot_id, host.broken = boot_id, ""
 
-    def _keep_error(self, name: str, **error: Any) -> None:
-        write_json(self.this.folder / f"{name}.error.json", {key: redact(text) for key, text in error.items()})
+    def _keep_error(self, error: RankError) -> None:
+        if error.name in self.ranks:  # checked before a name from another machine becomes the name of a file here
+            reported = {"type": redact(error.kind), "message": redact(error.message)}
+            write_json(self.this.folder / f"{error.name}.error.json", reported)
 
-    def _keep_record(self, facts: Message) -> None:
-        record = exit_record.of_facts(facts)
-        self.records[record.name] = record
-        self.this.write_exit(record)
+    def _keep_record(self, record: ExitRecord) -> None:
+        if record.name in self.ranks:  # as above
+            self.records[record.name] = record
+            self.this.write_exit(record)
 
-    def _part(self, name: str, host: _Host, left: list[int]) -> None:
+    def _part(self, name: str, host: _Host, left: tuple[int, ...]) -> None:
         host.ended = True
         if not self._may_end:
             self._fail(
                 HostLost(f"{name} has ended the attempt or has no record of it, but the head did not end it", [name])
             )
         if left:
-            _log.error("%s: processes %s do not end, even after SIGKILL", name, left)
+            _log.error("%s: processes %s do not end, even after SIGKILL", name, list(left))
 
     def _judge_silence(self, name: str, host: _Host) -> None:
         seconds = time.monotonic() - host.heard_at

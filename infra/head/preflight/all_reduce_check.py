@@ -1,27 +1,27 @@
 """A small all-reduce over all ranks of a run, and which ranks kept it from completing."""
 
-import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from infra.head.hosts.node_client import node_command
-from infra.head.hosts.ssh import Answer, Reply, Transport, run_everywhere
+from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.ssh import Transport
 from infra.head.preflight.findings import names
 from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.head.preflight.rendezvous import Meeting
-from infra.node.inspection.all_reduce import IMPORTED, MET, REACHED, STAGES, STARTED, SUMMED
+from infra.node.inspection.all_reduce import STAGES, EndProbe, Probe, Probed, Stage
+from infra.node.ports import Endpoint
 from t5train.errors import HostError
 
 DEADLINE_SECONDS = 60.0
 _ANSWER_SECONDS = 15.0  # added to the deadline, for ssh and for the node's work before and after
 _SETTLE_SECONDS = 1.0  # after the first failure: others may be about to fail independently
 _WAITED_FOR = {
-    STARTED: "the first host's address to answer. Check whether a firewall drops connections to it",
-    REACHED: "torch to be imported. Check whether the disk that holds it is slow, or the host is overloaded",
-    IMPORTED: "all ranks to join. Check whether a firewall separates the hosts, or set cluster.master_address",
-    MET: "the sum. Check whether a firewall or a broken cable separates the hosts",
+    Stage.STARTED: "the first host's address to answer. Check whether a firewall drops connections to it",
+    Stage.REACHED: "torch to be imported. Check whether the disk that holds it is slow, or the host is overloaded",
+    Stage.IMPORTED: "all ranks to join. Check whether a firewall separates the hosts, or set cluster.master_address",
+    Stage.MET: "the sum. Check whether a firewall or a broken cable separates the hosts",
 }
 """What a rank waits for after each stage, and what to check if it never happens."""
 
@@ -31,7 +31,7 @@ class Outcome:
     """How far a rank got."""
 
     host: str
-    stage: str
+    stage: Stage
     """The last stage that it reached."""
     said: str
     """Why it failed; empty if it did not fail, or was ended while it waited."""
@@ -49,28 +49,22 @@ def all_reduce(
     As soon as one host fails, the ranks on all hosts are ended. No rank is left running, even after an exception.
     """
     run_id = f"preflight-{secrets.token_hex(4)}"
-    requests = _requests(needs, meeting, port, run_id, deadline_seconds)
-    replies, ended = dict[str, Reply](), set[str]()
+    nodes = Nodes(transport, tuple(needs.slots), code=needs.code)
+    answers, ended = dict[str, Probed | HostError](), set[str]()
 
-    def on_answer(host: str, reply: Reply) -> None:
-        replies[host] = reply
-        if not ended and _fails(reply):
+    def on_answer(host: str, answer: Probed | HostError) -> None:
+        answers[host] = answer
+        if not ended and _fails(answer):
             time.sleep(_SETTLE_SECONDS)
-            ended.update(other for other in needs.slots if other not in replies)
-            _end(needs, transport, ended, run_id)
+            ended.update(other for other in needs.slots if other not in answers)
+            _end(nodes.on(*ended), run_id)
 
+    probes = dict(_probes(needs, meeting, port, run_id, deadline_seconds))
     try:
-        run_everywhere(
-            transport,
-            needs.slots,
-            node_command("probe", needs.code),
-            stdin_of=lambda host: requests[host],
-            deadline_seconds=deadline_seconds + _ANSWER_SECONDS,
-            on_answer=on_answer,
-        )
+        nodes.ask_each(probes, deadline_seconds + _ANSWER_SECONDS, on_answer=on_answer)
     finally:
-        _end(needs, transport, {host for host in needs.slots if host not in replies}, run_id)
-    return _findings(replies, ended, deadline_seconds)
+        _end(nodes.on(*(host for host in needs.slots if host not in answers)), run_id)
+    return _findings(answers, ended, deadline_seconds)
 
 
 def judge_outcomes(outcomes: Mapping[int, Outcome], deadline_seconds: float) -> Iterator[str]:
@@ -83,7 +77,7 @@ def judge_outcomes(outcomes: Mapping[int, Outcome], deadline_seconds: float) -> 
         for (host, said), ranks in _grouped(_least_far(failed)).items():
             yield f"{host}: {_ranks(ranks)}: {said}"
         return
-    waiting = {rank: one for rank, one in outcomes.items() if one.stage != SUMMED}
+    waiting = {rank: one for rank, one in outcomes.items() if one.stage != Stage.SUMMED}
     if late := _least_far(waiting):
         hosts = list(dict.fromkeys(one.host for one in late.values()))
         what = _WAITED_FOR[next(iter(late.values())).stage]
@@ -95,44 +89,35 @@ def _least_far(outcomes: Mapping[int, Outcome]) -> dict[int, Outcome]:
     return {rank: one for rank, one in outcomes.items() if STAGES.index(one.stage) == least}
 
 
-def _requests(
+def _probes(
     needs: LaunchRequirements, meeting: Meeting, port: int, run_id: str, deadline_seconds: float
-) -> dict[str, bytes]:
-    common = {
-        "run_id": run_id,
-        "address": meeting.address,
-        "port": port,
-        "num_ranks": needs.num_ranks,
-        "accelerator": needs.accelerator,
-        "environment": dict(needs.environment),
-        "deadline_seconds": deadline_seconds,
-    }
-    requests, first_rank = {}, 0
+) -> Iterator[tuple[str, Probe]]:
+    first_rank = 0
     for host, slots in needs.slots.items():
-        own = {"interface": meeting.interfaces[host], "slots": list(slots), "first_rank": first_rank}
-        requests[host] = json.dumps(common | own).encode() + b"\n"
+        yield (
+            host,
+            Probe(
+                run_id=run_id,
+                rendezvous=Endpoint(meeting.address, port),
+                interface=meeting.interfaces[host],
+                num_ranks=needs.num_ranks,
+                first_rank=first_rank,
+                slots=slots,
+                accelerator=needs.accelerator,
+                environment=needs.environment,
+                deadline_seconds=deadline_seconds,
+            ),
+        )
         first_rank += len(slots)
-    return requests
 
 
-def _end(needs: LaunchRequirements, transport: Transport, hosts: set[str], run_id: str) -> None:
+def _end(nodes: Nodes, run_id: str) -> None:
     """End the ranks on these hosts. Hosts that do not answer end theirs at the deadline."""
-    stdin = json.dumps({"run_id": run_id}).encode() + b"\n"
-    run_everywhere(
-        transport,
-        hosts,
-        node_command("end_probe", needs.code),
-        stdin_of=lambda _: stdin,
-        deadline_seconds=_ANSWER_SECONDS,
-    )
+    nodes.ask(EndProbe(run_id), _ANSWER_SECONDS)
 
 
-def _outcomes(answer: Answer, was_ended: bool = False) -> dict[int, Outcome]:
-    found = answer.message()
-    return {
-        int(rank): Outcome(answer.host, one["stage"], _said(one["returncode"], one["said"], was_ended))
-        for rank, one in found.items()
-    }
+def _outcomes(host: str, probed: Probed, was_ended: bool = False) -> dict[int, Outcome]:
+    return {one.rank: Outcome(host, one.stage, _said(one.returncode, one.said, was_ended)) for one in probed.ranks}
 
 
 def _said(returncode: int | None, said: str, was_ended: bool) -> str:
@@ -141,19 +126,19 @@ def _said(returncode: int | None, said: str, was_ended: bool) -> str:
     return said or (f"ended by signal {-returncode}" if returncode < 0 else f"ended with exit code {returncode}")
 
 
-def _fails(reply: Reply) -> bool:
-    return isinstance(reply, HostError) or any(one.stage != SUMMED for one in _outcomes(reply).values())
+def _fails(answer: Probed | HostError) -> bool:
+    return isinstance(answer, HostError) or any(one.stage != Stage.SUMMED for one in answer.ranks)
 
 
-def _findings(replies: Mapping[str, Reply], ended: set[str], deadline_seconds: float) -> Iterator[str]:
+def _findings(answers: Mapping[str, Probed | HostError], ended: set[str], deadline_seconds: float) -> Iterator[str]:
     """If a host is gone, the ranks of the other hosts wait for it, so nothing is reported about them."""
     outcomes: dict[int, Outcome] = {}
-    for host, reply in replies.items():
-        if isinstance(reply, HostError):
-            yield str(reply)
+    for host, answer in answers.items():
+        if isinstance(answer, HostError):
+            yield str(answer)
         else:
-            outcomes |= _outcomes(reply, host in ended)
-    if all(isinstance(reply, Answer) for reply in replies.values()):
+            outcomes |= _outcomes(host, answer, host in ended)
+    if not any(isinstance(answer, HostError) for answer in answers.values()):
         yield from judge_outcomes(outcomes, deadline_seconds)
 
 

@@ -10,7 +10,7 @@ from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.head.preflight.rendezvous import Meeting, hostnames, meeting
 from infra.head.preflight.storage_checks import Storage
 from infra.node.inspection.facts import Software
-from t5train.errors import HostError, HostKeyMismatch, HostMisconfigured, PreflightError, RemoteFailed
+from t5train.errors import HostError, HostKeyMismatch, HostMisconfigured, PreflightError, ProtocolMismatch, RemoteFailed
 
 REACHABLE, HOST_KEY, PROGRAM, LAUNCHER, ALL_REDUCE = "reachable", "host key", "program", "launcher", "all-reduce"
 HOSTNAME, ADDRESS, PORT, IN_USE = "hostname", "address", "port", "in use"
@@ -95,7 +95,7 @@ def _seen(replies: HostReplies, place: Meeting | None, port: int | None) -> dict
 
 def of_error(error: HostError) -> Finding:
     """The finding about a host that did not answer."""
-    kinds = {HostKeyMismatch: HOST_KEY, RemoteFailed: PROGRAM}
+    kinds = {HostKeyMismatch: HOST_KEY, RemoteFailed: PROGRAM, ProtocolMismatch: PROGRAM}
     can_pass = bool(error.hosts) and error.retryable and not isinstance(error, HostMisconfigured)
     return Finding(kinds.get(type(error), REACHABLE), str(error), hosts=error.hosts, can_pass=can_pass)
 

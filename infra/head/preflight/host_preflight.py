@@ -1,6 +1,5 @@
 """Collects the facts of all hosts at once, evaluates them, and returns a table or raises an error."""
 
-import json
 import logging
 import secrets
 import shutil
@@ -8,12 +7,12 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from infra.head.hosts.code_shipping import ship
-from infra.head.hosts.node_client import node_command
-from infra.head.hosts.ssh import Answer, Reply, Transport, run_everywhere
+from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.ssh import Transport
 from infra.head.preflight.all_reduce_check import all_reduce
 from infra.head.preflight.checklist import (
     ALL_REDUCE,
@@ -32,7 +31,7 @@ from infra.head.preflight.rendezvous import Meeting
 from infra.node.inspection.facts import Facts, Question, Software
 from infra.node.inspection.software import software
 from infra.node.processes import identity
-from t5train.errors import HostError, HostUnreachable, PreflightError, RemoteFailed
+from t5train.errors import HostError, HostUnreachable, PreflightError
 from t5train.files.atomic import write_text
 
 _DEADLINE_SECONDS = 60.0  # enough to import torch from a slow disk, if accelerators are inspected
@@ -50,27 +49,18 @@ def survey(needs: LaunchRequirements, transport: Transport) -> Judgement:
     findings = [*_launcher(needs.launcher), *map(of_error, lacking.values())]
     with _nonce(needs.root) as (nonce, path):
 
-        def question(host: str) -> bytes:
+        def on_start(host: str) -> None:
             asked_at[host] = time.time()  # just after ssh was started: the node's work begins later
-            return json.dumps(asdict(_question(needs, host, path))).encode() + b"\n"
 
-        def on_answer(host: str, reply: Reply) -> None:
-            if isinstance(reply, HostError):
-                findings.append(of_error(reply))
+        def on_answer(host: str, answer: Facts | HostError) -> None:
+            if isinstance(answer, HostError):
+                findings.append(of_error(answer))
             else:
-                try:
-                    replies[host] = HostReply(_facts(reply), asked_at[host], time.time())
-                except RemoteFailed as error:
-                    findings.append(of_error(error))
+                replies[host] = HostReply(answer, asked_at[host], time.time())
 
-        run_everywhere(
-            transport,
-            [host for host in needs.slots if host not in lacking],
-            node_command("facts", needs.code),
-            stdin_of=question,
-            deadline_seconds=_DEADLINE_SECONDS,
-            on_answer=on_answer,
-        )
+        questions = {host: _question(needs, host, path) for host in needs.slots if host not in lacking}
+        nodes = Nodes(transport, tuple(questions), code=needs.code)
+        nodes.ask_each(questions, _DEADLINE_SECONDS, on_start, on_answer)
     in_order = {host: replies[host] for host in needs.slots if host in replies}
     judged = judge(in_order, needs, _own(needs), nonce, identity())
     return replace(judged, findings=[*findings, *judged.findings])
@@ -78,37 +68,26 @@ def survey(needs: LaunchRequirements, transport: Transport) -> Judgement:
 
 def _own(needs: LaunchRequirements) -> Software:
     """The head's software. Its code on disk may have changed since; the digest is that of the code that was sent."""
-    found = software(dict(needs.spec))
+    found = software(needs.spec)
     return found if needs.code is None else replace(found, code_digest=needs.code)
 
 
 def _question(needs: LaunchRequirements, host: str, nonce_path: Path) -> Question:
     is_first = host == needs.first
     return Question(
-        root=str(needs.root),
-        nonce_path=str(nonce_path),
-        scratch=str(needs.scratch) if needs.scratch else None,
+        root=needs.root,
+        nonce_path=nonce_path,
+        scratch=needs.scratch,
         head=identity(),
         run_on_nodes=needs.run_on_nodes,
         accelerator=needs.accelerator,
-        slots=list(needs.slots[host]),
-        environment=dict(needs.environment),
-        spec=dict(needs.spec),
+        slots=needs.slots[host],
+        environment=needs.environment,
+        spec=needs.spec,
         master_address=needs.master_address if is_first else None,
         wants_port=is_first,
         master_port=needs.master_port if is_first else None,
     )
-
-
-def _facts(answer: Answer) -> Facts:
-    try:
-        return Facts.from_json(answer.message())
-    except (KeyError, TypeError):  # other code there reports other facts
-        raise RemoteFailed(
-            f"{answer.host}: its answer comes from another version of this package. Install the head's version there, "
-            "or have it sent with --ship-code",
-            [answer.host],
-        ) from None
 
 
 @contextmanager

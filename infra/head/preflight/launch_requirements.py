@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from infra.head.hosts.code_shipping import path_to, shipped_code
 from infra.head.hosts.hostfile import Hosts
@@ -33,8 +33,8 @@ class LaunchRequirements:
     """Digest of this process's code, which is sent to the hosts; None if it is installed there."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that ranks get from the head."""
-    spec: Mapping[str, Any] = field(default_factory=dict)
-    """The run's settings, as JSON."""
+    spec: str = ""
+    """The run's settings, as JSON; empty if there is no run."""
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     """Host memory that the ranks of each host need."""
     shared_memory_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class LaunchRequirements:
             accelerator=cluster.accelerator,
             code=shipped_code(cluster),
             environment=settings_of_head(cluster.environment) | path_to(shipped_code(cluster)),
-            spec=spec.model_dump(mode="json"),
+            spec=spec.model_dump_json(),
             memory_bytes={host: host_bytes(spec, shape, its) for host, its in ranks.items()},
             shared_memory_bytes=_shared_memory(spec, hosts),
             checkpoint_bytes={host: bytes_held(spec, shape, its) for host, its in ranks.items()},

@@ -8,12 +8,20 @@ decide.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from infra.head.hosts.node_client import Nodes
-from infra.node.storage.stored_checkpoints import HEAD, Copy, Inventory, inventory_of
+from infra.node.storage.stored_checkpoints import (
+    HEAD,
+    Copy,
+    Inventory,
+    ListCheckpoints,
+    MoveAside,
+    PruneCheckpoints,
+    inventory_of,
+)
 from t5train.checkpoint import sidecar, tags
 from t5train.checkpoint.retention import kept
 from t5train.checkpoint.sidecar import Sidecar
@@ -40,20 +48,19 @@ class Survey:
 
 def survey(nodes: Nodes, run_name: str, checkpoints: Path) -> Survey:
     """Ask all nodes what they hold, and inspect the gathered copy."""
-    answers = nodes.ask("inventory", lambda _: nodes.request(run_name=run_name), _DEADLINE_SECONDS)
+    answers = nodes.ask(ListCheckpoints(nodes.store, run_name), _DEADLINE_SECONDS)
     silent = {host: answer for host, answer in answers.items() if isinstance(answer, HostError)}
     reply = {
-        host: {tag: _copy(host, copy) for tag, copy in _plainly_named(host, answer["tags"]).items()}
+        host: {tag: _copy(host, copy) for tag, copy in _plainly_named(host, answer.tags).items()}
         for host, answer in answers.items()
         if not isinstance(answer, HostError)
     }
     return Survey({HEAD: inventory_of(checkpoints), **reply}, silent)
 
 
-def _copy(host: str, told: Mapping[str, Any]) -> Copy:
+def _copy(host: str, copy: Copy) -> Copy:
     """What a host has of a tag. Names of unreadable files are not validated, since they are only displayed."""
-    sidecars, files = _plainly_named(host, told["sidecars"]), _plainly_named(host, told["files"])
-    return Copy(sidecars, files, {str(name): str(why) for name, why in told["unreadable"].items()})
+    return replace(copy, sidecars=_plainly_named(host, copy.sidecars), files=_plainly_named(host, copy.files))
 
 
 def _plainly_named(host: str, told: Mapping[str, T]) -> dict[str, T]:
@@ -71,15 +78,15 @@ def _plainly_named(host: str, told: Mapping[str, T]) -> dict[str, T]:
 
 def prune_on(nodes: Nodes, run_name: str, tags: list[str]) -> dict[str, HostError | None]:
     """Remove these tags, and leftovers of others, from all nodes; returns the error of each node that failed."""
-    answers = nodes.ask("prune", lambda _: nodes.request(run_name=run_name, tags=tags), _DEADLINE_SECONDS)
+    answers = nodes.ask(PruneCheckpoints(nodes.store, run_name, tuple(tags)), _DEADLINE_SECONDS)
     return {host: each if isinstance(each, HostError) else None for host, each in answers.items()}
 
 
 def move_aside_on(nodes: Nodes, run_name: str, tags: list[str] | None, why: str) -> dict[str, list[str] | HostError]:
     """Set these tags (None: all) aside on all nodes; returns the tags that each node had."""
-    request = nodes.request(run_name=run_name, tags=tags, why=why)
-    answers = nodes.ask("move_aside", lambda _: request, _DEADLINE_SECONDS)
-    return {host: each if isinstance(each, HostError) else each["tags"] for host, each in answers.items()}
+    request = MoveAside(nodes.store, run_name, None if tags is None else tuple(tags), why)
+    answers = nodes.ask(request, _DEADLINE_SECONDS)
+    return {host: each if isinstance(each, HostError) else list(each.tags) for host, each in answers.items()}
 
 
 Inventories = Mapping[str, Inventory]

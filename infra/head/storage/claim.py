@@ -7,12 +7,10 @@ that no other head adopts the run while this one is alive.
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from infra.head.hosts.node_client import Nodes
 from infra.head.storage.node_paths import NodeRun
-from infra.node.attempts.run_ownership import Mode, Owner
+from infra.node.attempts.run_ownership import Claimed, ClaimRun, DisownRun, Mode, Owner
 from t5train.errors import HostError, RunOwned
 
 _DEADLINE_SECONDS = 60.0
@@ -22,21 +20,7 @@ _END_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _State:
-    """What a host reports about a run."""
-
-    is_ours: bool
-    owner: Owner | None
-    left_seconds: float
-
-    @classmethod
-    def of(cls, answer: Mapping[str, Any]) -> "_State":
-        owner = answer["owner"]
-        return cls(answer["is_ours"], owner and Owner(**owner), answer["left_seconds"])
-
-
-_Answers = Mapping[str, _State | HostError]
+_Answers = Mapping[str, Claimed | HostError]
 
 
 class Claim:
@@ -59,7 +43,7 @@ class Claim:
         states = _answered(required, _ask(nodes, run, Mode.ADOPT if adopt else Mode.CLAIM))
         if not all(state.is_ours for state in states.values()):
             fresh = [host for host, state in states.items() if state.is_ours and state.owner is None]
-            nodes.on(*fresh).ask("disown", lambda _: _request(nodes, run), _DEADLINE_SECONDS)
+            nodes.on(*fresh).ask(DisownRun(nodes.scratch, run.name, run.owner), _DEADLINE_SECONDS)
             _require_free(run, states, adopt)
         self._renew(run, nodes.on(*{**dict.fromkeys(run.nodes.hosts), **states}))
         owners = dict.fromkeys(state.owner for state in states.values() if state.owner)
@@ -118,19 +102,14 @@ class _Renewal:
 
 
 def _ask(nodes: Nodes, run: NodeRun, mode: Mode, deadline_seconds: float = _DEADLINE_SECONDS) -> _Answers:
-    answers = nodes.ask("claim", lambda _: _request(nodes, run, mode=mode), deadline_seconds)
-    return {host: each if isinstance(each, HostError) else _State.of(each) for host, each in answers.items()}
+    return nodes.ask(ClaimRun(nodes.scratch, run.name, run.owner, mode), deadline_seconds)
 
 
-def _request(nodes: Nodes, run: NodeRun, **facts: Any) -> dict[str, Any]:
-    return nodes.request(run_name=run.name, claimant=asdict(run.owner), **facts)
-
-
-def _states(answers: _Answers) -> dict[str, _State]:
+def _states(answers: _Answers) -> dict[str, Claimed]:
     return {host: each for host, each in answers.items() if not isinstance(each, HostError)}
 
 
-def _answered(required: Sequence[str], answers: _Answers) -> dict[str, _State]:
+def _answered(required: Sequence[str], answers: _Answers) -> dict[str, Claimed]:
     """The answers of hosts. Raises HostError if a required one did not answer; logs a warning for others."""
     for host, each in answers.items():
         if isinstance(each, HostError):
@@ -140,7 +119,7 @@ def _answered(required: Sequence[str], answers: _Answers) -> dict[str, _State]:
     return _states(answers)
 
 
-def _require_free(run: NodeRun, states: Mapping[str, _State], adopt: bool) -> None:
+def _require_free(run: NodeRun, states: Mapping[str, Claimed], adopt: bool) -> None:
     """Raise RunOwned if another head owns the run on a host, unless it is to be adopted and the lease has expired."""
     refused = {
         host: state
@@ -151,7 +130,7 @@ def _require_free(run: NodeRun, states: Mapping[str, _State], adopt: bool) -> No
         raise _owned(run, refused)
 
 
-def _owned(run: NodeRun, refused: Mapping[str, _State]) -> RunOwned:
+def _owned(run: NodeRun, refused: Mapping[str, Claimed]) -> RunOwned:
     host, state = max(refused.items(), key=lambda item: item[1].left_seconds)
     what = f"the checkpoints of run {run.folder.name} on {', '.join(refused)} are owned by {state.owner}"
     another = "choose another --name"

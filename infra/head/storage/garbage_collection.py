@@ -7,14 +7,13 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from infra.head.hosts.node_client import Nodes
 from infra.head.storage.checkpoint_inventory import prunable
 from infra.node.attempts import attempt
 from infra.node.attempts.run_lock import holder, run_lock
 from infra.node.node_folders import heads_folder, name_on_nodes
-from infra.node.storage.garbage import KEPT_ASIDE, Garbage, size_of
+from infra.node.storage.garbage import KEPT_ASIDE, FindGarbage, Finished, FreeGarbage, Garbage, HeadRuns, size_of
 from infra.node.storage.left_attempts import KnownAttempts, left_attempts
 from infra.node.storage.stored_checkpoints import HEAD, inventory_of
 from t5train.checkpoint.resume import unique_id
@@ -39,10 +38,6 @@ class FinishedRun:
     """None for a run of an earlier version."""
     fault: str = ""
     """What is wrong with the head's copy, so that the hosts' files of the run must stay; empty if nothing is."""
-
-    def to_json(self) -> dict[str, Any]:
-        """What is sent to nodes."""
-        return {"unique_id": self.unique_id, "fault": self.fault}
 
 
 def finished_runs(root: Path) -> list[FinishedRun]:
@@ -90,9 +85,9 @@ def _folders(root: Path) -> list[Path]:
     return [folder for folder in visible_in(root / RUNS) if folder.is_dir()]
 
 
-def _attempts(runs: Iterable[Path]) -> list[str]:
+def _attempts(runs: Iterable[Path]) -> tuple[str, ...]:
     files = (file for run in runs for file in sorted((run / ATTEMPTS).glob(f"*/{attempt.ATTEMPT}")))
-    return [attempt.read(file.parent).run_id for file in files]
+    return tuple(attempt.read(file.parent).run_id for file in files)
 
 
 def _fault(record: Checkpoint) -> str:
@@ -115,11 +110,8 @@ def garbage_on(
     nodes: Nodes, finished: Sequence[FinishedRun], attempts: KnownAttempts
 ) -> dict[str, list[Garbage] | HostError]:
     """What no run needs on each host, or the error of a host that does not answer."""
-    answers = nodes.ask("garbage", lambda _: _request(nodes, finished, attempts), _DEADLINE_SECONDS)
-    return {
-        host: each if isinstance(each, HostError) else [Garbage(**one) for one in each["found"]]
-        for host, each in answers.items()
-    }
+    answers = nodes.ask(FindGarbage(nodes.scratch, _known(finished, attempts)), _DEADLINE_SECONDS)
+    return {host: each if isinstance(each, HostError) else list(each.found) for host, each in answers.items()}
 
 
 def free_on(
@@ -132,18 +124,18 @@ def free_on(
 
     The head's copy of ``finished`` runs must be ``verified``.
     """
+    known = _known(finished, attempts)
 
-    def request(host: str) -> dict[str, Any]:
-        places = [each.place for each in found.get(host, []) if not each.is_kept]
-        return _request(nodes, finished, attempts, places=places)
+    def request(host: str) -> FreeGarbage:
+        places = tuple(each.place for each in found.get(host, []) if not each.is_kept)
+        return FreeGarbage(nodes.scratch, known, places)
 
-    answers = nodes.ask("free", request, _DEADLINE_SECONDS)
-    return {host: each if isinstance(each, HostError) else each["freed"] for host, each in answers.items()}
+    answers = nodes.ask_each({host: request(host) for host in nodes.hosts}, _DEADLINE_SECONDS)
+    return {host: each if isinstance(each, HostError) else list(each.places) for host, each in answers.items()}
 
 
-def _request(nodes: Nodes, finished: Sequence[FinishedRun], attempts: KnownAttempts, **facts: Any) -> dict[str, Any]:
-    runs = {run.name: run.to_json() for run in finished}
-    return nodes.request(finished=runs, attempts=attempts.to_json(), **facts)
+def _known(finished: Sequence[FinishedRun], attempts: KnownAttempts) -> HeadRuns:
+    return HeadRuns({run.name: Finished(run.unique_id, run.fault) for run in finished}, attempts)
 
 
 def garbage_of_heads(attempts: KnownAttempts) -> Iterator[Garbage]:

@@ -12,9 +12,9 @@ from pathlib import Path
 from infra.head.hosts.node_client import Nodes, conversation
 from infra.head.storage.checkpoint_inventory import FoundTag
 from infra.node.node_folders import tag_place
-from infra.node.storage.file_channel import CannotRead, Refused, Wanted, Watcher
+from infra.node.storage.file_channel import CannotRead, Refused, Wanted, Watcher, fetch_over
 from infra.node.storage.pull import is_whole, missing_bytes, pull
-from infra.node.storage.stored_checkpoints import HEAD
+from infra.node.storage.stored_checkpoints import HEAD, ListFiles, SendFiles
 from t5train.checkpoint.sidecar import is_sidecar
 from t5train.errors import DigestMismatch, HostError, IncompleteCheckpoint, RemoteFailed, T5TrainError, Unreadable
 from t5train.files.atomic import sync_folder, write_text
@@ -153,10 +153,10 @@ class _Gathering(Watcher):
 
     def _from(self, host: str, share: list[Wanted]) -> None:
         try:
-            with conversation(self._nodes, host, "send", self._nodes.request(place=self._place)) as channel:
+            with conversation(self._nodes, host, SendFiles(self._nodes.store, self._place)) as node:
                 for each in share:
                     try:
-                        pull(channel.fetch, [each], self._folder, self, _aside(self._folder))
+                        pull(fetch_over(node), [each], self._folder, self, _aside(self._folder))
                     except (DigestMismatch, Refused) as error:
                         self._failures[each.name].append(error)
         except HostError as error:
@@ -188,14 +188,12 @@ def collect(nodes: Nodes, host: str, place: str, names: Iterable[str], into: Pat
     """
     asked = tuple(names)
     folders = tuple(f"{name}/" for name in asked)
-    request = nodes.request(place=place, names=list(asked))
-    answer = nodes.on(host).ask("listing", lambda _: request, _DEADLINE_SECONDS)[host]
+    answer = nodes.on(host).ask(ListFiles(nodes.store, place, asked), _DEADLINE_SECONDS)[host]
     if isinstance(answer, HostError):
         raise answer
-    wanted = [Wanted(**each) for each in answer["files"]]
-    if strange := [each.name for each in wanted if each.name not in asked and not each.name.startswith(folders)]:
+    if strange := [each.name for each in answer.files if each.name not in asked and not each.name.startswith(folders)]:
         raise RemoteFailed(f"{host} sent {strange[0]!r}, which was not requested. Check what is running there", [host])
     into.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with conversation(nodes, host, "send", nodes.request(place=place)) as channel:
-        pull(channel.fetch, wanted, into, Watcher())
-    return [each.name for each in wanted]
+    with conversation(nodes, host, SendFiles(nodes.store, place)) as node:
+        pull(fetch_over(node), answer.files, into, Watcher())
+    return [each.name for each in answer.files]

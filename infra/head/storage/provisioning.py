@@ -4,21 +4,34 @@ Folders that all nodes need are passed from node to node, so that each byte cros
 go from the gathered copy to the nodes that lack them.
 """
 
+import logging
 import secrets
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
-from infra.head.hosts.node_client import Nodes, conversation, serve
+from infra.head.hosts.node_client import Nodes, conversation
 from infra.head.storage.checkpoint_inventory import FoundTag, complete_tags
 from infra.head.storage.node_paths import NodeRun, place_of_consolidated, place_of_shards, place_of_start
+from infra.node.attempts.log_tail import printable
+from infra.node.channel import BrokenOff, Channel
 from infra.node.node_folders import tag_place
-from infra.node.storage.file_channel import BrokenOff, Channel, Message, Wanted
+from infra.node.ports import Endpoint
+from infra.node.storage.chain_copy import ChainBroken, Listening, ReleaseRun, Stage, Upstream
+from infra.node.storage.file_channel import (
+    AllArrived,
+    BytesArrived,
+    Content,
+    FileRange,
+    FromReceiver,
+    Wanted,
+    answer,
+    files_in,
+)
 from infra.node.storage.pull import listed
-from infra.node.storage.stored_checkpoints import HEAD, inventory_of
+from infra.node.storage.stored_checkpoints import HEAD, ReceiveFiles, inventory_of
 from t5train.checkpoint.sidecar import sidecar_name
 from t5train.checkpoint.tags import files_read_by
 from t5train.errors import HostError
@@ -30,6 +43,7 @@ from t5train.records.stage_records import MANIFEST, Record, Weights
 from t5train.spec.rank_job import TrainJob
 
 _AT_ONCE = 16
+_log = logging.getLogger(__name__)
 
 
 def part(tag: FoundTag, names: Iterable[str], ranks: Sequence[int]) -> list[Wanted]:
@@ -41,7 +55,7 @@ def part(tag: FoundTag, names: Iterable[str], ranks: Sequence[int]) -> list[Want
     files = [
         Wanted(
             *(name, tag.files[name].size, tag.files[name].sha256),
-            as_good=((replicas[name].size, replicas[name].sha256),) if name in replicas else (),
+            as_good=(Content(replicas[name].size, replicas[name].sha256),) if name in replicas else (),
         )
         for name in sorted(names)
     ]
@@ -64,13 +78,13 @@ def restore(
     come last. A copy there that cannot be read now is set aside, and so is a pickle that is not in ``recorded``, if
     given. Raises the first HostError, after all hosts have ended.
     """
-    telling = _Restored(progress, sum(each.size for wanted in parts.values() for each in wanted))
+    restored = _Restored(progress, sum(each.size for wanted in parts.values() for each in wanted))
 
     def give(host: str) -> None:
-        files = [each.to_json() for each in parts[host]]
-        names = None if recorded is None else sorted(recorded)
-        request = nodes.request(run_name=run_name, place=place, files=files, recorded=names)
-        _give(nodes, host, request, source, telling)
+        names = None if recorded is None else tuple(sorted(recorded))
+        request = ReceiveFiles(nodes.store, run_name, place, tuple(parts[host]), names)
+        with conversation(nodes, host, request) as node:
+            _serve(node, host, source, restored.add)
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="restore") as threads:
         list(threads.map(give, parts))
@@ -90,9 +104,23 @@ class _Restored:
             self._progress("checkpoint bytes restored", min(self._done, self._total), self._total)
 
 
-def _give(nodes: Nodes, host: str, request: dict[str, Any], source: Path, restored: _Restored) -> None:
-    with conversation(nodes, host, "receive", request) as channel:
-        serve(channel, host, source, restored.add)
+def _serve(node: Channel, host: str, source: Path, on_bytes: Callable[[int], None]) -> None:
+    """Serve files of the folder ``source`` to a node until it has all; ``on_bytes`` gets counts of received bytes."""
+    while (message := node.receive(FromReceiver)) is not None:
+        match message:
+            case FileRange():
+                answer(node, message, files_in(source))
+            case BytesArrived(count):
+                on_bytes(count)
+            case ChainBroken(reason):
+                _log.warning(
+                    "%s copies from the head, because it cannot read from the previous node: %s",
+                    host,
+                    printable(reason),
+                )
+            case AllArrived():
+                return
+    raise BrokenOff("it ended before it had received all files")
 
 
 def files_of_record(record: Record) -> list[Wanted]:
@@ -119,10 +147,8 @@ def stage_folder(
     if not nodes.hosts:
         return
     staging = _Staging(nodes, source, files, progress)
-    request = nodes.request(
-        place=place, run_name=run_name, token=secrets.token_hex(32), files=[each.to_json() for each in files]
-    )
-    requests = [{**request, "beside_bytes": (beside or {}).get(host, 0)} for host in nodes.hosts]
+    token, bytes_of = secrets.token_hex(32), beside or {}
+    requests = [Stage(nodes.store, run_name, place, tuple(files), token, bytes_of.get(host, 0)) for host in nodes.hosts]
     with ThreadPoolExecutor(len(nodes.hosts), thread_name_prefix="stage") as threads:
         results = [threads.submit(staging.one, number, request) for number, request in enumerate(requests)]
     for result in results:
@@ -131,7 +157,7 @@ def stage_folder(
 
 def release(nodes: Nodes, run_name: str) -> dict[str, HostError | None]:
     """Allow nodes to remove what was staged for a run that has ended; returns the error of each node that failed."""
-    answers = nodes.ask("release", lambda _: nodes.request(run_name=run_name), deadline_seconds=60.0)
+    answers = nodes.ask(ReleaseRun(nodes.store, run_name), deadline_seconds=60.0)
     return {host: each if isinstance(each, HostError) else None for host, each in answers.items()}
 
 
@@ -140,19 +166,19 @@ class _Staging:
 
     def __init__(self, nodes: Nodes, source: Path, files: Sequence[Wanted], progress: Progress) -> None:
         self._nodes, self._source, self._progress = nodes, source, progress
-        self._servers: list[Future[Message | None]] = [Future() for _ in nodes.hosts]
+        self._servers: list[Future[Endpoint | None]] = [Future() for _ in nodes.hosts]
         self._ended = [threading.Event() for _ in nodes.hosts]
         self._total, self._done = len(nodes.hosts) * sum(each.size for each in files), 0
         self._lock = threading.Lock()
 
-    def one(self, number: int, request: Message) -> None:
+    def one(self, number: int, request: Stage) -> None:
         """Serve a node until it and the next one have everything."""
         host = self._nodes.hosts[number]
         try:
-            with conversation(self._nodes, host, "stage", request) as channel:
-                self._servers[number].set_result(_server(channel))
-                channel.say({"upstream": self._servers[number - 1].result() if number else None})
-                serve(channel, host, self._source, self._add)
+            with conversation(self._nodes, host, request) as node:
+                self._servers[number].set_result(_server(node))
+                node.send(Upstream(self._servers[number - 1].result() if number else None))
+                _serve(node, host, self._source, self._add)
                 self._ended[number].set()
                 if number + 1 < len(self._nodes.hosts):
                     self._ended[number + 1].wait()
@@ -167,13 +193,12 @@ class _Staging:
             self._progress("bytes staged on hosts", min(self._done, self._total), self._total)
 
 
-def _server(channel: Channel) -> Message:
+def _server(node: Channel) -> Endpoint:
     """Where the node serves files to others."""
-    message = channel.hear()
+    message = node.receive(Listening)
     if message is None:
         raise BrokenOff("it ended before it started to serve files")
-    server: Message = message["listening"]
-    return server
+    return message.server
 
 
 def provide(run: NodeRun, job: TrainJob, progress: Progress) -> None:

@@ -71,13 +71,9 @@ class Attempt:
 
     def write(self) -> None:
         """Write attempt.json to its folder, which must exist."""
-        write_json(self.folder / ATTEMPT, self.facts())
-
-    def facts(self) -> dict[str, Any]:
-        """The contents of attempt.json."""
         facts = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "folder"}
         hosts = self.hosts and list(self.hosts.items())  # a list: the keys of a JSON object would be sorted
-        return facts | {"head": self.head and asdict(self.head), "hosts": hosts}
+        write_json(self.folder / ATTEMPT, facts | {"head": self.head and asdict(self.head), "hosts": hosts})
 
     def rank_files(self, name: str) -> Path:
         """The path of the files of the rank of that name, without their suffix."""
@@ -164,11 +160,7 @@ def begin(
 
 def read(folder: Path) -> Attempt:
     """The attempt that is recorded in a folder."""
-    return of_facts(folder, json.loads((folder / ATTEMPT).read_text("utf-8")))
-
-
-def of_facts(folder: Path, facts: Mapping[str, Any]) -> Attempt:
-    """The attempt that the contents of attempt.json describe."""
+    facts = json.loads((folder / ATTEMPT).read_text("utf-8"))
     head, hosts = facts["head"], facts["hosts"]
     parsed = {
         "head": head and ProcessIdentity(**head),

@@ -4,18 +4,21 @@ import gzip
 import io
 import json
 import shutil
-import sys
 import tarfile
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from infra.node import processes
 from infra.node.attempts import attempt, head_lease, shared_memory
+from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.rank_environment import ENVIRONMENT
 from infra.node.attempts.run_ownership import require_owner_of
+from infra.node.messages import Done, Query
 from infra.node.node_folders import attempt_folder
-from infra.node.processes import Belongs
+from infra.node.ports import Endpoint
+from infra.node.processes import Belongs, Survivors
 from t5train.errors import StorageError
 from t5train.files.atomic import write_json, write_text
 from t5train.files.run_folder import ATTEMPT_SPEC
@@ -28,9 +31,17 @@ MEETING = "meeting.json"
 """In the folder of an attempt: the address and port of its rendezvous."""
 
 
-def end(request: dict[str, Any]) -> dict[str, Any]:
-    """End the attempt ``run_id``; ``left`` are the pids that survived SIGKILL."""
-    return {"left": sorted(end_attempt(attempt_folder(request["run_id"])))}
+@dataclass(frozen=True)
+class EndAttempt(Query[Survivors]):
+    """End an attempt."""
+
+    action = "end"
+    run_id: str
+
+
+def end(request: EndAttempt) -> Survivors:
+    """End the attempt."""
+    return Survivors(tuple(sorted(end_attempt(attempt_folder(request.run_id)))))
 
 
 def end_attempt(folder: Path) -> set[int]:
@@ -59,56 +70,100 @@ def of_attempt(folder: Path) -> Belongs:
 def remove_segments(folder: Path) -> None:
     """Remove the shared memory of the attempt's ranks. All of them must have ended, or none have started."""
     if (folder / MEETING).exists():
-        meeting = json.loads((folder / MEETING).read_text("utf-8"))
-        shared_memory.remove_all(meeting["address"], meeting["port"])
+        meeting = Endpoint(**json.loads((folder / MEETING).read_text("utf-8")))
+        shared_memory.remove_all(meeting.address, meeting.port)
 
 
-def prepare(request: dict[str, Any]) -> dict[str, Any]:
-    """Create the folder of attempt ``run_id``, with the files that guards and ranks read; it must not exist yet.
+@dataclass(frozen=True)
+class Prepared:
+    """The folder of an attempt on a node, and the id of the node's current boot."""
 
-    ``attempt``, ``environment`` and ``meeting`` are JSON, ``files`` are texts by name. ``owner`` is the unique id of
-    the run if its ranks write to this machine's own disk; RunOwned is raised if another head has taken the run there.
-    """
+    folder: Path
+    boot_id: str
+
+
+@dataclass(frozen=True)
+class PrepareAttempt(Query[Prepared]):
+    """Create the folder of an attempt, with the files that guards and ranks read."""
+
+    action = "prepare"
+    attempt: Attempt
+    """Its folder is that of the head; the node uses its own."""
+    environment: Mapping[str, str]
+    """The variables that the head sends to ranks."""
+    rendezvous: Endpoint
+    owner: str | None
+    """Unique id of the run if its ranks write to the node's own disk."""
+    files: Mapping[str, str]
+    """Texts by file name."""
+
+
+def prepare(request: PrepareAttempt) -> Prepared:
+    """Create the folder, which must not exist yet; RunOwned if another head has taken over the run's files here."""
     _require_own_run(request)
-    folder = attempt_folder(request["run_id"])
+    folder = attempt_folder(request.attempt.run_id)
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
         raise StorageError(f"{folder} already exists: another head has prepared this attempt") from None
-    write_json(folder / ENVIRONMENT, request["environment"])
-    write_json(folder / MEETING, request["meeting"])
-    for name, text in request["files"].items():
+    write_json(folder / ENVIRONMENT, request.environment)
+    write_json(folder / MEETING, asdict(request.rendezvous))
+    for name, text in request.files.items():
         write_text(folder / Path(name).name, text)
-    attempt.of_facts(folder, request["attempt"]).write()
+    replace(request.attempt, folder=folder).write()
     remove_segments(folder)  # nothing listens on that port, so these are a dead run's
     head_lease.begin(folder)
-    return {"folder": str(folder), "boot_id": processes.boot_id()}
+    return Prepared(folder, processes.boot_id())
 
 
-def _require_own_run(request: dict[str, Any]) -> None:
-    if request["owner"] is not None:
-        job = json.loads(request["files"][ATTEMPT_SPEC])
-        require_owner_of(Path(job["run_folder"]), request["owner"])
+def _require_own_run(request: PrepareAttempt) -> None:
+    if request.owner is not None:
+        job = json.loads(request.files[ATTEMPT_SPEC])
+        require_owner_of(Path(job["run_folder"]), request.owner)
 
 
-def logs(request: dict[str, Any]) -> None:
-    """Write the files of attempt ``run_id`` to stdout as a gzipped tar, without its environment."""
-    folder = attempt_folder(request["run_id"])
+@dataclass(frozen=True)
+class PackedFiles:
+    """A gzipped tar."""
+
+    content: bytes
+
+
+@dataclass(frozen=True)
+class PackLogs(Query[PackedFiles]):
+    """Pack the files of an attempt."""
+
+    action = "logs"
+    run_id: str
+
+
+def logs(request: PackLogs) -> PackedFiles:
+    """Pack the files of the attempt, without its environment."""
+    folder, content = attempt_folder(request.run_id), io.BytesIO()
     with (
-        gzip.GzipFile(fileobj=sys.stdout.buffer, mode="wb", compresslevel=1) as stdout,
-        tarfile.open(fileobj=stdout, mode="w|") as packed,
+        gzip.GzipFile(fileobj=content, mode="wb", compresslevel=1) as archive,
+        tarfile.open(fileobj=archive, mode="w|") as packed,
     ):
         for path in sorted(folder.glob("*")):
             if path.name != ENVIRONMENT:
                 _pack(packed, path)
+    return PackedFiles(content.getvalue())
 
 
-def remove(request: dict[str, Any]) -> dict[str, Any]:
-    """Remove the folder of attempt ``run_id`` if it exists."""
-    folder = attempt_folder(request["run_id"])
+@dataclass(frozen=True)
+class RemoveAttempt(Query[Done]):
+    """Remove the folder of an attempt."""
+
+    action = "remove"
+    run_id: str
+
+
+def remove(request: RemoveAttempt) -> Done:
+    """Remove the folder if it exists."""
+    folder = attempt_folder(request.run_id)
     if folder.exists():
         shutil.rmtree(folder)
-    return {}
+    return Done()
 
 
 def _pack(packed: tarfile.TarFile, path: Path) -> None:

@@ -6,11 +6,9 @@ Standard library only, as the guards import it.
 import json
 import os
 import signal
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from t5train.files.atomic import write_json, write_text
 
@@ -97,14 +95,14 @@ def write(folder: Path, record: ExitRecord) -> None:
 def read(folder: Path, name: str) -> ExitRecord | None:
     """The record of that name; None if there is none."""
     try:
-        facts = json.loads((folder / f"{name}.exit.json").read_text("utf-8"))
+        return parsed((folder / f"{name}.exit.json").read_text("utf-8"))
     except FileNotFoundError:
         return None
-    return of_facts(facts)
 
 
-def of_facts(facts: Mapping[str, Any]) -> ExitRecord:
-    """The record that its JSON describes."""
+def parsed(text: str) -> ExitRecord:
+    """The record with that text."""
+    facts = json.loads(text)
     return ExitRecord(**{**facts, "cause": Cause(facts["cause"])})
 
 

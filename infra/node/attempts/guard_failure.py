@@ -6,8 +6,7 @@ Standard library only, as the guards import it.
 import re
 from pathlib import Path
 
-from t5train import errors
-from t5train.errors import StorageError, T5TrainError
+from t5train.errors import StorageError, T5TrainError, error_of
 from t5train.rank.error_report import told_of
 
 _LINE = re.compile(r"the guard of (\S+) failed: (\w+): (.*)")
@@ -26,9 +25,4 @@ def read(launcher_log: Path) -> dict[str, T5TrainError]:
     except OSError:
         return {}  # the launcher never started, or its disk failed as well
     found = (match for each in lines if (match := _LINE.search(each)))
-    return {match[1]: _kind(match[2])(match[3]) for match in found}
-
-
-def _kind(name: str) -> type[T5TrainError]:
-    kind = getattr(errors, name, None)
-    return kind if isinstance(kind, type) and issubclass(kind, T5TrainError) else T5TrainError
+    return {match[1]: error_of(match[2], match[3]) for match in found}

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from infra.node.attempts import attempt, head_lease
+from infra.node.messages import Done, Query
 from infra.node.node_folders import attempts_folder, run_place, scratch_folder, within
 from t5train.errors import RunOwned, StorageError
 from t5train.files.atomic import write_json
@@ -52,34 +52,71 @@ class Owner:
         return f"head {self.head}, root {self.root}, since {self.since}"
 
 
-def claim(request: dict[str, Any]) -> dict[str, Any]:
-    """Claim run ``run_name`` for ``claimant``, by ``mode``.
+@dataclass(frozen=True)
+class NodeStore:
+    """The files of a run on a node: the scratch folder (None: the default), and the unique id of the run (or None)."""
 
-    The answer says whether it ``is_ours``, its previous ``owner`` (None if it had none), and how long that lease lasts.
-    """
-    folder, asked = _run_folder(request), Owner(**request["claimant"])
-    if request["mode"] == Mode.LOOK and not folder.exists():
-        return {"is_ours": False, "owner": None, "left_seconds": 0.0}
+    scratch: Path | None
+    owner: str | None
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """Who owns a run on a node."""
+
+    is_ours: bool
+    owner: Owner | None
+    """The owner before the claim; None if it had none."""
+    left_seconds: float
+    """How long the lease of that owner still lasts."""
+
+
+@dataclass(frozen=True)
+class ClaimRun(Query[Claimed]):
+    """Claim a run on a node."""
+
+    action = "claim"
+    scratch: Path | None
+    run_name: str
+    claimant: Owner
+    mode: Mode
+
+
+def claim(request: ClaimRun) -> Claimed:
+    """Claim the run for the claimant, if the mode allows it."""
+    folder, asked = _run_folder(request), request.claimant
+    if request.mode == Mode.LOOK and not folder.exists():
+        return Claimed(is_ours=False, owner=None, left_seconds=0.0)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _locked(folder):
         found = owner_of(folder)
         left = 0.0 if found is None else _left_seconds(folder, found)
-        is_ours = _may_take(found, asked, left, Mode(request["mode"]))
-        if is_ours and request["mode"] != Mode.LOOK:
+        is_ours = _may_take(found, asked, left, request.mode)
+        if is_ours and request.mode != Mode.LOOK:
             if found is None or (found.unique_id, found.head, found.root) != (asked.unique_id, asked.head, asked.root):
                 write_json(folder / OWNER, asdict(asked))
             head_lease.begin(folder)
-    return {"is_ours": is_ours, "owner": found and asdict(found), "left_seconds": left}
+    return Claimed(is_ours, found, left)
 
 
-def disown(request: dict[str, Any]) -> dict[str, Any]:
-    """Undo a claim of run ``run_name`` that ``claimant`` has just made, because another node refused it."""
+@dataclass(frozen=True)
+class DisownRun(Query[Done]):
+    """Undo a claim that was just made, because another node refused it."""
+
+    action = "disown"
+    scratch: Path | None
+    run_name: str
+    claimant: Owner
+
+
+def disown(request: DisownRun) -> Done:
+    """Undo the claim, if the claimant still owns the run."""
     folder = _run_folder(request)
     with _locked(folder):
-        if owner_of(folder) == Owner(**request["claimant"]):
+        if owner_of(folder) == request.claimant:
             (folder / OWNER).unlink()
             (folder / head_lease.LEASE).unlink(missing_ok=True)
-    return {}
+    return Done()
 
 
 def require_owner(scratch: Path, place: str, unique_id: str | None) -> None:
@@ -157,8 +194,8 @@ def _writes_into(folder: Path, spec: Path) -> bool:
         return False
 
 
-def _run_folder(request: dict[str, Any]) -> Path:
-    return within(scratch_folder(request["scratch"]), run_place(request["run_name"]))
+def _run_folder(request: ClaimRun | DisownRun) -> Path:
+    return within(scratch_folder(request.scratch), run_place(request.run_name))
 
 
 @contextmanager

@@ -5,21 +5,33 @@ head for the length of the lease is ended by the kernel's alarm, whatever it is 
 """
 
 import json
-import os
-import select
 import signal
 import socket
-import sys
-import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from infra.node import processes
-from infra.node.attempts import attempt, head_lease
+from infra.node.attempts import attempt, exit_record, head_lease
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.attempt_actions import end_attempt
 from infra.node.attempts.log_tail import LogTails
+from infra.node.attempts.session_messages import (
+    Alive,
+    Ended,
+    Hello,
+    Instruction,
+    LeaseNotRenewed,
+    NewLines,
+    Order,
+    RankEnded,
+    RankError,
+    RankLine,
+    Report,
+    Saved,
+    Watch,
+)
+from infra.node.channel import Channel
 from infra.node.node_folders import attempt_folder
 from infra.node.processes import ProcessIdentity
 from t5train.files.os_errors import explain
@@ -29,77 +41,85 @@ _TICK_SECONDS = 1.0
 _END_SECONDS = 30.0
 """Longer than ending an attempt may take."""
 
-Message = dict[str, Any]
 
+def watch(request: Watch, head: Channel) -> None:
+    """Watch an attempt until stdin ends or the attempt is ended.
 
-def watch(request: Message) -> None:
-    """Watch attempt ``run_id``, its logs from ``offsets`` on (see LogTails), until stdin ends or the attempt is ended.
-
-    Lines on stdin: ``renew`` renews the lease, ``stop`` makes ranks save and end, ``end`` ends them. Lines on stdout:
-    ``hello`` first; then at least one line a second, even if there is no news, to show that this machine is alive.
+    After Hello, sends at least one report a second, even if there is no news, to show that this machine is alive.
     """
-    folder = attempt_folder(request["run_id"])
-    tails = LogTails(folder, request["offsets"])
-    _tell({"hello": {"host": socket.gethostname(), "boot_id": processes.boot_id()}, "offsets": tails.offsets})
+    folder = attempt_folder(request.run_id)
+    tails = LogTails(folder, request.offsets)
+    head.send(Hello(socket.gethostname(), processes.boot_id(), tails.offsets))
     if not (folder / attempt.ATTEMPT).exists() or head_lease.age_seconds(folder) == float("inf"):
-        _tell({"ended": {"left": []}})  # never begun, or already ended: its lease must not be renewed
+        head.send(Ended(()))  # never begun, or already ended: its lease must not be renewed
         return
-    window = _Window(attempt.read(folder), tails)
-    orders = _Orders()
-    while not orders.at_end:
-        for order in orders.read(_TICK_SECONDS):
-            if left := window.obey(order):
-                _tell({"ended": left})
+    session = _Session(attempt.read(folder), tails, head)
+    while not head.at_end:
+        for instruction in head.receive_within(_TICK_SECONDS, Instruction):
+            session.obey(instruction.order)
+            if session.has_ended:
                 return
-        for message in window.news():
-            _tell(message)
+        session.report()
 
 
-class _Window:
-    def __init__(self, this: Attempt, tails: LogTails) -> None:
+class _Session:
+    def __init__(self, this: Attempt, tails: LogTails, head: Channel) -> None:
         self._this = this
         self._tails = tails
+        self._head = head
+        self.has_ended = False
         self._told = set[str]()
         self._saves = _Saves(this.folder)
         self._arm()
 
-    def obey(self, order: Message) -> Message | None:
-        """Carry out an order of the head. Returns what is left if the order was to end the attempt."""
-        if "end" in order:
-            signal.setitimer(signal.ITIMER_REAL, _END_SECONDS)
-            left = sorted(end_attempt(self._this.folder))
-            self._told.clear()  # exit records exist now: the last news includes all of them
-            for message in self.news():
-                _tell(message)
-            return {"left": left}
-        if "stop" in order:
+    def obey(self, order: Order) -> None:
+        """Carry out an order of the head."""
+        if order == Order.END:
+            self._end()
+            return
+        if order == Order.STOP:
             for guard in self._this.guards():
                 guard.send(signal.SIGTERM)
-        if "renew" in order:
-            try:
-                head_lease.renew(self._this.folder)
-            except OSError as error:  # ranks cannot write there either; without a renewed lease they end
-                _tell({"disk": explain(error)})
+        if order == Order.RENEW:
+            self._renew()
         self._arm()
-        return None
 
-    def news(self) -> Iterator[Message]:
-        """What has happened since the last call."""
+    def report(self) -> None:
+        """Send what has happened since the last call."""
+        for report in self._news():
+            self._head.send(report)
+
+    def _end(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, _END_SECONDS)
+        left = sorted(end_attempt(self._this.folder))
+        self._told.clear()  # exit records exist now: the last news includes all of them
+        self.report()
+        self._head.send(Ended(tuple(left)))
+        self.has_ended = True
+
+    def _renew(self) -> None:
+        try:
+            head_lease.renew(self._this.folder)
+        except OSError as error:  # ranks cannot write there either; without a renewed lease they end
+            self._head.send(LeaseNotRenewed(explain(error)))
+
+    def _news(self) -> Iterator[Report]:
         gone = self._gone()  # checked before the records, because a guard writes its record before it ends
-        ended = self._new("exit")
-        yield from ({"error": error} for error in self._new("error"))  # a rank's error is written before its record
-        yield from ({"exit": record} for record in ended)
+        ended = [_end_of(path) for path in self._new("exit")]
+        yield from (_error(path) for path in self._new("error"))  # a rank's error is written before its record
+        yield from ended
         if saved := self._saves.new():
-            yield {"saved": saved}
+            yield Saved(saved)
         lines, left_out = self._tails.read()
         if lines or left_out:
-            yield {"lines": lines, "left_out": left_out, "offsets": self._tails.offsets}
-        yield {"gone": [name for name in gone if f"{name}.exit.json" not in self._told]}
+            yield NewLines(tuple(RankLine(*line) for line in lines), left_out, self._tails.offsets)
+        yield Alive(tuple(name for name in gone if f"{name}.exit.json" not in self._told))
 
-    def _new(self, kind: str) -> list[Message]:
+    def _new(self, kind: str) -> list[Path]:
+        """Files of that kind that were not reported yet."""
         paths = [path for path in sorted(self._this.folder.glob(f"*.{kind}.json")) if path.name not in self._told]
         self._told |= {path.name for path in paths}
-        return [json.loads(path.read_text("utf-8")) | {"name": path.name.partition(".")[0]} for path in paths]
+        return paths
 
     def _gone(self) -> list[str]:
         """Ranks whose guard has ended; if there is no exit record, the guard was killed."""
@@ -127,23 +147,17 @@ class _Saves:
         return len(new)
 
 
-class _Orders:
-    """Lines from the head, as they arrive."""
+def _end_of(path: Path) -> RankEnded:
+    return RankEnded(replace(exit_record.parsed(path.read_text("utf-8")), name=_rank_of(path)))
 
-    def __init__(self) -> None:
-        self.at_end = False
-        self._rest = b""
 
-    def read(self, seconds: float) -> list[Message]:
-        """Whole lines that arrive within that time; returns as soon as there are any."""
-        deadline = time.monotonic() + seconds
-        while not self.at_end and select.select([0], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            new = os.read(0, 1 << 16)
-            self.at_end = not new
-            *lines, self._rest = (self._rest + new).split(b"\n")
-            if lines:
-                return [json.loads(line) for line in lines]
-        return []
+def _error(path: Path) -> RankError:
+    reported = json.loads(path.read_text("utf-8"))
+    return RankError(_rank_of(path), reported["type"], reported["message"])
+
+
+def _rank_of(path: Path) -> str:
+    return path.name.partition(".")[0]
 
 
 def _written_at(path: Path) -> int | None:
@@ -152,8 +166,3 @@ def _written_at(path: Path) -> int | None:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
         return None
-
-
-def _tell(message: Message) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()

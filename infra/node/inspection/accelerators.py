@@ -1,6 +1,7 @@
 """Accelerators of a node: how many there are, and whether they are in use. torch is imported only if it is needed."""
 
 import fcntl
+from collections.abc import Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def _can_have_any() -> bool:
     return bool(torch_runtime()) or bool(entry_points(group="torch.backends"))
 
 
-def _memory(slots: list[int]) -> tuple[dict[str, int], dict[str, int]]:
+def _memory(slots: Iterable[int]) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes in use by any process, and total bytes, by slot; accelerators that do not report them are left out."""
     import torch
 
@@ -46,7 +47,7 @@ def _memory(slots: list[int]) -> tuple[dict[str, int], dict[str, int]]:
     return used, total
 
 
-def _held(kind: str, slots: list[int]) -> dict[str, str]:
+def _held(kind: str, slots: Iterable[int]) -> dict[str, str]:
     folder = locks_folder()
     held = {slot: by for slot in slots if (by := holder(folder / f"{kind}-{slot}.lock")) is not None}
     return {str(slot): holder for slot, holder in held.items()}

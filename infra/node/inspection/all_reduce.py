@@ -16,18 +16,34 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import StrEnum
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from infra.node import processes
 from infra.node.attempts.rank_environment import search_path
-from infra.node.processes import RUN_ID_VARIABLE
+from infra.node.messages import Query
+from infra.node.ports import Endpoint
+from infra.node.processes import RUN_ID_VARIABLE, Survivors
 
 if TYPE_CHECKING:
     import torch
 
 
-STARTED, REACHED, IMPORTED, MET, SUMMED = STAGES = ("started", "reached", "imported", "met", "summed")
+class Stage(StrEnum):
+    """What a rank has reached, in this order."""
+
+    STARTED = "started"
+    REACHED = "reached"
+    """The rendezvous answers."""
+    IMPORTED = "imported"
+    """Torch is imported."""
+    MET = "met"
+    """All ranks have joined."""
+    SUMMED = "summed"
+
+
+STAGES = tuple(Stage)
 FAILED = "failed"
 SLOT = "T5_PREFLIGHT_SLOT"
 _ELEMENTS = 1 << 18
@@ -38,16 +54,16 @@ _ANSWERED = {0, errno.ECONNREFUSED}  # the machine answered, even if rank 0 is n
 
 def main() -> int:
     """Rendezvous, sum, and compare."""
-    _say(STARTED)
+    _say(Stage.STARTED)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if problem := unreachable(address, port):
         return _fail(f"the rendezvous at {address}, port {port}, cannot be reached: {problem}")
-    _say(REACHED)
+    _say(Stage.REACHED)
     try:
         import torch.distributed  # noqa: F401 - checked, and timed
     except (ImportError, OSError) as error:  # OSError: one of its libraries cannot be loaded
         return _fail(f"torch cannot be imported: {error}")
-    _say(IMPORTED)
+    _say(Stage.IMPORTED)
     try:
         problem = _meet_and_sum(_device())
     except (RuntimeError, ValueError, OSError) as error:  # what collectives raise if other ranks cannot be reached
@@ -85,10 +101,10 @@ def _meet_and_sum(device: "torch.device") -> str:
     import torch.distributed as dist
 
     dist.init_process_group(dist.get_default_backend_for_device(device), init_method="env://", timeout=_NEVER)
-    _say(MET)
+    _say(Stage.MET)
     problem = _sum(device)
     if not problem:
-        _say(SUMMED)
+        _say(Stage.SUMMED)
     dist.destroy_process_group()
     return problem
 
@@ -131,14 +147,47 @@ class _Rank:
     stderr: IO[bytes]
 
 
-def probe(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a rank for each of ``slots``, numbered from ``first_rank``, for at most ``deadline_seconds``.
+@dataclass(frozen=True)
+class RankProbe:
+    """How far a rank got."""
 
-    Returns how far each rank got, by its number: ``{"3": {"stage": "met", "said": "", "returncode": -9}}``. The return
-    code is None if the rank was ended at the deadline, or because another rank here had failed.
-    """
-    deadline = time.monotonic() + request["deadline_seconds"]
-    ranks = [_start(request, index) for index in range(len(request["slots"]))]
+    rank: int
+    stage: Stage
+    said: str
+    """Why it failed, or its last line on stderr."""
+    returncode: int | None
+    """None if it was ended at the deadline, or because another rank here had failed."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """How far the ranks of a node got."""
+
+    ranks: tuple[RankProbe, ...]
+
+
+@dataclass(frozen=True)
+class Probe(Query[Probed]):
+    """Run a rank for each of ``slots``, numbered from ``first_rank``, for at most ``deadline_seconds``."""
+
+    action = "probe"
+    run_id: str
+    rendezvous: Endpoint
+    interface: str
+    """The network interface that leads to the rendezvous."""
+    num_ranks: int
+    """On all nodes."""
+    first_rank: int
+    slots: tuple[int, ...]
+    accelerator: str | None
+    environment: Mapping[str, str]
+    deadline_seconds: float
+
+
+def probe(request: Probe) -> Probed:
+    """Run the ranks until all have ended, one has failed, or the deadline has passed."""
+    deadline = time.monotonic() + request.deadline_seconds
+    ranks = [_start(request, index) for index in range(len(request.slots))]
     try:
         while time.monotonic() < deadline:
             codes = [rank.process.poll() for rank in ranks]
@@ -149,31 +198,39 @@ def probe(request: Mapping[str, Any]) -> dict[str, Any]:
     finally:
         for rank in ranks:
             rank.process.kill()
-    return {str(rank.number): _outcome(rank) | {"returncode": code} for rank, code in zip(ranks, codes, strict=True)}
+    return Probed(tuple(_outcome(rank, code) for rank, code in zip(ranks, codes, strict=True)))
 
 
-def end_probe(request: Mapping[str, Any]) -> dict[str, Any]:
-    """End the ranks of a probe, so that its ``probe`` returns."""
-    return {"left": sorted(processes.end(processes.in_run(request["run_id"]), grace_seconds=0))}
+@dataclass(frozen=True)
+class EndProbe(Query[Survivors]):
+    """End the ranks of a probe, so that its action returns."""
+
+    action = "end_probe"
+    run_id: str
 
 
-def _start(request: Mapping[str, Any], index: int) -> _Rank:
-    number, slots = request["first_rank"] + index, request["slots"]
+def end_probe(request: EndProbe) -> Survivors:
+    """End the ranks."""
+    return Survivors(tuple(sorted(processes.end(processes.in_run(request.run_id), grace_seconds=0))))
+
+
+def _start(request: Probe, index: int) -> _Rank:
+    number = request.first_rank + index
     environment = {
         **os.environ,
         "PATH": search_path(),
         "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": request["interface"],
-        "NCCL_SOCKET_IFNAME": request["interface"],
-        **request["environment"],
-        **({} if request["accelerator"] is None else {"DS_ACCELERATOR": request["accelerator"]}),
-        RUN_ID_VARIABLE: request["run_id"],
+        "GLOO_SOCKET_IFNAME": request.interface,
+        "NCCL_SOCKET_IFNAME": request.interface,
+        **request.environment,
+        **({} if request.accelerator is None else {"DS_ACCELERATOR": request.accelerator}),
+        RUN_ID_VARIABLE: request.run_id,
         "RANK": str(number),
         "LOCAL_RANK": str(index),
-        "WORLD_SIZE": str(request["num_ranks"]),
-        "MASTER_ADDR": request["address"],
-        "MASTER_PORT": str(request["port"]),
-        SLOT: str(slots[index]),
+        "WORLD_SIZE": str(request.num_ranks),
+        "MASTER_ADDR": request.rendezvous.address,
+        "MASTER_PORT": str(request.rendezvous.port),
+        SLOT: str(request.slots[index]),
     }
     stdout, stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the rank
     process = subprocess.Popen(
@@ -187,13 +244,14 @@ def _start(request: Mapping[str, Any], index: int) -> _Rank:
     return _Rank(number, process, stdout, stderr)
 
 
-def _outcome(rank: _Rank) -> dict[str, Any]:
+def _outcome(rank: _Rank, returncode: int | None) -> RankProbe:
     rank.process.wait()
     with rank.stdout as stdout, rank.stderr as stderr:
         lines = _lines(stdout)
         stages = [line for line in lines if line in STAGES]
         failures = [line.removeprefix(FAILED).strip() for line in lines if line.startswith(FAILED)]
-        return {"stage": stages[-1] if stages else STARTED, "said": (failures or _lines(stderr) or [""])[-1]}
+        stage = Stage(stages[-1]) if stages else Stage.STARTED
+        return RankProbe(rank.number, stage, (failures or _lines(stderr) or [""])[-1], returncode)
 
 
 def _lines(file: IO[bytes]) -> list[str]:

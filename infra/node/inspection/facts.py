@@ -1,41 +1,10 @@
-"""The question to a node, and its answer, both sent as JSON. Standard library only."""
+"""The question to a node, and its answer. Standard library only."""
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
-
-@dataclass(frozen=True)
-class Question:
-    """What the head asks of one node."""
-
-    root: str
-    nonce_path: str
-    """A file under the root that the head has just written."""
-    scratch: str | None = None
-    """Folder on the node's own disk, used if the node does not see that file; None for the default folder."""
-    head: str = ""
-    """Identity of the head's machine, which sees that file although its ranks write to its own disk."""
-    run_on_nodes: str | None = None
-    """The run's name on nodes, once it has begun."""
-    accelerator: str | None = None
-    """DeepSpeed's name for the accelerator; None if the node is to detect it."""
-    slots: list[int] = field(default_factory=list)
-    """Accelerators of the node for its ranks."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """Variables that ranks get from the head."""
-    spec: dict[str, Any] = field(default_factory=dict)
-    """The run's spec as JSON; empty if there is none."""
-    master_address: str | None = None
-    """Name or address that the user set for the rendezvous; sent to the first host only."""
-    wants_port: bool = False
-    """Whether this is the first host, which serves the rendezvous."""
-    master_port: int | None = None
-    """The port that the user set for the rendezvous."""
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        """The inverse of ``dataclasses.asdict``."""
-        return cls(**values)
+from infra.node.messages import Query
 
 
 @dataclass(frozen=True)
@@ -158,21 +127,32 @@ class Facts:
     build: Build
     room: Room
 
-    def to_json(self) -> dict[str, Any]:
-        """Builtin types only."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        """The inverse of ``to_json``."""
-        network = values["network"]
-        return cls(
-            started_at=values["started_at"],
-            ended_at=values["ended_at"],
-            identity=values["identity"],
-            network=Network(**{**network, "routes": [Route(**route) for route in network["routes"]]}),
-            software=Software(**values["software"]),
-            devices=Devices(**values["devices"]),
-            build=Build(**values["build"]),
-            room=Room(**values["room"]),
-        )
+@dataclass(frozen=True)
+class Question(Query[Facts]):
+    """What the head asks of one node."""
+
+    action = "facts"
+    root: Path
+    nonce_path: Path
+    """A file under the root that the head has just written."""
+    scratch: Path | None = None
+    """Folder on the node's own disk, used if the node does not see that file; None for the default folder."""
+    head: str = ""
+    """Identity of the head's machine, which sees that file although its ranks write to its own disk."""
+    run_on_nodes: str | None = None
+    """The run's name on nodes, once it has begun."""
+    accelerator: str | None = None
+    """DeepSpeed's name for the accelerator; None if the node is to detect it."""
+    slots: tuple[int, ...] = ()
+    """Accelerators of the node for its ranks."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that ranks get from the head."""
+    spec: str = ""
+    """The run's spec as JSON; empty if there is none."""
+    master_address: str | None = None
+    """Name or address that the user set for the rendezvous; sent to the first host only."""
+    wants_port: bool = False
+    """Whether this is the first host, which serves the rendezvous."""
+    master_port: int | None = None
+    """The port that the user set for the rendezvous."""

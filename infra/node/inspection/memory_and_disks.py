@@ -24,7 +24,7 @@ _MARK = ".mark"
 
 def room(question: Question) -> Room:
     """Memory, disk space and descriptors, and the head's nonce as this node reads it."""
-    root, nonce = Path(question.root), _read(Path(question.nonce_path))
+    root, nonce = question.root, _read(question.nonce_path)
     folder, folder_error = _node_folder()
     has_own = nonce is None or identity() == question.head
     scratch = _Scratch.of(question.scratch, question.run_on_nodes) if has_own else _Scratch()
@@ -68,7 +68,7 @@ class _Scratch:
     yielding_bytes: int = 0
 
     @classmethod
-    def of(cls, chosen: str | None, run_name: str | None) -> Self:
+    def of(cls, chosen: Path | None, run_name: str | None) -> Self:
         """Create it if it does not exist, and check whether it can be written."""
         try:
             folder = scratch_folder(chosen)

@@ -1,6 +1,7 @@
 """What a node would run: versions, digests of our code and of the run, and compilers. No large package is imported."""
 
 import ctypes
+import json
 import os
 import platform
 import runpy
@@ -8,7 +9,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
-from typing import Any
 
 from infra.node import compiled_operators
 from infra.node.attempts.rank_environment import search_path
@@ -27,7 +27,7 @@ _CODE = Path(__file__).parents[3]
 _RUNTIMES = ("cuda", "hip", "xpu")
 
 
-def software(spec: dict[str, Any]) -> Software:
+def software(spec: str) -> Software:
     """The software of this interpreter; ``spec`` is the run's spec as JSON, or empty."""
     return Software(
         python=platform.python_version(),
@@ -40,7 +40,7 @@ def software(spec: dict[str, Any]) -> Software:
     )
 
 
-def spec_digest(spec: dict[str, Any]) -> str:
+def spec_digest(spec: str) -> str:
     """Fingerprint of the whole spec, including execution, as this code reads it; its error if it rejects the spec."""
     if not spec:
         return ""
@@ -48,7 +48,7 @@ def spec_digest(spec: dict[str, Any]) -> str:
     from t5train.spec import RunSpec
 
     try:
-        return fingerprint(RunSpec.model_validate(spec).model_dump(mode="json"))
+        return fingerprint(RunSpec.model_validate(json.loads(spec)).model_dump(mode="json"))
     except (SpecError, ValueError) as error:
         return f"refused: {' '.join(str(error).split())[:300]}"
 

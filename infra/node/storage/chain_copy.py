@@ -3,15 +3,18 @@
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from infra.node.attempts import run_ownership
+from infra.node.attempts.run_ownership import NodeStore
+from infra.node.channel import CHUNK_BYTES, Channel
+from infra.node.messages import Done, Query, Request
 from infra.node.node_folders import run_place, scratch_folder, within
+from infra.node.ports import Endpoint
 from infra.node.storage import peer_connection
 from infra.node.storage.disk_usage import pin, require_room, staging_lock, unpin
-from infra.node.storage.file_channel import CHUNK_BYTES, Channel, Message, ProgressRelay, Wanted, Watcher, node_channel
+from infra.node.storage.file_channel import AllArrived, FromReceiver, ProgressRelay, Wanted, Watcher, fetch_over
 from infra.node.storage.garbage import size_of
 from infra.node.storage.pull import missing_bytes, pull
 from t5train.errors import StorageError
@@ -107,68 +110,113 @@ def _read(opened: tuple[_Growth | None, int], name: str, offset: int, size: int)
     return chunk
 
 
-def stage(request: dict[str, Any]) -> None:
-    """Fetch ``files`` into ``place`` for run ``run_name``, and serve them to peers with ``token`` until stdin ends."""
-    scratch, place = scratch_folder(request["scratch"]), str(request["place"])
-    folder, wanted = within(scratch, place), [Wanted(**each) for each in request["files"]]
-    run_ownership.require_owner(scratch, run_place(request["run_name"]), request["owner"])
+@dataclass(frozen=True)
+class Stage(Request):
+    """Fetch files for a run, and serve them to other nodes until stdin ends."""
+
+    action = "stage"
+    store: NodeStore
+    run_name: str
+    place: str
+    files: tuple[Wanted, ...]
+    token: str
+    """Known to all nodes of the chain."""
+    beside_bytes: int
+    """What the run will write on this disk in addition."""
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where a node serves its files to other nodes."""
+
+    server: Endpoint
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """The node before this one in the chain; None for the first."""
+
+    server: Endpoint | None
+
+
+@dataclass(frozen=True)
+class ChainBroken(FromReceiver):
+    """Reports to the head that the node copies from the head, and why it cannot read from the node before it."""
+
+    reason: str
+
+
+def stage(request: Stage, head: Channel) -> None:
+    """Fetch the files into ``place``."""
+    scratch, place = scratch_folder(request.store.scratch), request.place
+    folder, wanted = within(scratch, place), request.files
+    run_ownership.require_owner(scratch, run_place(request.run_name), request.store.owner)
     with staging_lock(scratch, place):
         require_room(scratch, missing_bytes(folder, wanted), place, _still_to_write(scratch, request))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        head, shelf = node_channel(), GrowingFiles(folder)
-        head.say({"listening": asdict(peer_connection.serve(shelf.read, request["token"]))})
-        upstream = _Upstream(head, (head.hear() or {}).get("upstream"), request["token"])
-        pull(upstream.read, wanted, folder, _Both(shelf, ProgressRelay(head)))
-        pin(scratch, place, request["run_name"])
-    head.say({"done": True})
-    head.hear()  # other nodes may read these files until stdin ends
+        growing = GrowingFiles(folder)
+        head.send(Listening(peer_connection.serve(growing.read, request.token)))
+        upstream = _Upstream(head, head.receive(Upstream) or Upstream(None), request.token)
+        pull(upstream.read, wanted, folder, _Both(growing, ProgressRelay(head)))
+        pin(scratch, place, request.run_name)
+    head.send(AllArrived())
+    head.receive(Upstream)  # there is none any more; other nodes may read these files until stdin ends
 
 
-def _still_to_write(scratch: Path, request: Message) -> int:
+def _still_to_write(scratch: Path, request: Stage) -> int:
     """Bytes that the run will write in addition, less what it has already written."""
-    own = size_of(within(scratch, run_place(request["run_name"])))
-    return max(0, int(request["beside_bytes"]) - own)
+    own = size_of(within(scratch, run_place(request.run_name)))
+    return max(0, request.beside_bytes - own)
 
 
-def release(request: dict[str, Any]) -> dict[str, Any]:
-    """Run ``run_name`` has ended: what was staged for it may be removed when disk space is needed."""
-    scratch, run_name = scratch_folder(request["scratch"]), request["run_name"]
-    run_ownership.require_owner(scratch, run_place(run_name), request["owner"])
+@dataclass(frozen=True)
+class ReleaseRun(Query[Done]):
+    """A run has ended: what was staged for it may be removed when disk space is needed."""
+
+    action = "release"
+    store: NodeStore
+    run_name: str
+
+
+def release(request: ReleaseRun) -> Done:
+    """Remove the run's pins and its lease."""
+    scratch, run_name = scratch_folder(request.store.scratch), request.run_name
+    run_ownership.require_owner(scratch, run_place(run_name), request.store.owner)
     unpin(scratch, run_name)
     run_ownership.release(scratch, run_name)
-    return {}
+    return Done()
 
 
 class _Upstream:
     """The node before this one, as long as it is available; then the head, from the byte where that node stopped."""
 
-    def __init__(self, head: Channel, neighbour: Message | None, token: str) -> None:
-        self._head = head
-        self._neighbour = self._connected(neighbour, token) if neighbour else None
+    def __init__(self, head: Channel, upstream: Upstream, token: str) -> None:
+        self._head, self._from_head = head, fetch_over(head)
+        self._neighbour = self._connected(upstream.server, token) if upstream.server else None
 
     def read(self, name: str, offset: int, size: int) -> Iterator[bytes]:
         """As in ``file_channel.Source``."""
         if self._neighbour is not None:
             try:
-                for chunk in self._neighbour.fetch(name, offset, size):
+                for chunk in fetch_over(self._neighbour)(name, offset, size):
                     offset += len(chunk)
                     yield chunk
             except OSError as error:  # not Refused, after which the neighbour is still available
                 self._give_up(error)
             else:
                 return
-        yield from self._head.fetch(name, offset, size)
+        yield from self._from_head(name, offset, size)
 
-    def _connected(self, neighbour: Message, token: str) -> Channel | None:
+    def _connected(self, server: Endpoint, token: str) -> Channel | None:
         try:
-            return peer_connection.connect(str(neighbour["address"]), int(neighbour["port"]), token)
+            return peer_connection.connect(server, token)
         except OSError as error:
             self._give_up(error)
             return None
 
     def _give_up(self, error: OSError) -> None:
         self._neighbour = None
-        self._head.say({"alone": str(error)})
+        self._head.send(ChainBroken(str(error)))
 
 
 class _Both(Watcher):

@@ -9,13 +9,13 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from infra.node import processes
 from infra.node.attempts import attempt
 from infra.node.attempts.run_ownership import is_held_at, owner_of
+from infra.node.messages import Query
 from infra.node.node_folders import (
     ATTEMPTS,
     CODE,
@@ -96,16 +96,67 @@ class Garbage:
     """Whether it is only listed and not removed: ``why`` says why not."""
 
 
-def garbage(request: dict[str, Any]) -> dict[str, Any]:
-    """List what no run needs; ``finished`` are the head's ``FinishedRun`` by name, ``attempts`` its KnownAttempts."""
-    return {"found": [asdict(each) for each in _found(scratch_folder(request["scratch"]), request)]}
+@dataclass(frozen=True)
+class Finished:
+    """A finished run of the head."""
+
+    unique_id: str | None
+    """None for a run of an earlier version."""
+    fault: str
+    """What is wrong with the head's copy, so that the nodes' files of the run must stay; empty if nothing is."""
 
 
-def free(request: dict[str, Any]) -> dict[str, Any]:
-    """Remove those of ``places`` that no run needs now; the answer says which were removed."""
-    scratch = scratch_folder(request["scratch"])
-    found = [each for each in _found(scratch, request) if each.place in request["places"] and not each.is_kept]
-    return {"freed": [each.place for each in found if _remove(scratch, each.place)]}
+@dataclass(frozen=True)
+class HeadRuns:
+    """What the head knows of its runs: the finished ones by their names on nodes, and the attempts of all."""
+
+    finished: Mapping[str, Finished]
+    attempts: KnownAttempts
+
+
+@dataclass(frozen=True)
+class FoundGarbage:
+    """What no run needs on a node."""
+
+    found: tuple[Garbage, ...]
+
+
+@dataclass(frozen=True)
+class FindGarbage(Query[FoundGarbage]):
+    """List what no run needs."""
+
+    action = "garbage"
+    scratch: Path | None
+    known: HeadRuns
+
+
+def garbage(request: FindGarbage) -> FoundGarbage:
+    """List what no run needs on this node."""
+    return FoundGarbage(tuple(_found(scratch_folder(request.scratch), request.known)))
+
+
+@dataclass(frozen=True)
+class Freed:
+    """The folders that were removed."""
+
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FreeGarbage(Query[Freed]):
+    """Remove folders that were listed as garbage."""
+
+    action = "free"
+    scratch: Path | None
+    known: HeadRuns
+    places: tuple[str, ...]
+
+
+def free(request: FreeGarbage) -> Freed:
+    """Remove those of the folders that no run needs now."""
+    scratch = scratch_folder(request.scratch)
+    found = [each for each in _found(scratch, request.known) if each.place in request.places and not each.is_kept]
+    return Freed(tuple(each.place for each in found if _remove(scratch, each.place)))
 
 
 def size_of(folder: Path) -> int:
@@ -118,16 +169,16 @@ def size_of(folder: Path) -> int:
     return total
 
 
-def _found(scratch: Path, request: Mapping[str, Any]) -> Iterator[Garbage]:
+def _found(scratch: Path, known: HeadRuns) -> Iterator[Garbage]:
     for place in staged_places(scratch):
         if not users(scratch, place):
             yield Garbage(place, size_of(within(scratch, place)), "staged, and not used by any run")
     for folder in sorted((scratch / RUNS).glob("[!.]*")):
-        if folder.name in request["finished"] and not is_at_work(folder.name):
-            yield from _of_run(folder, **request["finished"][folder.name])
+        if folder.name in known.finished and not is_at_work(folder.name):
+            yield from _of_run(folder, known.finished[folder.name])
     for folder in visible_in(scratch / SET_ASIDE):
         yield Garbage(str(folder.relative_to(scratch)), size_of(folder), KEPT_ASIDE, is_kept=True)
-    for folder, why in left_attempts(attempts_folder(), KnownAttempts(**request["attempts"])):
+    for folder, why in left_attempts(attempts_folder(), known.attempts):
         yield Garbage(f"{ATTEMPTS}/{folder.name}", size_of(folder), why)
     for folder in unused_code():
         yield Garbage(f"{CODE}/{folder.name}", size_of(folder), "code that was sent, and is not used by any attempt")
@@ -136,7 +187,7 @@ def _found(scratch: Path, request: Mapping[str, Any]) -> Iterator[Garbage]:
             yield Garbage(str(folder.relative_to(scratch)), size_of(folder), "left by an interrupted removal")
 
 
-def _of_run(folder: Path, unique_id: str | None, fault: str) -> Iterator[Garbage]:
+def _of_run(folder: Path, finished: Finished) -> Iterator[Garbage]:
     """What this node has of a run that has ended on the head; nothing if it is another head's run of that name."""
     owner, place, size = owner_of(folder), run_place(folder.name), size_of(folder)
     if owner is None:
@@ -145,12 +196,11 @@ def _of_run(folder: Path, unique_id: str | None, fault: str) -> Iterator[Garbage
             "needs it"
         )
         yield Garbage(place, size, why, is_kept=True)
-    elif owner.unique_id != unique_id or is_held_at(folder):
+    elif owner.unique_id != finished.unique_id or is_held_at(folder):
         return
-    elif fault:
-        yield Garbage(
-            place, size, f"kept: the run is finished, but the head's copy is not intact: {fault}", is_kept=True
-        )
+    elif finished.fault:
+        why = f"kept: the run is finished, but the head's copy is not intact: {finished.fault}"
+        yield Garbage(place, size, why, is_kept=True)
     else:
         yield Garbage(place, size, "the head has the finished run")
 

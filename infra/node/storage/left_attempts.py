@@ -7,11 +7,10 @@ collect remains. ``heads/{run_id}`` on the head's machine remains as long as par
 import json
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from infra.node import processes
 from infra.node.attempts import attempt, head_lease, run_lock
@@ -29,14 +28,10 @@ _HALF_REMOVED = "left by an interrupted removal"
 class KnownAttempts:
     """Attempts of the runs under a head's root, by their run ids."""
 
-    idle: Collection[str] = ()
+    idle: tuple[str, ...] = ()
     """Attempts of runs that are not in use."""
-    busy: Collection[str] = ()
+    busy: tuple[str, ...] = ()
     """Attempts of all other runs."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Fields from which ``KnownAttempts(**...)`` makes it again."""
-        return asdict(self)
 
 
 def left_attempts(parent: Path, known: KnownAttempts) -> Iterator[tuple[Path, str]]:

@@ -14,9 +14,11 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, cast
+from typing import TypeVar
 
-from infra.node.storage.file_channel import CHUNK_BYTES, BrokenOff, Channel, Source
+from infra.node.channel import BrokenOff, Channel
+from infra.node.ports import Endpoint
+from infra.node.storage.file_channel import FileRange, Source, answer
 
 _HANDSHAKE_SECONDS = 10.0
 _MOST_HANDSHAKES = 32
@@ -24,29 +26,45 @@ _LOOK_SECONDS = 1.0
 _SILENCE_SECONDS = 60.0
 """Much longer than the sender may be silent."""
 _NONCE_BYTES = 32
+_MOST_MESSAGE_BYTES = 8 * _NONCE_BYTES
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Server:
-    """Serves a source to whoever knows the token, for as long as this process lives."""
+class Greeting:
+    """The server's random number."""
 
-    address: str
-    port: int
+    nonce: str
 
 
-def serve(source: Source, token: str) -> Server:
-    """Start serving at an address of this machine that other nodes can reach, and a free port."""
+@dataclass(frozen=True)
+class Introduction:
+    """The client's random number, and its proof that it knows the token."""
+
+    nonce: str
+    proof: str
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The server's proof that it knows the token."""
+
+    proof: str
+
+
+def serve(source: Source, token: str) -> Endpoint:
+    """Serve a source to whoever knows the token, at an address that other nodes can reach, while this process lives."""
     address = _own_address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family)
     threading.Thread(target=_accept, args=(listener, source, token), name="relay", daemon=True).start()
-    return Server(address, int(listener.getsockname()[1]))
+    return Endpoint(address, int(listener.getsockname()[1]))
 
 
-def connect(address: str, port: int, token: str) -> Channel:
+def connect(server: Endpoint, token: str) -> Channel:
     """A channel to another node's server. Raises OSError if there is none, BrokenOff if it does not know the token."""
-    with socket.create_connection((address, port), timeout=_HANDSHAKE_SECONDS) as connection:
+    with socket.create_connection((server.address, server.port), timeout=_HANDSHAKE_SECONDS) as connection:
         channel = _channel(connection)  # the channel keeps it open
         try:
             _introduce(channel, token)
@@ -58,9 +76,9 @@ def connect(address: str, port: int, token: str) -> Channel:
 
 
 def _introduce(channel: Channel, token: str) -> None:
-    theirs, own = _word(channel, "nonce"), secrets.token_hex(_NONCE_BYTES)
-    channel.say({"nonce": own, "proof": _proof(token, "client", theirs, own)})
-    if not hmac.compare_digest(_word(channel, "proof").encode(), _proof(token, "server", theirs, own).encode()):
+    theirs, own = _received(channel, Greeting).nonce, secrets.token_hex(_NONCE_BYTES)
+    channel.send(Introduction(own, _proof(token, "client", theirs, own)))
+    if not _is_same(_received(channel, Welcome).proof, _proof(token, "server", theirs, own)):
         raise BrokenOff("the other node does not know the token of this run")
 
 
@@ -139,8 +157,8 @@ def _attend(connection: socket.socket, handshakes: _Handshakes, source: Source, 
             return
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        while (request := channel.hear()) is not None:
-            channel.answer(request, source)
+        while (request := channel.receive(FileRange)) is not None:
+            answer(channel, request, source)
 
 
 def _authenticated(connection: socket.socket, token: str) -> Channel | None:
@@ -148,25 +166,27 @@ def _authenticated(connection: socket.socket, token: str) -> Channel | None:
     connection.settimeout(_HANDSHAKE_SECONDS)
     channel = _channel(connection)
     own = secrets.token_hex(_NONCE_BYTES)
-    channel.say({"nonce": own})
-    answer = channel.hear(most_bytes=4 * _NONCE_BYTES * 2)
-    theirs, proof = str((answer or {}).get("nonce")), str((answer or {}).get("proof"))
-    if not hmac.compare_digest(proof.encode(), _proof(token, "client", own, theirs).encode()):
+    channel.send(Greeting(own))
+    theirs = _received(channel, Introduction)
+    if not _is_same(theirs.proof, _proof(token, "client", own, theirs.nonce)):
         return None
-    channel.say({"proof": _proof(token, "server", own, theirs)})
+    channel.send(Welcome(_proof(token, "server", own, theirs.nonce)))
     return channel
 
 
 def _channel(connection: socket.socket) -> Channel:
-    reader = cast(IO[bytes], connection.makefile("rb", buffering=CHUNK_BYTES))
-    return Channel(reader, cast(IO[bytes], connection.makefile("wb")))
+    return Channel(connection.makefile("rb"), connection.makefile("wb"))
 
 
-def _word(channel: Channel, key: str) -> str:
-    answer = channel.hear(most_bytes=4 * _NONCE_BYTES * 2)
-    if answer is None or not isinstance(word := answer.get(key), str):
+def _received(channel: Channel, kind: type[T]) -> T:
+    message = channel.receive(kind, most_bytes=_MOST_MESSAGE_BYTES)
+    if message is None:
         raise BrokenOff("the other node does not know the token of this run")
-    return word
+    return message
+
+
+def _is_same(proof: str, expected: str) -> bool:
+    return hmac.compare_digest(proof.encode("utf-8", "surrogatepass"), expected.encode())
 
 
 def _proof(token: str, role: str, server_nonce: str, client_nonce: str) -> str:

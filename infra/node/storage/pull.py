@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from infra.node.channel import CHUNK_BYTES
 from infra.node.node_folders import within
-from infra.node.storage.file_channel import CHUNK_BYTES, Refused, Source, Wanted, Watcher
+from infra.node.storage.file_channel import Content, Refused, Source, Wanted, Watcher
 from t5train.errors import DigestMismatch, StorageError, Unreadable
 from t5train.files.atomic import sync_folder
 from t5train.files.presence import ABSENT, file_size, reading
@@ -33,14 +34,14 @@ def partial_path(path: Path) -> Path:
 def is_whole(folder: Path, wanted: Wanted, on_bytes: Callable[[int], None] = lambda _: None) -> bool:
     """Whether the file exists with this or an equivalent content. Raises Unreadable if that cannot be determined."""
     path = within(folder, wanted.name)
-    good = {(wanted.size, wanted.sha256), *((size, sha256) for size, sha256 in wanted.as_good)}
-    if file_size(path) not in {size for size, _ in good}:
+    good = {Content(wanted.size, wanted.sha256), *wanted.as_good}
+    if file_size(path) not in {each.size for each in good}:
         return False
     try:
         digest, size = _hash_of(path, on_bytes)
     except ABSENT:
         return False
-    return (size, digest.hexdigest()) in good
+    return Content(size, digest.hexdigest()) in good
 
 
 def missing_bytes(folder: Path, wanted: Iterable[Wanted]) -> int:

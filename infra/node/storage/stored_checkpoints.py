@@ -5,14 +5,23 @@ Standard library only, as nodes import it.
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from infra.node.attempts.run_ownership import require_owner
+from infra.node.attempts.run_ownership import NodeStore, require_owner
+from infra.node.channel import Channel
+from infra.node.messages import Done, Query, Request
 from infra.node.node_folders import aside_place, run_place, scratch_folder, within
 from infra.node.storage.disk_usage import require_room
-from infra.node.storage.file_channel import ProgressRelay, Wanted, files_in, node_channel
+from infra.node.storage.file_channel import (
+    AllArrived,
+    FileRange,
+    ProgressRelay,
+    Wanted,
+    answer,
+    fetch_over,
+    files_in,
+)
 from infra.node.storage.pull import listed, missing_bytes, pull
 from t5train.errors import Unreadable
 from t5train.files.atomic import discard, remove_discarded
@@ -70,73 +79,150 @@ def _copy_of(folder: Path) -> Copy | None:
     return Copy(texts, sizes, unreadable)
 
 
-def inventory(request: dict[str, Any]) -> dict[str, Any]:
-    """The tags of run ``run_name`` on this node."""
-    return {"tags": {tag: asdict(copy) for tag, copy in inventory_of(_checkpoints(request)).items()}}
+@dataclass(frozen=True)
+class StoredTags:
+    """What a node has of a run's checkpoints."""
+
+    tags: Inventory
 
 
-def prune(request: dict[str, Any]) -> dict[str, Any]:
-    """Remove the ``tags`` from this node, and what interrupted removals have left."""
-    checkpoints = _checkpoints(request)
-    for tag in request["tags"]:
+@dataclass(frozen=True)
+class ListCheckpoints(Query[StoredTags]):
+    """List the tags of a run."""
+
+    action = "inventory"
+    store: NodeStore
+    run_name: str
+
+
+def inventory(request: ListCheckpoints) -> StoredTags:
+    """List the tags of the run on this node."""
+    return StoredTags(inventory_of(_checkpoints(request.store, request.run_name)))
+
+
+@dataclass(frozen=True)
+class PruneCheckpoints(Query[Done]):
+    """Remove tags of a run."""
+
+    action = "prune"
+    store: NodeStore
+    run_name: str
+    tags: tuple[str, ...]
+
+
+def prune(request: PruneCheckpoints) -> Done:
+    """Remove the tags from this node, and what interrupted removals have left."""
+    checkpoints = _checkpoints(request.store, request.run_name)
+    for tag in request.tags:
         discard(within(checkpoints, tag))
     remove_discarded(checkpoints)
-    return {}
+    return Done()
 
 
-def move_aside(request: dict[str, Any]) -> dict[str, Any]:
-    """Move the ``tags`` (None: all of the run) to where nothing uses or removes them; the answer says which existed."""
-    checkpoints = _checkpoints(request)  # which checks the owner
+@dataclass(frozen=True)
+class MovedAside:
+    """The tags that existed."""
+
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MoveAside(Query[MovedAside]):
+    """Move tags of a run (None: all) to where nothing uses or removes them."""
+
+    action = "move_aside"
+    store: NodeStore
+    run_name: str
+    tags: tuple[str, ...] | None
+    why: str
+
+
+def move_aside(request: MoveAside) -> MovedAside:
+    """Move the tags aside, if they exist."""
+    checkpoints = _checkpoints(request.store, request.run_name)  # which checks the owner
     here = [name for name in names_in(checkpoints) if is_tag(name)]
-    chosen = [tag for tag in here if request["tags"] is None or tag in request["tags"]]
+    chosen = [tag for tag in here if request.tags is None or tag in request.tags]
     for tag in chosen:
-        set_aside(within(checkpoints, tag), _aside(request), request["why"])
-    return {"tags": chosen}
+        set_aside(within(checkpoints, tag), _aside(request.store, request.run_name), request.why)
+    return MovedAside(tuple(chosen))
 
 
-def listing(request: dict[str, Any]) -> dict[str, Any]:
-    """The files ``names`` of ``place``, with their digests."""
-    _, folder = _place(request)
-    return {"files": [each.to_json() for each in listed(folder, request["names"])]}
+@dataclass(frozen=True)
+class FileList:
+    """Files with their digests."""
+
+    files: tuple[Wanted, ...]
 
 
-def send(request: dict[str, Any]) -> None:
-    """Send the requested files of the folder ``place`` until stdin ends."""
-    channel = node_channel()
-    _, folder = _place(request)
-    while (message := channel.hear()) is not None:
-        channel.answer(message, files_in(folder))
+@dataclass(frozen=True)
+class ListFiles(Query[FileList]):
+    """List files and folders called ``names`` in the folder ``place``."""
+
+    action = "listing"
+    store: NodeStore
+    place: str
+    names: tuple[str, ...]
 
 
-def receive(request: dict[str, Any]) -> None:
-    """Fetch ``files`` into the folder ``place`` of a run, requesting from the head those that are not intact there.
+def listing(request: ListFiles) -> FileList:
+    """List the files that exist."""
+    _, folder = _place(request.store, request.place)
+    return FileList(tuple(listed(folder, request.names)))
 
-    Files that cannot be read now are moved aside, and so are pickles that are not in ``recorded``, unless it is None.
-    """
-    scratch, folder = _place(request)
-    wanted = [Wanted(**each) for each in request["files"]]
-    if request["recorded"] is not None:
-        for name in unlisted(names_in(folder), request["recorded"]):
-            set_aside(folder / name, _aside(request), "it is not from the save of the checkpoint that is resumed")
-    require_room(scratch, missing_bytes(folder, wanted), request["place"])
+
+@dataclass(frozen=True)
+class SendFiles(Request):
+    """Send the files of the folder ``place`` that the head requests."""
+
+    action = "send"
+    store: NodeStore
+    place: str
+
+
+def send(request: SendFiles, head: Channel) -> None:
+    """Send the requested files until stdin ends."""
+    _, folder = _place(request.store, request.place)
+    while (message := head.receive(FileRange)) is not None:
+        answer(head, message, files_in(folder))
+
+
+@dataclass(frozen=True)
+class ReceiveFiles(Request):
+    """Fetch files into the folder ``place`` of a run."""
+
+    action = "receive"
+    store: NodeStore
+    run_name: str
+    place: str
+    files: tuple[Wanted, ...]
+    recorded: tuple[str, ...] | None
+    """Other pickles in the folder are moved aside. None: no file is."""
+
+
+def receive(request: ReceiveFiles, head: Channel) -> None:
+    """Fetch the files from the head that are not intact there. Files that cannot be read now are moved aside."""
+    scratch, folder = _place(request.store, request.place)
+    aside = _aside(request.store, request.run_name)
+    if request.recorded is not None:
+        for name in unlisted(names_in(folder), request.recorded):
+            set_aside(folder / name, aside, "it is not from the save of the checkpoint that is resumed")
+    require_room(scratch, missing_bytes(folder, request.files), request.place)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    channel = node_channel()
-    telling = ProgressRelay(channel)
-    pull(channel.fetch, wanted, folder, telling, _aside(request))
-    channel.say({"done": True})
+    pull(fetch_over(head), request.files, folder, ProgressRelay(head), aside)
+    head.send(AllArrived())
 
 
-def _aside(request: dict[str, Any]) -> Path:
-    return within(scratch_folder(request["scratch"]), aside_place(request["run_name"]))
+def _aside(store: NodeStore, run_name: str) -> Path:
+    return within(scratch_folder(store.scratch), aside_place(run_name))
 
 
-def _checkpoints(request: dict[str, Any]) -> Path:
-    _, folder = _place(request | {"place": run_place(request["run_name"])})
+def _checkpoints(store: NodeStore, run_name: str) -> Path:
+    _, folder = _place(store, run_place(run_name))
     return within(folder, CHECKPOINTS)
 
 
-def _place(request: dict[str, Any]) -> tuple[Path, Path]:
+def _place(store: NodeStore, place: str) -> tuple[Path, Path]:
     """The scratch folder, and the requested folder within it; RunOwned if that belongs to another head's run."""
-    scratch = scratch_folder(request["scratch"])
-    require_owner(scratch, request["place"], request["owner"])
-    return scratch, within(scratch, request["place"])
+    scratch = scratch_folder(store.scratch)
+    require_owner(scratch, place, store.owner)
+    return scratch, within(scratch, place)

@@ -7,19 +7,46 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, get_type_hints
 
 import pytest
 
+from infra.head.hosts.node_client import Nodes
+from infra.node.__main__ import ACTIONS, function_of, request_type
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.attempt_actions import (
+    EndAttempt,
+    PackedFiles,
+    PackLogs,
+    PrepareAttempt,
+    Prepared,
+    RemoveAttempt,
+)
 from infra.node.attempts.exit_record import Cause, ExitRecord
-from infra.node.processes import ProcessIdentity
+from infra.node.attempts.session_messages import (
+    Alive,
+    Ended,
+    Hello,
+    Instruction,
+    NewLines,
+    Order,
+    RankEnded,
+    RankError,
+    RankLine,
+    Report,
+    Watch,
+)
+from infra.node.channel import Channel
+from infra.node.messages import Done, Query
+from infra.node.ports import Endpoint
+from infra.node.processes import ProcessIdentity, Survivors
+from t5train.errors import HostError, RemoteFailed, RunOwned, StorageError
 
 Until = Callable[..., None]
 RUN_ID = "smoke-0001-0123abcd"
+T = TypeVar("T")
 
 
 class Hosts(Protocol):
@@ -27,43 +54,33 @@ class Hosts(Protocol):
     def attempt_folder(self, host: str, run_id: str) -> Path: ...
 
 
-Act = Callable[..., Any]
+Act = Callable[[Query[Any]], Any]
 
 
 @pytest.fixture
-def act(local_hosts: Hosts) -> Act:
+def act(local_hosts: Any) -> Act:
     """Does one action on host a and returns its answer."""
 
-    def act(action: str, **request: Any) -> Any:
-        done = subprocess.run(
-            local_hosts.command("a", [action]),
-            input=json.dumps(request).encode() + b"\n",
-            check=False,
-            capture_output=True,
-            timeout=30,
-        )
-        if done.returncode:
-            raise AssertionError(done.stderr.decode())
-        return done.stdout if action == "logs" else json.loads(done.stdout)
+    def act(query: Query[Any]) -> Any:
+        answer = Nodes(local_hosts, ("a",)).ask(query, 30)["a"]
+        if isinstance(answer, HostError):
+            raise answer
+        return answer
 
     return act
+
+
+def preparation(owner: str | None = None, spec: str = "{}\n") -> PrepareAttempt:
+    this = Attempt(Path("/"), RUN_ID, "smoke", 1, None, 5.0, accelerator="cpu", slots=(0,), host="a", started_at="now")
+    return PrepareAttempt(this, {"A": "1"}, Endpoint("127.0.0.1", 20001), owner, {"spec.json": spec})
 
 
 @pytest.fixture
 def prepared(local_hosts: Hosts, act: Act) -> Path:
     """The folder of an attempt that was prepared on host a."""
-    facts = {
-        "run_id": RUN_ID, "run_name": "smoke", "number": 1, "head": None, "lease_seconds": 5.0, "grace_seconds": 30.0,
-        "beat_seconds": 10.0, "accelerator": "cpu", "slots": [0], "host": "a", "started_at": "now", "hosts": None,
-    }  # fmt: skip
-    meeting = {"address": "127.0.0.1", "port": 20001}
-    answer = act(
-        "prepare", run_id=RUN_ID, attempt=facts, environment={"A": "1"}, meeting=meeting, owner=None,
-        files={"spec.json": "{}\n"},
-    )  # fmt: skip
-    folder = local_hosts.attempt_folder("a", RUN_ID)
-    assert answer["folder"] == str(folder)
-    return folder
+    answer: Prepared = act(preparation())
+    assert answer.folder == local_hosts.attempt_folder("a", RUN_ID)
+    return answer.folder
 
 
 class HostSession:
@@ -71,21 +88,18 @@ class HostSession:
 
     def __init__(self, argv: list[str], offsets: dict[str, int] | None) -> None:
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.say({"run_id": RUN_ID, "offsets": offsets})
+        self._channel = Channel(self.process.stdout, self.process.stdin)  # type: ignore[arg-type] # both are pipes
+        self._channel.send(Watch(RUN_ID, offsets))
 
-    def say(self, order: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(order).encode() + b"\n")
-        self.process.stdin.flush()
+    def say(self, order: Order) -> None:
+        self._channel.send(Instruction(order))
 
-    def hear(self, key: str) -> Any:
-        """What the next message with that key says."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            message = json.loads(line)
-            if message.get(key):
-                return message[key]
-        raise AssertionError(f"the window ended without {key}")
+    def hear(self, kind: type[T]) -> T:
+        """The next message of that class; of Alive, the next that says something."""
+        while (message := self._channel.receive(Report)) is not None:
+            if isinstance(message, kind) and message != Alive(()):
+                return message
+        raise AssertionError(f"the window ended without {kind}")
 
 
 @pytest.fixture
@@ -109,8 +123,9 @@ def test_an_attempt_is_prepared_once_with_all_that_its_ranks_are_to_know(prepare
         ("attempt.json", "environment.json", "lease", "meeting.json", "spec.json"), 0
     )
     assert head_lease.age_seconds(prepared) < 5
-    with pytest.raises(AssertionError, match=r"StorageError.*already exists"):
-        act("prepare", run_id=RUN_ID, owner=None)
+    with pytest.raises(RemoteFailed, match=r"^a: .*already exists") as failed:
+        act(preparation())
+    assert type(failed.value.__cause__) is StorageError
 
 
 def test_no_ranks_are_prepared_for_a_run_that_another_head_has_taken_over(
@@ -118,9 +133,10 @@ def test_no_ranks_are_prepared_for_a_run_that_another_head_has_taken_over(
 ) -> None:
     owner = {"unique_id": "2" * 32, "head": "other", "root": "/root", "since": "then", "lease_seconds": 60.0}
     (tmp_path / "owner.json").write_text(json.dumps(owner))
-    files = {"spec.json": json.dumps({"node_local": True, "run_folder": str(tmp_path)})}
-    with pytest.raises(AssertionError, match=r"RunOwned: .* belongs to head other, root /root, since then"):
-        act("prepare", run_id=RUN_ID, owner="1" * 32, files=files)
+    spec = json.dumps({"node_local": True, "run_folder": str(tmp_path)})
+    with pytest.raises(RemoteFailed, match=r"^a: .* belongs to head other, root /root, since then") as failed:
+        act(preparation("1" * 32, spec))
+    assert type(failed.value.__cause__) is RunOwned
     assert not local_hosts.attempt_folder("a", RUN_ID).exists()
 
 
@@ -133,15 +149,17 @@ def test_a_window_tells_of_lines_errors_and_ends_and_goes_on_where_the_last_one_
     record = ExitRecord("rank-00001", 1, Cause.EXITED, "exited", "then", "now", "a")
     attempt.read(prepared).write_exit(record)
     first = window()
-    assert set(first.hear("hello")) == {"host", "boot_id"}
-    assert first.hear("error") == {"name": "rank-00001", "type": "DiskFull", "message": "full"}
-    assert first.hear("exit") == asdict(record)
+    assert first.hear(Hello).boot_id
+    assert first.hear(RankError) == RankError("rank-00001", "DiskFull", "full")
+    assert first.hear(RankEnded) == RankEnded(record)
     with open(prepared / "rank-00000.log", "a") as log:
         log.write("f\nstep 3\n")
     second = window({"rank-00000": 14, "rank-00001": 0})
-    assert sorted(second.hear("lines")) == [
-        ["rank-00000", "half"], ["rank-00000", "step 3"], ["rank-00001", "something WARNING of rank 1"]
-    ]  # fmt: skip
+    assert sorted(second.hear(NewLines).lines) == [
+        RankLine("rank-00000", "half"),
+        RankLine("rank-00000", "step 3"),
+        RankLine("rank-00001", "something WARNING of rank 1"),
+    ]
 
 
 def test_a_flood_of_lines_is_bounded_and_what_is_left_out_is_counted(
@@ -149,18 +167,18 @@ def test_a_flood_of_lines_is_bounded_and_what_is_left_out_is_counted(
 ) -> None:
     (prepared / "rank-00000.log").write_text("chatter\n" * 5000)
     one = window()
-    assert one.hear("left_out") >= 4900
+    assert one.hear(NewLines).left_out >= 4900
 
 
 def test_the_lease_lives_by_the_heads_word_alone(
     prepared: Path, window: Callable[..., HostSession], until: Until
 ) -> None:
     one = window()
-    one.hear("hello")
+    one.hear(Hello)
     before = (prepared / "lease").read_text()
     time.sleep(1.2)
     assert (prepared / "lease").read_text() == before
-    one.say({"renew": True})
+    one.say(Order.RENEW)
     until(lambda: (prepared / "lease").read_text() != before)
 
 
@@ -178,7 +196,7 @@ def test_a_rank_whose_guard_was_killed_is_told_as_gone(
     attempt.read(prepared).write_process("rank-00003", identity, identity)
     guard.kill()
     guard.wait()
-    assert window().hear("gone") == ["rank-00003"]
+    assert window().hear(Alive) == Alive(("rank-00003",))
 
 
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
@@ -199,11 +217,11 @@ def test_the_end_leaves_neither_guards_nor_ranks_nor_launchers_of_that_attempt_a
     of_head = start("-c", "import time; time.sleep(600)", str(prepared), T5_RUN_ID=f"{RUN_ID}-head")
     began = time.monotonic()
     if by == "action":
-        assert act("end", run_id=RUN_ID) == {"left": []}
+        assert act(EndAttempt(RUN_ID)) == Survivors(())
     else:
         one = window()
-        one.say({"end": True})
-        assert one.hear("ended") == {"left": []}
+        one.say(Order.END)
+        assert one.hear(Ended) == Ended(())
         assert one.process.wait(5) == 0
     assert time.monotonic() - began < 8
     assert rank.wait(1) == -signal.SIGKILL
@@ -216,28 +234,38 @@ def test_the_end_leaves_neither_guards_nor_ranks_nor_launchers_of_that_attempt_a
 def test_a_window_on_an_ended_attempt_renews_nothing(
     prepared: Path, act: Act, window: Callable[..., HostSession]
 ) -> None:
-    act("end", run_id=RUN_ID)
+    act(EndAttempt(RUN_ID))
     one = window()
-    assert one.hear("ended") == {"left": []}
+    assert one.hear(Ended) == Ended(())
     assert not (prepared / "lease").exists()
 
 
 def test_ending_another_attempt_leaves_this_one_alone(prepared: Path, act: Act) -> None:
-    assert act("end", run_id=RUN_ID.replace("0001", "0002")) == {"left": []}
+    assert act(EndAttempt(RUN_ID.replace("0001", "0002"))) == Survivors(())
     assert (prepared / "lease").exists()
 
 
 def test_logs_are_packed_without_the_environment_and_removed_when_told(prepared: Path, act: Act) -> None:
     (prepared / "rank-00000.log").write_text("step 1\n")
-    with tarfile.open(fileobj=io.BytesIO(act("logs", run_id=RUN_ID))) as packed:
+    answer: PackedFiles = act(PackLogs(RUN_ID))
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as packed:
         assert packed.getnames() == ["attempt.json", "lease", "meeting.json", "rank-00000.log", "spec.json"]
         file = packed.extractfile("rank-00000.log")
         assert file is not None
         assert file.read() == b"step 1\n"
-    assert act("remove", run_id=RUN_ID) == act("remove", run_id=RUN_ID) == {}
+    assert act(RemoveAttempt(RUN_ID)) == act(RemoveAttempt(RUN_ID)) == Done()
     assert not prepared.exists()
 
 
 def test_actions_start_in_an_instant() -> None:
     heavy = "import sys, infra.node; sys.exit(bool({'torch', 'pydantic', 'numpy', 'prefect'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", heavy], env=os.environ, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_the_request_of_each_action_names_it_and_its_answer(name: str) -> None:
+    function = function_of(name)
+    request = request_type(function)
+    answer = get_type_hints(function)["return"]
+    assert request.action == name
+    assert answer is (request.answer() if issubclass(request, Query) else type(None))

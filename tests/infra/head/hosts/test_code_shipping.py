@@ -15,6 +15,8 @@ from infra.head.hosts import node_client
 from infra.head.hosts.code_shipping import COMMAND, path_to, ship, shipped_code
 from infra.node import code_bundle, code_receiver, node_folders
 from infra.node.code_bundle import own_bundle
+from infra.node.code_receiver import Delivery, Held
+from infra.node.messages import decode, encode
 from infra.node.node_folders import code_folder
 from t5train.errors import HostUnreachable, RemoteFailed
 from t5train.spec import ClusterSpec
@@ -203,9 +205,7 @@ def test_what_breaks_off_while_it_is_written_has_no_name(monkeypatch: pytest.Mon
 
 def test_many_heads_at_once_are_harmless() -> None:
     digest, content = packed(SOURCES | {f"infra/module_{number}.py": "x = 1\n" for number in range(20)})
-    request = (
-        json.dumps({"user": os.getuid(), "place": str(node_folders.node_path()), "digest": digest}).encode() + b"\n"
-    )
+    request = encode(Delivery(os.getuid(), str(node_folders.node_path()), digest))
     ended: list[subprocess.CompletedProcess[bytes]] = []
     heads = [
         threading.Thread(
@@ -219,7 +219,7 @@ def test_many_heads_at_once_are_harmless() -> None:
         head.start()
     for head in heads:
         head.join()
-    assert [json.loads(each.stdout) for each in ended] == [{"held": True}] * 6, [each.stderr for each in ended]
+    assert [decode(each.stdout, Held) for each in ended] == [Held(is_held=True)] * 6, [each.stderr for each in ended]
     assert left() == [digest]
 
 

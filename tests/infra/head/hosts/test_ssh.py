@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from infra.head.hosts import code_shipping, node_client
 from infra.head.hosts import ssh as ssh_module
-from infra.head.hosts.ssh import Answer, Ssh, quoted, run, run_everywhere, ssh_config
+from infra.head.hosts.ssh import Output, Ssh, quoted, run, run_everywhere, ssh_config
 from infra.node import processes
 from infra.node.node_folders import node_path
 from t5train.errors import HostKeyMismatch, HostTimeout, HostUnreachable, RemoteFailed, SpecError
@@ -56,7 +56,7 @@ class Shell:
         return [self.shell, "-c", quoted(argv)]
 
 
-def told(answer: Answer) -> list[str]:
+def told(answer: Output) -> list[str]:
     return [os.fsdecode(each) for each in answer.stdout.split(b"\0")[:-1]]
 
 
@@ -162,12 +162,12 @@ def test_all_hosts_are_asked_at_once_and_answer_in_their_order() -> None:
         ["sh", "-c", 'read line; sleep 0.5; test "$line" != node7 && echo "$line"'],
         stdin_of=lambda host: f"{host}\n".encode(),
         deadline_seconds=20,
-        on_answer=lambda host, _reply: seen.append((host, threading.current_thread())),
+        on_reply=lambda host, _reply: seen.append((host, threading.current_thread())),
     )
     assert time.monotonic() - started < 10  # one after the other it were 32
     assert list(replies) == hosts
     assert isinstance(replies.pop("node7"), RemoteFailed)
-    assert all(isinstance(reply, Answer) and reply.stdout == f"{host}\n".encode() for host, reply in replies.items())
+    assert all(isinstance(reply, Output) and reply.stdout == f"{host}\n".encode() for host, reply in replies.items())
     assert {host for host, _ in seen} == set(hosts)
     assert {thread for _, thread in seen} == {threading.current_thread()}
 
@@ -185,7 +185,7 @@ def test_what_still_runs_is_ended_when_the_one_who_asked_is_interrupted(sshd: Ss
             ["sh", "-c", 'read line; test "$line" = 127.0.0.1 || sleep 30'],
             stdin_of=lambda host: f"{host}\n".encode(),
             deadline_seconds=30,
-            on_answer=interrupt,
+            on_reply=interrupt,
         )
     assert time.monotonic() - started < 10
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from infra.head.launch.host_session import HostSession, News
+from infra.head.launch.host_session import HostSession, News, SessionBroken
 from infra.node.attempts.attempt import Attempt
 
 
@@ -23,7 +23,7 @@ class Runs:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("sh", "-c", "echo Welcome; sleep 60"), "a: got 'Welcome' instead of an answer. Make the login shell there"),
+        (("sh", "-c", "echo Welcome; sleep 60"), "a: got 'Welcome' instead of a message. Make the login shell there"),
         (("/dev/null",), "a: /dev/null cannot be started on this machine: Permission denied"),
     ],
 )
@@ -34,6 +34,7 @@ def test_what_breaks_a_window_is_told_and_it_is_opened_again(argv: tuple[str, ..
         host, heard_at, message = news.get(timeout=10)
         assert host == "a"
         assert heard_at <= time.monotonic()
-        assert message["broken"].startswith(words)
+        assert isinstance(message, SessionBroken)
+        assert message.reason.startswith(words)
     window.close()
     window.join()

@@ -18,6 +18,7 @@ from infra.head.launch.supervision import Supervision
 from infra.node.attempts import attempt, head_lease
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.exit_record import Cause, ExitRecord
+from infra.node.attempts.session_messages import Alive, Order, RankEnded, RankError
 from t5train.errors import DiskFailed, HostLost
 
 HOSTS = {"a": (0,), "b": (0,)}
@@ -100,9 +101,8 @@ def test_a_name_from_a_host_is_no_way_out_of_the_attempts_folder(
     this: Attempt, supervise: Callable[..., Supervision]
 ) -> None:
     supervision = supervise()
-    supervision._take("a", 0.0, {"error": {"name": "../../stray", "type": "DiskFull", "message": ""}})
-    record = {"name": "../../stray", "cause": "exited", "returncode": 0, "reason": "", "started_at": "", "ended_at": ""}
-    supervision._take("a", 0.0, {"exit": record})
+    supervision._take("a", 0.0, RankError("../../stray", "DiskFull", ""))
+    supervision._take("a", 0.0, RankEnded(ExitRecord("../../stray", 0, Cause.EXITED, "", "", "")))
     assert not list(this.folder.parent.parent.glob("stray*"))
     assert not supervision.records
 
@@ -160,7 +160,7 @@ def test_a_host_that_says_something_else_is_lost_and_what_it_said_is_told(
     way.silent, way.instead = "b", ["sh", "-c", "echo Welcome!; sleep 600"]
     supervision = supervise()
     look_until(supervision, lambda: supervision.failed)
-    assert "got 'Welcome!' instead of an answer" in str(supervision.failure)
+    assert "got 'Welcome!' instead of a message" in str(supervision.failure)
 
 
 def test_a_host_that_was_started_anew_is_lost_at_once(supervise: Callable[..., Supervision]) -> None:
@@ -210,7 +210,7 @@ def test_the_order_to_end_reaches_all_hosts(
     this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]
 ) -> None:
     supervision = supervise()
-    supervision.order({"end": True})
+    supervision.order(Order.END)
     look_until(supervision, lambda: not supervision.not_ended)
     assert not supervision.failed
     assert not (local_hosts.attempt_folder("a", this.run_id) / "lease").exists()
@@ -234,7 +234,7 @@ def test_what_hosts_told_while_nobody_looked_is_heard_before_one_is_called_silen
     supervision = Supervision(replace(this, lease_seconds=0.2), way, tmp_path / "head", None)
     time.sleep(0.4)
     for one in opened:
-        one.news.put((one.host, time.monotonic(), {}))
+        one.news.put((one.host, time.monotonic(), Alive(())))
     supervision.look(0)
     assert not supervision.failed
     assert supervision.silent == []

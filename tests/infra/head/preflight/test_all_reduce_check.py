@@ -15,7 +15,7 @@ from infra.head.preflight.all_reduce_check import Outcome, all_reduce, judge_out
 from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.head.preflight.rendezvous import Meeting
 from infra.node import ports, processes
-from infra.node.inspection.all_reduce import unreachable
+from infra.node.inspection.all_reduce import Stage, unreachable
 
 NEEDS = LaunchRequirements(slots={"near": (0,), "far": (0,)}, root=Path("/"), accelerator="cpu")
 Ranks = Callable[[], set[int]]
@@ -33,11 +33,11 @@ class WithoutTheFar(Here):
     """A host that starts no rank."""
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        return ["echo", "{}"] if host == "far" else list(argv)
+        return ["echo", '{"Probed": {"ranks": []}}'] if host == "far" else list(argv)
 
 
 def judged(*outcomes: tuple[str, str, str]) -> list[str]:
-    return list(judge_outcomes({rank: Outcome(*one) for rank, one in enumerate(outcomes)}, 60))
+    return list(judge_outcomes({rank: Outcome(one[0], Stage(one[1]), one[2]) for rank, one in enumerate(outcomes)}, 60))
 
 
 @pytest.fixture

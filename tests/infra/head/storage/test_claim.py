@@ -18,12 +18,20 @@ from infra.head.storage.run_storage import NodeLocalStorage
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.head_lease import LEASE
 from infra.node.attempts.run_ownership import OWNER, Owner
+from infra.node.messages import Query
 from infra.node.processes import ProcessIdentity
+from infra.node.storage.stored_checkpoints import (
+    ListCheckpoints,
+    ListFiles,
+    PruneCheckpoints,
+    ReceiveFiles,
+    SendFiles,
+)
 from t5train.checkpoint import tags
 from t5train.errors import HostError, HostUnreachable, NothingVerifies, RemoteFailed, RunOwned
 from t5train.files.run_folder import tag_of
 from t5train.progress import silent
-from tests.support.simulated_nodes import Site
+from tests.support.simulated_nodes import Site, until_it_ends
 
 Until = Callable[..., None]
 SECONDS = 3.0
@@ -100,17 +108,21 @@ def test_nothing_of_another_heads_run_is_read_or_written_on_its_hosts(
 ) -> None:
     site.save(8)
     first.claimed()
-    for action in ("inventory", "prune"):
-        facts = {"run_name": second.run.name, "tag": tag_of(8), "tags": [tag_of(8)], "files": []}
-        answers = second.run.nodes.ask(action, lambda _, facts=facts: second.run.nodes.request(**facts), 20)
-        assert all(
-            isinstance(each, RemoteFailed) and "belongs to head this-head" in str(each) for each in answers.values()
-        )
-    for action in ("listing", "send", "receive"):
-        facts = {"place": second.run.place, "names": ["metrics.jsonl"], "files": []}
-        answers = second.run.nodes.ask(action, lambda _, facts=facts: second.run.nodes.request(**facts), 20)
-        assert all(isinstance(each, HostError) and "belongs to head" in str(each) for each in answers.values()), action
-    assert all(isinstance(error, HostError) for error in release(second.run.nodes, second.run.name).values())
+    nodes, run = second.run.nodes, second.run
+    queries: list[Query[Any]] = [
+        ListCheckpoints(nodes.store, run.name),
+        PruneCheckpoints(nodes.store, run.name, (tag_of(8),)),
+        ListFiles(nodes.store, run.place, ("metrics.jsonl",)),
+    ]
+    for query in queries:
+        for answer in nodes.ask(query, 20).values():
+            assert isinstance(answer, RemoteFailed)
+            assert isinstance(answer.__cause__, RunOwned)
+            assert "belongs to head this-head" in str(answer)
+    for request in (SendFiles(nodes.store, run.place), ReceiveFiles(nodes.store, run.name, run.place, (), ())):
+        with pytest.raises(RemoteFailed, match="belongs to head this-head"):
+            until_it_ends(nodes, "a", request)
+    assert all(isinstance(error, HostError) for error in release(nodes, run.name).values())
     assert (site.tag("a", 8)).exists()
 
 

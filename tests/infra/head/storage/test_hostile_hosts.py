@@ -11,7 +11,8 @@ import pytest
 from infra.head.hosts.node_client import Nodes
 from infra.head.storage.checkpoint_inventory import complete_tags, survey
 from infra.head.storage.gather import collect
-from infra.node.storage.file_channel import BrokenOff, Channel
+from infra.node.channel import BrokenOff, Channel
+from infra.node.storage.file_channel import FileRange, fetch_over
 from t5train.errors import T5TrainError
 from tests.support.simulated_nodes import RUN, Site, make_sidecar
 
@@ -42,7 +43,9 @@ def test_tags_and_files_that_a_host_lists_elsewhere_are_left_out(
     site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = make_sidecar(0, 8, {}, world_size=1).model_dump_json()
-    found = survey(Nodes(Answering(tmp_path, {"tags": hostile_tags(text)}), ("a",)), RUN, site.checkpoints).found
+    found = survey(
+        Nodes(Answering(tmp_path, {"StoredTags": {"tags": hostile_tags(text)}}), ("a",)), RUN, site.checkpoints
+    ).found
     assert list(found["a"]) == ["step-00000008"]
     assert not found["a"]["step-00000008"].sidecars
     assert not found["a"]["step-00000008"].files
@@ -53,19 +56,25 @@ def test_tags_and_files_that_a_host_lists_elsewhere_are_left_out(
 
 @pytest.mark.parametrize("name", ["run.json", "../run.json", "tensorboard/../run.json"])
 def test_a_host_cannot_send_other_files_than_were_asked_for(site: Site, tmp_path: Path, name: str) -> None:
-    answer = {"files": [{"name": name, "size": 1, "sha256": "0" * 64}]}
+    answer = {"FileList": {"files": [{"name": name, "size": 1, "sha256": "0" * 64, "as_good": []}]}}
     with pytest.raises(T5TrainError, match=r"run\.json"):
         collect(Nodes(Answering(tmp_path, answer), ("a",)), "a", "runs/x", ["tensorboard"], tmp_path / "into")
     assert not list(tmp_path.rglob("run.json"))
 
 
-@pytest.mark.parametrize("count", [-1, 11, 1 << 40, "many", None])
-def test_a_sender_cannot_send_more_than_was_asked_for(count: object) -> None:
-    sent = io.BytesIO(json.dumps({"bytes": count}).encode() + b"\n" + b"x" * 100)
-    with pytest.raises(BrokenOff, match="but 10 were requested"):
-        list(Channel(sent, io.BytesIO()).fetch("a", 0, 10))
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        *((count, "but 10 were requested") for count in (-1, 11, 1 << 40)),
+        *((count, r"Chunk\.count is .*, not an integer") for count in ("many", None)),
+    ],
+)
+def test_a_sender_cannot_send_more_than_was_asked_for(count: object, words: str) -> None:
+    sent = io.BytesIO(json.dumps({"Chunk": {"count": count}}).encode() + b"\n" + b"x" * 100)
+    with pytest.raises(BrokenOff, match=words):
+        list(fetch_over(Channel(sent, io.BytesIO()))("a", 0, 10))
 
 
 def test_what_is_no_message_breaks_the_conversation_off() -> None:
-    with pytest.raises(BrokenOff, match="which is not a JSON object"):
-        Channel(io.BytesIO(b"\xff{\n"), io.BytesIO()).hear()
+    with pytest.raises(BrokenOff, match="instead of a message"):
+        Channel(io.BytesIO(b"\xff{\n"), io.BytesIO()).receive(FileRange)

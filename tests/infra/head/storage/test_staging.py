@@ -1,6 +1,6 @@
 """A folder gets to all nodes, each byte over each link once; what breaks goes on, and what is in use stays."""
 
-import json
+import io
 import os
 import shutil
 import socket
@@ -9,16 +9,18 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
 from infra.head.hosts.node_client import Nodes
 from infra.head.storage.provisioning import stage_folder
-from infra.node.ports import free_port
+from infra.node.channel import BrokenOff, Channel
+from infra.node.messages import encode
+from infra.node.ports import Endpoint, free_port
 from infra.node.storage import chain_copy, peer_connection
-from infra.node.storage.chain_copy import GrowingFiles
-from infra.node.storage.file_channel import BrokenOff, Wanted, files_in
+from infra.node.storage.chain_copy import ChainBroken, GrowingFiles, Upstream
+from infra.node.storage.file_channel import Chunk, EndOfRange, FileRange, FromReceiver, Wanted, fetch_over, files_in
+from infra.node.storage.peer_connection import Introduction
 from infra.node.storage.pull import listed
 from t5train.errors import HostUnreachable, RemoteFailed, StorageError
 from tests.support.simulated_nodes import Site
@@ -84,9 +86,8 @@ def test_who_does_not_know_the_token_gets_nothing(shards: Path) -> None:
     server = peer_connection.serve(files_in(shards), TOKEN)
     with socket.create_connection((server.address, server.port), timeout=10) as liar, liar.makefile("rwb") as lines:
         lines.readline()
-        request = {"name": "manifest.json", "offset": 0, "size": 100}
-        for message in ({"nonce": "00" * 32, "proof": "00" * 32}, request):
-            lines.write(json.dumps(message).encode() + b"\n")
+        for message in (Introduction("00" * 32, "00" * 32), FileRange("manifest.json", 0, 100)):
+            lines.write(encode(message))
         lines.flush()
         assert lines.read() == b""
 
@@ -94,9 +95,9 @@ def test_who_does_not_know_the_token_gets_nothing(shards: Path) -> None:
 def test_a_wrong_token_is_told_and_the_right_one_is_served(shards: Path) -> None:
     server = peer_connection.serve(files_in(shards), TOKEN)
     with pytest.raises(BrokenOff, match="token"):
-        peer_connection.connect(server.address, server.port, "cd" * 32)
-    channel = peer_connection.connect(server.address, server.port, TOKEN)
-    assert b"".join(channel.fetch("manifest.json", 10, 100)) == (shards / "manifest.json").read_bytes()[10:]
+        peer_connection.connect(server, "cd" * 32)
+    channel = peer_connection.connect(server, TOKEN)
+    assert b"".join(fetch_over(channel)("manifest.json", 10, 100)) == (shards / "manifest.json").read_bytes()[10:]
     channel.close()
 
 
@@ -125,11 +126,13 @@ sys.exit(255)
 
 
 def test_a_node_that_cannot_reach_the_one_before_it_takes_from_the_head() -> None:
-    said, head = list[Any](), MagicMock(fetch=lambda *_: iter([b"some"]))
-    head.say = said.append
-    upstream = chain_copy._Upstream(head, {"address": "127.0.0.1", "port": free_port()}, TOKEN)
+    said = io.BytesIO()
+    head = Channel(io.BytesIO(encode(Chunk(4)) + b"some" + encode(EndOfRange())), said)
+    upstream = chain_copy._Upstream(head, Upstream(Endpoint("127.0.0.1", free_port())), TOKEN)
     assert list(upstream.read("train.bin", 0, 4)) == [b"some"]
-    assert [list(message) for message in said] == [["alone"]]
+    heard = Channel(io.BytesIO(said.getvalue()), io.BytesIO())
+    assert isinstance(heard.receive(FromReceiver), ChainBroken)
+    assert heard.receive(FromReceiver) == FileRange("train.bin", 0, 4)
 
 
 def test_a_node_that_dies_in_the_chain_holds_up_no_other(

@@ -1,51 +1,74 @@
 """A node reads, writes and removes nothing outside the folders that a request is about, whatever names it has."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from infra.node.attempts.run_ownership import NodeStore
+from infra.node.messages import Query, Request
 from infra.node.node_folders import run_place
+from infra.node.storage.chain_copy import ReleaseRun, Stage
 from infra.node.storage.file_channel import Wanted, Watcher, files_in
 from infra.node.storage.pull import is_whole, missing_bytes, pull
+from infra.node.storage.stored_checkpoints import (
+    ListCheckpoints,
+    ListFiles,
+    MoveAside,
+    MovedAside,
+    PruneCheckpoints,
+    ReceiveFiles,
+    SendFiles,
+)
 from t5train.errors import HostError, StorageError
-from tests.support.simulated_nodes import RUN, Site
+from tests.support.simulated_nodes import RUN, Site, until_it_ends
 
 OUT = "../../../outside"
-FILE = {"name": f"{OUT}/secret", "size": 6, "sha256": "0" * 64}
-IN_RUN = {"place": run_place(RUN), "run_name": RUN}
-REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    ("inventory", {"run_name": OUT}),
-    ("prune", {"run_name": RUN, "tags": [f"../{OUT}"]}),
-    ("listing", {"place": OUT, "names": ["secret"]}),
-    ("listing", {**IN_RUN, "names": [f"{OUT}/secret"]}),
-    ("send", {"place": OUT}),
-    ("receive", {"place": OUT, "run_name": RUN, "recorded": None, "files": [FILE | {"name": "secret"}]}),
-    ("receive", {**IN_RUN, "recorded": None, "files": [FILE]}),
-    ("stage", {"place": OUT, "run_name": RUN, "files": [], "token": "ab" * 32, "beside_bytes": 0}),
-    ("stage", {"place": "shards/x", "run_name": OUT, "files": [], "token": "ab" * 32, "beside_bytes": 0}),
-    ("release", {"run_name": OUT}),
+HERE = NodeStore(None, None)
+FILE = Wanted(f"{OUT}/secret", 6, "0" * 64)
+QUERIES: list[Query[Any]] = [
+    ListCheckpoints(HERE, OUT),
+    PruneCheckpoints(HERE, RUN, (f"../{OUT}",)),
+    ListFiles(HERE, OUT, ("secret",)),
+    ListFiles(HERE, run_place(RUN), (f"{OUT}/secret",)),
+    ReleaseRun(HERE, OUT),
+]
+REQUESTS: list[Request] = [
+    SendFiles(HERE, OUT),
+    ReceiveFiles(HERE, RUN, OUT, (replace(FILE, name="secret"),), None),
+    ReceiveFiles(HERE, RUN, run_place(RUN), (FILE,), None),
+    Stage(HERE, RUN, OUT, (), "ab" * 32, 0),
+    Stage(HERE, OUT, "shards/x", (), "ab" * 32, 0),
 ]
 
 
-@pytest.mark.parametrize(("action", "facts"), REQUESTS, ids=[f"{n}-{action}" for n, (action, _) in enumerate(REQUESTS)])
-def test_a_name_that_leads_out_is_refused_and_changes_nothing(site: Site, action: str, facts: dict[str, Any]) -> None:
+@pytest.mark.parametrize("request_", [*QUERIES, *REQUESTS], ids=lambda request: request.action)
+def test_a_name_that_leads_out_is_refused_and_changes_nothing(site: Site, request_: Request) -> None:
     outside = site.scratch("a").parent.parent / "outside"
     outside.mkdir()
     (outside / "secret").write_text("secret")
     site.save(8)
     before = everything_below(site.folder)
-    answers = site.nodes.ask(action, lambda _: site.nodes.request(**facts), 20)
-    for answer in answers.values():
-        assert isinstance(answer, HostError)
-        assert "leads out of its folder" in str(answer)
+    for host in site.nodes.hosts:
+        with pytest.raises(HostError, match="leads out of its folder"):
+            do(site, host, request_)
     assert everything_below(site.folder) == before
+
+
+def do(site: Site, host: str, request: Request) -> None:
+    if isinstance(request, Query):
+        answer = site.nodes.on(host).ask(request, 20)[host]
+        if isinstance(answer, HostError):
+            raise answer
+    else:
+        until_it_ends(site.nodes, host, request)
 
 
 def test_a_move_aside_takes_only_tags(site: Site) -> None:
     site.save(8)
-    request = site.nodes.request(run_name=RUN, tags=["../checkpoints", "."], why="it is asked for")
-    assert site.nodes.ask("move_aside", lambda _: request, 20) == {"a": {"tags": []}, "b": {"tags": []}}
+    request = MoveAside(HERE, RUN, ("../checkpoints", "."), "it is asked for")
+    assert site.nodes.ask(request, 20) == dict.fromkeys("ab", MovedAside(()))
     assert site.tag("a", 8).is_dir()
 
 

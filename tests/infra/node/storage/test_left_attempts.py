@@ -76,7 +76,7 @@ def test_attempts_of_other_heads_are_left_until_they_are_old(attempts: Path) -> 
     leave(attempts, "young", AGE_DAYS - 2)
     leave(attempts, "old", AGE_DAYS)
     assert left(attempts, KnownAttempts()) == ["old"]
-    assert left(attempts, KnownAttempts(busy=["old"])) == []
+    assert left(attempts, KnownAttempts(busy=("old",))) == []
 
 
 @pytest.mark.parametrize("how", ["rank", "guard", "launcher"])
@@ -89,7 +89,7 @@ def test_an_attempt_with_a_living_process_is_left(attempts: Path, start: Start, 
     }[how]
     process = start("-c", "import time; time.sleep(600)", *given, **variables)
     assert ProcessIdentity.of(process.pid).is_alive()
-    known = KnownAttempts(idle=["some"])
+    known = KnownAttempts(idle=("some",))
     deadline = time.monotonic() + 20
     while left(attempts, known):  # until the process has its own command line
         assert time.monotonic() < deadline
@@ -101,9 +101,9 @@ def test_an_attempt_with_a_living_process_is_left(attempts: Path, start: Start, 
 def test_an_attempt_whose_lease_runs_is_left(attempts: Path) -> None:
     folder = leave(attempts, "some", AGE_DAYS)
     head_lease.begin(folder)
-    assert left(attempts, KnownAttempts(idle=["some"])) == []
+    assert left(attempts, KnownAttempts(idle=("some",))) == []
     (folder / "lease").write_text(f"{time.monotonic() - 60:<24.3f}")
-    assert left(attempts, KnownAttempts(idle=["some"])) == ["some"]
+    assert left(attempts, KnownAttempts(idle=("some",))) == ["some"]
 
 
 def test_old_attempts_of_another_heads_run_that_is_at_work_are_left(site: Site, attempts: Path) -> None:
@@ -125,7 +125,7 @@ def test_old_attempts_of_another_heads_run_that_is_at_work_are_left(site: Site, 
 def test_one_that_is_just_being_prepared_is_left(attempts: Path) -> None:
     folder = leave(attempts, "some")
     (folder / "attempt.json").unlink()
-    assert left(attempts, KnownAttempts(idle=["some"])) == []
+    assert left(attempts, KnownAttempts(idle=("some",))) == []
 
 
 def test_what_a_head_has_left_on_its_own_machine_is_freed(
@@ -136,7 +136,7 @@ def test_what_a_head_has_left_on_its_own_machine_is_freed(
     folder = leave(node_folders.heads_folder(), "some")
     living = leave(node_folders.heads_folder(), "living")
     head_lease.begin(living)
-    known = KnownAttempts(idle=["some", "living"])
+    known = KnownAttempts(idle=("some", "living"))
     found = list(garbage_of_heads(known))
     assert [each.place for each in found] == [str(folder)]
     assert free_of_heads(known, found) == [str(folder)]

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from infra.node.ports import Endpoint
 from infra.node.storage import peer_connection
-from infra.node.storage.file_channel import files_in
-from infra.node.storage.peer_connection import Server, connect, serve
+from infra.node.storage.file_channel import fetch_over, files_in
+from infra.node.storage.peer_connection import connect, serve
 
 TOKEN = "ab" * 32
 
@@ -23,13 +24,13 @@ def threads_before() -> int:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Server:
+def server(tmp_path: Path) -> Endpoint:
     (tmp_path / "file").write_bytes(b"content")
     return serve(files_in(tmp_path), TOKEN)
 
 
 @pytest.fixture
-def strangers(server: Server) -> Iterator[list[socket.socket]]:
+def strangers(server: Endpoint) -> Iterator[list[socket.socket]]:
     """200 connections that say nothing."""
     with ExitStack() as open_until_the_end:
         yield [
@@ -43,23 +44,23 @@ def relay_threads() -> int:
 
 
 def test_200_silent_connections_take_few_threads_and_a_peer_is_served_at_once(
-    threads_before: int, server: Server, strangers: list[socket.socket]
+    threads_before: int, server: Endpoint, strangers: list[socket.socket]
 ) -> None:
     started = time.monotonic()
-    channel = connect(server.address, server.port, TOKEN)
-    assert b"".join(channel.fetch("file", 0, 7)) == b"content"
+    channel = connect(server, TOKEN)
+    assert b"".join(fetch_over(channel)("file", 0, 7)) == b"content"
     assert time.monotonic() - started < 5
     assert relay_threads() - threads_before <= 40
     channel.close()
     assert len(strangers) == 200
 
 
-def test_a_peer_that_is_being_served_is_not_hung_up_on(server: Server) -> None:
-    channel = connect(server.address, server.port, TOKEN)
+def test_a_peer_that_is_being_served_is_not_hung_up_on(server: Endpoint) -> None:
+    channel = connect(server, TOKEN)
     with ExitStack() as strangers:
         for _ in range(3 * peer_connection._MOST_HANDSHAKES):
             strangers.enter_context(socket.create_connection((server.address, server.port), timeout=10))
-        assert b"".join(channel.fetch("file", 0, 7)) == b"content"
+        assert b"".join(fetch_over(channel)("file", 0, 7)) == b"content"
     channel.close()
 
 
