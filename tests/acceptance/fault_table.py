@@ -22,7 +22,7 @@ from infra.testcluster.host import Process
 from infra.testcluster.host_files import HOME, HOSTFILE
 from t5train.files.run_folder import WITNESS_FOLDER
 from tests.acceptance.fault_cases import FAULTS, LEASE_SECONDS, RANK, Fault, pids
-from tests.support.cluster_runs import Ended, Stage, Started, weights
+from tests.support.cluster_runs import Ended, Stage, Started, prepare, weights
 
 STRIKE_AT, SLOW = 25, "8mbit"
 SETTINGS = {
@@ -163,7 +163,7 @@ def staged() -> Iterator[Stage]:
         root = Path(folder)
         with Cluster.temporary(f"faults-{os.getpid()}", nodes=2, share=root) as cluster:
             stage = Stage(cluster, root, SETTINGS)
-            stage.prepare()
+            prepare(root)
             yield stage
 
 
