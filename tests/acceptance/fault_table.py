@@ -34,7 +34,7 @@ SETTINGS = {
     "cluster.retries": 0,
 }
 ALLOWED_SECONDS, LONGEST_SECONDS = 20, 400
-_OPTIONS = ["--hostfile", HOSTFILE]
+_OPTIONS = ["--hostfile", HOSTFILE, "--num-nodes", "2"]
 _HEADER = """\
 | what is done | ranks ended after | command ended after | what the user is told | exit code | left | then bit-equal |
 |---|---|---|---|---|---|---|
@@ -71,7 +71,7 @@ def do(stage: Stage, fault: Fault) -> Outcome:
         at = time.monotonic()
         run = _start(stage, fault)
         if fault.strike:
-            run.await_step(STRIKE_AT)
+            run.await_step(STRIKE_AT, LONGEST_SECONDS)
             if fault.ends_ranks or fault.started_again:
                 stage.cluster.set_rate("node0", SLOW)  # else it might come to its end before anything is noticed
             at = time.monotonic()
