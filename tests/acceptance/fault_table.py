@@ -22,7 +22,7 @@ from infra.testcluster.host import Process
 from infra.testcluster.host_files import HOME, HOSTFILE
 from t5train.files.run_folder import WITNESS_FOLDER
 from tests.acceptance.fault_cases import FAULTS, LEASE_SECONDS, RANK, Fault, pids
-from tests.support.cluster_runs import Ended, Stage, Started, weights
+from tests.support.cluster_runs import Ended, Stage, Started, prepare, weights
 
 STRIKE_AT, SLOW = 25, "8mbit"
 SETTINGS = {
@@ -34,7 +34,7 @@ SETTINGS = {
     "cluster.retries": 0,
 }
 ALLOWED_SECONDS, LONGEST_SECONDS = 20, 400
-_OPTIONS = ["--hostfile", HOSTFILE]
+_OPTIONS = ["--hostfile", HOSTFILE, "--num-nodes", "2"]
 _HEADER = """\
 | what is done | ranks ended after | command ended after | what the user is told | exit code | left | then bit-equal |
 |---|---|---|---|---|---|---|
@@ -71,7 +71,7 @@ def do(stage: Stage, fault: Fault) -> Outcome:
         at = time.monotonic()
         run = _start(stage, fault)
         if fault.strike:
-            run.await_step(STRIKE_AT)
+            run.await_step(STRIKE_AT, LONGEST_SECONDS)
             if fault.ends_ranks or fault.started_again:
                 stage.cluster.set_rate("node0", SLOW)  # else it might come to its end before anything is noticed
             at = time.monotonic()
@@ -163,7 +163,7 @@ def staged() -> Iterator[Stage]:
         root = Path(folder)
         with Cluster.temporary(f"faults-{os.getpid()}", nodes=2, share=root) as cluster:
             stage = Stage(cluster, root, SETTINGS)
-            stage.prepare()
+            prepare(root)
             yield stage
 
 

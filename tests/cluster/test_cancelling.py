@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from infra.testcluster.host_files import HOSTFILE
-from t5train import metrics
-from t5train.files.run_folder import METRICS
-from tests.support.cluster_runs import ENVIRONMENT, SETTINGS, Stage
+from tests.support.cluster_runs import ENVIRONMENT, SETTINGS, Stage, last_step
 
 pytestmark = pytest.mark.cluster
 
@@ -112,9 +110,3 @@ def test_a_run_that_is_cancelled_or_whose_worker_is_stopped_saves_ends_everywher
     prefect.end()
     assert not stage.processes()
     assert (folder / "checkpoints" / f"step-{last_step(folder):08d}").is_dir()
-
-
-def last_step(run_folder: Path) -> int:
-    """That the run's metrics tell of."""
-    lines = metrics.read(run_folder / METRICS)
-    return int(lines[-1]["step"] or 0) if lines else 0

@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 class Apart:
     """A cluster whose hosts share nothing, and a run on it."""
 
-    def __init__(self, cluster: Cluster, prepared: Path, name: str = RUN, **settings: Any) -> None:
+    def __init__(self, cluster: Cluster, logs: Path, name: str = RUN, **settings: Any) -> None:
         self.cluster, self.name = cluster, name
         self.root = cluster.disk("head", ROOT)
-        if not self.root.exists():
-            shutil.copytree(prepared / "shards", self.root / "shards")
-        self.stage = Stage(cluster, prepared, settings)
+        self.stage = Stage(cluster, logs, settings)
         self.folder = self.root / "runs" / name
 
     def start(self, command: str, options: list[str]) -> Started:
@@ -84,20 +82,17 @@ class Apart:
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+def apart(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Iterator[Apart]:
     """A head and three nodes, with token shards on the head."""
-    prepared = tmp_path_factory.mktemp("prepared")
     with Cluster.temporary(f"apart-{os.getpid()}", nodes=3) as cluster:
-        Stage(cluster, prepared).prepare()
-        yield Apart(cluster, prepared)
+        shutil.copytree(prepared / "shards", cluster.disk("head", f"{ROOT}/shards"))
+        yield Apart(cluster, tmp_path_factory.mktemp("logs"))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(apart: Apart) -> Any:
+def undisturbed(one_host: Callable[[int], Any]) -> Any:
     """Digests of the weights with which one host with two ranks ends."""
-    one_host = Apart(apart.cluster, apart.stage.root, "one-host")
-    assert one_host.train(["--set", "cluster.ranks=2"]).exit_code == 0
-    return weights(one_host.folder)
+    return one_host(2)
 
 
 @pytest.fixture(scope="module")

@@ -28,12 +28,10 @@ SECONDS = 300
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+def stage(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Iterator[Stage]:
     """Hosts that share nothing: the first node has no package, the second one with another module."""
-    prepared = tmp_path_factory.mktemp("prepared")
     with Cluster.temporary(f"shipped-{os.getpid()}", nodes=2) as cluster:
-        stage = Stage(cluster, prepared)
-        stage.prepare()
+        stage = Stage(cluster, tmp_path_factory.mktemp("logs"))
         shutil.copytree(prepared / "shards", cluster.disk("head", f"{ROOT}/shards"))
         hide("node0", cluster)
         change("node1", cluster)

@@ -16,7 +16,7 @@ from infra.testcluster.host_files import HOSTFILE, ROOT
 from t5train.checkpoint import tags as sidecar
 from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS, CHECKPOINTS, WITNESS_FOLDER
 from t5train.spec.rank_job import TrainJob
-from tests.support.cluster_runs import Ended, Stage, Started
+from tests.support.cluster_runs import Ended, Stage, Started, prepare
 
 RUN = "resumed"
 NODE_FOLDER = str(node_folders.place())
@@ -129,7 +129,7 @@ def apart() -> Iterator[Apart]:
         prepared, kept = Path(folder, "prepared"), Path(folder, "kept")
         prepared.mkdir()
         stage = Stage(cluster, prepared, SETTINGS)
-        stage.prepare()
+        prepare(prepared)
         _copy(prepared, cluster.disk("head", ROOT))
         yield Apart(cluster, stage, kept)
 

@@ -81,8 +81,7 @@ class Started:
     @property
     def step(self) -> int:
         """The last step that the run's metrics tell of."""
-        lines = metrics.read(self.run_folder / METRICS)
-        return int(lines[-1]["step"] or 0) if lines else 0
+        return last_step(self.run_folder)
 
 
 @dataclass(frozen=True)
@@ -113,17 +112,24 @@ class Stage:
             process = self.cluster.start(host, argv, output.fileno(), ENVIRONMENT | dict(environment or {}))
         return Started(process, log, root / "runs" / name)
 
-    def prepare(self) -> None:
-        """Make text, vocabulary and shards, of which every run takes the same."""
-        spec = recipe("smoke").with_settings({**SETTINGS, **self.settings, "storage.root": str(self.root)})
-        text = build_corpus(spec.corpus, self.root)
-        vocabulary = build_tokenizer(spec.tokenizer, spec.corpus, text, self.root)
-        build_shards(spec.shards, spec.corpus, text, vocabulary, self.root)
-
     def processes(self) -> list[tuple[str, Process]]:
         """What runs on any host besides sshd, which keeps its end of a connection that was cut."""
         all_of_them = ((host, process) for host in self.cluster.hosts for process in self.cluster.processes(host))
         return [found for found in all_of_them if not found[1].argv[0].startswith("sshd:")]
+
+
+def prepare(root: Path) -> None:
+    """Make text, vocabulary and shards, of which every run takes the same."""
+    spec = recipe("smoke").with_settings({**SETTINGS, "storage.root": str(root)})
+    text = build_corpus(spec.corpus, root)
+    vocabulary = build_tokenizer(spec.tokenizer, spec.corpus, text, root)
+    build_shards(spec.shards, spec.corpus, text, vocabulary, root)
+
+
+def last_step(run_folder: Path) -> int:
+    """The last step in the run's metrics; 0 if there is none."""
+    lines = metrics.read(run_folder / METRICS)
+    return int(lines[-1]["step"] or 0) if lines else 0
 
 
 def weights(run_folder: Path) -> Any:
