@@ -15,7 +15,7 @@ from t5train.data.sources import local_files
 from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import InputError
 from t5train.files.os_errors import explain
-from t5train.host_resources import num_cores
+from t5train.host_resources import num_cores, require_space
 from t5train.locations import redacted
 from t5train.progress import Progress, silent
 from t5train.records.digests import FileDigest, digest_file, digest_files
@@ -49,6 +49,7 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
         StorageError: The folder cannot be written, or holds something else.
 
     """
+    require_space(out or root, 0, "the corpus")  # before hashing, which takes long for much text
     sources = _sources(spec, root, progress)
     digests = _digests(sources, progress)
     identity = fingerprint({"kind": "corpus", "stage": _STAGE_VERSION, "files": _content(sources, digests)})

@@ -32,8 +32,7 @@ pytestmark = pytest.mark.skipif(
         ),
         (
             ["corpus", "smoke", "--root", "closed"],
-            "/corpus: Permission denied; give this user permission (`ls -ld` shows the mode of it and of the "
-            "folders above), or use another path",
+            " cannot be written: Permission denied; choose another root (--root or --out)",
         ),
         (
             ["up", "--root", "closed", "--port", str(free_port())],
