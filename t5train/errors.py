@@ -281,7 +281,7 @@ class UnknownLayout(ConsolidationError):
 
 
 class CertificationError(T5TrainError):
-    """The exported model does not reproduce what the training engine recorded."""
+    """The exported model differs from what training recorded of it: weights, logits, tokenizer or configuration."""
 
 
 class PublicationError(T5TrainError):

@@ -40,7 +40,9 @@ def make_key(path: Path) -> None:
 
 
 def write_server(etc: Path, user_key: Path) -> None:
-    """Write the files that a host's sshd reads; an existing host key is kept."""
+    """Write the files of a host's sshd to ``etc``: its configuration, ``user_key`` as the only authorized key, and a
+    host key, unless there is one.
+    """
     (etc / "sshd_config").write_text(_CONFIG, "utf-8")
     (etc / "authorized_keys").write_bytes(user_key.with_suffix(".pub").read_bytes())
     # Without PAM, sshd would reject a locked account, such as root's on a laptop.

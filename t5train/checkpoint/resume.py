@@ -144,7 +144,7 @@ def _begun(path: Path, part: Callable[[Any], T]) -> T:
         with reading(path):
             return part(json.loads(path.read_bytes()))
     except ABSENT:
-        raise SpecError(f"{path} does not exist: {path.parent} is not the folder of a run") from None
+        raise SpecError(f"{path.parent} is not a run folder: it has no {path.name}") from None
     except (ValueError, KeyError, TypeError, SpecError) as error:
         raise SpecError(f"{path} is damaged ({error}): restore it, or choose another --name") from error
 

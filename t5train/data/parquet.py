@@ -39,5 +39,9 @@ def _rows(source: SourceFile, file: pyarrow.parquet.ParquetFile, number: int) ->
 def _columns(source: SourceFile, schema: pyarrow.Schema) -> list[str]:
     found = {name: str(schema.field(name).type) for name in _COLUMNS if schema.names.count(name) == 1}
     if found.get("text") not in ("string", "large_string"):
-        raise InputError(f"{source.path} has the columns {schema.names}: expected one named text, of strings")
+        raise InputError(f"{source.path} needs one string column named 'text', but has the columns {_types(schema)}")
     return list(found)
+
+
+def _types(schema: pyarrow.Schema) -> str:
+    return ", ".join(f"{column.name} ({column.type})" for column in schema)

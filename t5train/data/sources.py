@@ -98,7 +98,9 @@ def _places(folder: Path, names: list[str], shown: str) -> list[Path]:
     places = [confined(folder, name, shown, InputError) for name in names]
     for parent in {parent for place in places for parent in place.parents if parent.is_relative_to(folder)}:
         if parent.is_symlink():
-            raise InputError(f"{parent} in the cache is a link, and {shown} would be downloaded through it: remove it")
+            raise InputError(
+                f"{parent} is a symbolic link: {shown} would be written to where it points. Remove the link"
+            )
     return places
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from t5train.model.pipeline_model import T5Pipeline
 
 
-def compile_steps(model: nn.Module) -> None:
+def compile_sublayers(model: nn.Module) -> None:
     """Compile attention and feed-forward of every block of ``model`` in place, except experts and their router."""
     for block in model.modules():
         if isinstance(block, Block):
@@ -50,7 +50,7 @@ def build_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, node_lo
     partitions = shared_by_stages(engine) if spec.layout.pipeline_stages > 1 else partitions_of(engine)
     inner_optimizer(engine).attach(partitions, _sum_over_ranks if engine.zero_optimization() else None)
     if spec.model.compile and (spec.model.moe.num_experts or spec.layout.pipeline_stages > 1):
-        compile_steps(engine.module)
+        compile_sublayers(engine.module)
     elif spec.model.compile:
         engine.compile()
     return engine

@@ -82,15 +82,15 @@ def take_update(engine: Any) -> float | None:
     try:
         return update(engine)
     except Exception as error:  # DeepSpeed has no exception class for it
-        raise_if_scaled_out(engine, error)
+        raise_if_scale_is_minimal(engine, error)
         raise
 
 
-def raise_if_scaled_out(engine: Any, error: Exception) -> None:
-    """Raise TooManySkippedSteps if ``error`` is DeepSpeed's error that the loss scale has reached its minimum."""
+def raise_if_scale_is_minimal(engine: Any, error: Exception) -> None:
+    """Raise TooManySkippedSteps if ``error`` is DeepSpeed's for a loss scale at its minimum; else do nothing."""
     if "loss scale" in str(error):
         raise TooManySkippedSteps(
-            f"fp16 gradients overflow at step {engine.global_steps + 1} although the loss scale is at its minimum: "
+            f"fp16 gradients still overflow at step {engine.global_steps + 1} with the loss scale at its minimum: "
             "use optimizer.precision=bf16, or lower optimizer.peak_learning_rate"
         ) from error
 
@@ -106,7 +106,7 @@ class PipelinePasses:
         try:
             loss = float(self._engine.train_batch(data_iter=map(_as_deepspeed_takes, batches)))
         except Exception as error:  # DeepSpeed has no exception class for a loss scale at its minimum
-            raise_if_scaled_out(self._engine, error)
+            raise_if_scale_is_minimal(self._engine, error)
             raise
         for _ in batches:  # stages between the first and the last take no batches; count them nevertheless
             pass

@@ -55,7 +55,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def visible_in(folder: Path) -> list[Path]:
-    """Everything in a folder by name, except hidden entries; empty when there is no such folder. Raises Unreadable."""
+    """The entries of a folder, sorted by name, but for hidden ones; empty if it does not exist. Raises Unreadable."""
     return [folder / name for name in names_in(folder) if not name.startswith(".")]
 
 

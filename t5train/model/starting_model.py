@@ -45,7 +45,7 @@ def told_by(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """
     kind = config.get("model_type")
     if kind not in _COUNTS:
-        raise SpecError(f"model.start_from: {file} has model_type {kind!r}: it must be {' or '.join(_COUNTS)}")
+        raise SpecError(f"model.start_from is a {kind!r} model ({file}): choose one of {', '.join(_COUNTS)}")
     told = {name: config.get(name) for name in _COUNTS[kind]}
     if told["num_decoder_layers"] is None:
         told["num_decoder_layers"] = told["num_layers"]

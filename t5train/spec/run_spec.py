@@ -72,7 +72,7 @@ class RunSpec(SpecPart):
     @model_validator(mode="after")
     def _layout_has_masters(self) -> Self:
         if self.optimizer.precision == "fp16" and self.layout.zero_stage == 0:
-            raise ValueError("layout.zero_stage is 0: fp16 needs 1 to 3, for which DeepSpeed keeps proper fp32 masters")
+            raise ValueError("layout.zero_stage is 0, but optimizer.precision=fp16 is supported with 1, 2 and 3 only")
         return self
 
     @model_validator(mode="after")

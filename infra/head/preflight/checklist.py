@@ -60,9 +60,10 @@ class Judgement:
 
 
 def judge(replies: HostReplies, needs: LaunchRequirements, head: Software, nonce: str, machine: str = "") -> Judgement:
-    """Run all checks on the facts of the hosts that answered; the first host need not be among them.
+    """Run all checks on the facts of the hosts that answered, even if the first host of the launch did not.
 
-    ``head`` is the software of the head, which wrote the ``nonce``, and ``machine`` is the head's identity.
+    ``head`` is the software on the head, and ``machine`` the head's identity. ``nonce`` is what the head wrote to a
+    file under the root, to see which hosts share it.
     """
     found = Storage.of(replies, nonce, machine)
     place, about_meeting = _place(replies, needs)

@@ -80,7 +80,8 @@ def _require_this_machine(spec: RunSpec, of_model: T5Shape) -> None:
 def _require_absolute(root: Path) -> None:
     if not root.is_absolute():
         raise SpecError(
-            f"root is {str(root)!r}, a relative path. Give an absolute path: a worker runs flows in another folder"
+            f"root is {str(root)!r}, a relative path: give an absolute one, because a Prefect worker has another "
+            "working folder"
         )
 
 

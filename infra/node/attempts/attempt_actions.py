@@ -76,7 +76,7 @@ def remove_segments(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The folder of an attempt on a node, and the id of the node's current boot."""
+    """The answer to PrepareAttempt: the attempt's folder on the node, and the id of the boot that the node is in."""
 
     folder: Path
     boot_id: str

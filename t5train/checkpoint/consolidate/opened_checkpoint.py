@@ -200,7 +200,7 @@ def require_same(folder: Path, contents: Mapping[str, Mapping[str, Any]], keys: 
 
 
 def progress_of(optimizer: Any) -> dict[str, Any]:
-    """The progress of an optimizer, from its state dictionary: the steps it counts and its learning rates."""
+    """Step counts and learning rates in an optimizer's state dictionary; empty for anything else."""
     if not isinstance(optimizer, Mapping):
         return {}
     groups = [group for group in optimizer.get("param_groups", ()) if isinstance(group, Mapping)]

@@ -23,7 +23,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Source:
-    """The elements of a tensor in row-major order, as extents of files, one after another."""
+    """Where a tensor is stored: byte ranges of files that, joined, are its elements in row-major order."""
 
     dtype: str
     extents: tuple[Extent, ...]

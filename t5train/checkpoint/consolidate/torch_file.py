@@ -119,7 +119,9 @@ def read_metadata(file: Path) -> dict[str, Any]:
         ) from error
     except Exception as error:  # a damaged pickle can make torch raise nearly anything
         _require_readable(file, error)
-        raise IncompleteCheckpoint(f"{file} cannot be read as a torch checkpoint: {_cause(error)}") from error
+        raise IncompleteCheckpoint(
+            f"{file} is not a complete torch checkpoint ({_cause(error)}): copy it again"
+        ) from error
     if not isinstance(content, dict):
         raise UnknownLayout(f"{file} holds a {type(content).__name__}: DeepSpeed's files hold a dictionary")
     located: dict[str, Any] = _located(content, file, records)

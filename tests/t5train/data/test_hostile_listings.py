@@ -96,6 +96,6 @@ def test_a_link_in_the_cache_does_not_lead_a_download_elsewhere(index: str, tmp_
     first.path.parent.rename(elsewhere)
     first.path.parent.symlink_to(elsewhere)
     (elsewhere / "one.txt").unlink()
-    with pytest.raises(InputError, match="is a link"):
+    with pytest.raises(InputError, match="is a symbolic link"):
         local_files(f"{index}/*.txt", "", tmp_path / "cache", silent)
     assert not (elsewhere / "one.txt").exists()

@@ -140,7 +140,7 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, name: str, content: 
 def test_a_parquet_file_without_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"id": ["1"], "text": [3]}), path)
-    with pytest.raises(InputError, match="one named text, of strings"):
+    with pytest.raises(InputError, match=r"needs one string column named 'text', .* id \(string\), text \(int64\)"):
         scan(source(path))
 
 
@@ -148,7 +148,7 @@ def test_a_parquet_file_with_two_texts_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     columns = [pyarrow.array(["one"]), pyarrow.array(["two"])]
     pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, names=["text", "text"]), path)
-    with pytest.raises(InputError, match="one named text, of strings"):
+    with pytest.raises(InputError, match=r"has the columns text \(string\), text \(string\)"):
         scan(source(path))
 
 

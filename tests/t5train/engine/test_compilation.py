@@ -5,7 +5,7 @@ import re
 import pytest
 from torch import nn
 
-from t5train.engine.engine import compile_steps
+from t5train.engine.engine import compile_sublayers
 from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
 from t5train.spec import ModelSpec
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:Deprec
 
 
 def _compiled(model: nn.Module) -> set[str]:
-    compile_steps(model)
+    compile_sublayers(model)
     return {name for name, module in model.named_modules() if module._compiled_call_impl is not None}
 
 

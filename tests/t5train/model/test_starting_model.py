@@ -219,7 +219,7 @@ def _of_another_form(folder: Path) -> None:
         (_misshapen, r"shared\.weight have another shape"),
         (_untied, r"lm_head\.weight is tied to shared\.weight, but the files hold different values"),
         (_leading_out, "names '../other.safetensors', which is not the plain name"),
-        (_of_another_family, "model_type 'bart': it must be t5 or switch_transformers"),
+        (_of_another_family, "model.start_from is a 'bart' model"),
         (_of_another_form, "no settings describe such a model"),
     ],
 )

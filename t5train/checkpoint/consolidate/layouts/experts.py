@@ -98,8 +98,9 @@ def _layer(checkpoint: OpenedCheckpoint, files: Sequence[str]) -> StoredExperts:
         strangers = [name for name in content if not _is_of(name, first, expert)]
         if strangers or {_local(name): _shape(item) for name, item in content.items()} != shapes:
             raise IncompleteCheckpoint(
-                f"{checkpoint.folder / file} holds {strangers[:1] or sorted(content)[:3]}, which are not the tensors "
-                f"of expert {expert} of the layer of {files[0]}: it was renamed, or is of another checkpoint"
+                f"{checkpoint.folder / file} does not hold expert {expert} of the layer whose first expert is in "
+                f"{files[0]}: it has {', '.join(strangers[:1] or sorted(content)[:3])}. It was probably renamed, or "
+                "copied from another checkpoint"
             )
     return StoredExperts(first.layer if first else "", contents)
 

@@ -58,7 +58,12 @@ def test_an_expert_that_no_layer_has_is_refused(tmp_path: Path) -> None:
 def test_an_expert_in_the_place_of_another_is_named(tmp_path: Path) -> None:
     written = checkpoint(tmp_path)
     torch.save(torch.load(written.tag / expert_file(0, 1)), written.tag / expert_file(0, 2))
-    refuse(IncompleteCheckpoint, rf"{expert_file(0, 2)} holds .*deepspeed_experts\.1", written, tmp_path / "out")
+    refuse(
+        IncompleteCheckpoint,
+        rf"{expert_file(0, 2)} does not hold expert 2 .*deepspeed_experts\.1",
+        written,
+        tmp_path / "out",
+    )
 
 
 def test_two_layers_with_the_same_experts_are_refused(tmp_path: Path) -> None:
