@@ -15,7 +15,7 @@ from tests.acceptance.variants.variant_cases import CASES, Case
 from tests.acceptance.variants.variant_runs import with_mfu
 from tests.acceptance.variants.variant_table import table
 
-PROGRAM = Path(__file__).parents[2] / "tests/acceptance/variants/measure_all.py"
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("tiny", [False, True])
@@ -53,7 +53,8 @@ def test_a_table_shows_what_failed_and_with_which_error() -> None:
 def test_a_case_is_run_to_its_certificate_once_and_what_is_not_run_has_a_reason(tmp_path: Path) -> None:
     spec = recipe("smoke").with_settings({"tokenizer.vocab_size": 500})
     vocabulary = build_tokenizer(spec.tokenizer, spec.corpus, build_corpus(spec.corpus, tmp_path), tmp_path)
-    command = [sys.executable, str(PROGRAM), "--corpus", "pydocs", "--tokenizer", str(vocabulary.path), "--tiny"]
+    command = [sys.executable, "-m", "tests.acceptance.variants.measure_all", "--tiny"]
+    command += ["--corpus", "pydocs", "--tokenizer", str(vocabulary.path)]
     command += ["--out", str(tmp_path / "out"), "--only", "zero2-1", "t5_11b-1", "--until-seconds", "1000"]
     outputs = [_output(command) for _ in range(2)]
     rows = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
@@ -69,6 +70,6 @@ def test_a_case_is_run_to_its_certificate_once_and_what_is_not_run_has_a_reason(
 
 
 def _output(command: list[str]) -> str:
-    done = subprocess.run(command, cwd=PROGRAM.parents[1], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

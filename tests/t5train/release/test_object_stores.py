@@ -19,8 +19,9 @@ from t5train.data.corpus import build_corpus
 from t5train.data.sources import require_source
 from t5train.errors import DigestMismatch, InputError, PublicationError, RecordError, T5TrainError
 from t5train.records.stage_records import Export, Publication
+from t5train.release import publication
 from t5train.release.publication import check_destination, publish
-from t5train.release.verification import object_names, verify
+from t5train.release.verification import verify
 from t5train.spec import CorpusSpec
 
 pytestmark = pytest.mark.slow
@@ -32,6 +33,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from s3fs import S3FileSystem
+from t5train.release import publication
 from t5train.release.publication import publish
 from t5train.records.stage_records import Export
 
@@ -157,14 +159,13 @@ def test_of_two_publishers_that_found_the_place_empty_the_second_is_refused(
     shutil.rmtree(tmp_path / "run")
     first, second = Export.load(tmp_path / "first"), make_export("v1.0")
 
-    def overtaken(*arguments: Any) -> list[str]:
-        found = object_names(*arguments)
+    def overtaken(*arguments: Any) -> None:
         patch.undo()
         publish(first, place)
-        return found
+        publication._create(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("t5train.release.publication.object_names", overtaken)
+        patch.setattr(publication, "_create", overtaken)  # what creates the certificate, once the place is found empty
         with pytest.raises(PublicationError, match=r"certificate\.json is not what was uploaded: another process"):
             publish(second, place)
     assert verify(place).inputs["export"] == first.fingerprint
