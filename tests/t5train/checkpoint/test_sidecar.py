@@ -96,7 +96,7 @@ def test_ranks_of_different_checkpoints_do_not_make_one(tmp_path: Path, field: s
 def test_a_pickle_that_no_rank_wrote_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, 400)
     (folder / "mp_rank_01_model_states.pt").write_bytes(b"hostile")
-    with pytest.raises(UnlistedFile, match=r"mp_rank_01_model_states\.pt, which no rank recorded"):
+    with pytest.raises(UnlistedFile, match=r"mp_rank_01_model_states\.pt, a file that no rank recorded"):
         require_complete(folder)
 
 
