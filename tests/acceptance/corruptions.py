@@ -181,7 +181,7 @@ NOTICED = {
     "CRC-32": r"CRC-32",
     "unreadable archive": r"truncated|damaged|cannot be read|not a torch checkpoint",
     "code in the pickle": r"is not loaded",
-    "disagreement of files": r"differ in|different positions|different numbers|was renamed|another checkpoint|is of step",
+    "disagreement of files": r"differ in|different (positions|numbers)|was renamed|another checkpoint|is of step",
     "files missing or too many": r"lacks|missing|too many|is not supported|holds no checkpoint",
 }
 
