@@ -46,7 +46,7 @@ def read(home: Path) -> str:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be read: {error.strerror}; fix it, or restart the server to make a new key"
+            f"{path} cannot be read: {error.strerror}; fix its permissions, or restart the server to make a new key"
         ) from error
     with open(descriptor, encoding="ascii", errors="replace") as file:
         _require_private(path, os.fstat(descriptor))

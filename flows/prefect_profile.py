@@ -71,7 +71,7 @@ class UserProfiles:
         except OSError as error:
             raise StorageError(f"{self.path} cannot be read: {error.strerror}; fix its permissions") from error
         except UnicodeDecodeError as error:
-            raise InputError(f"{self.path} is not UTF-8: correct it") from error
+            raise InputError(f"{self.path} is not UTF-8 text: correct the file") from error
 
     def _replace(self, text: str) -> None:
         try:

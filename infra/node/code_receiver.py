@@ -74,7 +74,7 @@ def _private(folder: Path) -> Path:
     """As t5train.files.locks: create a folder for its owner alone; refuse links, other owners and access by others."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if not _is_private(folder):
-        sys.exit(f"{folder} is not a folder of user {os.getuid()} alone: move it away")
+        sys.exit(f"{folder} is not a folder that only user {os.getuid()} can access: move it away")
     return folder
 
 

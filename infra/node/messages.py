@@ -74,11 +74,11 @@ def decode(line: bytes, kind: type[T]) -> T:
     if not isinstance(document, dict):
         raise NotAMessage(f"got {_beginning(line)} instead of a message")
     if len(document) != 1:
-        raise BadMessage(f"{_beginning(line)} has not the form of a message")
+        raise BadMessage(f"{_beginning(line)} is not a valid message")
     ((name, value),) = document.items()
     known = {each.__name__: each for each in (kind, *kind.__subclasses__()) if is_dataclass(each)}
     if name not in known:
-        raise BadMessage(f"the message is {_shown(name)}, not {' or '.join(known)}")
+        raise BadMessage(f"got the message {_shown(name)} instead of {' or '.join(known)}")
     return cast(T, _checked(name, known[name], value))
 
 
@@ -137,7 +137,7 @@ def _object(where: str, kind: type, value: object) -> object:
     if missing := [name for name in hints if name not in value]:
         raise BadMessage(f"{where} has no field {missing[0]!r}")
     if unknown := [name for name in value if name not in hints]:
-        raise BadMessage(f"{where} has the field {_shown(unknown[0])}, which is unknown here")
+        raise BadMessage(f"{where} has the unknown field {_shown(unknown[0])}")
     return kind(**{name: _checked(f"{where}.{name}", hint, value[name]) for name, hint in hints.items()})
 
 

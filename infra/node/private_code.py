@@ -42,7 +42,7 @@ def _is_not_private(folder: str) -> str | None:
     found = os.lstat(folder)
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
         return None
-    return f"{folder} is not a folder of user {os.getuid()} alone ({_described(found)})"
+    return f"{folder} is not a folder that only user {os.getuid()} can access ({_described(found)})"
 
 
 def _is_open(folder: str) -> str | None:

@@ -119,7 +119,7 @@ def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
     if path is None or not engine.global_steps == own.step == step or own.run_fingerprint != job.run_fingerprint:
         raise RanksDisagree(
             f"cannot resume from {job.resume_tag} at step {step}: DeepSpeed loaded {path} at step "
-            f"{engine.global_steps}, so the checkpoint is not of this run"
+            f"{engine.global_steps}, so the checkpoint belongs to another run or step"
         )
     _restore_generators(own.generator_states)
     return step
@@ -253,7 +253,7 @@ def _require_one_voice(what: str, said: str) -> None:
     everybody = gather([digest64(said)])
     if len({row[0] for row in everybody}) > 1:
         raise RanksDisagree(
-            f"ranks differ in their {what}: rank {rank()} has {said!r}. All ranks must be given, and find, the same one"
+            f"the {what} differs between ranks: rank {rank()} has {said!r}. It must be the same on all ranks"
         )
 
 

@@ -121,7 +121,9 @@ class Sidecar(_Part):
     @model_validator(mode="after")
     def _stages_have_named_layers(self) -> Self:
         if self.layout.pipeline_size > 1 and not self.pipeline_layers:
-            raise ValueError(f"pipeline_layers is empty: the layers of {self.layout.pipeline_size} stages need names")
+            raise ValueError(
+                f"pipeline_layers is empty, but must name the layers of {self.layout.pipeline_size} pipeline stages"
+            )
         return self
 
     @model_validator(mode="after")
@@ -135,7 +137,7 @@ class Sidecar(_Part):
         for what in ("path", "module"):
             named = [getattr(layer, what) for layer in self.expert_layers]
             if len(set(named)) < len(named):
-                raise ValueError(f"expert_layers have the {what}s {named}: each must have its own")
+                raise ValueError(f"expert_layers have the {what}s {named}, but no two may be equal")
         return self
 
     @model_validator(mode="after")

@@ -56,7 +56,10 @@ class StoredState:
         """The state in a folder that ``consolidate`` wrote; InputError unless it has the fingerprint in ``told``."""
         found = Weights.load(told.folder).fingerprint
         if found != told.fingerprint:
-            raise InputError(f"{told.folder} holds the weights {found[:12]}, not {told.fingerprint[:12]}: start again")
+            raise InputError(
+                f"{told.folder} holds weights with the fingerprint {found[:12]}, but this attempt needs "
+                f"{told.fingerprint[:12]}: start the run again"
+            )
         stems = ("model", *(MOMENTS if told.clock.has_moments else ()))
         model, *moments = (StoredTensors(list_tensors([told.folder / f"{stem}.safetensors"])) for stem in stems)
         return cls(model, dict(zip(stems[1:], moments, strict=True)), told.clock)

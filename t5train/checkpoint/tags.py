@@ -93,7 +93,7 @@ def files_of(sidecars: Sequence[Sidecar]) -> dict[str, FileDigest]:
         for name, digest in sidecar.files.items():
             if files.setdefault(name, digest) != digest:
                 raise IncompleteCheckpoint(
-                    f"rank {sidecar.rank} of tag {sidecar.tag} recorded another digest of {name} than a lower rank"
+                    f"tag {sidecar.tag}: rank {sidecar.rank} and a lower rank recorded different digests of {name}"
                 )
     return files
 
@@ -130,7 +130,7 @@ def _require_same(where: Path | str, first: Sidecar, other: Sidecar) -> None:
     if differing:
         raise IncompleteCheckpoint(
             f"{where}: {sidecar_name(other.rank)} and {sidecar_name(first.rank)} differ in {', '.join(differing)}: "
-            "they are of different checkpoints; choose another tag"
+            "they belong to different checkpoints; choose another tag"
         )
 
 

@@ -53,8 +53,9 @@ class Windows:
         if not self._shards:
             raise InputError(
                 f"the {split} split has {shards.counts[f'{split}_tokens']} tokens in "
-                f"{shards.counts['num_shards']} shards, none with one window of {window_tokens}: add text, give "
-                "the split a larger share (corpus.split), raise shards.shard_tokens or lower objective.input_tokens"
+                f"{shards.counts['num_shards']} shards, and no shard has one window of {window_tokens} tokens: add "
+                "text, give the split a larger share (corpus.split), raise shards.shard_tokens or lower "
+                "objective.input_tokens"
             )
         self._window_tokens = window_tokens
 

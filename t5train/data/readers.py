@@ -46,7 +46,9 @@ def rows(source: SourceFile, number: int = 0, offset: int = 0) -> Iterator[Row]:
     reader = _READERS.get(format_of(source.name) or "")
     if reader is None:
         compressed = ", ".join(_COMPRESSIONS)
-        raise InputError(f"{source.path} is not one of {', '.join(FORMATS)} (or {compressed} of the first three)")
+        raise InputError(
+            f"{source.path} has an unsupported format: use {', '.join(FORMATS)}, or the first three with {compressed}"
+        )
     try:
         yield from reader(source, number, offset)
     except _DAMAGED as error:

@@ -56,13 +56,16 @@ def require_t5_form(proto: bytes, where: str) -> None:
     """
     model = _parsed(proto, where)
     if model.trainer_spec.model_type != model.trainer_spec.UNIGRAM or model.trainer_spec.byte_fallback:
-        raise SpecError(f"tokenizer.path: {where} is not a unigram without byte fallback, as T5's vocabulary is")
+        raise SpecError(f"tokenizer.path: {where} must be a unigram model without byte fallback, like T5's vocabulary")
     spelling = model.normalizer_spec
     if not (spelling.add_dummy_prefix and spelling.remove_extra_whitespaces and spelling.escape_whitespaces):
-        raise SpecError(f"tokenizer.path: {where} treats spaces differently from T5's vocabulary")
+        raise SpecError(
+            f"tokenizer.path: {where} treats spaces differently from T5's vocabulary: use a model with "
+            "add_dummy_prefix, remove_extra_whitespaces and escape_whitespaces"
+        )
     first = tuple(piece.piece for piece in model.pieces[:3])
     if first != SPECIAL_PIECES:
-        raise SpecError(f"tokenizer.path: {where} begins with the pieces {first}: T5's begins with {SPECIAL_PIECES}")
+        raise SpecError(f"tokenizer.path: {where} begins with the pieces {first}, but must begin with {SPECIAL_PIECES}")
     kinds = [piece.type for piece in model.pieces[:3]]
     if kinds != [_Piece.CONTROL, _Piece.CONTROL, _Piece.UNKNOWN]:
         raise SpecError(f"tokenizer.path: {where}: the types of {first} must be control, control, unknown")

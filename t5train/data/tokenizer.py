@@ -126,8 +126,8 @@ def spiece_in(path: Path) -> Path:
         raise SpecError(f"tokenizer.path is {path}: there is no such file or folder")
     if not (path / SPIECE).is_file():
         raise SpecError(
-            f"tokenizer.path is {path}: it has no {SPIECE}, which the other files are made from; "
-            "take the one that its vocabulary was published with"
+            f"tokenizer.path is {path}, but that folder has no {SPIECE}. Copy the {SPIECE} that the vocabulary was "
+            "published with into that folder"
         )
     if (sentinels := _num_sentinels(path / TOKENIZER_CONFIG)) != NUM_SENTINELS:
         raise SpecError(

@@ -86,6 +86,6 @@ def require_listed(where: str, found: Iterable[str], recorded: Collection[str]) 
     """UnlistedFile when a tag holds a pickle that was not recorded: DeepSpeed finds files by pattern."""
     if strangers := unlisted(found, recorded):
         raise UnlistedFile(
-            f"{where} holds {strangers[0]}, which no rank recorded: DeepSpeed would load it and run whatever code is "
-            "in it. Move that file away, then start again; nothing was changed"
+            f"{where} holds {strangers[0]}, a file that no rank recorded. DeepSpeed would load it and run any code "
+            "that it contains. Move the file away, then start again. Nothing was changed"
         )

@@ -88,7 +88,7 @@ class ParameterSlot(_Part):
     @model_validator(mode="after")
     def _shape_agrees(self) -> Self:
         if math.prod(self.shape) != self.numel:
-            raise ValueError(f"{self.name} has the shape {self.shape}, which does not hold {self.numel} elements")
+            raise ValueError(f"{self.name} has the shape {self.shape}, but numel is {self.numel}")
         return self
 
 

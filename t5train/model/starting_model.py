@@ -45,13 +45,13 @@ def told_by(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """
     kind = config.get("model_type")
     if kind not in _COUNTS:
-        raise SpecError(f"model.start_from is a {kind!r} model ({file}): choose one of {', '.join(_COUNTS)}")
+        raise SpecError(f"model.start_from is a {kind!r} model ({file}): choose a model of type {' or '.join(_COUNTS)}")
     told = {name: config.get(name) for name in _COUNTS[kind]}
     if told["num_decoder_layers"] is None:
         told["num_decoder_layers"] = told["num_layers"]
     for name, value in told.items():
         if not isinstance(value, int) or value < 1:
-            raise SpecError(f"model.start_from: {file} has {value!r} for {name}: it must be a number above zero")
+            raise SpecError(f"model.start_from: {file} has {value!r} for {name}, but needs a number above zero")
     form = {name: config.get(name, usual) for name, usual in _LEFT_OUT.items()}
     scaled = config.get(_SCALED, config.get("tie_word_embeddings") is not False)
     return {"model_type": kind, **told, **form, _SCALED: bool(scaled)}
@@ -129,10 +129,14 @@ def _weight_files(folder: Path) -> list[Path]:
     places = _read_json(folder / _INDEX).get("weight_map")
     names = set(places.values()) if isinstance(places, dict) else set()
     if not names or not all(isinstance(name, str) for name in names):
-        raise InputError(f"{folder / _INDEX} does not name the weight files in its folder: restore it")
+        raise InputError(
+            f"{folder / _INDEX} has no valid weight_map with the names of weight files: restore it from its source"
+        )
     files = {name: child(folder, name, str(folder / _INDEX), InputError) for name in sorted(names)}
     if missing := [name for name, file in files.items() if not file.is_file()]:
-        raise InputError(f"{folder} lacks {missing[0]}, which {_INDEX} names: copy it there too")
+        raise InputError(
+            f"{folder} lacks the weight file {missing[0]}, which {_INDEX} names: copy that file there, too"
+        )
     return list(files.values())
 
 

@@ -62,7 +62,7 @@ class StoredTensors:
     def _place(self, name: str) -> StoredTensor:
         if name not in self._places:
             files = ", ".join(sorted({str(place.file) for place in self._places.values()}))
-            raise InputError(f"{name} is in none of {files}: these are not files of this model")
+            raise InputError(f"no file holds the tensor {name} (searched: {files}): the files belong to another model")
         return self._places[name]
 
 

@@ -126,16 +126,20 @@ def verify_file(path: Path, expected: FileDigest | SafetensorsDigest) -> None:
         with reading(path):
             found = path.stat()
             if not stat.S_ISREG(found.st_mode):
-                raise DigestMismatch(f"{path} is not a file; {expected.size} bytes were recorded: restore it")
+                raise DigestMismatch(
+                    f"{path} is not a file, but a file of {expected.size} bytes was recorded: restore it"
+                )
             if found.st_size != expected.size:
                 raise DigestMismatch(
-                    f"{path} has {found.st_size} bytes, {expected.size} were recorded: restore it or make it again"
+                    f"{path} has {found.st_size} bytes, but {expected.size} were recorded: restore it or make it again"
                 )
             digest = digest_file(path) if isinstance(expected, FileDigest) else digest_safetensors(path)
     except ABSENT:
-        raise DigestMismatch(f"{path} is missing; {expected.size} bytes were recorded") from None
+        raise DigestMismatch(
+            f"{path} is missing; {expected.size} bytes were recorded: restore it or make it again"
+        ) from None
     if digest != expected:
-        raise DigestMismatch(f"{path} has {digest}, {expected} was recorded: restore it or make it again")
+        raise DigestMismatch(f"{path} has {digest}, but {expected} was recorded: restore it or make it again")
 
 
 def digest_file(path: Path) -> FileDigest:

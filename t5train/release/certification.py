@@ -169,11 +169,11 @@ def _device(witness: Witness) -> str:
 def _tolerance(witness: Witness, device: str) -> tuple[float, str]:
     """How much the logits may differ, relative to the largest one, and why."""
     if device != witness.device_type:
-        return OTHER_DEVICE_TOLERANCE, f"{device} rounds otherwise than {witness.device_type}, the engine's device"
+        return OTHER_DEVICE_TOLERANCE, f"{device} rounds differently from the engine's device, {witness.device_type}"
     if witness.huggingface_config.get("num_experts"):
         return EXPERTS_TOLERANCE, (
-            "the engine pads every expert's tokens to one number, transformers multiplies each expert's own: matrix "
-            "products of other sizes are summed in another order"
+            "the engine pads every expert's tokens to the same number, and transformers does not: matrix products of "
+            "different sizes are summed in a different order"
         )
     return 0.0, "the same operations on the same kind of device give the same bits"
 

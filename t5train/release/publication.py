@@ -58,8 +58,8 @@ def _claim(filesystem: Any, folder: str, certificate: bytes, record: Publication
     foreign = sorted(present - record.files.keys())
     if foreign or CERTIFICATE not in present or filesystem.cat_file(f"{folder}/{CERTIFICATE}") != certificate:
         raise PublicationError(
-            f"{record.url} holds {', '.join((foreign or sorted(present))[:5])}, which is not a publication: "
-            "publish to another destination, or remove it yourself"
+            f"{record.url} is not empty and holds no publication ({', '.join((foreign or sorted(present))[:5])}): "
+            "publish to another destination, or remove these files yourself"
         )
     _log.info("completing an unfinished upload: %s holds %d of its files", record.url, len(present))
     return present
@@ -153,8 +153,8 @@ def _stored_manifest(url: str) -> bytes | None:
         present = object_names(filesystem, folder)
     if present and CERTIFICATE not in present:
         raise PublicationError(
-            f"{redacted(url)} holds {', '.join(sorted(present)[:5])}, which is not a publication: publish to another "
-            "destination"
+            f"{redacted(url)} is not empty and holds no publication ({', '.join(sorted(present)[:5])}): publish to "
+            "another destination"
         )
     return None
 

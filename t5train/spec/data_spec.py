@@ -40,7 +40,7 @@ class CorpusSpec(SpecPart):
     def _split_is_whole(self) -> Self:
         if sum(self.split) != 1000 or min(self.split) < 0 or self.split[0] == 0 or self.split[1] == 0:
             raise ValueError(
-                f"corpus.split is {self.split}: it must be three thousandths that sum to 1000, the first two above zero"
+                f"corpus.split is {self.split}: it must be three numbers that sum to 1000, the first two above zero"
             )
         return self
 

@@ -159,7 +159,7 @@ class Trainer:
     def _end_early(self, metrics: Metrics | None) -> NoReturn:
         self._save(metrics)
         raise Preempted(
-            f"the ranks were asked to stop (SIGTERM), and stopped after step {self.step}, which is saved: run the same "
+            f"the ranks were asked to stop (SIGTERM). They stopped after step {self.step} and saved it: run the same "
             "command again to resume from it"
         )
 

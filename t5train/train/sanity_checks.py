@@ -48,7 +48,7 @@ def require_distinct_batches(step: int, digests: list[int], data_parallel_size: 
         if digest in seen:
             raise DuplicateBatch(
                 f"ranks {seen[digest]} and {rank} got the same samples at step {step}: the global batch is "
-                "smaller than it claims to be; this is a bug in the data loader, please report it"
+                "smaller than configured; this is a bug in the data loader, please report it"
             )
         seen[digest] = rank
     for rank, digest in enumerate(digests):

@@ -176,12 +176,12 @@ def _faults(
 
 
 NOTICED = {
-    "name in the archive": r"was written as",
+    "name in the archive": r"was written under the name",
     "low-precision copy": r"rounded to",
     "CRC-32": r"CRC-32",
     "unreadable archive": r"truncated|damaged|cannot be read|not a torch checkpoint",
-    "code in the pickle": r"is refused",
-    "disagreement of files": r"differ in|was renamed|another checkpoint|is of step",
+    "code in the pickle": r"is not loaded",
+    "disagreement of files": r"differ in|different (positions|numbers)|was renamed|another checkpoint|is of step",
     "files missing or too many": r"lacks|missing|too many|is not supported|holds no checkpoint",
 }
 

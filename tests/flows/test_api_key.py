@@ -41,9 +41,9 @@ def test_a_key_that_others_may_have_read_is_refused(home: Path) -> None:
 def test_a_key_in_a_folder_open_to_others_is_refused(home: Path) -> None:
     api_key.renew(home)
     home.chmod(0o755)
-    with pytest.raises(StorageError, match="is not a folder of user"):
+    with pytest.raises(StorageError, match="is not a folder that only user"):
         api_key.read(home)
-    with pytest.raises(StorageError, match="is not a folder of user"):
+    with pytest.raises(StorageError, match="is not a folder that only user"):
         api_key.renew(home)
 
 

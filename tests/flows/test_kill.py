@@ -171,7 +171,7 @@ def test_a_run_that_is_told_to_end_saves_and_one_that_is_stopped_is_found(
     # No checkpoint is due before the end: each that was resumed from was saved because somebody said so.
     first, second, third, fourth = (_resumed_from(run, number) for number in (2, 3, 4, 5))
     assert 5 <= first < second == third < fourth < NUM_STEPS
-    assert all(f"stopped after step {step}, which is saved" in output for step in (first, second, fourth))
+    assert all(f"stopped after step {step} and saved it" in output for step in (first, second, fourth))
     record = stopped.exit_record("rank-00000")
     assert record is not None
     assert record.cause == Cause.BEAT

@@ -64,7 +64,7 @@ def test_a_home_that_another_user_may_have_made_is_left_as_it_is(tmp_path: Path)
     (tmp_path / "home").mkdir(mode=0o755)
     (tmp_path / "home" / "server.lock").symlink_to(tmp_path / "precious")
     with (
-        pytest.raises(StorageError, match="is not a folder of user"),
+        pytest.raises(StorageError, match="is not a folder that only user"),
         own_server(tmp_path / "home", free_port(), silent),
     ):
         pass

@@ -81,7 +81,7 @@ def test_what_is_no_damaged_result_is_left_alone(spec: RunSpec, checkpoint: Chec
     (made.path / "thesis.txt").write_text("mine")
     if "manifest.json" in names:
         Export(path=made.path, fingerprint="e" * 64, files={}).commit()
-    with pytest.raises(StorageError, match="no finished result of consolidation"):
+    with pytest.raises(StorageError, match="no finished result of `consolidate`"):
         stage_tasks.consolidate_weights.fn(spec, checkpoint)
     assert sorted(path.name for path in made.path.iterdir()) == sorted(names)
 

@@ -88,7 +88,7 @@ def _listed(cluster: ClusterSpec) -> Hosts:
     try:
         text = cluster.hostfile.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"cluster.hostfile is {cluster.hostfile}, which cannot be read: {error}") from error
+        raise SpecError(f"cluster.hostfile is {cluster.hostfile}, but that file cannot be read: {error}") from error
     return select(
         parse(text, str(cluster.hostfile)),
         include=cluster.include,
@@ -133,7 +133,7 @@ def select(
             )
     selected = tuple(host for host in kept if host.slots)
     if not selected:
-        raise SpecError(f"cluster.exclude is {exclude!r}: it leaves no slot of any host. Exclude fewer slots")
+        raise SpecError(f"cluster.exclude is {exclude!r} and excludes every slot of every host. Exclude fewer slots")
     return Hosts(selected)
 
 
@@ -155,7 +155,7 @@ def _host(content: str, where: str) -> Host:
     _require_name(name, where)
     if not 1 <= slots <= MAX_SLOTS:
         raise SpecError(
-            f"{where}: {name} has slots={slots}: it must be 1 to {MAX_SLOTS}; remove the line to leave the host out"
+            f"{where}: {name} has slots={slots}; slots must be 1 to {MAX_SLOTS}. Remove the line to leave the host out"
         )
     return Host(name, tuple(range(slots)))
 
@@ -163,8 +163,8 @@ def _host(content: str, where: str) -> Host:
 def _require_name(name: str, where: str) -> None:
     if ":" in name:
         raise SpecError(
-            f"{where}: {name!r} has colons, which DeepSpeed and pdsh interpret differently. Give an IPv6 address a "
-            "name in /etc/hosts or in ssh's configuration"
+            f"{where}: {name!r} has colons, which DeepSpeed and pdsh interpret differently. For an IPv6 address, "
+            "define a name in /etc/hosts or in ssh's configuration, and write that name here"
         )
     if not _NAME.fullmatch(name):
         raise SpecError(
@@ -196,7 +196,7 @@ def _named(hosts: Hosts, setting: str, text: str) -> dict[str, tuple[int, ...]]:
         slots = _slots(listed, known[name], f"cluster.{setting} is {text!r}") if colon else known[name].slots
         found.setdefault(name, []).extend(slots)
         if len(set(found[name])) < len(found[name]):
-            raise SpecError(f"cluster.{setting} is {text!r}: it names a slot of {name} twice; name each once")
+            raise SpecError(f"cluster.{setting} is {text!r} and names a slot of {name} twice. Name each slot once")
     return {name: tuple(sorted(slots)) for name, slots in found.items()}
 
 
@@ -204,7 +204,7 @@ def _slots(listed: str, host: Host, what: str) -> list[int]:
     slots = [int(each) if re.fullmatch("[0-9]{1,9}", each) else -1 for each in listed.split(",")]
     for slot, each in zip(slots, listed.split(","), strict=True):
         if slot not in host.slots:
-            raise SpecError(f"{what}: {host.name} has no slot {each!r}; the hostfile gives it 0 to {host.slots[-1]}")
+            raise SpecError(f"{what}: {host.name} has no slot {each!r}. Choose from its slots, 0 to {host.slots[-1]}")
     return slots
 
 

@@ -197,7 +197,8 @@ def connect(transport: Transport, host: str, argv: Sequence[str]) -> subprocess.
         ) from error
     except OSError as error:  # no descriptors, processes or memory left
         raise HostUnreachable(
-            f"{host}: {command[0]} cannot be started on this machine: {error.strerror}. Raise its limit (ulimit -a)"
+            f"{host}: {command[0]} cannot be started on this machine: {error.strerror}. "
+            "If a limit of this machine was reached, raise it (`ulimit -a` lists them)"
         ) from error
 
 

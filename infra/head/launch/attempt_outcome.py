@@ -56,7 +56,7 @@ class ClusterWatch:
 
     def stop(self) -> None:
         """Tell the ranks to save and end, and wait for that."""
-        _log.warning("attempt %s was told to end: its ranks have %.0f s to save", self.this.number, self._grace)
+        _log.warning("ending attempt %s: its ranks have %.0f s to save a checkpoint", self.this.number, self._grace)
         self._supervision.order(Order.STOP)
         deadline = time.monotonic() + self._grace + _STOP_SECONDS
         while not self._supervision.all_ended and time.monotonic() < deadline:

@@ -193,8 +193,8 @@ def _boot_id(host: str, answer: Prepared | HostError, expected: Path) -> str:
         raise answer
     if answer.folder != expected:
         raise SpecError(
-            f"{host} keeps attempts in {answer.folder}, not in {expected}: the user has a different user id there. "
-            "Give it the same id as here, or set cluster.ssh_user"
+            f"{host} keeps attempts in {answer.folder}, but the head keeps them in {expected}: the user has "
+            "a different user id on that host. Give the user the same id on both machines, or set cluster.ssh_user"
         )
     return answer.boot_id
 

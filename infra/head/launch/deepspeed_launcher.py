@@ -73,13 +73,14 @@ def require_launchable(cluster: ClusterSpec, hosts: Hosts) -> None:
     for host in hosts.all:
         if host.slots != tuple(range(len(host.slots))):
             raise SpecError(
-                f"cluster.launcher is {cluster.launcher!r}, which cannot choose slots {host.slots} of {host.name}. Use "
-                "pdsh, or the first slots of each host"
+                f"cluster.launcher is {cluster.launcher!r}, but it can use only the first slots of a host, not slots "
+                f"{host.slots} of {host.name}. Set cluster.launcher to pdsh, or choose the first slots"
             )
     if cluster.launcher == "slurm" and len(counts) > 1:
         raise SpecError(
-            f"cluster.launcher is 'slurm', which starts the same number of ranks on every host, but the hosts have "
-            f"{sorted(counts)} slots. Use pdsh, or the same number of slots on each host"
+            f"cluster.launcher is 'slurm', but slurm starts the same number of ranks on every host, and the hosts have "
+            f"different numbers of slots: {sorted(counts)}. Set cluster.launcher to pdsh, or use the same number of "
+            "slots on each host"
         )
 
 
@@ -107,8 +108,8 @@ def _require_plain(words: Sequence[str]) -> None:
     for word in words:
         if not _PLAIN.fullmatch(word):
             raise SpecError(
-                f"{word!r} would go through the shell of every host, so it may have only letters, digits and "
-                "_@+=:,./-. Install the package, and Python, at such a path, without PYTHONPATH"
+                f"{word!r} is passed to a shell on every host, so it may contain only letters, digits and _@+=:,./-. "
+                "Install Python and this package at a path without other characters, and unset PYTHONPATH"
             )
 
 

@@ -61,13 +61,13 @@ _BY_CAUSE = {
         HostLost, "the network between the head and this host, or the head itself, was down for too long"
     ),
     Cause.TOLD: Diagnosis(
-        Preempted, "it saved nothing. Start the same command again to resume from the last checkpoint"
+        Preempted, "it saved no checkpoint. Start the same command again to resume from the last checkpoint"
     ),
     Cause.PARENT: Diagnosis(LaunchError, "DeepSpeed's launcher on its host was killed", hops=1),
     Cause.BEAT: Diagnosis(RankStopped, ""),
     Cause.PHASE: Diagnosis(
         RankStopped,
-        "it hangs where its output ends. If it only needs more time, raise cluster.deadlines for that phase",
+        "it hung after the last line of its output. If it was only slow, raise cluster.deadlines for that phase",
     ),
 }
 _DISK_FULL = Diagnosis(
@@ -82,8 +82,8 @@ _BY_WORDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
         re.compile(r"Read-only file system|Input/output error|Stale file handle"),
         Diagnosis(
             DiskFailed,
-            "its disk fails or is read-only; its output names the path. Check `dmesg` there, repair and remount the "
-            "disk, or choose another storage.root or storage.scratch",
+            "a disk of its host failed or is read-only. Its output names the path. Check `dmesg` there. Repair and "
+            "remount the disk, or choose another storage.root or storage.scratch",
         ),
     ),
     (re.compile(r"\[enforce fail at inline_container\.cc"), _DISK_FULL),
@@ -138,7 +138,10 @@ def _of_signal(record: ExitRecord) -> Diagnosis:
     if record.returncode in (_SIGBUS, _SIGSEGV) and (full := _shared_memory(record)) is not None:
         return full
     if record.returncode == _SIGBUS:
-        return Diagnosis(RankKilled, "a file in memory or on a full disk could not grow. Check /dev/shm and its disks")
+        return Diagnosis(
+            RankKilled,
+            "it wrote to a memory-mapped file that could not grow. Check the free space of /dev/shm and of its disks",
+        )
     return Diagnosis(RankKilled, "")
 
 

@@ -42,7 +42,13 @@ def gather(this: Attempt, transport: Transport, hosts: Iterable[str]) -> None:
             unpack(answer.content, this.folder, ranks[host])
             gathered.append(host)
         except (HostError, tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-            _log.warning("the files on %s of attempt %s stay there, in %s: %s", host, this.number, _place(this), error)
+            _log.warning(
+                "the files on %s of attempt %s cannot be collected and stay there, in %s: %s",
+                host,
+                this.number,
+                _place(this),
+                error,
+            )
     nodes.on(*gathered).ask(RemoveAttempt(this.run_id), _REMOVE_SECONDS)
 
 

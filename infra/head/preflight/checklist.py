@@ -149,7 +149,7 @@ def _hostnames(replies: HostReplies, place: Meeting | None) -> Iterator[Finding]
     interfaces = place.interfaces if place else {}
     for host, text, is_mended in hostnames({host: reply.facts.network for host, reply in replies.items()}, interfaces):
         end = (
-            f"Ranks are told to use {interfaces[host]} instead"
+            f"Ranks will use {interfaces[host]} instead"
             if is_mended
             else "Map the name to the host's own address in /etc/hosts there"
         )

@@ -50,7 +50,10 @@ def foreign_locks(replies: HostReplies) -> Iterator[str]:
         locks = facts.build.foreign_locks
         if not locks:
             return None
-        return f"{', '.join(locks)} belongs to another user. Have that user remove it, or set TORCH_EXTENSIONS_DIR"
+        return (
+            f"the compile lock {', '.join(locks)} belongs to another user. Ask that user to remove the lock, or set "
+            "TORCH_EXTENSIONS_DIR"
+        )
 
     yield from of_each(replies, complaint)
 
@@ -62,8 +65,8 @@ def cleared_locks(replies: HostReplies) -> Iterator[str]:
         cleared, shared = facts.build.cleared_locks, facts.build.shared_locks
         if shared:
             return (
-                f"{', '.join(shared)} is on a disk that other machines may use, and ranks wait for it. If no machine "
-                "is compiling there, remove it, or unset TORCH_EXTENSIONS_DIR"
+                f"ranks wait for the compile lock {', '.join(shared)}, on a disk that other machines may use. If no "
+                "machine is compiling there, remove the lock, or unset TORCH_EXTENSIONS_DIR"
             )
         return f"removed {', '.join(cleared)}, left behind by a compile that was killed" if cleared else None
 

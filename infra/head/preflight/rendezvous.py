@@ -88,8 +88,8 @@ def _given(first: Network, name: str, given: str) -> list[Address]:
         means = ", ".join(map(str, resolved)) or "nothing"
         raise PreflightError(
             f"cluster.master_address is {given!r}, which resolves to {means} on {name}, the first host. It must be an "
-            f"address of that host other than loopback ({_own(first)}). Change it, or leave it out to have an address "
-            "chosen"
+            f"address of that host, and not loopback (its addresses: {_own(first)}). Change cluster.master_address, or "
+            "leave it out to have an address chosen"
         )
     return found
 
@@ -105,7 +105,7 @@ def _addresses(network: Network) -> Iterator[tuple[str, Interface]]:
 
 
 def _own(network: Network) -> str:
-    return ", ".join(str(own.ip) for _, own in _addresses(network) if not is_of_no_use(own.ip)) or "it has none"
+    return ", ".join(str(own.ip) for _, own in _addresses(network) if not is_of_no_use(own.ip)) or "none"
 
 
 def _why_none(networks: Mapping[str, Network], first: str, given: str | None) -> str:
@@ -121,7 +121,7 @@ def _why_none(networks: Mapping[str, Network], first: str, given: str | None) ->
         else "none of them can be reached from every host"
     )
     return (
-        f"the rendezvous is on the first host, {first}, which has the addresses {_own(networks[first])}, but {who}. "
+        f"the rendezvous is on the first host, {first} (its addresses: {_own(networks[first])}), but {who}. "
         "Put the hosts into one network" + ("" if given else ", or set cluster.master_address to an address")
     )
 

@@ -42,8 +42,8 @@ def problems(replies: HostReplies, needs: LaunchRequirements, storage: Storage) 
         yield from _scratch(replies, storage)
     elif storage.apart:
         yield (
-            f"{names(storage.apart)}: {needs.root} is not the head's, but on {names(storage.sharing)} it is. Mount the "
-            "storage that holds it at the same path on every host, or choose a --root that none of them shares"
+            f"{names(storage.apart)}: {needs.root} is not shared with the head, but on {names(storage.sharing)} it is. "
+            "Mount the shared storage at the same path on every host, or choose a --root that no host shares"
         )
     else:
         yield from of_each(replies, lambda _, facts: _write_error(facts, needs))
@@ -67,8 +67,8 @@ def disks(replies: HostReplies, needs: LaunchRequirements, storage: Storage) -> 
             return room.node_folder_error
         if room.node_folder != (here := str(node_path())):
             return (
-                f"keeps attempts in {room.node_folder}, but the head in {here}: the user has a different user id "
-                "there. Give it the same id, or set cluster.ssh_user"
+                f"its node folder is {room.node_folder}, but the head's is {here}: the user has a different user id "
+                "there. Give the user the same id on both machines, or set cluster.ssh_user"
             )
         if room.node_folder_free_bytes < _NODE_FOLDER_BYTES:
             return (
@@ -79,7 +79,10 @@ def disks(replies: HostReplies, needs: LaunchRequirements, storage: Storage) -> 
             return _scratch_room(room, needs.checkpoint_bytes.get(host, 0) + needs.staged_bytes)
         if not room.root_error and room.root_free_bytes < _ROOT_BYTES:
             free = format_bytes(room.root_free_bytes)
-            return f"{needs.root} has {free} free, but a run needs more. Free some space, or choose another root"
+            return (
+                f"{needs.root} has {free} free, but a run needs at least {format_bytes(_ROOT_BYTES)}. Free some space, "
+                "or choose another root"
+            )
         return None
 
     yield from of_each(replies, complaint)
@@ -92,9 +95,9 @@ def _scratch_room(room: Room, run_bytes: int) -> str | None:
         return None
     more = f" and {format_bytes(yielding)} that can be freed" if yielding else ""
     return (
-        f"{room.scratch} has {format_bytes(room.scratch_free_bytes)} free{more}, but its ranks' checkpoints and token "
-        f"shards need {format_bytes(max(needed, _SCRATCH_BYTES))}. Free some space, keep fewer checkpoints "
-        "(storage.keep_last, storage.keep_every_steps, storage.checkpoint_gigabytes), or choose another "
+        f"{room.scratch} has {format_bytes(room.scratch_free_bytes)} free{more}, but the checkpoints and token shards "
+        f"that go there need {format_bytes(max(needed, _SCRATCH_BYTES))}. Free some space, keep fewer "
+        "checkpoints (storage.keep_last, storage.keep_every_steps, storage.checkpoint_gigabytes), or choose another "
         "storage.scratch"
     )
 

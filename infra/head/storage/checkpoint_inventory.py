@@ -70,7 +70,7 @@ def _plainly_named(host: str, told: Mapping[str, T]) -> dict[str, T]:
         try:
             child(Path(), name, host)
         except StorageError as error:
-            _log.warning("left out of the checkpoints on %s: %s", host, error)
+            _log.warning("ignoring a file in the checkpoints on %s: %s", host, error)
             continue
         found[name] = each
     return found
@@ -200,7 +200,7 @@ def _version(name: str, places: Sequence[str], found: Inventories) -> FoundTag:
     texts = _texts(name, places, found)
     sidecars = _sidecars(name, texts)
     if sidecars[0].tag != name:
-        raise IncompleteCheckpoint(f"{name} was renamed: its sidecars are of {sidecars[0].tag}")
+        raise IncompleteCheckpoint(f"{name} was renamed: its sidecars name the tag {sidecars[0].tag}")
     files = tags.files_of(sidecars)
     holders = {file: tuple(_holders(name, file, digest.size, texts, found)) for file, digest in files.items()}
     for file, where in holders.items():

@@ -55,7 +55,8 @@ def not_begun_again(run_folder: Path) -> set[str]:
         return set()
     except (ValueError, TypeError) as error:
         raise RecordError(
-            f"{path} is damaged ({error}). Write the names of the hosts into it, as a JSON list"
+            f"{path} is damaged ({error}). It must be a JSON list of the hosts whose checkpoints have yet to be moved "
+            "aside, because the run has begun again. Write that list into the file"
         ) from error
 
 

@@ -85,7 +85,9 @@ def _move_strangers(folder: Path, tag: FoundTag) -> None:
     names = names_in(folder)
     for name in (name for name in names if is_sidecar(name)):
         if not _holds(folder / name, tag.texts.get(name)):
-            set_aside(folder / name, _aside(folder), f"it is not of the save of {tag.name} that is being gathered")
+            set_aside(
+                folder / name, _aside(folder), f"it belongs to another save of {tag.name} than the one being gathered"
+            )
     for name in unlisted(names, tag.files):
         set_aside(folder / name, _aside(folder), f"no rank recorded it as a part of {tag.name}")
 
@@ -174,7 +176,7 @@ class _Gathering(Watcher):
             return Unreadable(f"{name} may be intact, but cannot be read now: {'; '.join(cannot)}")
         where = ", ".join(place or "the head" for place in places if place != HEAD) or "no node"
         said = "; ".join(map(str, self._failures[name])) or "the head's copy is damaged"
-        return IncompleteCheckpoint(f"no intact copy of {name} was found ({where} had it): {said}")
+        return IncompleteCheckpoint(f"no intact copy of {name} was found (copies were on {where}): {said}")
 
 
 _DEADLINE_SECONDS = 600.0

@@ -118,7 +118,7 @@ def _sum(device: "torch.device") -> str:
     dist.all_reduce(values)
     right = sum(map(_share, range(dist.get_world_size())))
     low, high = values.min().item(), values.max().item()
-    return "" if low == high == right else f"the sum over all ranks is {low:g} to {high:g}, but must be {right:g}"
+    return "" if low == high == right else f"the all-reduce sum is {low:g} to {high:g} instead of {right:g}"
 
 
 def _share(rank: int) -> float:

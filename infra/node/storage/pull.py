@@ -95,7 +95,7 @@ def _pull_file(source: Source, wanted: Wanted, path: Path, watcher: Watcher, kee
         partial.unlink(missing_ok=True)
         if last:
             raise DigestMismatch(
-                f"{path} arrived with sha256 {found}, but {wanted.sha256} was recorded: its source is damaged"
+                f"{path} arrived with sha256 {found}, but {wanted.sha256} was recorded: the source file is damaged"
             )
 
 

@@ -62,7 +62,8 @@ def require_vacant(out: Path, fingerprint: str | None) -> None:
         there = Weights.load(out)
     except RecordError as error:
         raise StorageError(
-            f"{out} holds no finished result of consolidation ({error}): remove it or choose another folder"
+            f"{out} is not empty and holds no finished result of `consolidate` ({error}): remove that folder or choose "
+            "another"
         ) from None
     if fingerprint is None:
         return
@@ -70,8 +71,7 @@ def require_vacant(out: Path, fingerprint: str | None) -> None:
         raise StorageError(f"{out} holds other weights ({there.fingerprint[:12]}): remove it or choose another folder")
     if strangers := sorted({path.name for path in out.iterdir()} - {*there.files, MANIFEST}):
         raise StorageError(
-            f"{out} holds damaged weights and also {strangers[0]}, which is not one of their files: move it away, and "
-            "try again"
+            f"{out} holds damaged weights and an unrelated file, {strangers[0]}: move that file away, and try again"
         )
 
 

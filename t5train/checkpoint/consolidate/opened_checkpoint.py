@@ -102,8 +102,9 @@ class OpenedCheckpoint:
         ranks = [rank for (rank, *_), _ in found]
         if ranks != list(range(num_ranks)):
             raise IncompleteCheckpoint(
-                f"{self.folder} was written by {num_ranks} data-parallel ranks, but its files for {kind.value} are of "
-                f"ranks {ranks}: it lacks ranks {sorted(set(range(num_ranks)) - set(ranks))}"
+                f"{self.folder} was written by {num_ranks} data-parallel ranks, but has files of {kind.value} for "
+                f"ranks {ranks}: ranks {sorted(set(range(num_ranks)) - set(ranks))} are missing; choose another "
+                "tag"
             )
         return [name for _, name in found]
 
@@ -151,15 +152,18 @@ def refusing_what_vanishes(checkpoint: Path) -> Iterator[None]:
 
 def _tag_folder(checkpoint: Path, tag: str | None) -> Path:
     if not checkpoint.is_dir():
-        raise InputError(f"{checkpoint} is not a folder: name a DeepSpeed save folder or the folder of a tag")
+        raise InputError(f"{checkpoint} is not a folder: give a DeepSpeed save folder or the folder of a tag")
     if _is_tag(checkpoint):
         if tag not in (None, checkpoint.name):
-            raise InputError(f"{checkpoint} is the tag {checkpoint.name!r} itself, not {tag!r}")
+            raise InputError(
+                f"{checkpoint} is the folder of the tag {checkpoint.name!r}, but the tag {tag!r} was requested: leave "
+                "out the tag, or give the folder above"
+            )
         return checkpoint
     tags = [name for name in names_in(checkpoint) if is_folder(checkpoint / name) and _is_tag(checkpoint / name)]
     chosen = tag if tag is not None else _newest(checkpoint, tags)
     if chosen not in tags:
-        raise InputError(f"{checkpoint} has no tag {chosen!r}; it has {tags}")
+        raise InputError(f"{checkpoint} has no tag {chosen!r}: choose one of its tags {tags}")
     return checkpoint / chosen
 
 
@@ -170,7 +174,7 @@ def _newest(checkpoint: Path, tags: Sequence[str]) -> str:
     if any(read_all(checkpoint / tag) for tag in tags):
         raise IncompleteCheckpoint(f"{checkpoint} has no complete tag; unfinished or damaged: {list(tags)}")
     if not tags:
-        raise InputError(f"{checkpoint} holds no checkpoint: name a DeepSpeed save folder or the folder of a tag")
+        raise InputError(f"{checkpoint} holds no checkpoint: give a DeepSpeed save folder or the folder of a tag")
     latest = checkpoint / LATEST
     if not latest.is_file():
         raise InputError(f"{checkpoint} has no file {LATEST!r}: choose one of the tags {list(tags)}")
@@ -195,7 +199,7 @@ def require_same(folder: Path, contents: Mapping[str, Mapping[str, Any]], keys: 
             if content.get(key) != expected.get(key):
                 raise IncompleteCheckpoint(
                     f"{folder}: {first} and {name} differ in {key} ({_shown(expected.get(key))} and "
-                    f"{_shown(content.get(key))}): they are of different checkpoints; choose another tag"
+                    f"{_shown(content.get(key))}): they belong to different checkpoints; choose another tag"
                 )
 
 

@@ -63,7 +63,7 @@ def _contradiction(tensor: TensorPlan, start: int, size: int, copy: Source) -> s
     weights = sorted({str(extent.file) for extent in copy.extents})
     return (
         f"{tensor.name}: the master in {', '.join(masters)}, rounded to {copy.dtype}, differs from the weight in "
-        f"{', '.join(weights)}: the files are damaged or of different steps; choose another tag"
+        f"{', '.join(weights)}: the files are damaged or from different steps; choose another tag"
     )
 
 

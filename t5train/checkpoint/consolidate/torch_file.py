@@ -114,8 +114,9 @@ def read_metadata(file: Path) -> dict[str, Any]:
             content = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ConsolidationError(
-            f"{file} is refused: its pickle needs more than tensors and plain values ({_cause(error)}). If you trust "
-            "its origin, load it there, remove what is named here from client_state, and save it under the same name"
+            f"{file} is not loaded: it contains objects other than tensors and plain values ({_cause(error)}), and "
+            "loading them can run code. If you trust the file, load it with the program that wrote it, remove these "
+            "objects from client_state, and save it under the same name"
         ) from error
     except Exception as error:  # a damaged pickle can make torch raise nearly anything
         _require_readable(file, error)
@@ -123,7 +124,7 @@ def read_metadata(file: Path) -> dict[str, Any]:
             f"{file} is not a complete torch checkpoint ({_cause(error)}): copy it again"
         ) from error
     if not isinstance(content, dict):
-        raise UnknownLayout(f"{file} holds a {type(content).__name__}: DeepSpeed's files hold a dictionary")
+        raise UnknownLayout(f"{file} holds a {type(content).__name__}, but DeepSpeed's files hold a dictionary")
     located: dict[str, Any] = _located(content, file, records)
     return located
 
@@ -173,7 +174,8 @@ def _records(file: Path) -> dict[int, int]:
         raise UnknownLayout(f"{file} holds compressed or big-endian tensors: save it again on a little-endian machine")
     if not folders <= {file.stem, _UNNAMED}:
         raise IncompleteCheckpoint(
-            f"{file} was written as {', '.join(sorted(folders))}.pt: it is of another rank or step; choose another tag"
+            f"{file} was written under the name {', '.join(sorted(folders))}.pt, so it belongs to another rank or "
+            "step; choose another tag"
         )
     return records
 

@@ -153,7 +153,7 @@ def test_an_integer_stands_for_a_number_and_nothing_else_stands_for_another() ->
         ({"pair": ["b"]}, "Sample.pair is ['b'], not a list of 2 values"),
         ({"maybe": 1}, "Sample.maybe is 1, not a path"),
         ({"maybe": "a\0b"}, r"Sample.maybe is 'a\x00b', not a path"),
-        ({"x" * 999: 1}, "which is unknown here"),
+        ({"x" * 999: 1}, "has the unknown field"),
     ],
 )
 def test_an_error_names_the_field_the_value_and_what_is_expected(change: dict[str, Any], words: str) -> None:
@@ -171,12 +171,12 @@ def test_what_is_no_message_is_told_from_another_message(line: bytes) -> None:
 
 @pytest.mark.parametrize("line", [b"{}", b'{"a": 1, "b": 2}'])
 def test_what_other_versions_send_is_a_message_of_another_form(line: bytes) -> None:
-    with pytest.raises(BadMessage, match="has not the form of a message"):
+    with pytest.raises(BadMessage, match="is not a valid message"):
         decode(line, Sample)
 
 
 def test_another_message_than_expected_is_named() -> None:
-    with pytest.raises(BadMessage, match="the message is 'Failure', not Sample"):
+    with pytest.raises(BadMessage, match="got the message 'Failure' instead of Sample"):
         decode(encode(Failure("SpecError", "x")), Sample)
 
 

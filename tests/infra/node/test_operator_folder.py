@@ -74,5 +74,5 @@ def test_other_sources_have_another_folder(folder: Folder, monkeypatch: pytest.M
 def test_operators_are_not_loaded_from_where_others_can_write(folder: Folder) -> None:
     folder()
     node_folders.node_path("operators").chmod(0o777)
-    with pytest.raises(StorageError, match="operators is not a folder of user"):
+    with pytest.raises(StorageError, match="operators is not a folder that only user"):
         folder()

@@ -80,7 +80,7 @@ def test_code_in_a_folder_that_others_could_have_written_is_not_run(
     ended = run()
     assert not planted.exists()
     assert ended.returncode == 1
-    assert f"{node_path(*names)} is not a folder of user {os.getuid()} alone" in ended.stderr
+    assert f"{node_path(*names)} is not a folder that only user {os.getuid()} can access" in ended.stderr
     assert "Move that folder away" in ended.stderr
 
 
@@ -108,4 +108,4 @@ def test_a_host_where_another_user_has_the_folder_is_named_and_left_out(
     give_away(node_path())
     assert hosts_with_code(ThisMachine(), ["a"], "it is not asked") == []
     assert "it is not asked: a: " in caplog.text
-    assert "is not a folder of user 0 alone" in caplog.text
+    assert "is not a folder that only user 0 can access" in caplog.text

@@ -181,7 +181,7 @@ def test_a_checkpoint_with_a_file_that_no_rank_recorded_is_neither_loaded_nor_pa
     _checkpoint(spec, 100, own)
     (_checkpoint(spec, 200, own) / "mp_rank_01_model_states.pt").write_bytes(b"stray")
     before = _contents(spec.run_folder)
-    with pytest.raises(UnlistedFile, match=r"holds mp_rank_01_model_states\.pt, which no rank recorded"):
+    with pytest.raises(UnlistedFile, match=r"holds mp_rank_01_model_states\.pt, a file that no rank recorded"):
         write_job(spec, shards, tmp_path)
     assert _contents(spec.run_folder) == before
 

@@ -53,7 +53,7 @@ def test_deepspeed_unpickles_a_stray_file_and_a_tag_that_holds_one_is_refused(
     tag = tmp_path / "tag"
     own = [path.name for path in tag.iterdir() if path.name != STRAY]
     record_alone(tag, own, [], zero_stage=1)
-    with pytest.raises(UnlistedFile, match=f"holds {STRAY}, which no rank recorded"):
+    with pytest.raises(UnlistedFile, match=f"holds {STRAY}, a file that no rank recorded"):
         tags.require_complete(tag)
     (tag / STRAY).unlink()
     tags.require_complete(tag)

@@ -68,7 +68,9 @@ def test_sample_k_is_window_k_of_the_shards(made: DataChain) -> None:
 
 
 def test_a_split_without_one_window_is_refused_with_its_counts(made: DataChain) -> None:
-    with pytest.raises(InputError, match=r"the test split has \d+ tokens in \d shards, none with one window of 99999"):
+    with pytest.raises(
+        InputError, match=r"the test split has \d+ tokens in \d shards, and no shard has one window of 99999"
+    ):
         Windows(made.shards, "test", 99_999)
 
 

@@ -66,8 +66,8 @@ def drop_the_last_byte(path: Path) -> None:
     ("damage", "words"),
     [
         (Path.unlink, "is missing"),
-        (drop_the_last_byte, r"has \d+ bytes, \d+ were recorded"),
-        (flip_a_bit, "has sha256 [0-9a-f]{64}, sha256 [0-9a-f]{64} was recorded"),
+        (drop_the_last_byte, r"has \d+ bytes, but \d+ were recorded"),
+        (flip_a_bit, "has sha256 [0-9a-f]{64}, but sha256 [0-9a-f]{64} was recorded"),
     ],
 )
 def test_a_damaged_file_is_named_and_the_record_is_not_reused(

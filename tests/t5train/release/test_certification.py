@@ -87,7 +87,7 @@ def test_logits_of_experts_may_differ_by_rounding_and_those_of_dense_models_may_
         return
     certificate = certify(exported.path, tmp_path / "run/witness")
     assert certificate.relative_tolerance == 1e-5
-    assert "summed in another order" in certificate.tolerance_reason
+    assert "summed in a different order" in certificate.tolerance_reason
     assert not certificate.probes["random"].bit_equal
 
 

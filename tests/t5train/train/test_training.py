@@ -42,7 +42,7 @@ FAULTS = {
     "duplicate": ("DuplicateBatch", "ranks 0 and 1 got the same samples at step 1"),
     "frozen": ("WeightsDidNotMove", "2 optimizer steps up to step 2"),
     "skipped": ("TooManySkippedSteps", "optimizer steps were skipped"),
-    "disagree": ("RanksDisagree", "ranks differ in their resume tag"),
+    "disagree": ("RanksDisagree", "the resume tag differs between ranks"),
 }
 
 

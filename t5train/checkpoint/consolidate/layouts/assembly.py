@@ -35,7 +35,9 @@ def _joined(found: Iterable[Mapping[str, Master]], module: ModuleStates) -> dict
         first = joined.setdefault(name, master)
         if first is not master:
             if name not in module.in_several_stages or first.shape != master.shape:
-                raise ConsolidationError(f"{name} has several masters in the parameter groups")
+                raise ConsolidationError(
+                    f"the parameter groups hold more than one fp32 master of {name}; choose another tag"
+                )
             joined[name] = replace(first, copies=(*first.copies, master.source))
     return joined
 
@@ -53,16 +55,21 @@ def _require_named(module: ModuleStates, masters: Mapping[str, Master]) -> None:
     known = module.weights.keys() | module.without_values
     for name in masters:
         if name not in known:
-            raise ConsolidationError(f"{name} has a master but no weight in the module's state dictionary")
+            raise ConsolidationError(
+                f"the optimizer holds an fp32 master of {name}, but the module's state dictionary has no such weight"
+            )
         if name in module.aliases:
             raise ConsolidationError(
-                f"{name} has a master of its own, but is recorded as an alias of {module.aliases[name]}"
+                f"{name} is recorded as an alias of {module.aliases[name]}, but the optimizer holds a separate fp32 "
+                f"master of {name}"
             )
     for alias, owner in module.aliases.items():
         if owner not in known:
-            raise ConsolidationError(f"{alias} is an alias of {owner}, which the module's state dictionary lacks")
+            raise ConsolidationError(
+                f"{alias} is recorded as an alias of {owner}, but the module's state dictionary lacks {owner}"
+            )
     for name in sorted(module.without_values - masters.keys() - module.aliases.keys()):
-        raise IncompleteCheckpoint(f"{name} is a parameter of the module, but no file of the checkpoint holds it")
+        raise IncompleteCheckpoint(f"no file of the checkpoint holds the parameter {name}; choose another tag")
 
 
 def _stored_as(owner: str, module: ModuleStates) -> list[Weight]:
@@ -88,8 +95,8 @@ def _require_shape(name: str, shape: tuple[int, ...], weights: Sequence[Weight])
         if weight.shape != shape:
             files = ", ".join(sorted({str(extent.file) for extent in weight.source.extents}))
             raise IncompleteCheckpoint(
-                f"{files} holds {name} or its tie with the shape {weight.shape}, not {shape}: "
-                "it is of another checkpoint"
+                f"the shape of {name}, or of a weight tied to it, is {weight.shape} in {files}, but should be {shape}: "
+                "the file belongs to another checkpoint; choose another tag"
             )
 
 

@@ -68,8 +68,8 @@ def _layout_of(checkpoint: OpenedCheckpoint) -> Layout:
     if foreign or strangers or kinds not in LAYOUTS:
         seen = [*foreign, *(kind.value for kind in StateFile if kind in kinds), *(f"the file {n}" for n in strangers)]
         raise UnknownLayout(
-            f"{checkpoint.folder} holds {', '.join(seen) or 'no checkpoint of DeepSpeed'} "
-            f"({', '.join(sorted(checkpoint.names)[:6])}): this layout is not supported. Supported are {_known()}"
+            f"{checkpoint.folder} holds {', '.join(seen) or 'no DeepSpeed checkpoint'} "
+            f"({', '.join(sorted(checkpoint.names)[:6])}): this layout is not supported. Supported layouts: {_known()}"
         )
     return LAYOUTS[kinds]
 

@@ -104,8 +104,8 @@ def _recorded(checkpoint: OpenedCheckpoint, sources: Sequence[tuple[str, int]]) 
     for file, index in sources:
         if index >= len(groups.get(writers[file], ())):
             raise IncompleteCheckpoint(
-                f"{checkpoint.folder / file} has a parameter group {index}, which the sidecar of data-parallel rank "
-                f"{writers[file]} does not record"
+                f"{checkpoint.folder / file} has a parameter group {index}, but the sidecar of data-parallel rank "
+                f"{writers[file]} does not record this group; choose another tag"
             )
     return {(file, index): groups[writers[file]][index] for file, index in sources}
 
@@ -117,7 +117,11 @@ def _in_module_order(checkpoint: OpenedCheckpoint, module: ModuleStates, held: M
     """
     sizes = _sizes(checkpoint.read(next(iter(held)))["optimizer"])
     if sizes.count(None) != 1 or len(set(sizes)) != 2:
-        raise _untold(checkpoint, f"{sizes.count(None)} dense parameter groups and experts over {set(sizes)} ranks")
+        raise _untold(
+            checkpoint,
+            f"{sizes.count(None)} dense parameter groups and the expert-parallel sizes "
+            f"{sorted({size for size in sizes if size is not None})} (needed: one of each)",
+        )
     untrained = module.buffers | module.aliases.keys()
     trained = {name: weight.shape for name, weight in module.weights.items() if name not in untrained}
     dense = sizes.index(None)
@@ -129,7 +133,9 @@ def _in_module_order(checkpoint: OpenedCheckpoint, module: ModuleStates, held: M
             shapes = [(name, trained[name]) for name in names if name in trained]
             cut = _cut(shapes, [sum(master.num_elements for master in groups[index]) for index in indices])
             if cut is None:
-                raise _untold(checkpoint, f"{len(shapes)} parameters that do not fill parameter groups {indices}")
+                raise _untold(
+                    checkpoint, f"{len(shapes)} parameters whose sizes do not match the parameter groups {indices}"
+                )
             layouts |= {(file, index): slots for index, slots in zip(indices, cut, strict=True)}
     return layouts
 
@@ -163,8 +169,8 @@ def _cut(shapes: Sequence[tuple[str, tuple[int, ...]]], sizes: Sequence[int]) ->
 
 def _untold(checkpoint: OpenedCheckpoint, seen: str) -> UnknownLayout:
     return UnknownLayout(
-        f"{checkpoint.folder} is ZeRO 0 without sidecars, with {seen}: the positions of its parameters cannot be "
-        "determined. Save it with ZeRO 1"
+        f"{checkpoint.folder} was saved with ZeRO 0 and has no sidecars, but has {seen}: the positions of its "
+        "parameters cannot be determined. Save the checkpoint with ZeRO 1"
     )
 
 
@@ -199,9 +205,9 @@ def _expert_parallel_size(
     told = _told(state, index)
     if not size or len(of_experts) != 1 or (size > 1 and of_experts == {False}) or told not in (None, size):
         raise UnknownLayout(
-            f"{checkpoint.folder}: parameter group {index} is inconsistent: it is partitioned over {cut_over} of "
-            f"{num_ranks} ranks, its optimizer records {told} expert-parallel ranks, and it holds "
-            f"{[slot.name for slot in slots][:3]}"
+            f"{checkpoint.folder}: the records of parameter group {index} contradict each other. The group is "
+            f"partitioned over {cut_over} of {num_ranks} ranks, the optimizer records the expert-parallel size {told}, "
+            f"and the group holds {[slot.name for slot in slots][:3]}; choose another tag"
         )
     return size
 
@@ -226,7 +232,8 @@ def _of_rank(
     count = counts.get(name.layer, 0)
     if count % size or name.expert >= count // size:
         raise UnknownLayout(
-            f"{checkpoint.folder}: {slot.name} is of a layer with {count} experts over {size} expert-parallel ranks"
+            f"{checkpoint.folder}: {slot.name} does not fit its layer, which has {count} experts on {size} "
+            "expert-parallel ranks"
         )
     everywhere = replace(name, expert=expert_rank * (count // size) + name.expert)
     return slot.model_copy(update={"name": checkpoint.result_name(str(everywhere))})

@@ -71,15 +71,16 @@ def expert_layers(checkpoint: OpenedCheckpoint) -> list[StoredExperts]:
     counts = model_states(checkpoint, MODEL_STATES).get("num_experts")
     if not isinstance(counts, list) or not all(isinstance(n, int) and n > 0 for n in counts):
         raise UnknownLayout(
-            f"{checkpoint.folder / MODEL_STATES} has num_experts {counts!r}: expected a positive number per layer"
+            f"{checkpoint.folder / MODEL_STATES} has num_experts {counts!r}, but it must be a list of positive "
+            "numbers, one for each MoE layer"
         )
     files = {(layer, expert): name for (layer, expert), name in numbered(checkpoint.names, StateFile.EXPERT)}
     expected = {(layer, expert) for layer, count in enumerate(counts) for expert in range(count)}
     if files.keys() != expected:
         layer, expert = min(files.keys() ^ expected)
         raise IncompleteCheckpoint(
-            f"{checkpoint.folder} has layers with {counts} experts, but "
-            f"expert {expert} of layer {layer} is {'missing' if (layer, expert) in expected else 'one too many'}"
+            f"{checkpoint.folder}: the MoE layers have {counts} experts, but the file of expert {expert} of layer "
+            f"{layer} is {'missing' if (layer, expert) in expected else 'one too many'}; choose another tag"
         )
     layers = [
         _layer(checkpoint, [files[layer, expert] for expert in range(count)]) for layer, count in enumerate(counts)
@@ -98,9 +99,9 @@ def _layer(checkpoint: OpenedCheckpoint, files: Sequence[str]) -> StoredExperts:
         strangers = [name for name in content if not _is_of(name, first, expert)]
         if strangers or {_local(name): _shape(item) for name, item in content.items()} != shapes:
             raise IncompleteCheckpoint(
-                f"{checkpoint.folder / file} does not hold expert {expert} of the layer whose first expert is in "
-                f"{files[0]}: it has {', '.join(strangers[:1] or sorted(content)[:3])}. It was probably renamed, or "
-                "copied from another checkpoint"
+                f"{checkpoint.folder / file} should hold expert {expert} of the same layer as {files[0]}, but holds "
+                f"{', '.join(strangers[:1] or sorted(content)[:3])}. The file was probably renamed, or copied from "
+                "another checkpoint; choose another tag"
             )
     return StoredExperts(first.layer if first else "", contents)
 
@@ -124,7 +125,7 @@ def _require_distinct(checkpoint: OpenedCheckpoint, paths: Sequence[str]) -> Non
         if path in paths[:index]:
             raise IncompleteCheckpoint(
                 f"{checkpoint.folder}: the files of layers {paths.index(path)} and {index} both hold the experts of "
-                f"{path}: some were renamed"
+                f"{path}: files were renamed; choose another tag"
             )
 
 
@@ -136,7 +137,8 @@ def _require_recorded(checkpoint: OpenedCheckpoint, layers: Sequence[StoredExper
     found = {layer.path: len(layer.experts) for layer in layers}
     if found != recorded:
         raise IncompleteCheckpoint(
-            f"{checkpoint.folder}: the files hold layers with experts {found}, the sidecars record {recorded}"
+            f"{checkpoint.folder}: the numbers of experts in each layer are {found} in the files, but {recorded} in "
+            "the sidecars; choose another tag"
         )
 
 
@@ -163,7 +165,7 @@ def _ties(model: Mapping[str, Any], layers: Sequence[StoredExperts]) -> dict[str
             ties |= {str(replace(inside, expert=e)): str(replace(outside, expert=e)) for e in range(count)}
         else:
             raise UnknownLayout(
-                f"{alias} is tied to {owner}: ties between an expert and anything else are not supported"
+                f"{alias} is tied to {owner}, but an expert's weights can only be tied to weights of the same expert"
             )
     return ties
 
@@ -210,6 +212,6 @@ def expert_parallel_size(group: Mapping[str, Any]) -> int | None:
     size = name.removeprefix(_GROUP_NAME)
     if not name.startswith(_GROUP_NAME) or not size.isdecimal():
         raise UnknownLayout(
-            f"a parameter group of experts is named {name!r}: DeepSpeed names them {_GROUP_NAME}1, and so on"
+            f"a parameter group of experts is named {name!r}, but must be named {_GROUP_NAME}N, as DeepSpeed does"
         )
     return int(size)

@@ -60,8 +60,8 @@ def model_states(checkpoint: OpenedCheckpoint, name: str) -> dict[str, Any]:
     for key in ("global_steps", "dp_world_size"):
         if not isinstance(model.get(key, 0), int):
             raise UnknownLayout(
-                f"{checkpoint.folder / name}: {key} is {model[key]!r}, not a whole number. Keys passed as client_state "
-                "replace DeepSpeed's own; choose a tag that was saved without this one"
+                f"{checkpoint.folder / name}: {key} is {model[key]!r}, not an integer. A key of the "
+                "client_state passed to save_checkpoint replaces DeepSpeed's own: choose a tag saved without that key"
             )
     return model
 
@@ -75,7 +75,9 @@ def tensors_of(checkpoint: OpenedCheckpoint, states: Mapping[str, Any]) -> dict[
     """The tensors of a state dictionary; anything else in it (modules' extra state) is left out and logged."""
     tensors = {name: item for name, item in states.items() if isinstance(item, StoredTensor)}
     if left_out := sorted(map(str, states.keys() - tensors.keys())):
-        _log.warning("%s: %s are not tensors, and are left out", checkpoint.folder, ", ".join(left_out))
+        _log.warning(
+            "%s: left out of the result, because they are not tensors: %s", checkpoint.folder, ", ".join(left_out)
+        )
     return tensors
 
 
@@ -112,7 +114,8 @@ def step_of(checkpoint: OpenedCheckpoint, model: Mapping[str, Any]) -> int:
     step = int(model.get("global_steps", 0))
     if checkpoint.sidecars and checkpoint.sidecars[0].step != step:
         raise IncompleteCheckpoint(
-            f"{checkpoint.folder}: sidecars are of step {checkpoint.sidecars[0].step}, model states of step {step}"
+            f"{checkpoint.folder}: the sidecars record step {checkpoint.sidecars[0].step}, but the model states are "
+            f"from step {step}; choose another tag"
         )
     return step
 
@@ -143,7 +146,10 @@ def whole_module(checkpoint: OpenedCheckpoint) -> dict[str, Any]:
     """The model states, after checking that they hold a module."""
     model = model_states(checkpoint, MODEL_STATES)
     if not isinstance(model.get("module"), dict) or not model["module"]:
-        raise UnknownLayout(f"{checkpoint.folder / MODEL_STATES} holds no module, as in a pipeline or at ZeRO 3")
+        raise UnknownLayout(
+            f"{checkpoint.folder / MODEL_STATES} holds no module. In a pipeline and at ZeRO 3, the "
+            "weights are in other files, but there are none of these; choose another tag"
+        )
     return model
 
 

@@ -35,14 +35,15 @@ class Partition:
             return self.master
         if not isinstance(held, StoredTensor):
             raise UnknownLayout(
-                f"{self.master.file} holds no {key} for its masters, as an optimizer like Adam would; its optimizer "
-                f"keeps {sorted(map(str, self.state)) or 'nothing'}: consolidate it without moments"
+                f"{self.master.file} holds no {key} of its fp32 masters, but Adam-like optimizers keep it (state "
+                f"found: {sorted(map(str, self.state)) or 'nothing'}): consolidate the checkpoint without moments"
             )
         if held.shape == self.master.shape:
             return held
         if held.strides != (1,) or not size <= held.num_elements <= size + padding:
             raise UnknownLayout(
-                f"{self.master.file} holds {key} of shape {held.shape} for masters of shape {self.master.shape}"
+                f"{self.master.file} holds {key} with the shape {held.shape}, but the fp32 masters have the shape "
+                f"{self.master.shape}: consolidate the checkpoint without moments"
             )
         return replace(held, shape=(size,))
 
@@ -118,14 +119,20 @@ class FlatGroup:
         for before, after in pairwise(slots):
             gap = after.offset - before.offset - before.numel
             if not 0 <= gap < _ALIGNMENT_BYTES // 2:
-                raise ConsolidationError(f"{where}: {gap} elements lie between {before.name} and {after.name}")
+                raise ConsolidationError(
+                    f"{where}: the distance between {before.name} and {after.name} is {gap} elements, but must be at "
+                    f"least 0 and below {_ALIGNMENT_BYTES // 2}"
+                )
         if slots and slots[0].offset:
-            raise ConsolidationError(f"{where}: {slots[0].offset} elements lie before {slots[0].name}")
+            raise ConsolidationError(
+                f"{where}: {slots[0].name} must begin at element 0, but begins at {slots[0].offset}"
+            )
         end = slots[-1].offset + slots[-1].numel if slots else 0
         if not 0 <= self.num_elements - end <= self.padding:
             raise ConsolidationError(
-                f"{where}: its parameters take {end} elements, its partitions in {_files(self.partitions)} hold "
-                f"{self.num_elements}, and at most {self.padding} may be padding: a partition is of another checkpoint"
+                f"{where}: the partitions in {_files(self.partitions)} hold {self.num_elements} elements, but the "
+                f"parameters need {end}, and at most {self.padding} more can be padding: a partition belongs to "
+                "another checkpoint; choose another tag"
             )
 
 
@@ -176,7 +183,9 @@ def partition_of(state: Mapping[str, Any], keys: OptimizerKeys, index: int) -> P
     masters = state[keys.masters]
     stored = masters[index]
     if not isinstance(stored, StoredTensor):
-        raise UnknownLayout(f"the masters of group {index} are a {type(stored).__name__}, not a tensor")
+        raise UnknownLayout(
+            f"the fp32 masters of parameter group {index} must be a tensor, but are a {type(stored).__name__}"
+        )
     return Partition(stored, inner_states(state.get(keys.inner), len(masters))[index])
 
 

@@ -59,7 +59,9 @@ def stages(checkpoint: OpenedCheckpoint) -> list[Stage]:
     dimensions = models[0].get("checkpoint_parallel_dimensions") or {}
     count = int(dimensions.get("pp_degree") or models[0].get("mp_world_size") or 1)
     if unknown := sorted(set(models) - set(range(count))):
-        raise UnknownLayout(f"{checkpoint.folder} is a pipeline of {count} stages, but has model states of {unknown}")
+        raise UnknownLayout(
+            f"{checkpoint.folder}: the pipeline has {count} stages, but there are model states of stages {unknown}"
+        )
     size = int(models[0].get("dp_world_size", 0))
     is_partitioned = any(kind_of(name) is StateFile.OPTIMIZER for name in checkpoint.names)
     return [
@@ -106,8 +108,8 @@ def _held(checkpoint: OpenedCheckpoint, shapes: _Shapes, buffers: Iterable[str])
     named = {int(name.split(".", 1)[0]) for name in (*shapes, *buffers) if not name.startswith(TIED)}
     if missing := sorted(named - layers.keys()):
         raise IncompleteCheckpoint(
-            f"{checkpoint.folder} lacks layer_{missing[0]:02d}-model_states.pt: its stages record parameters or "
-            f"buffers of the layers {missing}, which have no files; choose another tag"
+            f"{checkpoint.folder} lacks layer_{missing[0]:02d}-model_states.pt: the stages record parameters or "
+            f"buffers of layers {missing}, but these layers have no files; choose another tag"
         )
     tied = {} if checkpoint.sidecars else _tied_layers(checkpoint, named, layers, shapes)
     held: dict[str, list[StoredTensor]] = {}
@@ -133,7 +135,7 @@ def _tied_layers(
     for layer in layers.keys() - named:
         fitting = [module for module, parameters in modules.items() if _fits(parameters, layers[layer])]
         if len(fitting) > 1:
-            raise UnknownLayout(f"{checkpoint.folder}: cannot determine which of {fitting} is layer {layer}: all match")
+            raise UnknownLayout(f"{checkpoint.folder}: layer {layer} matches several tied modules: {fitting}")
         if fitting:
             found[layer] = fitting[0]
     return found
@@ -146,7 +148,9 @@ def _fits(parameters: _Shapes, tensors: Mapping[str, StoredTensor]) -> bool:
 def _weight(name: str, tensors: Sequence[StoredTensor]) -> Weight:
     first, *others = tensors
     if any(other.shape != first.shape for other in others):
-        raise IncompleteCheckpoint(f"{name} has several shapes: {sorted({tensor.shape for tensor in tensors})}")
+        raise IncompleteCheckpoint(
+            f"{name} has different shapes in different files: {sorted({tensor.shape for tensor in tensors})}"
+        )
     return Weight(first.shape, first.source(), tuple(other.source() for other in others))
 
 

@@ -56,7 +56,7 @@ def without_unmoved(groups: Sequence[ParameterGroup], tied: frozenset[str]) -> S
         frozenset(name for name, source in held.items() if name in moved and _is_zero(source)) for held in squares
     ]
     for name in sorted(frozenset().union(*unmoved)):
-        _log.warning("%s was updated in one stage of the pipeline and never in another: using the former", name)
+        _log.warning("%s was updated in some pipeline stages only: using the updated copy", name)
     return [_Moved(group, names) if names else group for group, names in zip(groups, unmoved, strict=True)]
 
 
@@ -100,8 +100,9 @@ def replicated(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[P
     for stage, (held, slots) in enumerate(zip(map(partition_groups, optimizers), recorded, strict=True)):
         if len(held) != len(slots) or not held:
             raise UnknownLayout(
-                f"{checkpoint.folder}: stage {stage} is ZeRO 0 with {len(held)} groups of masters, of which sidecars "
-                f"record {len(slots)}: the positions of its parameters cannot be determined. Save it with ZeRO 1"
+                f"{checkpoint.folder}: pipeline stage {stage}, saved with ZeRO 0, has {len(held)} groups of fp32 "
+                f"masters, but the sidecars record {len(slots)}, so the positions of the parameters cannot be "
+                "determined. Save the checkpoint with ZeRO 1"
             )
         found += [FlatGroup(index, *group, padding=0) for index, group in enumerate(zip(held, slots, strict=True))]
     return found
@@ -138,7 +139,8 @@ def _slots(checkpoint: OpenedCheckpoint, module: ModuleStates, stage: Stage) -> 
     paddings = stage.optimizers[0].get("param_alignment_paddings") or [None] * len(groups)
     if len(groups) != len(paddings):
         raise UnknownLayout(
-            f"{checkpoint.folder}: stage {stage.index} names {len(groups)} parameter groups but pads {len(paddings)}"
+            f"{checkpoint.folder}: stage {stage.index} has {len(groups)} parameter groups, but paddings of "
+            f"{len(paddings)}"
         )
     derived = [
         packed_slots([_named(checkpoint, module, name, shape) for name, shape in group.items()], padding)
@@ -146,7 +148,8 @@ def _slots(checkpoint: OpenedCheckpoint, module: ModuleStates, stage: Stage) -> 
     ]
     if recorded not in (None, derived):
         raise IncompleteCheckpoint(
-            f"{checkpoint.folder}: sidecars and model states of stage {stage.index} differ in where parameters lie"
+            f"{checkpoint.folder}: the sidecars and the model states of stage {stage.index} record different positions "
+            "of parameters; choose another tag"
         )
     return derived
 
@@ -159,7 +162,9 @@ def _named(
     if shape is not None:
         return known, shape
     if known not in module.weights:
-        raise UnknownLayout(f"{checkpoint.folder}: no file records the shape of {name}: save it with ZeRO 1")
+        raise UnknownLayout(
+            f"{checkpoint.folder}: no file records the shape of {name}: save the checkpoint with ZeRO 1"
+        )
     return known, module.weights[known].shape
 
 

@@ -43,8 +43,8 @@ class InPlaceGroup:
         held = state.get(key)
         if not isinstance(held, StoredTensor) or held.shape != slot.shape or held.dtype != "F32":
             raise UnknownLayout(
-                f"the optimizer keeps no {key} in fp32 for {slot.name}, as an optimizer like Adam would; it keeps "
-                f"{sorted(map(str, state)) or 'nothing'}: consolidate it without moments"
+                f"the optimizer keeps no fp32 {key} of {slot.name} with its shape (state found: "
+                f"{sorted(map(str, state)) or 'nothing'}): consolidate the checkpoint without moments"
             )
         return Master(held.shape, held.source())
 
@@ -65,7 +65,8 @@ def groups(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[Param
     layouts = checkpoint.sidecars[0].groups if checkpoint.sidecars else _in_module_order(checkpoint, module, held)
     if len(layouts) != len(held):
         raise IncompleteCheckpoint(
-            f"{checkpoint.folder}: the optimizer holds {len(held)} parameter groups, the sidecar {len(layouts)}"
+            f"{checkpoint.folder}: the optimizer holds {len(held)} parameter groups, but the sidecar records "
+            f"{len(layouts)}; choose another tag"
         )
     return [
         FlatGroup(index, partitions, slots, padding=0)
@@ -107,8 +108,9 @@ def _in_module_order(
     needed = sum(slot.numel for slot in slots)
     if len(groups) != 1 or held != needed:
         raise UnknownLayout(
-            f"{checkpoint.folder} is ZeRO 0 without sidecars. Parameter groups: {len(groups)}; elements of their "
-            f"masters: {held}, of the module's parameters: {needed}. With several groups or frozen parameters, "
-            "their positions cannot be determined: load it with the program that wrote it and save it with ZeRO 1"
+            f"{checkpoint.folder} was saved with ZeRO 0 and has no sidecars. It has {len(groups)} parameter groups; "
+            f"their fp32 masters have {held} elements, and the module's parameters have {needed}. With several groups "
+            "or frozen parameters, the positions of parameters cannot be determined. Load the checkpoint with the "
+            "program that wrote it, and save it with ZeRO 1"
         )
     return [slots]

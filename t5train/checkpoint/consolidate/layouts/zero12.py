@@ -45,7 +45,7 @@ def flat_groups(
     counts = {len(slots), *(len(state[_KEYS.masters]) for state in states)}
     if len(counts) > 1:
         raise UnknownLayout(
-            f"{checkpoint.folder}: its files differ in their numbers of parameter groups: {sorted(counts)}"
+            f"{checkpoint.folder}: the files have different numbers of parameter groups: {sorted(counts)}"
         )
     return [
         FlatGroup(index, [partition(state, index) for state in states], group, ALIGNED_ELEMENTS * len(states))
@@ -71,8 +71,9 @@ def _require_dense(checkpoint: OpenedCheckpoint, states: Sequence[Mapping[str, A
     for rank, state in enumerate(states):
         if "partition_count" not in state or any(count != len(states) for count in state["partition_count"]):
             raise UnknownLayout(
-                f"{checkpoint.folder}: rank {rank} holds groups partitioned over {state.get('partition_count')} ranks: "
-                f"dense ones are partitioned over all {len(states)} data-parallel ranks"
+                f"{checkpoint.folder}: the parameter groups of rank {rank} are partitioned over "
+                f"{state.get('partition_count')} ranks, but must be partitioned over all {len(states)} data-parallel "
+                "ranks"
             )
 
 
@@ -82,13 +83,16 @@ def stored_slots(
     """The layout of each group, from the shapes that DeepSpeed records, by the names in the files."""
     shapes = model.get("param_shapes")
     if not isinstance(shapes, list) or len(shapes) != len(state[_KEYS.masters]):
-        raise UnknownLayout(f"{checkpoint.folder}: the model states do not hold the shapes of each parameter group")
+        raise UnknownLayout(
+            f"{checkpoint.folder}: the model states do not record the parameter shapes of every parameter group"
+        )
     paddings = state.get("param_alignment_paddings") or [None] * len(shapes)
     counts = [len(padding) for padding in paddings if padding is not None]
     if counts and counts != [len(group) for group in shapes]:
         raise IncompleteCheckpoint(
             f"{checkpoint.folder}: the model states have parameter groups of {[len(group) for group in shapes]} "
-            f"parameters, the optimizer states of {counts}: they are of different checkpoints"
+            f"parameters, but the optimizer states have groups of {counts}: they belong to different checkpoints; "
+            "choose another tag"
         )
     return [
         packed_slots(((name, tuple(shape)) for name, shape in group.items()), padding)
@@ -101,6 +105,6 @@ def require_recorded(checkpoint: OpenedCheckpoint, slots: Sequence[Sequence[Sequ
     for sidecar in checkpoint.sidecars:
         if sidecar.groups != slots[sidecar.layout.data_parallel_rank]:
             raise IncompleteCheckpoint(
-                f"{checkpoint.folder}: the sidecar of rank {sidecar.rank} and the model states differ in where "
-                "parameters lie"
+                f"{checkpoint.folder}: the sidecar of rank {sidecar.rank} and the model states record different "
+                "positions of parameters; choose another tag"
             )

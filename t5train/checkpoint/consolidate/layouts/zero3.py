@@ -69,8 +69,8 @@ def groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> list["Partiti
     if not isinstance(shapes, list) or any(len(state[_KEYS.masters]) != len(shapes) for state in states):
         counts = [len(state[_KEYS.masters]) for state in states]
         raise UnknownLayout(
-            f"{checkpoint.folder}: the optimizer states of its ranks hold {counts} sub-groups, but the model states "
-            "do not have the shapes of as many"
+            f"{checkpoint.folder}: the optimizer states of the ranks hold {counts} sub-groups, but the model states "
+            f"record the shapes of {len(shapes) if isinstance(shapes, list) else 'none'}"
         )
     found = [
         PartitionedGroup(
@@ -81,7 +81,10 @@ def groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> list["Partiti
         for index, group in enumerate(shapes)
     ]
     if any(sidecar.groups != [group.slots() for group in found] for sidecar in checkpoint.sidecars):
-        raise IncompleteCheckpoint(f"{checkpoint.folder}: sidecars and model states differ in where parameters lie")
+        raise IncompleteCheckpoint(
+            f"{checkpoint.folder}: the sidecars and the model states record different positions of parameters; choose "
+            "another tag"
+        )
     return found
 
 
@@ -113,8 +116,9 @@ class PartitionedGroup:
                 raise UnknownLayout(f"{stored.file} keeps sub-group {self.index} in {stored.dtype}, not in fp32")
             if stored.num_elements != held:
                 raise ConsolidationError(
-                    f"{stored.file} holds {stored.num_elements} elements of sub-group {self.index}; its parameters "
-                    f"take {held} on each of {len(tensors)} ranks: the file is of another checkpoint"
+                    f"{stored.file} holds {stored.num_elements} elements of sub-group {self.index}, but the parameters "
+                    f"of that sub-group have {held} on each of {len(tensors)} ranks: the file belongs to another "
+                    "checkpoint"
                 )
         sources = [stored.source() for stored in tensors]
         return {slot.name: Master(slot.shape, _joined(sources, slot.shape, slot.offset)) for slot in self.slots()}
@@ -153,7 +157,7 @@ def _optimizer_states(checkpoint: OpenedCheckpoint) -> list[dict[str, Any]]:
     if states[0].get("partition_count") != size:
         raise UnknownLayout(
             f"{checkpoint.folder / names[0]} is partitioned over {states[0].get('partition_count')} ranks, "
-            f"not over all {size}"
+            f"but must be partitioned over all {size}"
         )
     return states
 
@@ -173,14 +177,15 @@ def _frozen_weight(name: str, shape: tuple[int, ...], fragments: Sequence[Any]) 
     for rank, fragment in enumerate(fragments):
         if not isinstance(fragment, StoredTensor) or fragment.num_elements != _part(shape, len(fragments)):
             raise IncompleteCheckpoint(
-                f"the model states of rank {rank} hold no fragment of the frozen parameter {name} of shape {shape}"
+                f"the model states of rank {rank} hold no fragment, or one of another size, of the frozen parameter "
+                f"{name} with the shape {shape}"
             )
         sources.append(fragment.source())
     if len(dtypes := {source.dtype for source in sources}) > 1:
-        raise IncompleteCheckpoint(f"the ranks hold the frozen parameter {name} in several types: {sorted(dtypes)}")
+        raise IncompleteCheckpoint(f"the type of the frozen parameter {name} differs between ranks: {sorted(dtypes)}")
     if dtypes & {"I8", "U8"}:
         raise UnknownLayout(
-            f"the frozen parameter {name} is {dtypes.pop()}: it is quantized, and its scales are not in the files. "
-            "Save it without zero_quantized_nontrainable_weights"
+            f"the frozen parameter {name} is quantized ({dtypes.pop()}), and the files do not hold its scales. Save "
+            "the checkpoint without zero_quantized_nontrainable_weights"
         )
     return Weight(shape, _joined(sources, shape, 0))

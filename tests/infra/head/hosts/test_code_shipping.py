@@ -161,12 +161,12 @@ def test_what_python_compiles_there_changes_nothing() -> None:
 def test_a_place_that_others_can_reach_is_refused(parent: Path) -> None:
     digest, content = packed(SOURCES)
     node_folders.node_path().mkdir(mode=0o755)
-    with pytest.raises(SystemExit, match=r"is not a folder of user .* alone: move it away"):
+    with pytest.raises(SystemExit, match=r"is not a folder that only user .* can access: move it away"):
         hold(digest, content)
     node_folders.node_path().rmdir()
     (parent / "elsewhere").mkdir(mode=0o700)
     node_folders.node_path().symlink_to("elsewhere")
-    with pytest.raises(SystemExit, match="is not a folder of user"):
+    with pytest.raises(SystemExit, match="is not a folder that only user"):
         hold(digest, content)
     assert not list((parent / "elsewhere").iterdir())
 

@@ -66,8 +66,8 @@ def test_ranks_are_counted_through_the_hosts() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("node2 slots=0", r"node2 has slots=0: it must be 1 to 1024; remove the line to leave the host out"),
-        ("node2 slots=1025", "slots=1025: it must be 1 to 1024"),
+        ("node2 slots=0", r"node2 has slots=0; slots must be 1 to 1024. Remove the line to leave the host out"),
+        ("node2 slots=1025", "slots=1025; slots must be 1 to 1024"),
         ("node2 slots=99999999999", "is not of the form 'name slots=N'"),
         ("node2 slots=-1", "is not of the form"),
         ("node2 slots=", "is not of the form"),
@@ -87,7 +87,7 @@ def test_ranks_are_counted_through_the_hosts() -> None:
         ("node2. slots=2", "not a plain host name"),
         ("n\u00f6de2 slots=2", "not a plain host name"),
         ("a" * 254 + " slots=2", "not a plain host name"),
-        ("fe80::1 slots=2", r"has colons, .*\. Give an IPv6 address a name"),
+        ("fe80::1 slots=2", r"has colons, .*\. For an IPv6 address, define a name"),
         ("ssh:node2 slots=2", "has colons"),
         ("10.0.0.256 slots=2", r"'10\.0\.0\.256' is not an IPv4 address"),
         ("127.1 slots=2", r"'127\.1' is not an IPv4 address"),
@@ -118,7 +118,7 @@ def test_exclude_means_what_it_means_to_deepspeed(data: st.DataObject, hosts: Ho
     if expected.all:
         assert select(hosts, exclude=exclude) == expected
     else:
-        with pytest.raises(SpecError, match="it leaves no slot of any host"):
+        with pytest.raises(SpecError, match="excludes every slot of every host"):
             select(hosts, exclude=exclude)
 
 
@@ -168,7 +168,7 @@ def test_a_hostfile_that_was_changed_after_the_ranks_were_counted_is_refused(tmp
 def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "hosts").write_bytes(content)
-    with pytest.raises(SpecError, match=r"cluster\.hostfile is .*/hosts, which cannot be read"):
+    with pytest.raises(SpecError, match=r"cluster\.hostfile is .*/hosts, but that file cannot be read"):
         chosen_hosts(ClusterSpec(hostfile=tmp_path / "hosts"))
 
 

@@ -115,12 +115,16 @@ def test_code_that_was_sent_is_what_every_launcher_starts() -> None:
 @pytest.mark.parametrize(
     ("launcher", "hosts", "words"),
     [
-        ("slurm", CHOSEN, r"'slurm', which cannot choose slots \(1, 3\) of node2\. Use pdsh"),
-        ("openmpi", CHOSEN, r"'openmpi', which cannot choose slots \(1, 3\) of node2"),
+        (
+            "slurm",
+            CHOSEN,
+            r"'slurm', but it can use only .* not slots \(1, 3\) of node2\. Set cluster.launcher to pdsh",
+        ),
+        ("openmpi", CHOSEN, r"'openmpi', but it can use only .* not slots \(1, 3\) of node2"),
         (
             "slurm",
             parse("node1 slots=1\nnode2 slots=2", "hosts"),
-            r"'slurm', which starts the same number of ranks .* have \[1, 2\] slots",
+            r"'slurm', but slurm starts the same number of ranks .* slots: \[1, 2\]",
         ),
     ],
 )
@@ -131,7 +135,7 @@ def test_slots_that_a_launcher_cannot_be_told_of_are_refused(launcher: Any, host
 
 @pytest.mark.parametrize("word", ["", "a b", "$(reboot)", "`x`", "a;b", "'", '"', "%n", "a\\b", "a\n", "*", "~"])
 def test_a_word_that_a_shell_or_pdsh_would_change_is_refused(word: str) -> None:
-    with pytest.raises(SpecError, match="would go through the shell of every host"):
+    with pytest.raises(SpecError, match="is passed to a shell on every host"):
         launch_command(
             ClusterSpec(),
             EQUAL,
@@ -144,10 +148,10 @@ def test_a_word_that_a_shell_or_pdsh_would_change_is_refused(word: str) -> None:
 def test_a_python_that_a_shell_would_not_find_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", "/my programs/python")
-        with pytest.raises(SpecError, match=r"'/my programs/python' would go through .* Install the package"):
+        with pytest.raises(SpecError, match=r"/my programs/python. is passed to a shell .* Install Python and"):
             require_launchable(ClusterSpec(), EQUAL)
     monkeypatch.setenv("PYTHONPATH", "/a:/$(reboot)")
-    with pytest.raises(SpecError, match=r"'/a:/\$\(reboot\)' would go through"):
+    with pytest.raises(SpecError, match=r"'/a:/\$\(reboot\)' is passed to a shell"):
         require_launchable(ClusterSpec(), EQUAL)
 
 

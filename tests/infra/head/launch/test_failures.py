@@ -48,7 +48,7 @@ CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
     ),
     ({"returncode": -9, "oom_kills": 1}, "", OutOfMemory, "host has too little memory"),
     ({"returncode": -9}, "", RankKilled, "was killed by SIGKILL"),
-    ({"returncode": -7}, "", RankKilled, "a file in memory"),
+    ({"returncode": -7}, "", RankKilled, "it wrote to a memory-mapped file"),
     ({"returncode": -7, **FULL}, "", DiskFull, "was killed by SIGBUS: /dev/shm on node1 is full (0 of 64 MiB free): "),
     ({"returncode": -11, **FULL}, "", DiskFull, "was killed by SIGSEGV: /dev/shm on node1 is full (0 of 64 MiB free)"),
     ({"returncode": -11, **FULL, "shared_memory_free_bytes": 9 << 20}, "", RankKilled, "was killed by SIGSEGV (att"),

@@ -123,7 +123,7 @@ CULPRITS: list[tuple[str, str, Change, str]] = [
         "compile locks",
         "node1",
         with_("build", foreign_locks=["/c/lock"]),
-        "node1: /c/lock belongs to another user. Have t",
+        "node1: the compile lock /c/lock belongs to another user. Ask t",
     ),
     (
         "openmp",
@@ -137,8 +137,8 @@ CULPRITS: list[tuple[str, str, Change, str]] = [
         with_("devices", error="torch cannot be imported: libgomp: cannot allocate memory in static TLS block"),
         "node1: torch cannot be imported: libgomp: cannot allocate memory in static TLS block: set LD_PRELOAD",
     ),
-    ("root", "node3", with_("room", nonce=None), "node3: /shared/t5 is not the head's, but on node0, node1, node2 it"),
-    ("root", "node3", with_("room", nonce="another"), "node3: /shared/t5 is not the head's, but on node0, node1, no"),
+    ("root", "node3", with_("room", nonce=None), "node3: /shared/t5 is not shared with the head, but on node0, n"),
+    ("root", "node3", with_("room", nonce="another"), "node3: /shared/t5 is not shared with the head, but on node0, n"),
     (
         "root",
         "node3",
@@ -149,7 +149,7 @@ CULPRITS: list[tuple[str, str, Change, str]] = [
         "disks",
         "node3",
         with_("room", root_free_bytes=1),
-        "node3: /shared/t5 has 0.0 MB free, but a run needs more",
+        "node3: /shared/t5 has 0.0 MB free, but a run needs at least 1.0 GB",
     ),
     ("disks", "node3", with_("room", node_folder_free_bytes=1), "0 has 0.0 MB free, but logs need"),
     ("disks", "node3", with_("room", node_folder_error="/x is a link: move it"), "node3: /x is a"),
@@ -221,7 +221,7 @@ def test_hosts_that_share_nothing_pass_whatever_the_root_is_on_them() -> None:
     [
         ("root", apart("node1"), "node1, node3: /disk/scratch is the same folder on these hosts. Choose a storage"),
         ("root", apart("", scratch_error="/x belongs to user 7: choose"), "node3: /x belongs to user 7: choose"),
-        ("disks", apart("3", scratch_free_bytes=1), "node3: /disk/scratch has 0.0 MB free, but its ranks' checkpoints"),
+        ("disks", apart("3", scratch_free_bytes=1), "node3: /disk/scratch has 0.0 MB free, but the checkpoints"),
     ],
 )
 def test_a_host_without_a_disk_of_its_own_is_named(check: str, change: Change, text: str) -> None:
@@ -234,22 +234,22 @@ def test_checkpoints_and_shards_that_will_not_fit_beside_what_gives_way_to_them_
     full = {host: apart(host, scratch_free_bytes=12 * 10**9) for host in HOSTS}
     (found,) = (one for one in findings(full, needs) if one.is_problem)
     assert found.text == (
-        "node0, node1, node2, node3: /disk/scratch has 12.0 GB free, but its ranks' checkpoints and token shards "
-        "need 31.3 GB. Free some space, keep fewer checkpoints (storage.keep_last, storage.keep_every_steps, "
-        "storage.checkpoint_gigabytes), or choose another storage.scratch"
+        "node0, node1, node2, node3: /disk/scratch has 12.0 GB free, but the checkpoints and token shards "
+        "that go there need 31.3 GB. Free some space, keep fewer checkpoints (storage.keep_last, "
+        "storage.keep_every_steps, storage.checkpoint_gigabytes), or choose another storage.scratch"
     )
     goes_on = {
         host: apart(host, scratch_free_bytes=12 * 10**9, scratch_yielding_bytes=size)
         for host, size in zip(HOSTS, (20 * 10**9, 20 * 10**9, 20 * 10**9, 19 * 10**9), strict=True)
     }
     (found,) = (one for one in findings(goes_on, needs) if one.is_problem)
-    assert found.text.startswith("node3: /disk/scratch has 12.0 GB free and 19.0 GB that can be freed, but its")
+    assert found.text.startswith("node3: /disk/scratch has 12.0 GB free and 19.0 GB that can be freed, but the")
 
 
 def test_a_name_that_means_loopback_is_a_remark_where_ranks_are_told_an_interface() -> None:
     (found,) = findings({"node1": with_("network", hostname_addresses=["127.0.1.1"])})
     assert not found.is_problem
-    assert found.text == "node1: its hostname node1 resolves to 127.0.1.1 there. Ranks are told to use eth0 instead"
+    assert found.text == "node1: its hostname node1 resolves to 127.0.1.1 there. Ranks will use eth0 instead"
 
 
 @pytest.mark.parametrize("addresses", [["127.0.1.1"], []])
@@ -272,7 +272,7 @@ def test_an_operator_that_can_be_compiled_and_a_lock_that_was_removed_are_remark
 def test_a_lock_on_a_disk_that_machines_share_is_a_remark_with_a_remedy() -> None:
     (found,) = findings({"node1": with_("build", shared_locks=["/nfs/lock"])})
     assert (found.check, found.is_problem) == ("compile locks", False)
-    assert "/nfs/lock is on a disk that other machines may use" in found.text
+    assert "the compile lock /nfs/lock, on a disk that other machines may use" in found.text
 
 
 @pytest.mark.parametrize("given", ["9.0a", "Hopper", "8.0,9.0", "9", "8.0+ptx"])

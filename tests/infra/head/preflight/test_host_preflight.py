@@ -74,7 +74,7 @@ def test_hosts_that_may_answer_another_time_are_told_unless_there_are_other_prob
 
 def test_an_answer_of_other_code_is_told(needs: LaunchRequirements) -> None:
     (found,) = survey(needs, Says("echo '{}'")).findings
-    assert found.text.startswith("near runs another version of this package: '{}\\n' has not the form of a message")
+    assert found.text.startswith("near runs another version of this package: '{}\\n' is not a valid message")
     assert found.text.endswith("or have it sent with --ship-code")
 
 

@@ -51,7 +51,7 @@ def test_tags_and_files_that_a_host_lists_elsewhere_are_left_out(
     assert not found["a"]["step-00000008"].files
     assert found["a"]["step-00000008"].unreadable == {"": "Input/output error"}, "the folder itself is one of these"
     assert not complete_tags(found)
-    assert "left out of the checkpoints on a: a names '../../escaped'" in caplog.text
+    assert "ignoring a file in the checkpoints on a: a names '../../escaped'" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["run.json", "../run.json", "tensorboard/../run.json"])

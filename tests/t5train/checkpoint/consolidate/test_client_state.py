@@ -62,5 +62,5 @@ def test_a_counter_that_client_state_replaced_is_refused_by_name(
 ) -> None:
     written = zero12()
     save_client_state(written, **{key: np.int64(2)})
-    with pytest.raises(UnknownLayout, match=f"{key} is .*, not a whole number. Keys passed as client_state"):
+    with pytest.raises(UnknownLayout, match=f"{key} is .*, not an integer. A key of the client_state"):
         consolidate(written.folder, tmp_path / "out")

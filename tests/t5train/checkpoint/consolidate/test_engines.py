@@ -116,6 +116,6 @@ def test_a_tied_weight_stands_under_its_owners_name_alone(engines: Path, tmp_pat
 
 
 def test_zero_0_with_two_groups_and_no_sidecar_is_refused_rather_than_guessed(engines: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnknownLayout, match="Parameter groups: 2;"):
+    with pytest.raises(UnknownLayout, match="It has 2 parameter groups;"):
         consolidate(engines / "theirs" / "zero0-bf16", tmp_path / "out")
     assert not any(tmp_path.iterdir())

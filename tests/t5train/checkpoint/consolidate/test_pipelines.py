@@ -148,7 +148,7 @@ def test_a_tie_in_a_stage_that_records_none_is_told_by_its_weight(tag: Path, tmp
     ("missing", "told"),
     [
         ("layer_02-model_states.pt", "lacks layer_02-model_states.pt"),
-        ("bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt", r"lacks ranks \[1\]"),
+        ("bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt", r"ranks \[1\] are missing"),
     ],
 )
 def test_a_missing_layer_or_rank_of_a_stage_is_refused(tag: Path, tmp_path: Path, missing: str, told: str) -> None:

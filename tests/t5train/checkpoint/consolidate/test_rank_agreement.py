@@ -48,7 +48,7 @@ def test_shards_in_each_others_place_are_refused_by_the_names_inside_them(copy: 
     (tag / OPTIMIZER0).rename(tag / "aside")
     (tag / OPTIMIZER1).rename(tag / OPTIMIZER0)
     (tag / "aside").rename(tag / OPTIMIZER1)
-    refuse(tag, IncompleteCheckpoint, f"{OPTIMIZER0} was written as {OPTIMIZER1}")
+    refuse(tag, IncompleteCheckpoint, f"{OPTIMIZER0} was written under the name {OPTIMIZER1}")
 
 
 @pytest.mark.parametrize("layout", ["zero3-bf16", "zero2-bf16"])
@@ -81,7 +81,7 @@ def test_model_states_of_ranks_that_disagree_are_refused(copy: Callable[[str], P
 def test_a_missing_rank_is_named(copy: Callable[[str], Path], missing: str) -> None:
     tag = copy("zero3-bf16")
     (tag / missing).unlink()
-    refuse(tag, IncompleteCheckpoint, r"it lacks ranks \[1\]")
+    refuse(tag, IncompleteCheckpoint, r"ranks \[1\] are missing")
 
 
 def test_a_sub_group_of_another_size_is_refused(copy: Callable[[str], Path]) -> None:
@@ -91,13 +91,13 @@ def test_a_sub_group_of_another_size_is_refused(copy: Callable[[str], Path]) -> 
 
     tag = copy("zero3-bf16")
     change(tag / OPTIMIZER1, spoil)
-    refuse(tag, T5TrainError, "sub-group 1; its parameters take 118 on each of 2 ranks")
+    refuse(tag, T5TrainError, "sub-group 1, but the parameters of that sub-group have 118 on each of 2 ranks")
 
 
 def test_a_frozen_parameter_without_a_fragment_is_refused(copy: Callable[[str], Path]) -> None:
     tag = copy("zero3-bf16")
     change(tag / MODEL1, lambda content: content["frozen_param_fragments"].clear())
-    refuse(tag, IncompleteCheckpoint, "rank 1 hold no fragment of the frozen parameter scale")
+    refuse(tag, IncompleteCheckpoint, "rank 1 hold no fragment, .* of the frozen parameter scale")
 
 
 @pytest.mark.parametrize("key", ["ds_autoep_layers", "folding"])
@@ -116,4 +116,9 @@ def test_moments_of_an_optimizer_that_keeps_others_are_refused_by_what_it_keeps(
     tag = copy("zero2-bf16")
     for name in (OPTIMIZER0, OPTIMIZER1):
         change(tag / name, spoil)
-    refuse(tag, UnknownLayout, r"keeps \['momentum_buffer', 'step'\]: consolidate it without moments", moments=True)
+    refuse(
+        tag,
+        UnknownLayout,
+        r"state found: \['momentum_buffer', 'step'\]\): consolidate the checkpoint without moments",
+        moments=True,
+    )
