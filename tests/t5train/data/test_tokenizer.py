@@ -109,7 +109,7 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_spiece_model_is_refused_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(SpecError, match=r"no spiece\.model.*take the one"):
+    with pytest.raises(SpecError, match=r"has no spiece\.model\. Copy the spiece\.model"):
         given_tokenizer(tmp_path, tmp_path)
     with pytest.raises(SpecError, match="no such file or folder"):
         given_tokenizer(tmp_path / "absent", tmp_path)

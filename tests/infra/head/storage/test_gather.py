@@ -143,7 +143,7 @@ def test_a_node_that_cannot_read_what_it_alone_has_is_named(site: Site) -> None:
 def test_a_file_that_is_damaged_everywhere_is_named_with_its_places_and_the_tag_stays_incomplete(site: Site) -> None:
     site.save(8)
     flip(site.tag("b", 8) / PART_OF_B)
-    with pytest.raises(IncompleteCheckpoint, match=rf"no intact copy of {PART_OF_B} was found \(b had it\)"):
+    with pytest.raises(IncompleteCheckpoint, match=rf"no intact copy of {PART_OF_B} was found \(copies were on b\)"):
         gather(site.nodes, RUN, site.newest(), site.checkpoints)
     assert tags.complete_tags(site.checkpoints) == []
 
