@@ -1,4 +1,4 @@
-"""What Prefect is told: ``prefect.yaml`` with the work pool, one deployment per recipe, and their schedules.
+"""Configuration for Prefect: ``prefect.yaml`` with one deployment per recipe, its work pool, and its schedules.
 
-Not here: code. ``flows.deploy`` applies this file, and ``flows.pretrain`` is what the deployments execute.
+Not here: code. ``flows.deploy`` applies this file, and the deployments execute ``flows.pretrain``.
 """

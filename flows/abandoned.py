@@ -1,4 +1,4 @@
-"""Flow runs whose process has died: Prefect still shows them as Running, and they occupy a slot of a queue."""
+"""Closes flow runs whose process has died: Prefect still shows them as Running, and they occupy a slot of a queue."""
 
 import asyncio
 from uuid import UUID
@@ -52,7 +52,7 @@ async def _close_recorded(records: dict[UUID, RunRecord]) -> list[str]:
                 await _close(client, run)
                 closed.append(run.name)
             elif run is not None and run.state_type == StateType.RUNNING:
-                continue  # started again by a process that has not yet taken over the record
+                continue  # restarted by a process that has not yet taken over the record
             run_records.forget(records_folder(), flow_run_id)
     return closed
 

@@ -20,7 +20,7 @@ _KEY = re.compile(rf"{_USER}:[A-Za-z0-9_-]{{43}}")
 
 
 def path_of(home: Path) -> Path:
-    """The path of the key of the server in ``home``."""
+    """Return the path of the key of the server in ``home``."""
     return home / _NAME
 
 
@@ -39,7 +39,7 @@ def renew(home: Path) -> str:
 
 
 def read(home: Path) -> str:
-    """The key. Raises StorageError unless the file holds one, belongs to this user, and only this user can read it."""
+    """Read the key. Raises StorageError unless the file has one, belongs to this user, and only this user can read it."""
     path = path_of(home)
     private_folder(home)
     try:

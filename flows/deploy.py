@@ -1,4 +1,4 @@
-"""Creates the work pool and the deployments; idempotent."""
+"""Creates the work pool and the deployments. Safe to repeat."""
 
 import asyncio
 import os
@@ -65,7 +65,10 @@ async def _limit_queue(client: PrefectClient) -> None:
 
 
 def _job_template() -> dict[str, object]:
-    """Prefect's default without settings that change the program; output is not streamed, as runs would die with it."""
+    """Return Prefect's default without settings that change the program.
+
+    Output is not streamed through the worker, because a run would die with the worker.
+    """
     template = ProcessWorker.get_default_base_job_template()
     for name in _NOT_FROM_OUTSIDE:
         del template["variables"]["properties"][name]

@@ -1,4 +1,4 @@
-"""The profile ``t5-pretrain`` in the user's Prefect settings, with which a plain ``prefect`` finds server and key."""
+"""The profile ``t5-pretrain`` in the user's Prefect settings. With it, plain ``prefect`` finds the server and its key."""
 
 import json
 import os
@@ -32,23 +32,23 @@ class UserProfiles:
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> "UserProfiles":
-        """Looks where Prefect does, except for files in the current folder."""
+        """Look where Prefect looks, except in the current folder."""
         home = environment.get("PREFECT_HOME") or Path.home() / ".prefect"
         path = Path(environment.get("PREFECT_PROFILES_PATH") or Path(home) / "profiles.toml")
         return cls(path, tuple(name for name in CHOOSING if environment.get(name)))
 
     def is_ours(self, api_url: str) -> bool:
-        """Whether ``api_url`` is configured only because ``up`` activated its profile."""
+        """Return whether ``api_url`` is configured only because ``up`` activated its profile."""
         if self.overrides:
             return False
         found = _parse(self.path, self._text())
         return found.get("active") == NAME and _settings(found).get("PREFECT_API_URL") == api_url
 
     def write(self, api_url: str, key: str) -> bool:
-        """Add or update the profile, activate it unless the user has chosen another, and return whether it is in use.
+        """Add or update the profile, and activate it unless the user has chosen another. Returns whether it is in use.
 
-        Other profiles, settings and comments are kept. If that is not possible, raises InputError or StorageError and
-        leaves the file unchanged.
+        Other profiles, settings and comments are kept. If the file cannot be edited that way, it is left unchanged, and
+        InputError or StorageError is raised.
         """
         text = self._text()
         found = _parse(self.path, text)
@@ -95,14 +95,14 @@ def _settings(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_no_choice(found: dict[str, Any]) -> bool:
-    """Whether there is no active profile, or it is Prefect's unchanged default."""
+    """Return whether no profile is active, or only Prefect's unchanged default."""
     profiles: dict[str, object] = found.get("profiles", {})
     is_default = found.get("active", _DEFAULT_NAME) == _DEFAULT_NAME
     return is_default and profiles.get(_DEFAULT_NAME, _DEFAULT) == _DEFAULT
 
 
 def _with_settings(lines: list[str], settings: dict[str, str]) -> Iterator[str]:
-    """The lines of a file with these settings in the profile's table, which is appended if it is missing."""
+    """Yield the lines of a file with these settings in the profile's table, which is appended if it is missing."""
     ours = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
     is_inside = is_written = False
     for line in lines:

@@ -52,7 +52,7 @@ QUIET = {
 
 
 class RunningServer(NamedTuple):
-    """The server that uses a home."""
+    """The Prefect server that uses a home."""
 
     api_url: str
     lasting: bool
@@ -60,7 +60,7 @@ class RunningServer(NamedTuple):
 
 
 def configured_api_url() -> str | None:
-    """The API URL from PREFECT_API_URL or the active Prefect profile; None if there is none."""
+    """Return the API URL from PREFECT_API_URL or the active Prefect profile; None if there is none."""
     os.environ.update(QUIET | _without_proxy())
     with chdir(NEUTRAL_FOLDER):
         from prefect.settings import get_current_settings
@@ -69,7 +69,10 @@ def configured_api_url() -> str | None:
 
 
 def _without_proxy() -> dict[str, str]:
-    """Variables that bypass proxies for this machine: a proxy would get the key, and would reach another machine."""
+    """Return variables that bypass proxies for this machine.
+
+    A proxy would get the key, and its 127.0.0.1 is another machine.
+    """
     names = ("no_proxy", "NO_PROXY")
     hosts = next(filter(None, map(os.environ.get, names)), "").split(",")
     with_ours = hosts if {"*", HOST} & set(hosts) else [*filter(None, hosts), HOST]
@@ -77,7 +80,7 @@ def _without_proxy() -> dict[str, str]:
 
 
 def join(root: Path, api_url: str) -> None:
-    """Make this process a client of a running server, with the key of the server that ``up`` runs for ``root``.
+    """Make this process a client of a running server. If ``up`` runs that server for ``root``, use its key.
 
     Raises LaunchError unless the server responds and accepts this client.
     """
@@ -110,7 +113,7 @@ def _require_admission(api_url: str) -> None:
 
 
 def answers(api_url: str) -> bool:
-    """Whether there is a healthy Prefect server at this URL."""
+    """Return whether there is a healthy Prefect server at this URL."""
     try:
         with urllib.request.urlopen(f"{api_url}/health", timeout=5) as response:  # noqa: S310  # the user's own URL
             return bool(response.status == 200)
@@ -128,7 +131,7 @@ def require_free_port(port: int) -> None:
 
 @contextmanager
 def any_server(root: Path, progress: Progress) -> Iterator[str]:
-    """The API URL of the configured server, or of the one that ``up`` runs for ``root``, or of a new embedded one.
+    """Yield the API URL of the configured server, of the one that ``up`` runs for ``root``, or of a new embedded one.
 
     The profile that ``up`` writes does not count as configured here: ``run`` does not need a permanent server.
     """
@@ -172,9 +175,10 @@ def own_server(home: Path, port: int, progress: Progress, *, lasting: bool = Fal
 def become_client(home: Path, api_url: str) -> None:
     """Make this process and its child processes clients of an embedded server.
 
-    Prefect reads the environment only once, which ``configured_api_url`` has already caused.
+    Prefect reads the environment only once, and ``configured_api_url`` has already made it do so. Therefore Prefect's
+    settings are refreshed here.
     """
-    os.environ.pop("PREFECT_PROFILE", None)  # a profile of the user's home, which does not exist in this home
+    os.environ.pop("PREFECT_PROFILE", None)  # it names a profile in the user's home, which does not exist in this home
     os.environ.update(_client_environment(home, api_url, api_key.read(home)))
     with chdir(NEUTRAL_FOLDER):
         from prefect.context import refresh_global_settings_context
@@ -183,7 +187,7 @@ def become_client(home: Path, api_url: str) -> None:
 
 
 def key_file(api_url: str) -> Path | None:
-    """The key file of the embedded server that this process is a client of; None for a configured server."""
+    """Return the key file of the embedded server that this process is a client of; None for a configured server."""
     from prefect.settings import get_current_settings
 
     settings = get_current_settings()
@@ -196,7 +200,7 @@ def _is_embedded(home: Path) -> bool:
 
 
 def records_folder() -> Path:
-    """The folder with records of flow runs, for the server that this process is a client of."""
+    """Return the folder with records of flow runs, for the server that this process is a client of."""
     from prefect.settings import get_current_settings
 
     settings = get_current_settings()
@@ -204,11 +208,11 @@ def records_folder() -> Path:
 
 
 def server_environment(home: Path, port: int, key: str) -> dict[str, str]:
-    """Prefect's settings for a server in ``home`` that requires the key.
+    """Return Prefect's settings for a server in ``home`` that requires the key.
 
     The UI needs the API's URL, unless the port is 4200. The UI's files are copied into the home, because Prefect may be
-    installed in a folder that is not writable. Of a setting's names, the one that Prefect looks up first is set, so
-    that the user's environment cannot override it.
+    installed in a folder that is not writable. If a setting has several names, the one that Prefect looks up first is
+    used, so that the user's environment cannot override it.
     """
     server = f"http://{HOST}:{port}"
     return _client_environment(home, f"{server}/api", key) | {
@@ -233,7 +237,7 @@ def _client_environment(home: Path, api_url: str, key: str) -> dict[str, str]:
 
 @contextmanager
 def _listening(port: int) -> Iterator[socket.socket]:
-    """A socket that is bound before the server starts and after it ends, so that nothing else can take its port."""
+    """Yield a socket that is bound before the server starts and after it ends, so that nothing else takes its port."""
     try:
         listening = socket.create_server((HOST, port))
     except OSError as error:
@@ -243,9 +247,9 @@ def _listening(port: int) -> Iterator[socket.socket]:
 
 
 def _refuse_after(server: subprocess.Popen[bytes], listening: socket.socket) -> None:
-    """When the server has died, refuse its clients at once instead of letting them wait; keep the port.
+    """When the server has died, refuse its clients at once instead of letting them wait, and keep the port reserved.
 
-    Linux reserves a port for a socket that was bound to its number, unless that socket and the next both allow reuse.
+    Linux reserves the port for the socket that is bound to it, unless that socket and another both allow reuse.
     """
     server.wait()
     with suppress(OSError):  # already closed if the server was stopped on purpose
@@ -267,14 +271,14 @@ def _flush() -> None:
 
 
 def _homes(root: Path) -> Iterator[Path]:
-    """State folders of embedded servers of a root, one for each server that runs at the same time."""
+    """Yield the homes of a root's embedded servers, one for each server that runs at the same time."""
     yield root / HOME
     yield from (root / f"{HOME}-{number}" for number in itertools.count(2))
 
 
 @contextmanager
 def _held(home: Path, server: RunningServer) -> Iterator[None]:
-    """Lock a home for one server; the kernel releases the lock when this process ends."""
+    """Lock a home for one server. The kernel releases the lock when this process ends."""
     with _lock_file(home) as file:
         if not try_lock(file.fileno(), _MOMENT_SECONDS):
             raise RunLocked(f"{home} is in use by another Prefect server: stop that server, or give another --root")
@@ -294,7 +298,7 @@ def _lock_file(home: Path) -> TextIO:
 
 
 def _running(home: Path) -> RunningServer | None:
-    """The server that uses a home now."""
+    """Return the server that uses a home now; None if there is none."""
     if not is_locked(home / _LOCK):
         return None
     said = (home / _LOCK).read_text("utf-8")

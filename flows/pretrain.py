@@ -44,20 +44,20 @@ RecipeName = Literal[
     "t5_3b_one_gpu",
     "t5_11b_one_gpu",
 ]
-"""The recipes of t5train.spec.recipes, written out so that Prefect's form for a run offers them."""
+"""The names of the recipes in t5train.spec.recipes, written out so that Prefect's form for a run offers them."""
 
 
 def _flow_run_name() -> str:
-    """The run's name if given, otherwise the recipe's."""
+    """Return the run's name if given, otherwise the recipe's."""
     parameters = flow_run.parameters
     return str(parameters.get("run_name") or parameters["recipe"])
 
 
 def pretrain_flow(held: HeldRun | None = None, progress: Progress = silent) -> Flow[..., Publication]:
-    """The flow that chains all stages; ``progress`` is called with the progress of each, besides Prefect.
+    """Return the flow that chains all stages. Each stage reports its progress to ``progress``, and to Prefect.
 
-    ``held`` is the run if the process holds it already. Prefect records a flow's parameters, so an object of this
-    process cannot be one of them.
+    ``held`` is the run if this process has already locked it. It and ``progress`` cannot be parameters of the flow,
+    because Prefect records these.
     """
 
     @flow(name="t5-pretrain", flow_run_name=_flow_run_name)

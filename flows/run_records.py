@@ -1,7 +1,7 @@
-"""Records of flow runs that have a living process: a file for each, locked by the process until it ends in any way.
+"""Records of flow runs that have a living process. Each is a file that the process keeps locked until it ends.
 
-The files are in the home of the Prefect server's clients, or in an embedded server's own home. Only the machine that
-made a record judges it, because locks may not work across hosts that share a home.
+The files are in the Prefect home of the server's clients, or in an embedded server's own home. Only the machine that
+made a record checks its lock, because locks may not work across hosts that share a home.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunRecord(NamedTuple):
-    """The record of a process about the flow run that it executes."""
+    """What a process records about the flow run that it executes."""
 
     state_id: str
     """Id of the Running state when the process started; another state belongs to another process."""
@@ -34,12 +34,12 @@ class RunRecord(NamedTuple):
     boot_id: str
 
     def is_from_here(self) -> bool:
-        """Whether this machine made it, before or after a reboot."""
+        """Return whether this machine made it, possibly before a reboot."""
         return self.boot_id == boot_id() or self.host == socket.gethostname()
 
 
 def folder_of(home: Path, api_url: str | None) -> Path:
-    """The folder of records of an embedded server (no ``api_url``), or of one of the servers of a user's home."""
+    """Return the folder of records of an embedded server (``api_url`` is None), or of a server used from a user's home."""
     return home / _FOLDER / hashlib.sha256(api_url.encode()).hexdigest()[:16] if api_url else home / _FOLDER
 
 
@@ -52,14 +52,14 @@ def hold(folder: Path, flow_run_id: UUID, state_id: UUID) -> None:
             raise TimeoutError(f"{folder / str(flow_run_id)} is locked by another process")
         os.ftruncate(descriptor, 0)
         record = RunRecord(str(state_id), socket.gethostname(), boot_id())
-        os.pwrite(descriptor, json.dumps(record).encode(), 0)  # never closed: when this process ends, so does the lock
+        os.pwrite(descriptor, json.dumps(record).encode(), 0)  # never closed: the lock is held until this process ends
     except OSError as error:  # training can continue without a record
         _log.warning("could not record this process; if it is killed, Prefect will show its run as Running: %s", error)
 
 
 @contextmanager
 def abandoned(folder: Path) -> Iterator[dict[UUID, RunRecord]]:
-    """Records of this machine whose processes have ended; locked within the block."""
+    """Yield this machine's records whose processes have ended. The records are locked within the block."""
     with ExitStack() as stack:
         found = {}
         for path in _paths(folder):
@@ -71,7 +71,7 @@ def abandoned(folder: Path) -> Iterator[dict[UUID, RunRecord]]:
 
 
 def living(folder: Path) -> set[UUID]:
-    """Flow runs whose process is alive."""
+    """Return the flow runs whose process is alive."""
     return {UUID(path.name) for path in _paths(folder) if is_locked(path)}
 
 
@@ -81,13 +81,13 @@ def forget(folder: Path, flow_run_id: UUID) -> None:
 
 
 def _paths(folder: Path) -> list[Path]:
-    """Files named after flow runs; other files, such as an editor's copies, are ignored."""
+    """Return the files that are named after flow runs. Others, such as an editor's copies, are ignored."""
     return (
         [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_file()] if folder.is_dir() else []
     )
 
 
 def _read(descriptor: int) -> RunRecord | None:
-    """The record; None if a process has created the file but not yet written to it."""
+    """Return the record; None if a process has created the file but not yet written to it."""
     text = os.pread(descriptor, 4096, 0)
     return RunRecord(*json.loads(text)) if text else None

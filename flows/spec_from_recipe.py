@@ -1,4 +1,4 @@
-"""Builds a complete RunSpec from what a user gives: a recipe and changed settings."""
+"""Builds a complete RunSpec from a user's input: a recipe and changed settings."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ def resolve(
     run_name: str | None = None,
     publish_to: str | None = None,
 ) -> RunSpec:
-    """The spec of a recipe with settings changed and local paths made absolute. Raises SpecError."""
+    """Return the spec of a recipe with settings changed and local paths made absolute. Raises SpecError if not valid."""
     changes: dict[str, Any] = dict(settings)
     # Quoted, so that a name such as "2024" stays text when the setting is read as JSON.
     for setting, value in (("storage.root", root), ("name", run_name), ("storage.publish_to", publish_to)):
@@ -43,7 +43,7 @@ def resolve(
 
 
 def _ranks(recipe: str, changes: Mapping[str, Any]) -> dict[str, int]:
-    """The setting ``cluster.ranks`` as determined by the hostfile; empty without one."""
+    """Return the setting ``cluster.ranks`` as determined by the hostfile; empty without a hostfile."""
     of_cluster = {name: value for name, value in changes.items() if name.startswith("cluster.")}
     asked = of_cluster.pop("cluster.ranks", None)
     cluster = recipe_spec(recipe).with_settings(of_cluster).cluster

@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def end_after(parent: int) -> None:
-    """Kill this process some time after its parent has ended: without its server, a worker never ends on SIGTERM."""
+    """Kill this process 40 s after its parent has ended: without its server, a worker does not end on SIGTERM."""
     while os.getppid() == parent:
         time.sleep(LOOK_SECONDS)
     time.sleep(STOP_SECONDS)

@@ -1,17 +1,17 @@
-"""The machines of a run: launching, supervising and ending its ranks, on this machine or on hosts. Without Prefect.
+"""Launches, supervises and ends the ranks of a run, on this machine or on hosts.
 
 Not here: Prefect (``flows``, ``tasks``), and what ranks compute (``t5train``).
 
 ::
 
     head/           the machine that orchestrates; start reading in head/training_run.py
-        hosts/      which hosts, and the way to them: hostfile, ssh, sent code
-        preflight/  what is checked before a launch
-        launch/     ranks started, supervised and ended; why an attempt failed
-        storage/    files of a run between the head and nodes
+        hosts/      connects to hosts: hostfile, ssh, shipped code
+        preflight/  checks the run and its hosts before a launch
+        launch/     starts, supervises and ends ranks; finds out why an attempt failed
+        storage/    moves files of a run between the head and nodes
     node/           everything that runs on a machine with ranks: python -m infra.node ACTION
         attempts/   one start of its ranks: guard, watchdog, leases, locks, logs
-        inspection/ facts for preflight
+        inspection/ collects the facts that preflight evaluates
         storage/    this node's own disk
     testcluster/    several hosts on one machine, for tests and trials
 """

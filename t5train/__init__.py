@@ -1,7 +1,7 @@
 """The library: from text to token shards, and from a checkpoint to a published, certified model.
 
-The names below are the public API. They are loaded when they are first used: nodes import this package with the
-standard library alone, and a head imports it without torch. Not here: launching training (infra.head.training_run), and
+The names below are the public API. They are imported on first use, because nodes import this package with only the
+standard library, and the head imports it without torch. Not here: launching training (infra.head.training_run), and
 anything that needs Prefect (tasks, flows).
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Load a name of the public API; hidden from mypy, for which any attribute would otherwise exist."""
+        """Import a name of the public API. Hidden from mypy, which would otherwise accept any attribute."""
         if name not in _SOURCES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module, _, attribute = _SOURCES[name].partition(":")

@@ -107,7 +107,7 @@ class StorageError(T5TrainError):
 class Unreadable(StorageError):
     """The operating system cannot read a file or folder at the moment, so nothing is known about its content.
 
-    It must not be removed, made again or replaced by something older for this reason.
+    So the file or folder must not be removed, made again or replaced by an older one.
     """
 
     retryable = True
@@ -169,13 +169,13 @@ class RemoteFailed(HostError):
     """A command that ran on a host failed. If an error of this project made it fail, that error is the cause."""
 
     def __init__(self, message: str, hosts: Iterable[str] = (), stderr: bytes = b"") -> None:
-        """``stderr`` is what the command wrote there."""
+        """``stderr`` is what the command wrote to standard error."""
         super().__init__(message, hosts)
         self.stderr = stderr
 
 
 class BadMessage(T5TrainError):
-    """A message from another machine is not one that is expected here: it has other fields, or is no message."""
+    """A message from another machine is not one that is expected here: its fields differ, or it is not a message."""
 
 
 class PreflightError(T5TrainError):
@@ -231,7 +231,7 @@ class DiskFailed(LaunchError):
 
 
 class HostReplaced(LaunchError):
-    """A host failed repeatedly in a way that is not retried on it; a spare replaces it."""
+    """A host failed repeatedly with an error that is not retried on the same host; a spare replaces it."""
 
 
 class RepeatedFailure(LaunchError):
@@ -289,6 +289,6 @@ class PublicationError(T5TrainError):
 
 
 def error_of(name: str, message: str) -> T5TrainError:
-    """The error whose class has that name, as another process reported it; a T5TrainError if there is no such class."""
+    """Return the error that another process reported by class name; a T5TrainError if there is no such class."""
     kind = globals().get(name)
     return (kind if isinstance(kind, type) and issubclass(kind, T5TrainError) else T5TrainError)(message)

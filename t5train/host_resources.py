@@ -14,12 +14,12 @@ _GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 
 
 def num_cores() -> int:
-    """The cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def host_memory_bytes() -> int:
-    """The machine's memory, or the limit of this process's control group if that is lower."""
+    """Return the machine's memory, or the limit of this process's control group if that is lower."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     limits += [int(text) for path in _GROUP_LIMITS if path.exists() and (text := path.read_text().strip()) != "max"]
     return min(limits)
@@ -57,5 +57,5 @@ def require_space(root: Path, needed_bytes: int, what: str) -> None:
 
 
 def format_bytes(size_bytes: int) -> str:
-    """A size as users read it, in decimal units: ``1.3 GB`` or ``40.0 MB``."""
+    """Return a size as text for users, in decimal units: ``1.3 GB`` or ``40.0 MB``."""
     return f"{size_bytes / 1e9:,.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"

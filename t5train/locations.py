@@ -30,7 +30,7 @@ _QUERY = re.compile(r"[\w-]+=")
 
 
 def local_folder(url: str) -> Path | None:
-    """The absolute path of the folder that a path or ``file://`` URL names; None for any other URL."""
+    """Return the absolute path of the folder that a path or ``file://`` URL names; None for any other URL."""
     protocol, rest = split_protocol(url)
     if protocol not in (None, "file", "local") or "::" in url:
         return None
@@ -38,15 +38,15 @@ def local_folder(url: str) -> Path | None:
 
 
 def shareable_source(source: str) -> str:
-    """A corpus source without credentials and, for a local one, without its parent folders."""
+    """Return a corpus source without credentials and, for a local one, without its parent folders."""
     local = local_folder(source)
     return redacted(source) if local is None else local.name
 
 
 def remote_folder(url: str) -> tuple[Any, str]:
-    """The fsspec filesystem of a URL, and the folder's path in it.
+    """Return the fsspec filesystem of a URL, and the folder's path in it.
 
-    Raises PublicationError when the protocol is unknown, its package is not installed, or the store refuses.
+    Raises PublicationError if the protocol is unknown, its package is not installed, or the store refuses access.
     """
     with explained(url, "cannot be reached"):
         filesystem, path = fsspec.core.url_to_fs(url)
@@ -86,14 +86,14 @@ class Counted(Callback):  # type: ignore[misc]  # fsspec has no types
 
 
 def redacted(url: str) -> str:
-    """The URL without parts that may be secret: user, password, query and fragment. Local paths are not changed."""
+    """Return a URL without user, password, query and fragment, which may be secret. Local paths are not changed."""
     if local_folder(url) is not None:
         return url
     return "::".join(_without_authority(part) for part in url.split("::"))
 
 
 def without_secret(setting: str, url: str) -> str:
-    """The URL if it holds no secret, otherwise ValueError: specs are written to disk and displayed."""
+    """Return the URL. Raises ValueError if it holds a secret, because specs are written to disk and displayed."""
     for part in map(_taken_apart, url.split("::")):
         has_key = part.password is not None or (part.username is not None and part.scheme not in _NAMES_BEFORE_AT)
         if part.scheme and part.netloc and (has_key or part.query):
@@ -105,7 +105,7 @@ def without_secret(setting: str, url: str) -> str:
 
 
 def _remedy(error: Exception) -> str:
-    """What to do about credentials; stores only report that they are wrong."""
+    """Return advice about credentials if they caused the error: stores only report that access is denied."""
     if not isinstance(error, PermissionError) and "Credentials" not in type(error).__name__:
         return ""
     return (
@@ -115,7 +115,7 @@ def _remedy(error: Exception) -> str:
 
 
 def _taken_apart(url: str) -> SplitResult:
-    """A URL's parts; in schemes without queries, a ``?`` that does not look like one is a wildcard in the path."""
+    """Split a URL. In schemes without queries, a ``?`` that does not begin a query is a wildcard in the path."""
     parts = urlsplit(url)
     if parts.scheme in _WITHOUT_QUERIES and parts.path and parts.query and not _QUERY.match(parts.query):
         return parts._replace(path=f"{parts.path}?{parts.query}", query="")

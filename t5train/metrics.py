@@ -20,10 +20,10 @@ class Metrics:
     """Appends to ``metrics.jsonl`` and to TensorBoard's folder; a context manager."""
 
     def __init__(self, path: Path, tensorboard: Path, resume_step: int) -> None:
-        """Drops lines of steps after ``resume_step`` first; they are from an attempt that lost these steps."""
+        """Remove the lines of steps after ``resume_step``: they are from an earlier attempt, and are trained again."""
         from torch.utils.tensorboard import SummaryWriter  # imported here: the head reads metrics without torch
 
-        path.parent.mkdir(parents=True, exist_ok=True)  # the head creates a run's folder only on its own disk
+        path.parent.mkdir(parents=True, exist_ok=True)  # the head may have created it on its own disk only
         drop_after(path, resume_step)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - this object is the context manager
         self._tensorboard = SummaryWriter(str(tensorboard), purge_step=resume_step + 1)
@@ -47,7 +47,7 @@ class Metrics:
 
 
 def read(path: Path) -> list[Values]:
-    """All complete lines; the last one may still be incomplete. Damaged lines are skipped with a warning."""
+    """Return all complete lines; the last one may still be incomplete. Damaged lines are skipped with a warning."""
     if not path.exists():
         return []
     found: list[Values] = []
@@ -60,7 +60,7 @@ def read(path: Path) -> list[Values]:
 
 
 def parse_line(line: bytes) -> Values | None:
-    """The values of a line; None for a damaged one, because a damaged log must not stop a run."""
+    """Return the values of a line; None for a damaged one, because a damaged log must not stop a run."""
     try:
         values = json.loads(line)
     except ValueError:
@@ -69,7 +69,7 @@ def parse_line(line: bytes) -> Values | None:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Remove lines of later steps, written by an attempt that continued from that step."""
+    """Remove the lines of steps after ``step``, which an earlier attempt wrote."""
     lines = [json.dumps(line) for line in read(path) if int(line["step"] or 0) <= step]
     write_text(path, "".join(line + "\n" for line in lines))
 
@@ -78,7 +78,7 @@ _TAIL_BYTES = 64 << 10
 
 
 def last_metrics(path: Path) -> Values | None:
-    """The newest complete line with a loss. Reads only the end of the file, because it is called twice a second."""
+    """Return the newest complete line with a loss. Reads only the end of the file, as it is called twice a second."""
     if not path.exists():
         return None
     with open(path, "rb") as file:
@@ -97,5 +97,5 @@ LOSSES = {
 
 
 def loss_lines(losses: Mapping[str, Any]) -> list[str]:
-    """The three losses, one line each."""
+    """Return the three losses as text, one line each."""
     return [f"{losses[name]:.4f} nats/token: {meaning}" for name, meaning in LOSSES.items() if name in losses]

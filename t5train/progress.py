@@ -6,10 +6,10 @@ from typing import Protocol, TypeVar
 
 
 class Progress(Protocol):
-    """A stage calls this from time to time, at most a few times per second of work."""
+    """A callback that a stage calls from time to time, at most a few times per second."""
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
-        """``done`` of ``total`` units of ``what`` (``total`` is None while it is not known)."""
+        """Report that ``done`` of ``total`` units of ``what`` are done (``total`` is None while it is not known)."""
         ...
 
 
@@ -26,14 +26,14 @@ class Interrupted(Exception):
 
 
 class Interruptible:
-    """A progress callback for other threads that can also stop them. It keeps their latest report."""
+    """A progress callback for work in another thread. It keeps the latest report, and can stop the work."""
 
     def __init__(self) -> None:
         self.is_told_to_end = False
         self._last: tuple[str, int, int | None] | None = None
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
-        """Keep the report. Raises Interrupted once the thread is to stop."""
+        """Keep the report. Raises Interrupted if the work is to stop."""
         if self.is_told_to_end:
             raise Interrupted
         self._last = (what, done, total)
@@ -45,7 +45,7 @@ class Interruptible:
 
 
 def relayed(act: Callable[[Progress], Result], progress: Progress) -> Result:
-    """Run ``act`` in another thread and return its result; its progress is reported in this thread.
+    """Run ``act`` in another thread and return its result. Its progress is reported in this thread.
 
     An exception in this thread, such as one raised on SIGTERM, interrupts ``act``.
     """

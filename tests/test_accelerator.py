@@ -1,4 +1,4 @@
-"""The chain on real accelerators, as many ranks as there are of them (at most four)."""
+"""Training, export and certification on real accelerators, with one rank on each (at most four)."""
 
 import json
 import os
@@ -160,5 +160,5 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_run_goes_on_where_it_stoo
     again = json.loads((attempt_folder(spec.run_folder, 2) / "spec.json").read_text())
     resumed = int(again["resume_tag"].removeprefix("step-"))
     repeated = {step: loss for step, loss in lost.items() if step > resumed}
-    # Kernels of accelerators add up in no fixed order, so that bits are not promised.
+    # Accelerator kernels sum in no fixed order, so losses are not bit-identical.
     assert {step: _losses(spec)[step] for step in repeated} == pytest.approx(repeated, rel=0.01)

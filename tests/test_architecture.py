@@ -1,4 +1,4 @@
-"""The rules of the tree that a reader relies on without seeing them: who imports whom, and what stays small."""
+"""Rules of the source tree: which package may import which, how large modules may be, and that none keeps state."""
 
 import ast
 import subprocess
@@ -18,7 +18,7 @@ LAYERS = {
     "tasks": {"tasks", "infra", "t5train", "prefect"},
     "flows": {"flows", "tasks", "infra", "t5train", "prefect", "deployments"},
 }
-ABOVE = {  # within a layer: what the package may not import
+ABOVE = {  # packages of its own layer that each package may not import
     "infra.node": ("infra.head", "infra.testcluster"),
     "infra.head": ("infra.testcluster",),
     "infra.testcluster": ("infra.head",),
@@ -26,7 +26,7 @@ ABOVE = {  # within a layer: what the package may not import
 }
 RUNS_ON_NODES = ("infra.node", "t5train.files", "t5train.rank", "t5train.errors", "t5train.progress")
 RUNS_ON_NODES += ("t5train.host_resources",)
-LATER = {  # imported within functions, where the head or a rank asks for it
+LATER = {  # imported only inside functions, when the head or a rank needs it
     "infra.node.compiled_operators": {"deepspeed"},
     "infra.node.inspection.accelerators": {"torch"},
     "infra.node.inspection.all_reduce": {"torch"},
@@ -58,7 +58,7 @@ RUNNABLE = [name for name in MODULES if not name.endswith("__main__")]
 
 
 def imported(name: str) -> Iterator[str]:
-    """Modules that a module imports, at its top or inside a function, as dotted names."""
+    """Dotted names of the modules that a module imports, at its top or inside a function."""
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -84,7 +84,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 
 def children_of(package: str) -> dict[str, set[str]]:
-    """Modules and packages directly below a package, each with those of them that it imports."""
+    """Map each module and package directly below a package to the others of these that it imports."""
     found: dict[str, set[str]] = {}
     for name in MODULES:
         if name.startswith(f"{package}."):
@@ -123,7 +123,7 @@ def is_standard(module: str) -> bool:
 
 
 def imports_of(tree: ast.Module) -> Iterator[tuple[str, bool]]:
-    """Modules and names imported by a module, and whether at its top; typing-only imports are left out."""
+    """Names that a module imports, each with whether the import is at its top. Omits typing-only imports."""
     nested = {
         id(node) for top in tree.body for node in ast.walk(top) if isinstance(top, ast.FunctionDef | ast.ClassDef)
     }
@@ -186,7 +186,7 @@ def test_every_module_says_what_it_is_and_stays_small() -> None:
 
 
 def module_state(tree: ast.Module) -> Iterator[str]:
-    """What a module keeps between calls: ``global``, context variables, and containers that are empty at first."""
+    """Statements that keep state between calls: ``global``, context variables, and initially empty containers."""
     yield from (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Global))
     for node in tree.body:
         value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
@@ -210,7 +210,7 @@ def test_state_of_a_module_is_found(code: str) -> None:
 
 
 def device_bound(tree: ast.AST) -> Iterator[int]:
-    """Lines that work on one maker's accelerator only; DeepSpeed's and torch's accelerator interfaces work on all."""
+    """Lines that work with one vendor's accelerators only, unlike the accelerator interfaces of DeepSpeed and torch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr == "cuda":
             yield node.lineno

@@ -1,4 +1,4 @@
-"""The table for users of other scripts names settings that there are."""
+"""The table in docs/options.md for users of other DeepSpeed scripts names only settings that exist."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_every_name_of_such_scripts_has_a_line() -> None:
     assert set(re.findall(r"^\| `(\w+)` \| ", TEXT, re.MULTILINE)) == THERE
 
 
-@pytest.mark.parametrize("there", sorted(THERE - {"print_memory"}))  # which has no setting here
+@pytest.mark.parametrize("there", sorted(THERE - {"print_memory"}))  # has no equivalent setting here
 def test_such_a_name_given_as_a_setting_is_answered_with_the_setting_of_its_line(there: str) -> None:
     line = next(line for line in TEXT.splitlines() if line.startswith(f"| `{there}` |"))
     here = line.split("|")[2].strip().split("`")[1].partition("=")[0]

@@ -1,4 +1,4 @@
-"""``make setup`` does what is needed, says what it cannot do, and does nothing twice."""
+"""``make setup`` does what is needed, reports what it cannot do, and repeats nothing."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ esac
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What setup reads, and a ``bin`` with nothing but the shell and make."""
+    """A folder with the files that setup reads, and a ``bin`` with only the programs in TOOLS."""
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
@@ -128,8 +128,9 @@ def test_without_a_browser_that_may_be_installed_the_tests_go_on(checkout: Path)
 
 
 def cluster_packages(checkout: Path) -> subprocess.CompletedProcess[str]:
+    # Remove the folders in which this machine may have the programs.
     script = (checkout / ".ci" / "cluster-packages").read_text("utf-8")
-    (checkout / ".ci" / "cluster-packages").write_text(script.replace(":/usr/sbin:/sbin", ""), "utf-8")  # what is there
+    (checkout / ".ci" / "cluster-packages").write_text(script.replace(":/usr/sbin:/sbin", ""), "utf-8")
     environment = {"PATH": str(checkout / "bin")}
     command = [str(checkout / ".ci" / "cluster-packages")]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)

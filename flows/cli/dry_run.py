@@ -18,9 +18,9 @@ from t5train.spec import RunSpec
 
 
 def describe(spec: RunSpec) -> str:
-    """The resolved spec, the fingerprints, the DeepSpeed configuration and the launch command, as text.
+    """Return the spec, fingerprints, DeepSpeed configuration, memory, hosts and launch command of a run, as text.
 
-    Raises the errors of ``require_possible``; does not check what this machine lacks.
+    Raises the errors of ``require_possible``. Does not check whether this machine can execute the run.
     """
     of_model = require_possible(spec)
     sections = {
@@ -36,12 +36,12 @@ def describe(spec: RunSpec) -> str:
 
 
 def _fingerprints(spec: RunSpec) -> dict[str, str]:
-    """Fingerprints of the run and of each part's settings; those of a result also include its inputs."""
+    """Return the fingerprints of the run and of each part's settings. Those of results also include their inputs."""
     return {"run": spec.fingerprint(), **{part: fingerprint(values) for part, values in spec.identity().items()}}
 
 
 def _hosts(spec: RunSpec) -> dict[str, str]:
-    """The ranks of each host; empty without a hostfile."""
+    """Return a table with the ranks of each host; empty without a hostfile."""
     if spec.cluster.hostfile is None:
         return {}
     rows, first = [f"{'ranks':14}{'host':28}slots"], 0

@@ -1,4 +1,4 @@
-"""``gc``: files that no run needs, on this machine and on hosts, and how much disk space they take."""
+"""``gc``: shows and removes files that no run needs, on this machine and on hosts."""
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -83,7 +83,7 @@ def gc(
 
 
 def _verified(finished: list[FinishedRun], found: Mapping[str, Iterable[Garbage]]) -> list[FinishedRun]:
-    """The finished runs, after verifying the head's copies of those that hosts are to remove; reports faults."""
+    """Return the finished runs after verifying the head's copies of those that hosts are to remove. Reports faults."""
     names = {PurePath(each.place).name for share in found.values() for each in share if _is_run(each)}
     with stage_display() as progress:
         checked = list(verified(finished, names, progress))
@@ -99,7 +99,7 @@ def _is_run(garbage: Garbage) -> bool:
 
 @contextmanager
 def _nodes(machines: MachinesSpec) -> Iterator[tuple[Nodes, dict[str, HostError]]]:
-    """The hosts of the hostfile, if any, and the errors of those to which this project's code could not be sent."""
+    """Yield the hosts of the hostfile, if any, and the errors of those to which the code could not be sent."""
     cluster = machines.cluster
     hosts = (*chosen_hosts(cluster).names, *spare_hosts(cluster).names) if cluster.hostfile else ()
     with tempfile.TemporaryDirectory(prefix="t5-gc-") as folder:
@@ -110,7 +110,7 @@ def _nodes(machines: MachinesSpec) -> Iterator[tuple[Nodes, dict[str, HostError]
 
 
 def _heard(answers: dict[str, T | HostError]) -> dict[str, T]:
-    """The answers of hosts that answered; prints an error for each of the others."""
+    """Return the answers without those that are errors, which are printed."""
     for answer in answers.values():
         if isinstance(answer, HostError):
             complain(f"left out: {answer}")

@@ -52,12 +52,15 @@ LauncherOption = Annotated[str | None, typer.Option("--launcher", help="pdsh, sl
 
 
 def root_of(root: Path | None) -> Path:
-    """The absolute path of the given root, or of the default one."""
+    """Return the absolute path of the given root, or of the default one."""
     return (root or StorageSpec().root).absolute()
 
 
 def settings(assignments: list[str] | None) -> dict[str, str]:
-    """``["optimizer.num_steps=8"]`` as ``{"optimizer.num_steps": "8"}``; a usage error without name or equals sign."""
+    """Parse ``["optimizer.num_steps=8"]`` to ``{"optimizer.num_steps": "8"}``.
+
+    Raises a usage error if the name or the equals sign is missing.
+    """
     found = {}
     for assignment in assignments or []:
         name, equals, value = assignment.partition("=")
@@ -76,7 +79,7 @@ def host_settings(
     spares: int | None = None,
     ship_code: bool | None = None,
 ) -> dict[str, str]:
-    """The settings that the options for hosts stand for; options that are not given are left out."""
+    """Return the settings that the options for hosts stand for. Options that are not given are left out."""
     given = {
         "cluster.hostfile": hostfile and str(hostfile.absolute()),
         "cluster.include": include,
@@ -91,5 +94,5 @@ def host_settings(
 
 
 def spec_of(recipe: str, changes: list[str] | None, root: Path | None, name: str | None = None) -> RunSpec:
-    """The RunSpec that the options describe."""
+    """Return the RunSpec that the options describe."""
     return resolve(recipe, settings(changes), root=root, run_name=name)

@@ -1,4 +1,4 @@
-"""``preflight``: whether hosts can train together, without training."""
+"""``preflight``: checks whether hosts can train together, without training."""
 
 from typing import Annotated
 

@@ -102,14 +102,14 @@ def _login(api_url: str) -> str:
 
 
 def _close_abandoned_runs() -> None:
-    from flows.abandoned import close_abandoned_runs  # brings Prefect, as below
+    from flows.abandoned import close_abandoned_runs  # imports Prefect, as below
 
     for name in close_abandoned_runs():
         complain(f"run {name!r} was killed and is now closed in Prefect; start the same run again to resume it")
 
 
 def _run_flow(held: HeldRun, spec: RunSpec, changes: dict[str, str], progress: Progress, adopt: bool) -> Publication:
-    from flows.pretrain import pretrain_flow  # brings Prefect, which reads its settings when it is imported
+    from flows.pretrain import pretrain_flow  # imports Prefect, which reads its settings when it is imported
 
     if isinstance(progress, BarProgress):
         _log_above(progress)

@@ -72,7 +72,7 @@ def _explain(profiles: prefect_profile.UserProfiles, home: Path, api_url: str) -
 
 
 def _how_to_run(profiles: prefect_profile.UserProfiles, home: Path, api_url: str) -> Iterator[str]:
-    """Commands that start a run in another shell with the same environment."""
+    """Yield commands that start a run in another shell with the same environment."""
     run = f"{shlex.quote(str(_prefect()))} deployment run t5-pretrain/smoke"
     try:
         is_in_use = profiles.write(api_url, api_key.read(home))
@@ -89,7 +89,7 @@ def _how_to_run(profiles: prefect_profile.UserProfiles, home: Path, api_url: str
 
 
 def _await_end(worker: subprocess.Popen[bytes]) -> int:
-    """Wait for the worker, and return its exit code; close abandoned runs of the server's other clients until then."""
+    """Wait for the worker, and return its exit code. Until then, close abandoned runs of the server's other clients."""
     while True:
         try:
             return worker.wait(LOOK_SECONDS)
@@ -129,7 +129,7 @@ def _end_runs(of_worker: processes.Belongs) -> None:
 def _close_runs_of_pool() -> None:
     from flows.abandoned import (
         close_abandoned_runs,
-        close_runs_of_pool,  # brings Prefect, as above
+        close_runs_of_pool,  # imports Prefect, as in _deploy
     )
 
     for name in [*close_abandoned_runs(), *close_runs_of_pool()]:
@@ -149,12 +149,12 @@ def _close_abandoned_runs() -> None:
 
 
 def _deploy(root: Path) -> None:
-    from flows.deploy import deploy as deploy_all  # brings Prefect, which reads its settings when it is imported
+    from flows.deploy import deploy as deploy_all  # imports Prefect, which reads its settings when it is imported
 
     deploy_all(root)
     say(f"deployed: {', '.join(f't5-pretrain/{recipe}' for recipe in RECIPES)}")
 
 
 def _prefect() -> Path:
-    """Prefect's command, in the same folder as the Python interpreter."""
+    """Return the path of Prefect's command, in the same folder as the Python interpreter."""
     return Path(sys.executable).with_name("prefect")

@@ -147,7 +147,7 @@ def consolidate(
     moments: Annotated[bool, typer.Option("--moments", help="Write Adam's two moments, too")] = False,
 ) -> None:
     """Convert a DeepSpeed checkpoint to fp32 safetensors."""
-    from t5train.checkpoint.consolidate import consolidate as consolidate_checkpoint  # brings torch
+    from t5train.checkpoint.consolidate import consolidate as consolidate_checkpoint  # imports torch
 
     size = _bytes(shard_size) if shard_size else None
     with stage_display() as progress:

@@ -45,7 +45,7 @@ def status(root: RootOption = None) -> None:
 
 
 def run_status(folder: Path) -> RunStatus:
-    """The status of one run."""
+    """Return the status of one run."""
     line = last_metrics(folder / METRICS) or {}
     loss = line.get("loss")
     published = _read(folder / PUBLISHED).get("url")
@@ -60,7 +60,7 @@ def run_status(folder: Path) -> RunStatus:
 
 
 def _stage(folder: Path) -> str:
-    """Every stage writes a file when it is done; the latest stage with such a file counts."""
+    """Return the last finished stage. Every stage writes a file when it is done."""
     consolidated = [weights / MANIFEST for weights in visible_in(folder / WEIGHTS)]
     signs = {
         "published": [folder / PUBLISHED],
@@ -74,7 +74,7 @@ def _stage(folder: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A small JSON file; empty if it is missing or incomplete."""
+    """Read a small JSON file; empty if it is missing or incomplete."""
     try:
         found: dict[str, Any] = json.loads(path.read_text("utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):

@@ -1,4 +1,4 @@
-"""How the progress of a long stage is shown: as a bar on a terminal, as occasional lines in a file or pipe."""
+"""Terminal output: progress of long stages (a bar on a terminal, occasional lines in a file or pipe), lines, tables."""
 
 import logging
 import sys
@@ -71,7 +71,7 @@ class LogAbove(logging.Handler):
 
 @contextmanager
 def stage_display() -> Iterator[ProgressCallback]:
-    """``progress_display`` plus the library's log, from INFO on; in a flow, this is in the run's log."""
+    """Show progress as ``progress_display`` does, and the library's log from INFO on. (A flow logs it to Prefect.)"""
     with progress_display() as progress:
         handler = LogAbove(progress.console)
         loggers = [logging.getLogger(name) for name in _LOGGERS]
@@ -89,7 +89,7 @@ def stage_display() -> Iterator[ProgressCallback]:
 
 @contextmanager
 def progress_display() -> Iterator[LineProgress | BarProgress]:
-    """A progress callback that shows a stage's reports on standard error within the block."""
+    """Yield a progress callback that shows a stage's reports on standard error within the block."""
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         yield LineProgress(console)
@@ -115,7 +115,7 @@ def complain(line: str) -> None:
 
 
 def show_table(columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table on standard output; tab-separated if that is not a terminal."""
+    """Print a table on standard output, tab-separated if that is not a terminal."""
     console = Console(emoji=False)
     if not console.is_terminal:
         for row in [columns, *rows]:

@@ -1,4 +1,4 @@
-"""Which hosts train: those of the hostfile, with spares instead of hosts that are down or have failed twice."""
+"""Chooses the hosts that train: those of the hostfile, with spares for hosts that are down or have failed twice."""
 
 import logging
 import tempfile
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def with_spares(hosts: Hosts, spares: Hosts, unfit_hosts: Mapping[str, str]) -> Hosts:
-    """The hosts, with unfit ones replaced by spares that have enough slots, while there are any."""
+    """Return the hosts, with unfit ones replaced by spares with enough slots, as long as there are any."""
     left = [spare for spare in spares.all if spare.name not in unfit_hosts]
     return Hosts(
         tuple(_or_spare(host, why, left) if (why := unfit_hosts.get(host.name)) else host for host in hosts.all)
@@ -36,10 +36,11 @@ def _or_spare(host: Host, why: str, left: list[Host]) -> Host:
 
 
 def training_hosts(spec: RunSpec, at_work: Hosts | None = None, silent: Collection[str] = ()) -> Hosts:
-    """The hosts that train.
+    """Return the hosts that train.
 
-    Hosts ``at_work``, whose ranks an earlier head left running, stay, including the spares among them. Hosts that were
-    ``silent`` before the run began are replaced: nothing is lost by not waiting for them.
+    ``at_work`` are hosts whose ranks an earlier head left running. They are kept, including spares among them, unless
+    one of them is unfit or their number of ranks differs. Hosts that were ``silent`` before the run began are replaced
+    at once: not waiting for them loses nothing.
     """
     hosts, spares = read_hosts(spec.cluster), spare_hosts(spec.cluster)
     unfit = dict.fromkeys(sorted(silent), "does not answer") | retries.unfit(spec.run_folder)
@@ -52,11 +53,11 @@ def training_hosts(spec: RunSpec, at_work: Hosts | None = None, silent: Collecti
 def require_hosts(
     spec: RunSpec, of_model: T5Shape, text_bytes: int, at_work: Hosts | None = None, silent: Collection[str] = ()
 ) -> set[str]:
-    """Raise PreflightError unless the hosts can train together, as far as that can be known now.
+    """Raise PreflightError unless the hosts can train together, as far as this can be checked now.
 
-    A host that does not answer, which may be transient, is replaced by a spare if there is one, and the spare is asked.
-    Hosts whose ranks are running were asked when these began, and are not given up for problems that came up since.
-    Returns the ``silent`` hosts, with those that were found now.
+    A host that does not answer is replaced by a spare if there is one, and the spare is checked, too. Hosts whose ranks
+    are already running passed these checks before the ranks started; they are not checked again. Returns the ``silent``
+    hosts and those that did not answer now.
     """
     hosts, answers, excluded = training_hosts(spec, at_work, silent), dict[str, str](), set(silent)
     if hosts == at_work:
@@ -76,9 +77,9 @@ def require_hosts(
 def asked(
     spec: RunSpec, hosts: Hosts, of_model: T5Shape, text_bytes: int
 ) -> Iterator[tuple[LaunchRequirements, Transport]]:
-    """What a run with this many bytes of text requires of these hosts, and the transport to them.
+    """Yield the requirements of a run with ``text_bytes`` of text on these hosts, and the transport to the hosts.
 
-    Token shards take no more disk space than plain text.
+    The size of the text stands for that of the token shards, which take no more disk space than plain text.
     """
     with tempfile.TemporaryDirectory(prefix="t5-preflight-") as folder:
         yield LaunchRequirements.of_run(spec, hosts, of_model, text_bytes), Ssh.configured(spec.cluster, Path(folder))

@@ -1,6 +1,6 @@
-"""When to stop retrying a run, and which hosts have failed twice.
+"""Decides when to stop retrying a run, and finds hosts that have failed twice.
 
-Failures are recorded in the run's folder, so that a host that fails once in each of several commands is found too.
+Failures are recorded in the run's folder, so a host that fails once in each of two commands is found, too.
 """
 
 import json
@@ -19,7 +19,7 @@ from t5train.files.run_folder import CHECKPOINTS, FAILURES
 MOST_ALIKE = 3
 _UNFIT = 2
 _REMEMBERED = timedelta(days=7)
-"""How long a failure counts against a host, which may be repaired after that."""
+"""How long a failure counts against a host. The host may have been repaired after that."""
 _THIS_COMMAND = secrets.token_hex(8)
 
 
@@ -30,10 +30,10 @@ class _Failure:
     """Random id of the process that made this attempt."""
     kind: str
     text: str
-    """First line of the error, without numbers, since these differ between attempts."""
+    """First line of the error. Numbers are masked, because they differ between attempts."""
     hosts: tuple[str, ...]
     stands_at: str
-    """The newest checkpoint. A failure after a new checkpoint is a different failure."""
+    """Tag of the newest checkpoint. A failure after a new checkpoint is a different failure."""
 
     def is_like(self, other: "_Failure") -> bool:
         """Whether this is the same failure again, in the same command."""
@@ -43,11 +43,11 @@ class _Failure:
 def judged(
     run_folder: Path, error: T5TrainError, is_replaced: Callable[[str], bool] = lambda _host: False
 ) -> T5TrainError:
-    """Record a failure of a run, and return the error to raise, which names the hosts that have failed before.
+    """Record a failure of a run, and return the error to raise. It names those of its hosts that have failed twice.
 
-    Returns RepeatedFailure, which is not retried, for the third identical failure in a row in this command, without a
-    new checkpoint in between. Returns HostReplaced, which is retried, if the error is never retried on the same hosts
-    and all hosts that failed repeatedly are ``is_replaced`` from now on.
+    Returns RepeatedFailure, which is not retried, for the third identical failure in a row in this command without a
+    new checkpoint in between. Returns HostReplaced, which is retried, if the error is not retryable on the same hosts
+    and the hosts that have failed twice do not train from now on (``is_replaced``).
     """
     text = re.sub(r"\d+", "#", str(error).partition("\n")[0])
     this = _Failure(now(), _THIS_COMMAND, type(error).__name__, text, error.hosts, _newest_tag(run_folder))
@@ -64,7 +64,7 @@ def judged(
 
 
 def unfit(run_folder: Path) -> dict[str, str]:
-    """Hosts that have failed twice in the last week, and so are to be excluded, with the reason."""
+    """The hosts to replace because they have failed twice in the last week, with the reason."""
     return dict.fromkeys(_failed_twice(_recorded(run_folder)), "has failed twice")
 
 
@@ -79,7 +79,7 @@ def _record(run_folder: Path, failure: _Failure) -> None:
 
 
 def _recorded(run_folder: Path) -> list[_Failure]:
-    """The failures that count, oldest first. A truncated line is skipped."""
+    """The failures of the last week, oldest first. Damaged lines are skipped."""
     try:
         lines = (run_folder / FAILURES).read_text("utf-8").splitlines()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""SIGTERM to a head: ranks get time to save before the signal takes effect."""
+"""Handles SIGTERM to the head, so that ranks get time to save before the signal takes effect."""
 
 import logging
 import signal
@@ -11,14 +11,15 @@ _log = logging.getLogger(__name__)
 
 
 class Stopped(BaseException):
-    """SIGTERM was received by a process without its own handler for it."""
+    """SIGTERM was received, and the process has no other handler for it."""
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Within the block, SIGTERM raises ``Stopped``; after the block, it takes its usual effect.
+    """Make SIGTERM raise ``Stopped`` within the block. After the block, the signal takes its usual effect.
 
-    A handler that is already installed stays, and is assumed to raise its own exception, as Prefect's does.
+    A handler that is already installed is kept. It is assumed to raise its own exception, as Prefect's does. Has no
+    effect outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
@@ -38,7 +39,8 @@ def stoppable() -> Iterator[None]:
 def undisturbed(what: str) -> Iterator[None]:
     """Defer Ctrl-C and SIGTERM until the end of the block, which must not be interrupted and takes bounded time.
 
-    ``what`` describes the work to a user who presses Ctrl-C again. Other threads never get these signals.
+    ``what`` describes the work; it is logged when such a signal arrives. In other threads than the main thread, there
+    is nothing to defer: Python handles signals only in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -60,7 +62,7 @@ def undisturbed(what: str) -> Iterator[None]:
 
 
 def is_stop(error: BaseException) -> bool:
-    """Whether an exception that ended a block was caused by SIGTERM, and not by a failure or Ctrl-C."""
+    """Whether the exception that ended a block was raised because of SIGTERM, not by a failure or Ctrl-C."""
     return not isinstance(error, Exception | KeyboardInterrupt)
 
 

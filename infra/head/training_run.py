@@ -46,12 +46,14 @@ from t5train.spec import RunSpec
 def train_run(
     spec: RunSpec, shards: TokenShards, run: HeldRun, progress: Progress = silent, *, adopt: bool = False
 ) -> Checkpoint:
-    """Return the last checkpoint of a held run: reused, or trained starting from the newest complete one.
+    """Train a held run to its end, from its newest complete checkpoint; returns the last checkpoint.
 
-    ``adopt`` takes over the run's files on hosts from another head whose lease has expired. Raises RunChanged if the
-    run was begun with other settings, RunOwned if another head owns its files on hosts, a TrainingError if training
-    fails a sanity check, and LaunchError or HostError, after most of which a retry can help. Such an error names hosts
-    that have failed twice in the last week; spares replace them the next time.
+    If the run has finished, only returns its last checkpoint. ``adopt`` takes over the run's files on hosts from
+    another head whose lease has expired.
+
+    Raises RunChanged if the run was begun with other settings, RunOwned if another head owns its files on hosts, and a
+    TrainingError if training fails a sanity check. Raises LaunchError or HostError for other failures; most of these
+    are worth a retry. These errors name the hosts that have failed twice in the last week, which spares then replace.
     """
     resume.open_run(spec, shards, progress)
     if (checkpoint := resume.finished(spec, shards, progress)) is not None:
@@ -76,7 +78,7 @@ def train_again(spec: RunSpec, run: HeldRun) -> None:
 
 @dataclass(frozen=True)
 class _Training:
-    """One start of the ranks of a held run, on this machine or on hosts."""
+    """The training of a held run, on this machine or on hosts."""
 
     spec: RunSpec
     shards: TokenShards
@@ -85,9 +87,9 @@ class _Training:
     adopt: bool
 
     def to_the_end(self) -> None:
-        """Return when all ranks have trained to the last step."""
+        """Start the ranks, and wait until all of them have trained to the last step."""
         spec = self.spec
-        self.run.require_held()  # before ending what seems to be left of an earlier attempt
+        self.run.require_held()  # before ending ranks of an earlier attempt: another head may have taken over
         if spec.cluster.hostfile is None:
             end_all(self.run, spec.cluster, self._on_tick)
             launch(launch_spec(spec, lambda folder: rank_program(self._write_job(folder))), self._on_tick)
@@ -121,7 +123,7 @@ class _Training:
 
     def _on_nodes(self, needs: LaunchRequirements, hosts: Hosts) -> RunStorage:
         spec = self.spec
-        # The claim on the hosts is also renewed between two launches.
+        # The claim on the hosts is also renewed between two launches, so this folder must exist until the release.
         folder = self.run.at_release.enter_context(TemporaryDirectory(prefix="t5-hosts-"))
         transport = Ssh.configured(spec.cluster, Path(folder))
         begun, unique_id = resume.run_fingerprint(spec, self.shards), resume.unique_id(spec.run_folder)
@@ -136,7 +138,7 @@ def _is_replaced(spec: RunSpec, run: HeldRun, host: str) -> bool:
 
 
 def launch_spec(spec: RunSpec, program: Callable[[Path], tuple[str, ...]]) -> LaunchSpec:
-    """What DeepSpeed's launcher starts; for ``program``, see LaunchSpec."""
+    """Return the settings of a launch on this machine. For ``program``, see LaunchSpec."""
     return LaunchSpec(
         program=program,
         run_folder=spec.run_folder,
@@ -149,7 +151,7 @@ def launch_spec(spec: RunSpec, program: Callable[[Path], tuple[str, ...]]) -> La
 
 
 def rank_program(spec_path: Path) -> tuple[str, ...]:
-    """Arguments of the Python interpreter for every rank."""
+    """Return the arguments of the Python interpreter for every rank."""
     return "-m", "t5train.train", "--spec", str(spec_path)
 
 
@@ -166,9 +168,9 @@ _WEIGHT_BYTES = 4
 
 
 def require_ready(spec: RunSpec, run: HeldRun | None = None) -> set[str]:
-    """Raise now the errors that training would raise hours later on this machine, if they can already be known.
+    """Raise the errors that training would raise hours later, as far as they can be detected now.
 
-    ``run`` is the run, if it is held. Returns the hosts that do not answer, in whose place spares are to train.
+    ``run`` is the run, if it is held. Returns the hosts that do not answer, which spares are to replace.
     """
     _require_absolute(spec.storage.root)
     require_same_settings(spec)
@@ -187,9 +189,10 @@ def require_ready(spec: RunSpec, run: HeldRun | None = None) -> set[str]:
 
 @contextmanager
 def hold_ready_run(spec: RunSpec, held: HeldRun | None = None) -> Iterator[HeldRun]:
-    """``hold_run`` for a run that passes ``require_ready``; only the latter if the caller has ``held`` it already.
+    """Hold a run (``hold_run``) that passes ``require_ready``. If the caller has ``held`` it already, only check it.
 
-    A run that has already begun is held first: its ranks may be running on hosts, and do not wait long for a head.
+    A run that has already begun is held before it is checked: its ranks may be running on hosts, and end when no head
+    renews their lease.
     """
     with ExitStack() as stack:
         if held is None and spec.run_folder.exists():

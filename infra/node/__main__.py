@@ -1,23 +1,24 @@
-"""Actions that the head runs on a machine of the run, over ssh: ``python -m infra.node ACTION``.
+"""Actions that the head runs on a node, over ssh: ``python -m infra.node ACTION``.
 
 ::
 
-    facts     report the facts about this machine that preflight checks
-    probe     run this machine's ranks of the test all-reduce; end_probe ends them
+    facts     report the facts about this node that preflight checks
+    probe     run this node's ranks of preflight's all-reduce
+    end_probe end these ranks
     prepare   create the folder of an attempt
-    watch     report what its ranks do and carry out the head's orders for them, until stdin ends
+    watch     report what the ranks of an attempt do and carry out the head's orders, until stdin ends
     end       end an attempt
-    logs      send its files, packed
-    remove    remove its folder
+    logs      send the files of an attempt, packed
+    remove    remove the folder of an attempt
 
-and, for hosts that share no storage (infra.node.storage)::
+For hosts that share no storage (infra.node.storage)::
 
     claim     claim this node's files of a run for one head, or renew the claim
     disown    undo a claim
     inventory list this node's checkpoints of a run
-    prune     remove some of them
-    move_aside  move some of them to where nothing uses or removes them
-    listing   list other files of a run
+    prune     remove some of these checkpoints
+    move_aside  set some of these checkpoints aside
+    listing   list files of a run, with their digests
     send      send the files that the head requests
     receive   request files from the head
     stage     fetch files from the head or another node, and serve them to other nodes
@@ -25,10 +26,10 @@ and, for hosts that share no storage (infra.node.storage)::
     garbage   list what no run needs
     free      remove what no run needs
 
-Each action is a function of a request, a message (infra.node.messages) that is sent on stdin, so user input is never
-part of a command line. A Query is answered by one message on stdout; any other request starts a conversation. If the
-action fails, the last line on stderr is a Failure, and the exit code is 1. To start quickly, an action imports more
-than the standard library only if it needs it.
+Each action is a function that takes a request: a message (infra.node.messages) that the head sends on stdin. User input
+is therefore never part of a command line. The answer to a Query is one message on stdout; any other request starts a
+conversation. If the action fails, the last line on stderr is a Failure, and the exit code is 1. To start quickly, an
+action imports packages other than the standard library only if it needs them.
 """
 
 import os
@@ -64,24 +65,24 @@ ACTIONS = {
     "garbage": "infra.node.storage.garbage:garbage",
     "free": "infra.node.storage.garbage:free",
 }
-"""The function of each action. It takes the request, and the channel to the head if it is not a Query."""
+"""The module and function of each action. The function takes the request and, unless that is a Query, the channel."""
 
 
 def function_of(name: str) -> Callable[..., object]:
-    """The function of an action. Its module is imported only now, because some are slow to import."""
+    """Return the function of an action. Its module is imported only now, because some modules are slow to import."""
     module, _, function = ACTIONS[name].partition(":")
     found: Callable[..., object] = getattr(import_module(module), function)
     return found
 
 
 def request_type(function: Callable[..., object]) -> type[Any]:
-    """The class of the requests of an action."""
+    """The class of the request that the function of an action takes."""
     kind: type[Any] = get_type_hints(function)["request"]
     return kind
 
 
 def act(name: str, head: Channel) -> None:
-    """Receive the request for an action, run it, and send the answer."""
+    """Receive the request for an action and run the action; send the answer to a Query."""
     function = function_of(name)
     request = head.receive(request_type(function))
     if isinstance(request, Query):
@@ -99,7 +100,7 @@ def _failure(error: T5TrainError | OSError) -> Failure:
 
 
 def main() -> int:
-    """Run one action."""
+    """Run the action that the command line names, and return the exit code."""
     os.umask(0o077)
     try:
         act(sys.argv[1], head_channel())

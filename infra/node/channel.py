@@ -1,4 +1,4 @@
-"""A connection to another machine that carries messages in both directions, and bytes of files between them.
+"""A connection to another machine, which carries messages in both directions, and bytes of files between messages.
 
 Standard library only, as nodes import it.
 """
@@ -14,7 +14,7 @@ from infra.node.messages import decode, encode
 from t5train.errors import BadMessage
 
 CHUNK_BYTES = 1 << 20
-_MOST_LINE_BYTES = 64 << 20  # of a message: far more than any needs, and few enough for memory
+_MOST_LINE_BYTES = 64 << 20  # the longest message: far more than any needs, but still fits in memory
 _READ_BYTES = 1 << 18
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class BrokenOff(ConnectionError):
 
 
 class WrongMessage(BrokenOff):
-    """The peer sent something else than a message that is expected at this point."""
+    """The peer sent something other than a message that is expected at this point."""
 
     def __init__(self, reason: BadMessage) -> None:
         super().__init__(str(reason))
@@ -32,7 +32,7 @@ class WrongMessage(BrokenOff):
 
 
 class Channel:
-    """Several threads may send; one may receive.
+    """A connection to a peer. Several threads may send; only one may receive.
 
     Everything is read through one buffer, so that bytes, messages and time limits can be mixed.
     """
@@ -46,7 +46,7 @@ class Channel:
 
     def close(self) -> None:
         """End the conversation."""
-        with suppress(OSError), self._reader, self._writer:  # what was not sent is lost
+        with suppress(OSError), self._reader, self._writer:  # unsent bytes are lost
             return
 
     def send(self, message: object, content: bytes = b"") -> None:
@@ -57,9 +57,9 @@ class Channel:
             self._writer.flush()
 
     def receive(self, kind: type[T], most_bytes: int = _MOST_LINE_BYTES) -> T | None:
-        """The next message, which must be of that class or a subclass; WrongMessage otherwise.
+        """Return the next message. Raises WrongMessage if it is not of the class ``kind`` or a direct subclass.
 
-        None if the peer has closed the connection, or no message ends within ``most_bytes``.
+        Returns None if the peer has closed the connection, or no message ends within ``most_bytes``.
         """
         searched = 0
         while (end := self._buffer.find(b"\n", searched)) < 0:
@@ -69,7 +69,7 @@ class Channel:
         return self._message(end, kind) if end < most_bytes else None
 
     def receive_within(self, seconds: float, kind: type[T]) -> list[T]:
-        """The messages that arrive within that time; returns as soon as there are any, or the peer has closed."""
+        """Wait at most ``seconds`` for messages; return them as soon as any arrive, or the peer has closed."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._buffer and not self.at_end:
             if not select.select([self._reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -81,7 +81,7 @@ class Channel:
         return messages
 
     def read(self, count: int) -> bytes:
-        """The next ``count`` bytes; BrokenOff if there are fewer."""
+        """Return the next ``count`` bytes. Raises BrokenOff if the peer sends fewer."""
         parts = [bytes(self._buffer[:count])]
         del self._buffer[:count]
         left = count - len(parts[0])
@@ -93,8 +93,8 @@ class Channel:
         return b"".join(parts)
 
     def _fill(self) -> bool:
-        """Read what is there, or wait for it; returns whether there was anything."""
-        new = self._reader.read1(_READ_BYTES)  # nothing stays in the buffer of the reader, as ``select`` requires
+        """Read what has arrived, waiting for it if necessary; returns False if the peer has closed the connection."""
+        new = self._reader.read1(_READ_BYTES)  # leaves nothing in the reader's buffer, which ``select`` does not see
         self._buffer += new
         self.at_end = not new
         return bool(new)

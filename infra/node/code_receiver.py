@@ -1,9 +1,9 @@
-"""Receives the head's code on a host that has none of it yet, so this text is run there with ``python -c``.
+"""Receives the head's code on a host. The host may have none of it, so this file is run there with ``python -c``.
 
-The first line of stdin is a ``Delivery`` as infra.node.messages encodes it. The bundle itself follows
-(infra.node.code_bundle), or nothing, to ask whether the host already has it. The answer, ``Held``, says whether
-``{place}/code/{digest}`` now contains the whole bundle. Code that was changed there is replaced. Standard library only,
-and no imports from this project.
+The first line of stdin is a ``Delivery``, encoded as in infra.node.messages. The bundle follows
+(infra.node.code_bundle), or nothing, if the head only asks whether the host already has it. The answer, ``Held``, says
+whether ``{place}/code/{digest}`` now contains the whole bundle. If the code there was changed, the bundle replaces it.
+Standard library only, and no imports from this project.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Delivery:
-    """Code for a user id, the node folder (infra.node.node_folders) where it belongs, and the digest of its bundle."""
+    """Announces code: the head's user id, the node folder to store it in (infra.node.node_folders), and its digest."""
 
     user: int
     place: str
@@ -39,7 +39,7 @@ _COMPILED = "__pycache__"
 
 
 def hold(user: int, place: Path, digest: str, content: bytes) -> bool:
-    """Whether the host has this code; installs ``content`` if it does not. Raises SystemExit if that fails."""
+    """Install ``content`` if the host lacks this code; returns whether it has the code now. Exits on failure."""
     if os.getuid() != user:
         sys.exit(
             f"the user id is {os.getuid()} on this host and {user} on the head: give both accounts the same id, or set "
@@ -49,7 +49,7 @@ def hold(user: int, place: Path, digest: str, content: bytes) -> bool:
     code = _private(_private(place) / "code")
     lock = os.open(code, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another head may be about to do the same
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another head may be installing the same code
         if not (held := _is_whole(code / digest, digest)) and sources:
             _put(sources, code / digest)
         if held or sources:
@@ -60,7 +60,7 @@ def hold(user: int, place: Path, digest: str, content: bytes) -> bool:
 
 
 def _verified(content: bytes, digest: str) -> dict[str, str]:
-    """Sources by name. The digest is verified before the bytes are parsed."""
+    """Return the sources by name. The digest is verified before the bytes are parsed."""
     if hashlib.sha256(content).hexdigest() != digest:
         sys.exit(f"the head's code {digest[:12]} arrived damaged ({len(content)} bytes): start the command again")
     sources: dict[str, str] = json.loads(content)
@@ -71,7 +71,7 @@ def _verified(content: bytes, digest: str) -> dict[str, str]:
 
 
 def _private(folder: Path) -> Path:
-    """As t5train.files.locks: create a folder for its owner alone; refuse links, other owners and access by others."""
+    """Create a folder for its owner alone; refuse links, other owners and access by others (as t5train.files.locks)."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if not _is_private(folder):
         sys.exit(f"{folder} is not a folder that only user {os.getuid()} can access: move it away")
@@ -84,7 +84,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def _is_whole(folder: Path, digest: str) -> bool:
-    """Whether exactly this code can be imported from there."""
+    """Whether the folder contains exactly the code with this digest."""
     if not os.path.lexists(folder) or not _is_private(folder):
         return False
     found = [path for path in folder.rglob("*") if _COMPILED not in path.parts]

@@ -4,9 +4,9 @@
 
     python -m infra.node.compiled_operators        compile them now (about two minutes) instead of in the first run
 
-torch treats a file named ``lock`` as a sign that another process is compiling, and waits forever for it to disappear. A
-live compile keeps that file open and a killed one does not, but only processes on this machine can be checked. Locks on
-a disk that machines share are therefore never removed.
+If there is a file named ``lock``, torch assumes that another process is compiling, and waits without limit until the
+file disappears. A live compile keeps that file open and a killed one does not, but only processes on this machine can
+be checked. Locks on a disk that machines share are therefore never removed.
 """
 
 import fcntl
@@ -31,7 +31,7 @@ def is_on_local_disk(path: Path) -> bool:
 
 
 def _file_system(path: Path) -> str:
-    """The type at the deepest mount point above the path; of several mounts there, the last one hides the others."""
+    """The file system type at the deepest mount point above the path; of several mounts there, the last one counts."""
     found = (0, "")
     for line in _MOUNTS.read_text("utf-8", "surrogateescape").splitlines():
         fields, _, after = line.partition(" - ")
@@ -46,27 +46,27 @@ _RELEASE_SECONDS = 0.5
 
 
 def clear_stale_locks(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Remove the locks that no process holds from the operator cache of this environment, and return them."""
+    """Remove the locks that no process holds from the operator folder of this environment, and return them."""
     return [lock for lock in _files(environment, "lock") if _clear(lock)]
 
 
 def shared_locks(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Locks in that cache that a process on another machine may hold."""
+    """Locks in the operator folder of this environment that a process on another machine may hold."""
     return [lock for lock in _files(environment, "lock") if not is_on_local_disk(lock)]
 
 
 def missing(names: Iterable[str], environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Those of ``names`` that still have to be compiled."""
+    """Operators among ``names`` that still have to be compiled."""
     return sorted(set(names) - set(compiled(environment)))
 
 
 def foreign_locks(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Locks in that cache that belong to another user, who alone can remove them."""
+    """Locks in the operator folder of this environment that belong to another user, who alone can remove them."""
     return [lock for lock in _files(environment, "lock") if _owner(lock) not in {os.getuid(), None}]
 
 
 def compiled(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Names of the compiled operators in that cache."""
+    """Names of the compiled operators in the operator folder of this environment."""
     return sorted({path.stem for path in _files(environment, "*.so")})
 
 
@@ -88,9 +88,10 @@ def _files(environment: Mapping[str, str], pattern: str) -> Iterator[Path]:
 
 
 def _clear(lock: Path) -> bool:
-    """Remove a lock that is held neither now nor a moment later. Only one process cleans at a time.
+    """Remove a lock if no process holds it now or a moment later; returns whether it was removed.
 
-    A compile that has just finished closes its lock an instant before it removes it, hence the second check.
+    A compile that has just finished closes its lock an instant before it removes it, hence the second check. Only one
+    process at a time removes locks.
     """
     folder = os.open(lock.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -135,7 +136,7 @@ def _is_stale(lock: Path) -> bool:
 
 
 def _opens(process: Path, status: os.stat_result) -> bool:
-    """Whether a process has the file open. One that cannot be inspected is another user's, and so not our compile."""
+    """Whether a process has the file open. A process that cannot be inspected is another user's, so not our compile."""
     try:
         descriptors = list((process / "fd").iterdir())
     except (FileNotFoundError, ProcessLookupError, PermissionError):

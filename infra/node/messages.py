@@ -2,8 +2,8 @@
 
 The type hints of a class define its form. A field can be a bool, int, float, str, bytes, Path, StrEnum, another
 dataclass or NamedTuple, a list or tuple of these, a dict or Mapping from str to these, or any of these or None. Every
-field is sent and every field is required, so two versions of this project whose messages differ notice it. Each class
-is defined beside the function that receives it; where one of several can come, they have a base class in common.
+field is sent and every field is required, so that versions of this project whose messages differ detect it. Each class
+is defined beside the function that receives it. Messages that can arrive at the same point share a base class.
 Standard library only, as nodes import it.
 """
 
@@ -30,7 +30,7 @@ class Request:
     """Starts an action on a node. A request that is not a ``Query`` starts a conversation."""
 
     action: ClassVar[str]
-    """Its name in infra.node.__main__."""
+    """The name of the action in infra.node.__main__."""
 
 
 class Query(Request, Generic[A]):
@@ -57,16 +57,16 @@ class Failure:
 
 
 class NotAMessage(BadMessage):
-    """The line is no JSON object: something else wrote it."""
+    """The line is not a JSON object, so it was not written as a message."""
 
 
 def encode(message: object) -> bytes:
-    """The line for a message."""
+    """Encode a message as a line."""
     return json.dumps({type(message).__name__: _plain(message)}, allow_nan=False).encode("ascii") + b"\n"
 
 
 def decode(line: bytes, kind: type[T]) -> T:
-    """The message on a line, of that class or a direct subclass. Raises BadMessage, naming the field at fault."""
+    """Decode a message of class ``kind`` or a direct subclass. Raises BadMessage, which names the wrong field."""
     try:
         document = json.loads(line, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
@@ -83,7 +83,7 @@ def decode(line: bytes, kind: type[T]) -> T:
 
 
 def _plain(value: object) -> object:
-    """The value as json writes it."""
+    """Convert a value to one that json can write."""
     kind: Any = type(value)
     if _has_fields(kind):
         return {name: _plain(getattr(value, name)) for name in _hints(kind)}
@@ -93,11 +93,11 @@ def _plain(value: object) -> object:
         return [_plain(each) for each in value]
     if isinstance(value, bytes):
         return b64encode(value).decode("ascii")
-    return str(value) if isinstance(value, Path) else value  # a StrEnum is a text
+    return str(value) if isinstance(value, Path) else value  # a StrEnum is a str already
 
 
 def _checked(where: str, kind: Any, value: object) -> object:
-    """The value of that type which json has read as ``value``; ``where`` names it in errors."""
+    """Convert ``value``, as json has read it, to the type ``kind``; ``where`` names it in errors."""
     origin = get_origin(kind)
     if origin in {Union, types.UnionType}:
         return _optional(where, kind, value)
@@ -143,7 +143,7 @@ def _object(where: str, kind: type, value: object) -> object:
 
 def _scalar(where: str, kind: Any, value: object) -> object:
     if kind in _SCALARS:
-        return value if type(value) is kind else _refuse(where, value, _SCALARS[kind])  # an int is no bool, nor reverse
+        return value if type(value) is kind else _refuse(where, value, _SCALARS[kind])  # a bool is not an int here
     if kind in _PARSERS or (isinstance(kind, type) and issubclass(kind, Enum)):
         parse, constraint = _PARSERS.get(kind) or (kind, f"one of {', '.join(repr(one.value) for one in kind)}")
         try:
@@ -173,13 +173,13 @@ _PARSERS: Mapping[type, tuple[Callable[[Any], object], str]] = {
 
 
 def _has_fields(kind: Any) -> bool:
-    """Whether it is a dataclass or a NamedTuple."""
+    """Whether a type is a dataclass or a NamedTuple."""
     return isinstance(kind, type) and (is_dataclass(kind) or (issubclass(kind, tuple) and hasattr(kind, "_fields")))
 
 
 @cache
 def _hints(kind: type) -> Mapping[str, Any]:
-    """Types of the fields."""
+    """The types of the fields of a class."""
     names = [one.name for one in fields(kind)] if is_dataclass(kind) else getattr(kind, "_fields", ())
     hints = get_type_hints(kind)
     return {name: hints[name] for name in names}
@@ -198,6 +198,6 @@ def _beginning(line: bytes) -> str:
 
 
 def _shown(value: object) -> str:
-    """Its beginning, without control characters: it may come from anywhere."""
+    """The beginning of a value, with control characters escaped, because it may come from an untrusted source."""
     shown = ascii(value)
     return shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[:_SHOWN_CHARACTERS]}..."

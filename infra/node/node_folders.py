@@ -4,7 +4,7 @@
 
     /var/tmp/t5-pretrain-{uid}/
         attempts/{run_id}/              files of an attempt, listed in infra.node.attempts.attempt
-        heads/{run_id}/                 on the head's machine, which may also be a host: files of its launcher
+        heads/{run_id}/                 on the head's machine, which may also be a host: files of the launcher
         locks/{accelerator}-{slot}.lock held by the rank that uses the accelerator
         code/{digest}/                  code that a head has sent here (infra.head.hosts.code_shipping)
         operators/{key}/                operators that DeepSpeed has compiled (infra.node.operator_folder)
@@ -12,12 +12,12 @@
     {scratch}/                          ``storage.scratch``, by default within the node folder
         shards/{name}/                  staged token shards, with the same name as under the root
         staged/{name}-{fingerprint}/    other staged folders that a run begins from
-        runs/{name}/checkpoints/        by ``name_on_nodes``: what this node's ranks wrote, one folder per tag
+        runs/{name}/checkpoints/        what this node's ranks wrote, one folder per tag
         runs/{name}/owner.json          which run these files belong to (infra.node.attempts.run_ownership)
         set-aside/{name}/               files of a run that must be neither used nor deleted; nothing removes them
 
-Anyone can write to ``/var/tmp``, so the node folder is used only if it is verified to be this user's own.
-Standard library only, as the guards import it.
+``name`` of a run is its ``name_on_nodes``. Anyone can write to ``/var/tmp``, so the node folder is used only if only
+this user can access it. Standard library only, as the guards import it.
 """
 
 import os
@@ -36,12 +36,12 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}")
 
 
 def node_path(*names: str) -> Path:
-    """The path of that in this user's node folder, whether or not it exists."""
+    """A path in this user's node folder, whether or not it exists."""
     return PARENT.joinpath(f"t5-pretrain-{os.getuid()}", *names)
 
 
 def node_folder() -> Path:
-    """This user's folder on this machine, created for its owner alone if it does not exist.
+    """This user's node folder, created for its owner alone if it does not exist.
 
     Raises StorageError if it is a link, belongs to another user, or is open to others.
     """
@@ -49,7 +49,7 @@ def node_folder() -> Path:
 
 
 def attempts_folder() -> Path:
-    """The folder of this machine's attempts, with one folder per run id."""
+    """The parent of the folders of this machine's attempts, which are named by run id."""
     return private_folder(node_folder() / ATTEMPTS)
 
 
@@ -59,22 +59,22 @@ def locks_folder() -> Path:
 
 
 def code_folder(digest: str) -> Path:
-    """The path of sent code with that digest, whether or not it exists."""
+    """The path for the code with that digest, whether or not it exists."""
     return node_path(CODE, digest)
 
 
 def attempt_folder(run_id: str) -> Path:
-    """The path of the attempt with that run id, whether or not it exists; StorageError if the id is invalid."""
+    """The path for the attempt with that run id, whether or not it exists. Raises StorageError if the id is invalid."""
     return attempts_folder() / _fit(run_id)
 
 
 def head_folder(run_id: str) -> Path:
-    """The path of the head's own files of that attempt; StorageError if the id is invalid."""
+    """The path for the head's own files of that attempt. Raises StorageError if the id is invalid."""
     return heads_folder() / _fit(run_id)
 
 
 def heads_folder() -> Path:
-    """The folder for the own files of this machine's heads, with one folder per run id."""
+    """The parent of the folders for the own files of heads on this machine, which are named by run id."""
     return private_folder(node_folder() / HEADS)
 
 
@@ -118,8 +118,10 @@ def staged_place(name: str, fingerprint: str) -> str:
 
 
 def name_on_nodes(run_name: str, run_fingerprint: str) -> str:
-    """The name of a run on nodes. A run with the same name and settings under another root has the same name there;
-    the owner distinguishes them (infra.node.attempts.run_ownership).
+    """The name of a run on nodes.
+
+    A run with the same name and settings under another root has the same name on nodes; its owner tells them apart
+    (infra.node.attempts.run_ownership).
     """
     return f"{run_name}-{run_fingerprint[:12]}"
 
@@ -140,10 +142,10 @@ def tag_place(run_name: str, tag: str) -> str:
 
 
 def aside_place(run_name: str) -> str:
-    """Relative path within the scratch folder for files of a run that must be neither used nor deleted."""
+    """Relative path within the scratch folder for files of a run that are set aside."""
     return f"{SET_ASIDE}/{run_name}"
 
 
 def within(folder: Path, name: str) -> Path:
-    """``folder / name`` for a name that another machine sent; StorageError if it leads out of the folder."""
+    """``folder / name`` for a name that another machine sent. Raises StorageError if it leads out of the folder."""
     return confined(folder, name, "the other machine")

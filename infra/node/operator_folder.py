@@ -1,6 +1,6 @@
 """Where ranks of this machine keep the operators that DeepSpeed compiles, with one folder per build configuration.
 
-The user can choose the folder with TORCH_EXTENSIONS_DIR. Torch's own default is one folder for all checkouts and
+The user can choose the folder with TORCH_EXTENSIONS_DIR. torch's own default is one folder for all checkouts and
 environments of a user, often in a home directory that machines share. There, each environment overwrites what another
 one has compiled, and a live compile on another machine cannot be distinguished from a killed one. Our default is on a
 disk of this machine. Standard library only, as the guards import it.
@@ -25,7 +25,7 @@ _SOURCES = ("/csrc/", "op_builder/")
 
 
 def operator_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """TORCH_EXTENSIONS_DIR of ranks with this environment; StorageError if our default folder is open to others."""
+    """TORCH_EXTENSIONS_DIR for ranks with this environment. Raises StorageError if our default is open to others."""
     if given := environment.get(VARIABLE):
         return Path(given)
     return private_folder(node_folders.node_folder() / OPERATORS) / _key(environment)
@@ -44,7 +44,7 @@ def _key(environment: Mapping[str, str]) -> str:
 
 @cache
 def _package(name: str) -> str:
-    """Version, path, and recorded digests of the sources that are compiled."""
+    """Version and path of a package, and the recorded digests of its sources that are compiled."""
     try:
         found = distribution(name)
     except PackageNotFoundError:

@@ -13,7 +13,7 @@ _CANDIDATES = range(20_000, 32_000)
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a server listens."""
+    """The address and port on which a server listens."""
 
     address: str
     port: int
@@ -29,7 +29,7 @@ def require_free(port: int) -> None:
 
 
 def free_port() -> int:
-    """A port on which nothing listens now."""
+    """Return a port on which nothing listens now. Raises LaunchError if none is found in 100 tries."""
     for port in random.sample(_CANDIDATES, 100):
         if is_free(port):
             return port

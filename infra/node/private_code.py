@@ -5,9 +5,9 @@
     python -I -S -c TEXT FOLDER COMMAND...
 
 TEXT is the source of this module, because no code on the host can be trusted yet. FOLDER is
-``/var/tmp/t5-pretrain-{uid}/code/{digest}``: that path can be guessed, and anyone can create folders in ``/var/tmp``.
-Once the folder is known to be private, no other user can change it, so there is no gap between check and use.
-Standard library only, and no imports from this project.
+``/var/tmp/t5-pretrain-{uid}/code/{digest}``. Anyone can guess that path and create folders in ``/var/tmp``, so FOLDER
+is checked first. Once the folder is known to be private, no other user can change it, so there is no gap between check
+and use. Standard library only, and no imports from this project.
 """
 
 import os
@@ -34,7 +34,7 @@ def fault(folder: str) -> str | None:
 
 
 def _parent(path: str) -> str:
-    """Of an absolute path; without pathlib, which takes some 20 ms to import on every command."""
+    """The parent of an absolute path, without pathlib, which every command would take some 20 ms to import."""
     return path.rpartition("/")[0] or "/"
 
 
@@ -59,7 +59,7 @@ def _described(found: os.stat_result) -> str:
 
 
 def main() -> None:
-    """Check the folder, then become the command."""
+    """Check the folder, then replace this process with the command."""
     folder, *command = sys.argv[1:]
     if (found := fault(folder)) is not None:
         sys.stderr.write(f"refusing to run code from {folder}: {found}. Move that folder away, then start again\n")

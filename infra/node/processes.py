@@ -1,6 +1,7 @@
-"""Processes of this machine, identified so that a reused pid is never taken for an old process; and machine identity.
+"""Finds, identifies and ends processes of this machine, such that a reused pid is never mistaken for an old process.
 
-Reads /proc and uses pidfds (Linux 5.3). Standard library only, as the guards import it.
+Also identifies the machine itself. Reads /proc and uses pidfds (Linux 5.3). Standard library only, as the guards import
+it.
 """
 
 import ctypes
@@ -21,7 +22,7 @@ _LOOK_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A unique identity of a process: its pid, and its start time in clock ticks after boot."""
+    """The unique identity of a process: its pid, and its start time in clock ticks after boot."""
 
     pid: int
     start_time: int
@@ -32,7 +33,7 @@ class ProcessIdentity:
         return cls(pid, _stat(pid).start_time)
 
     def open(self) -> int | None:
-        """A pidfd that becomes readable when the process ends; None if it has already ended.
+        """Return a pidfd that becomes readable when the process ends; None if it has already ended.
 
         The descriptor is opened before the start time is compared, so it certainly refers to that process.
         """
@@ -54,7 +55,7 @@ class ProcessIdentity:
         return stat.start_time == self.start_time and stat.state not in "ZX"
 
     def send(self, number: int) -> None:
-        """Send it a signal if it is still running."""
+        """Send the process a signal if it is still running."""
         if (descriptor := self.open()) is None:
             return
         try:
@@ -77,7 +78,7 @@ Belongs = Callable[[int], bool]
 
 
 def in_group(group: int) -> Belongs:
-    """Selects the running processes of a process group."""
+    """Select the running processes of a process group."""
 
     def belongs(pid: int) -> bool:
         try:
@@ -90,22 +91,22 @@ def in_group(group: int) -> Belongs:
 
 
 def in_run(run_id: str) -> Belongs:
-    """Selects processes with ``run_id`` in their environment; descendants inherit it, whatever group they move to."""
+    """Select processes with ``run_id`` in their environment, which descendants inherit in any process group."""
     return lambda pid: variable(pid, RUN_ID_VARIABLE) == run_id
 
 
 def variable(pid: int, name: str) -> str:
-    """A variable of the environment that a process of this user was started with; empty if it is not set."""
+    """A variable of the environment with which a process of this user was started; empty if it is not set."""
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return ""  # it has ended, or belongs to another user and thus to no run
+        return ""  # it has ended, or belongs to another user, so it is not of our run
     values = (entry.removeprefix(start) for entry in entries if entry.startswith(start := f"{name}=".encode()))
     return os.fsdecode(next(values, b""))
 
 
 def child_of(parent: int) -> Belongs:
-    """Selects the running children of a process."""
+    """Select the running children of a process."""
 
     def belongs(pid: int) -> bool:
         try:
@@ -118,7 +119,7 @@ def child_of(parent: int) -> Belongs:
 
 
 def given(argument: str) -> Belongs:
-    """Selects this user's processes that have exactly ``argument`` on their command line."""
+    """Select this user's processes that have ``argument`` as one of their arguments."""
     entry, user = argument.encode(), os.getuid()
 
     def belongs(pid: int) -> bool:
@@ -138,9 +139,10 @@ def find(belongs: Belongs) -> set[int]:
 
 
 def end(belongs: Belongs, grace_seconds: float) -> set[int]:
-    """Send SIGTERM to the selected processes, and SIGKILL after ``grace_seconds``, also to those started in between.
+    """Send SIGTERM to the selected processes, and SIGKILL to those that are left after ``grace_seconds``.
 
-    Returns the pids still alive five seconds after SIGKILL (blocked in the kernel by a dead disk or driver).
+    Both signals also go to processes that start meanwhile. With ``grace_seconds=0``, only SIGKILL is sent. Returns the
+    pids still alive five seconds after SIGKILL (blocked in the kernel by a dead disk or driver).
     """
     alive = _signal_until_gone(belongs, signal.SIGTERM, grace_seconds)
     return _signal_until_gone(belongs, signal.SIGKILL, _KILL_SECONDS) if alive else alive
@@ -172,7 +174,7 @@ def boot_id() -> str:
 
 @dataclass(frozen=True)
 class Activity:
-    """What the kernel reports about a process: ``state`` as in /proc, and the CPU time it has used in clock ticks."""
+    """The state of a process, as in /proc, and the CPU time that it has used, in clock ticks."""
 
     state: str
     cpu_ticks: int
@@ -220,7 +222,10 @@ def _signal_until_gone(belongs: Belongs, number: int, seconds: float) -> set[int
 
 
 def _send(pid: int, number: int, belongs: Belongs) -> None:
-    """The process is checked after its pidfd is opened, so the signal cannot reach another process with that pid."""
+    """Send a signal to a selected process.
+
+    The process is checked after its pidfd is opened, so the signal cannot reach another process with that pid.
+    """
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -239,7 +244,7 @@ _NETWORK = Path("/proc/self/ns/net")
 
 
 def identity() -> str:
-    """Boot id, machine id and network namespace: two names of one machine have all three in common.
+    """This machine's boot id, machine id and network namespace. Two names of one machine have all three in common.
 
     Containers with separate networks count as separate machines: the rendezvous and its port belong to a network.
     """

@@ -1,4 +1,4 @@
-"""Several hosts on one machine, made of Linux namespaces, to try out and test training on a cluster.
+"""Simulates several hosts on one machine with Linux namespaces, to try out and test training on a cluster.
 
 ::
 

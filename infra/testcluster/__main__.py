@@ -25,7 +25,7 @@ def run_demo(root: Path, arguments: Sequence[str] = ()) -> None:
     """
     with Cluster.temporary(f"{_RUN}-{os.getpid()}") as cluster:
         where = ["--root", ROOT, "--name", _RUN, "--hostfile", HOSTFILE]
-        # What it publishes on the head's disk is removed with the head.
+        # What the run publishes on the head's disk is removed with the head, so the export is published again below.
         chain = cluster.start("head", ["t5-pretrain", "run", "smoke", *where, *arguments])
         _require(chain.wait() == 0, "t5-pretrain run failed: see its output above")
         _require(not cluster.disk("node0", ROOT).exists(), f"node0 has {ROOT}: the hosts share it, but should not")

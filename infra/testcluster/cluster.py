@@ -57,7 +57,7 @@ class Cluster:
     @classmethod
     @contextmanager
     def temporary(cls, name: str, nodes: int = 2, share: Path | None = None) -> Iterator[Self]:
-        """A cluster for as long as the block lasts, however this process ends."""
+        """Run a cluster while the block runs. It also ends when this process does, in whatever way."""
         cluster = cls.up(name, nodes, share, temporary=True)
         try:
             yield cluster
@@ -79,7 +79,7 @@ class Cluster:
         return Host(name, self.name)
 
     def disk(self, host: str, path: str) -> Path:
-        """The path on this machine of a file on a host's own disk."""
+        """The path on this machine of the file ``path`` on a host's own disk."""
         return self.host(host).disk / path.removeprefix("/")
 
     def exec(
@@ -104,7 +104,7 @@ class Cluster:
         output: int | IO[Any] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a program on a host. Its pid is in ``processes``; signals to the returned process do not reach it."""
+        """Start a program on a host. Signals to the returned process do not reach it; ``processes`` has its pid."""
         command, variables = self.host(host).command(argv), self._state.environment | dict(environment or {})
         return subprocess.Popen(command, env=variables, stdout=output, stderr=output)
 
@@ -137,11 +137,11 @@ class Cluster:
         network.set_rate(self._switch, host, self.host(host).running(), rate)
 
     def stop_sshd(self, host: str) -> None:
-        """Accept no new connections; open ones stay open."""
+        """Make a host refuse new ssh connections; open ones stay open."""
         self.exec(host, ["pkill", "--pidfile", "/run/sshd.pid"]).check_returncode()
 
     def start_sshd(self, host: str) -> None:
-        """Accept connections again."""
+        """Make a host accept ssh connections again."""
         self.exec(host, host_files.START).check_returncode()
 
     def rekey(self, host: str, trusted: bool = False) -> None:

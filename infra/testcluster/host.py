@@ -1,4 +1,4 @@
-"""One host: namespaces held by its first process, a disk, and files below its ``etc``."""
+"""One host: namespaces held by its first process, a disk, and an ``etc`` folder with its settings."""
 
 import json
 import os
@@ -41,7 +41,7 @@ class Host:
 
     @property
     def etc(self) -> Path:
-        """Its names, keys and settings, which survive a new disk."""
+        """The folder with the host's name, keys and settings, which survives a new disk."""
         return self.folder / "etc"
 
     @property
@@ -54,7 +54,7 @@ class Host:
 
     @property
     def init(self) -> ProcessIdentity | None:
-        """Its first process; None while it is switched off."""
+        """The host's first process; None while the host is off."""
         try:
             found = ProcessIdentity(**json.loads(self._record.read_text("utf-8")))
         except FileNotFoundError:
@@ -62,7 +62,7 @@ class Host:
         return found if found.is_alive() else None
 
     def make(self, user_key: Path, hosts: list[str]) -> None:
-        """Create what is missing (folders, keys, a disk), and write names and a new boot id."""
+        """Create folders, keys and a disk if they do not exist; write the names of all hosts and a new boot id."""
         self.etc.mkdir(parents=True, exist_ok=True)
         if not self.disk.exists():
             host_files.make_disk(self.disk)
@@ -70,7 +70,7 @@ class Host:
         host_files.write_server(self.etc, user_key)
 
     def remove_disk(self) -> None:
-        """Remove its disk; the next boot creates a new, empty one."""
+        """Remove the host's disk; the next boot creates a new, empty one."""
         shutil.rmtree(self.disk)
 
     def switch_on(self, share: str | None) -> subprocess.Popen[bytes]:
@@ -81,12 +81,12 @@ class Host:
         return namespaces.start(self.cluster, namespaces.HOST, argv, json.dumps(wanted).encode(), self._console)
 
     def await_ready(self, process: subprocess.Popen[bytes]) -> ProcessIdentity:
-        """Wait until the host's files are mounted, and return its first process. Raises TestClusterError."""
+        """Wait until the host's files are mounted; returns its first process. Raises TestClusterError on failure."""
         namespaces.await_ready(process, self._console)
         return self.running()
 
     def running(self) -> ProcessIdentity:
-        """Its first process. Raises TestClusterError while it is switched off."""
+        """The host's first process. Raises TestClusterError while the host is off."""
         if (init := self.init) is None:
             raise TestClusterError(f"{self.name} is switched off: boot it first")
         return init
@@ -94,7 +94,8 @@ class Host:
     def command(self, argv: list[str]) -> list[str]:
         """The command that runs ``argv`` on the host, in /root. Raises TestClusterError while the host is off.
 
-        Ctrl-C ends it, as on a console, even if a background job of a shell starts it, which ignores Ctrl-C.
+        Ctrl-C ends the program as on a console, even if a background job of a shell starts it, in which programs ignore
+        Ctrl-C by default.
         """
         return [
             "nsenter",

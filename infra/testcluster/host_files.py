@@ -1,6 +1,6 @@
-"""The contents of a host's disk: ssh keys and settings, and the files of the machine that it can read.
+"""The files of a host: ssh keys and settings, its disk, and the files of the machine that it can read.
 
-Every host has its own host key, the head has a key that every host accepts, and host keys are checked strictly.
+Every host has its own host key. The head has a key that every host accepts, and checks host keys strictly.
 """
 
 import os
@@ -17,7 +17,7 @@ from infra.testcluster.host_init import Mount
 
 SERVER = "/usr/sbin/sshd"
 NODE_FOLDER = "/run/testcluster"
-"""The path at which a host has the files below its ``etc``."""
+"""The path on a host of its ``etc`` folder."""
 START = [SERVER, "-f", f"{NODE_FOLDER}/sshd_config", "-E", "/var/tmp/sshd.log"]  # noqa: S108 - the host's own
 _CONFIG = f"""\
 HostKey {NODE_FOLDER}/host_key
@@ -40,8 +40,9 @@ def make_key(path: Path) -> None:
 
 
 def write_server(etc: Path, user_key: Path) -> None:
-    """Write the files of a host's sshd to ``etc``: its configuration, ``user_key`` as the only authorized key, and a
-    host key, unless there is one.
+    """Write the files of a host's sshd to ``etc``.
+
+    They are its configuration, ``user_key`` as the only authorized key, and a host key if there is none yet.
     """
     (etc / "sshd_config").write_text(_CONFIG, "utf-8")
     (etc / "authorized_keys").write_bytes(user_key.with_suffix(".pub").read_bytes())
@@ -53,7 +54,7 @@ def write_server(etc: Path, user_key: Path) -> None:
 
 
 def write_client(disk: Path, user_key: Path) -> None:
-    """Write root's .ssh to the disk of the head."""
+    """Write root's .ssh folder to the disk of the head."""
     folder = disk / "root" / ".ssh"
     folder.mkdir(mode=0o700, exist_ok=True)
     key = folder / "id_ed25519"
@@ -78,7 +79,7 @@ HOSTFILE = f"{HOME}/hosts"
 ROOT = f"{HOME}/t5"
 """On the head: the root of runs whose hosts share nothing."""
 _MODES = {"/tmp": 0o1777, "/var/tmp": 0o1777, HOME: 0o700, "/home": 0o755, "/run": 0o755}  # noqa: S108 - the host's own
-"""A host's own folders, besides /dev/shm, and their modes."""
+"""The folders that each host has on its own disk, and their modes."""
 _FILES = {
     "hosts": "/etc/hosts",
     "hostname": "/etc/hostname",
@@ -86,7 +87,7 @@ _FILES = {
     "boot_id": "/proc/sys/kernel/random/boot_id",
     "shadow": "/etc/shadow",
 }
-"""Files below a host's ``etc``, and their paths on the host."""
+"""Files in a host's ``etc`` folder that replace files of the machine, and the paths of these."""
 OPERATORS = f"{HOME}/.cache/torch_extensions"
 """Where a host looks for compiled operators."""
 _KEPT = ("LD_LIBRARY_PATH", "PYTHONPATH")
@@ -105,12 +106,12 @@ def make_disk(disk: Path) -> None:
         (disk / folder[1:]).mkdir(parents=True, exist_ok=True)
         (disk / folder[1:]).chmod(mode)
     compiled = operator_folder()
-    if compiled.is_dir():  # without locks, which no process would hold; file times show ninja that nothing has changed
+    if compiled.is_dir():  # without locks, which no process would hold; with file times, by which ninja sees no change
         shutil.copytree(compiled, disk / OPERATORS[1:], ignore=shutil.ignore_patterns("lock"), dirs_exist_ok=True)
 
 
 def write_etc(etc: Path, host: str, hosts: list[str]) -> None:
-    """Write the host's name, those of others, a machine id (kept if it exists) and a new boot id."""
+    """Write the names and addresses of all hosts, the host's name, a machine id (if none exists) and a new boot id."""
     lines = ["127.0.0.1 localhost\n", *(f"{network.address(name)} {name}\n" for name in hosts)]
     (etc / "hosts").write_text("".join(lines), "utf-8")
     (etc / "hostname").write_text(f"{host}\n", "utf-8")
@@ -120,7 +121,7 @@ def write_etc(etc: Path, host: str, hosts: list[str]) -> None:
 
 
 def prepare(disk: Path, etc: Path, share: str | None) -> list[Mount]:
-    """The mounts of a host; creates the mount points that are on its disk. /run is empty at every boot."""
+    """Return the mounts of a host; empties its /run, and creates the mount points that are on its disk."""
     shutil.rmtree(disk / "run")
     (disk / "run" / "sshd").mkdir(parents=True)
     wanted = list(_mounts(disk, etc, share))
@@ -149,9 +150,9 @@ def _is_own(path: str) -> bool:
 
 
 def _code() -> list[str]:
-    """Folders with Python, its packages and this project that a host's own folders hide; none is below another.
+    """Folders with Python, its packages or this project that a host's own folders would hide; none is below another.
 
-    Everything else is visible already, with whatever is mounted below it.
+    Everything else of the machine is visible on the host anyway, with whatever is mounted below it.
     """
     paths = [sys.base_prefix, sys.prefix, str(Path(__file__).parents[2])]
     paths += [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]

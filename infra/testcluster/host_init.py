@@ -2,9 +2,9 @@
 
 Started by infra.testcluster.host in new namespaces, with JSON on standard input: ``host``, ``record`` (where to write
 the identity of this process) and ``mounts`` (folders of the host's own disk and of the machine; everything else is
-read-only). Prints a line once the host is ready. When it ends, everything on the host ends. Standard library only;
-mount(8) is not used, because it can neither make everything read-only at once nor mount a folder whose path another
-mount has covered since.
+read-only). Prints a line once the host is ready. When it ends, everything on the host ends. Standard library only.
+mount(8) is not used, because it can neither make everything read-only at once, nor mount a folder whose path is already
+covered by another mount.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ class _Attributes(ctypes.Structure):
 
 
 def freeze() -> None:
-    """Make everything that is mounted now read-only, in this namespace only."""
+    """Make everything that is mounted now read-only, only in this namespace."""
     _change("/", _Attributes(set=_READ_ONLY))
 
 
@@ -54,7 +54,7 @@ def mount_file_system(kind: str, target: str) -> None:
 
 
 def bind(mounts: Iterable[Mount]) -> None:
-    """Mount each source at its target, outer folders first; no target hides a source that comes later."""
+    """Mount each source at its target, outer folders first. All sources are opened before, so no target hides one."""
     in_order = sorted(mounts, key=lambda mount: mount.target)
     opened = [os.open(mount.source, os.O_PATH) for mount in in_order]
     for mount, descriptor in zip(in_order, opened, strict=True):
@@ -93,7 +93,7 @@ def main() -> NoReturn:
 
 
 def _record(path: Path) -> None:
-    """Write this process's pid outside the namespace, which /proc shows because it is still the machine's."""
+    """Write the identity of this process outside the namespace. /proc shows it because it is still the machine's."""
     identity = ProcessIdentity.of(int(Path("/proc/self").readlink().name))
     temporary = path.with_suffix(".new")
     temporary.write_text(json.dumps(asdict(identity)), "utf-8")
@@ -106,7 +106,7 @@ def _reap() -> NoReturn:
     os.dup2(null, 0)
     os.dup2(null, 1)
     while True:
-        with suppress(ChildProcessError):  # there are no children at the moment
+        with suppress(ChildProcessError):  # there are no children now
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         signal.sigwait({signal.SIGCHLD})

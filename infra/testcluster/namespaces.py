@@ -1,4 +1,4 @@
-"""Processes in new namespaces, each of which holds a host or the switch; checks that this machine can make them."""
+"""Starts processes in new namespaces, for a host or the switch, and checks that this machine can make namespaces."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ def start(
 
 
 def await_ready(process: subprocess.Popen[bytes], console: Path) -> None:
-    """Wait for that line. If there is none, raises TestClusterError with the program's console output."""
+    """Wait until a program prints that line. Raises TestClusterError, with its console output, if it ends before."""
     with cast(IO[bytes], process.stdout) as output:
         if output.readline():
             return
@@ -54,7 +54,7 @@ PACKAGES = {
     "sshd": "openssh-server",
     "pdsh": "pdsh",
 }
-"""The programs that are used, and the Debian package of each."""
+"""The programs that a test cluster uses, and the Debian package of each."""
 
 
 def what_is_missing() -> str | None:

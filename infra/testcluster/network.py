@@ -1,4 +1,4 @@
-"""The cluster's network: a switch in a separate network namespace, and a cable from it to every host.
+"""The cluster's network: a switch in its own network namespace, and a cable from the switch to every host.
 
 The network is isolated, so several clusters can use the same addresses. A cable is named after its host.
 """

@@ -1,7 +1,7 @@
 """Clusters of this machine by name: their folders, and how to end them even if the process that started them is gone.
 
-Every process of a cluster has its mark in its environment, or runs in a namespace whose first process has it. When
-these processes end, the kernel removes the namespaces, mounts and cables, so that only the folder is left to remove.
+Every process of a cluster has the cluster's mark in its environment, or runs in a namespace whose first process has it.
+When these processes end, the kernel removes the namespaces, mounts and cables, so only the folder is left to remove.
 """
 
 import json
@@ -41,12 +41,12 @@ def folder(name: str) -> Path:
 
 
 def mark(name: str) -> dict[str, str]:
-    """The variable that a cluster's processes have in their environment."""
+    """The environment variable that marks the processes of a cluster."""
     return {RUN_ID_VARIABLE: f"testcluster-{name}"}
 
 
 def create(name: str, state: State) -> None:
-    """Make a cluster's folder. Raises TestClusterError if the name is taken. Removes abandoned clusters first."""
+    """Remove abandoned clusters, then make a cluster's folder. Raises TestClusterError if the name is taken."""
     _remove_abandoned()
     path = folder(name)
     try:

@@ -1,8 +1,8 @@
-"""Fill in the CRC-32 of every record of a torch archive, after torch has written it without them.
+"""Fill in the CRC-32 of every record of a torch archive that torch wrote without checksums.
 
-torch computes them at 0.5 GB/s, and all ranks would wait for that at every checkpoint; isal is twenty times as fast.
-The result is the same: the checksums are in zip's local data descriptors and central directory (PKWARE's APPNOTE 6.3.9,
-4.3.9 and 4.3.12).
+torch computes checksums at 0.5 GB/s, and all ranks would wait for that at every checkpoint; isal is 20 times as fast.
+The result is the same as torch's: zip stores each checksum in the record's local data descriptor and in the central
+directory (PKWARE's APPNOTE 6.3.9, sections 4.3.9 and 4.3.12).
 """
 
 import mmap
@@ -29,7 +29,7 @@ _CHECKSUM = Struct("<I")
 
 @contextmanager
 def no_checksums() -> Iterator[None]:
-    """Within the block, torch.save leaves every CRC-32 at 0."""
+    """Make torch.save leave every CRC-32 at 0 within the block."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -39,7 +39,7 @@ def no_checksums() -> Iterator[None]:
 
 
 def fill_in(path: Path) -> None:
-    """Write the CRC-32 of each record into a torch archive; StorageError if the file is not one."""
+    """Write the CRC-32 of each record into a torch archive. Raises StorageError if the file is not one."""
     try:
         with naming(path), open(path, "r+b") as file, ZipFile(file) as archive:
             _fill_in_all(path, file.fileno(), archive)
@@ -48,7 +48,7 @@ def fill_in(path: Path) -> None:
 
 
 def _fill_in_all(path: Path, file: int, archive: ZipFile) -> None:
-    """Read through a memory map, but write with pwrite: then a full disk raises an OSError instead of SIGBUS."""
+    """Fill in all records. Reads use a memory map, but writes use pwrite: a full disk raises OSError, not SIGBUS."""
     with mmap.mmap(file, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as data:
         place = archive.start_dir
         for entry in archive.infolist():

@@ -31,7 +31,7 @@ def note(run_folder: Path, tag: str, places: Mapping[str, Sequence[str]] | None 
 
 
 def last_complete(run_folder: Path) -> LastComplete | None:
-    """What was recorded last; None when no checkpoint was ever complete. Raises Unreadable and RecordError."""
+    """The last recorded checkpoint; None if none was ever complete. Raises Unreadable and RecordError."""
     path = run_folder / LAST_COMPLETE
     try:
         with reading(path):

@@ -1,6 +1,6 @@
 """Reshard a run's checkpoint for ranks of another layout: consolidate it, with its moments, in the run's folder.
 
-Every layout can begin from the consolidated checkpoint. It is needed only until the new layout has saved its first
+Any layout can begin from the consolidated checkpoint. It is needed only until the new layout has saved its first
 checkpoint. DeepSpeed's universal checkpoint is not used, because its converter unpickles every file without restriction
 and verifies no digest. torch is imported only if there is something to consolidate.
 """
@@ -23,9 +23,9 @@ _log = logging.getLogger(__name__)
 
 
 def consolidated_for(spec: RunSpec, tag: str, progress: Progress) -> Consolidated | None:
-    """The weights and moments of checkpoint ``tag`` if it was written in another layout than the spec's, else None.
+    """Consolidate checkpoint ``tag`` if it was written in another layout than the spec's; None if it was not.
 
-    The result of an attempt that was killed is verified and reused. Raises StorageError if there is not enough disk
+    A result that an earlier, killed attempt left is verified and reused. Raises StorageError if there is too little disk
     space.
     """
     folder = spec.run_folder / run_files.CHECKPOINTS / tag
@@ -58,7 +58,7 @@ def discard_consolidated(run_folder: Path) -> None:
 
 
 def _changed(written: Sidecar, spec: RunSpec) -> list[str]:
-    """The layout settings that differ from those a checkpoint was written with."""
+    """The layout settings in which the spec differs from the checkpoint."""
     found = {
         "cluster.ranks": written.world_size,
         "layout.zero_stage": written.layout.zero_stage,
@@ -75,7 +75,7 @@ def _changed(written: Sidecar, spec: RunSpec) -> list[str]:
 
 
 def _only(folder: Path, name: str) -> Path:
-    """The path ``folder / name``, after removing results that were consolidated from other checkpoints."""
+    """The path ``folder / name``, after removing results of other checkpoints and moving a damaged result aside."""
     if folder.exists() and any(not _is_of(name, other.name) for other in folder.iterdir()):
         discard(folder)
     set_damaged_aside(folder / name)

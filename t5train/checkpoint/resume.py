@@ -1,4 +1,4 @@
-"""A run's folder, seen from the head: what it was begun with, its state, and the job of the next attempt.
+"""A run's folder on the head: the identity it was begun with, whether it has finished, and the next attempt's job.
 
 Nothing here imports torch.
 """
@@ -34,14 +34,14 @@ T = TypeVar("T")
 
 
 def run_fingerprint(spec: RunSpec, shards: TokenShards) -> str:
-    """Identity of a training run: what is asked for, and the tokens it is trained on."""
+    """The fingerprint of a run's identity: of its settings and its inputs."""
     return fingerprint(run_identity(spec, shards))
 
 
 def run_identity(spec: RunSpec, shards: TokenShards) -> dict[str, Any]:
     """The settings and the order of samples that training depends on, and the fingerprints of its inputs.
 
-    The inputs are the token shards, and the weights that training starts from.
+    The inputs are the token shards and, if there are any, the weights that training starts from.
     """
     start = start_fingerprint(spec.model)
     return (
@@ -52,7 +52,7 @@ def run_identity(spec: RunSpec, shards: TokenShards) -> dict[str, Any]:
 
 
 def training_settings(spec: RunSpec) -> dict[str, Any]:
-    """The settings training depends on; those of text and tokens are covered by the shards' fingerprint."""
+    """The settings that training depends on. The shards' fingerprint covers the settings of text and tokens."""
     identity = spec.identity()
     return {part: identity[part] for part in ("objective", "model", "optimizer")}
 
@@ -60,8 +60,8 @@ def training_settings(spec: RunSpec) -> dict[str, Any]:
 def open_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -> None:
     """Create the run's folder, or check that the existing one was begun with the same identity.
 
-    Raises RunChanged, naming every field that differs with both values; the folder is left as it is. Raises the errors
-    of ``require_fit`` if the model to continue from does not fit the spec.
+    Raises RunChanged, naming every field that differs with both values, if it was not; the folder stays unchanged.
+    Raises the errors of ``require_fit`` if the model to start from does not fit the spec.
     """
     path = spec.run_folder / run_files.RUN
     if start_fingerprint(spec.model, progress):
@@ -79,7 +79,7 @@ def open_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
 
 
 def unique_id(run_folder: Path) -> str | None:
-    """The id that distinguishes a run from others of its name and settings under other roots; None before it begins."""
+    """The id that distinguishes a run from others with its name and settings under other roots; None before it begins."""
     path = run_folder / run_files.RUN
     found = _begun(path, lambda begun: begun.get("unique_id")) if is_there(path) else None
     return None if found is None else str(found)
@@ -90,13 +90,13 @@ def _new_id() -> str:
 
 
 def begun_fingerprint(run_folder: Path) -> str | None:
-    """The ``run_fingerprint`` that a run was begun with, None if it was not; SpecError when its file is damaged."""
+    """The fingerprint that a run was begun with; None if it has not begun. Raises SpecError if its file is damaged."""
     path = run_folder / run_files.RUN
     return _begun(path, lambda begun: str(begun["fingerprint"])) if is_there(path) else None
 
 
 def has_finished(run_folder: Path) -> bool:
-    """Whether the end of training is recorded; ``finished`` also verifies the files."""
+    """Whether the run's manifest records that training has ended. ``finished`` also verifies the files."""
     try:
         return Checkpoint.load(run_folder).fingerprint == begun_fingerprint(run_folder)
     except RecordError:
@@ -127,8 +127,8 @@ def require_same(name: str, path: Path, identity: Mapping[str, Any]) -> None:
 
 
 def _require_same_order(name: str, begun: Mapping[str, Any]) -> None:
-    """Raise RunChanged for a run whose samples come in an order that this version no longer produces."""
-    version = begun.get("order_version", 1)  # the first one was not recorded
+    """Raise RunChanged if the run has another order of samples than this version produces."""
+    version = begun.get("order_version", 1)  # version 1 was not recorded
     if version != ORDER_VERSION:
         raise RunChanged(
             f"run {name!r} was started with version {version} of the sample order, and this installation has version "
@@ -139,7 +139,7 @@ def _require_same_order(name: str, begun: Mapping[str, Any]) -> None:
 
 
 def _begun(path: Path, part: Callable[[Any], T]) -> T:
-    """Read a part of the run file. Raises SpecError when it is absent or damaged, and Unreadable."""
+    """Read a part of the run file. Raises Unreadable, and SpecError if it is absent or damaged."""
     try:
         with reading(path):
             return part(json.loads(path.read_bytes()))
@@ -150,9 +150,9 @@ def _begun(path: Path, part: Callable[[Any], T]) -> T:
 
 
 def require_same_settings(spec: RunSpec) -> None:
-    """Raise RunChanged if the run on disk was begun with settings that cannot give the same weights.
+    """Raise RunChanged if the run on disk was begun with other settings that affect the weights.
 
-    This can be checked before there are tokens. The location of the text is not compared, as it may have been moved.
+    This check needs no tokens. The location of the text is not compared, as it may have been moved.
     """
     path = spec.run_folder / run_files.RUN
     if is_there(path):
@@ -175,16 +175,16 @@ def _refuse_changes(name: str, changed: list[str]) -> None:
 
 
 def finished(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -> Checkpoint | None:
-    """The run's last checkpoint, if training has ended and every byte of it verifies."""
+    """The record of the run's last checkpoint if training has ended and all of its files verify, else None."""
     return reusable(Checkpoint, spec.run_folder, run_fingerprint(spec, shards), progress)
 
 
 def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress: Progress = silent) -> Path:
     """Choose the newest complete checkpoint, verify it, and write the job file for the ranks.
 
-    A checkpoint that was written in another layout than the spec's is consolidated first. Raises RunChanged if there is
-    a checkpoint of another run, and the errors of ``newest_verified_tag``. If the user asked to begin again, all
-    checkpoints are moved aside unread.
+    A checkpoint that was written in another layout than the spec's is consolidated first. If the user asked to begin
+    again, all checkpoints are moved aside unread. Raises RunChanged if there is a checkpoint of another run, and the
+    errors of ``newest_verified_tag``.
     """
     if not is_asked_to_begin_again(spec.run_folder):
         _require_own_checkpoints(spec, shards)
@@ -209,9 +209,9 @@ def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress
 
 
 def is_job_of(spec: RunSpec, shards: TokenShards, attempt_folder: Path) -> bool:
-    """Whether an attempt has the job that ``write_job`` would write, whichever checkpoint it began from.
+    """Whether an attempt's job is for this spec and these shards; the checkpoint it began from does not matter.
 
-    The path of the weights that a run continues from is not compared: it may differ on nodes.
+    The path of the weights that the run started from is not compared, because it may differ on nodes.
     """
     job = TrainJob.read(attempt_folder / run_files.ATTEMPT_SPEC)
     model = job.spec.model.model_copy(update={"start_from": spec.model.start_from})
@@ -222,7 +222,7 @@ def is_job_of(spec: RunSpec, shards: TokenShards, attempt_folder: Path) -> bool:
 def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -> Checkpoint:
     """Verify the results of the ranks and write the run's manifest, the only sign that training has ended.
 
-    Raises LaunchError when the last step's checkpoint or the witness is missing.
+    Raises LaunchError if the witness is missing, and the errors of ``require_complete`` for the last checkpoint.
     """
     folder, step = spec.run_folder, spec.optimizer.num_steps
     tag = tag_of(step)
@@ -237,7 +237,7 @@ def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
     names = [f"{run_files.CHECKPOINTS}/{tag}/{sidecar.sidecar_name(one.rank)}" for one in sidecars]
     return Checkpoint(
         path=folder,
-        fingerprint=sidecars[0].run_fingerprint,  # the job's own: the weights it started from may no longer exist
+        fingerprint=sidecars[0].run_fingerprint,  # as recorded: the weights it started from may no longer exist
         inputs={"shards": shards.fingerprint},
         files=files | digest_files(folder, [*names, *_WITNESS_FILES]),
         counts={"step": step, "ranks": len(sidecars), "samples": sidecars[0].data.samples_consumed},
@@ -247,13 +247,13 @@ def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
 
 
 def _require_own_checkpoints(spec: RunSpec, shards: TokenShards) -> None:
-    """Raise RunChanged for a checkpoint of another run, as after ``run.json`` was removed or swapped."""
+    """Raise RunChanged if there is a checkpoint of another run, for example because ``run.json`` was replaced."""
     folder, own = spec.run_folder / run_files.CHECKPOINTS, run_fingerprint(spec, shards)
     for tag in tags_in(folder):
         try:
             written = tags.require_agreement(sidecar.read_all(folder / tag), folder / tag)
         except IncompleteCheckpoint:
-            continue  # nothing is resumed from it
+            continue  # no run resumes from it
         if written[0].run_fingerprint != own:
             raise RunChanged(
                 f"{folder / tag} is a checkpoint of another run, not of {spec.run_name!r}: move it away, or choose "

@@ -49,9 +49,9 @@ def resume_tag(run_folder: Path, progress: Progress = silent) -> str | None:
 def newest_verified_tag(run_folder: Path, progress: Progress = silent) -> str | None:
     """The newest tag whose files all match their digests; None for a run that never completed one.
 
-    Unfinished and damaged tags are skipped with a warning. Raises NothingVerifies if no complete tag is left, and
-    Unreadable, UnknownVersion or UnlistedFile if it cannot be determined whether the newest tag that may be complete
-    is.
+    Unfinished and damaged tags are skipped with a warning. Raises NothingVerifies if no complete tag is left. Raises
+    Unreadable, UnknownVersion or UnlistedFile if it cannot be determined whether a tag is complete: an older one
+    must not be used in its place.
     """
     checkpoints, reasons = run_folder / run_files.CHECKPOINTS, list[str]()
     found = tags_in(checkpoints)
@@ -74,9 +74,10 @@ def newest_verified_tag(run_folder: Path, progress: Progress = silent) -> str | 
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Whether a rank's sidecar is missing, as after a save that was killed: nothing can resume from such a tag.
+    """Whether a rank's sidecar is missing, as after a save that was killed. No run can resume from such a tag.
 
-    A sidecar that exists, even a damaged one, was written after its rank had finished. Raises Unreadable.
+    A sidecar that exists, even a damaged one, was written after its rank had finished. Raises Unreadable and
+    UnknownVersion.
     """
     present = [name for name in names_in(folder) if sidecar.is_sidecar(name)]
     for name in present:
@@ -91,9 +92,9 @@ def is_unfinished(folder: Path) -> bool:
 def ask_to_begin_again(run_folder: Path) -> None:
     """Make the next start of the ranks move all checkpoints aside, here and on hosts, and begin at step 0.
 
-    The request is stored on disk, as a start may fail before it carries it out. A run that has ended is reopened. The
-    request also applies to a run that has never begun under this root, as it may be about to adopt checkpoints on
-    hosts.
+    The request is stored on disk, because a start may fail before it takes effect. A run that has ended is reopened.
+    The request also applies to a run that has never begun under this root, because such a run can adopt checkpoints
+    that hosts have.
     """
     set_aside(run_folder / MANIFEST, run_folder / run_files.SET_ASIDE, "the run begins again")
     write_text(run_folder / run_files.BEGIN_AGAIN, f"asked at {datetime.now(UTC).isoformat(timespec='seconds')}\n")
@@ -118,12 +119,12 @@ def _begin_again(run_folder: Path) -> None:
     for tag in tags_in(checkpoints):
         set_aside(checkpoints / tag, aside, "the run begins again at step 0")
     set_aside(run_folder / run_files.LAST_COMPLETE, aside, "the run begins again at step 0")
-    (run_folder / run_files.BEGIN_AGAIN).unlink()  # last, so that the next start repeats what was interrupted
+    (run_folder / run_files.BEGIN_AGAIN).unlink()  # last, so that the next start repeats this if it is interrupted
     sync_folder(run_folder)
 
 
 def _set_newer_aside(run_folder: Path, tag: str, last: LastComplete | None) -> None:
-    """Move newer tags than ``tag`` that may once have been complete aside; unfinished ones may be overwritten."""
+    """Move tags that are newer than ``tag`` aside if they may once have been complete; others may be overwritten."""
     checkpoints = run_folder / run_files.CHECKPOINTS
     for newer in tags_in(checkpoints):
         never_complete = last is None or newer > last.tag

@@ -1,8 +1,8 @@
-"""Which complete checkpoints are kept, and how much disk space they take, computed before any is written.
+"""Which complete checkpoints a run keeps, and how much disk space they take, computed before the first is written.
 
-Size of one checkpoint in bytes, for R ranks, N parameters, E of them in experts, and b bytes per weight (4 in fp32,
-else 2). In a pipeline, N and R are the parameters and ranks of a stage. A test compares this with DeepSpeed 0.19's
-files; each rank also writes a few kilobytes of other files.
+The table shows the size of one checkpoint in bytes, for R ranks, N parameters, E of them in experts, and b bytes per
+weight (4 in fp32, else 2). In a pipeline, N and R are the parameters and ranks of a stage. A test compares the sizes
+with DeepSpeed 0.19's files. Each rank also writes a few kilobytes of other files.
 
 ================== =========================================== =======================
 what               who writes it                               bytes
@@ -12,7 +12,7 @@ weights            the first on a disk, or of its stage        b (N - E); 0 at Z
 experts            the first that holds them                   b E / expert_parallel_size
 ================== =========================================== =======================
 
-If experts or a stage's weights were written on another disk, ranks that resume read more than they write.
+Ranks that resume read more than they write if experts or a stage's weights were written to another disk.
 """
 
 import math
@@ -29,8 +29,8 @@ def kept(
 ) -> set[int]:
     """The steps of the complete checkpoints to keep; ``sizes`` has the size of each in bytes, by step.
 
-    These are the ``keep_last`` newest, and those whose step is a multiple of ``keep_every``. While they and one more as
-    large as the newest exceed ``most_bytes``, the oldest is dropped. The newest is always kept.
+    Kept are the ``keep_last`` newest, and those whose step is a multiple of ``keep_every``. While these and one more of
+    the newest one's size exceed ``most_bytes``, the oldest is dropped. The newest is always kept.
     """
     newest_first = sorted(sizes, reverse=True)
     chosen = newest_first[:keep_last]
@@ -41,14 +41,14 @@ def kept(
 
 
 def _with_the_next(chosen: list[int], sizes: Mapping[int, int]) -> int:
-    """Bytes of these and the next one, which is complete before an old one is removed."""
+    """The size in bytes of these and the next one, which is complete before an old one is removed."""
     return sum(sizes[step] for step in chosen) + sizes[chosen[0]]
 
 
 def most_held(num_steps: int, save_every: int, keep_last: int, keep_every: int | None = None) -> int:
-    """The most checkpoints a run has at a time: those that are ``kept``, and the one being written.
+    """The maximum number of checkpoints that a run has at a time: those that are ``kept``, and the one being written.
 
-    It saves every ``save_every`` steps and at the last step, when it has the most.
+    A run saves every ``save_every`` steps and at the last step. It has the most checkpoints at the last step.
     """
     num_before = -(-num_steps // save_every) - 1
     older = max(0, num_before - keep_last)
@@ -60,29 +60,29 @@ _STATE = 12  # fp32 masters and two moments
 
 
 def bytes_held(spec: RunSpec, shape: T5Shape, ranks: range) -> int:
-    """The most disk space, in bytes, that the run's checkpoints take at a time on a disk where ``ranks`` write.
+    """The maximum disk space, in bytes, that the run's checkpoints take at a time on a disk to which ``ranks`` write.
 
-    They are as many as ``storage`` allows, and the one that is written before an old one is removed. One of them may
-    also hold files that were copied there for the ranks to resume from.
+    This counts the checkpoints that ``storage`` allows, and the one that is written before an old one is removed. One
+    of them may also include files that were copied to the disk for the ranks to resume from.
     """
     written, whole = _bytes(spec, shape, ranks), _bytes(spec, shape, range(spec.cluster.ranks))
     storage = spec.storage
     count: float = most_held(
         spec.optimizer.num_steps, storage.checkpoint_every_steps, storage.keep_last, storage.keep_every_steps
     )
-    if storage.checkpoint_bytes is not None:  # per disk; the head has whole checkpoints, and all keep the same steps
+    if storage.checkpoint_bytes is not None:  # per disk; the head has whole checkpoints, and all disks keep the same
         count = min(count, max(2, storage.checkpoint_bytes / whole))
     return round(count * written) + _bytes(spec, shape, ranks, is_read=True) - written
 
 
 def _bytes(spec: RunSpec, shape: T5Shape, ranks: range, is_read: bool = False) -> int:
-    """Bytes of one checkpoint."""
+    """The size in bytes of the files of one checkpoint that ``ranks`` write or, if ``is_read``, read."""
     weight = 4 if spec.optimizer.precision == "fp32" else 2
     if spec.layout.pipeline_stages > 1:
         return _of_stages(spec, shape, ranks, weight, is_read)
     parameters, experts = count_parameters(shape), count_expert_parameters(shape)
     if spec.layout.zero_stage == 0:
-        return (_STATE + weight % 4) * parameters  # weights in fp32 are the masters
+        return (_STATE + weight % 4) * parameters  # in fp32, the weights are the masters
     state = len(ranks) * -(-_STATE * parameters // spec.cluster.ranks)
     if spec.layout.zero_stage == 3:
         return state
@@ -92,7 +92,7 @@ def _bytes(spec: RunSpec, shape: T5Shape, ranks: range, is_read: bool = False) -
 
 
 def _of_stages(spec: RunSpec, shape: T5Shape, ranks: range, weight: int, is_read: bool) -> int:
-    """The first rank of a stage writes its weights, and all its ranks read them."""
+    """As ``_bytes``, for a pipeline. The first rank of a stage writes the stage's weights; all its ranks read them."""
     parameters = stage_parameters(shape, spec.layout.pipeline_stages, geometry(spec.objective))
     size = spec.data_parallel_size
     state = sum(-(-_STATE * parameters[rank // size] // size) for rank in ranks)

@@ -1,4 +1,4 @@
-"""Explain why torch could not write a file: its writer names neither the file nor, for a full disk, the cause."""
+"""Explain why torch could not write a file. Its own error names neither the file nor, on a full disk, the cause."""
 
 import os
 import tempfile
@@ -17,9 +17,9 @@ _PROBE_BYTES = 1 << 20
 
 @contextmanager
 def naming_folder(folder: Path) -> Iterator[None]:
-    """Within the block, a failed write by torch to ``folder`` raises an OSError with the path and the reason.
+    """If torch fails to write to ``folder`` within the block, raise an OSError with the path and the reason.
 
-    If torch hides the reason, another file is written there to find it. Raises DiskFailed if that succeeds.
+    If torch's error hides the reason, a test file is written there to find it. Raises DiskFailed if that succeeds.
     """
     try:
         with naming(folder):
@@ -39,7 +39,7 @@ def naming_folder(folder: Path) -> Iterator[None]:
 
 
 def _is_raised_by_serialization(error: RuntimeError) -> bool:
-    """Whether torch's archive writer raised it: its C++ code has no frame in the traceback."""
+    """Whether torch's archive writer raised the error. Its C++ code has no frame in the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and frames[-1].filename.endswith(_TORCH)
 

@@ -1,4 +1,4 @@
-"""Save a tag that can be verified, and resume only if all ranks agree on the tag."""
+"""Save checkpoints that can be verified, resume from one if all ranks agree on it, and prune old ones."""
 
 import base64
 import logging
@@ -47,7 +47,7 @@ _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, Any], shards_fingerprint: str) -> str:
-    """Write the checkpoint of ``step`` on all ranks; when this returns it is complete and durable.
+    """Write the checkpoint of ``step`` on all ranks. When this returns, the checkpoint is complete and durable.
 
     On nodes that do not share a disk, the checkpoint consists of the folders of all nodes.
     """
@@ -102,9 +102,9 @@ def _drawn_by_rank_0() -> str:
 
 
 def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
-    """Load the job's tag, or the ``stored`` state, on every rank and return its step; 0 without either.
+    """Load the job's tag, or the ``stored`` state, on every rank, and return its step; 0 without either.
 
-    Raises RanksDisagree unless all ranks have the same job and loaded the same step and run, and Unreadable.
+    Raises Unreadable, and RanksDisagree unless all ranks have the same job and loaded the same step and run.
     """
     consolidated = job.consolidated.fingerprint if job.consolidated else None
     _require_one_voice("resume tag", str(job.resume_tag or consolidated or job.start_fingerprint))
@@ -126,7 +126,7 @@ def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
 
 
 def _begin(engine: Any, job: TrainJob, stored: StoredState) -> int:
-    """Restore the state and reseed dropout by step and rank: generator states are valid for one layout only."""
+    """Restore the state, and reseed dropout by step and rank, as generator states are valid for one layout only."""
     stored.restore(engine)
     torch.manual_seed(digest64(f"{job.spec.optimizer.seed}|{stored.clock.step}|{rank()}"))
     return stored.clock.step
@@ -135,11 +135,11 @@ def _begin(engine: Any, job: TrainJob, stored: StoredState) -> int:
 def prune(job: TrainJob, newest_step: int) -> None:
     """On rank 0, remove all checkpoints except those that are ``kept``; incomplete ones are removed too.
 
-    A damaged checkpoint that is newer than the one this attempt began from is moved aside instead. A folder with any
-    other name is the user's and stays. The checkpoint that was consolidated for this layout is no longer needed and is
-    removed. On nodes that do not share a disk, no rank can see whether a checkpoint is complete, so the head prunes
-    them. If a file cannot be read or removed now, a warning is logged: it must not end a training run that has just
-    saved.
+    A damaged checkpoint that is newer than the one this attempt began from is moved aside instead. A folder whose name
+    is not a tag's belongs to the user and stays. The checkpoint that was consolidated for this layout is no longer
+    needed and is removed. On nodes that do not share a disk, no rank can see whether a checkpoint is complete, so the
+    head prunes them. If a file cannot be read or removed now, only a warning is logged: the error must not end a run
+    that has just saved.
     """
     if rank() != 0 or job.node_local:
         return
@@ -181,7 +181,7 @@ def _kept(job: TrainJob, complete: list[str]) -> set[str]:
 
 
 def _discard(folder: Path) -> None:
-    """Remove a tag. It is renamed first, so it stops being complete at once. Raises StorageError."""
+    """Remove a tag. It is renamed first, so that it no longer counts as complete. Raises StorageError."""
     if not is_there(folder):
         return
     doomed = folder.with_name(name_while_removed(secrets.token_hex(4)))
@@ -201,7 +201,7 @@ def _loss_scaler(engine: Any) -> dict[str, int | float]:
 
 
 def _have_every_stage_saved(engine: Any, first_of_node: int) -> None:
-    """Save each stage's model states once per node; DeepSpeed would save only those of the node's first rank."""
+    """Make DeepSpeed save each stage's model states once per node, not only those of the node's first rank."""
     first_of_stage = engine.stage_id * engine.dp_world_size
     engine.save_non_zero_checkpoint = rank() == max(first_of_stage, first_of_node)
 
@@ -215,9 +215,7 @@ def _writers(engine: Any, job: TrainJob) -> Writers:
 
 
 def _answered_for(folder: Path, writers: Writers, sharers: Sequence[int]) -> tuple[list[str], list[str]]:
-    """The files this rank wrote and, on a folder's first rank, the replicas of files that other folders' ranks
-    wrote.
-    """
+    """The files this rank wrote and, on a folder's first rank, replicas of files that ranks of other folders wrote."""
     found = {path.name: writers.of(path.name) for path in sorted(folder.glob("*.pt"))}
     own = [name for name, writer in found.items() if writer == rank()]
     return own, [name for name, writer in found.items() if writer not in sharers and rank() == sharers[0]]

@@ -1,8 +1,8 @@
 """The sidecar: a JSON file that each rank writes beside its files of a checkpoint, to describe and verify them.
 
-DeepSpeed's own files record neither the run nor the position of each parameter and have no digests, and in some layouts
-some of them are never written. A sidecar (``rank-00000.json``) records all of this. Each rank writes its sidecar last,
-atomically.
+DeepSpeed's own files have no digests, and they record neither the run nor the position of each parameter. In some
+layouts, DeepSpeed does not write some files at all. A sidecar (``rank-00000.json``) lists the rank's files and records
+what they lack. Each rank writes its sidecar last, atomically.
 """
 
 import json
@@ -44,7 +44,7 @@ class ParallelLayout(_Part):
     expert_data_size: int = Field(1, ge=1)
 
     def shape(self) -> tuple[Any, ...]:
-        """Stage, precision and sizes: what all ranks of a checkpoint have in common."""
+        """ZeRO stage, precision and sizes, which are the same for all ranks of a checkpoint."""
         return tuple(value for name, value in self if not name.endswith("_rank"))
 
 
@@ -58,21 +58,23 @@ class DataState(_Part):
 class Sidecar(_Part):
     """One rank's record of its part of a checkpoint.
 
-    ``files`` has the digests of the files this rank wrote, by name within the tag's folder. ``replicas`` are files
-    beside them on nodes that do not share a disk: there DeepSpeed also writes files that a rank of another node lists
-    in its ``files``. They are equivalent for resuming, but their bytes may differ. A node's first rank lists them, and
-    on that node they serve instead of the original.
+    ``files`` has the digests of the files this rank wrote, by name within the tag's folder. ``replicas`` has those of
+    additional files on nodes that do not share a disk: there DeepSpeed also writes files that a rank of another node
+    lists in its ``files``. For resuming, a replica is equivalent to the original, but its bytes may differ. The first
+    rank of a node lists the node's replicas, which are used on that node in place of the originals.
 
-    ``saving`` is drawn each time a tag is written: files from two saves of the same tag are not one checkpoint.
+    ``saving`` is a random value that each save of a tag draws: files from two saves of one tag are not one checkpoint.
     ``groups`` lists the optimizer's parameter groups in order, even if the module's own weights are the fp32 masters
-    (ZeRO 0 in fp32). ``aliases`` maps a tied name to the name that owns the storage. Experts in ``groups`` are those of
-    this rank, numbered over all ranks. All names are Hugging Face's; in the files they are prefixed with
+    (ZeRO 0 in fp32). Experts in ``groups`` are those of this rank, numbered over all ranks. ``aliases`` maps a tied
+    name to the name that owns the storage. All names are Hugging Face's; in the files, they have the prefix
     ``model_prefix``.
 
-    In a pipeline, ``groups`` are those of the rank's stage, and ``pipeline_layers`` maps DeepSpeed's name of a layer
-    (``"3"``, or ``"tied_modules.KEY"`` for a tied one, which also has its number if it has a file) to its path in
-    Hugging Face's model, ``""`` for the model itself. ``skipped_steps`` counts the steps that the fp16 loss scaler
-    dropped, and ``loss_scaler`` is its state, by attribute. Generator states are base64 text, by generator.
+    In a pipeline, ``groups`` are those of the rank's stage, and ``pipeline_layers`` maps DeepSpeed's name of a layer to
+    the layer's path in Hugging Face's model (``""`` for the model itself). DeepSpeed's name is a number such as
+    ``"3"``, or ``"tied_modules.KEY"`` for a tied layer, which is listed under its number too if it has a file.
+
+    ``skipped_steps`` counts the steps that the fp16 loss scaler skipped, and ``loss_scaler`` is its state, by
+    attribute. ``generator_states`` are base64 text, by generator.
     """
 
     schema_version: Literal[1] = 1
@@ -156,29 +158,29 @@ def _require_plain(name: str) -> None:
 
 
 def sidecar_name(rank: int) -> str:
-    """``rank-00000.json``."""
+    """The name of a rank's sidecar, such as ``rank-00000.json``."""
     return f"rank-{rank:05d}.json"
 
 
 def write(folder: Path, sidecar: Sidecar) -> None:
-    """Write a rank's sidecar, with its own sha256, into the tag's folder: atomically, after the rank's files."""
+    """Write a rank's sidecar, with its own sha256, atomically. The rank's files must already be on disk."""
     document = sidecar.model_dump(mode="json")
     write_json(folder / sidecar_name(sidecar.rank), document | {_OWN_DIGEST: fingerprint(document)})
 
 
 def read(folder: Path, rank: int) -> Sidecar:
-    """One rank's sidecar of a tag; errors as of ``parsed``, and Unreadable."""
+    """Read one rank's sidecar of a tag. Raises Unreadable and the errors of ``parsed``."""
     return _read(folder / sidecar_name(rank))
 
 
 def read_all(folder: Path) -> list[Sidecar]:
-    """All sidecars of a tag by rank; empty when there are none. Errors as of ``read``."""
+    """Read all sidecars of a tag, sorted by rank; empty if there are none. Raises the errors of ``read``."""
     found = (_read(folder / name) for name in names_in(folder) if is_sidecar(name))
     return sorted(found, key=lambda sidecar: sidecar.rank)
 
 
 def is_sidecar(name: str) -> bool:
-    """Whether a file of a tag is a sidecar, by its name."""
+    """Whether a file name in a tag's folder is that of a sidecar."""
     return PurePosixPath(name).match("rank-*.json")
 
 

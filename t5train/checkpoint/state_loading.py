@@ -1,6 +1,6 @@
 """Load training state from files into an engine of any layout, by Hugging Face's names.
 
-The optimizer gets the tensor ranges that it updates on a rank; modules get whole parameters.
+Each rank's optimizer gets only the tensor ranges that it updates; modules get whole parameters.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ from t5train.spec.rank_job import Consolidated, TrainingProgress, TrainJob
 
 
 def named_groups(engine: Any) -> list[list[ParameterSlot]]:
-    """The groups of ``describe``, by Hugging Face's names; experts are this rank's, numbered over all ranks."""
+    """The groups of ``describe``, with Hugging Face's names. Experts are this rank's, numbered over all ranks."""
     model = model_of(engine)
     names = huggingface_names(model, expert_rank(model.expert_parallel_size))
     return [[slot.model_copy(update={"name": names[slot.name]}) for slot in group] for group in describe(engine)]
@@ -44,7 +44,7 @@ class StoredState:
 
     @classmethod
     def of(cls, job: TrainJob, shape: T5Shape) -> Self | None:
-        """The state that the job's attempt begins with; None if it begins with a DeepSpeed checkpoint or the seed."""
+        """The state that the job's attempt begins with; None if that is a DeepSpeed checkpoint or newly initialised."""
         if job.consolidated:
             return cls._consolidated(job.consolidated)
         if job.resume_tag is None and (places := tensors_of(job.spec.model, shape)):
@@ -53,7 +53,7 @@ class StoredState:
 
     @classmethod
     def _consolidated(cls, told: Consolidated) -> Self:
-        """The state in a folder that ``consolidate`` wrote; InputError unless it has the fingerprint in ``told``."""
+        """The state that ``consolidate`` wrote. Raises InputError unless its fingerprint is that in ``told``."""
         found = Weights.load(told.folder).fingerprint
         if found != told.fingerprint:
             raise InputError(
@@ -65,7 +65,7 @@ class StoredState:
         return cls(model, dict(zip(stems[1:], moments, strict=True)), told.clock)
 
     def fill(self, name: str, parameter: nn.Parameter) -> None:
-        """Set a module's parameter to its stored value, rounded to its type."""
+        """Set a module's parameter to its stored value, rounded to the parameter's type."""
         with torch.no_grad():
             parameter.copy_(self.weights.whole(name))
 
@@ -89,9 +89,9 @@ _Parts = list[tuple[str, Segment]]
 
 
 def _held(engine: Any) -> Iterator[tuple[Tensor, _Parts]]:
-    """Every tensor this rank's optimizer updates, and the parts of parameters it is made of."""
+    """Yield every tensor that this rank's optimizer updates, with the parts of parameters that it consists of."""
     groups = named_groups(engine)
-    if not engine.zero_optimization():  # where the optimizer steps parameter by parameter
+    if not engine.zero_optimization():  # without ZeRO, the optimizer updates each parameter separately
         groups = [[slot] for group in groups for slot in group]
     for (flat, partition), slots in zip(partitions_of(engine).items(), groups, strict=True):
         yield flat, [(slots[segment.owner].name, segment) for segment in partition.segments]

@@ -43,11 +43,11 @@ _SAME_ON_EVERY_RANK = (
 
 
 def require_complete(folder: Path, progress: Progress = silent) -> list[Sidecar]:
-    """Compare every file with its digest, and return every rank's sidecar, by rank.
+    """Verify every file against its digest, and return the sidecars of all ranks, sorted by rank.
 
-    Raises IncompleteCheckpoint, naming the rank or file, for one that is missing, altered, or of another run, step or
-    layout; Unreadable for a file that cannot be read now; UnknownVersion for a sidecar of another version; and
-    UnlistedFile for a file that no rank wrote: DeepSpeed finds files by pattern and would unpickle it.
+    Raises IncompleteCheckpoint, naming the rank or file, if one is missing, altered, or of another run, step or layout;
+    Unreadable if a file cannot be read now; UnknownVersion if a sidecar is of another version; and UnlistedFile if
+    there is a pickle that no rank wrote, because DeepSpeed finds files by pattern and would unpickle it.
     """
     sidecars = require_agreement(read_all(folder), folder)
     files = files_of(sidecars)
@@ -60,7 +60,7 @@ def require_complete(folder: Path, progress: Progress = silent) -> list[Sidecar]
 
 
 def _verify(folder: Path, files: Mapping[str, FileDigest], progress: Progress) -> None:
-    """Compare files with their digests, one on each core."""
+    """Verify files against their digests, one file per core at a time."""
     total, done = sum(digest.size for digest in files.values()), 0
     with ThreadPoolExecutor(num_cores()) as threads:
         verified = threads.map(verify_file, [folder / name for name in files], files.values())
@@ -72,10 +72,10 @@ def _verify(folder: Path, files: Mapping[str, FileDigest], progress: Progress) -
 def complete_tags(checkpoints: Path) -> list[str]:
     """Names of the complete tags in a DeepSpeed save folder, the newest step first.
 
-    Only sidecars and file sizes are compared here; ``require_complete`` then verifies the digests of the chosen tag. A
+    This compares only sidecars and file sizes; use ``require_complete`` to verify the digests of the chosen tag. A
     renamed tag does not count: a run renames a tag before it removes it, and may be killed in between. Raises
-    Unreadable and UnknownVersion if it cannot be determined whether a tag is complete: an older one must not be used in
-    its place.
+    Unreadable and UnknownVersion if it cannot be determined whether a tag is complete, because an older one must not be
+    used in its place.
     """
     found: list[tuple[int, str]] = []
     for name in names_in(checkpoints):
@@ -87,7 +87,7 @@ def complete_tags(checkpoints: Path) -> list[str]:
 
 
 def files_of(sidecars: Sequence[Sidecar]) -> dict[str, FileDigest]:
-    """The files of all ranks; IncompleteCheckpoint when two ranks claim one name with different content."""
+    """The files of all ranks. Raises IncompleteCheckpoint if two ranks recorded different digests of one file."""
     files: dict[str, FileDigest] = {}
     for sidecar in sidecars:
         for name, digest in sidecar.files.items():
@@ -159,9 +159,9 @@ class Writers:
 
 
 def files_read_by(rank: int, sidecars: Sequence[Sidecar]) -> list[str]:
-    """Names of the files that must be on the node of ``rank`` for DeepSpeed to resume there, sorted.
+    """The names of the files that DeepSpeed needs on the node of ``rank`` to resume there, sorted.
 
-    ``sidecars`` are those of all ranks of the checkpoint. Raises IncompleteCheckpoint when that of ``rank`` is missing.
+    ``sidecars`` are those of all ranks of the checkpoint. Raises IncompleteCheckpoint if that of ``rank`` is missing.
     """
     own = next((one for one in sidecars if one.rank == rank), None)
     if own is None:
@@ -176,5 +176,5 @@ def _reads(reader: Sidecar, writer: Sidecar, name: str) -> bool:
         return reader.layout.expert_rank == writer.layout.expert_rank
     if _LAYER.match(name):
         return reader.layout.pipeline_rank == writer.layout.pipeline_rank
-    # DeepSpeed reads the model states of the first and the reader's stage, and counts those of all: all must exist.
+    # DeepSpeed reads the model states of the first stage and the reader's own, and counts all of them: all must exist.
     return True

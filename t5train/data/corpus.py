@@ -24,7 +24,7 @@ from t5train.records.kept_files import keep_changed_files
 from t5train.records.stage_records import Corpus, reusable
 from t5train.spec import CorpusSpec
 
-_STAGE_VERSION = 1  # raised when the same files would give another corpus
+_STAGE_VERSION = 1  # incremented when the same files would give another corpus
 _PYDOCS_FILE = "pydocs.jsonl"
 _log = logging.getLogger(__name__)
 
@@ -37,19 +37,19 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
 
     Args:
         spec: The source, and how documents are split into train, validation and test.
-        root: Folder of everything that is made.
-        progress: Called with the number of files hashed and of bytes read (as they are stored, compressed or not).
-        out: Folder of the result; ``{root}/corpus/{name}-{fp12}`` if left out.
+        root: The root folder.
+        progress: Called with the number of files hashed, then with the number of bytes read (as stored on disk).
+        out: Folder of the result; ``{root}/corpus/{name}-{first 12 digits of the fingerprint}`` if left out.
 
     Returns:
         The record of the corpus; its counts are passages, empty passages, and UTF-8 bytes of text.
 
     Raises:
-        InputError: The source is absent, empty, truncated, not UTF-8 or of the wrong form.
+        InputError: The source is missing, empty, truncated, not UTF-8 or malformed.
         StorageError: The folder cannot be written, or holds something else.
 
     """
-    require_space(out or root, 0, "the corpus")  # before hashing, which takes long for much text
+    require_space(out or root, 0, "the corpus")  # before hashing, which takes long for a large corpus
     sources = _sources(spec, root, progress)
     digests = _digests(sources, progress)
     identity = fingerprint({"kind": "corpus", "stage": _STAGE_VERSION, "files": _content(sources, digests)})
@@ -72,7 +72,7 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
 
 
 def corpus_name(spec: CorpusSpec) -> str:
-    """A folder name derived from the source."""
+    """Return a folder name derived from the source."""
     name = PurePosixPath(redacted(spec.source)).name.split(".")[0]
     return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:40] or "text"
 
@@ -104,7 +104,7 @@ def _content(sources: list[SourceFile], digests: Mapping[SourceFile, FileDigest]
 
 
 def _scanned(sources: list[SourceFile], workers: int, progress: Progress) -> list[FileSegments]:
-    """Every file, read whole, in the order of ``sources``."""
+    """Scan all files in worker processes, and return the results in the order of ``sources``."""
     jobs = [{"path": str(source.path), "name": source.name} for source in sources]
     total = sum(source.path.stat().st_size for source in sources)
     done = 0

@@ -1,6 +1,6 @@
-"""Held-out passages with their training ids, which a published tokenizer has to reproduce.
+"""Held-out passages with the token ids that training uses for them. A published tokenizer must produce the same ids.
 
-They are stored beside the token shards, because the ranks that write the witness may have no other data.
+They are stored beside the token shards, because the rank that writes the witness may have no other data.
 """
 
 import logging
@@ -24,13 +24,14 @@ _MOST_PASSAGES = 32
 _CANDIDATES = 1000
 _MOST_CHARACTERS = 4000
 _LEAST_AGREEMENT = 0.9
-# transformers turns these into control ids, but training does not; only one of them treats U+0085 as a space.
+# Passages with these are left out: transformers encodes special pieces and sentinels as control ids, but training does
+# not, and only one of the two treats U+0085 as a space.
 _READ_DIFFERENTLY = re.compile("|".join([*map(re.escape, SPECIAL_PIECES), "<extra_id_[0-9]+>", "\x85"]))
 _log = logging.getLogger(__name__)
 
 
 class HeldOutPassages(BaseModel):
-    """``held-out-passages.json``."""
+    """The content of ``held-out-passages.json``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     schema_version: Literal[1] = 1
@@ -38,7 +39,7 @@ class HeldOutPassages(BaseModel):
 
 
 def read_held_out(shards_folder: Path) -> list[EncodedPassage]:
-    """The passages recorded in a folder of token shards; InputError when there are none."""
+    """Return the passages recorded in a folder of token shards. Raises InputError if there are none."""
     path = shards_folder / HELD_OUT
     try:
         passages = HeldOutPassages.model_validate_json(path.read_bytes()).passages
@@ -57,10 +58,10 @@ def read_held_out(shards_folder: Path) -> list[EncodedPassage]:
 
 
 def write_held_out(folder: Path, found: Iterable[EncodedPassage], tokenizer_json: Path) -> None:
-    """Choose among the first candidates and write them to ``folder``.
+    """Choose passages from the first 1000 candidates and write them to ``folder``.
 
-    Only passages that Hugging Face's tokenizer encodes as training does are recorded: the two are known to differ on
-    rare mixtures of characters. InputError when they differ on more than that.
+    Only passages that Hugging Face's tokenizer encodes as training does are recorded. The two differ on rare
+    combinations of characters. Raises InputError if they agree on fewer than 90% of the candidates.
     """
     candidates = list(islice(found, _CANDIDATES))
     agreed = _agreeing(candidates, tokenizer_json)
@@ -75,7 +76,7 @@ def write_held_out(folder: Path, found: Iterable[EncodedPassage], tokenizer_json
 
 
 def comparable(passages: Iterable[tuple[Passage, np.ndarray]], encoder: Encoder) -> Iterator[EncodedPassage]:
-    """The passages that both tokenizers read as plain text; of a long one, only its beginning."""
+    """Yield the passages that both tokenizers read as plain text. Long passages are cut to at most 4000 characters."""
     for passage, whole_ids in passages:
         text, ids = passage.text, whole_ids
         if len(text) > _MOST_CHARACTERS:
@@ -86,7 +87,10 @@ def comparable(passages: Iterable[tuple[Passage, np.ndarray]], encoder: Encoder)
 
 
 def choose(candidates: Sequence[EncodedPassage], most: int = _MOST_PASSAGES) -> list[EncodedPassage]:
-    """Up to ``most`` candidates: some with unknown characters, some not ASCII, then those with the most new pieces."""
+    """Choose up to ``most`` candidates.
+
+    First some with unknown characters, then some with non-ASCII text, then those that add the most new pieces.
+    """
     unknown = [each for each in candidates if UNK_ID in each.ids][: most // 8]
     foreign = [each for each in candidates if not each.text.isascii() and each not in unknown][: most // 4]
     chosen = [*unknown, *foreign]
@@ -105,6 +109,6 @@ def _agreeing(candidates: Sequence[EncodedPassage], tokenizer_json: Path) -> lis
 
     try:
         reference = Tokenizer.from_file(str(tokenizer_json))
-    except Exception as error:  # tokenizers raises Exception itself
+    except Exception as error:  # tokenizers raises plain Exception
         raise InputError(f"{tokenizer_json} cannot be read ({error}): make the tokenizer again") from error
     return [each for each in candidates if reference.encode(each.text).ids == each.ids]

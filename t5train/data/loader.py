@@ -1,8 +1,8 @@
 """Samples of token shards, in an order and with noise that depend only on a seed.
 
-Sample k of a split is window k of its shards: each shard provides its whole windows, one after another. There is no
-loader state: the number of samples consumed is the position in training. There is no table of the order either, as its
-size would grow with the corpus: the sample at each position is computed when it is read.
+A window is a fixed number of consecutive tokens of a shard. Sample k of a split is window k, counted over the whole
+windows of all shards. The loader has no state: the number of samples consumed is the position in training. The order is
+not stored in a table, whose size would grow with the corpus. The sample at each position is computed when it is read.
 """
 
 import time
@@ -23,13 +23,13 @@ from t5train.records.stage_records import TokenShards
 from t5train.spec import ObjectiveSpec
 
 ORDER_VERSION = 2
-"""Raised when the same seed would give other samples or another order: part of the identity of a training run."""
+"""Incremented when the same seed would give other samples or another order. Part of the identity of a training run."""
 PREFETCHED_BATCHES = 4
-_ORDER, _NOISE = 1, 2  # so that both have different random bits
+_ORDER, _NOISE = 1, 2  # parts of the keys, so that order and noise get different random bits
 
 
 class Batch(NamedTuple):
-    """``sample_ids`` int64 [n], ``inputs`` int32 [n, input_tokens], ``targets`` int32 [n, target_tokens]."""
+    """n samples: ``sample_ids`` int64 [n], ``inputs`` int32 [n, input_tokens], ``targets`` int32 [n, target_tokens]."""
 
     sample_ids: np.ndarray
     inputs: np.ndarray
@@ -37,9 +37,9 @@ class Batch(NamedTuple):
 
 
 class Windows:
-    """The windows of a split, mapped from its shards: ``windows[ids]`` is [n, window_tokens].
+    """The windows of a split, memory-mapped from its shards: ``windows[ids]`` is [n, window_tokens].
 
-    Raises InputError when the split does not have a single whole window, DigestMismatch for a file of the wrong size.
+    Raises InputError if the split has no whole window, DigestMismatch if a file has the wrong size.
     """
 
     def __init__(self, shards: TokenShards, split: str, window_tokens: int) -> None:
@@ -89,7 +89,7 @@ class Samples:
     """Span-corrupted samples of one split, in an endless sequence.
 
     With ``shuffle``, each epoch is a permutation of the split keyed by (seed, epoch), and noise is keyed by
-    (seed, epoch, sample id). Without it, the order is always that of the ids, and the noise that of epoch 0.
+    (seed, epoch, sample id). Without it, every epoch has the order of the ids and the noise of epoch 0.
     """
 
     def __init__(self, shards: TokenShards, split: str, objective: ObjectiveSpec, seed: int, shuffle: bool) -> None:
@@ -101,11 +101,11 @@ class Samples:
 
     @property
     def num_samples(self) -> int:
-        """Samples in an epoch."""
+        """The number of samples in an epoch."""
         return len(self._windows)
 
     def batch(self, start: int, count: int) -> Batch:
-        """Samples ``start`` to ``start + count`` (exclusive) of the endless sequence."""
+        """Return samples ``start`` to ``start + count`` (exclusive) of the endless sequence."""
         epochs, places = np.divmod(np.arange(start, start + count), self.num_samples)
         if self._shuffle:
             ids = keyed_random.permuted(places, self.num_samples, self._seed, _ORDER, epochs)
@@ -117,10 +117,10 @@ class Samples:
 
 
 class Prefetched(Iterator[Batch]):
-    """Batches that a thread prepares ahead; close it, or leave its ``with``, to end the thread.
+    """An iterator over batches that a thread prepares in advance.
 
-    An exception of the source is raised where its batch would have come. ``waited_seconds`` is the total time the
-    consumer spent waiting.
+    ``close``, or leaving the ``with`` block, ends the thread. If the source raises an exception, it is raised in place
+    of the next batch. ``waited_seconds`` is the total time that the consumer has spent waiting.
     """
 
     def __init__(self, source: Iterator[Batch], depth: int) -> None:
@@ -145,7 +145,7 @@ class Prefetched(Iterator[Batch]):
         return item
 
     def close(self) -> None:
-        """End the thread; batches it has prepared are dropped."""
+        """End the thread, and drop the batches that it has prepared."""
         self._closed = True
         self._free.release()
         self._thread.join()
@@ -166,5 +166,5 @@ class Prefetched(Iterator[Batch]):
                     return
                 self._ready.put(next(self._source))
         except BaseException as error:
-            # All exceptions, including StopIteration, belong to the consumer.
+            # The consumer gets all exceptions, including StopIteration.
             self._ready.put(error)

@@ -1,4 +1,4 @@
-"""The folder a data stage writes to: one process at a time, and never over anything else."""
+"""The folder that a data stage writes to. Only one process writes at a time, and nothing else is overwritten."""
 
 import fcntl
 import logging
@@ -16,16 +16,16 @@ _log = logging.getLogger(__name__)
 
 
 def stage_folder(root: Path, kind: str, name: str, fingerprint: str) -> Path:
-    """``{root}/{kind}/{name}-{fp12}``: where the result with this fingerprint lies."""
+    """Return the folder of a result: ``{root}/{kind}/{name}-{first 12 digits of the fingerprint}``."""
     return root / kind / f"{name}-{fingerprint[:12]}"
 
 
 @contextmanager
 def making(folder: Path, fingerprint: str) -> Iterator[None]:
-    """Lock ``folder`` for the result with this fingerprint; wait while another process makes it.
+    """Lock ``folder`` for the result with this fingerprint. If another process is making it, wait for that process.
 
-    The lock is released when its process ends, however it ends, so half-written files of a killed one are removed here.
-    Raises StorageError when the folder cannot be written or holds anything else.
+    The kernel releases the lock when the process ends for any reason. Incomplete files that a killed process left are
+    removed. Raises StorageError if the folder cannot be written or holds anything else.
     """
     with _open_claim(folder) as claim:
         lock_or_wait(claim.fileno(), folder)
@@ -36,7 +36,7 @@ def making(folder: Path, fingerprint: str) -> Iterator[None]:
 
 
 def lock_or_wait(descriptor: int, result: Path) -> None:
-    """Take the exclusive lock of an open file or folder; if another process has it, log that, and wait."""
+    """Lock an open file or folder exclusively. If another process holds the lock, log that and wait."""
     if not try_lock(descriptor):
         _log.warning("%s is being made by another process: waiting for it", result)
         flock(descriptor, fcntl.LOCK_EX)
@@ -52,7 +52,7 @@ def _open_claim(folder: Path) -> TextIO:
 
 
 def _own(claim: TextIO, folder: Path, fingerprint: str) -> None:
-    """Record the fingerprint of this folder; one that was claimed but holds no result can be claimed again."""
+    """Record the fingerprint in the claim. A folder that was claimed but holds no result can be claimed again."""
     claim.seek(0)
     if claim.read() == fingerprint:
         return

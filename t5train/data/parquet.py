@@ -1,4 +1,4 @@
-"""Read passages from .parquet files; only the columns id, text and title are read."""
+"""Reads passages from .parquet files. Only the columns id, text and title are read."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ _COLUMNS = ("id", "text", "title")
 
 
 def parquet_rows(source: SourceFile, number: int, offset: int) -> Iterator[Row]:  # noqa: ARG001  rows have no offset here
-    """Rows from ``number`` on; the row groups before it are skipped unread."""
+    """Yield the rows from ``number`` on. Row groups before it are skipped without being read."""
     try:
         with pyarrow.parquet.ParquetFile(source.path) as file:
             yield from _rows(source, file, number)

@@ -1,4 +1,4 @@
-"""Text as files, rows and passages, and the split of each document (train, validation or test), decided by its id."""
+"""Source files, rows and passages of text. A document's id decides its split (train, validation or test)."""
 
 from hashlib import blake2b
 from pathlib import Path
@@ -13,7 +13,7 @@ class SourceFile(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """A document: it belongs to one split, is tokenised as a whole, and ends with EOS."""
+    """A document. It belongs to one split and is tokenised as a whole; its ids end with EOS."""
 
     id: str
     title: str
@@ -21,7 +21,7 @@ class Passage(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A passage (its text may be empty) and where it lies: row number and byte offset (0 in .parquet)."""
+    """A passage (its text may be empty) and its position: row number and byte offset (0 in .parquet)."""
 
     number: int
     offset: int
@@ -33,7 +33,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 class SplitRule(Protocol):
-    """What decides the split of a document; a CorpusSpec is one."""
+    """The settings that decide the split of a document. CorpusSpec has them."""
 
     @property
     def split(self) -> tuple[int, int, int]:
@@ -41,11 +41,11 @@ class SplitRule(Protocol):
 
     @property
     def split_seed(self) -> int:
-        """Another seed gives other documents to each split."""
+        """Seed of the hash that assigns documents to splits."""
 
 
 def split_of(rule: SplitRule, document_id: str) -> Split:
-    """The split of a document: a hash of (split_seed, id) against the thousandths of ``rule.split``."""
+    """Return the split of a document. A hash of (split_seed, id) is compared with the thousandths of ``rule.split``."""
     digest = blake2b(f"{rule.split_seed}\n{document_id}".encode(), digest_size=8).digest()
     thousandth = int.from_bytes(digest, "little") % 1000
     train, validation, _ = rule.split

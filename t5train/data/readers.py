@@ -1,8 +1,8 @@
-"""Read passages from files: one per line of .txt, .jsonl or .tsv, one per row of .parquet.
+"""Reads passages from files: one per line of .txt, .jsonl or .tsv, one per row of .parquet.
 
-Compressed files are opened by fsspec, whose reader of .gz is isal's: it takes two thirds of the time of Python's own.
-Rows are counted from 0 as they are in the file: blank lines and the header of a .tsv are rows too, so a row's
-number and its byte offset (in the decompressed stream) find it again without reading what comes before.
+Compressed files are opened with fsspec, which reads .gz with isal, in two thirds of the time of Python's gzip module.
+Rows are counted from 0. Blank lines and the header of a .tsv count, too, so that reading can start at any row, given
+its number and its byte offset in the decompressed stream.
 """
 
 import lzma
@@ -22,15 +22,15 @@ from t5train.errors import InputError
 
 FORMATS = (".txt", ".jsonl", ".tsv", ".parquet")
 _COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
-"""Suffixes, and fsspec's names for them. Not all that fsspec knows: of a .zip it would read the first member only."""
-_ISAL_ERROR = cast(type[Exception], IsalError)  # which its stub declares as an instance
+"""fsspec's name of the compression for each suffix. .zip is not supported: fsspec would read only its first member."""
+_ISAL_ERROR = cast(type[Exception], IsalError)  # isal's stub declares it as an instance
 _DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError, _ISAL_ERROR, ZstdError)
 _TSV_HEADER = "id\ttext\ttitle"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def format_of(name: str) -> str | None:
-    """``.txt``, ``.jsonl``, ``.tsv`` or ``.parquet``, compressed or not; None for any other name."""
+    """Return ``.txt``, ``.jsonl``, ``.tsv`` or ``.parquet`` for a file name, compressed or not; None for any other."""
     suffixes = Path(name).suffixes
     if suffixes and suffixes[-1] in _COMPRESSIONS and suffixes[-2:-1] != [".parquet"]:
         suffixes.pop()
@@ -38,10 +38,10 @@ def format_of(name: str) -> str | None:
 
 
 def rows(source: SourceFile, number: int = 0, offset: int = 0) -> Iterator[Row]:
-    """The rows of a file from row ``number``, which begins at byte ``offset``, to the end.
+    """Yield the rows of a file from row ``number``, which begins at byte ``offset``, to the end.
 
-    Raises InputError, naming file and row, for invalid UTF-8 and rows of the wrong form, and, naming the file, for one
-    that is truncated, damaged or of an unknown format.
+    Raises InputError if a row is malformed or not valid UTF-8 (the error names its line), or if the file is truncated,
+    damaged or of an unknown format.
     """
     reader = _READERS.get(format_of(source.name) or "")
     if reader is None:
@@ -111,7 +111,7 @@ def _parquet(source: SourceFile, number: int, offset: int) -> Iterator[Row]:
 
 
 def _lines(source: SourceFile, number: int, offset: int) -> Iterator[tuple[int, int, str]]:
-    """Row number, offset and text (without line end) of each line."""
+    """Yield the row number, byte offset and text (without line end) of each line."""
     with _opened(source.path) as file:
         file.seek(offset)
         for line in file:
@@ -129,7 +129,7 @@ def _lines(source: SourceFile, number: int, offset: int) -> Iterator[tuple[int, 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, decompressed."""
+    """Open a file for reading, decompressed."""
     with open(path, "rb") as stored:
         if path.suffix not in _COMPRESSIONS:
             yield stored

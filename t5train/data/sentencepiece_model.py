@@ -1,23 +1,23 @@
 """SentencePiece models in T5's form: how to recognise one, train one, and encode text with one.
 
-Text is encoded with SentencePiece's segmentation, made to agree with Hugging Face's tokenizer, the reference.
+Text is encoded with SentencePiece, adjusted to give the same ids as Hugging Face's tokenizer ("the reference" below).
+A published model is used with the reference. If the two encoded a text differently, the model would have been trained
+on ids that it never sees in use. Without the adjustments, they differ in three ways.
 
-A published model is used with the reference, so a text that the two encode differently would be trained on with ids
-that it never has later. They differ in three ways.
+Sums: SentencePiece adds up scores in float32 from the beginning of a text; the reference adds them in float64, word by
+word. Scores are therefore rounded to a grid on which float32 sums are exact up to 8192. Equally good segmentations
+(``---``+``-`` and ``-``+``---``) then tie instead of being decided by rounding errors. A long text is encoded in
+stretches that are short enough to stay below 8192. They end at spaces, which always separate pieces.
 
-Sums: SentencePiece adds up scores in float32 from the beginning of a text, the reference in float64, word by word. So
-scores are rounded to a grid on which float32 sums are exact up to 8192, and equally good segmentations (``---``+``-``,
-``-``+``---``) tie instead of being decided by rounding errors. A long text is encoded in stretches short enough for
-that; they end at spaces, where the segmentation of a text separates anyway.
-
-Normalisation: SentencePiece replaces the longest match of its table wherever it occurs. The reference goes grapheme by
-grapheme. It replaces a grapheme of less than six bytes by the shortest match at its beginning, and drops the rest (a
-full-width A with an acute accent becomes a plain A); it replaces a longer one character by character, and never
+Normalisation: SentencePiece replaces the longest match of its table, wherever it occurs. The reference works grapheme
+by grapheme. It replaces a grapheme of fewer than six bytes by the shortest match at its beginning, and drops the rest
+(a full-width A with an acute accent becomes a plain A). It replaces a longer grapheme character by character, and never
 composes it.
 
-Spaces: the reference also splits words at U+0085, which the table leaves unchanged. Normalisation and spaces matter
-only in texts with combining characters or with U+0085: these are normalised by the reference's own normaliser, and
-SentencePiece segments the result without normalising it.
+Spaces: the reference also splits words at U+0085, which the table leaves unchanged.
+
+Normalisation and spaces matter only in texts with combining characters or U+0085. The reference's own normaliser
+normalises these texts, and SentencePiece segments the result without normalising it again.
 """
 
 import io
@@ -43,16 +43,17 @@ from t5train.spec import TokenizerSpec
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 SPECIAL_PIECES = ("<pad>", "</s>", "<unk>")
 _SENTINEL = re.compile("<extra_id_[0-9]+>")
-_NUM_THREADS = 8  # part of the result: sums are formed per thread
-_SENTENCE_CHARACTERS = 1000  # at most 4 bytes each, so below the length that the trainer would skip
+_NUM_THREADS = 8  # changes the result, because sums are formed per thread
+_SENTENCE_CHARACTERS = 1000  # at most 4 bytes each: the trainer skips sentences of more than 4192 bytes
 _Piece = sentencepiece_model_pb2.ModelProto.SentencePiece
 
 
 def require_t5_form(proto: bytes, where: str) -> None:
     """Raise SpecError unless ``proto`` is a SentencePiece model that encodes text as T5's does.
 
-    That is a unigram without byte fallback, ``<pad>``, ``</s>``, ``<unk>`` first, and every other piece plain
-    text, so that no text becomes a control id.
+    It must be a unigram model without byte fallback that treats spaces as T5's does. Its first pieces must be
+    ``<pad>``, ``</s>`` and ``<unk>``, and all others plain text, so that no text is encoded as a control id. Raises
+    InputError if ``proto`` is not a SentencePiece model at all.
     """
     model = _parsed(proto, where)
     if model.trainer_spec.model_type != model.trainer_spec.UNIGRAM or model.trainer_spec.byte_fallback:
@@ -78,9 +79,10 @@ def require_t5_form(proto: bytes, where: str) -> None:
 
 
 def train(spec: TokenizerSpec, texts: Iterable[str], progress: Progress) -> bytes:
-    """Train a unigram of ``spec.vocab_size`` pieces, T5's special ones among them, with T5's normalisation.
+    """Train a unigram model of ``spec.vocab_size`` pieces, including T5's special ones, with T5's normalisation.
 
-    The same texts in the same order give the same bytes. SpecError when the texts cannot fill the vocabulary.
+    The same texts in the same order give the same bytes. Raises SpecError if the vocabulary is too large or too small
+    for the texts.
     """
     with ThreadPoolExecutor(1) as pool:  # the trainer has no callback; elapsed seconds at least show that it is running
         started = time.monotonic()
@@ -142,13 +144,13 @@ def _sentences(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _parsed(proto: bytes, where: str) -> sentencepiece_model_pb2.ModelProto:
-    """Parse the model; InputError if SentencePiece itself does not accept it."""
+    """Parse the model. Raises InputError if SentencePiece does not accept it, or if it has no pieces."""
     try:
         sentencepiece.SentencePieceProcessor(model_proto=proto)
         model = sentencepiece_model_pb2.ModelProto()
         model.ParseFromString(proto)
     except Exception as error:
-        # protobuf and SentencePiece have no narrower error class in common
+        # protobuf and SentencePiece share no narrower base class
         raise InputError(f"{where} is not a SentencePiece model: {error}") from error
     if not model.pieces:
         raise InputError(f"{where} is not a SentencePiece model: it has no pieces")
@@ -156,18 +158,18 @@ def _parsed(proto: bytes, where: str) -> sentencepiece_model_pb2.ModelProto:
 
 
 _SCORE_STEPS = 1 << 11  # per nat; float32 has 24 bits, so sums are exact below 2**24 / 2**11
-_STRETCH_CHARACTERS = 1200  # at 2 to 3 nats a character; 8192 allows 6.8
-_SPACE = "\u2581"  # what SentencePiece writes for a space
+_STRETCH_CHARACTERS = 1200  # text has 2 to 3 nats per character, and a sum of 8192 allows 6.8
+_SPACE = "\u2581"  # SentencePiece's symbol for a space
 _NEXT_LINE = "\u0085"
 _COMBINING = {"Mn", "Mc", "Me", "Cf", "Cn"}  # unassigned ones may combine in a later version of Unicode
 # Characters of the basic plane that combine although their category does not say so: prefixes, vowels of Thai and Lao
 # that follow their consonant, parts of Hangul syllables, half-width Japanese sound marks.
 _ALSO_COMBINING = "\u0d4e\u0e33\u0eb3\u1100-\u11ff\ua960-\ua97f\ud7b0-\ud7ff\uff9e\uff9f"
-_LOCAL_RULES = {"nmt_nfkc", "nfkc", "identity"}  # normalisations without a rule for a space and its neighbours
+_LOCAL_RULES = {"nmt_nfkc", "nfkc", "identity"}  # normalisations without a rule that combines a space with neighbours
 
 
 class Encoder:
-    """Text to ids as Hugging Face's T5 tokenizer forms them, except that no text becomes a control id."""
+    """Encodes text to the ids of Hugging Face's T5 tokenizer, except that no text becomes a control id."""
 
     def __init__(self, spiece: Path) -> None:
         model = sentencepiece_model_pb2.ModelProto.FromString(spiece.read_bytes())
@@ -181,7 +183,7 @@ class Encoder:
         self.num_pieces = len(model.pieces)
 
     def encode(self, texts: list[str], *, add_eos: bool = False) -> list[np.ndarray]:
-        """int32 ids of each text, followed by EOS if ``add_eos``."""
+        """Return the int32 ids of each text, followed by EOS if ``add_eos``."""
         ids: list[np.ndarray] = []
         for combines, some in groupby(texts, _combines):
             if combines:
@@ -191,7 +193,7 @@ class Encoder:
         return ids
 
     def _normalised(self, text: str) -> str:
-        """Normalise as the reference does. It then splits at white space, which by then is plain spaces and U+0085."""
+        """Normalise as the reference does, and replace U+0085 by a space, because the reference splits words there."""
         if self._normaliser:
             text = self._normaliser.normalize_str(text)
         return text.replace(_NEXT_LINE, " ")
@@ -207,32 +209,35 @@ class Encoder:
 
 
 def _segmented(processor: sentencepiece.SentencePieceProcessor, texts: list[str], add_eos: bool) -> list[np.ndarray]:
-    # One thread: the work is already shared by processes, and more threads would compete with them.
+    # One thread, because worker processes already share the work, and more threads would compete with them.
     ids: list[np.ndarray] = processor.encode(texts, return_type="numpy", add_eos=add_eos, num_threads=1)
     return ids
 
 
 def _normaliser(model: sentencepiece_model_pb2.ModelProto) -> Precompiled | None:
-    """The normaliser of the reference; None where the vocabulary has no table for it."""
+    """Return the reference's normaliser; None if the model has no normalisation table."""
     table = model.normalizer_spec.precompiled_charsmap
     return Precompiled(table) if table else None
 
 
 def _combines(text: str) -> bool:
-    """Whether a text may contain U+0085, or a grapheme of several characters."""
+    """Return whether a text may contain U+0085, or a grapheme of several characters."""
     return not text.isascii() and _combining().search(text) is not None
 
 
 @cache
 def _combining() -> re.Pattern[str]:
-    """Matches also every character beyond the basic plane: they are rare, and a single range is fast."""
+    """Return a pattern for U+0085 and characters that may combine.
+
+    It also matches every character beyond the basic plane: they are rare, and a single range is fast.
+    """
     found = [chr(code) for code in range(0x80, 0xD800) if unicodedata.category(chr(code)) in _COMBINING]
     found += [chr(code) for code in range(0xE000, 0x10000) if unicodedata.category(chr(code)) in _COMBINING]
     return re.compile(f"[{_NEXT_LINE}{_ALSO_COMBINING}{''.join(map(re.escape, found))}\U00010000-\U0010ffff]")
 
 
 def _stretches(text: str) -> list[str]:
-    """The text, cut at spaces."""
+    """Cut a text at spaces into stretches of about 1200 characters."""
     cut, first = [], 0
     while (end := text.find(" ", first + _STRETCH_CHARACTERS)) >= 0:
         cut.append(text[first:end])
@@ -241,7 +246,7 @@ def _stretches(text: str) -> list[str]:
 
 
 def _falls_apart_at_spaces(model: sentencepiece_model_pb2.ModelProto) -> bool:
-    """Whether no piece, unknown run or normalisation rule reaches from one word into the next."""
+    """Return whether words are encoded independently: no piece, unknown run or normalisation rule spans two words."""
     pieces = {piece.piece for piece in model.pieces}
     return (
         model.normalizer_spec.name in _LOCAL_RULES
@@ -252,7 +257,7 @@ def _falls_apart_at_spaces(model: sentencepiece_model_pb2.ModelProto) -> bool:
 
 
 def _joined(encoded: Iterator[np.ndarray], count: int, add_eos: bool) -> np.ndarray:
-    """The next ``count`` arrays, joined; only the last EOS is kept."""
+    """Concatenate the next ``count`` arrays, and keep only the last EOS."""
     if count == 1:
         return next(encoded)
     parts = [next(encoded) for _ in range(count)]

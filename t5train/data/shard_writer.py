@@ -1,6 +1,7 @@
-"""The work of one process of the shards stage: one shard from text to token files.
+"""The worker process of the shards stage, which makes the files of one shard from text.
 
-It is started once per core, so it imports neither pydantic nor anything that needs it: its job has all it needs.
+One worker starts per core. To start fast, it does not import pydantic or anything that needs it: its job contains all
+settings.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ _BATCH_CHARACTERS = 256 << 10
 
 
 class _HashedFile:
-    """A file that computes the digest of what is written to it."""
+    """A file that computes the digest of the bytes written to it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._sha256, self._size = file, sha256(), 0
@@ -38,7 +39,7 @@ class _HashedFile:
 
 
 class _SplitWriter:
-    """The two files of one split in one shard."""
+    """Writes the two files of one split in one shard: token ids, and lengths of documents."""
 
     def __init__(self, folder: Path, names: tuple[str, str], bytes_per_token: int, stack: ExitStack) -> None:
         self._tokens, self._lengths = (_HashedFile(stack.enter_context(replacing(folder / name))) for name in names)
@@ -61,7 +62,7 @@ class _SplitWriter:
 
 
 class _UnigramWriter:
-    """The file of one shard with the number of times that each id occurs in its train split."""
+    """Counts how often each id occurs in the train split of one shard, and writes the counts to a file."""
 
     def __init__(self, path: Path, vocab_size: int, dtype: str, stack: ExitStack) -> None:
         self._file = _HashedFile(stack.enter_context(replacing(path)))
@@ -83,7 +84,7 @@ class _SplitRule(NamedTuple):
 
 
 def write_shard(job: Json, advance: Advance) -> Json:
-    """Tokenise the stretches of one shard, as ``build_shards`` describes them; the description comes last."""
+    """Write the files of one shard. ``build_shards`` makes the job; the shard's description is written last."""
     folder, names = Path(job["folder"]), job["files"]
     stretches = [(SourceFile(Path(path), name), Segment(*segment)) for path, name, segment in job["stretches"]]
     rule = _SplitRule(tuple(job["split"]), job["split_seed"])
@@ -114,12 +115,12 @@ def write_shard(job: Json, advance: Advance) -> Json:
 
 @cache
 def _encoder(spiece: Path) -> Encoder:
-    """Loaded once per process, for all its shards."""
+    """Load the encoder once per process, for all its shards."""
     return Encoder(spiece)
 
 
 def _encoded(batch: list[Passage], encoder: Encoder, rule: _SplitRule) -> dict[Split, list[np.ndarray]]:
-    """The ids of each passage, by split."""
+    """Return the ids of each passage, by split."""
     documents: dict[Split, list[np.ndarray]] = {split: [] for split in SPLITS}
     encoded = encoder.encode([passage.text for passage in batch], add_eos=True)
     for passage, ids in zip(batch, encoded, strict=True):
@@ -128,7 +129,7 @@ def _encoded(batch: list[Passage], encoder: Encoder, rule: _SplitRule) -> dict[S
 
 
 def _batches(passages: Iterator[Passage]) -> Iterator[list[Passage]]:
-    """Passages in order, in lists of about 256 thousand characters."""
+    """Yield the passages in order, in lists of about 256 Ki characters."""
     batch: list[Passage] = []
     characters = 0
     for passage in passages:

@@ -1,11 +1,14 @@
 """The shards stage: token ids of a corpus in plain files, the same bytes on any machine.
 
-Shard N is made of consecutive segments of the corpus and holds, for each split, ``{split}-NNNNN.bin``
-(little-endian uint16, or uint32 where the vocabulary needs it; every document ends with EOS),
-``{split}-NNNNN.len`` (little-endian uint32, tokens of each document, EOS included), for the train split
-``train-NNNNN.unigram`` (little-endian int64, how often each id of the vocabulary occurs), and ``shard-NNNNN.json``,
-written last, which describes them. A restart remakes only shards whose description does not verify.
-``held-out-passages.json`` holds some texts of the validation split with their ids, for the certificate.
+Shard N is made of consecutive segments of the corpus. It has these files (all numbers are little-endian):
+
+- ``{split}-NNNNN.bin`` for each split: token ids, uint16 (uint32 for a large vocabulary); every document ends with EOS.
+- ``{split}-NNNNN.len`` for each split: the number of tokens of each document, EOS included, uint32.
+- ``train-NNNNN.unigram``: how often each id of the vocabulary occurs in the train split, int64.
+- ``shard-NNNNN.json``, written last: a description of the other files.
+
+After an interruption, only shards that do not match their description are made again. ``held-out-passages.json`` holds
+some texts of the validation split with their ids, for the certificate.
 """
 
 import logging
@@ -34,15 +37,15 @@ from t5train.records.kept_files import keep_changed_files
 from t5train.records.stage_records import MANIFEST, Corpus, TokenizerFiles, TokenShards, reusable
 from t5train.spec import NUM_SENTINELS, CorpusSpec, ShardsSpec
 
-_STAGE_VERSION = 3  # raised when the same inputs would give other bytes
+_STAGE_VERSION = 3  # incremented when the same inputs would give other bytes
 UNIGRAM_DTYPE = "<i8"
-_TEXT_BYTES_PER_TOKEN = 4  # of English in T5's vocabulary; decides where shards end
+_TEXT_BYTES_PER_TOKEN = 4  # about that of English in T5's vocabulary; decides where shards end
 _SHARDS_WITH_PASSAGES, _PASSAGES_A_SHARD = 4, 250
 _log = logging.getLogger(__name__)
 
 
 class Stretch(NamedTuple):
-    """Rows of one file that fall into one shard."""
+    """Consecutive rows of one file that belong to one shard."""
 
     path: str
     name: str
@@ -50,7 +53,7 @@ class Stretch(NamedTuple):
 
 
 class SplitCounts(BaseModel):
-    """What a shard holds of one split."""
+    """The number of documents and tokens of one split in a shard."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     documents: int
@@ -58,7 +61,10 @@ class SplitCounts(BaseModel):
 
 
 class ShardDescription(BaseModel):
-    """``shard-NNNNN.json``: the sign that a shard is complete. ``source`` is [file name, first row, rows]."""
+    """The content of ``shard-NNNNN.json``, which marks a shard as complete.
+
+    ``source`` lists [file name, first row, number of rows].
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     fingerprint: str
@@ -77,18 +83,18 @@ def build_shards(
     *,
     out: Path | None = None,
 ) -> TokenShards:
-    """Convert the text to files of token ids: flat arrays of uint16 (uint32 for a large vocabulary), one per split.
+    """Convert the text to files of token ids: flat arrays of uint16 (uint32 for a large vocabulary).
 
-    Finished shards are reused, also after an interruption.
+    Each shard has one such file per split. Finished shards are reused, also after an interruption.
 
     Args:
         spec: Tokens per shard, and the number of processes.
         corpus_spec: The spec of ``corpus``, which determines its splits.
         corpus: The text.
         tokenizer: The vocabulary.
-        root: Folder of everything that is made.
-        progress: Called with the number of bytes of text that are tokenised.
-        out: Folder of the result; ``{root}/shards/{name}-{fp12}`` if left out.
+        root: The root folder.
+        progress: Called with the number of bytes of text tokenised so far.
+        out: Folder of the result; ``{root}/shards/{name}-{first 12 digits of the fingerprint}`` if left out.
 
     Returns:
         The record of the shards; its counts are documents and tokens of each split, and the size of the vocabulary.
@@ -138,7 +144,7 @@ def build_shards(
 
 
 def plan_shards(files: Sequence[FileSegments], shard_tokens: int) -> list[list[Stretch]]:
-    """Consecutive segments, distributed evenly over as many shards as ``shard_tokens`` requires."""
+    """Distribute consecutive segments evenly over as many shards as ``shard_tokens`` requires."""
     segments = [(file.source, segment) for file in files for segment in file.segments]
     total = sum(segment.text_bytes for _, segment in segments)
     num_shards = max(1, min(len(segments), round(total / (shard_tokens * _TEXT_BYTES_PER_TOKEN))))
@@ -152,32 +158,32 @@ def plan_shards(files: Sequence[FileSegments], shard_tokens: int) -> list[list[S
 
 
 def shard_name(number: int) -> str:
-    """Name of the description of shard ``number``."""
+    """Return the name of the description of shard ``number``."""
     return f"shard-{number:05d}.json"
 
 
 def tokens_name(split: str, number: int) -> str:
-    """Name of the file with the tokens of a split in shard ``number``."""
+    """Return the name of the file with the tokens of a split in shard ``number``."""
     return f"{split}-{number:05d}.bin"
 
 
 def lengths_name(split: str, number: int) -> str:
-    """Name of the file with the lengths of a split's documents in shard ``number``."""
+    """Return the name of the file with the lengths of a split's documents in shard ``number``."""
     return f"{split}-{number:05d}.len"
 
 
 def unigram_name(number: int) -> str:
-    """Name of the file that counts the ids of the train split in shard ``number``."""
+    """Return the name of the file with the counts of ids in the train split of shard ``number``."""
     return f"train-{number:05d}.unigram"
 
 
 def read_description(folder: Path, number: int) -> ShardDescription:
-    """The description of a shard."""
+    """Read the description of a shard."""
     return ShardDescription.model_validate_json((folder / shard_name(number)).read_bytes())
 
 
 def _extend(shard: list[Stretch], stretch: Stretch) -> None:
-    """Append a stretch, joined to the last one where it continues the same file."""
+    """Append a stretch, or extend the last one if that is of the same file."""
     if shard and shard[-1].name == stretch.name:
         last, new = shard[-1].segment, stretch.segment
         joined = Segment(last.first_row, last.rows + new.rows, last.offset, last.text_bytes + new.text_bytes)
@@ -187,7 +193,7 @@ def _extend(shard: list[Stretch], stretch: Stretch) -> None:
 
 
 def _file_names(number: int) -> dict[str, tuple[str, str]]:
-    """For each split, the names of its tokens and of its lengths."""
+    """Return the names of the file of tokens and the file of lengths, by split."""
     return {split: (tokens_name(split, number), lengths_name(split, number)) for split in SPLITS}
 
 
@@ -196,7 +202,7 @@ def _bytes_per_token(tokenizer: TokenizerFiles) -> int:
 
 
 def _is_whole(folder: Path, number: int, identity: str) -> bool:
-    """Whether a shard exists and matches its description; damage is logged."""
+    """Return whether a shard exists and matches its description. Damage is logged."""
     try:
         description = read_description(folder, number)
         for name, digest in description.files.items():
@@ -227,7 +233,7 @@ def _text_bytes(job: Json) -> int:
 
 
 def _record_held_out(folder: Path, plan: list[list[Stretch]], rule: SplitRule, tokenizer: TokenizerFiles) -> None:
-    """Record passages of shards spread over the corpus."""
+    """Record held-out passages from a few shards that are spread over the corpus."""
     numbers = range(0, len(plan), -(-len(plan) // _SHARDS_WITH_PASSAGES))
     dtype, encoder = np.dtype(f"<u{_bytes_per_token(tokenizer)}"), Encoder(tokenizer.path / SPIECE)
     documents = (_validation_documents(folder, number, plan[number], rule, dtype) for number in numbers)
@@ -238,7 +244,7 @@ def _record_held_out(folder: Path, plan: list[list[Stretch]], rule: SplitRule, t
 def _validation_documents(
     folder: Path, number: int, stretches: list[Stretch], rule: SplitRule, dtype: np.dtype
 ) -> Iterator[tuple[Passage, np.ndarray]]:
-    """The validation passages of a shard in order, each with the ids that the shard holds for it."""
+    """Yield the validation passages of a shard in order, each with its ids from the shard's files."""
     tokens = np.fromfile(folder / tokens_name("validation", number), dtype)
     ends = np.cumsum(np.fromfile(folder / lengths_name("validation", number), "<u4"), dtype=np.int64)
     passages = (

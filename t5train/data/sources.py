@@ -1,8 +1,8 @@
-"""Resolve a source (a path, folder, pattern or fsspec URL) to files on this machine.
+"""Resolves a source (a path, folder, pattern or fsspec URL) to files on this machine.
 
-The built-in source is the documentation that comes with Python, as passages of at most 100 words. It is read from
-source files, which are never imported, and only from those that every distribution of Python has, so that one version
-of Python gives one corpus.
+The built-in source is the documentation that comes with Python, as passages of at most 100 words. It is taken from
+Python source files, which are read but never imported. Only files that every distribution of Python includes are used,
+so that the corpus depends only on the version of Python.
 """
 
 import ast
@@ -34,10 +34,10 @@ _log = logging.getLogger(__name__)
 
 
 def local_files(source: str, revision: str, cache: Path, progress: Progress) -> list[SourceFile]:
-    """The files of a source, by name; remote ones are downloaded to ``cache`` unless they are there unchanged.
+    """Return the files of a source, sorted. Remote files are downloaded to ``cache``, unless a current copy is there.
 
-    Raises InputError when nothing is found, when a named or matched file has no known format, when the protocol is
-    unknown or its package missing, and when the remote side fails.
+    Raises InputError if no file is found, a named or matched file has an unknown format, the protocol is unknown, its
+    package is not installed, or the remote store fails.
     """
     with _explained(source):
         filesystem, found = _matched(source)
@@ -54,27 +54,30 @@ def local_files(source: str, revision: str, cache: Path, progress: Progress) -> 
 
 
 def require_source(source: str) -> int:
-    """Known bytes of a source's files, without reading them; InputError when there are none."""
+    """Return the total size in bytes of a source's files, as far as it is known, without reading them.
+
+    Raises InputError if there are no files, or if all are empty.
+    """
     with _explained(source):
         filesystem, found = _matched(source)
-        sizes = [filesystem.size(each) for each in found]  # None if the remote side does not report it
+        sizes = [filesystem.size(each) for each in found]  # None if the remote store does not report it
         if not any(size is None or size > 0 for size in sizes):
             raise InputError(f"corpus.source {redacted(source)!r} holds no text (all files are empty): name others")
         return sum(size or 0 for size in sizes)
 
 
 def _matched(source: str) -> tuple[Any, list[str]]:
-    """The filesystem of a source, and the paths of its files in it."""
+    """Return the filesystem of a source, and the paths of its files in it."""
     filesystem, path = fsspec.core.url_to_fs(source)
     return filesystem, _found(filesystem, path, redacted(source))
 
 
 def _found(filesystem: Any, path: str, shown: str) -> list[str]:
-    """Paths of the files, sorted. A folder gives all files of known formats, at any depth."""
+    """Return the paths of the files, sorted. For a folder, these are all files of known formats, at any depth."""
     if filesystem.isfile(path):
         found = [path]
     elif filesystem.isdir(path):
-        # By default, fsspec skips folders that cannot be read; on local disks that is made an error.
+        # By default, fsspec skips folders that cannot be read. On local disks, make that an error.
         entries = filesystem.find(path, detail=True, **({"on_error": "raise"} if _is_local(filesystem) else {}))
         found = [each for each, entry in entries.items() if format_of(each) and not _is_device(entry)]
     else:
@@ -88,12 +91,15 @@ def _found(filesystem: Any, path: str, shown: str) -> list[str]:
 
 
 def _is_device(entry: Mapping[str, Any]) -> bool:
-    """Whether it is a pipe, socket or device, which would be read forever; a link is "other" to fsspec as well."""
+    """Return whether an entry is a pipe, socket or device: reading one might never end.
+
+    fsspec reports the type "other" for them, and for symbolic links.
+    """
     return bool(entry["type"] == "other" and not entry.get("islink"))
 
 
 def _places(folder: Path, names: list[str], shown: str) -> list[Path]:
-    """Where downloads go. All names are checked before anything is written: a server chooses them."""
+    """Return the local paths of downloads. All names are checked first, because the server chooses them."""
     require_distinct(names, shown, InputError)
     places = [confined(folder, name, shown, InputError) for name in names]
     for parent in {parent for place in places for parent in place.parents if parent.is_relative_to(folder)}:
@@ -105,7 +111,7 @@ def _places(folder: Path, names: list[str], shown: str) -> list[Path]:
 
 
 def _downloaded(filesystem: Any, remote: str, local: Path, progress: Progress) -> Path:
-    """Make ``local`` a copy of the current ``remote``; downloads to one folder take turns."""
+    """Download ``remote`` to ``local``, unless that is current. Only one process at a time downloads to a folder."""
     local.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(local.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -134,8 +140,9 @@ def _fetched(filesystem: Any, remote: str, local: Path, progress: Progress) -> P
 
 
 def _state(filesystem: Any, remote: str) -> str:
-    """A string that changes with the file, if the remote side reports that; for web servers, fsspec's is only the
-    URL.
+    """Return a string that changes when the remote file changes, if the store reports such changes.
+
+    For web servers, fsspec's own key is only the URL. Therefore ETag and Last-Modified are added.
     """
     filesystem.invalidate_cache()
     told = filesystem.info(remote)
@@ -168,14 +175,14 @@ def _explained(source: str) -> AbstractContextManager[None]:
 PYDOCS = "pydocs"
 _PASSAGE_WORDS = 100
 _TOPICS = "pydoc_data/topics.py"
-# Distributions package these separately, or leave them out.
+# Some distributions package these separately, or leave them out.
 _OPTIONAL = {"distutils", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "test", "tests"}
 _INSTALLED = {"site-packages", "dist-packages", "__pycache__"}
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def source_files() -> list[SourceFile]:
-    """The source files of the standard library, in a fixed order."""
+    """Return the source files of the standard library, sorted by name."""
     library = Path(sysconfig.get_path("stdlib"))
     names = sorted(path.relative_to(library).as_posix() for path in library.rglob("*.py"))
     kept = [name for name in names if not (_OPTIONAL | _INSTALLED).intersection(name.split("/"))]
@@ -185,7 +192,7 @@ def source_files() -> list[SourceFile]:
 
 
 def write_passages(path: Path, progress: Progress = silent) -> None:
-    """Write the corpus as JSON lines of id, title and text; no two texts are equal."""
+    """Write the built-in corpus as JSON lines with id, title and text. Duplicate texts are left out."""
     files = source_files()
     seen: set[str] = set()
     with replacing(path) as out:
@@ -207,7 +214,7 @@ def _passages(source: SourceFile) -> Iterator[Passage]:
 
 
 def _topics(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Name and text of each topic of ``pydoc``, from the module's only dictionary."""
+    """Yield the name and text of each topic of ``pydoc``, from the module's only dictionary."""
     for node in tree.body:
         if isinstance(node, ast.Assign):
             for name, text in sorted(ast.literal_eval(node.value).items()):
@@ -215,7 +222,7 @@ def _topics(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    """Qualified name and docstring of everything documented in ``node``, depth first."""
+    """Yield the qualified name and docstring of everything documented in ``node``, depth first."""
     if isinstance(node, _Documented) and (text := ast.get_docstring(node, clean=False)):
         yield name, inspect.cleandoc(text)
     for child in ast.iter_child_nodes(node):

@@ -25,15 +25,15 @@ SPIECE = "spiece.model"
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 HUGGING_FACE_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, "special_tokens_map.json")
-_OF_THIS_LOADING = {"is_local", "local_files_only"}  # path, and whether offline, which transformers writes too
-_STAGE_VERSION = 1  # raised when the same inputs would give other files
+_OF_THIS_LOADING = {"is_local", "local_files_only"}  # how the tokenizer was loaded, which transformers also writes
+_STAGE_VERSION = 1  # incremented when the same inputs would give other files
 _SAMPLE_BYTES = 200 << 20
-_MODEL_MAX_TOKENS = 512  # what T5 was pre-trained with; its relative positions set no limit of their own
+_MODEL_MAX_TOKENS = 512  # T5's input length in pre-training; its relative positions impose no limit
 _log = logging.getLogger(__name__)
 
 
 class Tokenizer(Encoder):
-    """An encoder that knows all ids of its vocabulary.
+    """An encoder that also knows the special ids and the sentinels of its vocabulary.
 
     Ids: ``<pad>`` 0, ``</s>`` 1, ``<unk>`` 2, the pieces, then the sentinels with ``<extra_id_0>`` highest.
     """
@@ -47,7 +47,7 @@ class Tokenizer(Encoder):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """The tokenizer of a folder with a ``spiece.model``."""
+        """Load the tokenizer of a folder with a ``spiece.model``."""
         return cls(folder / SPIECE)
 
 
@@ -60,22 +60,23 @@ def build_tokenizer(
     *,
     out: Path | None = None,
 ) -> TokenizerFiles:
-    """Train a vocabulary on the train split, or take the one at ``spec.path``. A finished one is reused.
+    """Train a vocabulary on the train split, or use the one at ``spec.path``. A finished tokenizer is reused.
 
     Args:
-        spec: The vocabulary's size in pieces, without the 100 sentinels, or its path.
+        spec: The number of pieces to train, without the 100 sentinels, or the path of an existing vocabulary.
         corpus_spec: The spec of ``corpus``, which determines its train split.
         corpus: The text to train on.
-        root: Folder of everything that is made.
-        progress: Called with the number of stretches of text read (of about 64 KiB), then with seconds of training.
-        out: Folder of the result, which transformers can load; ``{root}/tokenizer/{name}-{fp12}`` if left out.
+        root: The root folder.
+        progress: Called with the number of segments of about 64 KiB of text read, then with seconds of training.
+        out: Folder of the result, which transformers can load; if left out,
+            ``{root}/tokenizer/{name}-{first 12 digits of the fingerprint}``.
 
     Returns:
         The record of the tokenizer's files; its count ``vocab_size`` includes sentinels.
 
     Raises:
         InputError: The file at ``spec.path`` is not a SentencePiece model.
-        SpecError: It is not in T5's form, or the text cannot fill so many pieces.
+        SpecError: That model is not in T5's form, or ``spec.vocab_size`` does not fit the text.
         StorageError: The folder cannot be written, or holds something else.
 
     """
@@ -93,14 +94,15 @@ def build_tokenizer(
 
 
 def expected_vocab_size(spec: TokenizerSpec) -> int:
-    """Number of ids of the tokenizer to be made, sentinels included; errors as of ``build_tokenizer`` for a given
-    one.
+    """Return the number of ids that the tokenizer of a spec has or will have, including sentinels.
+
+    Raises the errors of ``build_tokenizer`` for a vocabulary at ``spec.path``.
     """
     return spec.vocab_size + NUM_SENTINELS if spec.path is None else open_given(Path(spec.path)).vocab_size
 
 
 def given_tokenizer(path: Path, root: Path, progress: Progress = silent, *, out: Path | None = None) -> TokenizerFiles:
-    """The vocabulary of a ``spiece.model`` or a Hugging Face folder; errors as of ``build_tokenizer``."""
+    """Make the tokenizer of a ``spiece.model`` or a Hugging Face folder. Raises the errors of ``build_tokenizer``."""
     spiece = spiece_in(path)
     proto = spiece.read_bytes()
     require_t5_form(proto, str(spiece))
@@ -112,14 +114,14 @@ def given_tokenizer(path: Path, root: Path, progress: Progress = silent, *, out:
 
 
 def open_given(path: Path) -> Tokenizer:
-    """The tokenizer in a ``spiece.model`` or a Hugging Face folder; errors as of ``build_tokenizer``."""
+    """Load the tokenizer of a ``spiece.model`` or a Hugging Face folder. Raises the errors of ``build_tokenizer``."""
     spiece = spiece_in(path)
     require_t5_form(spiece.read_bytes(), str(spiece))
     return Tokenizer(spiece)
 
 
 def spiece_in(path: Path) -> Path:
-    """The file of a given vocabulary: ``path``, or the one in that folder; errors as of ``build_tokenizer``."""
+    """Return ``path`` if it is a file, or the ``spiece.model`` in it. Raises the errors of ``build_tokenizer``."""
     if path.is_file():
         return path
     if not path.is_dir():
@@ -137,7 +139,7 @@ def spiece_in(path: Path) -> Path:
 
 
 def _num_sentinels(config: Path) -> Any:
-    """``extra_ids`` of a Hugging Face folder."""
+    """Return ``extra_ids`` of a Hugging Face tokenizer's configuration, or its default."""
     if not config.exists():
         return NUM_SENTINELS
     try:
@@ -148,7 +150,7 @@ def _num_sentinels(config: Path) -> Any:
 
 
 def _training_texts(spec: CorpusSpec, corpus: Corpus, progress: Progress) -> Iterator[str]:
-    """Texts of the train split, spread over the whole corpus, about 200 MiB at most."""
+    """Yield texts of the train split, at most about 200 MiB, spread evenly over the whole corpus."""
     total = int(corpus.counts["text_bytes"])
     stride = -(-total // _SAMPLE_BYTES)
     segments = [(file.source, each) for file in read_segments(corpus.path) for each in file.segments][::stride]
@@ -176,8 +178,8 @@ def _finished(folder: Path, proto: bytes, identity: str, inputs: dict[str, str])
 
 
 def write_hugging_face_files(folder: Path) -> None:
-    """Write HUGGING_FACE_FILES, which ``AutoTokenizer.from_pretrained`` reads, from the spiece.model in ``folder``."""
-    from transformers import T5Tokenizer  # seconds to import, and only this stage needs it
+    """Make HUGGING_FACE_FILES, which ``AutoTokenizer.from_pretrained`` reads, from the spiece.model in ``folder``."""
+    from transformers import T5Tokenizer  # takes seconds to import, and only this stage needs it
 
     with library_errors("transformers", folder):
         tokenizer = T5Tokenizer.from_pretrained(folder, extra_ids=NUM_SENTINELS, model_max_length=_MODEL_MAX_TOKENS)

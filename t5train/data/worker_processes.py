@@ -1,10 +1,11 @@
 """Worker processes that share the work of a stage.
 
-A worker is a new interpreter that reads jobs from its standard input and answers on its standard output, with one JSON
-object per line. So it imports what its job needs and nothing of the program that started it, which may be a
-multi-threaded flow. It ends with that program, however that ends, because its input is closed then. With
-``concurrent.futures.ProcessPoolExecutor``, fork would copy locks that the flow's threads hold, spawn would import the
-flow's main module in every worker, and workers could outlive a flow that is killed.
+A worker is a new Python interpreter. It reads jobs from standard input and writes results to standard output, as one
+JSON object per line. It imports only what its job needs, not the modules of the program that started it, which may be a
+multi-threaded flow. When that program ends for any reason, the worker's input is closed and the worker ends, too.
+
+``concurrent.futures.ProcessPoolExecutor`` is not used: fork would copy locks that the flow's threads hold, spawn would
+import the flow's main module in every worker, and workers could outlive a flow that is killed.
 """
 
 import importlib
@@ -28,10 +29,11 @@ _Worker = subprocess.Popen[str]
 
 
 def in_processes(function: str, jobs: Sequence[Json], workers: int, advance: Advance) -> Iterator[Json]:
-    """The results of ``function`` (``"package.module:name"``) for each job, as they are done.
+    """Yield the result of ``function`` (``"package.module:name"``) for each job, in the order in which jobs finish.
 
-    The function is called as ``function(job, advance)``; what it passes to its ``advance`` is passed to ours.
-    A T5TrainError it raises is raised here; WorkerLost when a worker is killed or fails in any other way.
+    The function is called as ``function(job, advance)`` in a worker. Each call of its ``advance`` is repeated here with
+    the caller's ``advance``. A T5TrainError that it raises is raised here, too. Raises WorkerLost if a worker is killed
+    or fails in any other way.
     """
     running = [_start(function) for _ in range(min(workers, len(jobs)))]
     events: SimpleQueue[tuple[_Worker, Json | None]] = SimpleQueue()
@@ -119,7 +121,7 @@ def _answer(message: Json) -> None:
 
 
 def _work(function: str) -> None:
-    """Run a worker: one job per line until the input ends."""
+    """Process jobs, one per line of standard input, until the input ends."""
     module, name = function.split(":")
     perform = getattr(importlib.import_module(module), name)
     for line in sys.stdin:

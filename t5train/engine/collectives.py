@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def gather(values: Sequence[int]) -> list[list[int]]:
-    """All ranks' 64-bit integers, by rank; every rank must pass the same number of them."""
+    """Return all ranks' 64-bit integers, by rank. Every rank must pass the same number of them."""
     device = get_accelerator().current_device_name()
     mine = torch.tensor(list(values), dtype=torch.int64, device=device)
     everybody = torch.empty(comm.get_world_size() * len(values), dtype=torch.int64, device=device)
@@ -26,7 +26,7 @@ def gather(values: Sequence[int]) -> list[list[int]]:
 
 
 def gather_objects(mine: T) -> list[T]:
-    """All ranks' JSON values, by rank. Nothing is unpickled, so that an impostor of a rank cannot run code."""
+    """Return all ranks' JSON values, by rank. Not pickled, so that a process that poses as a rank cannot run code."""
     content = json.dumps(mine).encode("ascii")
     sizes = [size for (size,) in gather([len(content)])]
     device = get_accelerator().current_device_name()
@@ -37,12 +37,12 @@ def gather_objects(mine: T) -> list[T]:
 
 
 def gather_floats(values: Sequence[float]) -> list[list[float]]:
-    """All ranks' fp64 numbers, by rank, bit for bit (also on accelerators without fp64)."""
+    """Return all ranks' fp64 numbers, by rank, bit for bit (also on accelerators without fp64)."""
     return [[float_of(bits) for bits in row] for row in gather([bits_of(value) for value in values])]
 
 
 def bits_of(value: float) -> int:
-    """The 64 bits of a float as a signed integer."""
+    """Return the 64 bits of a float as a signed integer."""
     bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
     return bits
 
@@ -54,7 +54,7 @@ def float_of(bits: int) -> float:
 
 
 def digest64(text: str | bytes) -> int:
-    """64 bits of a sha256, as a signed integer that ``gather`` can carry."""
+    """Return the first 64 bits of a sha256, as a signed integer that ``gather`` can carry."""
     data = text.encode() if isinstance(text, str) else text
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little", signed=True)
 
@@ -70,17 +70,17 @@ def world_size() -> int:
 
 
 def data_rank(spec: RunSpec) -> int:
-    """Index of the share of the samples that this rank trains on; the ranks of a pipeline stage are consecutive."""
+    """Return the index of this rank's share of the samples. The ranks of a pipeline stage are consecutive."""
     return rank() % spec.data_parallel_size
 
 
 def expert_rank(expert_parallel_size: int) -> int:
-    """Index of this rank's share of the experts. As in DeepSpeed, consecutive ranks hold different ones."""
+    """Return the index of this rank's share of the experts. As in DeepSpeed, consecutive ranks hold different ones."""
     return rank() % expert_parallel_size
 
 
 def ranks_of_node() -> list[int]:
-    """The ranks that run on this rank's node, ascending. Every launcher numbers the ranks of a node consecutively."""
+    """Return the ranks on this rank's node, ascending. Every launcher numbers the ranks of a node consecutively."""
     first = rank() - int(comm.get_local_rank())
     return [other for other, (its_first,) in enumerate(gather([first])) if its_first == first]
 
@@ -91,5 +91,5 @@ def barrier() -> None:
 
 
 def on_accelerator(array: Any) -> torch.Tensor:
-    """A NumPy array of ids as an int64 tensor on this rank's accelerator."""
+    """Copy a NumPy array of ids to an int64 tensor on this rank's accelerator."""
     return torch.from_numpy(array).to(device=get_accelerator().current_device_name(), dtype=torch.int64)

@@ -11,7 +11,7 @@ LIVE_ELEMENTS = 3_000_000_000
 
 
 def deepspeed_config(spec: RunSpec, shape: T5Shape, node_local: bool = False) -> dict[str, Any]:
-    """The configuration for ``deepspeed.initialize``. A pure function, so that golden files can hold the result.
+    """Return the configuration for ``deepspeed.initialize``. A pure function, so that golden files can hold the result.
 
     ``node_local``: every node saves checkpoints to its own disk.
     """
@@ -26,8 +26,8 @@ def deepspeed_config(spec: RunSpec, shape: T5Shape, node_local: bool = False) ->
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         **_precision(spec),
-        # At ZeRO 0 and 1 t5train.engine.gradient_accumulation does this, because at ZeRO 1 DeepSpeed would use another
-        # optimizer for it.
+        # Sum gradients in fp32. At ZeRO 0 and 1, t5train.engine.gradient_accumulation does this, because at ZeRO 1
+        # DeepSpeed would use another optimizer for it.
         **({"data_types": {"grad_accum_dtype": "fp32"}} if spec.layout.zero_stage > 1 and sums_passes(spec) else {}),
         # All ranks agree on the tag before it is used.
         "checkpoint": {"tag_validation": "Fail", **({"use_node_local_storage": True} if node_local else {})},
@@ -36,7 +36,7 @@ def deepspeed_config(spec: RunSpec, shape: T5Shape, node_local: bool = False) ->
 
 
 def sums_passes(spec: RunSpec) -> bool:
-    """Whether a step sums 16-bit gradients of several passes; they are summed in fp32."""
+    """Return whether a step sums 16-bit gradients of several passes. They must be summed in fp32."""
     return spec.optimizer.precision != "fp32" and spec.gradient_accumulation > 1
 
 
@@ -56,7 +56,7 @@ def _zero(layout: LayoutSpec, shape: T5Shape) -> dict[str, Any]:
 
 
 def _partitioned(shape: T5Shape) -> dict[str, int]:
-    """How many elements to fetch, keep and update at a time at ZeRO 3, which partitions parameters."""
+    """Settings for ZeRO 3, which partitions parameters: how many elements to fetch, keep and update at a time."""
     decoder_block = 8 * shape.d_model * shape.inner + (3 if shape.gated else 2) * shape.d_model * shape.d_ff
     return {
         # The optimizer updates sub-groups of this size one by one, with temporary memory for one of them.

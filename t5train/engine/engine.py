@@ -41,7 +41,7 @@ def compile_sublayers(model: nn.Module) -> None:
 
 
 def build_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, node_local: bool) -> Any:
-    """Initialise model, optimizer and DeepSpeed; ``fill`` gives every rank the same numbers to start from.
+    """Initialise model, optimizer and DeepSpeed. ``fill`` sets the same initial values on every rank.
 
     ``node_local``: the engine's checkpoints are on each node's own disk.
     """
@@ -63,14 +63,14 @@ def set_learning_rate(engine: Any, rate: float) -> None:
 
 
 def model_of(engine: Any) -> "T5 | T5Pipeline":
-    """The module inside the engine."""
+    """Return the module inside the engine."""
     return cast("T5 | T5Pipeline", engine.module)
 
 
 def update(engine: Any) -> float | None:
-    """End a pass; at the last pass of a step, update the weights. Returns the step's gradient norm before clipping.
+    """End a pass. After the last pass of a step, update the weights and return the gradient norm before clipping.
 
-    Returns None between steps, and if the loss scaler skipped the step.
+    Returns None after any other pass, and if the loss scaler skipped the step.
     """
     is_last = engine.is_gradient_accumulation_boundary()
     # The plain fp32 engine does not expose the norm that it clips by.
@@ -80,7 +80,7 @@ def update(engine: Any) -> float | None:
 
 
 def norm_of_step(engine: Any) -> float | None:
-    """Gradient norm, before clipping, of the step just taken; None if the loss scaler skipped it."""
+    """Return the gradient norm, before clipping, of the step just taken; None if the loss scaler skipped it."""
     if engine.fp16_enabled() and not engine.was_step_applied():
         return None
     return float(engine.get_global_grad_norm())
@@ -92,7 +92,7 @@ def _gradient_norm(engine: Any) -> float:
 
 
 def accelerator_memory_bytes() -> int:
-    """Peak memory on this rank's accelerator since the last call; on the CPU, that of the process."""
+    """Return the peak memory on this rank's accelerator since the last call; on the CPU, that of the process."""
     accelerator = get_accelerator()
     peak = int(accelerator.max_memory_allocated())
     accelerator.reset_peak_memory_stats()
@@ -100,12 +100,12 @@ def accelerator_memory_bytes() -> int:
 
 
 def host_memory_bytes() -> int:
-    """Peak host memory of this rank so far; it may not include memory that a driver has pinned."""
+    """Return the peak host memory of this rank so far. It may not include memory that a driver has pinned."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def _engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, config: dict[str, Any]) -> Any:
-    """An engine that holds the whole model."""
+    """Build an engine that holds the whole model."""
     model = (
         _partitioned_model(shape, pad_id, fill, config)
         if spec.layout.zero_stage == 3
@@ -118,7 +118,7 @@ def _engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, config: dict
 
 
 def _pipeline_engine(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill, config: dict[str, Any]) -> Any:
-    """An engine that holds one stage of the model."""
+    """Build an engine that holds one pipeline stage of the model."""
     from t5train.engine.pipeline_engine import PipelineEngine
     from t5train.model.pipeline_model import T5Pipeline
 
@@ -141,7 +141,7 @@ def _model(spec: RunSpec, shape: T5Shape, pad_id: int, fill: Fill) -> T5:
 
 
 def _partitioned_model(shape: T5Shape, pad_id: int, fill: Fill, config: dict[str, Any]) -> T5:
-    """A model that no rank ever holds whole: each parameter is partitioned when created, and then filled separately."""
+    """Build a model that no rank ever holds whole: each parameter is partitioned when created, and filled later."""
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = T5(shape, decoder_start_id=pad_id)
     for name, parameter in model.named_parameters():
@@ -152,9 +152,9 @@ def _partitioned_model(shape: T5Shape, pad_id: int, fill: Fill, config: dict[str
 
 
 def _sum_over_ranks(values: Tensor, sharers: Any) -> None:
-    """Sum in place, over a process group or all ranks.
+    """Sum in place, over a process group, or over all ranks if ``sharers`` is None.
 
-    Values in host memory are copied to the accelerator, because its collectives do not reach host memory.
+    Values in host memory are copied to the accelerator, because its collectives cannot access host memory.
     """
     on_device = values.to(get_accelerator().current_device_name())
     comm.all_reduce(on_device, group=sharers)
@@ -174,7 +174,7 @@ def _optimizer(spec: RunSpec, model: nn.Module) -> AdamWRms:
 
 
 def _parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """A group of the parameters that every rank has, and a group for each set of experts, shared by some ranks."""
+    """Return a group of the parameters that every rank has, and one for each set of experts that some ranks share."""
     everything = {"params": list(model.parameters()), "name": "dense"}
     groups: list[dict[str, Any]] = split_params_into_different_moe_groups_for_optimizer(everything)
     return groups

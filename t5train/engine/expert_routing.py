@@ -19,19 +19,19 @@ _log = logging.getLogger(__name__)
 
 
 class Routing:
-    """Collects statistics of a model's routers; for a dense model, which has none, all results are empty."""
+    """Collects statistics of a model's routers. A dense model has no routers, and all results are empty."""
 
     def __init__(self, model: "T5 | T5Pipeline") -> None:
         self._layers = dict(model.sparse_layers())
         self._seen = {path: torch.zeros(layer.num_experts, dtype=torch.int64) for path, layer in self._layers.items()}
 
     def paid(self) -> float:
-        """The loss of all routers that this rank's last training pass added to its loss."""
+        """Return the sum of the router losses that this rank's last training pass added to its loss."""
         losses = [layer.router_loss.detach() for layer in self._layers.values()]
         return float(torch.stack(losses).sum()) if losses else 0.0
 
     def of_step(self, paid: float) -> Values:
-        """Over all ranks: the mean router loss ``paid``, and the share of a step's choices that were dropped."""
+        """Return the mean of ``paid`` over all ranks, and the share of a step's routing choices that were dropped."""
         if not self._layers:
             return {}
         everybody = [row[0] for row in gather_floats([paid])]
@@ -41,16 +41,16 @@ class Routing:
         return {"router_loss": sum(everybody) / len(everybody), "dropped_tokens": _share(overflow, counts)}
 
     def of_validation(self) -> Values:
-        """The share of choices since the last call that exceeds ``eval_capacity_factor``."""
+        """Return the share of routing choices since the last call that exceed ``eval_capacity_factor``."""
         if not self._layers:
             return {}
         counts, overflow = self._collect()
         return {"validation_overflow": _share(overflow, counts)}
 
     def of_experts(self) -> Values:
-        """Training tokens routed to each expert since the last call, and the number of starving experts.
+        """Return the training tokens routed to each expert since the last call, and the number of starving experts.
 
-        Starving experts are named in a warning.
+        A warning names the starving experts.
         """
         if not self._layers:
             return {}
@@ -65,7 +65,7 @@ class Routing:
         return {"starving_experts": len(starving), **tokens}
 
     def _collect(self) -> tuple[dict[str, Tensor], int]:
-        """Tokens by layer and expert, and the number of tokens above capacity, over all ranks, since the last call."""
+        """Return tokens by layer and expert, and the number above capacity, over all ranks, since the last call."""
         mine = [part for layer in self._layers.values() for part in (layer.tokens, layer.overflow.view(1))]
         total = torch.tensor(gather(torch.cat(mine).tolist())).sum(0)
         counts, overflow = {}, 0

@@ -1,4 +1,4 @@
-"""Forward and backward passes of an engine with the whole model, and of a pipeline, which DeepSpeed schedules."""
+"""Forward and backward passes, of an engine that holds the whole model or of a pipeline, which DeepSpeed schedules."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -28,22 +28,23 @@ class StepResult(NamedTuple):
 
 
 class Passes(Protocol):
-    """How an engine takes a training step and computes losses of samples without training on them."""
+    """The passes of an engine: a training step, and losses of samples without training on them."""
 
     def step(self, batches: Iterator[Batch]) -> StepResult:
-        """All passes of an optimizer step and its update; consumes every micro-batch. A collective of all ranks."""
+        """Run all passes of an optimizer step and its update. Consumes every micro-batch. A collective of all ranks."""
 
     def token_losses(self, batches: Sequence[Batch]) -> list[np.ndarray]:
-        """Cross-entropy in nats, fp32 [b, t], of each batch, with the model in evaluation mode. A collective.
+        """Return the cross-entropy in nats, fp32 [b, t], of each batch, with the model in evaluation mode.
 
-        Every rank must pass the same number of batches, of the same size. Empty on a rank that computes no losses.
+        A collective: every rank must pass the same number of batches, of the same size. The result is empty on a rank
+        that computes no losses.
         """
 
 
 class WholePasses:
     """Passes of an engine that holds the whole model, from the embedding to the loss.
 
-    With ``sums``, the engine gets its gradients after the last pass of a step, and reduces them then.
+    With ``sums``, the engine gets the summed gradients only after the last pass of a step, and then reduces them.
     """
 
     def __init__(self, engine: Any, routing: Routing, sums: Fp32Sums | None) -> None:
@@ -78,7 +79,7 @@ class WholePasses:
 
 
 def take_update(engine: Any) -> float | None:
-    """``update``; TooManySkippedSteps when fp16 gradients overflow at the smallest loss scale."""
+    """Call ``update``. Raises TooManySkippedSteps if fp16 gradients overflow at the smallest loss scale."""
     try:
         return update(engine)
     except Exception as error:  # DeepSpeed has no exception class for it
@@ -87,7 +88,7 @@ def take_update(engine: Any) -> float | None:
 
 
 def raise_if_scale_is_minimal(engine: Any, error: Exception) -> None:
-    """Raise TooManySkippedSteps if ``error`` is DeepSpeed's for a loss scale at its minimum; else do nothing."""
+    """Raise TooManySkippedSteps if ``error`` is DeepSpeed's error for a loss scale at its minimum."""
     if "loss scale" in str(error):
         raise TooManySkippedSteps(
             f"fp16 gradients still overflow at step {engine.global_steps + 1} with the loss scale at its minimum: "
@@ -96,13 +97,13 @@ def raise_if_scale_is_minimal(engine: Any, error: Exception) -> None:
 
 
 class PipelinePasses:
-    """Passes of an engine that holds one stage of the model; see t5train.engine.forward_backward.Passes."""
+    """Passes of an engine that holds one pipeline stage of the model."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     def step(self, batches: Iterator[Batch]) -> StepResult:
-        """See Passes; the loss is the mean over all models."""
+        """See Passes; the loss is the mean over all model replicas."""
         try:
             loss = float(self._engine.train_batch(data_iter=map(_as_deepspeed_takes, batches)))
         except Exception as error:  # DeepSpeed has no exception class for a loss scale at its minimum
@@ -125,6 +126,6 @@ class PipelinePasses:
 
 
 def _as_deepspeed_takes(batch: Batch) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """The input of the first stage, and that of the last one."""
+    """Return the input of the first stage, (inputs, targets), and that of the last stage, the targets."""
     inputs, targets = on_accelerator(batch.inputs), on_accelerator(batch.targets)
     return (inputs, targets), targets

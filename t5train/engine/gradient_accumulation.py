@@ -1,9 +1,9 @@
 """Sums of 16-bit gradients over the passes of a step, kept in fp32.
 
 A bf16 sum over many passes loses addends below 1/256 of the sum, so a smaller micro-batch would train a different
-model. At ZeRO 2 and 3, DeepSpeed can be configured to sum in fp32 (see deepspeed_config). At ZeRO 0 and 1, where every
-rank has all gradients, it would use another optimizer for this, with another checkpoint format. There, this module
-sums the gradients and hands them to DeepSpeed rounded once per step, like the gradients of a single pass.
+model. At ZeRO 2 and 3, DeepSpeed is configured to sum in fp32 (see deepspeed_config). At ZeRO 0 and 1, where every rank
+has all gradients, DeepSpeed would use another optimizer for this, with another checkpoint format. This module sums the
+gradients instead. It passes them to DeepSpeed rounded once per step, like the gradients of a single pass.
 """
 
 from typing import cast
@@ -15,7 +15,7 @@ from t5train.spec import RunSpec
 
 
 class Fp32Sums:
-    """Takes each gradient as soon as it is complete, so that no 16-bit copy is kept."""
+    """Adds each gradient to its sum as soon as it is complete, so that no 16-bit copy is kept."""
 
     def __init__(self, module: nn.Module) -> None:
         self._sums: dict[Tensor, Tensor] = {}
@@ -23,7 +23,7 @@ class Fp32Sums:
             each.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def hand_over(self) -> None:
-        """Set the sums as gradients of their parameters, in the parameters' dtype; the next sum starts at zero."""
+        """Set the sums as gradients of their parameters, in the parameters' dtype. The next sums start at zero."""
         while self._sums:
             parameter, total = self._sums.popitem()
             parameter.grad = total.to(parameter.dtype)
@@ -38,5 +38,5 @@ class Fp32Sums:
 
 
 def sums_of(module: nn.Module, spec: RunSpec) -> Fp32Sums | None:
-    """The sums of a module's gradients; None if DeepSpeed sums them."""
+    """Return the sums for a module's gradients; None if DeepSpeed sums them, or if there is nothing to sum in fp32."""
     return Fp32Sums(module) if spec.layout.zero_stage < 2 and sums_passes(spec) else None

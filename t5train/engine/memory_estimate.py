@@ -49,8 +49,9 @@ class Held(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Numbers of parameters: ``whole`` that a rank computes with, ``part`` its share of the partitioned ones.
+    """Sizes that determine the memory of a rank.
 
+    ``whole`` is the number of parameters that a rank computes with, ``part`` its share of the partitioned ones.
     ``weight`` and ``summed`` are the bytes of a weight and of a gradient that is summed over the passes of a step.
     """
 
@@ -61,7 +62,7 @@ class _Sizes(NamedTuple):
 
 
 def held_by_a_rank(spec: RunSpec, shape: T5Shape) -> list[Held]:
-    """Peak memory of a rank during a step, for each kind separately."""
+    """Return the peak memory of a rank during a step, for each kind separately."""
     layout, sizes = spec.layout, _sizes(spec, shape)
     state = _replicated(sizes) if layout.zero_stage == 0 else _cut_up(sizes, layout.zero_stage, layout.offload)
     model = _MASTER * count_parameters(shape)
@@ -74,16 +75,16 @@ def held_by_a_rank(spec: RunSpec, shape: T5Shape) -> list[Held]:
 
 
 def host_bytes(spec: RunSpec, shape: T5Shape, ranks: range | None = None) -> int:
-    """Host memory that all ranks, or ``ranks``, need on a machine; on the CPU, accelerator memory is included."""
+    """Return the host memory that all ranks, or ``ranks``, need on a machine. On the CPU, all their memory counts."""
     ranks = range(spec.cluster.ranks) if ranks is None else ranks
     on_cpu = spec.cluster.accelerator == "cpu"
     held = {one.what: one.host + on_cpu * one.accelerator for one in held_by_a_rank(spec, shape)}
-    witness = held.pop(WITNESS) // (1 + on_cpu)  # never on both at the same time
+    witness = held.pop(WITNESS) // (1 + on_cpu)  # it is never in both kinds of memory at once
     return len(ranks) * sum(held.values()) + witness * (0 in ranks)
 
 
 def _batches(spec: RunSpec) -> int:
-    """Prefetched batches, the one in use and the one being made, with the random numbers for its noise."""
+    """Return the bytes of the prefetched batches, the one in use and the one being made, with its random numbers."""
     shape, batch = geometry(spec.objective), spec.layout.micro_batch_sequences
     made = _ID + _TOKEN * (shape.input_tokens + shape.target_tokens)
     noise = _NOISE * shape.window_tokens
@@ -91,7 +92,7 @@ def _batches(spec: RunSpec) -> int:
 
 
 def _sizes(spec: RunSpec, shape: T5Shape) -> _Sizes:
-    """A pipeline stage has an even share of the layers, plus the embedding, of which several stages have a copy."""
+    """Return the sizes. A pipeline stage counts as an even share of the layers, plus a copy of the embedding."""
     parameters, experts = count_parameters(shape), count_expert_parameters(shape)
     whole, part = (
         parameters - experts + experts // spec.layout.expert_parallel_size,
@@ -105,9 +106,10 @@ def _sizes(spec: RunSpec, shape: T5Shape) -> _Sizes:
 
 
 def _replicated(sizes: _Sizes) -> list[Held]:
-    """Every rank holds everything; in 16 bits, the optimizer also holds fp32 copies of weights and gradients.
+    """Return the state at ZeRO 0: every rank holds everything.
 
-    fp32 sums of gradients add nothing: they are freed before these copies are made.
+    In 16 bits, the optimizer also holds fp32 copies of weights and gradients. fp32 sums of gradients add nothing: they
+    are freed before these copies are made.
     """
     whole, weight = sizes.whole, sizes.weight
     copies = 0 if weight == _MASTER else _MASTER * whole
@@ -138,9 +140,10 @@ def _cut_up(sizes: _Sizes, stage: int, offload: str) -> list[Held]:
 
 
 def _gradients(sizes: _Sizes, stage: int, on_host: bool) -> Held:
-    """ZeRO 1 reduces gradients after the backward passes, ZeRO 2 and 3 during them; the optimizer takes fp32.
+    """Return the memory of the gradients, including the fp32 ones that the optimizer takes.
 
-    At ZeRO 2 the optimizer takes the fp32 sums themselves; with offload, the sums also stay on the accelerator.
+    ZeRO 1 reduces gradients after the backward passes, ZeRO 2 and 3 during them. At ZeRO 2, the optimizer takes the
+    fp32 sums themselves; with offload, the sums also stay on the accelerator.
     """
     whole, part, weight, summed = sizes
     at_once = summed * whole if stage == 1 else 0
@@ -151,5 +154,5 @@ def _gradients(sizes: _Sizes, stage: int, on_host: bool) -> Held:
 
 
 def _scratch(part: int, stage: int, on_host: bool) -> tuple[int, int]:
-    """Temporary memory of torch's operators; the operator for host memory needs none."""
+    """Return the temporary memory of torch's operators: (accelerator, host). The host operator needs none."""
     return (0 if on_host else _MASTER * (min(part, SUB_GROUP_ELEMENTS) if stage == 3 else part), 0)

@@ -26,7 +26,7 @@ _ROW_ELEMENTS = 8192
 
 
 class HostAdam:
-    """The operator, compiled on first use (``make setup`` compiles it in about a minute).
+    """DeepSpeed's operator for Adam in host memory, compiled on first use (by ``make setup``, in about a minute).
 
     Raises SpecError if it cannot be compiled.
     """
@@ -62,9 +62,10 @@ class HostAdam:
 
 
 def sum_of_squares(part: Tensor) -> Tensor:
-    """Sum in fp32 within rows and in fp64 over rows: within 1e-7 of a sum in fp64, and five times as fast.
+    """Return the sum of squares, added in fp32 within rows and in fp64 over rows.
 
-    The result depends neither on the tensor's address in memory nor on the number of threads.
+    It is within 1e-7 of a sum in fp64, and five times as fast. The result depends neither on the tensor's address in
+    memory nor on the number of threads.
     """
     in_rows = part.numel() // _ROW_ELEMENTS * _ROW_ELEMENTS
     rows = torch.linalg.vector_norm(part[:in_rows].view(-1, _ROW_ELEMENTS), dim=1)
@@ -101,7 +102,7 @@ class Partition(NamedTuple):
     sharers: Any = None
 
     def parts_of(self, flat: Tensor) -> list[Tensor]:
-        """A view of each segment of ``flat``."""
+        """Return a view of each segment of ``flat``."""
         return [flat[segment.start : segment.stop] for segment in self.segments]
 
 
@@ -113,7 +114,7 @@ class _Owners(NamedTuple):
 
     @classmethod
     def of(cls, partition: Partition, device: torch.device) -> "_Owners":
-        """Built once, on the device of the flat tensor: building it in every step would stall an accelerator."""
+        """Build it once, on the device of the flat tensor: building it in every step would stall an accelerator."""
         numels = dict.fromkeys(range(partition.num_owners), 1)
         numels |= {segment.owner: segment.numel for segment in partition.segments}
         of_segment = torch.tensor([segment.owner for segment in partition.segments], dtype=torch.int64)
@@ -143,7 +144,7 @@ class AdamWRms(torch.optim.Optimizer):
         self._sum_over_ranks: SumOverRanks | None = None
 
     def attach(self, partitions: Mapping[Tensor, Partition], sum_over_ranks: SumOverRanks | None) -> None:
-        """Set what the tensors of this optimizer are made of.
+        """Set which parts of which parameters the tensors of this optimizer consist of.
 
         ``sum_over_ranks`` sums a tensor in place over a partition's ``sharers``; None if each rank has everything.
         """
@@ -151,7 +152,7 @@ class AdamWRms(torch.optim.Optimizer):
         self._owners = {flat: _Owners.of(partition, flat.device) for flat, partition in partitions.items()}
 
     def state_of(self, flat: Tensor) -> dict[str, Tensor]:
-        """A tensor's number of steps and its two moments, which are zero before the first step."""
+        """Return a tensor's number of steps and its two moments, which are zero before the first step."""
         state: dict[str, Tensor] = self.state[flat]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -164,7 +165,7 @@ class AdamWRms(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of every tensor that has a gradient."""
+        """Update every tensor that has a gradient."""
         loss = None if closure is None else closure()
         for group in self.param_groups:
             for flat in group["params"]:
@@ -206,7 +207,7 @@ class AdamWRms(torch.optim.Optimizer):
         group: dict[str, Any],
         scales: Tensor | None,
     ) -> None:
-        """Part by part if each has its own rate, otherwise all at once."""
+        """Update part by part if each part has its own rate, otherwise all at once."""
         step, moved = int(state["step"]), (flat, gradient, state["exp_avg"], state["exp_avg_sq"])
         parts = [moved]
         if scales is not None:
@@ -216,15 +217,15 @@ class AdamWRms(torch.optim.Optimizer):
             adam.update(part, group["lr"] * rate, step, group["betas"], group["eps"])
 
     def _scales(self, flat: Tensor) -> Tensor:
-        """RMS of the tensor that each part of ``flat`` belongs to.
+        """Return the RMS of the tensor that each part of ``flat`` belongs to.
 
-        The last partition of a padded group may have no part; its rank still takes part in the sum.
+        The last partition of a padded group may have no parts; its rank still joins the sum over ranks.
         """
         partition, owners = self._partitions[flat], self._owners[flat]
         return self._rms(partition.parts_of(flat.view(-1)), owners, partition.sharers)[owners.of_segment]
 
     def _rms(self, parts: list[Tensor], owners: _Owners, sharers: Any) -> Tensor:
-        """RMS of every tensor of a partition, over the ranks that share it, by owner; fp32.
+        """Return the RMS of every tensor of a partition, over the ranks that share it, by owner; fp32.
 
         Sums are in fp64, so that the partitioning hardly affects the result. All parts are summed at once, because
         hundreds of small kernels would take an accelerator longer than the rest of the update.
@@ -237,7 +238,7 @@ class AdamWRms(torch.optim.Optimizer):
         return (sums / owners.numels).sqrt().clamp(min=MINIMAL_RMS).float()
 
     def _squares(self, parts: list[Tensor]) -> Tensor:
-        """Sum of squares of each part, fp64."""
+        """Return the sum of squares of each part, fp64."""
         if self._host_adam is None:
             return torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float64)).square()
         return torch.stack([sum_of_squares(part) for part in parts])

@@ -1,7 +1,7 @@
 """Where a live DeepSpeed engine keeps each parameter's fp32 master, for the sidecar, under Hugging Face's names.
 
-DeepSpeed numbers experts and routers per rank, Switch Transformers over all ranks. DeepSpeed numbers the layers of a
-pipeline from the first stage to the last.
+DeepSpeed's names differ: it numbers experts per rank, Switch Transformers over all ranks; and it numbers the layers of
+a pipeline from the first stage to the last.
 """
 
 import re
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def describe(
     engine: Any, model_prefix: str = "", pipeline_layers: Mapping[str, str] = MappingProxyType({})
 ) -> list[list[ParameterSlot]]:
-    """The optimizer's parameter groups in order, each parameter with its offset in the group's flat buffer.
+    """Return the optimizer's parameter groups in order, each parameter with its offset in the group's flat buffer.
 
     ``model_prefix`` is the prefix of the engine's module before Hugging Face's names (``"module."`` for a wrapper),
     ``pipeline_layers`` the paths of a pipeline's layers in Hugging Face's model (see Sidecar).
@@ -67,7 +67,7 @@ def _packed(group: Sequence[torch.nn.Parameter], names: Mapping[torch.nn.Paramet
 
 
 def _partitioned(group: Sequence[torch.nn.Parameter], names: Mapping[torch.nn.Parameter, str]) -> list[ParameterSlot]:
-    """Parameters partitioned one by one: each has the same offset in every rank's own flat buffer."""
+    """Return the slots at ZeRO 3, where each parameter has the same offset in every rank's own flat buffer."""
     parameters: list[Any] = list(group)  # with the attributes that ZeRO 3 adds to them
     offsets = list(accumulate((parameter.partition_numel() for parameter in parameters), initial=0))[:-1]
     return _slots(group, names, offsets, [parameter.ds_shape for parameter in parameters])
@@ -96,7 +96,7 @@ _LOCAL_EXPERT = re.compile(r"(\.deepspeed_experts\.)(\d+)")
 
 
 def expert_layers(model: "T5 | T5Pipeline") -> list[ExpertLayer]:
-    """The model's layers with experts, and how their names map to Hugging Face's."""
+    """Return the model's layers with experts, which map their names to Hugging Face's."""
     return [
         ExpertLayer(path=path, module=path, num_experts=layer.num_experts, expert_parallel_size=layer.ep_size)
         for path, layer in model.sparse_layers()
@@ -104,7 +104,7 @@ def expert_layers(model: "T5 | T5Pipeline") -> list[ExpertLayer]:
 
 
 def huggingface_names(model: "T5 | T5Pipeline", expert_rank: int) -> dict[str, str]:
-    """Hugging Face's name for the name of every parameter; experts are numbered over all expert-parallel ranks."""
+    """Map every parameter's name to Hugging Face's. Experts are numbered over all expert-parallel ranks."""
     names = {name: huggingface_name(name, "", model.pipeline_layers) for name, _ in model.named_parameters()}
     for layer in expert_layers(model):
         first = expert_rank * (layer.num_experts // layer.expert_parallel_size)
@@ -114,5 +114,5 @@ def huggingface_names(model: "T5 | T5Pipeline", expert_rank: int) -> dict[str, s
 
 
 def _renumbered(name: str, first: int) -> str:
-    """The name if this rank's expert 0 is number ``first`` of all experts."""
+    """Return the name with this rank's experts numbered from ``first``."""
     return _LOCAL_EXPERT.sub(lambda match: f"{match[1]}{first + int(match[2])}", name)

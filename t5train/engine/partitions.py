@@ -1,7 +1,7 @@
 """Which elements of which tensor this rank's optimizer updates.
 
-At ZeRO 1 and 2 they are one piece of the group's flat buffer, which is partitioned over the ranks that share it. At
-ZeRO 3 they are a piece of each parameter, one after the other in the flat buffer of a sub-group. At ZeRO 0 the
+At ZeRO 1 and 2, they are one piece of the group's flat buffer, which is partitioned over the ranks that share it. At
+ZeRO 3, they are a piece of each parameter, one after the other in the flat buffer of a sub-group. At ZeRO 0, the
 optimizer updates whole tensors: in fp32 the parameters themselves, in bf16 their fp32 copies.
 """
 
@@ -19,7 +19,7 @@ from t5train.model.parameters import ParameterSlot
 
 
 def partitions_of(engine: Any) -> dict[Tensor, Partition]:
-    """The parts of parameters that each tensor of the engine's inner optimizer is made of."""
+    """Return the parts of parameters that each tensor of the engine's inner optimizer is made of."""
     masters = masters_of(engine)
     if not engine.zero_optimization():
         return {whole: Partition([Segment(0, whole.numel(), 0, whole.numel(), 0)], 1) for whole in masters}
@@ -30,7 +30,7 @@ def partitions_of(engine: Any) -> dict[Tensor, Partition]:
 
 
 def shared_by_stages(engine: Any) -> dict[Tensor, Partition]:
-    """``partitions_of`` a pipeline stage, with owners numbered over the whole model; all ranks share them.
+    """Return ``partitions_of`` a pipeline stage, with owners numbered over the whole model and shared by all ranks.
 
     Copies of a tied weight are partitioned at different offsets, so separate sums of their squares could differ in the
     last bit. Therefore one sum is taken over all copies.
@@ -51,14 +51,14 @@ def shared_by_stages(engine: Any) -> dict[Tensor, Partition]:
 
 
 def masters_of(engine: Any) -> list[Tensor]:
-    """The fp32 tensors that this rank's optimizer updates."""
+    """Return the fp32 tensors that this rank's optimizer updates."""
     return list(chain.from_iterable(master_groups_of(engine)))
 
 
 def master_groups_of(engine: Any) -> list[list[Tensor]]:
-    """The fp32 tensors that this rank's optimizer updates, by parameter group: dense ones, and each set of experts.
+    """Return the fp32 tensors that this rank's optimizer updates, by parameter group: dense ones, each set of experts.
 
-    ZeRO 3 keeps them itself and passes them to the optimizer one at a time; there they form a single group.
+    ZeRO 3 keeps them itself and passes them to the optimizer one at a time. There, they form a single group.
     """
     if engine.zero_optimization_partition_weights():
         return [list(engine.optimizer.fp32_partitioned_groups_flat)]
@@ -66,12 +66,12 @@ def master_groups_of(engine: Any) -> list[list[Tensor]]:
 
 
 def inner_optimizer(engine: Any) -> Any:
-    """The optimizer that we passed to DeepSpeed, without DeepSpeed's wrapper."""
+    """Return the optimizer that we passed to DeepSpeed, without DeepSpeed's wrapper."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 def _sharers(engine: Any) -> list[Any]:
-    """The process group that each parameter group is partitioned over; only some ranks share the same experts."""
+    """Return the process group that each parameter group is partitioned over. Experts are shared by some ranks only."""
     if engine.zero_optimization_partition_weights():
         return [None] * len(engine.optimizer.fp16_groups)
     return list(engine.optimizer.real_dp_process_group)
@@ -84,7 +84,7 @@ def _segments(engine: Any, slots: list[ParameterSlot], flat: Tensor, sharers: An
 
 
 def _cut_joined(slots: list[ParameterSlot], rank: int, numel: int) -> list[Segment]:
-    """The content of this rank's piece of a flat buffer that is partitioned into pieces of ``numel`` elements."""
+    """Return the content of this rank's piece of a flat buffer that is cut into pieces of ``numel`` elements."""
     first, found = numel * rank, []
     for owner, slot in enumerate(slots):
         start, stop = max(slot.offset, first), min(slot.offset + slot.numel, first + numel)
@@ -94,7 +94,7 @@ def _cut_joined(slots: list[ParameterSlot], rank: int, numel: int) -> list[Segme
 
 
 def _cut_one_by_one(slots: list[ParameterSlot], rank: int, num_ranks: int) -> list[Segment]:
-    """The content, without padding, of a flat buffer with one of ``num_ranks`` pieces of each parameter."""
+    """Return the content, without padding, of a flat buffer with one of ``num_ranks`` pieces of each parameter."""
     found = []
     for owner, slot in enumerate(slots):
         piece = -(-slot.numel // num_ranks)

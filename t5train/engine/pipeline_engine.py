@@ -14,7 +14,7 @@ class PipelineEngine(engine.PipelineEngine):  # type: ignore[misc]  # DeepSpeed 
     """An engine for one pipeline stage."""
 
     def __init__(self, model: T5Pipeline, optimizer: Any, config: dict[str, Any], sums: Fp32Sums | None) -> None:
-        """With ``sums``, a step takes its gradients from there after its last pass."""
+        """If ``sums`` is given, a step takes its gradients from it after the last pass."""
         mpu = model.mpu()
         whole = DeepSpeedConfig(config, mpu)
         super().__init__(args=None, model=model, optimizer=optimizer, mpu=mpu, config=config, config_class=whole)
@@ -24,10 +24,10 @@ class PipelineEngine(engine.PipelineEngine):  # type: ignore[misc]  # DeepSpeed 
     def _exec_reduce_tied_grads(self) -> None:
         """Sum the gradients of a tied weight over its copies in all stages of all model replicas at once.
 
-        DeepSpeed sums over the stages of each replica, and every stage then averages over replicas in its own buckets.
-        Different buckets may add in a different order, so the copies would drift apart. With the sum taken here, the
-        average that follows is one of equal numbers, whatever the order. All stages process shared modules in the
-        order of their keys; in the order of layers, two stages could deadlock.
+        DeepSpeed would sum over the stages of each replica, and every stage would then average over replicas in its own
+        buckets. Different buckets may add in a different order, so the copies would drift apart. After the sum here,
+        the average is one of equal numbers, in any order. All stages process shared modules in the order of their keys;
+        in the order of layers, two stages could deadlock.
         """
         if self._sums:
             self._sums.hand_over()
@@ -44,7 +44,7 @@ class PipelineEngine(engine.PipelineEngine):  # type: ignore[misc]  # DeepSpeed 
 
 
 def _holders(model: T5Pipeline) -> dict[str, list[int]]:
-    """The ranks that hold a copy of each tied module, in all model replicas."""
+    """Return the ranks that hold a copy of each tied module, in all model replicas."""
     grid = model.mpu()
     return {
         key: sorted(

@@ -22,10 +22,10 @@ _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """Open a new file beside ``path`` that replaces it on success and is removed on failure.
+    """Open a new file beside ``path`` that replaces ``path`` on success and is removed on failure.
 
-    The data is on disk before the name is: fsync of the file, rename, fsync of the folder. The file has ``mode``,
-    less the umask, from the moment it exists. Raises StorageError when the disk is full or read-only, else an OSError
+    The data is on disk before the name is: fsync of the file, rename, fsync of the folder. The file is created with
+    ``mode``, less the umask. Raises StorageError if the disk is full or read-only, and for other failures an OSError
     that names ``path``.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -51,7 +51,7 @@ def _remove(temporary: Path) -> None:
 
 
 def _naming(path: Path, temporary: Path, error: OSError) -> OSError:
-    """The error with ``path`` as its file; an error about another file, which the block may have read, is unchanged."""
+    """The error with ``path`` as its file. An error about another file that the block used is returned unchanged."""
     about = path_of(error) if error.errno is not None else None
     if error.errno is None or (about is not None and str(temporary) not in about and error.errno not in _CANNOT_WRITE):
         return error
@@ -59,13 +59,13 @@ def _naming(path: Path, temporary: Path, error: OSError) -> OSError:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` (UTF-8), atomically."""
+    """Replace the content of ``path`` with ``text`` (UTF-8), atomically."""
     with replacing(path) as file:
         file.write(text.encode("utf-8"))
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace ``path`` by ``value`` as indented JSON with sorted keys, atomically."""
+    """Replace the content of ``path`` with ``value`` as indented JSON with sorted keys, atomically."""
     write_text(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -83,8 +83,8 @@ def sync_folder(path: Path) -> None:
 def filling(path: Path) -> Iterator[Path]:
     """Yield the ``partial_folder`` of ``path``, which becomes ``path`` on success.
 
-    By then, ``path`` must be absent or an empty folder. The bytes of the files must already be on disk
-    (``copy_durably`` ensures that); here their names are made durable.
+    At that point, ``path`` must be absent or an empty folder, and the bytes of the files must already be on disk
+    (``copy_durably`` ensures that). This function makes their names durable.
     """
     with partial_folder(path) as partial:
         yield partial
@@ -93,10 +93,10 @@ def filling(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def partial_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty sibling ``.{name}.partial``, which is removed unless it was moved.
+    """Yield an empty folder ``.{name}.partial`` beside ``path``, and remove it at the end unless it was moved.
 
-    Files that a killed process left behind are cleared by the next one. Raises StorageError when another live process
-    is filling the same folder, or when it cannot be created.
+    Files that a killed process left in it are removed first. Raises StorageError if another live process is filling the
+    same folder, or if it cannot be created.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -108,13 +108,13 @@ def partial_folder(path: Path) -> Iterator[Path]:
         _clear(partial)
         yield partial
     finally:
-        if _is_open_as(partial, lock):  # else it was moved, and a folder of that name is another process's
+        if _is_open_as(partial, lock):  # otherwise it was moved, and a folder of this name is another process's
             shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
 
 
 def discard(path: Path) -> None:
-    """Remove a folder, if it exists, so that its name is free at once; also what an interrupted removal left."""
+    """Remove a folder if it exists, and what an interrupted removal left of it. Its name is free at once."""
     aside = path.with_name(f".{path.name}.discarded")
     try:
         if aside.exists():
@@ -127,7 +127,7 @@ def discard(path: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder and all its content; an OSError names the whole path, not only its last part."""
+    """Remove a folder and all its content. An OSError names the whole path, not only its last part."""
     if sys.version_info >= (3, 12):
         shutil.rmtree(folder, onexc=_raise_for)
     else:
@@ -155,7 +155,7 @@ def rename_aside(path: Path) -> Path:
 
 
 def remove_discarded(parent: Path) -> None:
-    """Remove what interrupted calls of ``discard`` left of folders in ``parent``; new folders of those names stay."""
+    """Remove what interrupted calls of ``discard`` left of folders in ``parent``. New folders of those names stay."""
     for aside in parent.glob(".*.discarded"):
         try:
             remove_folder(aside)
@@ -173,10 +173,10 @@ def copy_durably(source: Path, target: Path) -> None:
 
 
 def _lock(partial: Path) -> int:
-    """A descriptor that holds the folder's lock; the kernel releases it however this process ends."""
+    """A descriptor that holds the folder's lock. The kernel releases the lock however this process ends."""
     descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
     locked = try_lock(descriptor)
-    # The previous holder of the lock may have renamed the folder: then it is finished, not ours to clear.
+    # The previous holder of the lock may have renamed the folder. Then it is finished and must not be cleared.
     if not (locked and _is_open_as(partial, descriptor)):
         os.close(descriptor)
         raise StorageError(f"{partial} is being filled by another process: wait for it to end, then try again")

@@ -1,4 +1,4 @@
-"""Names that come from outside (listings, archives, manifests, other hosts), confined to the folder they are meant for.
+"""Confine names from outside (listings, archives, manifests, other hosts) to the folder they are meant for.
 
 Standard library only, as nodes import it.
 """
@@ -11,16 +11,16 @@ from pathlib import Path
 
 from t5train.errors import StorageError, T5TrainError
 
-_MAX_PART_BYTES = 200  # file systems take 255, and temporary files add to a name
+_MAX_PART_BYTES = 200  # file systems allow 255, and temporary files have longer names
 _MAX_NAME_BYTES = 2048
 _UNFIT = re.compile(r"[\x00-\x1f\x7f-\x9f\\]")
 _DRIVE = re.compile(r"[A-Za-z]:")
 
 
 def confined(folder: Path, name: str, source: str, kind: type[T5TrainError] = StorageError) -> Path:
-    """``folder / name`` if that is below the folder; otherwise raises ``kind``, naming ``source``.
+    """Return ``folder / name``. Raises ``kind``, naming ``source``, if that is not below the folder.
 
-    A name has the parts of a relative POSIX path, such as ``a/b.txt``. Links within the folder are not resolved.
+    A name must be a relative POSIX path, such as ``a/b.txt``. Symbolic links within the folder are not resolved.
     """
     if (fault := _fault(name)) is not None:
         raise kind(f"{source} names {_shown(name)}, which {fault}: do not use data from there until you know why")
@@ -28,14 +28,14 @@ def confined(folder: Path, name: str, source: str, kind: type[T5TrainError] = St
 
 
 def child(folder: Path, name: str, source: str, kind: type[T5TrainError] = StorageError) -> Path:
-    """As ``confined``, for the name of something that lies directly in the folder."""
+    """As ``confined``, for the name of a file or folder directly in the folder."""
     if "/" in name:
         raise kind(f"{source} names {_shown(name)}, which is not the plain name of a file or folder")
     return confined(folder, name, source, kind)
 
 
 def require_distinct(names: Iterable[str], source: str, kind: type[T5TrainError] = StorageError) -> None:
-    """Refuse two names that some file systems treat as one: by case, or by how an accent is encoded."""
+    """Raise ``kind`` if two names differ only in case or in how accents are encoded: some file systems confuse them."""
     seen: dict[str, str] = {}
     for name in names:
         if (key := _folded(name)) in seen:
@@ -47,7 +47,7 @@ def require_distinct(names: Iterable[str], source: str, kind: type[T5TrainError]
 
 
 def _fault(name: str) -> str | None:
-    """What is wrong with a name; None for a good one."""
+    """What is wrong with a name; None if it is valid."""
     parts = name.split("/")
     faults = {
         "is not a relative path": name.startswith("/") or _DRIVE.match(name),

@@ -1,7 +1,7 @@
-"""File locks, which the kernel releases however their holder ends, and the private folders that hold them.
+"""File locks, which the kernel releases however their holder ends, and private folders for lock files.
 
-Such a lock excludes other processes of this machine. If a file system keeps locks local to each client (NFS mounted
-with ``nolock`` or ``local_lock``, Lustre with ``localflock``), it does not exclude those of other machines. Standard
+A lock excludes other processes of this machine. It does not exclude processes of other machines if the file system
+keeps locks local to each client (NFS mounted with ``nolock`` or ``local_lock``, Lustre with ``localflock``). Standard
 library only, as guards import it.
 """
 
@@ -50,13 +50,13 @@ def file_system(path: Path) -> str:
         before, _, after = line.partition(" - ")
         mounted_on = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4])
         is_above = real == mounted_on or real.startswith(mounted_on.rstrip("/") + "/")
-        if is_above and len(mounted_on) >= len(longest):  # of two at one path, the later one hides the other
+        if is_above and len(mounted_on) >= len(longest):  # of two mounts at one path, the later one hides the other
             found, longest = after.split()[0], mounted_on
     return found
 
 
 def is_network_file_system(path: Path) -> bool:
-    """Whether other machines may share its files."""
+    """Whether ``path`` is on a network file system, so that other machines may use its files too."""
     return _NETWORK.fullmatch(file_system(path)) is not None
 
 
@@ -65,7 +65,7 @@ _UNSUPPORTED = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 
 def flock(descriptor: int, operation: int) -> None:
-    """``fcntl.flock``; StorageError if the file system has no locks."""
+    """Call ``fcntl.flock``. Raises StorageError if the file system does not support locks."""
     try:
         fcntl.flock(descriptor, operation)
     except OSError as error:
@@ -75,7 +75,7 @@ def flock(descriptor: int, operation: int) -> None:
 
 
 def try_lock(descriptor: int, seconds: float = 0.0) -> bool:
-    """Try to take the exclusive lock of an open file, for up to ``seconds``; returns whether it was taken."""
+    """Try to take the exclusive lock of an open file, for up to ``seconds``. Returns whether it was taken."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -89,7 +89,7 @@ def try_lock(descriptor: int, seconds: float = 0.0) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the exclusive lock of a file; to find out, the shared lock is taken briefly."""
+    """Whether a process holds the exclusive lock of a file. To find out, this takes the shared lock briefly."""
     try:
         with open(path, "rb") as file:
             flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)

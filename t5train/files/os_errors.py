@@ -1,4 +1,4 @@
-"""One line for an error of the operating system: the path, what is wrong with it, and what to do.
+"""Explain an error of the operating system in one line: the path, what is wrong with it, and what to do.
 
 Standard library only, as guards and nodes import it.
 """
@@ -43,7 +43,7 @@ _REMEDIES = {
 
 
 def explain(error: OSError) -> str:
-    """One line: the path if it is known, the system's message, and the remedy."""
+    """Return one line: the path if it is known, the system's message, and the remedy."""
     said = error.strerror or " ".join(str(error).split()) or type(error).__name__
     path = None if isinstance(error, ConnectionError | TimeoutError) or error.errno is None else path_of(error)
     remedy = _REMEDIES.get(error.errno or 0)
@@ -51,10 +51,10 @@ def explain(error: OSError) -> str:
 
 
 def path_of(error: OSError) -> str | None:
-    """The path that an error is about.
+    """The path that an error is about; None if it cannot be determined.
 
-    The system names no path when a read, write or sync fails. In that case this is the file that the innermost
-    function had open, or otherwise the path it was given.
+    The system names no path when a read, write or sync fails. In that case, this is the file that the innermost
+    function of the traceback has open, or otherwise a path among its local variables.
     """
     named = [_text(name) for name in (error.filename, error.filename2) if name is not None]
     if named:
@@ -65,7 +65,7 @@ def path_of(error: OSError) -> str | None:
 
 
 def of_rank(error: OSError | StorageError) -> T5TrainError:
-    """Classify the error that ended a rank: its disk is full, has failed, or cannot be used in this way."""
+    """Classify the error that ended a rank: its disk is full (DiskFull), failed (DiskFailed) or any other."""
     cause = cause_of(error)
     number = cause.errno if cause else None
     text = explain(error) if isinstance(error, OSError) else str(error)
@@ -76,7 +76,7 @@ def of_rank(error: OSError | StorageError) -> T5TrainError:
 
 @contextmanager
 def naming(path: PurePath) -> Iterator[None]:
-    """Within the block, a file system error without a path, as from a read, write or sync, is raised with ``path``."""
+    """Add ``path`` to file system errors in the block that name no path, such as those of a read, write or sync."""
     try:
         yield
     except (ConnectionError, TimeoutError):  # of the network
@@ -89,7 +89,7 @@ def naming(path: PurePath) -> Iterator[None]:
 
 @contextmanager
 def library_errors(library: str, folder: PurePath) -> Iterator[None]:
-    """Within the block, whatever a library raises becomes a StorageError that names the folder it works on.
+    """Turn whatever a library raises in the block into a StorageError that names the folder it works on.
 
     Libraries written in Rust raise a bare Exception without a path if a file cannot be read or written, and others
     guess the cause, for example with a ValueError about a missing package.
@@ -108,7 +108,7 @@ def library_errors(library: str, folder: PurePath) -> Iterator[None]:
 
 @contextmanager
 def as_storage_errors() -> Iterator[None]:
-    """Within the block, or the function that it decorates, an error of a file system becomes a StorageError."""
+    """Turn file system errors in the block, or in the decorated function, into StorageErrors."""
     try:
         yield
     except (ConnectionError, TimeoutError):  # of the network

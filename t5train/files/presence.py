@@ -1,8 +1,8 @@
-"""Check what exists on disk, as opposed to what cannot be read now. Standard library only, as nodes import it.
+"""Check what exists on disk, and what cannot be read now. Standard library only, as nodes import it.
 
 ``Path.glob`` and ``os.path.exists`` report some errors as "does not exist", and a bare ``OSError`` from a read does not
-even name the file. Code that decides about checkpoints or results uses this module: the answer is what exists, or
-"absent" because the operating system said so (ENOENT), or ``Unreadable`` with path, cause and remedy.
+even name the file. Code that decides about checkpoints or results uses this module instead. It reports a path as absent
+only if the operating system says so (ENOENT), and otherwise raises ``Unreadable`` with path, cause and remedy.
 """
 
 import errno
@@ -15,7 +15,7 @@ from pathlib import Path
 from t5train.errors import Unreadable
 
 ABSENT = (FileNotFoundError, NotADirectoryError)
-"""Errors that prove that nothing has this path."""
+"""Errors that prove that a path does not exist."""
 
 _REMEDIES = {
     errno.EACCES: "grant this user read access",
@@ -46,7 +46,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Names of everything in a folder, sorted; empty when there is no such folder. Raises Unreadable."""
+    """Names of everything in a folder, sorted; empty if the folder does not exist. Raises Unreadable."""
     try:
         with reading(folder):
             return sorted(path.name for path in folder.iterdir())
@@ -55,7 +55,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def visible_in(folder: Path) -> list[Path]:
-    """The entries of a folder, sorted by name, but for hidden ones; empty if it does not exist. Raises Unreadable."""
+    """The entries of a folder except hidden ones, sorted by name; empty if it does not exist. Raises Unreadable."""
     return [folder / name for name in names_in(folder) if not name.startswith(".")]
 
 
@@ -86,7 +86,7 @@ def is_there(path: Path) -> bool:
 
 
 def file_size(path: Path) -> int | None:
-    """Size of a regular file in bytes; None when there is none. Raises Unreadable."""
+    """Size of a regular file in bytes; None if there is none. Raises Unreadable."""
     found = _stat(path)
     return found.st_size if found is not None and stat.S_ISREG(found.st_mode) else None
 

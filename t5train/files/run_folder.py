@@ -1,4 +1,4 @@
-"""Names of files in a run's folder, ``{root}/runs/{run_name}``, and environment variables for a guard's paths.
+"""Names of files in a run's folder, ``{root}/runs/{run_name}``, and the environment variables that pass paths to a rank.
 
 Standard library only, as guards import it.
 """
@@ -25,7 +25,7 @@ LAST_COMPLETE = "last-seen.json"
 BEGIN_AGAIN = "begin-again"
 """File that asks the next start to move all checkpoints aside and to begin at step 0."""
 NOT_BEGUN_AGAIN = "not-begun-again.json"
-"""Hosts that did not answer when the run began again, and still have checkpoints from before."""
+"""Hosts that did not answer when the run began again, so that they still have checkpoints from before."""
 RELAYOUT = "relayout"
 """Folder with the consolidated checkpoint that ranks of another layout begin from, until they have saved their own."""
 ATTEMPTS = "attempts"
@@ -35,9 +35,9 @@ FAILURES = "failures.jsonl"
 ATTEMPT_SPEC = "spec.json"
 """In the folder of an attempt: the job of its ranks."""
 WITNESS_FOLDER = "witness"
-"""Folder with what the engine recorded of its own weights at the end."""
+"""Folder with the witness: what the engine recorded of its own weights at the last step."""
 WEIGHTS = "weights"
-"""Folder with a folder of safetensors for each checkpoint that was consolidated."""
+"""Folder with one folder of safetensors files for each consolidated checkpoint."""
 EXPORT = "export"
 """The Hugging Face folder."""
 PUBLISHED = "published.json"
@@ -57,17 +57,17 @@ def step_of(tag: str) -> int:
 
 
 def is_tag(name: str) -> bool:
-    """Whether a folder of this name is a run's checkpoint; one of any other name is the user's copy or note."""
+    """Whether a folder of this name is a run's checkpoint. A folder with any other name belongs to the user."""
     return _TAG.fullmatch(name) is not None
 
 
 def name_while_removed(token: str) -> str:
-    """The name of a checkpoint that is being removed; ``token`` is eight hexadecimal digits."""
+    """The name of a checkpoint's folder while it is being removed; ``token`` is eight hexadecimal digits."""
     return f"{_REMOVED}{token}"
 
 
 def is_tag_or_removed(name: str) -> bool:
-    """Whether the name is that of a checkpoint, or of the rest of one whose removal was interrupted."""
+    """Whether the name is that of a checkpoint, or of a checkpoint whose removal was interrupted."""
     return is_tag(name) or re.fullmatch(f"{_REMOVED}[0-9a-f]{{8}}", name) is not None
 
 
@@ -78,12 +78,12 @@ LOCKS = "T5_LOCKS"
 
 
 def unlisted(found: Iterable[str], recorded: Collection[str]) -> list[str]:
-    """Of the names in a tag's folder, the pickles that are not among the recorded ones."""
+    """The pickles among the names ``found`` in a tag's folder that are not recorded, sorted."""
     return sorted(name for name in found if name.endswith(".pt") and name not in recorded)
 
 
 def require_listed(where: str, found: Iterable[str], recorded: Collection[str]) -> None:
-    """UnlistedFile when a tag holds a pickle that was not recorded: DeepSpeed finds files by pattern."""
+    """Raise UnlistedFile if a tag holds a pickle that was not recorded. DeepSpeed finds files by pattern."""
     if strangers := unlisted(found, recorded):
         raise UnlistedFile(
             f"{where} holds {strangers[0]}, a file that no rank recorded. DeepSpeed would load it and run any code "

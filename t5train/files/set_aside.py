@@ -1,8 +1,8 @@
-"""Move files that must be neither used nor lost out of the way. Standard library only, as nodes import it.
+"""Move files out of the way that must be neither used nor lost. Standard library only, as nodes import it.
 
-Such files are a damaged checkpoint that is newer than the one training resumes from, or an unreadable copy while
-another one can be read. They are never deleted: nothing prunes or frees a folder called ``set-aside``, and the log says
-what was moved there.
+Such files are a damaged checkpoint that is newer than the one training resumes from, or an unreadable copy of a file
+that has a readable one. They are never deleted: nothing prunes a folder called ``set-aside``, and the log says what was
+moved there.
 """
 
 import logging
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 def set_aside(path: Path, into: Path, why: str) -> Path | None:
     """Rename a file or folder to a unique name in the folder ``into``, durably; None if it no longer exists.
 
-    Raises StorageError when it cannot be renamed, as between two disks; it then stays where it is.
+    Raises StorageError if it cannot be renamed, for example to another disk; then it stays where it is.
     """
     within = f"{path.parent.name}-" if path.parent.name.startswith("step-") else ""
     target = into / f"{within}{path.name}.{secrets.token_hex(4)}"

@@ -1,8 +1,7 @@
 """Activation checkpointing (Chen et al. 2016): activations within a block are recomputed in the backward pass.
 
-Uses torch's non-reentrant checkpointing. Its graph is that of an ordinary pass, so that gradients are summed in the
-same order and are bit-identical. The state of random generators is restored for the second pass, so that dropout is the
-same.
+Uses torch's non-reentrant checkpointing. Its graph is that of an ordinary pass, so gradients are summed in the same
+order and are bit-identical. The state of random generators is restored for the second pass, so dropout is the same.
 """
 
 from collections.abc import Callable
@@ -26,7 +25,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 
 def recomputed(part: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
-    """Run ``part(*inputs)``; it is run again in the backward pass."""
+    """Run ``part(*inputs)``, and run it again in the backward pass."""
     if not torch.is_grad_enabled():
         return part(*inputs)
     output: Tensor = checkpoint(part, *inputs, use_reentrant=False)

@@ -24,8 +24,8 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, memory: Tensor, bias: Tensor | None) -> Tensor:
         """``hidden`` [b, q, d_model] attends to ``memory`` [b, k, d_model]; a ``bias`` [1, heads, q, k] is added."""
-        # view_as makes one graph node for all uses here, so that their gradients are summed first, with or without a
-        # hook before it (ZeRO 3 has one). Every layout then computes the same bits.
+        # view_as makes one graph node for all uses below, so that their gradients are summed there, with or without a
+        # hook before it (ZeRO 3 adds one). Every layout then computes the same bits.
         hidden, memory = hidden.view_as(hidden), memory.view_as(memory)
         query, key, value = self._heads(self.q(hidden)), self._heads(self.k(memory)), self._heads(self.v(memory))
         mixed = functional.scaled_dot_product_attention(
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 class PositionBias(nn.Module):
-    """Learned bias of each head for the distance between two positions; with ``causal``, the future is masked."""
+    """A learned bias of each head for the distance between two positions. With ``causal``, the future is masked."""
 
     def __init__(self, shape: T5Shape, causal: bool) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class PositionBias(nn.Module):
         self.causal = causal
 
     def forward(self, length: int) -> Tensor:
-        """Bias [1, heads, length, length] for pairs of positions; a masked one is the lowest finite number."""
+        """Return the bias [1, heads, length, length] of pairs of positions; the lowest finite number where masked."""
         positions = torch.arange(length, device=self.weight.device)
         distance = positions[None, :] - positions[:, None]
         bias = functional.embedding(_bucket(distance, bidirectional=not self.causal), self.weight)
@@ -58,7 +58,10 @@ class PositionBias(nn.Module):
 
 
 def _bucket(distance: Tensor, bidirectional: bool) -> Tensor:
-    """Bucket of key position minus query position: exact for short distances, logarithmic up to 128, then constant."""
+    """Return the bucket of a distance (key position minus query position).
+
+    Buckets are exact for short distances, logarithmic up to 128, then constant.
+    """
     buckets = RELATIVE_BUCKETS
     sign = torch.zeros_like(distance)
     if bidirectional:

@@ -11,7 +11,7 @@ from t5train.model.model_shape import T5Shape
 
 
 class FeedForward(nn.Module):
-    """v1.0: ReLU."""
+    """The feed-forward layer of v1.0, with ReLU."""
 
     def __init__(self, shape: T5Shape) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class FeedForward(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """v1.1: gated by the tanh approximation of GELU (Shazeer 2020, GEGLU)."""
+    """The feed-forward layer of v1.1, gated by the tanh approximation of GELU (Shazeer 2020, GEGLU)."""
 
     def __init__(self, shape: T5Shape) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class GatedFeedForward(nn.Module):
         return cast(Tensor, self.wo(self.dropout(gate * self.wi_1(hidden))))
 
     def _gelu(self, hidden: Tensor) -> Tensor:
-        """GELU's tanh approximation: one kernel in training; otherwise written out, to round as Hugging Face does."""
+        """Compute GELU's tanh approximation: one kernel in training, otherwise step by step, as Hugging Face rounds."""
         if self.training:
             return functional.gelu(hidden, approximate="tanh")
         return 0.5 * hidden * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (hidden + 0.044715 * hidden.pow(3.0))))

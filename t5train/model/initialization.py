@@ -17,13 +17,13 @@ Fill = Callable[[str, nn.Parameter], None]
 
 
 def initialise(name: str, parameter: nn.Parameter, shape: T5Shape, seed: int) -> None:
-    """Fill a parameter in place with the initial value for seed and Hugging Face name."""
+    """Fill a parameter in place with the initial value for a seed and its Hugging Face name."""
     with torch.no_grad():
         parameter.copy_(first_value(name, parameter.shape, shape, seed))
 
 
 def first_value(name: str, size: torch.Size, shape: T5Shape, seed: int) -> Tensor:
-    """fp32 tensor of ``size``: ones for norms, otherwise normal with T5's standard deviation for that name."""
+    """Return the initial value, fp32 [*size]: ones for norms, otherwise normal with T5's deviation for that name."""
     if name.endswith("layer_norm.weight"):
         return torch.ones(size)
     digest = hashlib.sha256(f"{seed}|{name}".encode()).digest()
@@ -32,7 +32,7 @@ def first_value(name: str, size: torch.Size, shape: T5Shape, seed: int) -> Tenso
 
 
 def deviation(name: str, shape: T5Shape) -> float:
-    """Standard deviation of T5's initialisation (Mesh TensorFlow's, which folds the attention scale into q)."""
+    """Return the standard deviation of T5's initialisation (Mesh TensorFlow's, which scales q instead of attention)."""
     scale = math.sqrt(EXPERT_SCALE) if ".experts." in name or ".router." in name else 1.0
     return scale * _dense_deviation(name, shape)
 

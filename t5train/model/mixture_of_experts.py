@@ -12,10 +12,11 @@ from t5train.model.model_shape import T5Shape
 class SparseFeedForward(MoE):  # type: ignore[misc]  # DeepSpeed has no types
     """ReLU experts; an fp32 router chooses one or two of them for each token.
 
-    In training, an expert takes up to ``capacity_factor`` times its even share of a micro-batch; of more tokens, random
-    ones are dropped. Evaluation drops none, so that its result depends only on the tokens.
+    In training, an expert takes up to ``capacity_factor`` times its even share of a micro-batch. If more tokens are
+    routed to it, random ones are dropped. Evaluation drops none, so that its result depends only on the tokens.
+
     ``router_loss`` is the weighted loss of the last forward pass. ``tokens`` [num_experts] counts the tokens routed to
-    each expert since the last ``reset``, ``overflow`` those above capacity.
+    each expert since the last ``reset``, and ``overflow`` those above capacity.
     """
 
     router_loss: Tensor
@@ -52,7 +53,7 @@ class SparseFeedForward(MoE):  # type: ignore[misc]  # DeepSpeed has no types
         self.overflow = torch.zeros((), dtype=torch.int64)
 
     def _z_loss(self, hidden: Tensor) -> Tensor:
-        """Mean square of the log-sum-exp of the router's logits, which keeps them small (Zoph et al. 2022)."""
+        """Return the mean square of the log-sum-exp of the router's logits, to keep them small (Zoph et al. 2022)."""
         logits = functional.linear(hidden.float(), self.deepspeed_moe.gate.wg.weight.float())
         return logits.logsumexp(-1).square().mean()
 

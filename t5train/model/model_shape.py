@@ -14,7 +14,7 @@ from t5train.spec import NUM_SENTINELS, ExpertsSpec, ModelSpec, pad_vocabulary
 RELATIVE_BUCKETS = 32
 RELATIVE_MAX_DISTANCE = 128
 LAYER_NORM_EPSILON = 1e-6
-# Capacity of Hugging Face's experts, in tokens of a sequence: more than any sequence has, so that none is dropped.
+# Capacity of Hugging Face's experts, in tokens of a sequence: more than any sequence has, so that no token is dropped.
 UNLIMITED_CAPACITY = 1 << 30
 
 
@@ -70,18 +70,19 @@ class T5Shape(BaseModel):
         return self.num_heads * self.d_kv
 
     def is_sparse(self, index: int) -> bool:
-        """Whether layer ``index`` of a stack has experts, counted as in Switch Transformers."""
+        """Return whether layer ``index`` of a stack has experts, as in Switch Transformers."""
         return self.moe.num_experts > 0 and index % self.moe.every_n_layers == 1 % self.moe.every_n_layers
 
     def count_sparse(self, num_layers: int) -> int:
-        """The number of layers with experts in a stack of ``num_layers``."""
+        """Return the number of layers with experts in a stack of ``num_layers``."""
         return sum(map(self.is_sparse, range(num_layers)))
 
 
 def resolve(spec: ModelSpec, tokenizer_vocab_size: int) -> T5Shape:
-    """The shape that a spec describes, for a tokenizer with this many ids (including sentinels).
+    """Return the shape that a spec describes, for a tokenizer with this many ids (including sentinels).
 
-    Raises SpecError if the model's vocabulary is given and too small.
+    Raises SpecError if ``model.vocab_size`` is set and too small, or if Hugging Face's configuration cannot express the
+    number of layers with experts.
     """
     size = _SIZES[spec.version][spec.preset]
     vocab_size = spec.vocab_size or pad_vocabulary(tokenizer_vocab_size)
@@ -110,13 +111,16 @@ def resolve(spec: ModelSpec, tokenizer_vocab_size: int) -> T5Shape:
 
 
 def preset_of(version: str, sizes: Sequence[Any]) -> str | None:
-    """The preset with these values of ``d_model``, ``d_kv``, ``d_ff``, ``num_heads`` and both numbers of layers."""
+    """Return the preset with these d_model, d_kv, d_ff, num_heads and two numbers of layers; None if there is none."""
     wanted = {preset: (*size, size.num_layers) for preset, size in _SIZES[version].items()}
     return next((preset for preset, size in wanted.items() if size == tuple(sizes)), None)
 
 
 def _require_switch_can_count(shape: T5Shape, setting: str) -> None:
-    """Hugging Face's configuration has the number of sparse layers, and computes n of "every n-th" by division."""
+    """Raise SpecError if Hugging Face's configuration cannot express which layers are sparse.
+
+    It has only the number of sparse layers. For "every n-th layer is sparse", it computes n by division.
+    """
     layers, step = int(getattr(shape, setting)), shape.moe.every_n_layers
     sparse = shape.count_sparse(layers)
     if shape.moe.num_experts and (not sparse or layers // sparse != step):
@@ -127,7 +131,7 @@ def _require_switch_can_count(shape: T5Shape, setting: str) -> None:
 
 
 def count_parameters(shape: T5Shape) -> int:
-    """Number of elements of all parameters; tied ones count once."""
+    """Return the number of elements of all parameters; tied ones count once."""
     encoder, decoder = block_parameters(shape)
     blocks = shape.num_layers * encoder + shape.num_decoder_layers * decoder
     sparse = shape.count_sparse(shape.num_layers) + shape.count_sparse(shape.num_decoder_layers)
@@ -137,7 +141,7 @@ def count_parameters(shape: T5Shape) -> int:
 
 
 def block_parameters(shape: T5Shape) -> tuple[int, int]:
-    """Number of elements of an encoder block and of a decoder block, without experts and position biases."""
+    """Return the number of elements of an encoder block and of a decoder block, without experts and position biases."""
     attention, feed_forward = 4 * shape.d_model * shape.inner, _feed_forward(shape)
     return attention + feed_forward + 2 * shape.d_model, 2 * attention + feed_forward + 3 * shape.d_model
 
@@ -147,13 +151,13 @@ def _feed_forward(shape: T5Shape) -> int:
 
 
 def count_expert_parameters(shape: T5Shape) -> int:
-    """Number of elements of all experts, which expert-parallel ranks divide among them; excludes routers."""
+    """Return the number of elements of all experts, which expert-parallel ranks share out; excludes routers."""
     sparse = shape.count_sparse(shape.num_layers) + shape.count_sparse(shape.num_decoder_layers)
     return sparse * shape.moe.num_experts * _feed_forward(shape)
 
 
 def huggingface_config(shape: T5Shape, pad_id: int, eos_id: int) -> dict[str, Any]:
-    """``config.json`` of the same model for the transformers class that it names."""
+    """Return the model's ``config.json``, which also names the transformers class that loads it."""
     return {
         **(_switch_config(shape) if shape.moe.num_experts else _t5_config(shape)),
         "is_encoder_decoder": True,
@@ -178,7 +182,7 @@ def huggingface_config(shape: T5Shape, pad_id: int, eos_id: int) -> dict[str, An
 
 
 def generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``generation_config.json`` for a configuration: only ids, so that generation is greedy by default."""
+    """Return ``generation_config.json`` for a configuration: only ids, so that generation is greedy by default."""
     return {name: config[name] for name in ("decoder_start_token_id", "eos_token_id", "pad_token_id")}
 
 

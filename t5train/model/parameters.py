@@ -16,7 +16,7 @@ Named = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def parameter_shapes(shape: T5Shape) -> dict[str, tuple[int, ...]]:
-    """Shapes by name."""
+    """Return the shape of every parameter, by name."""
     found: dict[str, tuple[int, ...]] = {"shared.weight": (shape.vocab_size, shape.d_model)}
     found |= dict(_stack("encoder", shape, shape.num_layers))
     found |= dict(_stack("decoder", shape, shape.num_decoder_layers))
@@ -71,8 +71,8 @@ class _Part(BaseModel):
 class ParameterSlot(_Part):
     """Position of one parameter in the flat buffer of its parameter group, with all ranks' partitions joined.
 
-    At ZeRO 3, which partitions every parameter separately, it is the start of each rank's part in that rank's buffer.
-    ``name`` is Hugging Face's; ``offset`` and ``numel`` count elements.
+    At ZeRO 3, which partitions every parameter separately, ``offset`` is the start of each rank's part in that rank's
+    own buffer. ``name`` is Hugging Face's; ``offset`` and ``numel`` count elements.
     """
 
     name: str
@@ -82,7 +82,7 @@ class ParameterSlot(_Part):
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int], offset: int) -> Self:
-        """The slot of a parameter of this shape at this offset."""
+        """Return the slot of a parameter of this shape at this offset."""
         return cls(name=name, shape=tuple(shape), offset=offset, numel=math.prod(shape))
 
     @model_validator(mode="after")
@@ -93,11 +93,12 @@ class ParameterSlot(_Part):
 
 
 class ExpertLayer(_Part):
-    """One layer with a mixture of experts, Hugging Face's sparse layer ``path`` (``"encoder.block.1.layer.1.mlp"``).
+    """One layer with a mixture of experts.
 
-    ``module`` is the name of its DeepSpeed ``MoE`` in the files, after the model's prefix; its names of experts and
-    gate differ from Hugging Face's. Expert-parallel rank e of ``expert_parallel_size`` holds experts ``e * n`` to
-    ``e * n + n - 1``, with n = ``num_experts // expert_parallel_size``.
+    ``path`` is Hugging Face's name of the layer (``"encoder.block.1.layer.1.mlp"``). ``module`` is the name of its
+    DeepSpeed ``MoE`` in checkpoint files, after the model's prefix. DeepSpeed names experts and gate differently.
+    Expert-parallel rank e of ``expert_parallel_size`` holds experts ``e * n`` to ``e * n + n - 1``, with n =
+    ``num_experts // expert_parallel_size``.
     """
 
     path: str = Field(min_length=1)
@@ -106,7 +107,7 @@ class ExpertLayer(_Part):
     expert_parallel_size: int = Field(ge=1)
 
     def huggingface_name(self, name: str) -> str:
-        """Hugging Face's name for ``name`` in the files; experts are numbered over all ranks."""
+        """Return Hugging Face's name for ``name`` in checkpoint files. Experts are numbered over all ranks."""
         experts, gate = f"{self.module}.{_EXPERTS}", f"{self.module}.{_GATE}"
         if name.startswith(experts):
             return f"{self.path}.experts.expert_{name.removeprefix(experts)}"
@@ -123,7 +124,7 @@ class ExpertLayer(_Part):
 
 
 def huggingface_name(name: str, model_prefix: str, pipeline_layers: Mapping[str, str]) -> str:
-    """Hugging Face's name for parameter ``name`` of the engine's module.
+    """Return Hugging Face's name for parameter ``name`` of the engine's module.
 
     Raises ValueError if the name does not begin with ``model_prefix``, or with a layer of the pipeline.
     """

@@ -1,9 +1,9 @@
 """T5 as a sequence of layers that DeepSpeed spreads over the stages of a pipeline. Dense models only.
 
-The first layer embeds the inputs of encoder and decoder, and the decoder's pass through the encoder's stages. So the
-decoder needs no second copy of the embedding, whose gradients would have to be summed in every step. Stages exchange
-one tensor, the joined states of encoder and decoder, so that a stage needs one backward pass. Each stage has its own
-copy of the position biases it needs, and computes them once per pass.
+The first layer embeds the inputs of encoder and decoder, and the decoder's embedded inputs pass through the encoder's
+stages unchanged. The decoder therefore needs no second copy of the embedding, whose gradients would have to be summed
+in every step. Stages exchange one tensor, the joined states of encoder and decoder, so that a stage needs only one
+backward pass. Each stage has its own copy of the position biases that it needs, and computes them once per pass.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -29,9 +29,9 @@ TIED = "tied_modules."
 
 
 class Flow(NamedTuple):
-    """The value that layers of a stage pass on.
+    """The value that one layer of a stage passes to the next.
 
-    ``source`` [b, s, d_model] is the encoder's state, finally its output; ``target`` [b, t, d_model] is the decoder's;
+    ``source`` [b, s, d_model] is the encoder's state and finally its output, ``target`` [b, t, d_model] the decoder's.
     ``bias`` [1, heads, n, n] is the position bias of the current stack.
     """
 
@@ -61,18 +61,18 @@ class T5Pipeline(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no type
         self.pipeline_layers = _paths(layers)
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats in training; in evaluation, that of each target token, fp32 [b, t]."""
+        """Return the mean cross-entropy in nats in training; in evaluation, that of each target token, fp32 [b, t]."""
         flat = logits.float().view(-1, logits.shape[-1])
         if self.training:
             return functional.cross_entropy(flat, targets.reshape(-1))
         return functional.cross_entropy(flat, targets.reshape(-1), reduction="none").view(targets.shape)
 
     def sparse_layers(self) -> "Iterator[tuple[str, SparseFeedForward]]":
-        """Empty: a pipeline has no experts."""
+        """Return an empty iterator: a pipeline has no experts."""
         return iter(())
 
     def tied_stages(self) -> dict[str, list[int]]:
-        """The stages that hold a copy of each tied module, by its key."""
+        """Return the stages that hold a copy of each tied module, by the module's key."""
         stages: dict[str, set[int]] = {}
         for index, spec in enumerate(self._layer_specs):
             if isinstance(spec, TiedLayerSpec):
@@ -80,13 +80,13 @@ class T5Pipeline(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no type
         return {key: sorted(held) for key, held in stages.items()}
 
     def _partition_layers(self, method: list[int]) -> None:
-        """Overridden because DeepSpeed balances by parameters, including embeddings, and not by cost of computation."""
+        """Assign layers to stages. DeepSpeed would balance parameters, including embeddings, and not computation."""
         self.parts = method
         self._set_bounds(start=method[self.stage_id], stop=method[self.stage_id + 1])
 
 
 class Embedding(nn.Module):
-    """The shared embedding of the inputs of encoder and decoder."""
+    """The embedding that encoder and decoder share."""
 
     def __init__(self, shape: T5Shape, decoder_start_id: int) -> None:
         super().__init__()
@@ -103,10 +103,10 @@ class Embedding(nn.Module):
 
 
 class StageBias(PositionBias):
-    """The position bias of a stack, for those of its blocks that a stage holds."""
+    """The position bias for those blocks of encoder or decoder that a stage holds."""
 
     def forward(self, flow: Flow) -> Flow:  # type: ignore[override]  # the layers of a pipeline take one value
-        """The flow with the bias."""
+        """Return the flow with the bias."""
         return flow._replace(bias=super().forward((flow.target if self.causal else flow.source).shape[1]))
 
 
@@ -114,7 +114,7 @@ class EncoderBlock(Block):
     """A block of the encoder."""
 
     def forward(self, flow: Flow) -> Flow:  # type: ignore[override]  # the layers of a pipeline take one value
-        """The flow with the encoder's next state."""
+        """Return the flow with the encoder's next state."""
         assert flow.bias is not None  # noqa: S101 - for the type checker: a stage begins a stack with its bias
         return flow._replace(source=super().forward(flow.source, flow.bias, None))
 
@@ -123,7 +123,7 @@ class DecoderBlock(Block):
     """A block of the decoder."""
 
     def forward(self, flow: Flow) -> Flow:  # type: ignore[override]  # the layers of a pipeline take one value
-        """The flow with the decoder's next state."""
+        """Return the flow with the decoder's next state."""
         assert flow.bias is not None  # noqa: S101 - for the type checker: a stage begins a stack with its bias
         return flow._replace(target=super().forward(flow.target, flow.bias, flow.source))
 
@@ -138,31 +138,31 @@ class StackEnd(nn.Module):
         self.dropout = nn.Dropout(shape.dropout_rate)
 
     def forward(self, flow: Flow) -> Flow:
-        """The flow with the stack's output."""
+        """Return the flow with the stack's output."""
         if self.is_decoder:
             return flow._replace(target=self.dropout(self.final_layer_norm(flow.target)))
         return flow._replace(source=self.dropout(self.final_layer_norm(flow.source)))
 
 
 class Output(nn.Module):
-    """Logits of a separate output layer (v1.1)."""
+    """A separate output layer (v1.1)."""
 
     def __init__(self, shape: T5Shape) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape.vocab_size, shape.d_model))
 
     def forward(self, flow: Flow) -> Tensor:
-        """[b, t, vocab_size]."""
+        """Return the logits [b, t, vocab_size]."""
         return functional.linear(flow.target, self.weight)
 
 
 def tied_output(embedding: Embedding, flow: Flow) -> Tensor:
-    """Logits [b, t, vocab_size] of the embedding (v1.0)."""
+    """Return the logits [b, t, vocab_size], computed with the embedding's weight (v1.0)."""
     return functional.linear(flow.target * embedding.weight.shape[1] ** -0.5, embedding.weight)
 
 
 def join(flow: Flow) -> Tensor:
-    """The input of the next stage, [b, s + t, d_model]: a single tensor, so that one backward pass is enough."""
+    """Return the input of the next stage, [b, s + t, d_model]: a single tensor, so that one backward pass is enough."""
     return torch.cat([flow.source, flow.target], dim=1)
 
 
@@ -172,14 +172,14 @@ def split(sample: Geometry, joined: Tensor) -> Flow:
 
 
 class _Layer(NamedTuple):
-    """A layer, and the path of its parameters in Hugging Face's model; None if it has no parameters of its own."""
+    """A layer, and the path of its parameters in Hugging Face's model (None if it has none of its own)."""
 
     spec: LayerSpec | Callable[..., Flow | Tensor]
     path: str | None = None
 
 
 def _stage(shape: T5Shape, start_id: int, sample: Geometry, units: range) -> Iterator[_Layer]:
-    """The layers of the stage that holds these units, as ``stage_bounds`` counts them."""
+    """Yield the layers of the stage that holds these units, as ``stage_bounds`` counts them."""
     output = shape.num_layers + shape.num_decoder_layers
     yield _embedding(shape, start_id) if units.start == 0 else _Layer(partial(split, sample))
     yield from _blocks(shape, range(units.start, min(units.stop, shape.num_layers)), is_decoder=False)
@@ -197,7 +197,7 @@ def _stage(shape: T5Shape, start_id: int, sample: Geometry, units: range) -> Ite
 
 
 def _blocks(shape: T5Shape, indices: range, is_decoder: bool) -> Iterator[_Layer]:
-    """Blocks of one stack, preceded by their shared bias; empty without blocks."""
+    """Yield blocks of one stack, preceded by their shared bias. Yields nothing if there are no blocks."""
     stack, block = ("decoder", DecoderBlock) if is_decoder else ("encoder", EncoderBlock)
     if indices:
         path = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
@@ -218,7 +218,7 @@ def _output(shape: T5Shape, start_id: int) -> _Layer:
 
 
 def _paths(layers: Iterable[_Layer]) -> dict[str, str]:
-    """Paths by DeepSpeed's names of layers: the number and, for a tied layer, also the key."""
+    """Return paths by DeepSpeed's names of layers: a layer's number and, for a tied layer, also its key."""
     paths: dict[str, str] = {}
     for index, layer in enumerate(layers):
         if layer.path is not None:

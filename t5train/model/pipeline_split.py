@@ -9,9 +9,10 @@ from t5train.model.model_shape import RELATIVE_BUCKETS, T5Shape, block_parameter
 
 
 def stage_bounds(shape: T5Shape, num_stages: int, sample: Geometry) -> list[int]:
-    """Stage s holds units ``bounds[s]`` to ``bounds[s + 1]``: blocks of the encoder, of the decoder, then the output.
+    """Return bounds such that stage s holds units ``bounds[s]`` to ``bounds[s + 1]`` (exclusive).
 
-    The cost of the slowest stage is minimal. Raises SpecError if there are more stages than units.
+    The units are the encoder's blocks, the decoder's blocks, and the output. The bounds minimise the cost of the
+    slowest stage. Raises SpecError if there are more stages than units.
     """
     costs = unit_costs(shape, sample)
     if num_stages > len(costs):
@@ -23,7 +24,10 @@ def stage_bounds(shape: T5Shape, num_stages: int, sample: Geometry) -> list[int]
 
 
 def stage_parameters(shape: T5Shape, num_stages: int, sample: Geometry) -> list[int]:
-    """Upper bound on each stage's parameters: units, biases and, in the first and a tied last one, the embedding."""
+    """Return an upper bound on the number of parameters of each stage.
+
+    It counts the stage's units and biases and, in the first stage and a tied last one, the embedding.
+    """
     bounds = stage_bounds(shape, num_stages, sample)
     embedding = shape.vocab_size * shape.d_model
     encoder, decoder = block_parameters(shape)
@@ -37,7 +41,7 @@ def stage_parameters(shape: T5Shape, num_stages: int, sample: Geometry) -> list[
 
 
 def unit_costs(shape: T5Shape, sample: Geometry) -> list[int]:
-    """Multiplications of each unit's forward pass over one sample; embeddings are look-ups and cost nothing."""
+    """Return the multiplications of each unit's forward pass over one sample. Embeddings are look-ups, at no cost."""
     attention, feed_forward = shape.d_model * shape.inner, (3 if shape.gated else 2) * shape.d_model * shape.d_ff
     inputs, targets = sample.input_tokens, sample.target_tokens
     encoder = inputs * (4 * attention + feed_forward) + 2 * inputs * inputs * shape.inner
@@ -48,12 +52,12 @@ def unit_costs(shape: T5Shape, sample: Geometry) -> list[int]:
 
 
 def balanced(costs: list[int], num_parts: int) -> list[int]:
-    """Bounds that split ``costs`` into non-empty runs with the smallest possible maximum cost."""
+    """Return bounds that split ``costs`` into non-empty runs with the smallest possible maximum cost."""
     before = [0, *accumulate(costs)]
 
     @cache
     def best(parts: int, stop: int) -> tuple[int, tuple[int, ...]]:
-        """The maximum cost of ``parts`` runs that end at ``stop``, and their bounds."""
+        """Return the smallest maximum cost of ``parts`` runs that end at ``stop``, and their bounds."""
         if parts == 1:
             return before[stop], (0, stop)
         return min(

@@ -1,6 +1,6 @@
 """The model that a run continues from: its Hugging Face folder, whether it fits the settings, and its fingerprint.
 
-Weights are only digested, and compared where a file holds copies of tied ones.
+Weight files are only hashed. Tensors are read only to compare copies of tied ones.
 """
 
 import json
@@ -26,7 +26,7 @@ from t5train.spec import ModelSpec, pad_vocabulary
 _SIZES = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "num_decoder_layers")
 _SPARSE = ("num_experts", "num_sparse_encoder_layers", "num_sparse_decoder_layers")
 _COUNTS = {"t5": ("vocab_size", *_SIZES), "switch_transformers": ("vocab_size", *_SIZES, *_SPARSE)}
-_LEFT_OUT = {  # defaults for configurations that are older than the field
+_LEFT_OUT = {  # defaults for configurations that are older than these fields
     "relative_attention_num_buckets": 32,
     "relative_attention_max_distance": 128,
     "layer_norm_epsilon": 1e-6,
@@ -38,10 +38,10 @@ _NO_REMEDY = "no settings describe such a model (the vocabulary must be a multip
 
 
 def told_by(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """The fields of a configuration that determine what its model computes; SpecError if it is not that of a T5.
+    """Return the fields of a configuration that determine what its model computes.
 
-    v1.0, which is tied, scales its output. transformers 5 has a separate field for this; older versions derive it from
-    the tie.
+    Raises SpecError if it is not the configuration of a T5. v1.0, whose output is tied, also scales it. transformers 5
+    has a separate field for scaling; older versions derive it from ``tie_word_embeddings``.
     """
     kind = config.get("model_type")
     if kind not in _COUNTS:
@@ -58,7 +58,7 @@ def told_by(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def require_agreement(told: Mapping[str, Any], shape: T5Shape, file: Path) -> None:
-    """Raise SpecError if a configuration differs from a shape; it names every such field, and what to set."""
+    """Raise SpecError if a configuration differs from a shape. The error names every such field, and what to set."""
     config = huggingface_config(shape, pad_id=0, eos_id=1) | {_SCALED: shape.tied}
     asked = {name: config.get(name, usual) for name, usual in (dict.fromkeys(told) | _LEFT_OUT).items()}
     if changed := differences(asked, told):
@@ -70,7 +70,7 @@ def require_agreement(told: Mapping[str, Any], shape: T5Shape, file: Path) -> No
 
 
 def _settings(asked: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes after which the settings describe this model; empty if there are none."""
+    """Return changes after which the settings describe this model; empty if there are none."""
     version, feed_forward = ("v1.0", _FEED_FORWARDS[0]) if told[_SCALED] else ("v1.1", _FEED_FORWARDS[1])
     if any(asked[name] != told[name] for name in _LEFT_OUT if name != "feed_forward_proj"):
         return {}
@@ -101,7 +101,7 @@ _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.ckpt", "*.h5", "*.msgpack")
 
 
 class HuggingFaceFolder(NamedTuple):
-    """A model's folder. ``tensors`` have the names of the files, which may hold a tied tensor twice."""
+    """A model's folder. ``tensors`` are named as in the files, which may hold copies of a tied tensor."""
 
     path: Path
     config: dict[str, Any]
@@ -112,8 +112,8 @@ class HuggingFaceFolder(NamedTuple):
     def open(cls, path: Path) -> Self:
         """Open a folder with ``model.safetensors``, or with the shards that its index names.
 
-        Raises InputError for a folder that is missing, damaged or incomplete, and for one whose weights are a pickle,
-        which can run arbitrary code.
+        Raises InputError if the folder is missing, damaged or incomplete, or if its weights are pickled, because a
+        pickle can run arbitrary code.
         """
         if not path.is_dir():
             raise InputError(f"model.start_from is {path}: this machine has no such folder; give its current path")
@@ -169,10 +169,10 @@ _log = logging.getLogger(__name__)
 
 
 def require_fit(model: ModelSpec, tokenizer_vocab_size: int) -> None:
-    """Refuse a ``start_from`` folder whose model is not the one that the settings describe; do nothing without one.
+    """Check that the model in the ``start_from`` folder, if there is one, is the model that the settings describe.
 
-    Raises SpecError that names every field of its ``config.json`` that differs, and what to set; InputError for a
-    folder that cannot be read, or that has missing tensors, extra tensors or tensors of another shape.
+    Raises SpecError if it is not. The error names every field of ``config.json`` that differs, and what to set. Raises
+    InputError if the folder cannot be read, or has missing tensors, extra tensors or tensors of another shape.
     """
     if (path := _folder(model)) is None:
         return
@@ -189,10 +189,11 @@ def require_fit(model: ModelSpec, tokenizer_vocab_size: int) -> None:
 
 
 def tensors_of(model: ModelSpec, shape: T5Shape) -> dict[str, StoredTensor] | None:
-    """Where the ``start_from`` folder stores each parameter; None without one. Raises the errors of ``require_fit``.
+    """Return where the ``start_from`` folder stores each parameter; None without ``start_from``.
 
-    As with transformers, the files may hold copies of tied tensors, and an output layer that they leave out is the
-    embedding, even if it is to be trained separately.
+    As in transformers, the files may hold copies of tied tensors. If they have no output layer, it starts as a copy of
+    the embedding, even if the two are then trained separately. Raises InputError if the folder cannot be read or
+    tensors do not match the shape, SpecError if copies of a tied tensor differ.
     """
     path = _folder(model)
     return None if path is None else _tensors(HuggingFaceFolder.open(path), shape)
@@ -210,10 +211,11 @@ def _tensors(folder: HuggingFaceFolder, shape: T5Shape) -> dict[str, StoredTenso
 
 
 def start_fingerprint(model: ModelSpec, progress: Progress = silent) -> str | None:
-    """Fingerprint of the weights that a run continues from, regardless of their path; None without ``start_from``.
+    """Return the fingerprint of the weights that a run continues from, regardless of their path.
 
-    It is made of the files' sha256, which a process computes once unless a file changes. Raises DigestMismatch if one
-    of our manifests in the folder recorded other digests.
+    Returns None without ``start_from``. The fingerprint is made of the configuration and the files' sha256, which a
+    process computes once unless a file changes. Raises DigestMismatch if the folder has a manifest of this project with
+    other digests.
     """
     if (path := _folder(model)) is None:
         return None
@@ -229,13 +231,13 @@ def start_fingerprint(model: ModelSpec, progress: Progress = silent) -> str | No
 
 
 def start_name(model: ModelSpec) -> str | None:
-    """The name of the folder whose weights a run continues from; None without ``start_from``."""
+    """Return the name of the folder whose weights a run continues from; None without ``start_from``."""
     folder = _folder(model)
     return None if folder is None else folder.name
 
 
 def require_vocabulary(model: ModelSpec, spiece_sha256: str) -> None:
-    """Raise SpecError if the vocabulary of the ``start_from`` folder, and so its ids, differs from that of the run."""
+    """Raise SpecError if the vocabulary in the ``start_from`` folder, if there is one, differs from that of the run."""
     path = _folder(model)
     if path is None or not (path / SPIECE).is_file():
         return

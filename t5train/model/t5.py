@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class T5(nn.Module):
-    """Encoder and decoder with a shared embedding; ``forward`` returns the training loss, ``logits`` the logits."""
+    """Encoder and decoder with a shared embedding. ``forward`` returns the training loss."""
 
     pipeline_layers: Mapping[str, str] = MappingProxyType({})
 
@@ -37,7 +37,7 @@ class T5(nn.Module):
             self.lm_head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats of ``targets`` [b, t] given ``inputs`` [b, s]; every position counts.
+        """Return the mean cross-entropy in nats of ``targets`` [b, t] given ``inputs`` [b, s], over all positions.
 
         The losses of routers are added, if there are any.
         """
@@ -47,7 +47,7 @@ class T5(nn.Module):
         return loss
 
     def sparse_layers(self) -> "Iterator[tuple[str, SparseFeedForward]]":
-        """Path and module of every layer with experts; none in a dense model."""
+        """Yield the path and module of every layer with experts; none in a dense model."""
         for name, stack in (("encoder", self.encoder), ("decoder", self.decoder)):
             for index in range(len(stack.block)):
                 if self.shape.is_sparse(index):
@@ -55,20 +55,20 @@ class T5(nn.Module):
                     yield path, cast("SparseFeedForward", self.get_submodule(path))
 
     def token_losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy in nats of each target token, [b, t], fp32."""
+        """Return the cross-entropy in nats of each target token, [b, t], fp32."""
         losses = functional.cross_entropy(self._flat_logits(inputs, targets), targets.reshape(-1), reduction="none")
         return losses.view(targets.shape)
 
     def logits(self, inputs: Tensor, decoder_inputs: Tensor) -> Tensor:
-        """Logits [b, t, vocab_size], computed in the dtype of the weights."""
+        """Return logits [b, t, vocab_size], computed in the dtype of the weights."""
         return self.decode(self.encode(inputs), decoder_inputs)
 
     def encode(self, inputs: Tensor) -> Tensor:
-        """The encoder's states [b, s, d_model]."""
+        """Return the encoder's states [b, s, d_model]."""
         return cast(Tensor, self.encoder(self.shared(inputs)))
 
     def decode(self, memory: Tensor, decoder_inputs: Tensor) -> Tensor:
-        """Logits as from ``logits``, given the encoder's states."""
+        """Return the same logits as ``logits``, given the encoder's states."""
         hidden = self.decoder(self.shared(decoder_inputs), memory)
         if self.shape.tied:
             return cast(Tensor, self.shared(hidden * self.shape.d_model**-0.5, is_output=True))
@@ -81,16 +81,16 @@ class T5(nn.Module):
 class SharedEmbedding(nn.Embedding):
     """Embeds ids; in a tied model it also computes the logits.
 
-    Both are calls of this module because its hooks gather the weight at ZeRO 3, in evaluation too.
+    Both go through ``forward``, because at ZeRO 3 this module's hooks gather the weight, also in evaluation.
     """
 
     def forward(self, tokens: Tensor, is_output: bool = False) -> Tensor:
-        """Ids [b, n] to [b, n, d_model]; with ``is_output``, states [b, n, d_model] to logits [b, n, vocab_size]."""
+        """Map ids [b, n] to [b, n, d_model]; if ``is_output``, [b, n, d_model] to logits [b, n, vocab_size]."""
         return functional.linear(tokens, self.weight) if is_output else super().forward(tokens)
 
 
 def shift_right(targets: Tensor, start_id: int) -> Tensor:
-    """Decoder inputs [b, t]: the start id, then the targets without the last one."""
+    """Return decoder inputs [b, t]: the start id, then the targets without the last one."""
     start = targets.new_full((targets.shape[0], 1), start_id)
     return torch.cat([start, targets[:, :-1]], dim=1)
 
@@ -109,7 +109,7 @@ class Stack(nn.Module):
         self.dropout = nn.Dropout(shape.dropout_rate)
 
     def forward(self, embedded: Tensor, memory: Tensor | None = None) -> Tensor:
-        """``embedded`` [b, n, d_model]; a decoder attends to ``memory`` [b, m, d_model]."""
+        """Map ``embedded`` [b, n, d_model] to the same shape; a decoder attends to ``memory`` [b, m, d_model]."""
         bias = cast(Block, self.block[0]).position_bias(embedded.shape[1])
         hidden = self.dropout(embedded)
         for block in self.block:
@@ -145,10 +145,10 @@ class Block(Recomputable):
         return cast(SelfAttentionStep, self.layer[0]).SelfAttention.relative_attention_bias
 
     def forward(self, hidden: Tensor, bias: Tensor, memory: Tensor | None) -> Tensor:
-        """One block; shapes as in the stack.
+        """Run the block; shapes as in Stack.
 
-        With recomputation, activations of experts are kept nevertheless: a second pass would count their tokens twice,
-        and ranks must exchange tokens in the same order everywhere.
+        With recomputation, activations of experts are still kept: a second pass would count their tokens twice, and
+        all ranks must exchange tokens in the same order.
         """
         if not self.recompute:
             return self._feed_forward(self._attend(hidden, bias, memory))
@@ -197,7 +197,7 @@ class CrossAttentionStep(nn.Module):
         return cast(Tensor, hidden + self.dropout(attention))
 
     def _bias(self, hidden: Tensor, memory: Tensor) -> Tensor | None:
-        """None in training, which is faster, and zeros otherwise, because Hugging Face's model has a bias.
+        """Return None in training, which is faster, and zeros otherwise, because Hugging Face's model has a bias.
 
         Kernels with and without a bias round differently.
         """
@@ -207,7 +207,7 @@ class CrossAttentionStep(nn.Module):
 
 
 class FeedForwardStep(nn.Module):
-    """x + feed_forward(norm(x)); in a model with experts, Hugging Face has another name for the feed-forward."""
+    """x + feed_forward(norm(x)). In a model with experts, Hugging Face has another name for the feed-forward."""
 
     def __init__(self, shape: T5Shape, index: int, expert_parallel_size: int) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def _feed_forward(shape: T5Shape, index: int, expert_parallel_size: int) -> nn.M
 
 
 class RMSNorm(nn.Module):
-    """Scale by the root mean square, without mean or offset (Zhang and Sennrich 2019), squares in fp32."""
+    """Scales by the root mean square, without mean or offset (Zhang and Sennrich 2019). Squares are in fp32."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ FLOATING = frozenset({"F32", "F16", "BF16"})
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: ``name`` is its name in ``file``, ``dtype`` safetensors' name of its type."""
+    """A tensor in a file. ``name`` is its name in ``file``, ``dtype`` is safetensors' name of its type."""
 
     file: Path
     name: str
@@ -25,7 +25,7 @@ class StoredTensor(NamedTuple):
 
 
 def list_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """Every tensor of the files by name, without reading it. InputError for a damaged file or a duplicate name."""
+    """List all tensors by name without reading them. Raises InputError for a damaged file or a duplicate name."""
     found: dict[str, StoredTensor] = {}
     for file in files:
         for tensor in _tensors_in(file):
@@ -36,7 +36,7 @@ def list_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 class StoredTensors:
-    """fp32 values of tensors on the CPU, by the names in ``places``. Only the requested parts of files are read."""
+    """Reads tensors as fp32 on the CPU, by the names in ``places``. Only the requested parts of files are read."""
 
     def __init__(self, places: Mapping[str, StoredTensor]) -> None:
         self._places = places
@@ -44,7 +44,7 @@ class StoredTensors:
         self._open: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in files}
 
     def whole(self, name: str) -> "Tensor":
-        """The tensor of that name; InputError if a number in it is not finite."""
+        """Return the tensor of that name. Raises InputError if a number in it is not finite."""
         place = self._place(name)
         tensor: Tensor = self._open[place.file].get_tensor(place.name)
         if not tensor.isfinite().all():
@@ -52,7 +52,7 @@ class StoredTensors:
         return tensor.float()
 
     def stretch(self, name: str, start: int, stop: int) -> "Tensor":
-        """Elements ``start`` to ``stop`` of the tensor in row-major order, flat. Reads only the rows that hold them."""
+        """Return elements ``start`` to ``stop`` of the tensor in row-major order, flat. Reads only the rows needed."""
         place = self._place(name)
         row = prod(place.shape[1:])
         first = start // row

@@ -1,6 +1,6 @@
 """Report the error that ended a rank to the process that launched it, in one of the rank's files.
 
-``rank_files`` is the prefix of their paths, ``.../rank-00003``, as in t5train.files.run_folder.RANK_FILES.
+``rank_files`` is the prefix of these files' paths, such as ``.../rank-00003`` (t5train.files.run_folder.RANK_FILES).
 """
 
 import json
@@ -15,14 +15,14 @@ from t5train.files.os_errors import of_rank
 def report(rank_files: Path, error: BaseException) -> None:
     """Write ``error`` to a file for the launching process to raise as its own.
 
-    Only this project's errors and disk errors are written; any other is explained by its traceback in the rank's log.
+    Only this project's errors and disk errors are written; for any other, the rank's log has the traceback.
     """
     if (told := told_of(error)) is not None:
         write_json(_path(rank_files), {"type": type(told).__name__, "message": str(told)})
 
 
 def told_of(error: BaseException) -> T5TrainError | None:
-    """The error to report: a T5TrainError as it is, a disk error with an explanation; None for any other."""
+    """The error to report: a T5TrainError unchanged, a disk error with an explanation; None for any other."""
     if isinstance(error, OSError | StorageError) and not isinstance(error, ConnectionError | TimeoutError):
         return of_rank(error)
     return error if isinstance(error, T5TrainError) else None

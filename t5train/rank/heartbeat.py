@@ -1,8 +1,8 @@
 """Heartbeats of a rank, for the guard that watches it.
 
-A thread writes one every second, so a stopped rank falls silent. A rank that hangs does not, so each heartbeat records
-the phase of its work, when the phase began, and how long it may take. It is overwritten in place, in 256 bytes, as a
-full disk must not end a run. Standard library only, as the guards read them.
+A thread writes a heartbeat every second, so a stopped rank writes none. A rank that hangs still does, so each heartbeat
+also records the phase of the rank's work, when the phase began, and how long it may take. The file is overwritten in
+place, in 256 bytes, because a full disk must not end a run. Standard library only, as guards import it.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from t5train.files.run_folder import RANK_FILES
 
-if TYPE_CHECKING:  # guards do without pydantic
+if TYPE_CHECKING:  # guards must not import pydantic
     from t5train.spec.cluster_spec import DeadlinesSpec
 
 Phase = Literal["start", "compile", "step", "save", "validate"]
@@ -56,12 +56,12 @@ class Heartbeat:
 
     @classmethod
     def of_rank(cls, deadlines: "DeadlinesSpec") -> Self:
-        """The heartbeat at the path where the guard of this process looks for it, if it has a guard."""
+        """The heartbeat that the guard of this process reads. Without a guard, it writes nothing."""
         stem = os.environ.get(RANK_FILES)
         return cls(beat_file(Path(stem)) if stem else None, deadlines)
 
     def enter(self, phase: Phase, step: int) -> None:
-        """Enter a phase of a step; a step may take 10 times the median of those before it."""
+        """Enter a phase of a step. A step may take its deadline or 10 times the median step, whichever is longer."""
         now = time.monotonic()
         if self._phase in ("compile", "step") and self._step:
             self._steps.append(now - self._since)
@@ -69,7 +69,7 @@ class Heartbeat:
             phase = "compile"
         with self._lock:
             self._phase, self._since, self._step, self._limit = phase, now, step, self._limit_of(phase)
-        self._write()  # at once: the phase may keep the thread from running for long
+        self._write()  # at once: the phase may keep the heartbeat thread from running for long
 
     def __enter__(self) -> Self:
         if self._path is not None:
@@ -106,7 +106,7 @@ def beat_file(rank_files: Path) -> Path:
 
 
 def write(path: Path, beat: Beat) -> None:
-    """Overwrite the heartbeat in a file; it is created if it does not exist."""
+    """Overwrite the heartbeat in a file, which is created if it does not exist."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.pwrite(descriptor, json.dumps(asdict(beat)).encode().ljust(_BYTES), 0)

@@ -1,4 +1,4 @@
-"""SIGTERM in a rank: a request to end, carried out once the current step is done and saved."""
+"""SIGTERM in a rank: a request to end after the current step is done and saved."""
 
 import signal
 from types import FrameType, TracebackType
@@ -6,7 +6,7 @@ from typing import Self
 
 
 class Told:
-    """Whether this process received SIGTERM while this context manager was open. For the main thread only."""
+    """A context manager that records whether this process received SIGTERM. For the main thread only."""
 
     def __init__(self) -> None:
         self._told = False

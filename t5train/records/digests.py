@@ -1,8 +1,8 @@
 """Digests of files.
 
-A safetensors file has one digest made of its tensors' digests, so that each byte is hashed once, by as many cores as
-there are. The file is the length of its header (8 bytes, little-endian), the header (JSON) and the tensors' bytes
-without gaps. The sha256 of a whole file can only be computed from one end to the other, by one core.
+The sha256 of a whole file can only be computed sequentially, on one core. The digest of a safetensors file is instead
+computed from its tensors' digests, so that each byte is hashed once and all cores are used. Such a file consists of the
+length of its header (8 bytes, little-endian), the header (JSON) and the tensors' bytes without gaps.
 """
 
 import hashlib
@@ -30,11 +30,11 @@ _CHUNK_BYTES = 1 << 20  # per thread; there are as many threads as cores
 
 
 class SafetensorsDigest(BaseModel):
-    """Size in bytes of a safetensors file, and the sha256 of its pieces' sha256s (32 bytes each) end to end.
+    """Size in bytes of a safetensors file, and the sha256 of its pieces' concatenated sha256s (32 bytes each).
 
-    The pieces are the header, its length included, and each tensor, in the order in which they lie in the file: all
-    of its bytes. The header's digest fixes where the tensors lie, so two files have the same digest only if they are
-    equal, as with a sha256 of the whole.
+    The pieces are the header, including its length, and each tensor, in file order. Together they cover all bytes of
+    the file. The header's digest fixes the tensors' positions, so two files have the same digest only if they are
+    equal, as with a sha256 of the whole file.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,7 +56,7 @@ def digest_piece(data: bytes) -> bytes:
 
 
 def digest_safetensors(path: Path) -> SafetensorsDigest:
-    """The digest of a file, whose pieces are hashed on all cores. Any file has one, even if it is damaged."""
+    """Compute the digest of a file, hashing its pieces on all cores. A file with a damaged header is one piece."""
     size = path.stat().st_size
     with naming(path), open(path, "rb") as file:
         ends = list(accumulate(_piece_sizes(file, size), initial=0))
@@ -118,9 +118,9 @@ class FileDigest(BaseModel):
 
 
 def verify_file(path: Path, expected: FileDigest | SafetensorsDigest) -> None:
-    """Compare a file with its size and digest.
+    """Compare a file with its recorded size and digest.
 
-    Raises DigestMismatch when it is missing or was read and differs, and Unreadable when it cannot be read now.
+    Raises DigestMismatch if it is missing or differs, and Unreadable if it cannot be read now.
     """
     try:
         with reading(path):

@@ -1,4 +1,4 @@
-"""Fingerprints (the sha256 of canonical JSON), differences between two identities, and what made a result."""
+"""Fingerprints (the sha256 of canonical JSON), differences between two identities, and the provenance of results."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 def canonical_json(value: Any) -> str:
-    """JSON with sorted keys and no whitespace, the same text for equal values on every machine.
+    """Return JSON with sorted keys and no whitespace: the same text for equal values on every machine.
 
     Raises TypeError for values without a canonical form (sets, bytes, objects, non-string keys) and ValueError for NaN
     and infinities, instead of fingerprinting their ``repr``.
@@ -28,12 +28,12 @@ def canonical_json(value: Any) -> str:
 
 
 def fingerprint(value: Any) -> str:
-    """sha256 (64 hexadecimal digits) of ``canonical_json(value)``."""
+    """The sha256 (64 hexadecimal digits) of ``canonical_json(value)``."""
     return hashlib.sha256(canonical_json(value).encode("utf-8")).hexdigest()
 
 
 def is_sealed(document: Mapping[str, Any], seal: str) -> bool:
-    """Whether the value of the key ``seal`` is the fingerprint of everything else: the document is as it was written.
+    """Whether a document is unaltered: its key named ``seal`` must hold the fingerprint of everything else.
 
     This also works for documents of other versions, with fields that this one does not know.
     """
@@ -79,7 +79,7 @@ _log = logging.getLogger(__name__)
 
 
 class Provenance(BaseModel):
-    """Where and with what a record was made; never part of its identity."""
+    """Where, when and with which versions a record was made. This is never part of its identity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     git_commit: str | None
@@ -89,7 +89,7 @@ class Provenance(BaseModel):
 
 
 def current_provenance() -> Provenance:
-    """Commit, versions, host and time, now."""
+    """The current commit, versions, host and time."""
     return Provenance(
         git_commit=_git_commit(),
         versions=_versions(),

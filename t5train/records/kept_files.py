@@ -1,6 +1,6 @@
-"""Find files in a finished folder that are not its stage's: those its manifest does not list, or that were changed.
+"""Find the user's files in a finished folder: those that its manifest does not list, or that were changed.
 
-They belong to the user, so no stage removes or overwrites them.
+No stage removes or overwrites them.
 """
 
 import logging
@@ -26,11 +26,11 @@ def unlisted_files(record: Record) -> list[str]:
 
 
 def keep_changed_files(folder: Path) -> None:
-    """Move every changed file that a finished folder's manifest lists aside, before its stage writes it again."""
+    """Move files aside that a finished folder's manifest lists and that were changed, before its stage rewrites them."""
     try:
         record = parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
     except (FileNotFoundError, RecordError, DigestMismatch):
-        return  # an unfinished folder: the files that are there are the stage's own
+        return  # an unfinished folder: its files are the stage's own
     record = record.model_copy(update={"path": folder})
     for name in record.files:
         if _is_changed(record, name):

@@ -27,10 +27,10 @@ _log = logging.getLogger(__name__)
 
 
 class Record(BaseModel):
-    """The record of a finished stage: which files hold its result for one fingerprint.
+    """The record of a finished stage: the files that hold its result for one fingerprint.
 
-    Names in ``files`` lie below ``path``; a kind with ``may_use_files_in_place`` can also name absolute paths. ``seal``
-    covers what no file's digest does: the counts and fingerprints that the next stages rely on.
+    Names in ``files`` are relative to ``path``; a kind with ``may_use_files_in_place`` can also list absolute paths.
+    ``seal`` covers what the files' digests do not: the counts and fingerprints that the next stages rely on.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,8 +60,8 @@ class Record(BaseModel):
     def load(cls, folder: Path) -> Self:
         """Read the manifest of ``folder``.
 
-        Raises RecordError when there is none of this kind, or it was altered; Unreadable when it cannot be read now;
-        UnknownVersion when it is intact but of a version with other fields.
+        Raises RecordError if there is none of this kind or it was altered, Unreadable if it cannot be read now, and
+        UnknownVersion if it is intact but was written by a version with other fields.
         """
         manifest = folder / MANIFEST
         try:
@@ -82,7 +82,7 @@ class Record(BaseModel):
         return record.model_copy(update={"path": folder})
 
     def commit(self, folder: Path | None = None) -> Self:
-        """Write the manifest, the last step of a stage; into ``folder`` if that is yet to be renamed to ``path``."""
+        """Write the manifest, the last step of a stage, to ``path``, or to a ``folder`` that will be renamed to ``path``."""
         sealed = self.sealed()
         write_text((folder or self.path) / MANIFEST, sealed.manifest_text())
         return sealed
@@ -92,17 +92,17 @@ class Record(BaseModel):
         return self.model_dump_json(indent=1) + "\n"
 
     def sealed(self) -> Self:
-        """The same with ``seal``: sha256 of the canonical JSON of everything else in the manifest."""
+        """Return a copy whose ``seal`` is the sha256 of the canonical JSON of everything else in the manifest."""
         return self.model_copy(update={"seal": fingerprint(self.model_dump(mode="json", exclude={"seal"}))})
 
     def is_as_written(self) -> bool:
-        """Whether the seal matches the content; ``load`` checks this before it sets ``path``."""
+        """Whether the seal matches the content. ``load`` checks this before it sets ``path``, which the seal covers."""
         return self.sealed().seal == self.seal
 
     def verify(self, progress: Progress = silent, known: Mapping[str, FileDigest] | None = None) -> None:
-        """Compare every file with its digest; DigestMismatch names the first that differs.
+        """Verify every file against its digest. Raises DigestMismatch, naming the first file that differs.
 
-        ``known`` has digests that were computed just now, by name: such a file is not read again.
+        ``known`` has digests that were computed just now, by name. A file that matches there is not read again.
         """
         total = sum(digest.size for digest in self.files.values())
         done = 0
@@ -120,7 +120,7 @@ class PlainRecord(Record):
 
 
 class Corpus(PlainRecord):
-    """Verified text: files of passages, which may be used where they lie."""
+    """Verified text: files of passages, which may be used in place."""
 
     may_use_files_in_place = True
     kind: Literal["corpus"] = "corpus"
@@ -153,15 +153,15 @@ class Weights(Record):
 
 
 class Export(PlainRecord):
-    """A Hugging Face folder; it carries a passing ``certificate.json`` once it is certified."""
+    """A Hugging Face folder. Once certified, it contains a passing ``certificate.json``."""
 
     kind: Literal["export"] = "export"
 
 
 class Publication(PlainRecord):
-    """An export in an object store or folder; ``url`` says where.
+    """An export that was published to ``url``, an object store or folder.
 
-    Its manifest travels with it: there ``path`` is ``.``.
+    The manifest is published with it; in that copy, ``path`` is ``.``.
     """
 
     kind: Literal["publication"] = "publication"
@@ -198,13 +198,13 @@ def reusable(
 
 
 def _first(error: ValidationError) -> str:
-    """What is wrong in one line; pydantic's own text has many."""
+    """The first validation error in one line; pydantic's own text has many lines."""
     detail = error.errors()[0]
     return f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}".removeprefix(": ")
 
 
 def is_intact(content: bytes, kind: str | None) -> bool:
-    """Whether this is an unaltered manifest, of any version and of this kind (None: of any kind)."""
+    """Whether ``content`` is an unaltered manifest of this kind (or any, if None), of any version."""
     try:
         document = json.loads(content)
     except ValueError:
@@ -241,8 +241,8 @@ class _AnyRecord(BaseModel):
 def parse_manifest(content: bytes, where: str) -> Record:
     """The record that ``content`` describes.
 
-    Raises RecordError when it is not a record, DigestMismatch when its seal is broken, and UnknownVersion when it is
-    intact but of a version with other fields.
+    Raises RecordError if it is not a record, DigestMismatch if its seal does not match, and UnknownVersion if it is
+    intact but was written by a version with other fields.
     """
     try:
         record = _kind(content).model_validate_json(content)
@@ -265,10 +265,10 @@ def _kind(content: bytes) -> type[Record]:
 
 
 def set_damaged_aside(folder: Path) -> None:
-    """Move a folder with a damaged manifest aside: without it, files that a user added or changed cannot be identified.
+    """Move a folder with a damaged manifest aside. Without the manifest, a user's files in it cannot be identified.
 
-    A folder with an intact manifest of any kind, or with none, stays: the stage itself handles its own result, and
-    refuses anything else. Raises Unreadable and UnknownVersion, as such a manifest may be intact.
+    A folder with an intact manifest of any kind, or with none, stays: the stage handles its own result, and refuses
+    anything else. Raises Unreadable and UnknownVersion, as such a manifest may be intact.
     """
     manifest = folder / MANIFEST
     try:

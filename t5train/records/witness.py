@@ -1,4 +1,4 @@
-"""What the training engine records of its own weights at the last step: the reference for certifying an export."""
+"""The witness: what the engine records of its own weights at the last step. An export is certified against it."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ GENERATED_PROBE = "heldout"
 
 
 class TensorDigest(BaseModel):
-    """Shape of an fp32 tensor and sha256 of its little-endian bytes."""
+    """The shape of an fp32 tensor and the sha256 of its little-endian bytes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     shape: tuple[int, ...]
@@ -35,9 +35,10 @@ class EncodedPassage(BaseModel):
 
 
 class TrainedModel(BaseModel):
-    """What a model card states about the run: its name, recipe and settings, with the corpus source made shareable.
+    """What a model card states about the run: its name, recipe and settings.
 
-    ``start_from`` is the name of the folder whose weights training continued from.
+    The corpus source in ``settings`` is without credentials and local parent folders. ``start_from`` is the name of the
+    folder whose weights training started from.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -48,18 +49,18 @@ class TrainedModel(BaseModel):
 
 
 class Witness(BaseModel):
-    """``witness.json``; beside it ``witness.safetensors`` holds, for each probe, inputs and fp32 logits.
+    """The content of ``witness.json``. Beside it, ``witness.safetensors`` holds the inputs and outputs of each probe.
 
-    ``{probe}.input_ids`` int64 [b, s], ``{probe}.decoder_input_ids`` int64 [b, t], ``{probe}.logits`` fp32
-    [b, t, vocab]: a forward pass of the fp32 masters on ``device_type``, with ``num_threads`` threads on a CPU.
+    These are ``{probe}.input_ids`` int64 [b, s], ``{probe}.decoder_input_ids`` int64 [b, t] and ``{probe}.logits`` fp32
+    [b, t, vocab], from a forward pass of the fp32 masters on ``device_type``, with ``num_threads`` threads on a CPU.
 
     Greedy decoding of ``GENERATED_PROBE`` gives ``generated`` int64 [b, 1 + n], which begins with the decoder's start
     id and has padding after the end id, and ``margins`` fp32 [b, n]: by how much the chosen logit exceeded the second
     largest, relative to the largest absolute value.
 
-    ``huggingface_config`` and ``generation_config`` are what the two files of an export state, apart from what
-    transformers adds. ``inputs`` has the fingerprints of all earlier stages, and ``vocabulary``, the sha256 of the
-    spiece.model.
+    ``huggingface_config`` and ``generation_config`` are the content of these two files of an export, apart from what
+    transformers adds. ``inputs`` has the fingerprints of all earlier stages and, as ``vocabulary``, the sha256 of
+    ``spiece.model``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -82,7 +83,7 @@ class Witness(BaseModel):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read ``folder``/witness.json; InputError when it does not exist or is not a witness."""
+        """Read ``folder``/witness.json. Raises InputError if it does not exist or is not a witness."""
         path = folder / WITNESS
         try:
             content = path.read_bytes()
@@ -97,7 +98,7 @@ class Witness(BaseModel):
 
 
 def _require_current(path: Path, content: bytes) -> None:
-    """InputError for a witness of an earlier version, which recorded less than a certificate compares."""
+    """Raise InputError for a witness of an earlier version, which recorded less than certification compares."""
     try:
         found = json.loads(content).get("schema_version")
     except (ValueError, AttributeError):
@@ -112,7 +113,7 @@ def _require_current(path: Path, content: bytes) -> None:
 
 
 def digest_tensor(tensor: "torch.Tensor") -> str:
-    """sha256 of an fp32 tensor's little-endian bytes; for any other type its name, which equals no digest."""
+    """The sha256 of an fp32 tensor's little-endian bytes; for any other type, its name, which equals no digest."""
     import torch
 
     if tensor.dtype != torch.float32:

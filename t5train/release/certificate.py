@@ -1,4 +1,4 @@
-"""The certificate: a file in an export that proves that it holds the model that was trained."""
+"""The certificate: a file in an export that proves that the exported model is the one that was trained."""
 
 from collections.abc import Mapping
 from typing import Literal, Self
@@ -62,7 +62,7 @@ class Certificate(BaseModel):
 
     @classmethod
     def parse(cls, content: bytes, where: str) -> Self:
-        """Read a certificate; CertificationError if ``content`` is not one, or is of an earlier version."""
+        """Read a certificate. Raises CertificationError if ``content`` is not one, or has another schema version."""
         try:
             return cls.model_validate_json(content)
         except ValidationError as error:
@@ -76,7 +76,10 @@ class Certificate(BaseModel):
             ) from error
 
     def require_vouching(self, export_fingerprint: str, files: Mapping[str, FileDigest], where: str) -> None:
-        """Raise CertificationError unless it passed for this export and exactly these files, apart from itself."""
+        """Raise CertificationError unless this certificate passed for this export and exactly these files.
+
+        The certificate itself may be among the files; it does not count.
+        """
         if not self.passed:
             raise CertificationError(f"{where} has not passed: {'; '.join(self.differences)}")
         if self.export_fingerprint != export_fingerprint:

@@ -2,7 +2,7 @@
 
 ``python -m t5train.release.certification EXPORT WITNESS`` writes ``certificate.json`` into the export and exits with 0,
 or writes ``certificate.failed.json`` beside the export and exits with 1. It reports progress as JSON lines on
-standard output. If its parent has died, the next line cannot be written, and the process exits, too.
+standard output. If its parent process dies, the next line cannot be written, and this process exits, too.
 """
 
 import json
@@ -54,13 +54,13 @@ def certify_in_fresh_process(export: Export, witness: Path, progress: Progress =
     Args:
         export: The export to certify.
         witness: Folder ``witness`` in the folder of the run that trained it.
-        progress: Called with what is compared, and the number of tensors or probes done.
+        progress: Called with what is compared, and with the number of tensors or probes done.
 
     Returns:
         The export's record, with the passing certificate among its files.
 
     Raises:
-        CertificationError: The model differs; the error lists what.
+        CertificationError: The model differs. The error lists the differences.
         InputError: The witness is of another run than the export.
         DigestMismatch: A certified export is damaged.
 
@@ -82,8 +82,9 @@ def certify_in_fresh_process(export: Export, witness: Path, progress: Progress =
 def certify(export_folder: Path, witness: Path, progress: Progress = silent) -> Certificate:
     """Load the export, compare it with the witness in the folder ``witness``, and write ``certificate.json``.
 
-    Raises CertificationError that lists what differed, after writing ``certificate.failed.json`` beside the export;
-    InputError if the witness is of another run, and DigestMismatch if a file of the export differs from its manifest.
+    Raises InputError if the witness is of another run, and DigestMismatch if a file of the export differs from its
+    manifest. If the model differs, writes ``certificate.failed.json`` beside the export instead, and raises
+    CertificationError, which lists the differences.
     """
     export = Export.load(export_folder)
     _require_its_witness(export, Witness.load(witness))
@@ -158,7 +159,7 @@ def _compare_loaded(
 
 
 def _device(witness: Witness) -> str:
-    """The witness's kind of device if available, otherwise the CPU; sets the witness's number of threads."""
+    """Set the witness's number of threads, and return its kind of device if available, otherwise the CPU."""
     import torch
 
     torch.set_num_threads(witness.num_threads)
@@ -167,7 +168,7 @@ def _device(witness: Witness) -> str:
 
 
 def _tolerance(witness: Witness, device: str) -> tuple[float, str]:
-    """How much the logits may differ, relative to the largest one, and why."""
+    """Return how much the logits may differ, relative to the largest one, and why."""
     if device != witness.device_type:
         return OTHER_DEVICE_TOLERANCE, f"{device} rounds differently from the engine's device, {witness.device_type}"
     if witness.huggingface_config.get("num_experts"):
@@ -179,7 +180,7 @@ def _tolerance(witness: Witness, device: str) -> tuple[float, str]:
 
 
 def _require_its_witness(export: Export, witness: Witness) -> None:
-    """A witness of another run would revoke a valid certificate."""
+    """Raise InputError if the witness is of another run: comparing with it would revoke a valid certificate."""
     if export.inputs["run"] != witness.run_fingerprint:
         raise InputError(
             f"{export.path} is from run {export.inputs['run'][:12]}, but the witness is from run "
@@ -188,7 +189,7 @@ def _require_its_witness(export: Export, witness: Witness) -> None:
 
 
 def _require_same_transformers(export: Export) -> None:
-    """Another version may write different content into the same files."""
+    """Raise InputError for another version of transformers, which may write different content into the same files."""
     made, here = (each.versions.get("transformers") for each in (export.provenance, current_provenance()))
     if made != here:
         raise InputError(
@@ -224,7 +225,7 @@ def _witness_digests(folder: Path) -> dict[str, FileDigest]:
 
 
 def _run_certifier(export_folder: Path, witness: Path, progress: Progress) -> None:
-    """Run this module's ``main`` in a new process, pass its progress on, and raise the error that it reports."""
+    """Run this module's ``main`` in a new process, relay its progress, and raise the error that it reports."""
     # -P keeps modules in the current folder from shadowing libraries.
     command = [
         sys.executable,
@@ -253,7 +254,7 @@ def _run_certifier(export_folder: Path, witness: Path, progress: Progress) -> No
 
 
 def main(arguments: list[str]) -> int:
-    """Main function of the new process: certify, and report on the original standard output."""
+    """Certify in this new process, and report on the original standard output. Returns the exit code."""
     export_folder, witness = map(Path, arguments)
     report = _reporter()
     try:
@@ -273,7 +274,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _reporter() -> Callable[..., None]:
-    """Write JSON lines to standard output, and redirect all other output there to standard error."""
+    """Return a function that writes JSON lines to standard output. All other output goes to standard error."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

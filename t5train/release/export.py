@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face folder that plain ``transformers`` loads."""
+"""Exports a trained model as a Hugging Face folder that plain ``transformers`` loads."""
 
 import logging
 import os
@@ -33,7 +33,8 @@ def export(
 
     Args:
         weights: The weights of the run's last checkpoint.
-        tokenizer: The vocabulary that the run was trained with; its other files are made from it again.
+        tokenizer: The vocabulary that the run was trained with. Only its spiece.model is used; the other tokenizer
+            files are made from it.
         witness: Folder with the training engine's witness (``witness`` in the run's folder), which determines the
             configuration.
         spec: The spec of the run.
@@ -88,24 +89,24 @@ def require_exportable(model: ModelSpec) -> None:
 
 
 def export_fingerprint(lineage: Mapping[str, str]) -> str:
-    """Fingerprint of an export."""
+    """Return the fingerprint of an export."""
     return fingerprint({"stage": "export", "schema_version": 2, "inputs": dict(lineage)})
 
 
 def export_counts(witness: Witness) -> dict[str, int]:
-    """The counts that an export's manifest states."""
+    """Return the counts for an export's manifest."""
     return {"num_parameters": witness.num_parameters, "step": witness.step, "tensors": len(witness.tensors)}
 
 
 def export_names(weights: Iterable[str]) -> set[str]:
-    """The names of all files of an uncertified export with these weight files."""
+    """Return the names of all files of an uncertified export with these weight files."""
     return {*weights, CONFIG, GENERATION_CONFIG, SPIECE, *HUGGING_FACE_FILES, README}
 
 
 def _require_its_weights(weights: Weights, witness: Witness) -> None:
-    """The witness is of the last step only, so weights of other steps could not be certified.
+    """Raise InputError unless the weights are of the witness's run and step, because only they can be certified.
 
-    Weights from a checkpoint that this project did not write name no run; certification compares them.
+    Weights from a checkpoint that this project did not write record no run; certification compares them.
     """
     found = (weights.inputs.get("run", witness.run_fingerprint), weights.counts.get("step", witness.step))
     if found != (witness.run_fingerprint, witness.step):
@@ -116,7 +117,10 @@ def _require_its_weights(weights: Weights, witness: Witness) -> None:
 
 
 def _require_its_vocabulary(tokenizer: TokenizerFiles, witness: Witness) -> None:
-    """Another vocabulary of the same size would load and pass every comparison of weights, but yield nonsense."""
+    """Raise InputError for another vocabulary than the run's.
+
+    One of the same size would load and pass every comparison of weights, but yield nonsense.
+    """
     expected, given = witness.inputs["vocabulary"], tokenizer.files.get(SPIECE)
     if given is None or given.sha256 != expected:
         raise InputError(
@@ -126,7 +130,7 @@ def _require_its_vocabulary(tokenizer: TokenizerFiles, witness: Witness) -> None
 
 
 def _lineage(weights: Weights, witness: Witness, spec: RunSpec) -> dict[str, str]:
-    """Fingerprints of everything that determines the export, including the stages before its own inputs."""
+    """Return the fingerprints of everything that determines the export, including all earlier stages."""
     return {
         **witness.inputs,
         "spec": spec.fingerprint(),
@@ -151,7 +155,7 @@ def _take_files(record: Record, names: Iterable[str], folder: Path, progress: Pr
             os.link(source, target, follow_symlinks=True)
         except FileNotFoundError:
             raise InputError(f"{source} is missing: make the {record.kind} again") from None
-        except OSError:  # another disk, or one without hard links
+        except OSError:  # another disk, or a file system without hard links
             copy_durably(source, target)
         verify_file(target, record.files[name])
         done += record.files[name].size
@@ -159,10 +163,10 @@ def _take_files(record: Record, names: Iterable[str], folder: Path, progress: Pr
 
 
 def write_model_files(witness: Witness, folder: Path) -> None:
-    """Write all files that transformers reads besides weights and spiece.model, which must exist in ``folder``.
+    """Write all files that transformers reads, except the weights and spiece.model; the latter must be in ``folder``.
 
-    ``tie_word_embeddings`` is written as in the witness: transformers 5 sets it to true for every T5 and has a separate
-    field for scaling the output (v1.0), while older versions derive both tying and scaling from it.
+    ``tie_word_embeddings`` is written as in the witness. transformers 5 would set it to true for every T5 and has a
+    separate field for scaling the output (v1.0); older versions derive both tying and scaling from it.
     """
     from transformers import AutoConfig, GenerationConfig  # slow to import, needed only here
 

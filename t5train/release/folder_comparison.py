@@ -1,8 +1,8 @@
 """Compares the files of an export with a witness, without loading them with transformers.
 
 Every file has one expected content: documents are made again from the witness and compared value by value. Two
-fingerprints in the manifest are not compared, because training knows neither: ``spec``, that of the exporting spec,
-and ``weights``, the record of consolidation. The weights themselves are compared.
+fingerprints in the manifest are not compared, because training does not know them: ``spec`` (of the spec given to the
+export) and ``weights`` (of the record of consolidation). The weights themselves are compared.
 """
 
 import json
@@ -39,7 +39,7 @@ _MOST_SHOWN = 5
 
 
 def differing_folder(export: Export, witness: Witness) -> list[str]:
-    """All differences between the folder of an export, as listed in its manifest, and the witness."""
+    """Return all differences between the folder of an export and the witness."""
     files = {name: digest for name, digest in export.files.items() if name != CERTIFICATE}
     if found := [*_differing_names(export, files), *_differing_vocabulary(files, witness)]:
         return found
@@ -52,13 +52,13 @@ def differing_folder(export: Export, witness: Witness) -> list[str]:
 
 
 def expected_documents(folder: Path, spiece: Path, witness: Witness) -> None:
-    """Write the expected DOCUMENTS into ``folder``, together with the vocabulary that they are made from."""
+    """Write the expected DOCUMENTS to ``folder``, together with the vocabulary that they are made from."""
     copy_durably(spiece, folder / SPIECE)
     write_model_files(witness, folder)
 
 
 def _differing_names(export: Export, files: Mapping[str, FileDigest]) -> Iterator[str]:
-    """An extra file could be read by transformers, and a missing one would be replaced by a default."""
+    """Yield extra and missing files: transformers might read an extra one, and use defaults for a missing one."""
     weights = {name for name in files if _WEIGHTS.fullmatch(name)}
     expected = export_names(weights | ({INDEX} if len(weights) > 1 else set()))
     if extra := sorted({*(files.keys() - expected), *unlisted_files(export)} - {CERTIFICATE}):
@@ -90,7 +90,7 @@ def _differing_documents(folder: Path, witness: Witness) -> Iterator[str]:
 
 
 def _differing_weights(folder: Path, files: Mapping[str, FileDigest], witness: Witness) -> Iterator[str]:
-    """Compare headers and index; the tensors' bytes are compared after loading."""
+    """Compare headers and index. The tensors' bytes are compared after loading."""
     places: dict[str, str] = {}
     for name in sorted(name for name in files if _WEIGHTS.fullmatch(name)):
         header = _read_header(folder / name)
@@ -136,7 +136,7 @@ def _in(name: str, expected: Any, found: Any) -> list[str]:
 
 
 def differing_values(expected: Any, found: Any, place: str = "") -> Iterator[str]:
-    """Every position at which two parsed documents differ in value or type; 1, 1.0 and true differ."""
+    """Yield every position at which two parsed documents differ in value or type. 1, 1.0 and true differ."""
     if isinstance(expected, dict) and isinstance(found, dict):
         for key in sorted({*expected, *found}, key=str):
             where = f"{place}.{key}" if place else str(key)
@@ -159,12 +159,12 @@ def _shown(value: Any) -> str:
 
 
 def _read(path: Path) -> Any:
-    """A JSON document; a text that describes the problem if it is invalid or has duplicate keys."""
+    """Return a JSON document; a text that describes the problem if it is invalid or has duplicate keys."""
     return _parsed(path.read_bytes())
 
 
 def _read_header(path: Path) -> Any:
-    """The header of a safetensors file; a text that describes the problem if it has none."""
+    """Return the header of a safetensors file; a text that describes the problem if it has none."""
     with open(path, "rb") as file:
         length = file.read(_LENGTH.size)
         size = _LENGTH.unpack(length)[0] if len(length) == _LENGTH.size else 0

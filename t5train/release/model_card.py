@@ -1,8 +1,8 @@
 """README.md of an export: what the model is, and everything that it was made from.
 
-The front matter is for programs: fields of the Hugging Face Hub and, under ``t5_pretrain``, the facts that the rest of
-the card states in words. The text is determined by the witness, the lineage and the digests of the other files, so that
-certification can compare it.
+The front matter is for programs. It has fields of the Hugging Face Hub and, under ``t5_pretrain``, the facts that the
+rest of the card states in words. The text depends only on the witness, the lineage, the digests of the other files and
+the versions that made it, so that certification can compare it.
 """
 
 import json
@@ -78,7 +78,7 @@ Recipe `{recipe}`. Each fingerprint is a sha256 over the settings and the inputs
 def model_card(
     witness: Witness, lineage: Mapping[str, str], files: Mapping[str, FileDigest], provenance: Provenance
 ) -> str:
-    """The card, in Markdown; ``files`` are those of the export, without the card and the certificate."""
+    """Return the card as Markdown. ``files`` are those of the export, without the card and the certificate."""
     trained, corpus = witness.trained, witness.trained.settings["corpus"]
     versions = dict(provenance.versions) | ({"commit": provenance.git_commit} if provenance.git_commit else {})
     return _CARD.format(
@@ -99,7 +99,7 @@ def model_card(
 
 
 def read_front_matter(card: str) -> Any:
-    """The parsed front matter of a card; ValueError if there is none."""
+    """Return the parsed front matter of a card. Raises ValueError if there is none."""
     opening, front_matter, _ = (*card.split("---\n", 2), "", "")[:3]
     if opening or not front_matter:
         raise ValueError("it has no front matter")
@@ -128,7 +128,7 @@ def _facts(witness: Witness, lineage: Mapping[str, str], files: Mapping[str, Fil
 
 
 def _yaml_lines(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """A mapping as YAML, with scalars and lists as JSON, of which YAML is a superset."""
+    """Yield the lines of a mapping as YAML. Scalars and lists are written as JSON, of which YAML is a superset."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield f"{indent}{key}:"
@@ -138,7 +138,7 @@ def _yaml_lines(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 
 
 def _scalar(value: Any) -> str:
-    """As JSON, except for small and large floats: YAML 1.1 reads ``1e-05`` as text, ``1.0e-05`` as a number."""
+    """Return a value as JSON, with ``1e-05`` changed to ``1.0e-05``, because YAML 1.1 reads the former as text."""
     text = json.dumps(value)
     return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
 
@@ -150,7 +150,7 @@ def _family(witness: Witness) -> str:
 
 
 def _origin(witness: Witness) -> str:
-    """The lineage has the fingerprint of the folder's content."""
+    """Return what training started from. The lineage has the fingerprint of the folder's content."""
     start = witness.trained.start_from
     return f"from the weights of `{start}` on (`start_from` under Lineage)" if start else "from scratch"
 

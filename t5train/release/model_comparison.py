@@ -1,4 +1,4 @@
-"""Compares a loaded model with a witness: each function returns descriptions of what differs."""
+"""Compares a loaded model with a witness. Functions named ``differing_...`` return descriptions of the differences."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ _EMBEDDINGS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
 def differing_keys(loading: Mapping[str, Any]) -> list[str]:
-    """Missing, unexpected and mismatched keys that ``from_pretrained(..., output_loading_info=True)`` reports."""
+    """Return the missing, unexpected and mismatched keys that ``from_pretrained`` reports as its loading info."""
     return [
         f"{key.replace('_', ' ')} while loading: {_first(map(str, names))}"
         for key, names in sorted(loading.items())
@@ -51,13 +51,13 @@ def differing_tensors(model: "torch.nn.Module", witness: Witness, progress: Prog
 
 
 def expected_ties(witness: Witness) -> dict[str, str]:
-    """T5's own ties, the output layer's if the configuration has it, and those that the engine recorded."""
+    """Return T5's own ties, the output layer's if the configuration has it, and those that the engine recorded."""
     head = {_HEAD: _SHARED} if witness.huggingface_config.get("tie_word_embeddings", True) else {}
     return dict.fromkeys(_EMBEDDINGS, _SHARED) | head | witness.ties
 
 
 def differing_ties(model: "torch.nn.Module", witness: Witness) -> list[str]:
-    """Aliases that do not share storage with their owner, and an output layer that does but must not."""
+    """Return aliases that do not share storage with their owner, and an output layer that does but must not."""
     at = {name: tensor.data_ptr() for name, tensor in model.state_dict(keep_vars=True).items()}
     ties = expected_ties(witness)
     found = [f"{alias} is not tied to {owner}" for alias, owner in ties.items() if at.get(alias) != at.get(owner)]
@@ -82,7 +82,7 @@ def compare_probes(
 
 
 def compare_logits(logits: "torch.Tensor", recorded: "torch.Tensor") -> ProbeComparison:
-    """Bit equality and largest difference, absolute and relative to the largest recorded logit; both [b, t, vocab]."""
+    """Compare logits, both [b, t, vocab]: bit equality, and largest difference (also relative to the largest logit)."""
     import torch
 
     if logits.shape != recorded.shape or logits.dtype != recorded.dtype:
@@ -99,7 +99,7 @@ def compare_logits(logits: "torch.Tensor", recorded: "torch.Tensor") -> ProbeCom
 
 
 def differing_probes(probes: Mapping[str, ProbeComparison], relative_tolerance: float) -> list[str]:
-    """Probes whose logits are not finite, or differ from the recorded ones by more than the tolerance (0: any bit)."""
+    """Return probes whose logits are not finite, or differ by more than the tolerance (0 requires equal bits)."""
     found = []
     for probe, seen in probes.items():
         if seen.bit_equal and not math.isfinite(seen.max_difference):
@@ -115,7 +115,7 @@ def differing_probes(probes: Mapping[str, ProbeComparison], relative_tolerance: 
 
 
 def differing_settings(model: Any, witness: Witness) -> list[str]:
-    """Settings of a loaded model that differ from those that transformers derives from the recorded configuration."""
+    """Return settings of a loaded model that differ from those that transformers derives from the recorded ones."""
     from transformers import AutoConfig, GenerationConfig
 
     pairs = {
@@ -130,7 +130,7 @@ def differing_settings(model: Any, witness: Witness) -> list[str]:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """All settings, including defaults, except the model's path and the requested dtype."""
+    """Return all settings, including defaults, except the model's path and the requested dtype."""
     return {key: value for key, value in config.to_dict().items() if key not in {"_name_or_path", "dtype"}}
 
 
@@ -165,7 +165,7 @@ def compare_generation(
 def _compare_sequence(
     expected: list[int], found: list[int], margins: list[float], close: float, pad_id: int
 ) -> tuple[int, int | None]:
-    """The number of tokens compared, and the index of the first that differs although its choice was clear."""
+    """Return the number of tokens compared, and the index of the first that differs although its choice was clear."""
     padded = found + [pad_id] * (len(expected) - len(found))
     for place, (one, other) in enumerate(zip(expected, padded, strict=False)):
         if one != other:

@@ -1,7 +1,7 @@
 """Publishes a certified export to a folder or an object store.
 
 The destination is checked before a run trains. The certificate is uploaded first, to claim the destination, and
-``manifest.json`` last; each file is read back. Files that are not of this export are never overwritten.
+``manifest.json`` last. Each uploaded file is read back. Files that are not of this export are never overwritten.
 """
 
 import logging
@@ -30,9 +30,9 @@ _log = logging.getLogger(__name__)
 def upload(source: Path, record: Publication, url: str, progress: Progress = silent) -> None:
     """Upload the files of the folder ``source`` to ``url``, and ``record`` as their manifest.
 
-    The certificate is uploaded first and claims the destination. Because it belongs to one export, it distinguishes an
-    interrupted upload, which is completed, from other content. Raises PublicationError if the destination is not free,
-    or the store fails. Files that are not of this export are never overwritten.
+    The certificate is uploaded first and claims the destination. It belongs to one export, so it distinguishes an
+    interrupted upload, which is completed, from other content. Files that are not of this export are never overwritten.
+    Raises PublicationError if the destination holds anything else, or if the store fails.
     """
     filesystem, folder = remote_folder(url)
     with explained(url, "cannot be written"):
@@ -51,7 +51,7 @@ def _claim(filesystem: Any, folder: str, certificate: bytes, record: Publication
     """Ensure that the export's certificate is there, and return the names of files that are already uploaded."""
     present = set(object_names(filesystem, folder))
     if not present:
-        if not filesystem.async_impl:  # object stores have no folders, and might create a bucket
+        if not filesystem.async_impl:  # object stores have no folders, and makedirs might create a bucket
             filesystem.makedirs(folder, exist_ok=True)
         _create(filesystem, f"{folder}/{CERTIFICATE}", certificate, record.url)
         return {CERTIFICATE}
@@ -77,8 +77,8 @@ def _is_there(filesystem: Any, target: str, digest: FileDigest, shown: str, prog
 def _create(filesystem: Any, path: str, content: bytes, shown: str) -> None:
     """Write a small object that must not exist yet; the store itself refuses to overwrite one if it can.
 
-    Stores refuse with different errors, and a request that was retried may find its own object. Therefore the content
-    that is there afterwards decides.
+    Stores refuse with different errors, and a retried request may find its own object. Therefore the object is read
+    back, and PublicationError is raised if its content differs.
     """
     try:
         filesystem.pipe_file(path, content, mode="create")
@@ -94,7 +94,7 @@ def _create(filesystem: Any, path: str, content: bytes, shown: str) -> None:
 
 
 def check_destination(url: str, needed_bytes: int = 0, spec_fingerprint: str | None = None) -> None:
-    """Raise now the errors that ``publish`` would raise after training.
+    """Check a destination before training, and raise the errors that ``publish`` would raise after it.
 
     Raises PublicationError if the protocol's package is missing, or if the destination cannot be written, holds
     something else, or holds a publication of another spec than ``spec_fingerprint``; StorageError if a local disk has
@@ -109,9 +109,9 @@ def check_destination(url: str, needed_bytes: int = 0, spec_fingerprint: str | N
 
 
 def publication_at(url: str) -> Publication | None:
-    """The publication whose manifest is there, not verified; None if there is nothing.
+    """Return the publication at a destination, without verifying it; None if there is nothing.
 
-    Raises PublicationError for anything else: a folder in use, another kind of record, a damaged manifest.
+    Raises PublicationError for anything else: a folder with other files, another kind of record, a damaged manifest.
     """
     folder = local_folder(url)
     content = _stored_manifest(url) if folder is None else _local_manifest(folder)
@@ -127,12 +127,12 @@ def publication_at(url: str) -> Publication | None:
 
 
 def described(record: Record) -> str:
-    """A description of the record that is in the way."""
+    """Return a description of the record that is in the way."""
     return f"another {record.kind} ({record.fingerprint[:12]}, made {record.provenance.created_at})"
 
 
 def _local_manifest(folder: Path) -> bytes | None:
-    """The manifest's content; None for a folder that is missing or empty."""
+    """Return the manifest's content; None if the folder is missing or empty."""
     try:
         if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
             return None
@@ -144,7 +144,7 @@ def _local_manifest(folder: Path) -> bytes | None:
 
 
 def _stored_manifest(url: str) -> bytes | None:
-    """The manifest's content; None if there is nothing, or an interrupted upload, which has a certificate."""
+    """Return the manifest's content; None if there is nothing, or an interrupted upload, which has a certificate."""
     filesystem, folder = remote_folder(url)
     with explained(url, "cannot be read"):
         path = f"{folder}/{MANIFEST}"
@@ -168,9 +168,9 @@ def _try_writing(url: str, needed_bytes: int) -> None:
 
 
 def _try_folder(folder: Path, needed_bytes: int) -> None:
-    """Write a temporary file into the nearest existing parent folder.
+    """Check that a publication can be created, with a temporary file in the nearest existing parent folder.
 
-    The publication is renamed to its final path, which can replace neither a link nor a mount point.
+    Publishing ends with a rename to the final path, which can replace neither a symbolic link nor a mount point.
     """
     if folder.is_symlink() or folder.is_mount():
         raise PublicationError(f"{folder} is a symbolic link or a mount point: publish to a folder inside it")
@@ -188,7 +188,7 @@ def _try_folder(folder: Path, needed_bytes: int) -> None:
 
 
 def _try_store(url: str) -> None:
-    """Write beside the destination, not into it, because permission to write may not include permission to remove."""
+    """Check that a store can be written. The test object is beside the destination, because it may not be removable."""
     filesystem, folder = remote_folder(url)
     suffix = f".write-check-{secrets.token_hex(4)}"
     with explained(url, "cannot be written"):
@@ -202,8 +202,8 @@ def _try_store(url: str) -> None:
 def publish(export: Export, url: str, progress: Progress = silent) -> Publication:
     """Copy a certified export to a folder or an object store.
 
-    A local folder appears atomically, by one rename. An intact publication of the same export is reused. Secrets of the
-    URL appear in no record, log or error.
+    A local folder appears atomically, by one rename. An intact publication of the same export is reused. Secrets in the
+    URL never appear in records, logs or errors.
 
     Args:
         export: The certified export.
@@ -214,7 +214,7 @@ def publish(export: Export, url: str, progress: Progress = silent) -> Publicatio
         The record of the publication.
 
     Raises:
-        PublicationError: There is no passing certificate for exactly these files, the destination holds anything else,
+        PublicationError: There is no passing certificate for exactly these files, the destination holds something else,
             or the store fails.
         StorageError: The local folder cannot be written, or is too small.
 
@@ -232,7 +232,7 @@ def publish(export: Export, url: str, progress: Progress = silent) -> Publicatio
 
 
 def _record(export: Export, url: str) -> Publication:
-    """The manifest; the URL of a local folder is ``.``, because the folder can be moved."""
+    """Return the manifest. The URL of a local folder is ``.``, because the folder can be moved."""
     return Publication(
         path=Path(),
         url="." if local_folder(url) is not None else redacted(url).rstrip("/"),
@@ -258,7 +258,7 @@ def _require_certified(export: Export, progress: Progress) -> None:
 
 
 def _existing(url: str, identity: str, progress: Progress) -> Publication | None:
-    """The verified publication with this fingerprint; PublicationError if something else is there."""
+    """Return the verified publication with this fingerprint. Raises PublicationError if something else is there."""
     found = publication_at(url)
     if found is None:
         return None

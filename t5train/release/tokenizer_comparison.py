@@ -10,7 +10,7 @@ from t5train.spec import NUM_SENTINELS
 
 
 def differing_tokenizer(tokenizer: Any, spiece: Path, witness: Witness) -> list[str]:
-    """Differences of a loaded tokenizer from the vocabulary and the witness: ids, special tokens and passages."""
+    """Return how a loaded tokenizer differs from vocabulary and witness: ids, special tokens, passages, decoding."""
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_file=str(spiece))
@@ -25,7 +25,7 @@ def differing_tokenizer(tokenizer: Any, spiece: Path, witness: Witness) -> list[
 
 
 def differing_passages(tokenizer: Any, passages: Sequence[EncodedPassage]) -> list[str]:
-    """Held-out passages that are not encoded as training encoded them."""
+    """Describe held-out passages that are not encoded as training encoded them."""
     found = [index for index, each in enumerate(passages) if tokenizer(each.text)["input_ids"] != each.ids]
     if not found:
         return []
@@ -65,7 +65,10 @@ def _differing_special(tokenizer: Any, sentinels: list[str]) -> Iterator[str]:
 
 
 def _differing_texts(tokenizer: Any, processor: Any, passages: Sequence[EncodedPassage]) -> list[str]:
-    """Ids must decode as with SentencePiece, except unknown characters, which each library writes differently."""
+    """Describe passages whose ids do not decode as with SentencePiece.
+
+    Passages with unknown characters are left out, because each library decodes them differently.
+    """
     known = [each.ids for each in passages if UNK_ID not in each.ids]
     wrong = [ids for ids in known if tokenizer.decode(ids, skip_special_tokens=True) != processor.decode(ids)]
     return [f"{len(wrong)} of {len(known)} held-out passages are decoded to another text"] if wrong else []

@@ -1,4 +1,4 @@
-"""Compares a folder, here or in an object store, with its manifest, byte by byte."""
+"""Compares a local folder, or one in an object store, with its manifest, byte by byte."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -31,7 +31,7 @@ def verify(path_or_url: str | Path, progress: Progress = silent) -> Record:
 
     Raises:
         RecordError: There is no manifest, or it is damaged.
-        DigestMismatch: A file differs or is missing; the error names it.
+        DigestMismatch: A file differs or is missing. The error names it.
         PublicationError: The publication holds files that are not in the record, or is not certified.
 
     """
@@ -59,7 +59,7 @@ def verify_local(folder: Path, progress: Progress = silent) -> Record:
 
 
 def verify_remote(url: str, progress: Progress = silent) -> Record:
-    """``verify`` for any other URL that fsspec can read; files are streamed and not stored."""
+    """``verify`` for any other URL that fsspec can read. Files are streamed and not stored."""
     filesystem, folder = remote_folder(url)
     where = redacted(url).rstrip("/")
     with explained(url, "cannot be read"):
@@ -109,7 +109,7 @@ def _digest(file: IO[bytes], tell: Callable[[int], None]) -> FileDigest:
 
 
 def object_names(filesystem: Any, folder: str) -> list[str]:
-    """Names, relative to ``folder``, of everything below it."""
+    """Return the names of all objects below ``folder``, relative to it."""
     if "http" in filesystem.protocol or "https" in filesystem.protocol:
         return []  # a web server may not list its folders
     prefix = filesystem._strip_protocol(folder).rstrip("/") + "/"
@@ -117,7 +117,7 @@ def object_names(filesystem: Any, folder: str) -> list[str]:
 
 
 def _require_whole(record: Publication, present: Iterable[str], where: str) -> None:
-    """Raise PublicationError unless the certificate is among the files, and there are no others."""
+    """Raise PublicationError unless the record lists a certificate, and no unlisted files are present."""
     if CERTIFICATE not in record.files:
         raise PublicationError(f"{where} is not certified: its manifest lists no {CERTIFICATE}; publish it again")
     if extra := sorted(set(present) - {*record.files, MANIFEST}):

@@ -1,4 +1,4 @@
-"""The settings of a run: the parts of a RunSpec, the whole, recipes, changes by name, and the job that a rank is given.
+"""The settings of a run: RunSpec and its parts, recipes, changes of settings by name, and the job of a rank.
 
 Not here: checks that need the machine or its hosts (``infra.head.preflight``).
 """

@@ -222,7 +222,7 @@ class MachinesSpec(SpecPart):
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
-        """The defaults with ``{"part.key": value}`` changed; SpecError says what is wrong with a setting."""
+        """Return the defaults with ``{"part.key": value}`` changed. Raises SpecError if a setting is not valid."""
         values = cls().model_dump(mode="json")
         change(cls, values, settings)
         try:

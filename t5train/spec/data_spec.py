@@ -59,7 +59,7 @@ class TokenizerSpec(SpecPart):
     )
 
     def identity(self) -> dict[str, Any]:
-        """With a given vocabulary, the settings for training one do not count; the stage fingerprints its content."""
+        """Return the identity settings; not those for training if a vocabulary is given, whose content counts instead."""
         return {"given": True} if self.path is not None else super().identity()
 
 

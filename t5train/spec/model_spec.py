@@ -87,9 +87,9 @@ class ModelSpec(SpecPart):
     moe: ExpertsSpec = ExpertsSpec()
 
     def identity(self) -> dict[str, Any]:
-        """Without the settings of experts for a dense model, which they do not change.
+        """Return the identity settings. For a dense model, those of experts are left out, because they have no effect.
 
-        The training stage fingerprints the content of a model to continue from.
+        The path in ``start_from`` does not count: the training stage fingerprints the content of that folder.
         """
         values = super().identity()
         if not self.moe.num_experts:
@@ -127,5 +127,5 @@ class ModelSpec(SpecPart):
 
 
 def pad_vocabulary(pieces: int) -> int:
-    """The smallest multiple of 128 that holds ``pieces`` ids."""
+    """Return the smallest multiple of 128 that holds ``pieces`` ids."""
     return -(-pieces // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE

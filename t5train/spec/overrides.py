@@ -1,7 +1,7 @@
 """Changes settings of a spec by name, and explains what is wrong with a spec.
 
-A setting is either *identity* (it decides the result and is part of the fingerprint) or *execution* (it decides where
-and how to run, and is not). Each part names its execution settings in ``execution``.
+An *identity* setting decides the result, and is part of the fingerprint. An *execution* setting decides where and how
+to run, and is not part of it. Each part of a spec names its execution settings in ``execution``.
 """
 
 import difflib
@@ -30,7 +30,7 @@ NAMES_ELSEWHERE = {
 
 
 def names_in(spec: type[BaseModel]) -> list[str]:
-    """``part.key`` of every setting of a spec's class."""
+    """Return ``part.key`` of every setting of a spec's class."""
     names: list[str] = []
     for name, field in spec.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -41,17 +41,17 @@ def names_in(spec: type[BaseModel]) -> list[str]:
 
 
 def change(spec: type[BaseModel], values: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Set ``{"part.key": value}`` in a spec's plain values. SpecError names the nearest setting for an unknown one.
+    """Set ``{"part.key": value}`` in a spec's plain values.
 
-    Text is parsed as JSON if possible (``8``, ``true``, ``[1, 2]``, ``null``) and is kept as text otherwise; for a
-    setting that is text, ``2`` stays text.
+    Text is parsed as JSON if possible (``8``, ``true``, ``[1, 2]``, ``null``) and kept as text otherwise. For a setting
+    of type text, ``2`` stays text. Raises SpecError for an unknown setting; the error names the nearest known one.
     """
     for setting, value in settings.items():
         _place(spec, values, setting, value)
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """``" (did you mean 'x'?)"``: the known name that ends with ``word``, means the same, or is most similar."""
+    """Return ``" (did you mean 'x'?)"`` for the known name that ends with ``word``, means the same or is similar."""
     elsewhere = NAMES_ELSEWHERE.get(word.rpartition(".")[2])
     meant = [each for each in known if each.endswith(f".{word}") or each == elsewhere]
     match = meant or difflib.get_close_matches(word, known, 1, 0.5)
@@ -59,7 +59,7 @@ def nearest(word: str, known: list[str]) -> str:
 
 
 def explain(error: ValidationError, known: list[str]) -> str:
-    """Everything that is wrong with a spec, in one line; for an unknown name, the nearest known one is suggested."""
+    """Return everything that is wrong with a spec, in one line. For an unknown name, the nearest one is suggested."""
     lines = []
     for detail in error.errors():
         where = ".".join(str(step) for step in detail["loc"])
@@ -103,11 +103,11 @@ def _parsed(value: Any, annotation: Any) -> Any:
 
 
 class SpecPart(BaseModel):
-    """One part of a RunSpec: immutable, and unknown names are rejected."""
+    """One part of a RunSpec. It is immutable, and rejects unknown settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     execution: ClassVar[frozenset[str]] = frozenset()
 
     def identity(self) -> dict[str, Any]:
-        """The settings that are in the fingerprint, as plain JSON values."""
+        """Return the settings that are in the fingerprint, as plain JSON values."""
         return {name: value for name, value in self.model_dump(mode="json").items() if name not in self.execution}

@@ -11,7 +11,7 @@ from t5train.spec import RunSpec
 
 
 class TrainingProgress(BaseModel):
-    """State of training besides weights and moments; ``loss_scaler`` is that of the fp16 loss scaler, by attribute."""
+    """State of training besides weights and moments. ``loss_scaler`` has the fp16 loss scaler's attributes by name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     step: int = 0
@@ -30,7 +30,7 @@ class TrainingProgress(BaseModel):
 
 
 class Consolidated(BaseModel):
-    """A checkpoint of the run in a form that any layout can start from: ``folder`` holds weights and moments."""
+    """A consolidated checkpoint of the run, from which any layout can resume. ``folder`` holds weights and moments."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     folder: Path
@@ -42,9 +42,10 @@ class TrainJob(BaseModel):
     """One attempt at a run: what to train, on which data, where, and what to start from.
 
     The attempt resumes from the checkpoint ``resume_tag``, or from ``consolidated``, a checkpoint of another layout.
-    With neither, the run starts: from the weights in ``spec.model.start_from``, a folder that the user calls
-    ``start_name``, if ``start_fingerprint`` (of their content) is set, else from newly initialised weights.
-    With ``node_local``, folders are on each node's own disk, and hold what its ranks wrote or what was sent to it.
+    With neither, training begins at step 0: from the weights in ``spec.model.start_from`` if ``start_fingerprint`` is
+    set, otherwise from newly initialised weights. ``start_fingerprint`` is the fingerprint of these weights, and
+    ``start_name`` is the user's name of their folder. With ``node_local``, folders are on each node's own disk, and
+    hold only what its ranks wrote or what was staged there.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,19 +61,19 @@ class TrainJob(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> "TrainJob":
-        """The job in a JSON file; SpecError when it is not one."""
+        """Read the job from a JSON file. Raises SpecError if it is not one."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except (OSError, ValueError) as error:
             raise SpecError(f"{path} is not the job of a training attempt: {error}") from error
 
     def shards(self) -> TokenShards:
-        """The manifest of the token shards; their digests were verified by the stage that made or reused them."""
+        """Load the manifest of the token shards. The stage that made or reused them has verified their digests."""
         return TokenShards.load(self.shards_folder)
 
     @property
     def begins_from(self) -> str | None:
-        """Fingerprint of the weights in ``spec.model.start_from``, if the attempt starts from them."""
+        """Fingerprint of the weights in ``spec.model.start_from`` if the attempt starts from them, otherwise None."""
         return None if self.resume_tag or self.consolidated else self.start_fingerprint
 
     @property

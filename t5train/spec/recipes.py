@@ -152,19 +152,19 @@ RECIPES: dict[str, Callable[[], RunSpec]] = {
 
 
 def recipe(name: str, settings: Mapping[str, Any] | None = None) -> RunSpec:
-    """The spec of a recipe, with some settings changed.
+    """Return the spec of a recipe, with some settings changed.
 
     Args:
         name: One of ``RECIPES``.
-        settings: Changes, as ``{"part.key": value}``, such as ``{"optimizer.num_steps": 60}``; values as
-            ``RunSpec.with_settings`` takes them.
+        settings: Changes as ``{"part.key": value}``, such as ``{"optimizer.num_steps": 60}``. A value can also be text
+            in JSON.
 
     Returns:
         The whole spec, validated.
 
     Raises:
-        SpecError: The recipe or a setting is unknown (the error names the nearest one), or settings do not fit together
-            (the error lists all that is wrong, one line each).
+        SpecError: The recipe or a setting is unknown (the error names the nearest one), or settings contradict each
+            other (the error lists all problems).
 
     """
     if name not in RECIPES:

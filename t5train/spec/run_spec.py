@@ -105,16 +105,16 @@ class RunSpec(SpecPart):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """Identity settings of every part, ``{part: {setting: value}}``."""
+        """Return the identity settings of every part, ``{part: {setting: value}}``."""
         return {name: part.identity() for name, part in self._parts() if name not in self.execution}
 
     def fingerprint(self) -> str:
-        """sha256 of the identity: equal for runs that must give the same weights from the same inputs."""
+        """Return the sha256 of the identity. It is equal for runs that give the same weights from the same inputs."""
         return fingerprint(self.identity())
 
     @property
     def run_name(self) -> str:
-        """The given name, or one made of recipe and fingerprint, so that a different spec is a different run."""
+        """The given name, or one made of recipe and fingerprint, so that different specs are different runs."""
         return self.name or f"{self.recipe}-{self.fingerprint()[:8]}"
 
     @property
@@ -133,9 +133,9 @@ class RunSpec(SpecPart):
         return self.optimizer.global_batch_sequences // (self.layout.micro_batch_sequences * self.data_parallel_size)
 
     def with_settings(self, settings: Mapping[str, Any]) -> "RunSpec":
-        """This spec with ``{"part.key": value}`` changed and all of it validated again; values as in ``change``.
+        """Return this spec with ``{"part.key": value}`` changed; for values, see ``t5train.spec.overrides.change``.
 
-        Raises SpecError.
+        Raises SpecError if a setting is unknown, or if the changed spec is not valid.
         """
         values = self.model_dump(mode="json")
         change(RunSpec, values, settings)
@@ -149,7 +149,7 @@ class RunSpec(SpecPart):
 
 
 def build(values: Mapping[str, Any]) -> RunSpec:
-    """A RunSpec of plain values; SpecError lists everything that is wrong, one line each."""
+    """Build a RunSpec from plain values. Raises SpecError that lists all problems."""
     try:
         return RunSpec.model_validate(values)
     except ValidationError as error:
@@ -157,7 +157,7 @@ def build(values: Mapping[str, Any]) -> RunSpec:
 
 
 def read(path: Path) -> RunSpec:
-    """The RunSpec in a JSON file."""
+    """Read a RunSpec from a JSON file. Raises SpecError if the file cannot be read or is not valid."""
     try:
         return build(json.loads(path.read_text("utf-8")))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -165,5 +165,5 @@ def read(path: Path) -> RunSpec:
 
 
 def setting_names() -> list[str]:
-    """Every setting ``with_settings`` accepts."""
+    """Return the names of all settings that ``with_settings`` accepts."""
     return names_in(RunSpec)

@@ -1,4 +1,4 @@
-"""The program every rank runs: ``python -m t5train.train --spec spec.json`` under the DeepSpeed launcher."""
+"""The program that every rank runs: ``python -m t5train.train --spec spec.json`` under the DeepSpeed launcher."""
 
 import argparse
 import faulthandler
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Run the training job. The exit code is 0 only if the last checkpoint and the witness are on disk."""
+    """Run the training job. Returns exit code 0 only if the last checkpoint and the witness are on disk."""
     parser = argparse.ArgumentParser(prog="python -m t5train.train", description=__doc__)
     parser.add_argument("--spec", type=Path, required=True, help="JSON file of one training attempt")
     job = TrainJob.read(parser.parse_args().spec)
@@ -60,7 +60,7 @@ def _train(job: TrainJob, heart: Heartbeat, told: Told) -> None:
     deepspeed.init_distributed()
     Trainer(job, heart, told).run()
     comm.barrier()
-    # Not after an error: this rank and the others would wait for each other. The end of the process frees everything.
+    # Skipped after an error, because ranks would wait for each other. The end of the process frees everything.
     comm.destroy_process_group()
     del store  # the other ranks used it until here
 

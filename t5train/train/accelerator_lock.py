@@ -39,7 +39,7 @@ def lock_accelerator() -> None:
 
 
 def _slot() -> str:
-    """The accelerator's index on this machine: the LOCAL_RANK-th of the visible ones, else LOCAL_RANK."""
+    """Return the accelerator's index on this machine: the LOCAL_RANK-th of the visible ones, or LOCAL_RANK itself."""
     local_rank = int(os.environ["LOCAL_RANK"])
     for name in get_accelerator().visible_devices_envs() or ():
         visible = [slot.strip() for slot in os.environ.get(name, "").split(",") if slot.strip()]

@@ -6,7 +6,7 @@ from t5train.spec import OptimizerSpec
 
 
 def learning_rate(optimizer: OptimizerSpec, step: int) -> float:
-    """Rate of optimizer step ``step`` (the first is 1): linear warm-up, then the schedule of the spec."""
+    """Return the rate of optimizer step ``step`` (the first is 1): linear warm-up, then the schedule of the spec."""
     peak, warmup = optimizer.peak_learning_rate, optimizer.warmup_steps
     if step <= warmup:
         return peak * step / warmup

@@ -1,4 +1,4 @@
-"""The training loop: what every rank does from its job to the last checkpoint, or until it is asked to stop."""
+"""The training loop, which every rank runs from the start of its job to the last step, or until it is asked to stop."""
 
 import logging
 import time
@@ -41,7 +41,10 @@ class Trainer:
     def __init__(
         self, job: TrainJob, heart: Heartbeat | None = None, is_told: Callable[[], bool] = lambda: False
     ) -> None:
-        """``heart`` reports the phases of the work; ``is_told`` returns whether this rank was asked to stop."""
+        """Load state and build the engine.
+
+        ``heart`` reports the phases of the work. ``is_told`` returns whether this rank was asked to stop.
+        """
         self.job, self.spec, self.is_told = job, job.spec, is_told
         self.heart = heart or Heartbeat(None, job.spec.cluster.deadlines)
         self.heart.enter("compile", 0)
@@ -52,8 +55,8 @@ class Trainer:
         self.train_samples = self._samples("train", shuffle=True)
         self.held_out = self._samples("validation", shuffle=False)
         self._require_a_batch()
-        read_held_out(job.shards_folder)  # the witness needs it at the end; fail now rather than then
-        # For dropout: different on every rank, the same in every run. Weights and samples have seeds of their own.
+        read_held_out(job.shards_folder)  # needed only for the witness at the end, but any error should be raised now
+        # For dropout: different on every rank, the same in every run. Weights and samples have their own seeds.
         torch.manual_seed((self.spec.optimizer.seed << 20) + rank())
         stored = StoredState.of(job, self.shape)
         fill = stored.fill if stored else partial(initialise, shape=self.shape, seed=self.spec.optimizer.seed)
@@ -92,7 +95,7 @@ class Trainer:
             self._conclude(metrics)
 
     def _take_step(self, batches: Prefetched) -> tuple[Values, bool]:
-        """The metrics of a step, and whether any rank was asked to stop; the same on all ranks."""
+        """Take a step. Returns its metrics, and whether any rank was asked to stop, which is the same on all ranks."""
         started, waited, self.step = time.perf_counter(), batches.waited_seconds, self.step + 1
         self.heart.enter("step", self.step)
         rate = learning_rate(self.spec.optimizer, self.step)
@@ -120,7 +123,7 @@ class Trainer:
         return values, any(row[2] for row in everybody)
 
     def _taken(self, batches: Prefetched, seen: list[bytes]) -> Iterator[Batch]:
-        """The micro-batches of this step; the identities of their samples are added to ``seen``."""
+        """Yield the micro-batches of this step, and add the identities of their samples to ``seen``."""
         for micro in range(self.spec.gradient_accumulation):
             batch = next(batches)
             first = first_sample(self.spec, self.step - 1, micro)
@@ -136,7 +139,7 @@ class Trainer:
         self._report_experts(metrics)
 
     def _validate(self) -> validation.Losses:
-        """Also checks that the loss is finite, as the first use of the weights after their last update."""
+        """Validate, and check that the loss is finite: no other check has used the weights since their last update."""
         self.heart.enter("validate", self.step)
         losses = validation.validate(self.passes, self.held_out, self.shards, self.spec)
         sanity_checks.require_finite(self.step, losses.all_targets, None)
@@ -148,7 +151,7 @@ class Trainer:
             self._save(metrics)
 
     def _save(self, metrics: Metrics | None) -> None:
-        """Training stops until the slowest rank has saved; the time is reported."""
+        """Save a checkpoint. Training waits until the slowest rank has saved, and this time is reported."""
         started = time.perf_counter()
         self.heart.enter("save", self.step)
         self.movement.require(self.step, self._applied_steps())
@@ -196,7 +199,7 @@ class Trainer:
             _log.info("step %d: %s", self.step, ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
 
     def _report_experts(self, metrics: Metrics | None) -> None:
-        """Written only to ``metrics.jsonl``, because there are too many numbers to print."""
+        """Write statistics of experts to the metrics. They are not logged, because there are too many numbers."""
         if metrics and (values := self.routing.of_experts()):
             metrics.write(self.step, values)
 
@@ -212,7 +215,7 @@ class Trainer:
             )
 
     def _applied_steps(self) -> int:
-        """Steps so far that changed the weights; if a cosine ends at zero, the last step does not."""
+        """Return the number of steps so far that changed the weights. If a cosine ends at zero, the last does not."""
         stands_still = self.step > 0 and learning_rate(self.spec.optimizer, self.step) == 0
         return self.step - int(self.engine.skipped_steps) - stands_still
 
@@ -222,13 +225,13 @@ class Trainer:
 
 
 def micro_batches(samples: Samples, spec: RunSpec, step: int) -> Iterator[Batch]:
-    """This rank's micro-batches from the step after ``step`` to the last; their content depends only on the step."""
+    """Yield this rank's micro-batches from the step after ``step`` to the last. They depend only on the step."""
     for done in range(step, spec.optimizer.num_steps):
         for micro in range(spec.gradient_accumulation):
             yield samples.batch(first_sample(spec, done, micro), spec.layout.micro_batch_sequences)
 
 
 def first_sample(spec: RunSpec, done: int, micro: int) -> int:
-    """Index, in the endless order, of the first sample of this rank's micro-batch ``micro`` in step ``done + 1``."""
+    """Return the index, in the endless order, of the first sample of micro-batch ``micro`` in step ``done + 1``."""
     within = (micro * spec.data_parallel_size + data_rank(spec)) * spec.layout.micro_batch_sequences
     return done * spec.optimizer.global_batch_sequences + within

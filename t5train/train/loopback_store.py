@@ -1,6 +1,6 @@
-"""The rendezvous of ranks of one machine: a store that only this machine can reach.
+"""The rendezvous of the ranks of one machine: a store that only this machine can reach.
 
-torch's own store, on rank 0, listens on every interface regardless of MASTER_ADDR, and accepts commands from anyone.
+torch's default store, on rank 0, listens on all interfaces regardless of MASTER_ADDR, and accepts commands from anyone.
 """
 
 import ipaddress
@@ -15,7 +15,7 @@ _OTHERS_LISTEN = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 def listen_on_loopback() -> "TCPStore | None":
-    """Serve the store on rank 0 if MASTER_ADDR is a loopback address; returns None otherwise and on other ranks.
+    """Serve the store if this is rank 0 and MASTER_ADDR is a loopback address. Returns None otherwise.
 
     Call it on every rank before the process group is created, and keep the result as long as the process group.
     """

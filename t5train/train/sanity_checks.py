@@ -1,4 +1,4 @@
-"""Checks that reported training is real. Each prevents a known, costly failure; each costs less than one percent."""
+"""Checks that training makes real progress. Each detects a known, costly failure, in less than 1% of the time."""
 
 import hashlib
 import math
@@ -18,7 +18,7 @@ Gather = Callable[[Sequence[int]], list[list[int]]]
 
 
 def require_finite(step: int, loss: float, gradient_norm: float | None) -> None:
-    """Raise NonFiniteLoss if the loss is not finite or, when no loss scaler checks it, the gradient norm is not."""
+    """Raise NonFiniteLoss if the loss or the gradient norm is not finite. A skipped step has no gradient norm: None."""
     for what, value in (("loss", loss), ("gradient norm", gradient_norm)):
         if value is not None and not math.isfinite(value):
             raise NonFiniteLoss(
@@ -28,7 +28,7 @@ def require_finite(step: int, loss: float, gradient_norm: float | None) -> None:
 
 
 def require_few_skips(step: int, skipped: int) -> None:
-    """Raise TooManySkippedSteps if more steps were skipped than the initial scaling down plus 5% can explain."""
+    """Raise TooManySkippedSteps if more steps were skipped than 32, while the loss scale is lowered, plus 5% of all."""
     bound = SKIPS_WHILE_SCALING + int(SKIPPED_SHARE * step)
     if skipped > bound:
         raise TooManySkippedSteps(
@@ -38,10 +38,10 @@ def require_few_skips(step: int, skipped: int) -> None:
 
 
 def require_distinct_batches(step: int, digests: list[int], data_parallel_size: int) -> None:
-    """Compare digests of a step's samples, by rank; ranks that differ by ``data_parallel_size`` must have the same.
+    """Compare the digests of a step's samples, by rank. Stages of a replica are ``data_parallel_size`` ranks apart.
 
-    Raises DuplicateBatch if two model replicas got the same samples, RanksDisagree if the stages of one got different
-    samples.
+    Raises DuplicateBatch if two model replicas got the same samples, RanksDisagree if the stages of one replica got
+    different samples.
     """
     seen: dict[int, int] = {}
     for rank, digest in enumerate(digests[:data_parallel_size]):
@@ -61,9 +61,10 @@ def require_distinct_batches(step: int, digests: list[int], data_parallel_size: 
 
 
 def identity_of(sample_ids: np.ndarray, first: int, num_samples: int) -> bytes:
-    """Epoch and id of each sample of a batch that begins at ``first`` in the endless order; ``sample_ids`` int64 [n].
+    """Return the epoch and id of each sample of a batch that begins at ``first`` in the endless order.
 
-    The ids are those actually read. The epoch is included because a step across two epochs may hold an id twice.
+    ``sample_ids`` int64 [n] are the ids actually read. The epoch is included because a step that spans two epochs may
+    contain an id twice.
     """
     epochs = np.arange(first, first + len(sample_ids)) // num_samples
     return np.stack([epochs, sample_ids]).tobytes()
@@ -72,10 +73,11 @@ def identity_of(sample_ids: np.ndarray, first: int, num_samples: int) -> bytes:
 class Movement:
     """Checks that fp32 weights change, by a digest of a bounded sample of each flat tensor.
 
-    ``groups`` are the parts of each parameter group that this rank updates. One part may stay unchanged: a part of an
-    embedding with only pieces that the text does not use has zero gradients. A whole group, of the model or of a
-    pipeline stage, must change, so ranks combine their observations. ``gather`` returns the integers of all ranks, as
-    t5train.engine.collectives.gather does; ranks that differ by ``data_parallel_size`` have different stages.
+    ``groups`` are the parts of each parameter group that this rank updates. The part of one rank may stay unchanged:
+    if it covers only embeddings of pieces that the text does not use, its gradients are zero. A whole group, of the
+    model or of a pipeline stage, must change, so ranks combine their observations. ``gather`` returns the integers of
+    all ranks, as t5train.engine.collectives.gather does. Every ``data_parallel_size`` consecutive ranks are a pipeline
+    stage.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Movement:
     def require(self, step: int, applied_steps: int) -> None:
         """Raise WeightsDidNotMove if steps were applied since the last call and a group did not change on any rank.
 
-        A collective: either all ranks raise it, or none.
+        This is a collective: either all ranks raise it, or none.
         """
         digests, before = self._sample(), self._digests
         moved = self._gather([now != then for now, then in zip(digests, before, strict=True)])

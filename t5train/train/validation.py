@@ -1,7 +1,7 @@
 """Loss on held-out text, and two baselines that show whether it is meaningful.
 
-One baseline is the simplest language model, which a trained model must beat: token frequencies of the train split. The
-shards stage counts them while it writes the tokens.
+One baseline is the simplest language model, which a trained model must beat: token frequencies of the train split,
+which the shards stage counts while it writes tokens. The other is the model's own loss with shuffled encoder inputs.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from t5train.spec import RunSpec
 
 
 def train_unigram(shards: TokenShards) -> np.ndarray:
-    """Log-probability in nats of each id, float64 [vocab_size], from add-one-smoothed counts of the train split.
+    """Return the log-probability in nats of each id, float64 [vocab_size], from add-one-smoothed train counts.
 
     Raises DigestMismatch if the counts do not add up to the tokens of the split.
     """
@@ -36,7 +36,7 @@ def train_unigram(shards: TokenShards) -> np.ndarray:
 
 
 def cross_entropy(log_probabilities: np.ndarray, tokens: np.ndarray) -> float:
-    """Mean negative log-probability of ``tokens`` (any shape, at least one), in nats per token."""
+    """Return the mean negative log-probability of ``tokens`` (any shape, at least one), in nats per token."""
     return float(-log_probabilities[tokens].mean())
 
 
@@ -53,12 +53,13 @@ class Losses(NamedTuple):
 
 
 def validate(passes: Passes, samples: Samples, shards: TokenShards, spec: RunSpec, shuffled: bool = False) -> Losses:
-    """Loss of the engine's model on the first validation samples, divided among ranks.
+    """Return the losses of the engine's model on the first validation samples, which are divided among ranks.
 
-    Every rank makes the same number of passes over the same number of samples, even if none of them counts: at ZeRO 3,
-    with experts on several ranks and in a pipeline, a forward pass is a collective.
-    With ``shuffled``, every target is paired with the encoder input of its neighbour in the batch; a model that uses
-    its input does worse.
+    Every rank makes the same number of passes over the same number of samples, even if none of its samples count: at
+    ZeRO 3, with experts on several ranks and in a pipeline, a forward pass is a collective.
+
+    With ``shuffled``, every target is paired with the encoder input of its neighbour in the batch. The loss of a model
+    that uses its input is then higher.
     """
     count = validation_sequences(samples, spec)
     shares = [_share(samples, places, count, shuffled) for places in _places(spec, count)]
@@ -71,18 +72,18 @@ def validate(passes: Passes, samples: Samples, shards: TokenShards, spec: RunSpe
 
 
 def unigram_loss(samples: Samples, shards: TokenShards, spec: RunSpec) -> float:
-    """Nats per token of the same content tokens under the frequencies of the training tokens."""
+    """Return the loss in nats per token of the same content tokens under the frequencies of the training tokens."""
     targets = samples.batch(0, validation_sequences(samples, spec)).targets
     return cross_entropy(train_unigram(shards), targets[is_content(targets, shards)])
 
 
 def validation_sequences(samples: Samples, spec: RunSpec) -> int:
-    """The number of sequences that a validation reads."""
+    """Return the number of sequences in a validation."""
     return min(int(samples.num_samples), spec.storage.validate_sequences)
 
 
 def is_content(targets: np.ndarray, shards: TokenShards) -> np.ndarray:
-    """Which targets are neither a sentinel nor the EOS that ends a sequence; same shape, bool."""
+    """Return which targets are neither a sentinel nor the EOS that ends a sequence; same shape, bool."""
     highest = shards.counts["first_sentinel_id"]
     content: np.ndarray = (targets <= highest - shards.counts["num_sentinels"]) | (targets > highest)
     content[:, -1] = False
@@ -90,14 +91,14 @@ def is_content(targets: np.ndarray, shards: TokenShards) -> np.ndarray:
 
 
 class _Share(NamedTuple):
-    """A batch of which the first ``held`` samples count."""
+    """A batch. Only its first ``held`` samples count."""
 
     batch: Batch
     held: int
 
 
 def _places(spec: RunSpec, count: int) -> Iterator[range]:
-    """The validation samples of each of this rank's passes."""
+    """Yield the range of validation samples for each of this rank's passes."""
     size = max(2, spec.layout.micro_batch_sequences)
     for first in range(0, count, spec.data_parallel_size * size):
         start = first + data_rank(spec) * size
@@ -112,6 +113,6 @@ def _share(samples: Samples, places: range, count: int, shuffled: bool) -> _Shar
 
 
 def _sums(losses: np.ndarray, targets: np.ndarray, shards: TokenShards) -> np.ndarray:
-    """Sum of losses and number of tokens, for all targets and for content; both arguments are [b, t]."""
+    """Return the sum of losses and the number of tokens, of all targets and of content. Both arrays are [b, t]."""
     content = is_content(targets, shards)
     return np.array([losses.sum(), losses.size, losses[content].sum(), content.sum()])

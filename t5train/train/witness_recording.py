@@ -1,7 +1,7 @@
-"""Records the witness: digests of the engine's fp32 masters, and their logits on two probes.
+"""Records the witness: digests of the engine's fp32 masters, and logits computed with them on two probes.
 
-The certificate compares the exported model with the witness, which is therefore made from the masters in the engine and
-not from any file. DeepSpeed's own interface provides the masters, independently of our consolidation.
+Certification compares the exported model with the witness. The witness is therefore made from the masters in the engine
+and not from any file. DeepSpeed's own interface provides the masters, independently of our consolidation.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,7 +40,7 @@ from t5train.spec.rank_job import TrainJob
 
 
 def full_masters(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, fp32 master on the CPU) of every parameter; a collective of all ranks.
+    """Yield (Hugging Face name, fp32 master on the CPU) of every parameter. A collective of all ranks.
 
     Raises RanksDisagree if two pipeline stages hold different copies of a tied parameter.
     """
@@ -57,7 +57,7 @@ def _of_whole_model(engine: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _of_all_stages(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Each stage in turn broadcasts its masters to all ranks; of a tied parameter, the first copy is used."""
+    """Broadcast the masters of each stage in turn to all ranks. Of a tied parameter, yield only the first copy."""
     model, device = model_of(engine), get_accelerator().current_device_name()
     names = huggingface_names(model, expert_rank=0)
     own = {names[name]: (name, parameter) for name, parameter in model.named_parameters()}
@@ -77,7 +77,7 @@ def _of_all_stages(engine: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _whole_master(engine: Any, name: str, parameter: nn.Parameter, copies: Mapping[Tensor, Tensor]) -> Tensor:
-    """The fp32 master, in the parameter's own shape."""
+    """Return the fp32 master in the parameter's own shape."""
     master = copies[parameter] if parameter in copies else safe_get_full_fp32_param(parameter)
     if master is None and parameter.dtype == torch.float32:
         master = parameter
@@ -87,7 +87,7 @@ def _whole_master(engine: Any, name: str, parameter: nn.Parameter, copies: Mappi
 
 
 def _of_expert_ranks(parameter: Any, master: Tensor) -> list[Tensor]:
-    """The master of a dense parameter; for an expert, the masters of all ranks with the same local name."""
+    """Return the master of a dense parameter; for an expert, those with the same local name on all ranks."""
     if not is_moe_param(parameter):
         return [master]
     ranks = groups._get_expert_parallel_group(parameter.group_name)
@@ -98,7 +98,7 @@ def _of_expert_ranks(parameter: Any, master: Tensor) -> list[Tensor]:
 
 
 def _whole_copies(engine: Any) -> dict[Tensor, Tensor]:
-    """The fp32 copy of each parameter, if the optimizer keeps one per parameter (bf16 at ZeRO 0)."""
+    """Return the fp32 copy of each parameter if the optimizer keeps one per parameter (bf16 at ZeRO 0)."""
     optimizer = engine.optimizer
     if not hasattr(optimizer, "fp32_groups"):
         return {}
@@ -161,13 +161,13 @@ def _trained(job: TrainJob) -> TrainedModel:
 
 
 def _places(model: T5) -> dict[str, Tensor]:
-    """The model's parameters, by their Hugging Face names."""
+    """Return the model's parameters, by their Hugging Face names."""
     names = huggingface_names(model, expert_rank=0)
     return {names[name]: parameter for name, parameter in model.named_parameters()}
 
 
 def _probes(held_out: Samples, shape: T5Shape, seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """(encoder ids, decoder ids) by name: random ids, and held-out text."""
+    """Return two probes by name, random ids and held-out text, each as (encoder ids, decoder ids)."""
     text = held_out.batch(0, min(PROBE_SEQUENCES, held_out.num_samples))
     generator = np.random.default_rng(seed)
     random_inputs = generator.integers(0, shape.vocab_size, text.inputs.shape)
@@ -188,7 +188,7 @@ def _forward(model: T5, probes: dict[str, tuple[np.ndarray, np.ndarray]]) -> dic
 
 
 def _generate(model: T5, input_ids: Tensor, ids: dict[str, int]) -> dict[str, Tensor]:
-    """Greedy decoding, and the margin of each choice over the second best."""
+    """Decode greedily. Also returns the margin of each choice over the second best, relative to the largest logit."""
     with torch.no_grad():
         memory = model.encode(on_accelerator(input_ids.numpy()))
         generated = torch.full_like(memory[:, :1, 0], ids["decoder_start_token_id"], dtype=torch.int64)

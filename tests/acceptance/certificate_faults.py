@@ -1,11 +1,11 @@
-"""Plants single faults in exports, at random from a seed, and counts those that the certificate refuses.
+"""Plant random single faults in exports, and count how many the certificate refuses.
 
     python -m tests.acceptance.certificate_faults [--trials 600] [--seed 0] [--only FILE]
 
-Each fault changes one parsed value of a published file before certification, and the manifest is written again as if
-that were right, so that only the certificate can refuse it. A fault that changes no parsed value is not counted. The
-command prints planted and refused faults by file and kind, and fails unless all were refused, and every sound export
-certified. Every value of every document may be chosen; none is left out.
+Each fault changes one parsed value of a published file before certification. The manifest is rewritten to match, so
+that only the certificate can refuse the fault. A fault that changes no parsed value is not counted. The command prints
+the planted and refused faults by file and kind. It fails unless every fault is refused and every sound export is
+certified. Any value of any document may be chosen; the seed decides which.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from tests.acceptance.file_faults import FAULTS, parsed
 from tests.support.synthetic_models import make_trained
 
 FAMILIES = {"v1.0": 1, "v1.1": 1, "switch": 3}
-"""Versions of the model, and in how many files their weights are."""
+"""The model versions, and the number of weight files of each."""
 
 
 class Sound(NamedTuple):
@@ -44,7 +44,7 @@ Table = dict[tuple[str, str], Counter[str]]
 
 
 def campaign(folder: Path, trials: int, seed: int, only: str | None = None) -> tuple[Table, list[str]]:
-    """The table, and a description of every fault that was certified."""
+    """Plant the faults; return the counts, and a description of every fault that was certified."""
     sound = {version: _sound(folder / version, version, files) for version, files in FAMILIES.items()}
     for one in sound.values():
         certify(one.exported.path, one.witness)
@@ -89,7 +89,10 @@ def _file_kind(name: str) -> str:
 
 @contextmanager
 def _planted(exported: Export, name: str, kind: str, generator: random.Random) -> Iterator[str | None]:
-    """The fault, in words, while it is in the sealed export; None where it changes no parsed value."""
+    """Plant a fault in the sealed export, and undo it afterwards.
+
+    Yields its description, or None if nothing changed.
+    """
     path, manifest = exported.path / name, exported.path / "manifest.json"
     kept, sealed = path.read_bytes(), manifest.read_bytes()
     content, described = FAULTS[_file_kind(name)][kind](kept, generator)
@@ -107,7 +110,7 @@ def _planted(exported: Export, name: str, kind: str, generator: random.Random) -
 
 
 def _is_refused(sound: Sound) -> bool:
-    """Whether the certificate itself refused; any other error is a fault of this project."""
+    """Whether certification refuses the export. Any other error is a bug of this project, and is raised."""
     try:
         certify(sound.exported.path, sound.witness)
     except (CertificationError, InputError):
@@ -125,7 +128,7 @@ def _lines(table: Table) -> Iterator[str]:
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,7 @@
-"""What disks, copies and people do to a checkpoint's files, chosen at random.
+"""Random damage that disks, copies and people do to a checkpoint's files.
 
-A fault returns what it changes, nothing where a checkpoint has no such files. What a reader of JSON does not see (white
-space) is none.
+A fault returns the files that it changes, and nothing if the checkpoint has no files of that kind. A change that a JSON
+reader ignores (of white space) is not a fault.
 """
 
 import json
@@ -17,12 +17,12 @@ import torch
 from t5train.records.identity import fingerprint
 
 Files = dict[str, bytes | None]
-"""Contents by name; None for a file that is not there."""
+"""Contents by name; None for a missing file."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The folder of a tag, what is in it undamaged, what it must give, and the files of a later step."""
+    """The folder of a tag, its undamaged files, the weights that it must give, and the files of a later step."""
 
     tag: Path
     files: Mapping[str, bytes]
@@ -67,7 +67,7 @@ def missing(checkpoint: Checkpoint, chance: random.Random) -> Files:
 
 
 def swapped(checkpoint: Checkpoint, chance: random.Random) -> Files:
-    """Two files of one kind in each other's place."""
+    """Two files of the same kind, with their contents swapped."""
     endings = ("model_states.pt", "optim_states.pt", ".json")
     alike = [[name for name in sorted(checkpoint.files) if name.endswith(end)] for end in endings]
     pairs = [names for names in alike if len(names) > 1]
@@ -78,7 +78,7 @@ def swapped(checkpoint: Checkpoint, chance: random.Random) -> Files:
 
 
 def stale(checkpoint: Checkpoint, chance: random.Random) -> Files:
-    """A file of another step of the same run; one that is all there is would be another checkpoint, without a fault."""
+    """A file of another step of the same run. None if the tag has only one file: replacing that is no damage."""
     name = chance.choice(sorted(checkpoint.files))
     return {name: checkpoint.later[name]} if len(checkpoint.files) > 1 else {}
 
@@ -99,7 +99,7 @@ def hostile_pickle(checkpoint: Checkpoint, chance: random.Random) -> Files:
 
 
 def stranger(checkpoint: Checkpoint, chance: random.Random) -> Files:
-    """A pickle more than the ranks wrote, by a name that DeepSpeed would find."""
+    """An extra pickle that no rank wrote, under a name that DeepSpeed would load."""
     name = f"mp_rank_{chance.randrange(1, 99):02d}_model_states.pt"
     return {name: _hostile(checkpoint, name)}
 
@@ -111,7 +111,7 @@ def _hostile(checkpoint: Checkpoint, name: str) -> bytes:
 
 
 def edited_sidecar(checkpoint: Checkpoint, chance: random.Random) -> Files:
-    """A sidecar with one other value."""
+    """A sidecar with one value changed."""
     name, document = _sidecar(checkpoint, chance)
     holder, key = chance.choice(list(_leaves(document)))
     holder[key] = {"changed": repr(holder[key])} if chance.random() < 0.3 else _other(holder[key])
@@ -119,14 +119,17 @@ def edited_sidecar(checkpoint: Checkpoint, chance: random.Random) -> Files:
 
 
 def forged_sidecar(checkpoint: Checkpoint, chance: random.Random) -> Files:
-    """A sidecar of another run, step or place that has the sha256 of its own content."""
+    """A sidecar of another run, step or rank, with a correct sha256 of its own content."""
     name, document = _sidecar(checkpoint, chance)
     key = chance.choice(["run_fingerprint", "step", "tag", "rank", "world_size"])
     return {name: _sealed(document | {key: _other(document[key])})}
 
 
 def forged_digest(checkpoint: Checkpoint, chance: random.Random) -> Files:
-    """A sidecar that says something else of a file; which of the two is at fault cannot be told, so both are."""
+    """A sidecar with a wrong size or digest of a file.
+
+    Nothing shows which of the two is damaged, so both are returned.
+    """
     name, document = _sidecar(checkpoint, chance)
     if not document["files"]:
         return {}
@@ -164,7 +167,7 @@ def _sidecar(checkpoint: Checkpoint, chance: random.Random) -> tuple[str, dict[s
 
 
 def _leaves(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every place of a document that holds a plain value."""
+    """Yield the container and the key of every plain value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         if isinstance(item, dict | list) and item:

@@ -1,10 +1,11 @@
-"""Damages small checkpoints of every layout, at random from a seed, and tells what consolidation makes of them.
+"""Damage small checkpoints of every layout at random, and count what consolidation detects.
 
     python -m tests.acceptance.corruptions [--trials 10000] [--without-sidecars 2000] [--seed 0]
 
-With sidecars every fault must be refused before anything is unpickled (torch.load and pickle are replaced by a trap),
-the damaged file named and nothing written; else the command fails. Without sidecars it is counted what noticed a
-fault, how often the result was right all the same (the fault lay in bytes that hold no weight), and how often wrong.
+With sidecars, every fault must be refused before anything is unpickled (torch.load and pickle are replaced by a trap).
+The error must name the damaged file, and nothing may be written. Otherwise the command fails. Without sidecars, the
+command counts which check noticed each fault, how often the result was right anyway (the fault was in bytes that hold
+no weight), and how often it was wrong. The seed decides the damage.
 """
 
 import argparse
@@ -48,12 +49,12 @@ LAYOUTS = {
 
 
 class Unpickled(BaseException):
-    """Something was unpickled that should have been refused before."""
+    """Something was unpickled that should have been refused first."""
 
 
 @contextmanager
 def damaged(checkpoint: Checkpoint, files: Files) -> Iterator[None]:
-    """The checkpoint with the fault in it, and without when the context ends."""
+    """Put a fault into the checkpoint, and undo it when the context ends."""
     try:
         for name, content in files.items():
             path = checkpoint.tag / name
@@ -68,7 +69,7 @@ def damaged(checkpoint: Checkpoint, files: Files) -> Iterator[None]:
 
 @contextmanager
 def no_unpickling() -> Iterator[None]:
-    """Whatever unpickles raises Unpickled, which nothing catches."""
+    """Make every attempt to unpickle raise Unpickled, which nothing catches."""
 
     def trap(*_arguments: object, **_keywords: object) -> None:
         raise Unpickled
@@ -81,7 +82,7 @@ def no_unpickling() -> Iterator[None]:
 
 
 def refusal(checkpoint: Checkpoint, out: Path) -> str | None:
-    """The error that consolidation raises, None if it does its work; AssertionError if a refusal leaves files."""
+    """The error that consolidation raises, or None. Raises AssertionError if a refusal leaves files."""
     before = sorted(out.parent.iterdir())
     try:
         consolidate(checkpoint.tag, out)
@@ -93,7 +94,7 @@ def refusal(checkpoint: Checkpoint, out: Path) -> str | None:
 
 
 def make(folder: Path, layout: Layout | Pipeline, *, sidecars: bool) -> Checkpoint:
-    """A checkpoint, and one of the same run a step later for files that are stale."""
+    """Write a checkpoint, and another of the same run a step later, whose files serve as stale ones."""
     written = _write(folder / "checkpoint", layout, 0, sidecars=sidecars)
     later = _write(folder / "later", layout, 1, sidecars=sidecars)
     contents = [{path.name: path.read_bytes() for path in tag.iterdir()} for tag in (written.tag, later.tag)]
@@ -111,11 +112,11 @@ def _later(layout: Layout, steps: int) -> Layout:
 
 
 Table = dict[str, dict[str, Counter[str]]]
-"""What came of the trials: counts by kind of fault, then by layout (or what noticed the fault)."""
+"""Results of the trials: counts by kind of fault, then by layout (or by the check that noticed the fault)."""
 
 
 def with_sidecars(folder: Path, trials: int, seed: int) -> Table:
-    """Faults in checkpoints of ours: tried, refused before any unpickling, and the damaged file named."""
+    """Count faults with sidecars: tried, refused before any unpickling, and with the damaged file named."""
     made = {
         name: make(folder / str(index), layout, sidecars=True) for index, (name, layout) in enumerate(LAYOUTS.items())
     }
@@ -134,7 +135,10 @@ def with_sidecars(folder: Path, trials: int, seed: int) -> Table:
 
 
 def require_sound(checkpoint: Checkpoint, folder: Path) -> None:
-    """The undamaged checkpoint is consolidated, and falls into the trap when there is one: so trials mean something."""
+    """Require that the undamaged checkpoint is consolidated, and that the trap works.
+
+    Otherwise trials prove nothing.
+    """
     (folder / "out").mkdir(exist_ok=True)
     assert outcome(checkpoint, folder / "out") == "right"
     with no_unpickling():
@@ -146,7 +150,7 @@ def require_sound(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def without_sidecars(folder: Path, trials: int, seed: int) -> Table:
-    """Faults in checkpoints of somebody else: what noticed each, or whether the result was right all the same."""
+    """Count faults without sidecars: which check noticed each, or whether the result was right anyway."""
     made = {
         name: make(folder / str(index), layout, sidecars=False) for index, (name, layout) in enumerate(LAYOUTS.items())
     }
@@ -163,7 +167,10 @@ def without_sidecars(folder: Path, trials: int, seed: int) -> Table:
 def _faults(
     made: Mapping[str, Checkpoint], kinds: Sequence[str], trials: int, seed: int
 ) -> Iterator[tuple[str, str, Files]]:
-    """Kind, layout and changed files of each trial: every kind with every layout that has such files, in turn."""
+    """Yield the kind, layout and changed files of each trial.
+
+    Each kind is tried with each layout that has such files.
+    """
     pairs = [(kind, layout) for kind in kinds for layout in made]
     tried = 0
     for turn, (kind, layout) in enumerate(itertools.cycle(pairs)):
@@ -187,7 +194,7 @@ NOTICED = {
 
 
 def outcome(checkpoint: Checkpoint, out: Path) -> str:
-    """What noticed a fault, "right" when the result is what it should be, else "wrong"."""
+    """Return the check that noticed a fault; if none did, "right" or "wrong", depending on the result."""
     message = refusal(checkpoint, out / "weights")
     if message is not None:
         return next((what for what, pattern in NOTICED.items() if re.search(pattern, message)), "another check")
@@ -228,7 +235,7 @@ def cell(count: Counter[str]) -> str:
 
 
 def rows(columns: list[str], table: Mapping[str, Mapping[str, str]]) -> str:
-    """A table in Markdown, one row a kind of fault."""
+    """A Markdown table with a row for each kind of fault."""
     lines = [f"| fault | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     lines += [f"| {kind} | {' | '.join(row.get(column, '') for column in columns)} |" for kind, row in table.items()]
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""What can happen to a run over hosts: the rows of docs/faults.md, each done for real on a test cluster.
+"""The faults of docs/faults.md, each injected into a real run on a test cluster.
 
-Of a fault's two halves either may be left out: what is wrong already when the run is started, a context within which
-the run ends, and what is done to it once it trains.
+A fault has one or both of two parts: `wrong`, a context manager that breaks something before the run starts and repairs
+it after the run has ended; and `strike`, which breaks something once the run is training.
 """
 
 import os
@@ -22,8 +22,8 @@ from tests.support.cluster_runs import Stage, Started
 LEASE_SECONDS = 10
 _AGAIN_SECONDS = 0.3
 MASTER_PORT = 29555
-SECRET = "s3cr3t-f0r-n0b0dy"  # noqa: S105 - stands for one
-TRICK = """it's "quoted" $(touch executed) `touch executed`; touch executed #"""
+SECRET = "s3cr3t-f0r-n0b0dy"  # noqa: S105 - a made-up secret
+QUOTED = """it's "quoted" $(touch executed) `touch executed`; touch executed #"""
 RANK, LAUNCHER, PDSH, HEAD = "t5train.train", "deepspeed.launcher.runner", "pdsh", "t5-pretrain"
 
 Strike = Callable[[Stage, Started], None]
@@ -32,36 +32,36 @@ Wrong = Callable[[Stage], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Fault:
-    """One row."""
+    """One row of the table."""
 
-    what: str
-    told: str
-    """What the user must be told: a regular expression."""
+    name: str
+    message: str
+    """A regular expression that the command's error message must match."""
     strike: Strike | None = None
     wrong: Wrong = lambda _stage: nullcontext()
     exit_code: int = 1
     settings: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     root: str = ""
-    """A folder below the shared one that is the run's root."""
+    """The run's root, relative to the shared folder."""
     started_again: bool = False
-    """The head is started again at once, and is to find its run."""
+    """Whether the command is started again at once; it must then continue the run that is still training."""
     in_ci: bool = False
 
     @property
     def ends_ranks(self) -> bool:
-        """Whether ranks are at work when it happens, and are to end."""
+        """Whether ranks are running when the fault happens, and must end because of it."""
         return self.strike is not None and self.exit_code != 0
 
     @property
     def run(self) -> str:
-        """The run's name. What is refused is the same run every time, which has not begun yet."""
+        """The run's name. Faults that preflight refuses share one run, because it never starts."""
         refused = self.strike is None and self.exit_code != 0
-        return "refused" if refused else re.sub("[^a-z0-9]+", "-", self.what.lower()).strip("-")
+        return "refused" if refused else re.sub("[^a-z0-9]+", "-", self.name.lower()).strip("-")
 
 
 def signalled(host: str, program: str, number: signal.Signals) -> Strike:
-    """Send a signal to a program of the run on a host."""
+    """Send a signal to one of the run's programs on a host."""
 
     def strike(stage: Stage, _: Started) -> None:
         found = pids(stage, host, program)
@@ -73,7 +73,7 @@ def signalled(host: str, program: str, number: signal.Signals) -> Strike:
 
 
 def pids(stage: Stage, host: str, program: str) -> list[int]:
-    """A program of the run, by its file or module, on a host; never its guard."""
+    """Return the process ids of one of the run's programs on a host, found by file or module name, without guards."""
     found = []
     for process in stage.cluster.processes(host):
         names = {Path(argument).name for argument in process.argv[:3]}
@@ -83,36 +83,36 @@ def pids(stage: Stage, host: str, program: str) -> list[int]:
 
 
 def interrupted_twice(stage: Stage, started: Started) -> None:
-    """Press Ctrl-C, and again while the hosts are told to end their ranks."""
+    """Press Ctrl-C, and press it again while the head is ending the ranks."""
     for _ in range(2):
         signalled("head", HEAD, signal.SIGINT)(stage, started)
         time.sleep(_AGAIN_SECONDS)
 
 
 def power_cut(stage: Stage, _: Started) -> None:
-    """Of the second node."""
+    """Cut the second node's power."""
     stage.cluster.power_cut("node1")
 
 
 def link_down(stage: Stage, _: Started) -> None:
-    """Of the second node."""
+    """Pull the second node's network cable."""
     stage.cluster.set_link("node1", "down")
 
 
 def sshd_down(stage: Stage, _: Started) -> None:
-    """Of the second node: it takes no new connections."""
+    """Stop the second node's sshd: existing connections stay, new ones are refused."""
     stage.cluster.stop_sshd("node1")
 
 
 def is_literal(stage: Stage, _: Started) -> None:
-    """The ranks have the value as it was given."""
+    """Assert that every rank's environment has the value exactly as it was given."""
     for host in stage.cluster.nodes:
         for pid in pids(stage, host, RANK):
-            assert f"T5_TRICK={TRICK}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            assert f"T5_QUOTED={QUOTED}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 def is_hidden(stage: Stage, _: Started) -> None:
-    """No command line has the secret, and no rank."""
+    """Assert that the secret is in no command line, and in no process's environment except on the head."""
     for host, process in stage.processes():
         assert SECRET not in " ".join(process.argv)
         assert host == "head" or SECRET.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
@@ -120,28 +120,28 @@ def is_hidden(stage: Stage, _: Started) -> None:
 
 @contextmanager
 def booted_again(stage: Stage) -> Iterator[None]:
-    """The second node comes back afterwards."""
+    """Boot the second node again afterwards."""
     yield
     stage.cluster.boot("node1")
 
 
 @contextmanager
 def linked_again(stage: Stage) -> Iterator[None]:
-    """The second node's cable is put back afterwards."""
+    """Plug the second node's network cable in again afterwards."""
     yield
     stage.cluster.set_link("node1", "up")
 
 
 @contextmanager
 def sshd_again(stage: Stage) -> Iterator[None]:
-    """The second node takes connections again afterwards."""
+    """Start the second node's sshd again afterwards."""
     yield
     stage.cluster.start_sshd("node1")
 
 
 @contextmanager
 def without_sshd(stage: Stage) -> Iterator[None]:
-    """The second node takes no connections."""
+    """Stop the second node's sshd during the run."""
     stage.cluster.stop_sshd("node1")
     with sshd_again(stage):
         yield
@@ -149,7 +149,7 @@ def without_sshd(stage: Stage) -> Iterator[None]:
 
 @contextmanager
 def other_key(stage: Stage) -> Iterator[None]:
-    """The second node has another host key."""
+    """Change the second node's host key during the run, and add the new key to known_hosts afterwards."""
     stage.cluster.rekey("node1")
     yield
     stage.cluster.rekey("node1", trusted=True)
@@ -157,7 +157,7 @@ def other_key(stage: Stage) -> Iterator[None]:
 
 @contextmanager
 def port_taken(stage: Stage) -> Iterator[None]:
-    """Somebody listens on the first node where ranks are to meet."""
+    """Let another program listen on the rendezvous port on the first node."""
     server = stage.cluster.start("node0", ["python", "-m", "http.server", str(MASTER_PORT)])
     yield
     for pid in pids(stage, "node0", "http.server"):
@@ -166,7 +166,7 @@ def port_taken(stage: Stage) -> Iterator[None]:
 
 
 def hostfile(text: str) -> Wrong:
-    """The hostfile is another."""
+    """Use another hostfile for the run."""
 
     @contextmanager
     def wrong(stage: Stage) -> Iterator[None]:
@@ -179,7 +179,7 @@ def hostfile(text: str) -> Wrong:
 
 @contextmanager
 def other_torch(stage: Stage) -> Iterator[None]:
-    """The second node has another version of torch."""
+    """Make the second node report another version of torch."""
     torch = distribution("torch")
     metadata = str(torch.locate_file(f"torch-{torch.version}.dist-info/METADATA"))
     other = re.sub("^Version: .*$", "Version: 2.0.1", Path(metadata).read_text("utf-8"), count=1, flags=re.MULTILINE)
@@ -191,7 +191,7 @@ def other_torch(stage: Stage) -> Iterator[None]:
 
 @contextmanager
 def stale_lock(stage: Stage) -> Iterator[None]:
-    """A compile was killed on the second node."""
+    """Leave the lock of a killed compilation on the second node, and assert that the run removes it."""
     (folder,) = stage.cluster.disk("node1", host_files.OPERATORS).rglob("deepspeed_shm_comm")
     lock = folder / "lock"
     lock.touch()
@@ -201,7 +201,7 @@ def stale_lock(stage: Stage) -> Iterator[None]:
 
 @contextmanager
 def nothing_executed(stage: Stage) -> Iterator[None]:
-    """What looks like a command was none, on no host."""
+    """Assert afterwards that no shell on any host executed the text."""
     yield
     for host in stage.cluster.hosts:
         assert not list(stage.cluster.host(host).disk.rglob("executed"))
@@ -209,7 +209,7 @@ def nothing_executed(stage: Stage) -> Iterator[None]:
 
 @contextmanager
 def nothing_written(stage: Stage) -> Iterator[None]:
-    """No file holds the secret afterwards, neither on a disk nor in what the run has made."""
+    """Assert afterwards that no file contains the secret, on any host's disk or in the run's root."""
     yield
     disks = [stage.cluster.host(host).disk for host in stage.cluster.hosts]
     found = subprocess.run(["grep", "-rlF", SECRET, *disks, stage.root], capture_output=True, text=True, check=False)
@@ -237,21 +237,23 @@ FAULTS = [
     Fault("sshd of a node is down", "node1.*refused", wrong=without_sshd),
     Fault("a node has another host key", "node1.*key", wrong=other_key, in_ci=True),
     Fault("the port is taken", str(MASTER_PORT), wrong=port_taken, settings=(f"cluster.master_port={MASTER_PORT}",)),
-    Fault("a host that nobody knows", "node9", wrong=hostfile("node0 slots=1\nnode9 slots=1\n")),
+    Fault("an unknown host name", "node9", wrong=hostfile("node0 slots=1\nnode9 slots=1\n")),
     Fault("slots=0", "line 2.*node1.*slots=0", wrong=hostfile("node0 slots=1\nnode1 slots=0\n"), in_ci=True),
     Fault(
-        "one machine twice", "names refer to the same machine", wrong=hostfile("node0 slots=1\n10.77.0.10 slots=1\n")
+        "one machine listed twice",
+        "names refer to the same machine",
+        wrong=hostfile("node0 slots=1\n10.77.0.10 slots=1\n"),
     ),
     Fault("a node has another torch", "node1: torch 2.0.1", wrong=other_torch, in_ci=True),
-    Fault("a killed compile left its lock", "", wrong=stale_lock, exit_code=0),
+    Fault("a killed compilation left its lock", "", wrong=stale_lock, exit_code=0),
     Fault(
-        "$(...) and quotes in a variable and in the root's name",
+        "$(...) and quotes in an environment variable and in the root's name",
         "",
         is_literal,
         nothing_executed,
         exit_code=0,
-        settings=('cluster.environment=["T5_TRICK"]',),
-        environment={"T5_TRICK": TRICK},
+        settings=('cluster.environment=["T5_QUOTED"]',),
+        environment={"T5_QUOTED": QUOTED},
         root='it\'s "a" $(touch executed) `touch executed`; touch executed',
         in_ci=True,
     ),

@@ -1,8 +1,8 @@
-"""Everything that can happen to a run over hosts, done for real on a test cluster: the table in docs/faults.md.
+"""Inject every fault into a run on a test cluster and write the table in docs/faults.md.
 
 ::
 
-    python -m tests.acceptance.fault_table --into docs/faults.md     all of it, as root; ten minutes on two cores
+    python -m tests.acceptance.fault_table --into docs/faults.md     all faults, as root; ten minutes on two cores
     python -m tests.acceptance.fault_table --only "a rank is killed"
 """
 
@@ -36,36 +36,36 @@ SETTINGS = {
 ALLOWED_SECONDS, LONGEST_SECONDS = 20, 400
 _OPTIONS = ["--hostfile", HOSTFILE, "--num-nodes", "2"]
 _HEADER = """\
-| what is done | ranks ended after | command ended after | what the user is told | exit code | left | then bit-equal |
+| fault | ranks ended after | command ended after | message | exit code | processes left | bit-equal after restart |
 |---|---|---|---|---|---|---|
 """
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a fault."""
+    """What the run did after a fault, as measured."""
 
     fault: Fault
     ranks_seconds: float
-    """From the fault until no rank is left on any host."""
+    """From the fault until no rank is running on any host."""
     seconds: float
-    """From the fault, or the start of what has one from the start, until the command has ended."""
+    """From the fault (from the start, if the fault was there before) until the command ended."""
     exit_code: int
-    told: str
+    message: str
     left: list[str]
 
     def row(self, equal: str) -> str:
-        """A line of the table."""
+        """Return a line of the table."""
         ranks = f"{self.ranks_seconds:.1f} s" if self.fault.ends_ranks else ""
         seconds = f"{self.seconds:.1f} s" if self.fault.exit_code else ""
-        told = self.told.replace(HOME, "~").replace("|", "\\|") if self.fault.told else ""
+        message = self.message.replace(HOME, "~").replace("|", "\\|") if self.fault.message else ""
         left = "; ".join(self.left) or "0"
-        what = self.fault.what
-        return f"| {what} | {ranks} | {seconds} | {told} | {self.exit_code} | {left} | {equal} |"
+        name = self.fault.name
+        return f"| {name} | {ranks} | {seconds} | {message} | {self.exit_code} | {left} | {equal} |"
 
 
-def do(stage: Stage, fault: Fault) -> Outcome:
-    """Do it to a run that is started for it, and look what is left."""
+def inject(stage: Stage, fault: Fault) -> Outcome:
+    """Start a run, inject the fault, and record how the run ends and which processes are left."""
     with fault.wrong(stage):
         others = stage.processes()
         at = time.monotonic()
@@ -73,18 +73,21 @@ def do(stage: Stage, fault: Fault) -> Outcome:
         if fault.strike:
             run.await_step(STRIKE_AT, LONGEST_SECONDS)
             if fault.ends_ranks or fault.started_again:
-                stage.cluster.set_rate("node0", SLOW)  # else it might come to its end before anything is noticed
+                stage.cluster.set_rate("node0", SLOW)  # or training might finish before the fault is noticed
             at = time.monotonic()
             fault.strike(stage, run)
         ended, ranks_gone_at = _follow(stage, fault, run)
         left = _await_nothing_left(stage, others)
         stage.cluster.set_rate("node0", None)
-    told = ended.told.replace(str(stage.root), "{root}")
-    return Outcome(fault, ranks_gone_at - at, ended.at - at, ended.exit_code, told, left)
+    message = ended.message.replace(str(stage.root), "{root}")
+    return Outcome(fault, ranks_gone_at - at, ended.at - at, ended.exit_code, message, left)
 
 
-def goes_on_to(stage: Stage, fault: Fault) -> Any:
-    """Digests of the weights with which the run ends, started again if need be. AssertionError if it fails."""
+def final_weights(stage: Stage, fault: Fault) -> Any:
+    """Return the digests of the run's final weights, after restarting the run if it did not finish.
+
+    Raises AssertionError if the restarted run fails.
+    """
     folder = stage.root / fault.root / "runs" / fault.run
     if not (folder / WITNESS_FOLDER).exists():
         ended = _start(stage, fault).wait(LONGEST_SECONDS)
@@ -93,7 +96,7 @@ def goes_on_to(stage: Stage, fault: Fault) -> Any:
 
 
 def undisturbed_weights(stage: Stage) -> Any:
-    """Digests of the weights with which a run ends to which nothing happens. AssertionError if it fails."""
+    """Return the digests of the final weights of a run without a fault. Raises AssertionError if the run fails."""
     run = stage.start("train", "undisturbed", _OPTIONS)
     ended = run.wait(LONGEST_SECONDS)
     assert ended.exit_code == 0, ended.output[-4000:]
@@ -107,27 +110,27 @@ def _start(stage: Stage, fault: Fault) -> Started:
 
 
 def _follow(stage: Stage, fault: Fault, run: Started) -> tuple[Ended, float]:
-    """Wait for the end of the command, and for that of its last rank."""
+    """Wait until the command and its last rank have ended. Return the command's end and the time of the last rank's."""
     if fault.started_again:
         run.wait(LONGEST_SECONDS)
         stage.cluster.set_rate("node0", None)
         run = _start(stage, fault)
     if fault.ends_ranks:
-        await_end(stage)
+        await_no_ranks(stage)
     ranks_gone_at = time.monotonic()
     return run.wait(LONGEST_SECONDS), ranks_gone_at
 
 
-def await_end(stage: Stage) -> None:
-    """Wait until no host has a rank. AssertionError if that takes too long."""
+def await_no_ranks(stage: Stage) -> None:
+    """Wait until no rank is running on any host. Raises AssertionError if that takes too long."""
     deadline = time.monotonic() + LONGEST_SECONDS
     while any(pids(stage, host, RANK) for host in stage.cluster.nodes):
-        assert time.monotonic() < deadline, f"ranks do not end: {stage.processes()}"
+        assert time.monotonic() < deadline, f"ranks are still running: {stage.processes()}"
         time.sleep(0.1)
 
 
 def _await_nothing_left(stage: Stage, others: list[tuple[str, Process]]) -> list[str]:
-    """Processes of the run that are on any host when all have had time to end."""
+    """Wait for the run's processes to end. Return those that still run on any host after ALLOWED_SECONDS."""
     deadline = time.monotonic() + ALLOWED_SECONDS
     while (left := [one for one in stage.processes() if one not in others]) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -135,30 +138,30 @@ def _await_nothing_left(stage: Stage, others: list[tuple[str, Process]]) -> list
 
 
 def main() -> None:
-    """Do all or one, and write the table."""
+    """Inject all faults, or one, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=[fault.what for fault in FAULTS])
-    parser.add_argument("--into", type=Path, help="document whose table is replaced")
+    parser.add_argument("--only", choices=[fault.name for fault in FAULTS])
+    parser.add_argument("--into", type=Path, help="replace the table in this document")
     chosen = parser.parse_args()
     with staged() as stage:
         undisturbed = undisturbed_weights(stage)
-        outcomes = [_told(do(stage, fault)) for fault in FAULTS if chosen.only in {None, fault.what}]
-        ends = {outcome.fault.run: goes_on_to(stage, outcome.fault) for outcome in outcomes}
+        outcomes = [_shown(inject(stage, fault)) for fault in FAULTS if chosen.only in {None, fault.name}]
+        ends = {outcome.fault.run: final_weights(stage, outcome.fault) for outcome in outcomes}
         rows = [outcome.row("yes" if ends[outcome.fault.run] == undisturbed else "NO") for outcome in outcomes]
     print(_HEADER + "\n".join(rows))
     if chosen.into:
         write_table(chosen.into, _HEADER, rows)
 
 
-def _told(outcome: Outcome) -> Outcome:
-    """Show it at once: the rest takes a while."""
-    print(outcome.row("to be seen"), flush=True)
+def _shown(outcome: Outcome) -> Outcome:
+    """Print a row as soon as it is known: the whole table takes minutes."""
+    print(outcome.row("not compared yet"), flush=True)
     return outcome
 
 
 @contextmanager
 def staged() -> Iterator[Stage]:
-    """A head and two nodes, ready to train."""
+    """Boot a head and two nodes, and prepare the text, vocabulary and token shards."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         with Cluster.temporary(f"faults-{os.getpid()}", nodes=2, share=root) as cluster:
@@ -168,7 +171,7 @@ def staged() -> Iterator[Stage]:
 
 
 def write_table(document: Path, header: str, rows: list[str]) -> None:
-    """Replace the table, which is all of the document's lines that begin with a bar."""
+    """Replace the document's first table."""
     text = document.read_text("utf-8")
     table = header + "".join(f"{row}\n" for row in rows)
     document.write_text(re.sub(r"(^\|.*\n)+", lambda _: table, text, count=1, flags=re.MULTILINE), "utf-8")

@@ -1,4 +1,4 @@
-"""Single faults in the files of an export: each gives other bytes, and says in words what it changed."""
+"""Single faults in the files of an export. Each returns the changed bytes and a description of the change."""
 
 import copy
 import json
@@ -12,7 +12,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 Change = Callable[[bytes, random.Random], tuple[bytes, str]]
 Place = tuple[dict[str, Any] | list[Any], Any]
-"""A container and a key of it."""
+"""A container and one of its keys."""
 GENERATION = {
     "forced_bos_token_id": 7, "forced_eos_token_id": 1, "suppress_tokens": [5, 6], "begin_suppress_tokens": [4],
     "max_length": 3, "min_length": 4, "max_new_tokens": 2, "num_beams": 4, "num_beam_groups": 2, "do_sample": True,
@@ -30,7 +30,7 @@ CARD = {"base_model": "somebody/model", "license": "mit", "datasets": ["c4"], "l
 
 
 def parsed(name: str, content: bytes) -> Any:
-    """What programs read in a file, so that a fault which changes nothing of it can be told."""
+    """What programs read in a file. If a fault leaves it unchanged, it is no fault."""
     if name.endswith(".json"):
         return _exact(json.loads(content))
     if name == "README.md":
@@ -39,12 +39,12 @@ def parsed(name: str, content: bytes) -> Any:
 
 
 def _exact(value: Any) -> str:
-    """With types: 1, 1.0 and true are different values here, and the order of keys is none."""
+    """A text that differs for 1, 1.0 and true, and does not depend on the order of keys."""
     return json.dumps(value, sort_keys=True)
 
 
 def _places(value: Any) -> Iterator[Place]:
-    """Every leaf, and every container below the top."""
+    """Yield every leaf, and every container below the top."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in items:
         yield value, key
@@ -52,7 +52,7 @@ def _places(value: Any) -> Iterator[Place]:
 
 
 def _leaf(document: Any, generator: random.Random) -> Place:
-    """A leaf: first of the places near the top, lest a vocabulary is all that is ever chosen."""
+    """Choose a leaf, mostly from small objects: otherwise, nearly every choice would be in the vocabulary."""
     places = [each for each in _places(document) if not isinstance(each[0][each[1]], dict | list)]
     few = [each for each in places if len(each[0]) < 1000 and not isinstance(each[0], list)]
     return generator.choice(few if few and generator.random() < 0.7 else places)
@@ -97,7 +97,7 @@ def _delete(document: Any, generator: random.Random) -> str:
 
 
 def _swap(document: Any, generator: random.Random) -> str:
-    """Two values of one container."""
+    """Swap two values of one container."""
     containers = [document, *(each[0][each[1]] for each in _places(document))]
     chosen = generator.choice([each for each in containers if isinstance(each, dict | list) and len(each) > 1])
     keys = list(chosen) if isinstance(chosen, dict) else range(len(chosen))
@@ -155,12 +155,12 @@ def _in_card(change: Callable[[Any, random.Random], str]) -> Change:
 
 
 def _in_facts(change: Callable[[Any, random.Random], str]) -> Change:
-    """Of what this project states itself."""
+    """Wrap a change, to apply it to the facts that this project writes into the front matter."""
     return _in_card(lambda document, generator: change(document["t5_pretrain"], generator))
 
 
 def _in_header(change: Callable[[dict[str, Any], bytes, random.Random], tuple[bytes, str]]) -> Change:
-    """``change`` gets the header and the tensors' bytes, and returns the bytes."""
+    """Wrap ``change``, which edits the header in place and returns the tensors' bytes and a description."""
 
     def changed(content: bytes, generator: random.Random) -> tuple[bytes, str]:
         (length,) = struct.unpack("<Q", content[:8])
@@ -195,7 +195,7 @@ def _rename(header: dict[str, Any], data: bytes, generator: random.Random) -> tu
 
 
 def _exchange(header: dict[str, Any], data: bytes, generator: random.Random) -> tuple[bytes, str]:
-    """Two tensors of one shape; the same if no two have one."""
+    """Exchange two tensors of the same shape. Changes nothing if both are the same tensor."""
     name = _tensor(header, generator)
     alike = [each for each in header if header[each].get("shape") == header[name]["shape"]]
     other = generator.choice(alike)
@@ -216,7 +216,7 @@ def _retype(header: dict[str, Any], data: bytes, generator: random.Random) -> tu
 
 
 def _alias(header: dict[str, Any], data: bytes, generator: random.Random) -> tuple[bytes, str]:
-    """One tensor more, such as a tied model's files may hold twice."""
+    """Add a tensor, for instance one that the files of a tied model may hold twice."""
     name = generator.choice(["lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "more"])
     name = f"{name}.copy" if name in header else name
     header[name] = {"dtype": "F32", "shape": [2, 2], "data_offsets": [len(data), len(data) + 16]}
@@ -284,4 +284,4 @@ FAULTS: dict[str, dict[str, Change]] = {
         "key added": _in_card(_add(CARD)),
     },
 }
-"""By file, or "weights", and kind."""
+"""The faults by file (or "weights") and kind."""

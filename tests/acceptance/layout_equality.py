@@ -1,11 +1,12 @@
-"""Every layout beside plain data parallelism (ZeRO 0): one seed, no dropout, fp32, CPU ranks.
+"""Compare every layout with plain data parallelism (ZeRO 0): one seed, no dropout, fp32, CPU ranks.
 
     python -m tests.acceptance.layout_equality [--steps 50] [--ranks 2 4] [--into docs/variants.md]
 
-A model of the demo's size is trained in each layout under three conditions, with as many ranks; its consolidated
-weights, losses and gradient norms are compared with those of ZeRO 0 under the same condition. Differences are given as
-the largest of any element, relative to the root mean square of its tensor, and of any step, relative to itself.
-``--into`` puts the tables into a file, between the two lines that say so.
+A model of the demo's size is trained in each layout under three conditions, always with the same number of ranks. Its
+consolidated weights, losses and gradient norms are compared with those of ZeRO 0 under the same condition. The
+difference in weights is the largest of any element, relative to the root mean square of its tensor. The difference in
+losses and norms is the largest of any step, relative to the value itself. ``--into`` puts the tables into a file,
+between the two marker lines.
 """
 
 import argparse
@@ -49,7 +50,7 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "ZeRO 3, all offloaded": {"layout.zero_stage": 3, "layout.offload": "all"},
     "pipeline of 2 stages": {"layout.zero_stage": 1, "layout.pipeline_stages": 2},
 }
-# Of each its gradient clip, and passes a step.
+# The gradient clip and the passes per step of each condition.
 CONDITIONS: Mapping[str, tuple[float, int]] = {
     "one pass a step": (0.0, 1),
     "one pass, gradients clipped": (0.1, 1),
@@ -59,7 +60,7 @@ CONDITIONS: Mapping[str, tuple[float, int]] = {
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run ended with, and what it logged at every step."""
+    """The final weights of a run, and the losses and gradient norms of every step."""
 
     weights: dict[str, np.ndarray]
     losses: np.ndarray
@@ -67,7 +68,7 @@ class Trained:
 
     @classmethod
     def of(cls, folder: Path) -> "Trained":
-        """The run in a folder."""
+        """Read the run in a folder."""
         consolidate(folder / "checkpoints", folder / "weights")
         lines = [line for line in metrics.read(folder / "metrics.jsonl") if "loss" in line]
         logged = [np.array([line[name] for line in lines], dtype=np.float64) for name in ("loss", "gradient_norm")]
@@ -76,7 +77,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two runs, the largest; weights relative to the RMS of their tensor, losses and norms to themselves."""
+    """The largest differences of two runs: weights relative to their tensor's RMS, losses and norms to themselves."""
 
     weights: float
     losses: float
@@ -98,7 +99,10 @@ def _distance(tensor: np.ndarray, other: np.ndarray) -> float:
 
 
 def spec_of(layout: str, condition: str, ranks: int, steps: int) -> RunSpec:
-    """A small run; a pipeline's ranks share their passes, so that the sequences of one are as many in every layout."""
+    """A small run.
+
+    Every layout has micro-batches of the same size, so a pipeline, with fewer replicas, takes more of them.
+    """
     clip, passes = CONDITIONS[condition]
     return recipe("smoke").with_settings(
         {
@@ -118,7 +122,7 @@ def spec_of(layout: str, condition: str, ranks: int, steps: int) -> RunSpec:
 
 
 def train_all(root: Path, shards: TokenShards, ranks: int, steps: int) -> dict[tuple[str, str], Trained]:
-    """Every layout under every condition, in one launch."""
+    """Train every layout under every condition, in one launch."""
     folders = {key: root / f"{ranks}-{number}" for number, key in enumerate(itertools.product(LAYOUTS, CONDITIONS))}
     jobs = []
     for (layout, condition), folder in folders.items():
@@ -132,7 +136,7 @@ def train_all(root: Path, shards: TokenShards, ranks: int, steps: int) -> dict[t
 
 
 def compare(trained: Mapping[tuple[str, str], Trained]) -> dict[tuple[str, str], Difference]:
-    """Every layout with plain data parallelism under the same condition."""
+    """Compare every layout with plain data parallelism under the same condition."""
     return {
         (layout, condition): Difference.between(run, trained[PLAIN, condition])
         for (layout, condition), run in trained.items()
@@ -141,7 +145,7 @@ def compare(trained: Mapping[tuple[str, str], Trained]) -> dict[tuple[str, str],
 
 
 def table(found: Mapping[tuple[str, str], Difference], ranks: int) -> str:
-    """Markdown, a row a layout."""
+    """A Markdown table with a row for each layout."""
     lines = [[f"{ranks} ranks: weights (losses)", *CONDITIONS], ["---"] * (1 + len(CONDITIONS))]
     lines += [[layout, *(_cell(found[layout, condition]) for condition in CONDITIONS)] for layout in [*LAYOUTS][1:]]
     norms = max(difference.norms for difference in found.values())
@@ -156,7 +160,7 @@ def _cell(found: Difference) -> str:
 
 
 def put_into(path: Path, text: str) -> None:
-    """Replace what is between the two lines."""
+    """Replace what is between the two marker lines. Raises SystemExit if one is missing."""
     before, begin, rest = path.read_text("utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
@@ -165,7 +169,7 @@ def put_into(path: Path, text: str) -> None:
 
 
 def measure(steps: int, ranks: Sequence[int]) -> str:
-    """Train and compare; a line about where and when, then the tables."""
+    """Train and compare; return a line about date and hardware, then the tables."""
     about = f"{time.strftime('%Y-%m-%d')}, {hardware()}, torch {torch.__version__}, {steps} steps."
     with tempfile.TemporaryDirectory() as scratch:
         root, spec = Path(scratch), spec_of(PLAIN, "one pass a step", 2, steps)
@@ -177,7 +181,7 @@ def measure(steps: int, ranks: Sequence[int]) -> str:
 
 
 def main() -> None:
-    """Measure, and print or write."""
+    """Measure, print the tables, and write them if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=[2, 4])

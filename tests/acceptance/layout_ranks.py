@@ -1,4 +1,4 @@
-"""What the ranks of layouts.py run: one training after the other in one launch, since every launch takes ten seconds.
+"""Train one run after the other in one launch, because every launch takes ten seconds. For ``layout_equality.py``.
 
 ``python layout_ranks.py JOBS`` reads the JSON file JOBS, a list of ``{"spec", "shards", "run_folder"}``.
 """
@@ -20,7 +20,7 @@ def main(jobs: Path) -> None:
     """Train every job to its end."""
     deepspeed.init_distributed()
     for entry in json.loads(jobs.read_text("utf-8")):
-        groups.mpu = None  # DeepSpeed does not forget that the run before was a pipeline
+        groups.mpu = None  # otherwise, DeepSpeed still uses the groups of a previous pipeline
         folder = Path(entry["run_folder"])
         job = TrainJob(
             spec=build(entry["spec"]),

@@ -1,4 +1,4 @@
-"""Faults in every published file, each sealed in before certification."""
+"""Faults in every published file, planted before certification and sealed in the manifest."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The table that compares layouts: what a cell says, and where it is put."""
+"""The table that compares layouts: the text of a cell, and where the table is put."""
 
 from pathlib import Path
 

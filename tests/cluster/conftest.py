@@ -1,4 +1,4 @@
-"""Clusters to test on. What changes one leaves it as it found it, or has one of its own."""
+"""Test clusters that tests share. A test that changes a cluster restores it, or uses a cluster of its own."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from tests.support.cluster_runs import Stage, prepare, weights
 
 @pytest.fixture(scope="session")
 def share(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that all hosts of ``cluster`` have."""
+    """The folder that all hosts of ``cluster`` share."""
     return tmp_path_factory.mktemp("share")
 
 
@@ -28,7 +28,7 @@ def cluster(share: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def on(cluster: Cluster) -> Callable[..., str]:
-    """``on(host, *argv)``: what a program that succeeds prints on a host of ``cluster``."""
+    """``on(host, *argv)`` runs a program, which must succeed, on a host of ``cluster`` and returns its output."""
 
     def on(host: str, *argv: str) -> str:
         result = cluster.exec(host, list(argv), timeout=60)
@@ -40,7 +40,7 @@ def on(cluster: Cluster) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root with the text, the vocabulary and the token shards that every run here takes."""
+    """A root with the text, the tokenizer and the token shards that every run here uses."""
     root = tmp_path_factory.mktemp("prepared")
     prepare(root)
     return root
@@ -55,13 +55,13 @@ def stage(cluster: Cluster, share: Path, prepared: Path) -> Stage:
 
 @pytest.fixture(scope="session")
 def train(stage: Stage) -> Callable[[str, str, list[str]], Any]:
-    """``train(command, name, options)``: digests of the weights with which a run ends."""
+    """``train(command, name, options)`` trains a run and returns the digests of its final weights."""
 
     def train(command: str, name: str, options: list[str]) -> Any:
         started = stage.start(command, name, options)
         ended = started.wait(240)
         assert ended.exit_code == 0, ended.output[-4000:]
-        assert "FutureWarning" not in ended.output  # which a user can do nothing about
+        assert "FutureWarning" not in ended.output  # users cannot act on it
         assert not stage.processes()
         return weights(started.run_folder)
 
@@ -70,5 +70,5 @@ def train(stage: Stage) -> Callable[[str, str, list[str]], Any]:
 
 @pytest.fixture(scope="session")
 def one_host(train: Callable[[str, str, list[str]], Any]) -> Callable[[int], Any]:
-    """``one_host(ranks)``: digests of the weights with which one host with that many ranks ends, trained once."""
+    """``one_host(ranks)``: digests of the final weights of a run on one host, trained once per number of ranks."""
     return cache(lambda ranks: train("train", f"one-host-{ranks}", ["--set", f"cluster.ranks={ranks}"]))

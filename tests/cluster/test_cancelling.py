@@ -1,4 +1,4 @@
-"""Runs of a deployment over hosts, cancelled in Prefect, or ended with `t5-pretrain up`: they are saved, and go on."""
+"""A run over several hosts saves and can resume after it is cancelled in Prefect or `t5-pretrain up` is stopped."""
 
 import json
 import os
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cluster
 
 URL = "http://127.0.0.1:4200/api"
 NAME = "cancelled"
-SECONDS = 180.0  # ample, for a machine that does other work too
+SECONDS = 180.0  # ample, in case the machine is busy
 LONG = {"optimizer.num_steps": 1_000_000, "storage.checkpoint_every_steps": 1_000_000}
 OVER_HOSTS = {"cluster.hostfile": HOSTFILE, "cluster.num_nodes": 2, "storage.validate_every_steps": 1_000_000}
 ASK = """
@@ -35,10 +35,10 @@ print(ask(path, body.encode() or None, method))
 
 
 class Prefect:
-    """The server and the worker on the head, as a browser there would speak to them."""
+    """The Prefect server and worker on the head, and a client on the head that sends the requests of a browser."""
 
     def __init__(self, stage: Stage) -> None:
-        """Start them."""
+        """Start the server and the worker."""
         self._stage, self._log = stage, stage.root / "up.log"
         with open(self._log, "wb") as output:
             argv = ["t5-pretrain", "up", "--root", str(stage.root)]
@@ -46,20 +46,20 @@ class Prefect:
         self._await(lambda: "To start a run, type" in self._log.read_text("utf-8"))
 
     def end(self) -> None:
-        """Stop them, as a service manager does."""
+        """Stop the server and the worker, as a service manager does."""
         for process in self._stage.cluster.processes("head"):
             if "up" in process.argv:
                 os.kill(process.pid, signal.SIGTERM)
         self._process.wait(120)
 
     def run(self) -> str:
-        """Start a run of the deployment; its id."""
+        """Start a run of the deployment and return its id."""
         (deployment,) = (each for each in self.ask("deployments/filter", {}) if each["name"] == "smoke")
         parameters = {"run_name": NAME, "settings": {**SETTINGS, **LONG, **OVER_HOSTS}}
         return str(self.ask(f"deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})["id"])
 
     def cancel(self, run: str) -> None:
-        """What the button of a run's page asks for."""
+        """Send the request that the cancel button on a run's page sends."""
         self.ask(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": False})
 
     def await_state(self, run: str, state: str) -> None:
@@ -69,7 +69,7 @@ class Prefect:
         self._await(lambda: last_step(run_folder) >= step)
 
     def ask(self, path: str, body: dict[str, object] | None = None) -> Any:
-        """The API's answer to a GET, or to a POST if there is something to be said."""
+        """Return the API's answer to a GET, or to a POST if there is a ``body``."""
         argv = ["python", "-c", ASK, URL, str(self._stage.root / "prefect/api-key"), path]
         argv += ["GET", ""] if body is None else ["POST", json.dumps(body)]
         answer = self._stage.cluster.exec("head", argv, timeout=60)

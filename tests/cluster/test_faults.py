@@ -1,6 +1,6 @@
-"""What happens to a run over hosts is noticed, named, ends everywhere and costs no step but those since the checkpoint.
+"""A fault in a run over several hosts ends the run everywhere, is named, and loses only steps since the checkpoint.
 
-A third of the rows of docs/faults.md; `make faults` does them all.
+Covers a third of the rows of docs/faults.md; `make faults` runs them all.
 """
 
 import re
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.acceptance.fault_cases import FAULTS, LEASE_SECONDS, Fault
-from tests.acceptance.fault_table import ALLOWED_SECONDS, SETTINGS, do, goes_on_to, undisturbed_weights
+from tests.acceptance.fault_table import ALLOWED_SECONDS, SETTINGS, final_weights, inject, undisturbed_weights
 from tests.support.cluster_runs import Stage
 
 pytestmark = pytest.mark.cluster
@@ -20,20 +20,20 @@ RUNS = {fault.run: fault for fault in CHOSEN}
 
 @pytest.fixture(scope="module")
 def faulty(stage: Stage) -> Stage:
-    """Runs with short tolerances."""
+    """The stage with settings for faults: a short lease, a short grace period and no retries."""
     return Stage(stage.cluster, stage.root, {**stage.settings, **SETTINGS})
 
 
 @pytest.fixture(scope="module")
 def undisturbed(faulty: Stage) -> Any:
-    """What runs end with to which nothing happens."""
+    """Final weights of a run without a fault."""
     return undisturbed_weights(faulty)
 
 
-@pytest.mark.parametrize("fault", CHOSEN, ids=[fault.what for fault in CHOSEN])
+@pytest.mark.parametrize("fault", CHOSEN, ids=[fault.name for fault in CHOSEN])
 def test_a_fault_is_noticed_named_and_leaves_nothing(fault: Fault, faulty: Stage) -> None:
-    outcome = do(faulty, fault)
-    assert re.search(fault.told, outcome.told), outcome.told
+    outcome = inject(faulty, fault)
+    assert re.search(fault.message, outcome.message), outcome.message
     assert outcome.exit_code == fault.exit_code
     assert not outcome.left
     if fault.ends_ranks:
@@ -41,10 +41,8 @@ def test_a_fault_is_noticed_named_and_leaves_nothing(fault: Fault, faulty: Stage
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_the_run_goes_on_to_the_weights_of_one_to_which_nothing_happened(
-    run: str, faulty: Stage, undisturbed: Any
-) -> None:
-    assert goes_on_to(faulty, RUNS[run]) == undisturbed
+def test_a_faulty_run_ends_with_the_weights_of_a_run_without_a_fault(run: str, faulty: Stage, undisturbed: Any) -> None:
+    assert final_weights(faulty, RUNS[run]) == undisturbed
 
 
 def test_a_third_is_done() -> None:

@@ -1,4 +1,4 @@
-"""Hosts that share nothing: what their ranks wrote comes to the head, goes back, and is freed, all by ssh."""
+"""On hosts that share no storage, checkpoints are gathered to the head, restored to nodes and freed, all by ssh."""
 
 import sys
 from collections.abc import Callable

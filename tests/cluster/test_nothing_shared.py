@@ -1,4 +1,4 @@
-"""Hosts that share nothing but the network train what one host trains, whatever happens to a disk; bit for bit."""
+"""Hosts that share only the network train the same weights as one host, bit for bit, even after disk failures."""
 
 import os
 import re
@@ -24,7 +24,7 @@ from tests.support.cluster_runs import SETTINGS, Ended, Stage, Started, weights
 
 pytestmark = pytest.mark.cluster
 
-RUN, FIRST, LAST = "apart", "step-00000015", "step-00000030"
+RUN, FIRST, LAST = "unshared", "step-00000015", "step-00000030"
 SCRATCH = "/var/tmp/t5-pretrain-0/scratch"
 SHARD_OF_0 = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 SHARD_OF_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -40,11 +40,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "pipeline": {"layout.pipeline_stages": 2, "layout.micro_batch_sequences": 8},
 }
-"""Of which some files are written on one node, and read on both."""
+"""Layouts in which some files are written on one node and read on both."""
 
 
-class Apart:
-    """A cluster whose hosts share nothing, and a run on it."""
+class UnsharedRun:
+    """A cluster whose hosts share no storage, and a run on it."""
 
     def __init__(self, cluster: Cluster, logs: Path, name: str = RUN, **settings: Any) -> None:
         self.cluster, self.name = cluster, name
@@ -53,11 +53,11 @@ class Apart:
         self.folder = self.root / "runs" / name
 
     def start(self, command: str, options: list[str]) -> Started:
-        """Start it on the head."""
+        """Start the run on the head."""
         return self.stage.start(command, self.name, options, root=Path(ROOT))
 
     def train(self, options: list[str] = HOSTS) -> Ended:
-        """Start it, and wait for its end."""
+        """Start the run on the head, and wait for it to end."""
         ended = self.start("train", options).wait(SECONDS)
         assert not self.stage.processes()
         return ended
@@ -68,7 +68,7 @@ class Apart:
         return found
 
     def take_back(self, hosts: list[str]) -> None:
-        """Let the run have ended after its first checkpoint, and no host have failed."""
+        """Make the run look as if it had ended after its first checkpoint, without any failure of a host."""
         for name in ("manifest.json", FAILURES):
             (self.folder / name).unlink(missing_ok=True)
         for folder in (self.folder, *map(self.on, hosts)):
@@ -76,35 +76,35 @@ class Apart:
             shutil.rmtree(folder / "witness", ignore_errors=True)
 
     def wipe(self, host: str) -> None:
-        """Put another disk into a node."""
+        """Replace a node's disk with an empty one."""
         self.cluster.power_cut(host)
         self.cluster.boot(host, new_disk=True)
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Iterator[Apart]:
+def unshared(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Iterator[UnsharedRun]:
     """A head and three nodes, with token shards on the head."""
-    with Cluster.temporary(f"apart-{os.getpid()}", nodes=3) as cluster:
+    with Cluster.temporary(f"unshared-{os.getpid()}", nodes=3) as cluster:
         shutil.copytree(prepared / "shards", cluster.disk("head", f"{ROOT}/shards"))
-        yield Apart(cluster, tmp_path_factory.mktemp("logs"))
+        yield UnsharedRun(cluster, tmp_path_factory.mktemp("logs"))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(one_host: Callable[[int], Any]) -> Any:
-    """Digests of the weights with which one host with two ranks ends."""
+    """Digests of the final weights of a run on one host with two ranks."""
     return one_host(2)
 
 
 @pytest.fixture(scope="module")
-def trained(apart: Apart) -> Apart:
-    """The run, at its end for the first time."""
-    ended = apart.train()
+def trained(unshared: UnsharedRun) -> UnsharedRun:
+    """The run, after it has completed for the first time."""
+    ended = unshared.train()
     assert ended.exit_code == 0, ended.output[-4000:]
-    return apart
+    return unshared
 
 
 def tags_in(folder: Path) -> list[str]:
-    """Tags that lie in a folder, without what tells several of a name apart."""
+    """Names of the tags in a folder, without the suffix that distinguishes tags of the same name."""
     names = [path.name.partition(".")[0] for path in folder.glob("*")]
     return sorted(name for name in names if is_tag(name))
 
@@ -115,7 +115,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_hosts_that_share_nothing_train_what_one_host_trains(trained: Apart, undisturbed: Any) -> None:
+def test_hosts_that_share_nothing_train_what_one_host_trains(trained: UnsharedRun, undisturbed: Any) -> None:
     assert weights(trained.folder) == undisturbed
     assert not trained.cluster.disk("node0", ROOT).exists()
     assert [line["step"] for line in metrics.read(trained.folder / "metrics.jsonl") if "loss" in line] == [
@@ -123,7 +123,7 @@ def test_hosts_that_share_nothing_train_what_one_host_trains(trained: Apart, und
     ]
 
 
-def test_what_was_saved_is_gathered_whole_and_lies_on_nodes_in_parts(trained: Apart) -> None:
+def test_what_was_saved_is_gathered_whole_and_lies_on_nodes_in_parts(trained: UnsharedRun) -> None:
     for tag in (FIRST, LAST):
         tags.require_complete(trained.folder / "checkpoints" / tag)
     assert not (trained.on("node1") / "checkpoints" / LAST / SHARD_OF_0).exists()
@@ -131,14 +131,14 @@ def test_what_was_saved_is_gathered_whole_and_lies_on_nodes_in_parts(trained: Ap
 
 
 def test_another_head_is_kept_away_from_the_checkpoints_of_a_run_of_that_name_until_it_adopts_them(
-    trained: Apart, undisturbed: Any
+    trained: UnsharedRun, undisturbed: Any
 ) -> None:
     other = f"{ROOT}-other"
     shutil.copytree(trained.root / "shards", trained.cluster.disk("head", other) / "shards")
     ended = trained.stage.start("train", RUN, HOSTS, root=Path(other)).wait(SECONDS)
     assert ended.exit_code == 1
     assert re.search(
-        rf"on node0, node1 are owned by head \S+, root {ROOT}, since 20.*--adopt.*another --name", ended.told
+        rf"on node0, node1 are owned by head \S+, root {ROOT}, since 20.*--adopt.*another --name", ended.message
     )
     assert not trained.cluster.disk("head", f"{other}/runs/{RUN}/attempts").exists(), "no attempt was begun"
     adopting = trained.stage.start("train", RUN, [*HOSTS, "--adopt"], root=Path(other)).wait(SECONDS)
@@ -150,27 +150,27 @@ def test_another_head_is_kept_away_from_the_checkpoints_of_a_run_of_that_name_un
     (trained.folder / "manifest.json").unlink()
     back = trained.train()
     assert back.exit_code == 1
-    assert f"root {other}, since" in back.told
+    assert f"root {other}, since" in back.message
 
 
 def test_a_wiped_node_a_flipped_bit_and_another_ones_latest_are_made_good_from_the_gathered_copy(
-    trained: Apart, undisturbed: Any
+    trained: UnsharedRun, undisturbed: Any
 ) -> None:
     trained.take_back(["node0"])
     trained.wipe("node1")
     flip(trained.on("node0") / "checkpoints" / FIRST / SHARD_OF_0)
     (trained.on("node0") / "checkpoints" / "latest").write_text("step-00000099")
-    ended = trained.train([*HOSTS, "--adopt"])  # from the other head, if there was one
+    ended = trained.train([*HOSTS, "--adopt"])  # in case the other head owns the run
     assert ended.exit_code == 0, ended.output[-4000:]
     assert weights(trained.folder) == undisturbed
 
 
 def test_what_was_never_gathered_is_taken_from_nodes_and_a_half_written_tag_is_passed_over(
-    trained: Apart, undisturbed: Any
+    trained: UnsharedRun, undisturbed: Any
 ) -> None:
     written = shutil.copytree(trained.on("node0") / "checkpoints" / LAST, trained.root / "half-written")
     trained.take_back(["node0", "node1"])
-    shutil.move(written, trained.on("node0") / "checkpoints" / LAST)  # the other node's part is not there
+    shutil.move(written, trained.on("node0") / "checkpoints" / LAST)  # without the other node's part
     shutil.rmtree(trained.folder / "checkpoints")
     ended = trained.train()
     assert ended.exit_code == 0, ended.output[-4000:]
@@ -178,7 +178,9 @@ def test_what_was_never_gathered_is_taken_from_nodes_and_a_half_written_tag_is_p
     assert weights(trained.folder) == undisturbed
 
 
-def test_a_node_that_is_lost_twice_is_replaced_by_a_spare_and_the_run_goes_on(trained: Apart, undisturbed: Any) -> None:
+def test_a_node_that_is_lost_twice_is_replaced_by_a_spare_and_the_run_goes_on(
+    trained: UnsharedRun, undisturbed: Any
+) -> None:
     trained.take_back(["node0", "node1"])
     quick = ["--set", "cluster.lease_seconds=10", "--set", "cluster.grace_seconds=1"]
     started = trained.start("run", ["--hostfile", HOSTFILE, "--spares", "1", *quick])
@@ -195,7 +197,7 @@ def test_a_node_that_is_lost_twice_is_replaced_by_a_spare_and_the_run_goes_on(tr
 
 
 def test_a_node_that_is_down_from_the_beginning_is_replaced_by_a_spare_and_not_missed_at_the_end(
-    trained: Apart, undisturbed: Any
+    trained: UnsharedRun, undisturbed: Any
 ) -> None:
     trained.take_back(["node0", "node1"])
     trained.cluster.power_cut("node1")
@@ -209,7 +211,7 @@ def test_a_node_that_is_down_from_the_beginning_is_replaced_by_a_spare_and_not_m
 
 
 def test_where_nothing_is_complete_any_more_what_is_missing_is_named_and_the_run_begins_again_only_when_asked_to(
-    trained: Apart, undisturbed: Any
+    trained: UnsharedRun, undisturbed: Any
 ) -> None:
     trained.take_back(["node0", "node1", "node2"])
     shutil.rmtree(trained.folder / "checkpoints")
@@ -217,12 +219,12 @@ def test_where_nothing_is_complete_any_more_what_is_missing_is_named_and_the_run
     trained.wipe("node2")
     ended = trained.train()
     assert ended.exit_code == 1
-    assert re.search(rf"{SHARD_OF_1} \(last seen [^)]* on [^)]*node2\)", ended.told)
+    assert re.search(rf"{SHARD_OF_1} \(last seen [^)]* on [^)]*node2\)", ended.message)
     assert (seen := last_complete(trained.folder)) is not None
     assert seen.tag == LAST
     left = tags_in(trained.on("node0") / "checkpoints")
     aside = trained.cluster.disk("node0", f"{SCRATCH}/set-aside") / trained.on("node0").name
-    before = tags_in(aside)  # a host that was lost in a save has left one
+    before = tags_in(aside)  # a host that was lost during a save left one there
     ended = trained.train([*HOSTS, "--begin-again"])
     assert ended.exit_code == 0, ended.output[-4000:]
     assert weights(trained.folder) == undisturbed
@@ -231,9 +233,9 @@ def test_where_nothing_is_complete_any_more_what_is_missing_is_named_and_the_run
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_few_nodes_have_reaches_all_that_read_it(apart: Apart, variant: str) -> None:
-    run = Apart(apart.cluster, apart.stage.root, variant, **VARIANTS[variant])
-    apart.cluster.disk("head", f"{HOME}/two-slots").write_text(apart.cluster.hostfile(slots=2))
+def test_what_few_nodes_have_reaches_all_that_read_it(unshared: UnsharedRun, variant: str) -> None:
+    run = UnsharedRun(unshared.cluster, unshared.stage.root, variant, **VARIANTS[variant])
+    unshared.cluster.disk("head", f"{HOME}/two-slots").write_text(unshared.cluster.hostfile(slots=2))
     hosts = ["--hostfile", f"{HOME}/two-slots", "--include", "node0@node2"]
     first = run.train(hosts)
     assert first.exit_code == 0, first.output[-4000:]

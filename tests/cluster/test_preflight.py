@@ -1,4 +1,4 @@
-"""``t5-pretrain preflight`` over real ssh: what is wrong with hosts is named, and nothing is left on them."""
+"""``t5-pretrain preflight`` over real ssh names every fault of the hosts and leaves nothing on them."""
 
 import subprocess
 import time
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.cluster
 Preflight = Callable[..., subprocess.CompletedProcess[str]]
 On = Callable[..., str]
 TWO = "node0 slots=1\nnode1 slots=1\n"
-BUSY_SECONDS = 240  # for tests that run beside others
+BUSY_SECONDS = 240  # allows for other tests that run at the same time
 
 
 @pytest.fixture
 def preflight(cluster: Cluster, share: Path) -> Preflight:
-    """Run it on the head, with a hostfile of that text and further arguments."""
+    """Run ``t5-pretrain preflight`` on the head, with a hostfile of that text and further arguments."""
 
     def run(hostfile: str, *arguments: str, root: Path = share) -> subprocess.CompletedProcess[str]:
         path = cluster.disk("head", "/root/asked")
@@ -34,7 +34,7 @@ def preflight(cluster: Cluster, share: Path) -> Preflight:
 
 @pytest.fixture
 def no_way(cluster: Cluster, on: On) -> Iterator[None]:
-    """The second node is reached by ssh, and cannot reach the first."""
+    """The head reaches the second node by ssh, but that node cannot reach the first."""
     route = ("route", "{}", "unreachable", f"{cluster.address('node0')}/32")
     on("node1", "ip", *(word.format("add") for word in route))
     yield
@@ -42,7 +42,7 @@ def no_way(cluster: Cluster, on: On) -> Iterator[None]:
 
 
 def rows(result: subprocess.CompletedProcess[str]) -> dict[str, tuple[str, str]]:
-    """Result and text of each check, the last line of each."""
+    """Outcome and text of each check; its last line, if it has several."""
     lines = [line.split("\t") for line in result.stdout.splitlines()[1:]]
     return {check: (outcome, what) for check, outcome, what in lines}
 

@@ -1,4 +1,4 @@
-"""Hosts without this package, or with another version, are refused; with the head's code sent to them they train."""
+"""Hosts without this package or with another version are refused. With the head's code shipped to them, they train."""
 
 import os
 import shutil
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.cluster
 
 SENT = f"/var/tmp/t5-pretrain-0/{CODE}/{own_bundle().digest}"
 WHERE = "import infra, pathlib; print(pathlib.Path(infra.__file__).parents[1])"
-# So long that a head can come back to it.
+# Long enough for the head to be killed and started again while the run trains.
 LONG = ["--set", "optimizer.num_steps=100000", "--set", "storage.checkpoint_every_steps=100000"]
 SECONDS = 300
 
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Iterator[Stage]:
-    """Hosts that share nothing: the first node has no package, the second one with another module."""
+    """Hosts that share no storage. The first node lacks the package; the second has one with a changed module."""
     with Cluster.temporary(f"shipped-{os.getpid()}", nodes=2) as cluster:
         stage = Stage(cluster, tmp_path_factory.mktemp("logs"))
         shutil.copytree(prepared / "shards", cluster.disk("head", f"{ROOT}/shards"))
@@ -39,7 +39,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Iterator[
 
 
 def found(host: str, cluster: Cluster) -> Path | None:
-    """Where a host finds the package; None where it finds none."""
+    """The folder in which a host finds the package, or None."""
     said = cluster.exec(host, [sys.executable, "-P", "-c", WHERE], timeout=60)
     return Path(said.stdout.strip()) if said.returncode == 0 else None
 
@@ -70,7 +70,7 @@ def attempts(stage: Stage, name: str) -> list[Attempt]:
 
 
 def is_at_work(stage: Stage, started: Started) -> bool:
-    """Whether a rank takes steps; AssertionError if the head is not there any more."""
+    """Whether rank 0 takes steps. Raises AssertionError if the head has ended."""
     assert started.process.poll() is None, started.log.read_text()
     beats = stage.cluster.disk("node0", "/var/tmp/t5-pretrain-0/attempts").glob("*/rank-00000.beat")
     return any('"phase": "step"' in beat.read_text() for beat in beats)
@@ -124,7 +124,7 @@ def test_a_head_that_comes_back_goes_on_with_the_code_that_was_sent(stage: Stage
     known = metrics.stat().st_size if metrics.exists() else 0
     second = start(stage, "attached", "--ship-code", *LONG)
     until(lambda: "attempt 1 of attached is still at work: continuing it" in second.log.read_text())
-    until(lambda: metrics.exists() and metrics.stat().st_size > known)  # it follows them
+    until(lambda: metrics.exists() and metrics.stat().st_size > known)  # it collects the ranks' metrics
     assert end_head(stage, second, signal.SIGTERM) == 128 + signal.SIGTERM
     assert not stage.processes()
     assert [each.code for each in attempts(stage, "attached")] == [own_bundle().digest]

@@ -1,4 +1,4 @@
-"""Ranks on hosts under a head that is killed, comes back, is cut off, and tells them to end."""
+"""Ranks on hosts keep training while the head is killed, restarted or cut off, and end when the head says so."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def await_line(started: Started, text: str, seconds: float = 30.0) -> None:
 
 
 def await_rank(cluster: Cluster, host: str, attempt: str, seconds: float = 120.0) -> int:
-    """The pid of the rank on a host that works at that attempt, as soon as there is one."""
+    """Wait for a rank of an attempt on a host, and return its pid."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         for process in cluster.processes(host):
@@ -53,7 +53,7 @@ def attempts(started: Started) -> list[str]:
 
 
 def told_to_end(stage: Stage, started: Started) -> str:
-    """Its output, after SIGTERM to the head."""
+    """Send SIGTERM to the head, wait for the run to end everywhere, and return its output."""
     kill_head(stage.cluster, signal.SIGTERM)
     ended = started.wait(60)
     assert ended.exit_code == 128 + signal.SIGTERM

@@ -1,4 +1,4 @@
-"""The test cluster: its hosts share what they should and nothing else, and what is done to one really happens."""
+"""The test cluster: its hosts share only what they should, and every simulated fault really happens."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 def left_of(name: str) -> list[object]:
-    """Processes, mounts and folders of a cluster."""
+    """Processes, mounts and folders of a cluster that still exist."""
     mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if f"t5-testcluster/{name}" in line]
     folders = [path for path in (registry.FOLDER / name,) if path.exists()]
     return [*processes.find(processes.in_run(registry.mark(name)[RUN_ID_VARIABLE])), *mounts, *folders]

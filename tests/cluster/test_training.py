@@ -1,4 +1,4 @@
-"""Training on several hosts ends with the weights of one host with as many ranks, bit for bit."""
+"""Training on several hosts is bit-identical to training on one host with the same number of ranks."""
 
 from collections.abc import Callable
 from typing import Any

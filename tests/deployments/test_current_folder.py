@@ -1,4 +1,4 @@
-"""What lies in the folder a user happens to be in takes the place of no module of ours or of a library."""
+"""Modules in the user's current folder replace no module of ours or of a library."""
 
 import subprocess
 import time
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def shadows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with modules of such names; there is no Prefect server to be found."""
+    """A current folder with modules of such names, and no Prefect server that could be found."""
     for module in ("flows", "infra", "json", "prefect"):
         (tmp_path / f"{module}.py").write_text("raise SystemExit('shadowed')")
     monkeypatch.chdir(tmp_path)

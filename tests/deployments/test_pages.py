@@ -45,9 +45,9 @@ class Watched(NamedTuple):
     published: str
     artifacts_while_training: str
     command_lines: str
-    """Of all processes of this machine while it trained."""
+    """The command lines of all processes of this machine while it trained."""
     rank_environments: str
-    """Of the ranks of this run."""
+    """The environments of the ranks of this run."""
     root: Path
     ask: Callable[[str, dict[str, object]], Any]
 
@@ -82,7 +82,7 @@ def watched(
 
 
 def _deployment_run(user: Path, parameters: dict[str, str], marker: Path) -> None:
-    """In a fresh shell, of which only the user's home is set; with a command of its own to run instead of the flow."""
+    """Start the run from a fresh shell that sets only HOME, and ask for another command instead of the flow."""
     command = [str(Path(sys.executable).with_name("prefect")), "deployment", "run", "t5-pretrain/smoke"]
     command += [word for name, value in parameters.items() for word in ("--param", f"{name}={value}")]
     command += ["--job-variable", f"command=touch {marker}"]
@@ -104,7 +104,7 @@ def _says(ask: Callable[[str, dict[str, object]], Any], key: str, text: str) -> 
 
 
 def _of_processes(file: str, wanted: str = "") -> str:
-    """What that file of /proc says of all processes whose environment has ``wanted``."""
+    """The contents of a file in /proc of all processes whose environment contains ``wanted``."""
     found = []
     for path in Path("/proc").glob(f"[0-9]*/{file}"):
         try:
@@ -158,7 +158,7 @@ def test_a_page_of_another_origin_can_neither_read_nor_start_runs(watched: Watch
             page.value(f"fetch('{watched.server}/api/health').then(() => 'read', error => error.name)") == "TypeError"
         )
         assert page.value(f"fetch('{create}', {authorized}).then(() => 'sent', error => error.name)") == "TypeError"
-        blind = "{method: 'POST', body: '{}', mode: 'no-cors', credentials: 'include'}"  # goes out without being asked
+        blind = "{method: 'POST', body: '{}', mode: 'no-cors', credentials: 'include'}"  # sent without a preflight
         assert page.value(f"fetch('{create}', {blind}).then(each => each.type)") == "opaque"
     assert [run["id"] for run in watched.ask("flow_runs", {})] == [watched.id]
     page.open(watched.server)
@@ -168,7 +168,7 @@ def test_a_page_of_another_origin_can_neither_read_nor_start_runs(watched: Watch
 
 @contextmanager
 def _pages_of(folder: Path) -> Iterator[str]:
-    """A web server, on a port of its own, which makes it another origin."""
+    """A web server on its own port, which makes its pages another origin."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=folder)) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()

@@ -1,4 +1,4 @@
-"""A real Prefect server with the installed versions: it starts, schedules, takes deployments, and leaves nothing."""
+"""A real Prefect server of the installed version: it starts, schedules, takes deployments, and leaves no process."""
 
 import json
 import os
@@ -92,12 +92,12 @@ SHADOWS = ("flows", "json", "uvicorn")
 
 
 def client_environment(home: Path, api_url: str) -> dict[str, str]:
-    """Of a user's shell, in which the server's URL is known, and the key is not."""
+    """The environment of a user's shell that has the server's URL, but not its key."""
     return os.environ | {"PREFECT_HOME": str(home.parent / "user"), "PREFECT_API_URL": api_url, "DO_NOT_TRACK": "1"}
 
 
 def status(url: str, *, method: str = "GET", **headers: str) -> int:
-    """The HTTP status that a request without a body gets."""
+    """The HTTP status of the response to a request without a body."""
     request = Request(url, method=method, headers={name.replace("_", "-"): value for name, value in headers.items()})  # noqa: S310 - the server of this test
     try:
         with urlopen(request, timeout=30) as response:  # noqa: S310 - as above
@@ -121,9 +121,9 @@ def start(home: Path, current: Path) -> tuple[subprocess.Popen[str], str]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[Path, str]]:
-    """Home and API of a server whose root anybody may look into, as roots often are.
+    """Home and API of a server whose root all users may read, as is common.
 
-    It is started in a folder that has modules of such names as the server's own.
+    It is started in a folder with modules that have the names of the server's own.
     """
     root = Path(tempfile.mkdtemp(prefix="prefect-"))
     root.chmod(0o755)
@@ -163,7 +163,7 @@ def deployed(home: Path, api_url: str, ask: Ask) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def deployments(server: tuple[Path, str], ask: Ask) -> list[dict[str, Any]]:
-    """What `t5-pretrain deploy` made on the server."""
+    """The deployments that `t5-pretrain deploy` made on the server."""
     return deployed(*server, ask)
 
 
@@ -204,7 +204,7 @@ def test_another_user_cannot_read_the_key_and_cannot_start_a_run(
     create = f"{api_url}/deployments/{smoke['id']}/create_flow_run"
     command = [sys.executable, "-c", STRANGER, str(home / "api-key"), api_url, smoke["id"], NOBODY]
     result = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
-    # Without the key there is no CSRF token, and without that no change is even looked at.
+    # Without the key, a client gets no CSRF token. Without the token, the server rejects every change.
     assert result.stdout.split() == ["PermissionError", "401", "403", "403"], result.stderr
     assert ask(home, f"{api_url}/flow_runs/filter", {"deployments": {"id": {"any_": [smoke["id"]]}}}) == []
     assert ask(home, create, {})["deployment_id"] == smoke["id"]  # with the key it can be done

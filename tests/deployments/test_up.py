@@ -1,4 +1,4 @@
-"""``up``: whatever ends it, its server and its worker end too."""
+"""However ``up`` ends, its server and its worker end too."""
 
 import os
 import re
@@ -55,13 +55,13 @@ def test_a_worker_that_no_signal_ends_is_killed_after_its_parent() -> None:
 
 
 class Again(NamedTuple):
-    """A second ``up`` on a root, where the first one was killed while a run of its pool was on."""
+    """A second ``up`` on a root, after the first one was killed during a run of its pool."""
 
     process: subprocess.Popen[str]
     said: str
-    """The first line after that of the deployments."""
+    """The first line that it prints after the one about deployments."""
     run: dict[str, Any]
-    """The run, as Prefect had it before."""
+    """The run, as Prefect recorded it before the kill."""
     api_url: str
     home: Path
 
@@ -89,7 +89,7 @@ def test_runs_that_lost_their_worker_or_their_process_are_closed(again: Again, a
     assert found["state_type"] == "CRASHED"
     client, killed = flow_process(again.home, again.api_url)
     client.kill()
-    deadline = time.monotonic() + 90  # it is looked for every ten seconds
+    deadline = time.monotonic() + 90  # the check runs every ten seconds
     while ask(again.home, runs, _with_id(killed))[0]["state_type"] != "CRASHED":
         assert time.monotonic() < deadline
         time.sleep(0.5)

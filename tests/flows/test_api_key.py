@@ -1,4 +1,4 @@
-"""The API key's file: nobody but its owner can have read it, or it is not used."""
+"""The API key's file is used only if nobody but its owner can have read it."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from t5train.errors import StorageError
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """The folder of a server, as it makes it."""
+    """The folder of a server, as the server makes it."""
     home = tmp_path / "prefect"
     home.mkdir(mode=0o700)
     return home

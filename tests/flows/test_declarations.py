@@ -1,4 +1,4 @@
-"""What is written twice, for those who read it, says the same twice."""
+"""Declarations that are repeated for their readers agree with each other."""
 
 from importlib.resources import files
 from typing import get_args
@@ -23,4 +23,4 @@ def test_every_recipe_has_a_deployment() -> None:
 def test_every_parameter_is_described_in_words_that_a_page_shows_as_they_are() -> None:
     descriptions = [each.get("description") for each in pretrain.parameters.properties.values()]
     assert all(descriptions)
-    assert not [each for each in descriptions if "<" in each]  # a page takes <name> for a tag and leaves it out
+    assert not [each for each in descriptions if "<" in each]  # a web page treats <name> as a tag and hides it

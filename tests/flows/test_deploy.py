@@ -1,4 +1,4 @@
-"""What a run may set of the process that a worker starts."""
+"""Which settings of its process a deployed run may choose."""
 
 from prefect.utilities.templating import apply_values
 from prefect.workers.process import ProcessJobConfiguration

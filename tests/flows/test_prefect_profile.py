@@ -1,4 +1,4 @@
-"""The profile that ``up`` writes: found by a plain ``prefect``, and never in the way of what the user has chosen."""
+"""The profile that ``up`` writes: a plain ``prefect`` finds it, and it never overrides what the user has chosen."""
 
 import stat
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Who can answer in a server's place, and who decides which server that is."""
+"""Which process can answer as the server, and what decides which server is used."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Records of flow runs: what a killed process worked on is known, what lives or is elsewhere is left alone."""
+"""Records of flow runs: those of killed processes are found; those of live ones or other machines are left alone."""
 
 import subprocess
 import sys

@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
     "storage.validate_every_steps": 30,
     "storage.validate_sequences": 32,
 }
-# The order of sums within a rank follows from its threads, of which it would else have as many as its host has cores.
+# The number of threads fixes the order of summation within a rank. The default is the number of the host's cores.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 _LOOK_SECONDS = 0.1
 
@@ -39,14 +39,14 @@ class Ended:
     """How a command on the head ended."""
 
     exit_code: int
-    """As a shell tells it: 128 and the signal's number when a signal ended it."""
+    """As a shell reports it: 128 plus the signal's number if a signal ended the command."""
     at: float
-    """When, by time.monotonic."""
+    """When the command ended, by time.monotonic."""
     output: str
 
     @property
-    def told(self) -> str:
-        """The error, without the end of a rank's output; where there is none, the last line."""
+    def message(self) -> str:
+        """The error message without the quoted end of a rank's output, or the last line if there is no error."""
         _, found, last = f"\n{self.output}".rpartition("\nerror: ")
         if found:
             return " ".join(f"error: {last}".partition(", and ends:")[0].split())
@@ -62,7 +62,7 @@ class Started:
     run_folder: Path
 
     def wait(self, seconds: float) -> Ended:
-        """Wait for its end. Raises subprocess.TimeoutExpired."""
+        """Wait for the command to end. Raises subprocess.TimeoutExpired after ``seconds``."""
         returncode = self.process.wait(seconds)
         return Ended(
             returncode if returncode >= 0 else 128 - returncode,
@@ -71,7 +71,7 @@ class Started:
         )
 
     def await_step(self, step: int, seconds: float = 120) -> None:
-        """Wait until the run has taken a step; AssertionError with its output if it ends or takes too long."""
+        """Wait until the run takes a step. Raises AssertionError with its output if it ends first or takes too long."""
         deadline = time.monotonic() + seconds
         while self.step < step:
             alive = self.process.poll() is None and time.monotonic() < deadline
@@ -80,7 +80,7 @@ class Started:
 
     @property
     def step(self) -> int:
-        """The last step that the run's metrics tell of."""
+        """The last step in the run's metrics; 0 if there is none."""
         return last_step(self.run_folder)
 
 
@@ -113,13 +113,13 @@ class Stage:
         return Started(process, log, root / "runs" / name)
 
     def processes(self) -> list[tuple[str, Process]]:
-        """What runs on any host besides sshd, which keeps its end of a connection that was cut."""
+        """Processes on all hosts, except sshd, which keeps its end of a connection that was cut."""
         all_of_them = ((host, process) for host in self.cluster.hosts for process in self.cluster.processes(host))
         return [found for found in all_of_them if not found[1].argv[0].startswith("sshd:")]
 
 
 def prepare(root: Path) -> None:
-    """Make text, vocabulary and shards, of which every run takes the same."""
+    """Make the text, the tokenizer and the token shards that every run uses."""
     spec = recipe("smoke").with_settings({**SETTINGS, "storage.root": str(root)})
     text = build_corpus(spec.corpus, root)
     vocabulary = build_tokenizer(spec.tokenizer, spec.corpus, text, root)

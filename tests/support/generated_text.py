@@ -1,4 +1,4 @@
-"""Generated English, and every record of a small chain of data stages from it."""
+"""Generated text of made-up words, and the records of a small chain of data stages."""
 
 import json
 import random
@@ -14,7 +14,7 @@ WORDS = ["".join(_CHANCE.choices(SYLLABLES, k=_CHANCE.randint(1, 4))) for _ in r
 
 
 class DataChain(NamedTuple):
-    """Every record of one small chain."""
+    """Specs and records of a small chain of data stages."""
 
     corpus_spec: CorpusSpec
     corpus: Corpus
@@ -24,7 +24,7 @@ class DataChain(NamedTuple):
 
 
 def write_jsonl(path: Path, documents: int, seed: int = 0) -> Path:
-    """Passages of generated English."""
+    """Write documents of made-up words as JSON lines, and return the path."""
     chance = random.Random(seed)
     lines = [
         json.dumps({"id": f"{seed}-{number}", "text": " ".join(chance.choices(WORDS, k=chance.randint(5, 100)))})

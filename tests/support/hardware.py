@@ -1,4 +1,4 @@
-"""The machine that a benchmark ran on, in words; as a program it prints them."""
+"""Description of the machine that a benchmark ran on."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""Facts of hosts that do not exist: four that agree in everything, for a test to change."""
+"""Facts of four simulated hosts that agree in everything. Tests change some of them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +33,7 @@ NEEDS = LaunchRequirements(
 
 
 def network(number: int) -> Network:
-    """Of the ``number``-th host: Ethernet, and a bridge of a container program with the same address everywhere."""
+    """The network of host ``number``: Ethernet, and a container engine's bridge with the same address on every host."""
     return Network(
         hostname=f"node{number}",
         hostname_addresses=[f"10.0.0.{number}"],
@@ -47,7 +47,7 @@ def network(number: int) -> Network:
 
 
 def facts(number: int) -> Facts:
-    """Of the ``number``-th host."""
+    """The facts of host ``number``."""
     return Facts(
         started_at=1000.2,
         ended_at=1000.4,
@@ -61,18 +61,18 @@ def facts(number: int) -> Facts:
 
 
 def reply(changes: dict[str, Callable[[Facts], Facts]] | None = None) -> dict[str, HostReply]:
-    """Four hosts that answered within a second, some of them changed."""
+    """Replies of four hosts that answered within a second. ``changes`` change the facts of some hosts."""
     answers = {host: facts(number) for number, host in enumerate(HOSTS)}
     answers |= {host: change(answers[host]) for host, change in (changes or {}).items()}
     return {host: HostReply(answer, asked_at=1000.0, answered_at=1000.6) for host, answer in answers.items()}
 
 
 def with_(part: str, **changes: object) -> Callable[[Facts], Facts]:
-    """A change of one part of the facts; ``part`` is empty for what belongs to none."""
+    """Return a function that changes fields of a part of the facts, or of the facts themselves if ``part`` is empty."""
 
     def change(of: Facts) -> Facts:
         if not part:
-            return replace(of, **changes)  # type: ignore[arg-type] # whatever a test wants
+            return replace(of, **changes)  # type: ignore[arg-type] # any field that a test changes
         return replace(of, **{part: replace(getattr(of, part), **changes)})
 
     return change

@@ -1,7 +1,7 @@
-"""Hosts that do not exist, behind the same transport as real ones: they answer after a while, and some are not well.
+"""Simulated hosts behind the same transport as real ones. They answer after a delay, and some have faults.
 
-What such a host says of itself are this machine's facts with a name, an address and an identity of its own. A shell
-stands for the host and the way to it, so that what is measured is the work of the head.
+A simulated host reports this machine's facts with its own name, address and identity. A shell stands for the host and
+the connection to it, so a benchmark measures only the work of the head.
 """
 
 import json
@@ -15,7 +15,8 @@ from infra.node.inspection.facts import Facts, Question, Route
 from infra.node.messages import encode
 
 NETWORK = "10.0.0.0/16"
-# The facts are told with the head's nonce and the time; a fault is what ssh says, and its exit code 255.
+# ANSWERS prints a host's facts with the head's nonce and the current time. FAILS prints what ssh would, and exits with
+# ssh's exit code 255.
 ANSWERS = """
 sleep "$1"
 nonce=$(cat "$(sed 's/.*"nonce_path": "\\([^"]*\\)".*/\\1/')")
@@ -27,7 +28,7 @@ Change = Callable[[Facts], Facts]
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a host: its facts, or what ssh says of it, after some seconds."""
+    """A fault of a host: changed facts, or an error message of ssh after ``seconds`` (0: the usual latency)."""
 
     change: Change = lambda facts: facts
     ssh_says: str = ""
@@ -36,14 +37,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class Simulated:
-    """The way to them."""
+    """The transport to simulated hosts."""
 
     folder: Path
     latency_seconds: float
     faults: Mapping[str, Fault]
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:  # noqa: ARG002 - only ever asked for its facts
-        """A shell that answers as the host would."""
+        """The command line of a shell that answers as the host would."""
         fault = self.faults.get(host, Fault())
         if fault.ssh_says:
             return ["sh", "-c", FAILS, "sh", str(fault.seconds or self.latency_seconds), fault.ssh_says]
@@ -51,14 +52,14 @@ class Simulated:
 
 
 def facts_of(names: Sequence[str], faults: Mapping[str, Fault]) -> dict[str, Facts]:
-    """What each host says of itself, but for the time and the nonce."""
+    """The facts that each host reports, except the time and the nonce."""
     here = gather(Question(root=Path("/"), nonce_path=Path("/"), accelerator="cpu", wants_port=True))
     found = {name: _named(here, name, number) for number, name in enumerate(names)}
     return {name: faults[name].change(facts) if name in faults else facts for name, facts in found.items()}
 
 
 def write_answers(folder: Path, facts: Mapping[str, Facts]) -> None:
-    """One file a host, for ``Simulated``."""
+    """Write one file per host, which ``Simulated`` answers with."""
     for name, said in facts.items():
         message = json.loads(encode(said))
         message["Facts"] |= {"started_at": "@NOW@", "ended_at": "@NOW@"}

@@ -1,4 +1,4 @@
-"""Nodes that are folders of this machine, and checkpoints whose files are spread over them."""
+"""Nodes simulated by folders of this machine, and checkpoints whose files are spread over them."""
 
 import hashlib
 import os
@@ -51,13 +51,13 @@ sys.exit(main())
 
 
 class LocalHosts:
-    """Hosts that are folders of this machine: commands for them run here, each with its own place for attempts."""
+    """A transport to hosts that are folders of this machine: commands run here, with the host's own node folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        """An action of infra.node, as if on that host; the program that takes code is run as it is."""
+        """The command of an action of infra.node that uses the host's folder; the code receiver runs unchanged."""
         if "\n" in argv[-1]:
             return list(argv)
         (self.folder / host).mkdir(exist_ok=True)
@@ -67,7 +67,7 @@ class LocalHosts:
         return self.folder / host / f"t5-pretrain-{os.getuid()}" / "attempts" / run_id
 
     def prepare(self, this: Attempt) -> None:
-        """Have each host make its folder of an attempt."""
+        """Prepare the attempt's folder on each of its hosts."""
         for host in this.hosts or {}:
             own = replace(this, host=host, hosts=None)
             request = PrepareAttempt(own, {}, Endpoint("127.0.0.1", 20001), None, {})
@@ -75,7 +75,7 @@ class LocalHosts:
 
 
 class ThisMachine:
-    """Hosts that are this machine, but for those that are lost."""
+    """A transport to hosts that are all this machine, except for ``lost`` ones, which do not answer."""
 
     def __init__(self, *lost: str) -> None:
         self.lost, self.asked = lost, list[list[str]]()
@@ -86,7 +86,7 @@ class ThisMachine:
 
 
 def until_it_ends(nodes: Nodes, host: str, request: Request) -> None:
-    """Begin a conversation, and wait until the node ends it."""
+    """Start a conversation, and wait until the node ends it."""
     with conversation(nodes, host, request) as node:
         while node.receive(FromReceiver) is not None:
             pass
@@ -113,7 +113,10 @@ class Site:
         return self.scratch(host) / tag_place(RUN, tag_of(step))
 
     def save(self, step: int, size: int = 300_000, seed: int = 0, **facts: Any) -> dict[str, bytes]:
-        """Rank r is on node r; rank 0 answers for the model's file, of which the others' nodes have replicas."""
+        """Save a checkpoint with rank r on node r, and return the contents of its files by name.
+
+        Rank 0 records the model's file. The other nodes have replicas of it, with other bytes.
+        """
         chosen, contents = random.Random(f"{step} {seed}"), dict[str, bytes]()
         for rank, host in enumerate(self.nodes.hosts):
             folder = self.tag(host, step)

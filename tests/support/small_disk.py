@@ -1,4 +1,4 @@
-"""A disk of a test's own, in a mount namespace: small, or read-only."""
+"""A disk for one test, in a mount namespace: it can be small or read-only."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ _MOUNT = 'mount -t tmpfs -o "size=$1" tmpfs "$2" && shift 2 && exec "$@"'
 
 
 def run_with_disk(folder: Path, size: str, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program that finds an empty disk of that size mounted on ``folder``; it may remount it."""
+    """Run a Python program with an empty disk of ``size`` mounted on ``folder``. The program may remount it."""
     namespace = ["unshare", "--map-root-user", "--mount"]
     if subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
         pytest.skip("mount namespaces are not allowed here")

@@ -1,4 +1,4 @@
-"""What export and certification start from, made without training: a random model, a real vocabulary and a witness."""
+"""Inputs of export and certification, made without training: a random model, a real tokenizer and a witness."""
 
 import hashlib
 import json
@@ -42,14 +42,14 @@ class Trained(NamedTuple):
 
 
 def make_trained(folder: Path, version: str = "v1.1", num_files: int = 1) -> Trained:
-    """A random T5 of a version, or with experts ("switch"), as training and consolidation would leave it."""
+    """Make a random T5 of a version, or with experts ("switch"), as training and consolidation would."""
     settings = {"name": "made", **FAMILIES[version], **{f"model.{key}": SHAPE[key] for key in SHAPE}}
     spec = recipe("smoke").with_settings(settings)
     tokenizer = _tokenizer(folder / "tokenizer")
     config = huggingface_config(resolve(spec.model, int(tokenizer.counts["vocab_size"])), pad_id=0, eos_id=1)
     torch.manual_seed(0)
     model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(**config)).eval()
-    if version == "v1.1":  # transformers begins with a tied one
+    if version == "v1.1":  # transformers initializes it tied
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight))
     weights = _weights(folder / "run/weights", dict(model.named_parameters()), num_files)
     _witness(folder / "run/witness", model, config, tokenizer, spec)
@@ -58,7 +58,7 @@ def make_trained(folder: Path, version: str = "v1.1", num_files: int = 1) -> Tra
 
 @cache
 def _texts() -> list[str]:
-    """Python's own documentation, and what is beyond its ASCII."""
+    """Passages of Python's own documentation, and some with characters beyond ASCII."""
     own = [" ".join(text.split())[:600] for text in list(topics.values())[:60]]
     return [
         *own,

@@ -1,4 +1,4 @@
-"""What the stages start from: token shards of the built-in corpus, and exports made without training."""
+"""Inputs of the stages: token shards of the built-in corpus, and exports made without training."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +34,7 @@ def make_trained(tmp_path: Path) -> MakeTrained:
 
 @pytest.fixture
 def make_export(make_trained: MakeTrained, tmp_path: Path) -> Callable[..., Export]:
-    """An export that is certified, in this process, unless it is asked not to be."""
+    """Makes an export, and certifies it in this process unless told not to."""
 
     def make(version: str = "v1.1", *, certified: bool = True) -> Export:
         trained = make_trained(version)
@@ -69,7 +69,7 @@ def pydocs_tokenizer(pydocs: tuple[TokenizerFiles, TokenShards]) -> TokenizerFil
 
 @pytest.fixture
 def own_threads() -> Iterator[None]:
-    """For what sets torch's number of threads in this process: set it back."""
+    """Restore torch's number of threads in this process after the test."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -77,7 +77,7 @@ def own_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> DataChain:
-    """None of the tests writes into it."""
+    """The results of the data stages. Tests must not write into them."""
     root = tmp_path_factory.mktemp("made")
     corpus_spec = CorpusSpec(source=str(write_jsonl(root / "text.jsonl", 3000)), split=(800, 150, 50))
     corpus = build_corpus(corpus_spec, root)

@@ -1,4 +1,4 @@
-"""What does not fit on this machine is refused while nothing has started."""
+"""A run that does not fit on this machine is refused before anything starts."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What of a URL may be kept and shown."""
+"""Which parts of a URL may be stored and shown."""
 
 import pytest
 

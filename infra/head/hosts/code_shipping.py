@@ -1,7 +1,7 @@
 """Sends the head's own code to hosts, so that it need not be installed there.
 
 Python, torch and other packages must be installed; infra.head.preflight checks that. The program that receives the code
-is always the same text; digest and code travel on stdin.
+is always the same text; the digest and the code are sent on its stdin.
 """
 
 import logging
@@ -24,9 +24,10 @@ _OWN = Path(__file__).resolve().parents[3]
 
 
 def module_path(code: str | None) -> str:
-    """PYTHONPATH for hosts: that of this process, with absolute paths, as their current folder differs; may be empty.
+    """Return PYTHONPATH for processes on hosts; may be empty.
 
-    With the digest of code that was sent, the folder of that code comes first and the head's own copy is left out.
+    It is this process's PYTHONPATH with absolute paths, because the working folder on hosts differs. If ``code`` is the
+    digest of shipped code, the folder of that code comes first and the head's own copy is left out.
     """
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     places = [os.path.abspath(place) for place in named if place]  # noqa: PTH100 - keeps links
@@ -42,19 +43,19 @@ _log = logging.getLogger(__name__)
 
 
 def shipped_code(cluster: ClusterSpec) -> str | None:
-    """Digest of the code that is sent to hosts; None if it is installed there."""
+    """Return the digest of the code to ship to hosts; None if the code is installed there."""
     return own_bundle().digest if cluster.ship_code else None
 
 
 def path_to(code: str | None) -> dict[str, str]:
-    """The variable by which processes other than infra.node find code that was sent."""
+    """Return the environment variable with which processes other than infra.node find shipped code."""
     return {} if code is None else {"PYTHONPATH": module_path(code)}
 
 
 def ship(transport: Transport, hosts: Iterable[str]) -> dict[str, HostError]:
     """Send the code of this process to the hosts that lack it; returns the errors of those that still lack it.
 
-    On all other hosts, the path from ``infra.head.hosts.code_shipping.module_path`` then exists and is complete.
+    On all other hosts, the folder of the code (see ``module_path``) then exists and is complete.
     """
     asked = _ask(transport, hosts, b"")
     sent = _ask(transport, [host for host, held in asked.items() if held is False], own_bundle().content)
@@ -62,7 +63,7 @@ def ship(transport: Transport, hosts: Iterable[str]) -> dict[str, HostError]:
 
 
 def hosts_with_code(transport: Transport, hosts: Iterable[str], consequence: str) -> list[str]:
-    """``ship``, then return the hosts that have the code. A warning for each other host has the consequence and why."""
+    """Ship the code, and return the hosts that have it. Logs ``consequence`` and the error for each other host."""
     names = list(hosts)
     lacking = ship(transport, names)
     for error in lacking.values():

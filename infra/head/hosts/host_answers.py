@@ -1,6 +1,6 @@
-"""The answer in a host's reply, or its error.
+"""Extracts the answer from a host's reply, or the error.
 
-An error is of one of three kinds: the host cannot be reached (HostUnreachable, HostTimeout), the action failed there
+There are three kinds of errors: the host cannot be reached (HostUnreachable, HostTimeout), the action failed there
 (RemoteFailed, whose cause is the action's own error), or the host and the head do not understand each other
 (ProtocolMismatch).
 """
@@ -17,7 +17,7 @@ A = TypeVar("A")
 
 
 def answer_in(reply: Reply, host: str, kind: type[A]) -> A | HostError:
-    """The message that a host has replied, or the error."""
+    """Return the message of class ``kind`` in a host's reply, or the error."""
     if isinstance(reply, HostError):
         return reported(host, reply)
     try:
@@ -27,7 +27,7 @@ def answer_in(reply: Reply, host: str, kind: type[A]) -> A | HostError:
 
 
 def mismatch(host: str, error: BadMessage) -> ProtocolMismatch:
-    """The error for a message that the host, or the head, did not expect."""
+    """Return the error for a message that the host or the head did not expect."""
     if isinstance(error, NotAMessage):
         return ProtocolMismatch(
             f"{host}: {error}. Make the login shell there (~/.bashrc) print nothing when it has no terminal", [host]
@@ -40,7 +40,7 @@ def mismatch(host: str, error: BadMessage) -> ProtocolMismatch:
 
 
 def reported(host: str, error: HostError) -> HostError:
-    """The error that the action itself reported; ``error`` if it did not."""
+    """Return the error that the action itself reported on stderr, or ``error`` if it reported none."""
     failure = _failure_in(error.stderr) if isinstance(error, RemoteFailed) else None
     if failure is None:
         return error

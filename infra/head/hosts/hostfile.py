@@ -1,8 +1,9 @@
-"""The hosts of a run: a strict reader of DeepSpeed's hostfile and of its options to choose among the hosts.
+"""Reads DeepSpeed's hostfile, and the options that choose hosts from it, more strictly than DeepSpeed.
 
 DeepSpeed silently drops a host with ``slots=0``, lets pdsh expand ``node[0-1]``, and passes a name such as
-``-oProxyCommand=x`` to ssh as an option. Names are therefore restricted to plain host names and IPv4 addresses. An IPv6
-address, whose colons DeepSpeed and pdsh interpret differently, needs a name in /etc/hosts or ssh's configuration.
+``-oProxyCommand=x`` to ssh as an option. Names are therefore restricted to plain host names and IPv4 addresses. IPv6
+addresses are rejected, because DeepSpeed and pdsh interpret their colons differently: a host with an IPv6 address needs
+a name in /etc/hosts or in ssh's configuration.
 """
 
 import ipaddress
@@ -41,7 +42,7 @@ class Hosts:
 
     @property
     def num_ranks(self) -> int:
-        """One for each slot of each host."""
+        """Number of ranks: one for each slot of each host."""
         return sum(len(host.slots) for host in self.all)
 
     @property
@@ -57,7 +58,7 @@ class Hosts:
 
 
 def read_hosts(cluster: ClusterSpec) -> Hosts:
-    """The hosts of a run. Raises as ``chosen_hosts`` does, and SpecError if their number of ranks has changed."""
+    """Return the chosen hosts. Raises SpecError as ``chosen_hosts`` does, and if their number of ranks has changed."""
     hosts = chosen_hosts(cluster)
     if hosts.num_ranks != cluster.ranks:
         raise SpecError(
@@ -68,7 +69,7 @@ def read_hosts(cluster: ClusterSpec) -> Hosts:
 
 
 def chosen_hosts(cluster: ClusterSpec) -> Hosts:
-    """The hosts that the settings choose for training. SpecError names the line or setting, and the remedy."""
+    """Return the hosts that the settings choose for training. Raises SpecError with the line or setting to correct."""
     found = _listed(cluster)
     if cluster.spares >= len(found.all):
         raise SpecError(
@@ -78,7 +79,7 @@ def chosen_hosts(cluster: ClusterSpec) -> Hosts:
 
 
 def spare_hosts(cluster: ClusterSpec) -> Hosts:
-    """The hosts that wait in reserve to replace one that trains. Raises as ``chosen_hosts`` does."""
+    """Return the spares: the last ``cluster.spares`` of the listed hosts. Raises SpecError as ``chosen_hosts`` does."""
     return Hosts(_listed(cluster).all[len(chosen_hosts(cluster).all) :])
 
 
@@ -115,9 +116,9 @@ def parse(text: str, source: str) -> Hosts:
 def select(
     hosts: Hosts, *, include: str | None = None, exclude: str | None = None, num_nodes: int | None = None
 ) -> Hosts:
-    """The hosts and slots that at most one of these options selects, in hostfile order, as DeepSpeed selects them.
+    """Return the hosts and slots that an option selects, in hostfile order, as DeepSpeed does. Give one option at most.
 
-    Include and exclude are ``NAME[:SLOT[,SLOT...]][@NAME...]``; a name alone means all its slots.
+    ``include`` and ``exclude`` have the form ``NAME[:SLOT[,SLOT...]][@NAME...]``; a name alone means all its slots.
     """
     if include is not None:
         chosen = _named(hosts, "include", include)
@@ -138,12 +139,12 @@ def select(
 
 
 def hostfile_text(hosts: Hosts) -> str:
-    """A hostfile for DeepSpeed with only these hosts, each with enough slots for those that are chosen."""
+    """Return a hostfile for DeepSpeed with only these hosts, each with enough slots to contain the chosen ones."""
     return "".join(f"{host.name} slots={max(host.slots) + 1}\n" for host in hosts.all)
 
 
 def include_argument(hosts: Hosts) -> str:
-    """The value of DeepSpeed's ``--include`` that chooses exactly these slots from ``hostfile_text``."""
+    """Return the value of DeepSpeed's ``--include`` that chooses exactly these slots from ``hostfile_text``."""
     return "@".join(f"{host.name}:{','.join(map(str, host.slots))}" for host in hosts.all)
 
 
@@ -183,7 +184,7 @@ def _remedy_of_twice(first: Host) -> str:
 
 
 def _named(hosts: Hosts, setting: str, text: str) -> dict[str, tuple[int, ...]]:
-    """The slots that an include or exclude names, by host, in ascending order."""
+    """The slots that ``include`` or ``exclude`` names, by host, in ascending order."""
     known = {host.name: host for host in hosts.all}
     found: dict[str, list[int]] = {}
     for part in text.split("@"):

@@ -1,4 +1,4 @@
-"""Runs actions of ``python -m infra.node`` on nodes: a query on many at once, or a conversation with one.
+"""Runs actions of ``python -m infra.node`` on nodes: a query to many nodes at once, or a conversation with one.
 
 For the kinds of errors, see infra.head.hosts.host_answers.
 """
@@ -30,9 +30,9 @@ _END_SECONDS = 10.0
 
 
 def node_command(action: str, code: str | None) -> list[str]:
-    """The command that runs ``infra.node`` on a node, with this Python and the ``module_path`` of that code.
+    """Return the command that runs an action of ``infra.node`` on a node, with this Python and ``module_path(code)``.
 
-    Code that was sent is used only from a folder that belongs to the user alone, which the command itself checks first.
+    Before it runs shipped code, the command checks that only this user can have written the folder of that code.
     """
     path = [f"PYTHONPATH={module_path(code)}"] if module_path(code) else []
     check = [] if code is None else [sys.executable, "-I", "-S", "-c", _CHECK, str(code_folder(code))]
@@ -41,10 +41,10 @@ def node_command(action: str, code: str | None) -> list[str]:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Hosts, the transport to them, and their scratch folder (None: the default of each).
+    """Hosts, and what requests to them need.
 
-    ``code`` is the digest of the code that was sent, None if it is installed there. ``owner`` is the unique id of the
-    run whose files are read and written there.
+    ``scratch`` is the scratch folder (None: each host's default). ``code`` is the digest of the shipped code (None: the
+    code is installed on the hosts). ``owner`` is the unique id of the run whose files the requests read and write.
     """
 
     transport: Transport
@@ -54,16 +54,16 @@ class Nodes:
     owner: str | None = None
 
     def on(self, *hosts: str) -> Self:
-        """The same, for some of the hosts."""
+        """Return a copy for these hosts only."""
         return replace(self, hosts=hosts)
 
     @property
     def store(self) -> NodeStore:
-        """What requests name as the files that they are about."""
+        """The scratch folder and the owner of the files, as requests name them."""
         return NodeStore(self.scratch, self.owner)
 
     def ask(self, query: Query[A], deadline_seconds: float) -> dict[str, A | HostError]:
-        """Ask all hosts the same; returns the answers by host."""
+        """Send the same query to all hosts; returns the answers by host."""
         return self.ask_each(dict.fromkeys(self.hosts, query), deadline_seconds)
 
     def ask_each(
@@ -73,10 +73,10 @@ class Nodes:
         on_start: Callable[[str], None] = lambda _host: None,
         on_answer: Callable[[str, A | HostError], None] = lambda _host, _answer: None,
     ) -> dict[str, A | HostError]:
-        """Ask each host a query of its own, all of one class; returns the answers by host.
+        """Send each host its own query, all of one class; returns the answers by host.
 
-        ``on_start`` is called in a thread of that host, just before the query is sent to it; ``on_answer`` is called in
-        this thread as answers arrive.
+        ``on_start`` is called in a thread for each host, just before its query is sent. ``on_answer`` is called in the
+        caller's thread as answers arrive.
         """
         if not queries:
             return {}
@@ -105,9 +105,9 @@ class Nodes:
 
 @contextmanager
 def conversation(nodes: Nodes, host: str, request: Request) -> Iterator[Channel]:
-    """Start an action on a host, and exchange messages with it; it ends when its stdin is closed.
+    """Start an action on a host, and yield a channel to it. The action ends when the block does, with its stdin closed.
 
-    If the block fails because the action or the connection to it failed, raises the HostError with the reason.
+    Raises the HostError with the reason if the action or the connection to it fails within the block.
     """
     argv = node_command(request.action, nodes.code)
     process = ssh.connect(nodes.transport, host, argv)
@@ -140,7 +140,7 @@ def _listen(stderr: IO[bytes], said: list[bytes]) -> None:
 
 
 def _code(process: subprocess.Popen[bytes]) -> int:
-    """Its exit code; 0 also if it had to be killed."""
+    """Wait for a process; returns its exit code, or 0 if it had to be killed."""
     try:
         return process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:

@@ -1,6 +1,6 @@
-"""Runs commands on other machines with the ssh configuration of a run; the only module that does.
+"""Runs commands on other machines with the ssh configuration of a run. No other module does so.
 
-A command is an argv list, quoted for the shell that sshd passes it to. Data travels on stdin, never in an argument. No
+A command is an argv list, quoted for the shell that sshd passes it to. Data is sent on stdin, never in an argument. No
 command outlasts its deadline: the local process is killed, and ``timeout`` ends the remote one, even if the network is
 down. pdsh uses the same configuration.
 """
@@ -41,7 +41,7 @@ RemoteCommand none
 RequestTTY no
 LogLevel INFO
 """
-# Included last: ssh uses the first value that it finds for a setting. No variable of this machine is sent.
+# Included last, because ssh uses the first value that it finds for a setting. With "SendEnv -*", no variables are sent.
 _THE_USERS_OWN = """\
 Include ~/.ssh/config
 Include /etc/ssh/ssh_config
@@ -51,10 +51,10 @@ SendEnv -*
 
 
 def ssh_config(cluster: ClusterSpec) -> str:
-    """Text of an ssh configuration: required settings first, then the user's own and the system's for all others.
+    """Return an ssh configuration: required settings first, then the user's and the system's configuration.
 
-    A connection without traffic is closed after about ``cluster.lease_seconds``, when the ranks give up too. Raises
-    SpecError if ``cluster.known_hosts`` is not a file that can be named in ssh's configuration.
+    If a host does not respond, ssh closes the connection after about ``cluster.lease_seconds``, when the ranks give up
+    too. Raises SpecError if ``cluster.known_hosts`` is not a file that can be named in ssh's configuration.
     """
     interval = max(1, math.floor(cluster.lease_seconds / _CHECKS))
     checks = math.ceil(cluster.lease_seconds / interval)
@@ -91,7 +91,7 @@ class Transport(Protocol):
     """A way to run commands on other machines."""
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        """The local command that runs ``argv`` on ``host``, connected to its stdin, stdout and stderr."""
+        """Return the local command that runs ``argv`` on ``host``, connected to its stdin, stdout and stderr."""
         ...
 
 
@@ -108,7 +108,7 @@ class Ssh:
         return cls(folder / SSH_CONFIG)
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        """With ``--``, since ssh would otherwise read options from what follows."""
+        """See Transport. Without ``--``, ssh would look for options in what follows."""
         return ["ssh", "-F", str(self.config), "--", host, quoted(argv)]
 
 
@@ -124,12 +124,12 @@ Reply = Output | HostError
 
 
 def quoted(argv: Sequence[str]) -> str:
-    """One line that every POSIX shell parses as exactly ``argv``: each argument is quoted, including the first."""
+    """Return a line that every POSIX shell parses as exactly ``argv``. Each argument is quoted, including the first."""
     return " ".join("'" + argument.replace("'", "'\"'\"'") + "'" for argument in argv)
 
 
 def run(transport: Transport, host: str, argv: Sequence[str], *, stdin: bytes = b"", deadline_seconds: float) -> Output:
-    """Run a command to its end.
+    """Run a command on a host, and wait until it ends.
 
     Raises HostUnreachable, HostKeyMismatch, HostTimeout, or RemoteFailed if its exit code is not 0.
     """
@@ -148,7 +148,8 @@ def run_everywhere(
 ) -> dict[str, Reply]:
     """Run a command on all hosts at once (64 at a time); returns outputs and errors in the order of the hosts.
 
-    ``on_reply`` is called in this thread as they arrive. If this is interrupted, commands still running are ended.
+    ``on_reply`` is called in the caller's thread as they arrive. If the caller is interrupted, commands that are still
+    running are ended.
     """
     running: list[subprocess.Popen[bytes]] = []
 
@@ -178,8 +179,8 @@ def run_everywhere(
 def connect(transport: Transport, host: str, argv: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start a command on a host. The caller uses its stdin, stdout and stderr, and must end it.
 
-    It runs in its own process group, so Ctrl-C in a terminal does not reach it. Raises HostUnreachable if ssh cannot be
-    started.
+    The local process has its own process group, so Ctrl-C in a terminal does not reach it. Raises HostUnreachable if
+    ssh cannot be started.
     """
     command = transport.command(host, argv)
     try:
@@ -233,7 +234,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def failure_of(host: str, argv: Sequence[str], returncode: int, said: bytes) -> HostError:
-    """The error for a command that ended with this exit code, and wrote ``said`` to stderr."""
+    """Return the error for a command that ended with this exit code and wrote ``said`` to stderr."""
     if returncode == SSH_FAILED:
         return failure_of_ssh(host, said)
     return RemoteFailed(

@@ -6,7 +6,7 @@ from infra.node.attempts.log_tail import printable
 from t5train.errors import HostError, HostKeyMismatch, HostMisconfigured, HostUnreachable
 
 SSH_FAILED = 255
-"""Exit code when ssh itself fails; any other is the command's."""
+"""Exit code if ssh itself fails. Any other is the exit code of the remote command."""
 _NOISE = re.compile(r"[@*\s]*$")
 
 _Kind = type[HostKeyMismatch] | type[HostUnreachable]
@@ -56,7 +56,7 @@ _BROKEN = (
 
 
 def failure_of_ssh(host: str, said: bytes) -> HostError:
-    """The error for an ssh that ended with 255, and wrote ``said`` to stderr."""
+    """Return the error for an ssh process that ended with exit code 255 and wrote ``said`` to stderr."""
     for pattern, kind, remedy in _FAILURES:
         if match := re.search(pattern, said.decode("utf-8", "replace")):
             name = match.groupdict().get("name") or host  # as in known_hosts: [host]:port if the port is not 22
@@ -69,6 +69,6 @@ def failure_of_ssh(host: str, said: bytes) -> HostError:
 
 
 def last_lines(said: bytes, most: int = 3) -> str:
-    """The last lines that are not noise, joined into one."""
+    """Return the last lines that are not noise, joined into one line."""
     lines = [printable(line).strip() for line in said.decode("utf-8", "replace").splitlines()]
     return " / ".join([line for line in lines if not _NOISE.match(line)][-most:]) or "nothing"

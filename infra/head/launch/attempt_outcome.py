@@ -1,4 +1,4 @@
-"""Watches an attempt from the start of its ranks to the end of the last: when to end it, and which error to raise."""
+"""Watches an attempt over hosts until all its ranks have ended: decides when to end it and which error to raise."""
 
 import logging
 import time
@@ -16,11 +16,11 @@ from t5train.errors import HostLost, LaunchError, T5TrainError
 
 _LOOK_SECONDS = 0.5
 _SETTLE_SECONDS = 2.0
-"""After a failure: another host may be about to report an earlier one."""
+"""How long to wait after a failure, since another host may be about to report an earlier one."""
 _RECORDS_SECONDS = 5.0
-"""Time for the records of ranks to arrive that ended just before their launcher did."""
+"""How long to wait, after the launcher has ended, for the records of ranks that ended just before it."""
 _STOP_SECONDS = 10.0
-"""Time for a step to end, in addition to the time to save."""
+"""How long the current step may take to end, in addition to the time to save."""
 _log = logging.getLogger(__name__)
 
 
@@ -38,7 +38,7 @@ class ClusterWatch:
         """Wait until every rank has ended, one has failed, a host is lost, or the launcher is gone."""
         gone_since = None
         while True:
-            gone = not self._launcher.is_alive  # checked before the records, since it outlives the ranks
+            gone = not self._launcher.is_alive  # checked before the records: the launcher outlives the ranks
             self._look()
             if self._supervision.failed:
                 self._supervision.look(_SETTLE_SECONDS)
@@ -51,11 +51,11 @@ class ClusterWatch:
                 return
 
     def num_saved(self) -> int:
-        """Grows with each part of a checkpoint that ranks save on their own disks."""
+        """How many parts of checkpoints ranks are known to have saved on their hosts' own disks."""
         return self._supervision.num_saved
 
     def stop(self) -> None:
-        """Tell the ranks to save and end, and wait for that."""
+        """Order the ranks to save and end, and wait until they have ended."""
         _log.warning("ending attempt %s: its ranks have %.0f s to save a checkpoint", self.this.number, self._grace)
         self._supervision.order(Order.STOP)
         deadline = time.monotonic() + self._grace + _STOP_SECONDS
@@ -76,7 +76,7 @@ class ClusterWatch:
             self._supervision.look(_LOOK_SECONDS)
         missing, silent = self._supervision.not_ended, self._supervision.silent
         self._supervision.close()
-        if silent:  # where host sessions could not connect until now
+        if silent:  # host sessions have not been able to reconnect to these
             _log.warning(
                 "attempt %s may keep running until its lease expires on %s", self.this.number, ", ".join(silent)
             )
@@ -84,7 +84,7 @@ class ClusterWatch:
         self._unreachable = silent + earlier_attempts.end_on_hosts(self.this, self._transport, asked)
 
     def failure(self) -> T5TrainError | None:
-        """The error to raise after everything has ended; None for success."""
+        """Return the error to raise after everything has ended; None if all ranks succeeded."""
         if self._supervision.succeeded:
             return None
         if (failure := self._supervision.failure) is not None:
@@ -96,7 +96,7 @@ class ClusterWatch:
         return found
 
     def _with_others_lost(self, failure: LaunchError) -> LaunchError:
-        """The failure, with the hosts that were lost in addition to those that it names."""
+        """Add the hosts that were lost to the failure, except those that it already names."""
         others = [host for host in self._unreachable if host not in failure.hosts]
         lost = "".join(f"; {host} was also lost: {self._supervision.broken(host)}" for host in others)
         return type(failure)(f"{failure}{lost}", [*failure.hosts, *others]) if others else failure

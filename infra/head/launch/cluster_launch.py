@@ -6,9 +6,9 @@
                          └─ guard ── deepspeed.launcher.runner ── pdsh ── ssh to each host
     host: sshd ── deepspeed.launcher.launch ── guard ── rank
 
-The head ends everything when a rank or the launcher fails, or a host is lost. Guards do so when they have not heard
-from the head for ``cluster.lease_seconds``. Only exit records show whether the ranks did their work: pdsh, and with it
-DeepSpeed's launcher, exits with 0 when it is killed.
+The head ends everything when a rank or the launcher fails, or a host is lost. Guards end their ranks when the head has
+not renewed its lease for ``cluster.lease_seconds``. Only exit records show whether the ranks did their work: pdsh, and
+with it DeepSpeed's launcher, exits with 0 when it is killed.
 """
 
 import logging
@@ -55,22 +55,21 @@ class ClusterLaunchSpec:
     hosts: Hosts
     needs: LaunchRequirements
     storage: Callable[[bool], RunStorage]
-    """Called with whether the hosts share no storage; returns how ranks get their files. The job that it makes ready is
-    sent to every host."""
+    """Called with True if the hosts share no storage; returns the storage of the run. The job that ``make_ready`` of
+    the storage writes is sent to every host."""
     program: Callable[[Path], tuple[str, ...]]
-    """Called with the path of that job on a host; returns arguments of the Python interpreter for every rank."""
+    """Called with the path of that job on a host; returns the arguments of the Python interpreter for every rank."""
     is_same_job: Callable[[Path], bool]
     """Called with the folder of an attempt whose ranks are running; returns whether they run this job."""
 
 
 def launch_on_hosts(spec: ClusterLaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Attempt:
-    """Run every rank to its end, including ranks of the same job that are already running.
+    """Run all ranks to their end. Ranks of the same job that are already running continue.
 
-    For ``on_tick``, see infra.head.launch.local_launch.
-
-    Raises the error that a rank reported, HostLost, or another LaunchError. If
-    SIGTERM raises an exception (infra.head.stop_signal), the ranks first get time to save. In any case, no process of
-    the attempt is left on any host that can be reached; on others, they end when the lease expires.
+    For ``on_tick``, see infra.head.launch.local_launch. If SIGTERM raises an exception (infra.head.stop_signal), the
+    ranks first get time to save. In any case, no process of the attempt is left on any host that can be reached; on
+    other hosts, processes end when the lease expires. Raises the error that a rank reported, HostLost, or another
+    LaunchError.
     """
     with stoppable(), TemporaryDirectory(prefix="t5-launch-") as folder:
         transport = Ssh.configured(spec.cluster, Path(folder))
@@ -84,7 +83,7 @@ def launch_on_hosts(spec: ClusterLaunchSpec, on_tick: Callable[[], None] = lambd
 
 
 def _see_through(watch: ClusterWatch) -> None:
-    """Watch the attempt until nothing of it is left."""
+    """Watch the attempt until all its processes have ended."""
     try:
         watch.until_decided()
     except BaseException as error:
@@ -98,7 +97,7 @@ def _see_through(watch: ClusterWatch) -> None:
 def _continued(
     spec: ClusterLaunchSpec, transport: Transport, on_tick: Callable[[], None]
 ) -> tuple[ClusterWatch, RunStorage] | None:
-    """Take over ranks that an earlier head has left running on this same job; None if there are none."""
+    """Take over ranks of the same job that an earlier head left running; returns None if there are none."""
     if (found := spec.run.adopt()) is None:
         return None
     if found.this.hosts != _slots(spec.hosts) or not spec.is_same_job(found.this.folder):
@@ -121,7 +120,7 @@ def _continued(
 def _started(
     spec: ClusterLaunchSpec, transport: Transport, on_tick: Callable[[], None]
 ) -> tuple[ClusterWatch, RunStorage]:
-    """Make sure that no earlier attempt is left and that the hosts are fit; prepare them; start the launcher."""
+    """End earlier attempts, check that the hosts are fit, prepare them, and start the launcher."""
     earlier_attempts.end_earlier(spec.run.folder, transport, on_tick)
     fit = require_fit(spec.needs, transport)
     storage = spec.storage(fit.is_node_local)
@@ -147,7 +146,7 @@ def _started(
             spec.cluster, spec.hosts, launcher.folder, master=(fit.meeting.address, fit.port), program=program
         )
         boot_ids = _prepare(spec, this, transport, fit, job, storage.owner)
-        head_lease.renew(launcher.folder)  # the steps before may have taken long
+        head_lease.renew(launcher.folder)  # the steps since ``begin`` may have taken long
         launcher.start(this, argv, spec.cluster.accelerator)
         supervision = Supervision(this, transport, launcher.folder, boot_ids)
         return ClusterWatch(supervision, launcher, transport, _with_claim(storage, on_tick)), storage
@@ -167,7 +166,7 @@ def _with_claim(storage: RunStorage, on_tick: Callable[[], None]) -> Callable[[]
 def _prepare(
     spec: ClusterLaunchSpec, this: Attempt, transport: Transport, fit: Fit, job: Path, owner: str | None
 ) -> dict[str, str]:
-    """Make every host create its folder of the attempt; returns their boot ids."""
+    """Make every host create its folder for the attempt; returns the hosts' boot ids."""
     environment = travelling_environment(this, accelerator=this.accelerator, names=spec.cluster.environment)
     environment |= path_to(this.code)
 
@@ -184,7 +183,7 @@ def _prepare(
 
 
 def _interface(name: str) -> dict[str, str]:
-    """Make collectives use the interface that leads to the rendezvous, not the one that the hostname resolves to."""
+    """Variables that make collectives use this interface, not the one that the hostname resolves to."""
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 
 

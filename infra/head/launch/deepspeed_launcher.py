@@ -1,7 +1,7 @@
-"""DeepSpeed's launcher on the head: its command line, its environment and its process, under a guard.
+"""DeepSpeed's launcher on the head: its command line, its environment, and its process under a guard.
 
-Everything that goes into a shell line or an option on the nodes consists of plain characters only. pdsh is tested end
-to end; for slurm and openmpi, only the command lines that DeepSpeed generates are tested.
+Words that are passed to a shell or as an option on the nodes may contain plain characters only. pdsh is tested end to
+end; for slurm and openmpi, only the command lines that DeepSpeed generates are tested.
 """
 
 import json
@@ -29,22 +29,22 @@ from t5train.files.atomic import write_text
 from t5train.spec import ClusterSpec
 
 HOSTFILE = "hostfile"
-# Not "%", which pdsh expands to host names and numbers.
+# Without "%", which pdsh expands to host names and numbers.
 _PLAIN = re.compile("[A-Za-z0-9_@+=:,./-]+")
 
 
 def write_hostfile(hosts: Hosts, folder: Path) -> None:
-    """Write the hosts into the file that ``launch_command`` names."""
+    """Write the hostfile that ``launch_command`` names."""
     write_text(folder / HOSTFILE, hostfile_text(hosts))
 
 
 def launch_command(
     cluster: ClusterSpec, hosts: Hosts, folder: Path, *, master: tuple[str, int | str], program: Sequence[str]
 ) -> list[str]:
-    """The command that starts ``program`` (a module's name and its arguments) as every rank.
+    """Return the command that starts ``program`` (a module's name and its arguments) for every rank.
 
     ``folder`` holds the hostfile and ssh's configuration; ``master`` is the address and port of the rendezvous. Raises
-    SpecError for hosts that the launcher cannot start, and for words that a shell would change.
+    SpecError as ``require_launchable`` does, and for words that a shell would change.
     """
     require_launchable(cluster, hosts)
     _require_plain((str(folder), str(master[0]), *program))
@@ -59,13 +59,13 @@ def launch_command(
 
 
 def launcher_variables(folder: Path) -> dict[str, str]:
-    """Variables that the launcher needs: pdsh uses our ssh configuration, and no file adds to the ranks' variables."""
+    """Variables for the launcher: pdsh uses our ssh configuration, and no .deepspeed_env file adds variables."""
     ssh = f"-F {folder / SSH_CONFIG} -a -x %h"
     return {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS": ssh, "DS_ENV_FILE": os.devnull}
 
 
 def require_launchable(cluster: ClusterSpec, hosts: Hosts) -> None:
-    """Raise SpecError for a Python that a shell would not find, and for slots that slurm and openmpi cannot choose."""
+    """Raise SpecError if a shell would change Python's path or PYTHONPATH, or the launcher cannot use these slots."""
     _require_plain((sys.executable, *filter(None, [module_path(shipped_code(cluster))])))
     if cluster.launcher == "pdsh":
         return
@@ -85,17 +85,17 @@ def require_launchable(cluster: ClusterSpec, hosts: Hosts) -> None:
 
 
 def _environment_arguments(cluster: ClusterSpec) -> list[str]:
-    """DeepSpeed's launcher passes its own PYTHONPATH to all hosts, but the guard around it must not have theirs."""
+    """Set the hosts' PYTHONPATH for DeepSpeed's launcher, which passes its own to all hosts, but not for its guard."""
     return [word for name, value in path_to(shipped_code(cluster)).items() for word in ("env", f"{name}={value}")]
 
 
 def _choice(cluster: ClusterSpec, hosts: Hosts) -> list[str]:
-    """DeepSpeed rejects a choice for openmpi, whose hostfile is complete, and lets srun choose hosts without one."""
+    """DeepSpeed rejects --include for openmpi, which uses the whole hostfile. Without it, srun chooses the hosts."""
     return [] if cluster.launcher == "openmpi" else ["--include", include_argument(hosts)]
 
 
 def _program(cluster: ClusterSpec, program: Sequence[str]) -> list[str]:
-    """Under slurm, DeepSpeed supports only files, not modules."""
+    """Under slurm, DeepSpeed can start a file only, not a module."""
     module, *arguments = program
     if cluster.launcher == "slurm":
         code = shipped_code(cluster)
@@ -116,15 +116,15 @@ def _require_plain(words: Sequence[str]) -> None:
 _END_SECONDS = 10.0
 _RECORD_SECONDS = 2.0
 _LOOK_SECONDS = 0.1
-# What ssh, and srun within an allocation, need; not what DeepSpeed would put into a shell line of every host.
+# Only what ssh needs, and srun within an allocation: DeepSpeed puts some variables into a shell line on every host.
 _ALLOWED = re.compile("LANG|LD_LIBRARY_PATH|LC_.*|HOME|LOGNAME|PATH|SLURM_.*|SSH_AUTH_SOCK|TMPDIR|TZ|USER")
 _log = logging.getLogger(__name__)
 
 
 class ClusterLauncher:
-    """The launcher of an attempt, which this process or an earlier one started on this machine.
+    """The launcher of an attempt, started on this machine by this process or an earlier one.
 
-    SIGKILL is the only signal it is ever sent: on any other, it would end processes on every host by their name.
+    The only signal it is sent is SIGKILL. On other signals, DeepSpeed's launcher ends processes on every host by name.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -133,13 +133,13 @@ class ClusterLauncher:
         self._guard: subprocess.Popen[bytes] | None = None
 
     def start(self, this: Attempt, argv: Sequence[str], accelerator: str | None) -> None:
-        """Start it; ``this`` is the attempt as in the run's folder. Its own folder and the lease must exist."""
+        """Start the launcher of ``this``, the attempt in the run's folder. Its own folder and the lease must exist."""
         replace(this, folder=self.folder).write()
         _log.info("attempt %s: %s", this.folder.name, " ".join(argv))
         with open(self.folder / f"{attempt.LAUNCHER}.log", "ab") as log:
             self._guard = subprocess.Popen(
                 [sys.executable, "-m", "infra.node.attempts.process_guard", "--launcher", str(self.folder), *argv],
-                cwd="/",  # hosts start in this folder, too
+                cwd="/",  # DeepSpeed changes to this folder on hosts, too
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -149,20 +149,20 @@ class ClusterLauncher:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it, or rather its guard, is still running."""
+        """Whether the launcher's guard is still running."""
         if self._guard is not None:
             return self._guard.poll() is None
         guard = self._guard_identity
         return guard is not None and guard.is_alive()
 
     def await_end(self) -> None:
-        """Let it notice by itself that its ranks have ended, so that its log ends cleanly."""
+        """Give the launcher time to notice that its ranks have ended, so that its log ends cleanly."""
         deadline = time.monotonic() + _END_SECONDS
         while self.is_alive and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
 
     def end(self) -> None:
-        """End it on this machine: first the guarded process, so that the guard records how that ended."""
+        """Kill the launcher: the guarded process first, so that the guard can record how it ended."""
         guard = self._guard_identity
         processes.end(lambda pid: self._processes(pid) and guard is not None and pid != guard.pid, grace_seconds=0)
         deadline = time.monotonic() + _RECORD_SECONDS
@@ -182,7 +182,7 @@ class ClusterLauncher:
 def _environment(folder: Path, run_id: str, accelerator: str | None) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if _ALLOWED.fullmatch(name)}
     environment["PATH"] = search_path(environment)
-    # These go to every host through a shell (infra.head.launch.deepspeed_launcher rejects what that would change).
+    # DeepSpeed passes these to every host through a shell. ``require_launchable`` rejects what a shell would change.
     environment |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
     if path := module_path(None):
         environment["PYTHONPATH"] = path

@@ -1,6 +1,6 @@
-"""Ends earlier attempts of a run over hosts, and collects what they left.
+"""Ends earlier attempts of a run over hosts, and collects the files of their ranks.
 
-If hosts do not answer, the head waits until their ranks have ended by themselves.
+If hosts do not answer, the head waits until their ranks must have ended by themselves.
 """
 
 import logging
@@ -26,9 +26,9 @@ from t5train.files.atomic import write_json
 from t5train.files.run_folder import ATTEMPTS
 
 ENDED = "ended.json"
-"""File in an attempt's folder, written once nothing of it is left on any host."""
+"""File in an attempt's folder, written once no process of the attempt is left on any host."""
 END_SECONDS = 20.0
-"""More than a host needs to end an attempt."""
+"""Longer than a host needs to end an attempt."""
 _TICK_SECONDS = 0.5
 _log = logging.getLogger(__name__)
 
@@ -36,12 +36,12 @@ _log = logging.getLogger(__name__)
 def end_earlier(run_folder: Path, transport: Transport, on_tick: Callable[[], None]) -> None:
     """End what is left of a run's attempts. The caller must hold ``run_lock``, so that no other head renews leases.
 
-    If hosts do not answer, waits until their ranks have ended by themselves.
+    If hosts do not answer, waits until their ranks must have ended by themselves.
     """
     for found in unended(run_folder):
         if unreachable := _end_by_own_code(found, transport):
             _wait(found, unreachable, on_tick)
-            _end_by_own_code(found, transport)  # hosts may be back by now: their files are collected
+            _end_by_own_code(found, transport)  # collects the files of hosts that answer again
             _conclude(found)
 
 
@@ -54,9 +54,9 @@ def unended(run_folder: Path) -> Iterator[Attempt]:
 
 
 def end(this: Attempt, transport: Transport, without: Collection[str] = ()) -> list[str]:
-    """End one attempt on all reachable hosts, and collect what it left; returns the hosts that did not answer.
+    """End an attempt on all reachable hosts, and collect its files; returns the hosts that did not answer.
 
-    Hosts ``without`` the code to do so are not asked, and are included in the result.
+    Hosts ``without`` the code to do so are not asked. They are included in the result.
     """
     with undisturbed("ending the ranks on all hosts, which takes a minute at most"):
         ClusterLauncher(this.run_id).end()
@@ -67,7 +67,7 @@ def end(this: Attempt, transport: Transport, without: Collection[str] = ()) -> l
 
 
 def settle(this: Attempt, transport: Transport, unreachable: list[str]) -> None:
-    """Collect what an attempt left after all its processes have ended, except perhaps on ``unreachable`` hosts."""
+    """Collect the files of an attempt whose processes have all ended, except perhaps on ``unreachable`` hosts."""
     gather(this, transport, [host for host in this.hosts or {} if host not in unreachable])
     keep_own(head_folder(this.run_id), this.folder)
     if not unreachable:
@@ -75,7 +75,7 @@ def settle(this: Attempt, transport: Transport, unreachable: list[str]) -> None:
 
 
 def end_on_hosts(this: Attempt, transport: Transport, hosts: list[str]) -> list[str]:
-    """End the attempt on some hosts; returns those that did not answer."""
+    """End the attempt on these hosts; returns those that did not answer."""
     answers = Nodes(transport, tuple(hosts), code=this.code).ask(EndAttempt(this.run_id), END_SECONDS)
     unreachable = []
     for host, answer in answers.items():
@@ -88,7 +88,7 @@ def end_on_hosts(this: Attempt, transport: Transport, hosts: list[str]) -> list[
 
 
 def _end_by_own_code(this: Attempt, transport: Transport) -> list[str]:
-    """End an attempt. If its code was sent to its hosts, this head's is used: a host may have a new disk by now."""
+    """End an attempt. If its code was shipped, ship this head's and use it: a host may have a new disk by now."""
     if this.code is None:
         return end(this, transport)
     hosts = list(this.hosts or {})
@@ -98,15 +98,16 @@ def _end_by_own_code(this: Attempt, transport: Transport) -> list[str]:
 
 
 def _conclude(this: Attempt) -> None:
-    """Record that nothing of an attempt is running on any host any more."""
+    """Record that no process of an attempt is left on any host."""
     write_json(this.folder / ENDED, {"at": attempt.now()})
-    shutil.rmtree(head_folder(this.run_id), ignore_errors=True)  # not there if the head was on another machine
+    shutil.rmtree(head_folder(this.run_id), ignore_errors=True)  # missing if the head was on another machine
 
 
 def _wait(this: Attempt, unreachable: list[str], on_tick: Callable[[], None]) -> None:
-    """Wait until ranks that have no contact with a head must have ended."""
+    """Wait until ranks without contact with a head must have ended."""
     most = (this.lease_seconds or 0) + this.grace_seconds + END_SECONDS
-    # How long the last head has been silent, if it was on this machine; otherwise it may have been running until now.
+    # If the last head was on this machine, this is how long ago it renewed the lease. Otherwise, it is infinite: that
+    # head may have been running until now.
     known = head_lease.age_seconds(head_folder(this.run_id))
     seconds = most if known == float("inf") else max(0.0, most - known)
     _log.warning("waiting %.0f s until %s have ended attempt %s by themselves", seconds, unreachable, this.number)

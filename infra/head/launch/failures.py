@@ -1,4 +1,4 @@
-"""Why an attempt failed: finds the one error to raise from what its ranks and guards left behind."""
+"""Finds out why an attempt failed: which one error to raise, given the files that its ranks and guards left."""
 
 import os
 import re
@@ -37,7 +37,7 @@ _FULL_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The class of an error, and advice to go with it."""
+    """The class of the error to raise, and advice for its message."""
 
     kind: type[LaunchError]
     advice: str
@@ -75,7 +75,7 @@ _DISK_FULL = Diagnosis(
     "its disk is full. Free some space at the path that the output names, or choose another storage.root (or "
     "storage.scratch, if hosts have their own disks)",
 )
-# By the last lines of an output, most specific first.
+# Matched with the last lines of a rank's log; the most specific come first.
 _BY_WORDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
     (re.compile(r"No space left on device|Disk quota exceeded"), _DISK_FULL),
     (
@@ -111,13 +111,13 @@ _BY_WORDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
         Diagnosis(LaunchError, "it lost its connection to another rank. Check the output of the others", hops=2),
     ),
 )
-# How NCCL and torch report it.
+# How NCCL and torch report that /dev/shm is full.
 _SHARED_MEMORY = re.compile(rf"{SEGMENTS}|shared memory|No space left on device")
 _IN_A_COLLECTIVE = re.compile(r'File "[^"]*(torch/distributed|deepspeed/comm)/')
 
 
 def diagnose(record: ExitRecord, output: str) -> Diagnosis:
-    """Diagnose a rank that did not succeed; ``output`` is the end of what it wrote."""
+    """Diagnose a rank that did not succeed; ``output`` is the end of its log."""
     if record.cause == Cause.PHASE and _IN_A_COLLECTIVE.search(output):
         return _WAITED
     if record.cause in _BY_CAUSE:
@@ -159,13 +159,13 @@ _LINES_READ = 200
 
 
 def failure_of(this: Attempt, num_ranks: int) -> T5TrainError:
-    """The error that a rank reported, else a LaunchError of the class that fits the first rank that failed.
+    """Return the error that a rank reported, or else a LaunchError of the class that fits the first rank that failed.
 
-    Call it after every process of the attempt has ended and the files of its ranks are in its folder.
+    Call this after all processes of the attempt have ended and the files of its ranks are in its folder.
     """
     read = {rank: error_report.read(this.rank_files(rank_name(rank))) for rank in range(num_ranks)}
     reported = {rank: error for rank, error in read.items() if error is not None}
-    # Preempted is the reason only if there is no other.
+    # Preempted is raised only if there is no other error.
     for rank, error in (reported | _of_guards(this, num_ranks)).items():
         if not isinstance(error, Preempted):
             return _on_its_host(this, rank, num_ranks, error)
@@ -177,13 +177,13 @@ def failure_of(this: Attempt, num_ranks: int) -> T5TrainError:
 
 
 def _of_guards(this: Attempt, num_ranks: int) -> dict[int, T5TrainError]:
-    """Errors from guards that could not write them to a file."""
+    """Errors that guards wrote to the launcher's log because they could not write them to a file."""
     said = guard_failure.read(this.log(LAUNCHER))
     return {rank: said[rank_name(rank)] for rank in range(num_ranks) if rank_name(rank) in said}
 
 
 def _on_its_host(this: Attempt, rank: int, num_ranks: int, error: T5TrainError) -> T5TrainError:
-    """Add the rank, its host and how to exclude that host to an error of a disk; returns any other error unchanged."""
+    """Add the rank, its host and how to exclude that host to a disk error. Returns any other error unchanged."""
     if not isinstance(error, DiskFull | DiskFailed | StorageError):
         return error
     hosts = _host_of(this, rank)
@@ -195,10 +195,11 @@ _Found = tuple[type[T5TrainError], str, Path, list[str]]
 
 
 def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) -> _Found | None:
-    """What happened, which log shows it, and which host is to blame, without the ranks that are ``explained``.
+    """Find the failure that caused the others: the class of its error, what happened, the log, and the hosts to blame.
 
-    A killed guard explains everything that follows; otherwise, the first failure that is not the consequence of another
-    does. None if every rank was ended from above, or none ever started.
+    Ranks that are ``explained`` are not considered. A killed guard comes first, since it explains all other failures;
+    otherwise, the earliest of the failures with the fewest ``hops``. Returns None if no rank failed by itself: all were
+    ended by others, or none ever started.
     """
     records = {rank: this.exit_record(rank_name(rank)) for rank in range(num_ranks) if rank not in explained}
     for rank, record in records.items():
@@ -219,12 +220,12 @@ def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) ->
     what = f"{_who(this, rank, num_ranks, record)} {record}"
     blamed = (
         _host_of(this, rank) if diagnosis.hops == 0 else []
-    )  # otherwise another host is at fault, and it is not known which
+    )  # with more hops, another host is at fault, and it is not known which
     return diagnosis.kind, f"{what}: {diagnosis.advice}" if diagnosis.advice else what, this.log(record.name), blamed
 
 
 def _disk_failure(folder: Path) -> T5TrainError | None:
-    """Why nothing can be written to a folder; None if it can be written."""
+    """Return the error if a folder cannot be written; None if it can."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"\0")
@@ -240,7 +241,7 @@ def _diagnosis(this: Attempt, record: ExitRecord) -> Diagnosis:
 
 
 def _who(this: Attempt, rank: int, num_ranks: int, record: ExitRecord | None) -> str:
-    """``rank 3 of 4 on node2``; the host only if there are several."""
+    """Such as ``rank 3 of 4 on node2``; without the host for an attempt on this machine alone."""
     if this.hosts is None:
         return f"rank {rank} of {num_ranks}"
     return f"rank {rank} of {num_ranks} on {record.host if record else ''.join(_host_of(this, rank))}"
@@ -264,17 +265,17 @@ def _launcher_failure(this: Attempt, num_ranks: int) -> LaunchError:
 
 
 def _is_cause(record: ExitRecord | None, is_over_hosts: bool) -> TypeGuard[ExitRecord]:
-    """Whether a rank failed, or had not saved in time; False if it was ended because of another."""
+    """Whether a rank failed, or did not save in time; False if it was ended because something else failed."""
     if record is None or record.succeeded:
         return False
     if record.cause == Cause.TOLD:
         return record.reason.startswith(TOLD_TO_SAVE)
-    # On one machine, the launcher that died has a record of its own that says more.
+    # On one machine, the launcher that died has its own record, which says more.
     return record.cause != Cause.REFUSED and (record.cause != Cause.PARENT or is_over_hosts)
 
 
 def tail(log: Path, lines_kept: int = _TAIL_LINES) -> str:
-    """The last lines of a log that have text."""
+    """Return the last lines of a log, without empty ones."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))

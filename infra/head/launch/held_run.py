@@ -1,7 +1,7 @@
-"""A run that this process holds, and what it must remember of the run until it releases it.
+"""A run that this process holds, and its state until the run is released.
 
-A flow's steps before training may take longer than ranks run without a head, so the leases of ranks that are found
-running are renewed from the moment the run is held.
+A flow's steps before training can take longer than ranks run without a head. Therefore, the leases of ranks that are
+found running are renewed as soon as the run is held.
 """
 
 import logging
@@ -26,19 +26,19 @@ _log = logging.getLogger(__name__)
 
 
 class HeldRun:
-    """A held run. Whatever needs the run to be held takes this object as an argument.
+    """A held run. Functions that require the run to be held take this object as an argument.
 
-    Not a dataclass: Prefect searches the fields of dataclasses that tasks are called with.
+    Not a dataclass, because Prefect searches the fields of dataclasses that are passed to tasks.
     """
 
     def __init__(self, folder: Path, lease: RunLease, found: Supervision | None, at_release: ExitStack) -> None:
         self.folder = folder
         self.claim = Claim()
-        """The claim to the run's files on hosts."""
+        """The head's claim to the run's files on hosts."""
         self.silent_hosts = set[str]()
         """Hosts that did not answer before the run began."""
         self.at_release = at_release
-        """Closed when the run is released, after its claim has ended."""
+        """Contexts that are closed when the run is released, after its claim has ended."""
         self._lease, self._found = lease, found
 
     def require_held(self) -> None:
@@ -47,20 +47,20 @@ class HeldRun:
 
     @property
     def hosts_at_work(self) -> Hosts | None:
-        """The hosts of ranks that were found running and have not been adopted yet."""
+        """The hosts of ranks that were found running; None if there are none, or they have been adopted."""
         return None if self._found is None else Hosts.of(self._found.this.hosts or {})
 
     def adopt(self) -> Supervision | None:
-        """The supervision of ranks that were found running; the caller is responsible for them from now on."""
+        """Return the supervision of ranks that were found running, if any. From now on, the caller must end them."""
         found, self._found = self._found, None
         return found
 
 
 @contextmanager
 def hold_run(run_folder: Path) -> Iterator[HeldRun]:
-    """``run_lock``. Within the block, ranks on hosts that an earlier head of this machine left running keep running.
+    """Hold a run with ``run_lock``, and keep ranks running that an earlier head on this machine left on hosts.
 
-    ``HeldRun.adopt`` takes them over; if it is not called, they are ended with the block.
+    ``HeldRun.adopt`` takes these ranks over. If it is not called, they are ended when the block ends.
     """
     with run_lock(run_folder) as lease, ExitStack() as at_release:
         run = HeldRun(run_folder, lease, _found(run_folder), at_release)
@@ -74,7 +74,7 @@ def hold_run(run_folder: Path) -> Iterator[HeldRun]:
 
 
 def end_all(run: HeldRun, cluster: ClusterSpec, on_tick: Callable[[], None]) -> None:
-    """End what earlier attempts have left on hosts, including ranks that were found running."""
+    """End all earlier attempts on hosts, including ranks that were found running."""
     if (supervision := run.adopt()) is not None:
         supervision.close()
     if not any(unended(run.folder)):

@@ -20,20 +20,20 @@ from t5train.errors import HostError, HostUnreachable
 RENEW_SECONDS = 2.0
 _LOOK_SECONDS = 0.25
 _SILENT_SECONDS = 8.0
-"""After which a connection counts as broken: reconnecting is faster than TCP, which waits longer after each try."""
+"""Silence after which to reconnect. That is faster than to wait for TCP, which waits longer after each try."""
 _BACKOFF_SECONDS = (1.0, 2.0)
 _CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class SessionBroken:
-    """The connection to the host could not be made, or broke."""
+    """The connection to the host could not be made, or was lost."""
 
     reason: str
 
 
 News = SimpleQueue[tuple[str, float, Report | SessionBroken]]
-"""What is received: the host, the time of arrival (monotonic), the report."""
+"""Received reports: the host, the time of arrival (monotonic), the report."""
 
 
 class HostSession:
@@ -50,15 +50,15 @@ class HostSession:
         self._thread.start()
 
     def order(self, order: Order) -> None:
-        """Send an order to the host. It is sent again after a reconnect, as it may not have arrived."""
+        """Send an order to the host. It is sent again after a reconnect, because it may not have arrived."""
         self._order = order
 
     def close(self) -> None:
-        """Begin to close it: from now on, nothing is received or renewed."""
+        """Begin to close the session: from now on, nothing is received and no lease is renewed."""
         self._closed.set()
 
     def join(self) -> None:
-        """Wait until it is closed."""
+        """Wait until the session is closed, for a few seconds at most."""
         self._thread.join(_CLOSE_SECONDS)
 
     def _stay_open(self) -> None:
@@ -66,13 +66,13 @@ class HostSession:
             try:
                 with conversation(self._nodes, self.host, Watch(self._run_id, self._offsets)) as node:
                     self._converse(node)
-            except (HostError, OSError, ValueError) as error:  # whatever the cause: without a session the host is lost
+            except (HostError, OSError, ValueError) as error:  # any cause: without a session, the host would be lost
                 self._news.put((self.host, time.monotonic(), SessionBroken(str(error))))
             if self._closed.wait(seconds):
                 return
 
     def _converse(self, node: Channel) -> None:
-        """Exchange messages until the session is closed. Raises BrokenOff or HostUnreachable if it breaks."""
+        """Exchange messages until the session is closed. Raises BrokenOff or HostUnreachable if it is lost."""
         sent, renewed_at, heard_at = None, -RENEW_SECONDS, time.monotonic()
         while not self._closed.is_set():
             now = time.monotonic()

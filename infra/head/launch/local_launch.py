@@ -5,7 +5,7 @@
     head (this process) ── guard ── deepspeed.launcher.runner ── deepspeed.launcher.launch ──┬─ guard ── rank 0
                                                                                              └─ guard ── rank 1
 
-The head ends everything when a rank or the launcher fails; the guards do so when the head is gone. SIGTERM to the head
+The head ends everything when a rank or the launcher fails. The guards do so when the head is gone. SIGTERM to the head
 or to the launcher's guard also ends everything, but gives the ranks time to save. Only exit records show whether the
 ranks did their work: DeepSpeed's launcher exits with 0 when it is killed.
 """
@@ -44,32 +44,32 @@ class LaunchSpec:
     """What to start, and how many ranks."""
 
     program: Callable[[Path], tuple[str, ...]]
-    """Called with the folder of the attempt; returns arguments of the Python interpreter for every rank, such as
+    """Called with the attempt's folder; returns the arguments of the Python interpreter for every rank, such as
     ``("-m", "t5train.train", "--spec", "{folder}/spec.json")``. Called once, just before the start."""
     run_folder: Path
     num_ranks: int
     accelerator: str | None = None
-    """DeepSpeed's name for it; if None, DeepSpeed detects it."""
+    """DeepSpeed's name of the accelerator; if None, DeepSpeed detects it."""
     master_port: int | None = None
-    """Port of the rendezvous; if None, a free port."""
+    """Port of the rendezvous; if None, a free port is used."""
     grace_seconds: float = 30.0
-    """How long the ranks may take to save when they are told to end."""
+    """How long ranks may take to save when they are ordered to end."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables for the ranks, beyond those that infra.node.attempts.rank_environment passes on."""
+    """Variables for the ranks, in addition to those that infra.node.attempts.rank_environment passes on."""
     operators: tuple[str, ...] = ()
     """DeepSpeed's compiled operators that ranks load."""
 
 
 def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Attempt:
-    """Run every rank to its end; ``on_tick`` is called about twice a second while they run.
+    """Run all ranks to their end; ``on_tick`` is called about twice a second while they run.
 
-    The caller must hold ``run_lock``. Raises SpecError if the port is taken, the error that a rank reported, or
-    LaunchError with the first rank that failed. In any case, no process of the attempt is left.
+    The caller must hold ``run_lock``. Raises SpecError if the port is taken, the error that a rank reported, or a
+    LaunchError about the first rank that failed. In any case, no process of the attempt is left.
     """
     port = _port(spec)
     shared_memory.remove_all(
         _ADDRESS, port
-    )  # nothing listens there, so any segments there are left over from a dead run
+    )  # nothing listens on the port, so its segments are left over from a dead run
     if spec.accelerator == "cpu":
         shared_memory.require_room(spec.num_ranks)
     spec = replace(spec, master_port=port)
@@ -87,10 +87,10 @@ def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Atte
 
 
 def command(spec: LaunchSpec, attempt_folder: Path) -> list[str]:
-    """The command line of DeepSpeed's launcher for an attempt."""
+    """Return the command line of DeepSpeed's launcher for an attempt."""
     return [
         *(sys.executable, "-m", "deepspeed.launcher.runner"),
-        *("--hostfile", os.devnull),  # not a regular file, so no hosts; without it, /job/hostfile might be used
+        *("--hostfile", os.devnull),  # not a regular file, so no hosts; the default is /job/hostfile
         *("--num_gpus", str(spec.num_ranks)),
         *("--master_addr", _ADDRESS, "--master_port", str(spec.master_port or "FREE_PORT")),
         *("--no_local_rank", "--module", "infra.node.attempts.process_guard", str(attempt_folder)),
@@ -106,7 +106,7 @@ def _port(spec: LaunchSpec) -> int:
 
 
 def _start(this: Attempt, argv: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the launcher's guard, which inherits nothing from this process and does not share its signals."""
+    """Start the launcher's guard in its own session, with its own stdin, output and environment."""
     _log.info("attempt %s: %s", this.folder.name, " ".join(argv))
     with open(this.log(attempt.LAUNCHER), "ab") as log:
         return subprocess.Popen(
@@ -120,7 +120,7 @@ def _start(this: Attempt, argv: list[str], environment: Mapping[str, str]) -> su
 
 
 def _supervise(this: Attempt, spec: LaunchSpec, launcher: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> bool:
-    """Watch the ranks until they end, and leave none behind; returns whether all succeeded."""
+    """Watch the ranks until they end, and end all that are left; returns whether all succeeded."""
     try:
         return _watch(this, spec.num_ranks, launcher, on_tick)
     except BaseException as error:
@@ -145,23 +145,23 @@ def _watch(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes], on_
 
 
 def _outcome(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes]) -> bool | None:
-    """Whether all ranks succeeded; None while that is undecided. It is decided once one has failed."""
-    launcher_gone = launcher.poll() is not None  # checked before the records, since it outlives the ranks
+    """Whether all ranks succeeded; None while this is undecided. A failed rank or a dead launcher decides it."""
+    launcher_gone = launcher.poll() is not None  # checked before the records: the launcher outlives the ranks
     read = [this.exit_record(attempt.rank_name(rank)) for rank in range(num_ranks)]
     records = [record for record in read if record is not None]
     if len(records) == num_ranks:
         return all(record.succeeded for record in records)
-    # A rank that ended because it was told to leaves the others time to do so too.
+    # A rank that ended as ordered is no failure: the others get time to end, too.
     return False if launcher_gone or any(record.is_failure for record in records) else None
 
 
 def _stop(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes]) -> bool:
-    """Tell all ranks to save and end, and wait for that; returns whether all had already done their work."""
+    """Order all ranks to save and end, and wait for them; returns whether all did their work to the end."""
     _log.warning("SIGTERM: ranks have %.0f s to save and end", this.grace_seconds)
-    # Guards enforce that time; they get some more to report it.
+    # Guards enforce this limit. They get some more time to record how their ranks ended.
     told, deadline = set[ProcessIdentity](), time.monotonic() + this.grace_seconds + _GUARDS_SECONDS
     while (succeeded := _outcome(this, num_ranks, launcher)) is None and time.monotonic() < deadline:
-        for guard in set(this.guards()) - told:  # some may just be starting
+        for guard in set(this.guards()) - told:  # including guards that have started since
             guard.send(signal.SIGTERM)
             told.add(guard)
         time.sleep(_LOOK_SECONDS)
@@ -169,13 +169,13 @@ def _stop(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes]) -> b
 
 
 def _await(launcher: subprocess.Popen[bytes]) -> None:
-    """Let the launcher, which polls once a second, notice the end by itself, so that its log ends cleanly."""
+    """Give the launcher, which polls once a second, time to notice the end, so that its log ends cleanly."""
     with suppress(subprocess.TimeoutExpired):
         launcher.wait(_LAUNCHER_END_SECONDS)
 
 
 def _end(this: Attempt, launcher: subprocess.Popen[bytes], port: int | None) -> None:
-    """End what is left: first the guards, which end their programs and record how, then all that is left at once."""
+    """End what is left: first the guards, which end their programs and record how, then the rest at once."""
     with undisturbed("ending the ranks, which takes some seconds"):
         _end_here(this, launcher, port)
 
@@ -191,4 +191,4 @@ def _end_here(this: Attempt, launcher: subprocess.Popen[bytes], port: int | None
         _log.error("processes %s of %s do not end, even after SIGKILL", sorted(left), this.folder)
     else:
         launcher.wait()
-        shared_memory.remove_all(_ADDRESS, port or 0)  # of ranks whose guard was killed too
+        shared_memory.remove_all(_ADDRESS, port or 0)  # those of ranks whose guards were killed

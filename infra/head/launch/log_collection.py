@@ -1,6 +1,6 @@
-"""Output of ranks: their lines in the head's log while they run, and their files in the run's folder afterwards.
+"""Brings the output of ranks to the head: lines to its log while they run, and files to the run's folder afterwards.
 
-Secrets are removed, and the rate of lines is limited.
+Secrets are redacted, and the rate of lines is limited.
 """
 
 import gzip
@@ -26,15 +26,15 @@ from t5train.files.atomic import write_text
 
 _LOGS_SECONDS, _REMOVE_SECONDS = 120.0, 20.0
 _OF_A_RANK = re.compile(r"rank-([0-9]{5})\.(?:log|pid|beat|exit\.json|error\.json)")
-_MOST_BYTES_OF_A_RANK = 64 << 20  # twice what a node packs of a log, far above the rest
+_MOST_BYTES_OF_A_RANK = 64 << 20  # twice what a node packs of a log; other files are far smaller
 _log = logging.getLogger(__name__)
 
 
 def gather(this: Attempt, transport: Transport, hosts: Iterable[str]) -> None:
-    """Copy the files of ranks into the attempt's folder; those of a host that does not answer in time stay there."""
+    """Move the files of ranks from hosts to the attempt's folder. If a host does not answer in time, its files stay."""
     nodes = Nodes(transport, tuple(hosts), code=this.code)
     gathered, known = [], Hosts.of(this.hosts or {})
-    ranks = dict(zip(known.names, known.ranks(), strict=True))  # a host cannot write the files of others
+    ranks = dict(zip(known.names, known.ranks(), strict=True))  # no host may write files of another's ranks
     for host, answer in nodes.ask(PackLogs(this.run_id), _LOGS_SECONDS).items():
         try:
             if isinstance(answer, HostError):
@@ -59,9 +59,10 @@ def keep_own(head_folder: Path, folder: Path) -> None:
 
 
 def unpack(packed: bytes, folder: Path, ranks: range) -> None:
-    """Write the files of these ranks in a gzipped tar into a folder, and nothing else: another machine packed it.
+    """Extract the files of these ranks from a gzipped tar into a folder, and nothing else: another machine packed it.
 
-    Raises TarError if it holds more than ranks leave, and the errors of gzip and tarfile if it is damaged.
+    Raises TarError if the archive is larger than the files of these ranks can be, and the errors of gzip and tarfile if
+    it is damaged.
     """
     most = _MOST_BYTES_OF_A_RANK * len(ranks)
     with gzip.open(io.BytesIO(packed)) as archive:
@@ -91,14 +92,14 @@ BURST_LINES = 200.0
 
 
 class RankLines:
-    """Logs the lines that the machines of a run send, each of which already limits its own rate."""
+    """Logs lines of ranks that hosts send. Limits their total rate; each host already limits its own."""
 
     def __init__(self) -> None:
         self._limit = RateLimit(LINES_A_SECOND, BURST_LINES)
         self._left_out = 0
 
     def tell(self, host: str, lines: Iterable[RankLine], left_out: int) -> None:
-        """Log lines, each with its rank's name; the next line says how many were left out."""
+        """Log lines with the names of their ranks. The next logged line says how many were left out before it."""
         for name, line in lines:
             if not self._limit.take(1):
                 self._left_out += 1
@@ -107,4 +108,4 @@ class RankLines:
             self._left_out = 0
             level = logging.WARNING if warns(line) else logging.INFO
             _log.log(level, "%s %s: %s%s", host, printable(name), printable(redact(line)), omitted)
-        self._left_out += left_out  # its machine has left out what came after these lines
+        self._left_out += left_out  # those that the host left out came after these lines

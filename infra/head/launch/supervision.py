@@ -1,7 +1,7 @@
 """The hosts of an attempt, seen from the head: a session with each, what their ranks did, and which hosts were lost.
 
-Sessions renew the leases by themselves, from when they are opened until they are closed. ``look`` processes what they
-receive, in the thread of the caller.
+Sessions renew the leases in their own threads, from when they are opened until they are closed. ``look`` processes the
+reports that they receive, in the caller's thread.
 """
 
 import logging
@@ -51,16 +51,16 @@ class _Host:
 
 
 class Supervision:
-    """Supervises one attempt over hosts. The records of its ranks are written into its folder as they arrive."""
+    """Supervises one attempt over hosts. The exit records of its ranks are written to its folder as they arrive."""
 
     def __init__(self, this: Attempt, transport: Transport, head_folder: Path, boot_ids: dict[str, str] | None) -> None:
-        """Open the sessions; ``boot_ids`` are those of the hosts at the start, None if ranks are already running."""
+        """Open the sessions. ``boot_ids`` are those of the hosts at the start, or None if ranks are already running."""
         self.this, self.head_folder = this, head_folder
         self.records: dict[str, ExitRecord] = {}
         self.failure: LaunchError | None = None
-        """What is wrong with the attempt, if its records do not show it."""
+        """A failure that the exit records do not show, such as a lost host."""
         self.num_saved = 0
-        """Grows with each sidecar that ranks write on their own disks."""
+        """How many sidecars hosts have reported that their ranks wrote to the hosts' own disks."""
         self._may_end = False
         self._gone = set[str]()
         self._news, self._lines = News(), RankLines()
@@ -88,13 +88,13 @@ class Supervision:
 
     @property
     def failed(self) -> bool:
-        """Whether a rank has failed, or is gone without a record, or a host was lost."""
+        """Whether a rank has failed or ended without a record, or a host was lost."""
         bad = self._gone or any(record.is_failure for record in self.records.values())
         return self.failure is not None or bool(bad)
 
     @property
     def all_ended(self) -> bool:
-        """Whether every rank has ended, one way or another."""
+        """Whether every rank has ended, successfully or not."""
         return all(name in self.records for name in self.ranks)
 
     @property
@@ -112,7 +112,7 @@ class Supervision:
         return [name for name, host in self._hosts.items() if not host.ended]
 
     def look(self, seconds: float) -> None:
-        """Process what hosts send for that long, and all that they sent before, which may have waited for hours."""
+        """Process all reports that have queued up, perhaps for hours, and those that arrive within ``seconds``."""
         deadline = time.monotonic() + seconds
         while True:
             try:

@@ -23,7 +23,7 @@ def distinct_machines(replies: HostReplies) -> Iterator[str]:
 
 
 def same_python(replies: HostReplies, head: Software) -> Iterator[str]:
-    """Versions of Python, and kinds of processor. The head's version breaks a tie."""
+    """Differing versions of Python, or kinds of processor. The head's version of Python breaks a tie."""
     yield from _differing(replies, "Python", lambda facts: facts.software.python, "Install {} there", head.python)
     yield from _differing(
         replies,
@@ -34,7 +34,7 @@ def same_python(replies: HostReplies, head: Software) -> Iterator[str]:
 
 
 def same_packages(replies: HostReplies, head: Software) -> Iterator[str]:
-    """Versions of torch, DeepSpeed and the other packages that ranks import. The head's versions break a tie."""
+    """Differing versions of torch, DeepSpeed or other packages that ranks import. The head's versions break a tie."""
     for package in PACKAGES:
         values = {host: reply.facts.software.packages.get(package, "") for host, reply in replies.items()}
         for hosts, value, rest, right in odd_ones(values, head.packages.get(package)):
@@ -43,7 +43,7 @@ def same_packages(replies: HostReplies, head: Software) -> Iterator[str]:
 
 
 def same_runtime(replies: HostReplies) -> Iterator[str]:
-    """The accelerator runtime that torch was built for."""
+    """Differing accelerator runtimes that torch was built for."""
 
     def runtime(facts: Facts) -> str:
         built = sorted(facts.software.runtime.items())
@@ -53,13 +53,13 @@ def same_runtime(replies: HostReplies) -> Iterator[str]:
 
 
 def same_accelerators(replies: HostReplies) -> Iterator[str]:
-    """The kind of accelerator that torch detects."""
+    """Differing kinds of accelerators that torch detects."""
     remedy = "Repair the driver there, or leave the host out"
     yield from _differing(replies, "accelerator", lambda facts: facts.devices.kind, remedy)
 
 
 def same_code(replies: HostReplies, head: Software, is_sent: bool) -> Iterator[str]:
-    """Our own modules, compared with the head's. Code that was sent was verified just before."""
+    """Code of this package that differs from the head's. If code ``is_sent``, it was verified just before."""
     remedy = (
         "Another copy takes precedence over the one that was sent. Remove it from Python's site-packages there"
         if is_sent
@@ -69,7 +69,7 @@ def same_code(replies: HostReplies, head: Software, is_sent: bool) -> Iterator[s
 
 
 def same_spec(replies: HostReplies, head: Software) -> Iterator[str]:
-    """The run's settings as each node's code reads them, compared with the head's."""
+    """Settings of the run that a node's code reads differently from the head's."""
     remedy = "Install the head's code and the head's version of pydantic there"
     yield from _unlike_head(replies, "spec", lambda facts: facts.software.spec_digest, head.spec_digest, remedy)
 
@@ -100,7 +100,7 @@ _CLOCK_SECONDS = 5.0
 def clocks(replies: HostReplies) -> Iterator[str]:
     """Clocks that differ from the head's.
 
-    A node reads its clock between the question and the answer, so the delay of the network does not matter.
+    A node reads its clock between the question and the answer, so a slow network does not cause a finding.
     """
     for host, reply in replies.items():
         behind = reply.asked_at - reply.facts.started_at

@@ -1,4 +1,4 @@
-"""A small all-reduce over all ranks of a run, and which ranks kept it from completing."""
+"""Runs a small all-reduce over all ranks of a run, and finds the ranks that kept it from completing."""
 
 import secrets
 import time
@@ -34,7 +34,7 @@ class Outcome:
     stage: Stage
     """The last stage that it reached."""
     said: str
-    """Why it failed; empty if it did not fail, or was ended while it waited."""
+    """Why it failed; empty if it did not fail, or was ended while it was waiting."""
 
 
 def all_reduce(
@@ -44,9 +44,9 @@ def all_reduce(
     port: int,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> Iterator[str]:
-    """Run one process for each slot of each host. There are no findings if all of them get the right sum in time.
+    """Run an all-reduce with a process for each slot of each host. No findings if all get the right sum in time.
 
-    As soon as one host fails, the ranks on all hosts are ended. No rank is left running, even after an exception.
+    As soon as a host fails, the ranks on all hosts are ended. No rank is left running, even after an exception.
     """
     run_id = f"preflight-{secrets.token_hex(4)}"
     nodes = Nodes(transport, tuple(needs.slots), code=needs.code)
@@ -68,9 +68,9 @@ def all_reduce(
 
 
 def judge_outcomes(outcomes: Mapping[int, Outcome], deadline_seconds: float) -> Iterator[str]:
-    """Report the ranks that failed by themselves, else those that kept others waiting.
+    """Report the ranks that failed by themselves, or if there are none, those that kept others waiting.
 
-    Of either, only those that reached the fewest stages are reported.
+    In both cases, only the ranks that completed the fewest stages are reported.
     """
     failed = {rank: one for rank, one in outcomes.items() if one.said}
     if failed:
@@ -131,7 +131,7 @@ def _fails(answer: Probed | HostError) -> bool:
 
 
 def _findings(answers: Mapping[str, Probed | HostError], ended: set[str], deadline_seconds: float) -> Iterator[str]:
-    """If a host is gone, the ranks of the other hosts wait for it, so nothing is reported about them."""
+    """If a host does not answer, ranks on other hosts wait for it, so nothing is reported about them."""
     outcomes: dict[int, Outcome] = {}
     for host, answer in answers.items():
         if isinstance(answer, HostError):

@@ -1,4 +1,4 @@
-"""Whether each host has the resources that its ranks need: accelerators, memory and file descriptors."""
+"""Checks that each host has the resources that its ranks need: accelerators, memory and file descriptors."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ _FILES, _FILES_A_RANK = 512, 8
 
 
 def accelerators(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
-    """There must be an accelerator for each slot."""
+    """Hosts with fewer accelerators than slots, or with accelerators that torch cannot inspect."""
 
     def complaint(host: str, facts: Facts) -> str | None:
         found, slots = facts.devices, needs.slots[host]
@@ -33,7 +33,7 @@ def accelerators(replies: HostReplies, needs: LaunchRequirements) -> Iterator[st
 
 
 def accelerators_in_use(replies: HostReplies) -> Iterator[str]:
-    """Accelerators that a run of ours has locked, or whose memory another program uses."""
+    """Accelerators that another run of this package has locked, or whose memory another program uses."""
 
     def complaint(_: str, facts: Facts) -> str | None:
         found = facts.devices
@@ -55,7 +55,7 @@ def accelerators_in_use(replies: HostReplies) -> Iterator[str]:
 
 
 def memory(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
-    """Host memory for the ranks of each host."""
+    """Hosts with too little memory for their ranks."""
 
     def complaint(host: str, facts: Facts) -> str | None:
         needed, found = needs.memory_bytes.get(host, 0), facts.room.memory_bytes
@@ -68,7 +68,7 @@ def memory(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
 
 
 def shared_memory(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
-    """Free bytes of /dev/shm for the collectives of each host's ranks."""
+    """Hosts with too little free space in /dev/shm for the collectives of their ranks."""
 
     def complaint(host: str, facts: Facts) -> str | None:
         found = Room(facts.room.shared_memory_free_bytes, facts.room.shared_memory_bytes)
@@ -78,7 +78,7 @@ def shared_memory(replies: HostReplies, needs: LaunchRequirements) -> Iterator[s
 
 
 def open_files(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
-    """Open files: a rank has connections to all others, for each group of ranks."""
+    """Hosts that allow too few open files: a rank has connections to all others, for each group of ranks."""
     needed = _FILES + _FILES_A_RANK * needs.num_ranks
 
     def complaint(_: str, facts: Facts) -> str | None:

@@ -95,7 +95,7 @@ def _seen(replies: HostReplies, place: Meeting | None, port: int | None) -> dict
 
 
 def of_error(error: HostError) -> Finding:
-    """The finding about a host that did not answer."""
+    """Return the finding about a host that did not answer."""
     kinds = {HostKeyMismatch: HOST_KEY, RemoteFailed: PROGRAM, ProtocolMismatch: PROGRAM}
     can_pass = bool(error.hosts) and error.retryable and not isinstance(error, HostMisconfigured)
     return Finding(kinds.get(type(error), REACHABLE), str(error), hosts=error.hosts, can_pass=can_pass)
@@ -136,7 +136,7 @@ def _accelerators(replies: HostReplies, needs: LaunchRequirements) -> Iterator[s
 def _place(replies: HostReplies, needs: LaunchRequirements) -> tuple[Meeting | None, list[Finding]]:
     if needs.first not in replies:
         return None, []
-    machines = {reply.facts.identity: host for host, reply in reversed(list(replies.items()))}  # the first of two
+    machines = {reply.facts.identity: host for host, reply in reversed(list(replies.items()))}  # the first of two names
     networks = {host: replies[host].facts.network for host in replies if host in machines.values()}
     try:
         return meeting(networks, needs.first, needs.master_address), []
@@ -145,7 +145,7 @@ def _place(replies: HostReplies, needs: LaunchRequirements) -> tuple[Meeting | N
 
 
 def _hostnames(replies: HostReplies, place: Meeting | None) -> Iterator[Finding]:
-    """A name that resolves to loopback is not a problem if ranks are told which interface to use."""
+    """A hostname that resolves to loopback is not a problem if ranks get the name of the interface to use."""
     interfaces = place.interfaces if place else {}
     for host, text, is_mended in hostnames({host: reply.facts.network for host, reply in replies.items()}, interfaces):
         end = (

@@ -1,4 +1,4 @@
-"""What DeepSpeed and torch load or compile on each host, and what would prevent it."""
+"""Checks that DeepSpeed and torch can load or compile what they need on each host."""
 
 import re
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ _ARCHITECTURE = re.compile(r"[0-9]+\.[0-9]+(\+PTX)?")
 
 
 def ninja(replies: HostReplies) -> Iterator[str]:
-    """DeepSpeed needs it even if every operator is already compiled."""
+    """Hosts without ninja. DeepSpeed needs it even if every operator is already compiled."""
     remedy = "not on the PATH that sshd sets. Run `pip install ninja` there, or put it into /usr/bin"
     yield from of_each(replies, lambda _, facts: None if facts.build.ninja else f"ninja is {remedy}")
 
 
 def operators(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
-    """Each operator must be compiled, or a compiler must be available."""
+    """Hosts that lack a compiled operator and have no compiler."""
 
     def complaint(_: str, facts: Facts) -> str | None:
         missing = sorted(set(needs.operators) - set(facts.build.compiled))
@@ -32,7 +32,7 @@ def operators(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
 
 
 def operators_to_compile(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
-    """Operators that ranks still have to compile, which only costs time at the start."""
+    """Operators that ranks still have to compile, which only takes time at the start."""
 
     def remark(_: str, facts: Facts) -> str | None:
         missing = sorted(set(needs.operators) - set(facts.build.compiled))
@@ -44,7 +44,7 @@ def operators_to_compile(replies: HostReplies, needs: LaunchRequirements) -> Ite
 
 
 def foreign_locks(replies: HostReplies) -> Iterator[str]:
-    """Locks of other users. A rank may wait for one until it is removed, and only its owner can remove it."""
+    """Compile locks of other users. A rank may wait until such a lock is removed, and only its owner can remove it."""
 
     def complaint(_: str, facts: Facts) -> str | None:
         locks = facts.build.foreign_locks
@@ -59,7 +59,7 @@ def foreign_locks(replies: HostReplies) -> Iterator[str]:
 
 
 def cleared_locks(replies: HostReplies) -> Iterator[str]:
-    """Locks that were removed, since a rank would have waited for them forever, and locks on a shared disk."""
+    """Compile locks that were removed, since ranks would wait for them forever, and locks that are on a shared disk."""
 
     def remark(_: str, facts: Facts) -> str | None:
         cleared, shared = facts.build.cleared_locks, facts.build.shared_locks
@@ -74,7 +74,7 @@ def cleared_locks(replies: HostReplies) -> Iterator[str]:
 
 
 def architectures(needs: LaunchRequirements) -> Iterator[str]:
-    """Names in TORCH_CUDA_ARCH_LIST that DeepSpeed cannot read: it compares numbers, and rejects 9.0a and Hopper."""
+    """Names in TORCH_CUDA_ARCH_LIST that DeepSpeed cannot parse: it expects numbers, and rejects 9.0a and Hopper."""
     given = needs.environment.get("TORCH_CUDA_ARCH_LIST", "")
     wrong = [name for name in given.replace(";", " ").split() if not _ARCHITECTURE.fullmatch(name)]
     if wrong and needs.accelerator != CPU:
@@ -85,7 +85,7 @@ def architectures(needs: LaunchRequirements) -> Iterator[str]:
 
 
 def openmp(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
-    """Torch's OpenMP library, if the loader has no static TLS left for it and ranks do not preload it."""
+    """Hosts that cannot load torch's OpenMP library, usually for lack of static TLS, if ranks do not preload it."""
     if "libgomp" in needs.environment.get("LD_PRELOAD", ""):
         return
 

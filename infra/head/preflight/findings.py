@@ -12,7 +12,7 @@ _MOST_NAMES = 8
 
 @dataclass(frozen=True)
 class Finding:
-    """One line about one check. A finding that is not a problem is still worth knowing."""
+    """One line about one check: a problem, or a note."""
 
     check: str
     text: str
@@ -25,7 +25,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class HostReply:
-    """A node's facts, with the head's clock at the question and at the answer."""
+    """A node's facts, and the time on the head's clock when it asked and when it was answered."""
 
     facts: Facts
     asked_at: float
@@ -43,7 +43,7 @@ def names(hosts: list[str]) -> str:
 
 
 def of_each(replies: HostReplies, complaint: Callable[[str, Facts], str | None]) -> Iterator[str]:
-    """Call ``complaint`` for each host. Hosts with the same text share a line."""
+    """Yield the text that ``complaint`` returns for each host. Hosts with the same text share a line."""
     groups: dict[str, list[str]] = {}
     for host, reply in replies.items():
         if (text := complaint(host, reply.facts)) is not None:
@@ -62,9 +62,9 @@ class Outlier(NamedTuple):
 
 
 def odd_ones(values: Mapping[str, str], preferred: str | None = None) -> Iterator[Outlier]:
-    """Hosts whose value differs from that of most hosts.
+    """Yield the hosts whose value differs from that of most hosts.
 
-    If two values are equally frequent, ``preferred`` is the right one if it is among them, else the first host's.
+    If several values are equally frequent, the right one is ``preferred`` if it is among them, or else the first.
     """
     counts = Counter(values.values())
     right = max(counts, key=lambda value: (counts[value], value == preferred), default="")

@@ -39,9 +39,9 @@ _STARTERS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}
 
 
 def survey(needs: LaunchRequirements, transport: Transport) -> Judgement:
-    """Query every host, and evaluate the answers. Raises StorageError if the root cannot be written on the head.
+    """Query every host, and evaluate the answers. Raises StorageError if the head cannot write to the root.
 
-    If code is to be sent to the hosts, it is sent first.
+    If the code is to be shipped to the hosts, this is done first.
     """
     asked_at: dict[str, float] = {}
     replies: dict[str, HostReply] = {}
@@ -67,7 +67,7 @@ def survey(needs: LaunchRequirements, transport: Transport) -> Judgement:
 
 
 def _own(needs: LaunchRequirements) -> Software:
-    """The head's software. Its code on disk may have changed since; the digest is that of the code that was sent."""
+    """The head's software. If code was shipped, its digest is used: the code on disk may have changed since."""
     found = software(needs.spec)
     return found if needs.code is None else replace(found, code_digest=needs.code)
 
@@ -92,7 +92,7 @@ def _question(needs: LaunchRequirements, host: str, nonce_path: Path) -> Questio
 
 @contextmanager
 def _nonce(root: Path) -> Iterator[tuple[str, Path]]:
-    """A file under the root that no other host has by coincidence."""
+    """Yield the text and path of a probe file under the root. The text is random, so no other file has it."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     nonce = secrets.token_hex(16)
     path = root / f".preflight-{nonce[:8]}"
@@ -104,7 +104,7 @@ def _nonce(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _launcher(name: str) -> Iterator[Finding]:
-    """Whether the head has the program that starts processes on hosts; pdsh needs its ssh module."""
+    """Check that the head has the program that starts processes on hosts, and pdsh its ssh module."""
     program = _STARTERS[name]
     if shutil.which(program) is None:
         yield Finding(LAUNCHER, f"{program} is not installed on this machine. Install it, or choose another --launcher")
@@ -124,7 +124,7 @@ COLUMNS = ["check", "result", "what"]
 
 @dataclass(frozen=True)
 class Report:
-    """The findings of the preflight. If none is a problem, the ranks can start."""
+    """The findings of all checks. If none is a problem, the ranks can start."""
 
     judged: Judgement
     of_all_reduce: list[Finding]
@@ -133,7 +133,7 @@ class Report:
 
     @property
     def findings(self) -> list[Finding]:
-        """Findings from the facts, and from the all-reduce."""
+        """Findings of the checks on facts, and of the all-reduce."""
         return [*self.judged.findings, *self.of_all_reduce]
 
     @property
@@ -165,10 +165,10 @@ def preflight(needs: LaunchRequirements, transport: Transport) -> Report:
 
 
 def require_agreement(needs: LaunchRequirements, transport: Transport) -> dict[str, str]:
-    """Raise PreflightError with every problem that can be found within a second, before any rank is started.
+    """Raise PreflightError with every problem that can be found within a second, without starting ranks.
 
-    Accelerators and a port in use are not problems here: an attempt of this run that is still going on holds them. If
-    the only problem is that hosts do not answer, and this may be transient, returns these hosts with their messages.
+    Accelerators and a port in use are not problems here: an attempt of this run that is still running uses them. If the
+    only problem is that hosts do not answer, and this may be transient, returns these hosts with their messages.
     """
     found = survey(needs, transport).findings
     problems = [one for one in found if one.is_problem and one.check not in {IN_USE, PORT}]
@@ -179,7 +179,7 @@ def require_agreement(needs: LaunchRequirements, transport: Transport) -> dict[s
 
 @dataclass(frozen=True)
 class Fit:
-    """What the ranks need to know, on hosts that can train together."""
+    """The rendezvous of hosts that can train together, and whether they use node-local storage."""
 
     meeting: Meeting
     port: int
@@ -187,9 +187,9 @@ class Fit:
 
 
 def require_fit(needs: LaunchRequirements, transport: Transport) -> Fit:
-    """Check that the hosts can train together; returns the rendezvous, which was tried out, and what they share.
+    """Check that the hosts can train together, including an all-reduce at the rendezvous that is returned.
 
-    Raises PreflightError with every problem, or HostUnreachable if unreachable hosts are the only one.
+    Raises PreflightError with every problem, or HostUnreachable if the only problem is that hosts cannot be reached.
     """
     report = preflight(needs, transport)
     if report.problems and all(problem.check == REACHABLE for problem in report.problems):

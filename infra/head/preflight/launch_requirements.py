@@ -28,11 +28,11 @@ class LaunchRequirements:
     scratch: Path | None = None
     """Folder on each node's own disk, used if it does not share the root."""
     accelerator: str | None = None
-    """DeepSpeed's name for it; if None, it is detected on the nodes."""
+    """DeepSpeed's name of the accelerator; if None, it is detected on the nodes."""
     code: str | None = None
-    """Digest of this process's code, which is sent to the hosts; None if it is installed there."""
+    """Digest of this process's code, which is shipped to the hosts; None if the code is installed there."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that ranks get from the head."""
+    """Environment variables that ranks get from the head."""
     spec: str = ""
     """The run's settings, as JSON; empty if there is no run."""
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class LaunchRequirements:
     checkpoint_bytes: Mapping[str, int] = field(default_factory=dict)
     """Disk space for the checkpoints of each host's ranks on its own disk, if it does not share the root."""
     staged_bytes: int = 0
-    """Size of the token shards that are staged to each host in that case."""
+    """Size of the token shards that are staged to each host, if it does not share the root."""
     run_on_nodes: str | None = None
     """The run's name on nodes, once it has begun."""
     operators: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class LaunchRequirements:
 
     @classmethod
     def of_run(cls, spec: RunSpec, hosts: Hosts, shape: T5Shape, staged_bytes: int = 0) -> Self:
-        """Requirements of a run with this model shape and ``staged_bytes`` of token shards."""
+        """Return the requirements of a run with this model shape and ``staged_bytes`` of token shards."""
         cluster, begun = spec.cluster, begun_fingerprint(spec.run_folder)
         ranks = dict(zip(hosts.names, hosts.ranks(), strict=True))
         return cls(
@@ -94,6 +94,6 @@ def _shared_memory(spec: RunSpec, hosts: Hosts) -> dict[str, int]:
 
 
 def operators_of(spec: RunSpec) -> tuple[str, ...]:
-    """The operators that DeepSpeed compiles for ranks on the CPU, and for an optimizer in host memory."""
+    """Return the operators that DeepSpeed compiles for ranks on the CPU, and for an optimizer in host memory."""
     of_cpu = ("deepspeed_shm_comm",) if spec.cluster.accelerator == "cpu" else ()
     return (*of_cpu, *(("cpu_adam",) if spec.layout.offload != "none" else ()))

@@ -1,4 +1,4 @@
-"""The rendezvous of the ranks, and the interface by which each host reaches it, chosen from the hosts' own facts."""
+"""Chooses the rendezvous of the ranks, and each host's interface to it, from the facts of the hosts."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,19 +24,19 @@ LOOPBACK = "lo"
 
 @dataclass(frozen=True)
 class Meeting:
-    """An address of the first host, and for each host the name of the interface that it is reached by."""
+    """The rendezvous: an address of the first host, and the name of the interface over which each host reaches it."""
 
     address: str
     interfaces: Mapping[str, str]
 
 
 def meeting(networks: Mapping[str, Network], first: str, given: str | None = None) -> Meeting:
-    """Choose an address of host ``first`` that every host has a route to.
+    """Choose an address of host ``first`` to which every host has a route.
 
-    ``given`` is the address or name that the user chose. Otherwise, the address that the head's ssh connected to is
-    preferred, then one in a network that most hosts belong to. Loopback addresses, and addresses that several hosts
-    have (bridges of container engines), do not identify a machine and are not used, but a single host may use loopback.
-    Raises PreflightError if there is no such address.
+    ``given`` is the address or name that the user chose. Without it, the address that the head's ssh connected to is
+    preferred, then an address in the network that most hosts belong to. Loopback addresses, and addresses that several
+    hosts have (bridges of container engines), are not used, because they do not identify a machine. A single host uses
+    loopback. Raises PreflightError if there is no such address.
     """
     others = {name: network for name, network in networks.items() if name != first}
     if not others and given is None:
@@ -51,7 +51,7 @@ def meeting(networks: Mapping[str, Network], first: str, given: str | None = Non
 
 
 def interface_to(network: Network, address: Address) -> str | None:
-    """The interface that has ``address``, else that of the longest matching route, if any."""
+    """Return the interface that has ``address``, or else that of the longest matching route; None if there is none."""
     for name, own in _addresses(network):
         if own.ip == address:
             return name
@@ -64,7 +64,7 @@ def interface_to(network: Network, address: Address) -> str | None:
 
 
 def is_of_no_use(address: Address) -> bool:
-    """Whether an address refers to another machine, or to none, when used on another host."""
+    """Whether an address, used on another host, refers to a different machine or to none."""
     return address.is_loopback or address.is_link_local or address.is_unspecified
 
 
@@ -127,7 +127,7 @@ def _why_none(networks: Mapping[str, Network], first: str, given: str | None) ->
 
 
 def hostnames(networks: Mapping[str, Network], interfaces: Mapping[str, str]) -> Iterator[tuple[str, str, bool]]:
-    """Hosts whose own name misleads collectives: (host, description, whether naming an interface fixes it)."""
+    """Yield (host, description, whether naming an interface fixes it) if a host's own name misleads collectives."""
     for host, network in networks.items():
         found = [ip_address(text) for text in network.hostname_addresses]
         if found and not any(is_of_no_use(address) for address in found):

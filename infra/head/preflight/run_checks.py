@@ -1,4 +1,4 @@
-"""Checks of a run that need no other host: everything that is cheap to check before anything expensive starts."""
+"""Checks a run without asking other hosts: everything that is cheap to check before anything expensive starts."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ _REST_BYTES = 512 << 20  # Python's documentation, logs, and the server's databa
 
 
 def require_possible(spec: RunSpec) -> T5Shape:
-    """The model's shape, if the settings and given files permit the whole workflow on some machine; raises if not."""
+    """Return the model's shape. Raises an error if the settings and given files would fail on every machine."""
     require_exportable(spec.model)
     of_model = _require_model(spec)
     _require_vocabulary_of_start(spec)
@@ -35,17 +35,17 @@ def require_possible(spec: RunSpec) -> T5Shape:
 
 
 def require_text(spec: RunSpec) -> int:
-    """Size of the text in bytes, as far as it is known. Raises InputError if there is no text."""
+    """Return the size of the text in bytes, as far as it is known. Raises InputError if there is no text."""
     return 0 if spec.corpus.source == PYDOCS else require_source(spec.corpus.source)
 
 
 def publish_url(spec: RunSpec) -> str:
-    """Where the run is published: the requested location, else a folder under the root."""
+    """Return where the run is published: the requested location, or else a folder under the root."""
     return spec.storage.publish_to or str(spec.storage.root / "published" / spec.run_name)
 
 
 def _require_model(spec: RunSpec) -> T5Shape:
-    sample = geometry(spec.objective)  # raises if it needs more spans than there are sentinels
+    sample = geometry(spec.objective)  # raises if a sample needs more spans than there are sentinels
     vocab_size = expected_vocab_size(spec.tokenizer)
     starting_model.require_fit(spec.model, vocab_size)
     of_model = model_shape.resolve(spec.model, vocab_size)
@@ -54,7 +54,7 @@ def _require_model(spec: RunSpec) -> T5Shape:
 
 
 def _require_vocabulary_of_start(spec: RunSpec) -> None:
-    """Raise SpecError if token ids would mean other text than they do to the model to continue from."""
+    """Raise SpecError if the vocabulary differs from that of the model to start from."""
     if spec.model.start_from is None:
         return
     if spec.tokenizer.path is None:
@@ -114,12 +114,12 @@ def _require_arithmetic(spec: RunSpec) -> None:
 
 def _needed_bytes(spec: RunSpec, of_model: T5Shape, text_bytes: int) -> int:
     releases = _WEIGHT_BYTES * _RELEASES * model_shape.count_parameters(of_model)
-    # Tokens take half the bytes of plain text, more of compressed text.
+    # ``text_bytes`` for shards: tokens take half the size of plain text, and more than that of compressed text.
     return _checkpoint_bytes(spec, of_model) + releases + text_bytes + _REST_BYTES
 
 
 def _checkpoint_bytes(spec: RunSpec, of_model: T5Shape) -> int:
-    """Size of the checkpoints still to come: those that a resumed run already has do not count."""
+    """Disk space for checkpoints still to come. Those that a resumed run already has do not count."""
     if has_finished(spec.run_folder):
         return 0
     held = size_of(spec.run_folder / CHECKPOINTS)

@@ -1,4 +1,4 @@
-"""Whether hosts share the head's storage or each has its own, and whether it has enough free space."""
+"""Checks whether hosts share the head's storage or each has its own, and whether it has enough free space."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class Storage:
 
     @classmethod
     def of(cls, replies: HostReplies, nonce: str, head: str) -> "Storage":
-        """``head`` is the identity of the head's machine."""
+        """Evaluate the replies. ``head`` is the identity of the head's machine."""
         sharing = [host for host, reply in replies.items() if reply.facts.room.nonce == nonce]
         apart = [host for host in replies if host not in sharing]
         others = [host for host in sharing if replies[host].facts.identity != head]
@@ -89,7 +89,7 @@ def disks(replies: HostReplies, needs: LaunchRequirements, storage: Storage) -> 
 
 
 def _scratch_room(room: Room, run_bytes: int) -> str | None:
-    """Whether the scratch folder has too little free space. What a resumed run already has there does not count."""
+    """The complaint if scratch has too little space. What the run has there already, or can free, counts as free."""
     needed, yielding = run_bytes + SPARE_BYTES, room.scratch_yielding_bytes
     if not room.scratch or room.scratch_error or room.scratch_free_bytes + yielding >= max(needed, _SCRATCH_BYTES):
         return None
@@ -109,7 +109,7 @@ def _write_error(facts: Facts, needs: LaunchRequirements) -> str | None:
 
 
 def _scratch(replies: HostReplies, storage: Storage) -> Iterator[str]:
-    """Each host needs its own scratch folder: in a shared one, the files of one host would be taken for another's."""
+    """Hosts without their own scratch folder: in a shared one, files of one host would be taken for another's."""
     yield from of_each(replies, lambda _, facts: facts.room.scratch_error or None)
     marks = {host: replies[host].facts.room.scratch_mark for host in storage.apart}
     for mark, count in Counter(marks.values()).items():

@@ -1,6 +1,6 @@
-"""The files of a run between the head and nodes, for hosts that share no storage: gather, sync, recovery, provisioning.
+"""Moves files of a run between the head and nodes that share no storage: gathering, sync, recovery, provisioning.
 
-The head's folder of the run has the same content as on shared storage. Before ranks start, the files they begin from
-are brought to their nodes. While they run, each finished checkpoint is gathered; at the end, their other results are.
-Not here: a node's own part (``infra.node.storage``).
+The head's folder of the run has the same content as on shared storage. Before ranks start, the files that they begin
+from are copied to their nodes. While ranks run, each finished checkpoint is gathered. At the end, the other results are
+collected. Not here: a node's own part (``infra.node.storage``).
 """

@@ -1,9 +1,9 @@
 """What the head and all nodes hold of a run's checkpoints, which of them are complete, and which to keep.
 
-A tag's sidecars come from one *version* of it: those on the head alone, those on the nodes alone, or all together,
-whichever is complete first. A tag may be written twice, the second time after damage was found in the gathered copy of
-the first; sidecars of the two are never mixed. Files come from any location that has one of the right size; digests
-decide.
+A tag can be saved twice: the second time after the gathered copy of the first save was found damaged. Sidecars of two
+saves must not be mixed. Therefore, the sidecars of a tag are taken from one *version* of it: those on the head alone,
+those on the nodes alone, or all together, in this order. Other files are taken from any location that has one of the
+right size; their digests are verified when they are gathered.
 """
 
 import logging
@@ -47,7 +47,7 @@ class Survey:
 
 
 def survey(nodes: Nodes, run_name: str, checkpoints: Path) -> Survey:
-    """Ask all nodes what they hold, and inspect the gathered copy."""
+    """Ask all nodes which checkpoints they hold, and inspect the gathered copy."""
     answers = nodes.ask(ListCheckpoints(nodes.store, run_name), _DEADLINE_SECONDS)
     silent = {host: answer for host, answer in answers.items() if isinstance(answer, HostError)}
     reply = {
@@ -59,12 +59,12 @@ def survey(nodes: Nodes, run_name: str, checkpoints: Path) -> Survey:
 
 
 def _copy(host: str, copy: Copy) -> Copy:
-    """What a host has of a tag. Names of unreadable files are not validated, since they are only displayed."""
+    """What a host has of a tag. Names of unreadable files are not validated, because they are only displayed."""
     return replace(copy, sidecars=_plainly_named(host, copy.sidecars), files=_plainly_named(host, copy.files))
 
 
 def _plainly_named(host: str, told: Mapping[str, T]) -> dict[str, T]:
-    """What a host lists, without names that would lead out of the folder of checkpoints on this machine."""
+    """Drop the entries of a host's list whose names would lead out of the checkpoint folder on this machine."""
     found = {}
     for name, each in told.items():
         try:
@@ -77,13 +77,13 @@ def _plainly_named(host: str, told: Mapping[str, T]) -> dict[str, T]:
 
 
 def prune_on(nodes: Nodes, run_name: str, tags: list[str]) -> dict[str, HostError | None]:
-    """Remove these tags, and leftovers of others, from all nodes; returns the error of each node that failed."""
+    """Remove these tags, and leftovers of earlier removals, from all nodes; returns each node's error, or None."""
     answers = nodes.ask(PruneCheckpoints(nodes.store, run_name, tuple(tags)), _DEADLINE_SECONDS)
     return {host: each if isinstance(each, HostError) else None for host, each in answers.items()}
 
 
 def move_aside_on(nodes: Nodes, run_name: str, tags: list[str] | None, why: str) -> dict[str, list[str] | HostError]:
-    """Set these tags (None: all) aside on all nodes; returns the tags that each node had."""
+    """Set these tags (None: all) aside on all nodes; returns the tags that each node had, or its error."""
     request = MoveAside(nodes.store, run_name, None if tags is None else tuple(tags), why)
     answers = nodes.ask(request, _DEADLINE_SECONDS)
     return {host: each if isinstance(each, HostError) else list(each.tags) for host, each in answers.items()}
@@ -95,7 +95,7 @@ Inventories = Mapping[str, Inventory]
 
 @dataclass(frozen=True)
 class FoundTag:
-    """A version of a tag that is complete, all locations together."""
+    """A version of a tag that is complete when the files of all locations are combined."""
 
     name: str
     step: int
@@ -104,16 +104,16 @@ class FoundTag:
     sidecars: Sequence[Sidecar]
     files: Mapping[str, FileDigest]
     places: Mapping[str, tuple[str, ...]]
-    """Where each file is, judging by its size: the head first, then the nodes that wrote it."""
+    """Where each file is, judging by its size: the head first, then nodes that wrote it, then other nodes."""
 
 
 def complete_tags(found: Inventories) -> list[FoundTag]:
-    """Versions of complete tags, newest step first; of one tag, the most likely version first."""
+    """Return the complete versions of all tags, newest step first; versions of one tag in the order given above."""
     return sorted(_complete(found), key=lambda tag: (tag.step, tag.name), reverse=True)
 
 
 def missing_parts(found: Inventories) -> dict[str, str]:
-    """Why tags are not complete, by name, newest first."""
+    """Return why each incomplete tag is not complete, by name, newest first."""
     complete = {tag.name for tag in complete_tags(found)}
     return {name: _why(name, found) for name in sorted(_names(found) - complete, reverse=True)}
 
@@ -121,10 +121,10 @@ def missing_parts(found: Inventories) -> dict[str, str]:
 def prunable(
     found: Inventories, keep_last: int, keep_every: int | None = None, most_bytes: int | None = None
 ) -> list[str]:
-    """Tags to remove: complete ones that are not ``kept``, where ``most_bytes`` applies to each location.
+    """Return the tags to remove: complete ones that are not ``kept``. ``most_bytes`` applies to each location.
 
-    Incomplete tags are removed if they are older than the newest complete one; a newer one may still be being written.
-    A tag with a file that cannot be read now is kept.
+    Incomplete tags are removed if they are older than the newest complete one; ranks may still be writing a newer one.
+    An incomplete tag with a file that cannot be read now is kept.
     """
     steps = {tag.name: tag.step for tag in complete_tags(found)}
     keep = kept({step: _size(name, found) for name, step in steps.items()}, keep_last, keep_every, most_bytes)
@@ -135,7 +135,7 @@ def prunable(
 
 
 def unreadable(found: Inventories) -> dict[str, str]:
-    """Tags with a file that cannot be read now in some location, and why."""
+    """Return the tags with a file that some location cannot read now, and why."""
     return {
         name: f"{_called(place)}: {next(iter(copy.unreadable.values()))}"
         for place, inventory in found.items()
@@ -145,7 +145,7 @@ def unreadable(found: Inventories) -> dict[str, str]:
 
 
 def finished_once(found: Inventories) -> set[str]:
-    """Tags that have the sidecars of all ranks: they were complete once, whatever has happened to their files."""
+    """Return the tags that have the sidecars of all ranks: these were complete once, even if files are missing now."""
     return {name for name in _names(found) for places in _versions(found) if _is_finished(name, places, found)}
 
 
@@ -157,9 +157,9 @@ def _is_finished(name: str, places: Sequence[str], found: Inventories) -> bool:
 
 
 def require_listed(tag: FoundTag, found: Inventories) -> None:
-    """Raise UnlistedFile if some location has, among the files of this save, a pickle that no rank recorded.
+    """Raise UnlistedFile if a location with sidecars of this save has a pickle that no rank recorded.
 
-    In a location where no rank finished this save, such a file is left over from another save; a restore sets it aside.
+    In a location without such a sidecar, the pickle is left over from another save; restoring sets it aside.
     """
     for place, inventory in found.items():
         copy = inventory.get(tag.name)
@@ -190,13 +190,13 @@ def _complete(found: Inventories) -> Iterator[FoundTag]:
 
 
 def _versions(found: Inventories) -> list[list[str]]:
-    """Locations from which the sidecars of a tag may be combined."""
+    """The sets of locations from which the sidecars of a tag may be combined."""
     nodes = [place for place in found if place != HEAD]
     return [[HEAD], nodes, [HEAD, *nodes]]
 
 
 def _version(name: str, places: Sequence[str], found: Inventories) -> FoundTag:
-    """The tag, according to the sidecars of those locations. IncompleteCheckpoint says what is wrong with it."""
+    """The tag according to the sidecars at ``places``. Raises IncompleteCheckpoint with what is missing or wrong."""
     texts = _texts(name, places, found)
     sidecars = _sidecars(name, texts)
     if sidecars[0].tag != name:

@@ -1,4 +1,4 @@
-"""What the head records of checkpoints on hosts: the last complete one, and which hosts still have abandoned ones."""
+"""The head's records of checkpoints on hosts: the last complete one, and the hosts that still have abandoned ones."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -22,10 +22,10 @@ def note(run_folder: Path, tag: FoundTag) -> None:
 
 
 def note_adopted(run_folder: Path, survey: Survey) -> None:
-    """Record the newest checkpoint of a run that was adopted, whether it is complete on these hosts or not.
+    """Record the newest checkpoint of an adopted run, whether it is complete on these hosts or not.
 
-    Only the run's former head knows which checkpoints were complete. One with parts missing here must not be taken for
-    one that was never finished, and be overwritten.
+    Only the run's former head knows which checkpoints were complete. If parts of one are missing here, it must not be
+    overwritten like a checkpoint that was never finished.
     """
     newest = max((name for inventory in survey.found.values() for name in inventory if is_tag(name)), default="")
     seen = last_complete.last_complete(run_folder)
@@ -34,19 +34,19 @@ def note_adopted(run_folder: Path, survey: Survey) -> None:
 
 
 def former_hosts(run_folder: Path) -> list[str]:
-    """Hosts that had parts of the last complete checkpoint."""
+    """Return the hosts that had parts of the last complete checkpoint."""
     seen = last_complete.last_complete(run_folder)
     return sorted({place for places in seen.places.values() for place in places if place != HEAD}) if seen else []
 
 
 def note_not_begun_again(run_folder: Path, hosts: Collection[str]) -> None:
-    """Record the hosts whose checkpoints have yet to be set aside, because the run has begun again without them."""
+    """Record the hosts whose checkpoints must still be set aside, because the run has begun again without them."""
     if hosts or not_begun_again(run_folder):
         write_json(run_folder / NOT_BEGUN_AGAIN, sorted(hosts))
 
 
 def not_begun_again(run_folder: Path) -> set[str]:
-    """The hosts that ``note_not_begun_again`` recorded. Raises Unreadable and RecordError."""
+    """Return the hosts that ``note_not_begun_again`` recorded. Raises Unreadable, or RecordError if it is damaged."""
     path = run_folder / NOT_BEGUN_AGAIN
     try:
         with reading(path):
@@ -61,7 +61,7 @@ def not_begun_again(run_folder: Path) -> set[str]:
 
 
 def nothing_complete(run_folder: Path, survey: Survey, damaged: Sequence[str]) -> NothingVerifies | None:
-    """The error if no checkpoint is complete although one was; None if none ever was, so that the run just begins.
+    """Return the error for a run that had a complete checkpoint and has none now; None if it never had one.
 
     ``damaged`` describes the checkpoints that looked complete but were not.
     """

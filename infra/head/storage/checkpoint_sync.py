@@ -29,22 +29,22 @@ _LOOK_SECONDS = 0.5
 _RETRY_SECONDS = 10.0
 _METRICS_SECONDS = 5.0
 _METRICS_SHARE = 0.05
-"""Maximum share of the time that goes into collecting metrics."""
+"""Maximum share of the time that is spent on collecting metrics."""
 _log = logging.getLogger(__name__)
 
 
 class CheckpointSync:
-    """A thread beside those that supervise the ranks. Failures are logged and retried; it ends when told to."""
+    """A thread that gathers and prunes checkpoints, and collects metrics. Failures are logged and retried."""
 
     def __init__(self, run: NodeRun, num_saved: Callable[[], int]) -> None:
-        """Start the thread; ``num_saved`` grows when hosts have saved something."""
+        """Start the thread. ``num_saved`` returns a number that grows when ranks have saved a part of a checkpoint."""
         self._run, self._num_saved = run, num_saved
         self._told, self._progress = threading.Event(), Interruptible()
         self._thread = threading.Thread(target=self._follow, name="follower of checkpoints", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Stop the thread. It interrupts what it is doing, which can be resumed."""
+        """Stop the thread. A transfer in progress is interrupted, and can be resumed later."""
         self._progress.is_told_to_end = True
         self._told.set()
         self._thread.join()
@@ -77,8 +77,8 @@ class CheckpointSync:
 def keep_up(run: NodeRun, progress: Progress) -> None:
     """Gather the complete checkpoints that are to be kept, newest first; then remove old ones everywhere.
 
-    Damaged checkpoints are skipped. Raises the HostError of a node that does not answer, before anything is done, and
-    at the end Unreadable for a checkpoint that may be complete but cannot be checked now.
+    Damaged checkpoints are skipped. If a node does not answer, raises its HostError before anything is done. If a
+    checkpoint may be complete but cannot be checked now, raises Unreadable at the end.
     """
     found = survey(run.nodes, run.name, run.checkpoints)
     for error in found.silent.values():
@@ -98,7 +98,7 @@ def keep_up(run: NodeRun, progress: Progress) -> None:
 
 
 def _require_known(found: Survey, passed_over: set[str]) -> None:
-    """Raise Unreadable for a tag that may be complete, if the head has none as new."""
+    """Raise Unreadable for a tag that may be complete, if it was passed over or is newer than all complete ones."""
     complete = complete_tags(found.found)
     for name, why in unreadable(found.found).items():
         if is_tag(name) and (name in passed_over or not complete or name > complete[0].name):
@@ -106,7 +106,7 @@ def _require_known(found: Survey, passed_over: set[str]) -> None:
 
 
 def _lacking(run: NodeRun, found: Survey) -> list[FoundTag]:
-    """Complete checkpoints that the head should have but lacks."""
+    """Complete checkpoints that the head should have but lacks. Records the newest complete one."""
     complete = complete_tags(found.found)
     if complete:
         checkpoint_record.note(run.folder, complete[0])
@@ -124,9 +124,9 @@ def bring_metrics(run: NodeRun) -> None:
 
 
 def prune(run: NodeRun, found: Survey) -> None:
-    """Remove checkpoints that are not to be kept, on nodes and head, and what interrupted removals have left.
+    """Remove checkpoints that are not to be kept from nodes and head, and leftovers of interrupted removals.
 
-    Checkpoints that are not gathered yet are left alone.
+    Checkpoints that are newer than the newest gathered one are not touched.
     """
     gathered = complete_tags({HEAD: inventory_of(run.checkpoints)})
     if not gathered:

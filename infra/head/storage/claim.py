@@ -1,7 +1,7 @@
 """The head's claim to the files of a run on its hosts: made before anything is read or written there, then renewed.
 
-It is renewed for as long as the head holds the run, also between two attempts and while checkpoints are gathered, so
-that no other head adopts the run while this one is alive.
+The head renews it for as long as it holds the run, including the time between two attempts and the gathering of
+checkpoints, so that no other head adopts the run while this one is alive.
 """
 
 import logging
@@ -24,9 +24,9 @@ _Answers = Mapping[str, Claimed | HostError]
 
 
 class Claim:
-    """This head's claim to the files of one run, on the hosts for which it was last taken; renewed until it is ended.
+    """This head's claim to the files of one run on the hosts of the last ``take``, renewed until ``end``.
 
-    It outlives an attempt, so it belongs to the owner of the run, who ends it on releasing the run.
+    A claim outlives an attempt, so it belongs to the HeldRun, and ends when that is released.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Claim:
         return [owner for owner in owners if owner.unique_id != run.owner.unique_id]
 
     def require_kept(self) -> None:
-        """Raise RunOwned if another head has taken over the files since."""
+        """Raise RunOwned if another head has taken over the run's files since."""
         if self._renewal is not None and self._renewal.lost is not None:
             raise self._renewal.lost
 
@@ -61,7 +61,7 @@ class Claim:
             renewal.end()
 
     def _renew(self, run: NodeRun, nodes: Nodes) -> None:
-        """Renew this claim from now on, instead of that of an earlier attempt, which may have been on other hosts."""
+        """Renew the claim on these nodes from now on, and no longer on those of an earlier attempt."""
         before, self._renewal = self._renewal, _Renewal(run, nodes)
         if before is not None:
             before.end()
@@ -80,14 +80,14 @@ class _Renewal:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop renewing; does not wait for a host that does not answer a renewal."""
+        """Stop renewing. Waits only briefly for hosts that do not answer a renewal."""
         self._ended.set()
         self._thread.join(_END_SECONDS)
 
     def _renew(self) -> None:
         interval = self._run.owner.lease_seconds / _RENEWALS_IN_A_LEASE
         while self.lost is None and not self._ended.wait(interval):
-            deadline = max(2 * interval, _SHORTEST_DEADLINE_SECONDS)  # a host that hangs must not hold up the others
+            deadline = max(2 * interval, _SHORTEST_DEADLINE_SECONDS)  # a host that hangs must not delay the others
             answers = _ask(self._nodes, self._run, Mode.CLAIM, deadline)
             refused = {host: each for host, each in _states(answers).items() if not each.is_ours}
             if refused:
@@ -110,7 +110,7 @@ def _states(answers: _Answers) -> dict[str, Claimed]:
 
 
 def _answered(required: Sequence[str], answers: _Answers) -> dict[str, Claimed]:
-    """The answers of hosts. Raises HostError if a required one did not answer; logs a warning for others."""
+    """The answers of hosts. Raises the HostError of a required host that did not answer; logs those of others."""
     for host, each in answers.items():
         if isinstance(each, HostError):
             if host in required:
@@ -120,7 +120,7 @@ def _answered(required: Sequence[str], answers: _Answers) -> dict[str, Claimed]:
 
 
 def _require_free(run: NodeRun, states: Mapping[str, Claimed], adopt: bool) -> None:
-    """Raise RunOwned if another head owns the run on a host, unless it is to be adopted and the lease has expired."""
+    """Raise RunOwned if another head owns the run on a host, unless ``adopt`` is set and the lease has expired."""
     refused = {
         host: state
         for host, state in states.items()

@@ -29,19 +29,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run whose end is recorded and that no process is working on."""
+    """A run whose last checkpoint is recorded and that no process is working on."""
 
     folder: Path
     name: str
     """Its name on nodes."""
     unique_id: str | None
-    """None for a run of an earlier version."""
+    """None for a run of an earlier version of this package."""
     fault: str = ""
-    """What is wrong with the head's copy, so that the hosts' files of the run must stay; empty if nothing is."""
+    """What is wrong with the head's copy; empty if nothing is. With a fault, the run's files on hosts are kept."""
 
 
 def finished_runs(root: Path) -> list[FinishedRun]:
-    """The runs under a root that have ended and that no process is working on. Their files are checked but not read."""
+    """Return the finished runs under a root. Only the sizes of their files are checked."""
     found = []
     for folder in idle_runs(root):
         try:
@@ -57,7 +57,7 @@ def finished_runs(root: Path) -> list[FinishedRun]:
 
 
 def verified(runs: Iterable[FinishedRun], names: Collection[str], progress: Progress) -> Iterator[FinishedRun]:
-    """The same runs, after comparing every file of those called ``names`` on nodes with its digest."""
+    """Yield the same runs, after verifying the digests of all files of those that are called ``names`` on nodes."""
     for run in runs:
         if run.fault or run.name not in names:
             yield run
@@ -70,12 +70,12 @@ def verified(runs: Iterable[FinishedRun], names: Collection[str], progress: Prog
 
 
 def idle_runs(root: Path) -> Iterator[Path]:
-    """Folders of runs that no process is working on."""
+    """Return the folders of runs that no process is working on."""
     return (folder for folder in _folders(root) if holder(folder) is None)
 
 
 def known_attempts(root: Path) -> KnownAttempts:
-    """The attempts of all runs under a root."""
+    """Return the attempts of all runs under a root."""
     idle = list(idle_runs(root))
     busy = [folder for folder in _folders(root) if folder not in idle]
     return KnownAttempts(_attempts(idle), _attempts(busy))
@@ -109,7 +109,7 @@ _DEADLINE_SECONDS = 600.0
 def garbage_on(
     nodes: Nodes, finished: Sequence[FinishedRun], attempts: KnownAttempts
 ) -> dict[str, list[Garbage] | HostError]:
-    """What no run needs on each host, or the error of a host that does not answer."""
+    """Return the files that no run needs on each host, or the error of a host that does not answer."""
     answers = nodes.ask(FindGarbage(nodes.scratch, _known(finished, attempts)), _DEADLINE_SECONDS)
     return {host: each if isinstance(each, HostError) else list(each.found) for host, each in answers.items()}
 
@@ -120,9 +120,9 @@ def free_on(
     attempts: KnownAttempts,
     found: Mapping[str, Sequence[Garbage]],
 ) -> dict[str, list[str] | HostError]:
-    """Remove what was found, unless a run needs it by now; returns the removed paths by host.
+    """Remove what was found, unless a run needs it by now; returns the removed paths, or the error, by host.
 
-    The head's copy of ``finished`` runs must be ``verified``.
+    The ``finished`` runs must come from ``verified``.
     """
     known = _known(finished, attempts)
 
@@ -139,7 +139,7 @@ def _known(finished: Sequence[FinishedRun], attempts: KnownAttempts) -> HeadRuns
 
 
 def garbage_of_heads(attempts: KnownAttempts) -> Iterator[Garbage]:
-    """What heads on this machine have left of attempts over hosts; paths are absolute."""
+    """Yield what heads on this machine left of attempts over hosts. Paths are absolute."""
     for folder, why in left_attempts(heads_folder(), attempts):
         yield Garbage(str(folder), size_of(folder), why)
 
@@ -154,7 +154,7 @@ def free_of_heads(attempts: KnownAttempts, found: Sequence[Garbage]) -> list[str
 
 
 def garbage_under(root: Path) -> Iterator[Garbage]:
-    """What no run needs of the checkpoints under a root: unfinished ones that are older than a finished one."""
+    """Yield incomplete checkpoints under a root that no run needs, and set-aside folders, which are kept."""
     for run in idle_runs(root):
         yield from _garbage_in(root, run)
 

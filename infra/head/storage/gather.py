@@ -1,6 +1,6 @@
-"""Brings to the head what it lacks of a checkpoint, from all nodes at once, and verifies each file as it arrives.
+"""Copies the files of a checkpoint that the head lacks from all nodes at once, and verifies each file as it arrives.
 
-Metrics and the witness come from one node.
+Metrics and the witness are collected from one node.
 """
 
 import threading
@@ -25,15 +25,16 @@ from t5train.host_resources import num_cores, require_space
 from t5train.progress import Progress, silent
 
 _AT_ONCE = 16
-"""Number of nodes that send at the same time."""
+"""How many nodes send at the same time."""
 
 
 def gather(nodes: Nodes, run_name: str, tag: FoundTag, checkpoints: Path, progress: Progress = silent) -> None:
-    """Complete ``checkpoints / tag``: every file is verified, sidecars come last, and interrupted transfers resume.
+    """Complete the gathered copy of a tag in ``checkpoints``. Interrupted transfers resume.
 
-    Files in the way, which are of another save of this tag or cannot be read now, are set aside and not removed. Raises
-    IncompleteCheckpoint if no intact copy of a file is found, naming where it was looked for; Unreadable if that cannot
-    be determined; StorageError if the disk is full; and HostError if the only node that has a file does not send it.
+    Every file is verified, and sidecars are written last. Files of another save of this tag, and files that cannot be
+    read now, are set aside, not removed. Raises IncompleteCheckpoint if no intact copy of a file is found, with the
+    locations that were tried; Unreadable if this cannot be determined; StorageError if the disk is full; and HostError
+    if the only node that has a file does not send it.
     """
     folder = checkpoints / tag.name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -42,14 +43,14 @@ def gather(nodes: Nodes, run_name: str, tag: FoundTag, checkpoints: Path, progre
     require_space(folder, missing_bytes(folder, lacking.wanted), f"checkpoint {tag.name}")
     _Gathering(nodes, tag_place(run_name, tag.name), folder, lacking, progress).run(tag.places)
     for name, text in sorted(tag.texts.items()):
-        if not is_there(folder / name):  # otherwise it is this one: others have been set aside
+        if not is_there(folder / name):  # a sidecar that is there is this one: others were set aside
             write_text(folder / name, text)
     sync_folder(checkpoints)
 
 
 @dataclass(frozen=True)
 class _Lacking:
-    """The files still to come, and those of them that are present but cannot be read now."""
+    """The files still to gather, and those of them that are present but cannot be read now."""
 
     wanted: list[Wanted]
     unreadable: Mapping[str, Unreadable]
@@ -60,7 +61,7 @@ def _wanted(tag: FoundTag) -> list[Wanted]:
 
 
 def _lacking(folder: Path, wanted: list[Wanted], progress: Progress) -> _Lacking:
-    """The files that are missing or damaged. Files that are present are read, one on each core."""
+    """The files that are missing or damaged. Files that are present are verified, one on each core at a time."""
     total, done, missing = sum(each.size for each in wanted), 0, []
     unreadable = dict[str, Unreadable]()
 
@@ -81,7 +82,7 @@ def _lacking(folder: Path, wanted: list[Wanted], progress: Progress) -> _Lacking
 
 
 def _move_strangers(folder: Path, tag: FoundTag) -> None:
-    """Set aside what was gathered of another save of this tag: sidecars first, so it is never taken for complete."""
+    """Set aside what was gathered of another save of this tag: sidecars first, so it never seems to be complete."""
     names = names_in(folder)
     for name in (name for name in names if is_sidecar(name)):
         if not _holds(folder / name, tag.texts.get(name)):
@@ -101,12 +102,12 @@ def _holds(path: Path, text: str | None) -> bool:
 
 
 def _aside(folder: Path) -> Path:
-    """Where the head keeps files that were in the way in a tag of a run."""
+    """The head's set-aside folder of the run."""
     return folder.parent.parent / SET_ASIDE
 
 
 class _Gathering(Watcher):
-    """The files still to come, and the failures to get them."""
+    """Fetches the files that are still to gather, and keeps the failures of each."""
 
     def __init__(self, nodes: Nodes, place: str, folder: Path, lacking: _Lacking, progress: Progress) -> None:
         self._nodes, self._place, self._folder, self._progress = nodes, place, folder, progress
@@ -126,11 +127,11 @@ class _Gathering(Watcher):
                         raise self._failure(name, places[name])
                 list(threads.map(lambda shares: self._from(*shares), self._shares(left).items()))
 
-    def begun(self, wanted: Wanted, path: Path, size: int) -> None:  # noqa: ARG002 - as Watcher has it
-        """Count what an interrupted transfer left."""
+    def begun(self, wanted: Wanted, path: Path, size: int) -> None:  # noqa: ARG002 - see Watcher
+        """Count the bytes that an interrupted transfer left."""
         self.grown(wanted, size)
 
-    def grown(self, wanted: Wanted, count: int) -> None:  # noqa: ARG002 - as Watcher has it
+    def grown(self, wanted: Wanted, count: int) -> None:  # noqa: ARG002 - see Watcher
         """Report the progress of all files."""
         with self._lock:
             self._done += count
@@ -142,9 +143,9 @@ class _Gathering(Watcher):
             del self._lacking[wanted.name]
 
     def _shares(self, left: dict[str, list[str]]) -> dict[str, list[Wanted]]:
-        """Which host sends which files: of those that have a file, the one with the least to send.
+        """Assign each file to a host that has it: the one with the fewest bytes to send so far.
 
-        That host is removed from ``left``.
+        That host is removed from ``left`` for this file.
         """
         shares: dict[str, list[Wanted]] = {}
         for name, wanted in self._lacking.items():
@@ -185,8 +186,8 @@ _DEADLINE_SECONDS = 600.0
 def collect(nodes: Nodes, host: str, place: str, names: Iterable[str], into: Path) -> list[str]:
     """Copy files and whole folders called ``names`` from ``place`` on a host into the folder ``into``.
 
-    Names that do not exist there are skipped; returns the names of the files that do. A growing file is copied as it
-    was at one moment. Raises HostError.
+    Names that do not exist there are skipped. Returns the names of the files that were copied. A file that is growing
+    is copied as it was at one moment. Raises HostError.
     """
     asked = tuple(names)
     folders = tuple(f"{name}/" for name in asked)

@@ -23,15 +23,15 @@ class NodeRun:
     """One run, on the head and on its nodes."""
 
     name: str
-    """On the nodes. It has the fingerprint, so that a run of this name with other settings does not find its files."""
+    """Name on nodes. It has the fingerprint, so that a run of this name with other settings does not find its files."""
     folder: Path
-    """On the head."""
+    """Folder on the head."""
     hosts: Hosts
     nodes: Nodes
     keep: StorageSpec
     """Which checkpoints to keep."""
     owner: Owner
-    """The owner of its files on the nodes."""
+    """The owner of the run's files on nodes."""
     checkpoint_bytes: Mapping[str, int] = field(default_factory=dict)
     """Disk space that the checkpoints need on each host."""
 
@@ -45,7 +45,7 @@ class NodeRun:
         transport: Transport,
         checkpoint_bytes: Mapping[str, int],
     ) -> Self:
-        """The run of that spec."""
+        """Return the run of these settings."""
         return cls(
             name=name_on_nodes(spec.run_name, run_fingerprint),
             folder=spec.run_folder,
@@ -58,25 +58,25 @@ class NodeRun:
 
     @property
     def checkpoints(self) -> Path:
-        """The gathered copy."""
+        """Folder of the gathered copies on the head."""
         return self.folder / CHECKPOINTS
 
     @property
     def place(self) -> str:
-        """Its path relative to the scratch folder of each node."""
+        """Path of the run relative to the scratch folder of each node."""
         return run_place(self.name)
 
     @property
     def first(self) -> str:
-        """The host of rank 0, the only rank that reports."""
+        """The host of rank 0, the only rank that writes metrics and the witness."""
         return self.hosts.names[0]
 
     def ranks_of(self, host: Host) -> range:
-        """Global ranks of a host."""
+        """Return the global ranks of a host."""
         return dict(zip(self.hosts.all, self.hosts.ranks(), strict=True))[host]
 
     def told(self, job: TrainJob) -> TrainJob:
-        """The job in the form that ranks on nodes read."""
+        """Return the job as ranks on nodes read it: with the paths there."""
         changes = {
             "node_local": True,
             "run_folder": self._on_node(self.place),
@@ -95,16 +95,16 @@ class NodeRun:
 
 
 def place_of_shards(job: TrainJob) -> str:
-    """Where token shards are staged."""
+    """Return where token shards are staged."""
     return shards_place(job.shards_folder.name)
 
 
 def place_of_consolidated(told: Consolidated) -> str:
-    """Where a checkpoint of another layout is staged."""
+    """Return where the consolidated form of a checkpoint with another layout is staged."""
     return staged_place(told.folder.name, told.fingerprint)
 
 
 def place_of_start(job: TrainJob) -> str:
-    """Where the model to continue from is staged."""
+    """Return where the model to start from is staged."""
     assert job.begins_from is not None  # noqa: S101 - only called for such jobs
     return staged_place(PurePath(job.spec.model.start_from or "").name, job.begins_from)

@@ -1,7 +1,7 @@
-"""Brings to nodes the files that their ranks begin from: only those that each node lacks, verified there.
+"""Copies the files that ranks begin from to their nodes: only those that a node lacks. Nodes verify them.
 
-Folders that all nodes need are passed from node to node, so that each byte crosses a link once. Parts of a checkpoint
-go from the gathered copy to the nodes that lack them.
+Folders that all nodes need are passed from node to node, so that each byte crosses each link once. Parts of a
+checkpoint are copied from the gathered copy to the nodes that lack them.
 """
 
 import logging
@@ -47,9 +47,9 @@ _log = logging.getLogger(__name__)
 
 
 def part(tag: FoundTag, names: Iterable[str], ranks: Sequence[int]) -> list[Wanted]:
-    """What a node needs to resume from a tag: the files ``names`` that its ranks read, and its ranks' sidecars.
+    """Return what a node needs to resume from a tag: the files ``names`` that its ranks read, and their sidecars.
 
-    Instead of a file of another node's rank, the replica that one of its own ranks recorded is accepted.
+    In place of a file from a rank of another node, the replica that one of the node's own ranks recorded is accepted.
     """
     replicas = {name: digest for rank in ranks for name, digest in tag.sidecars[rank].replicas.items()}
     files = [
@@ -72,11 +72,11 @@ def restore(
     progress: Progress = silent,
     recorded: Collection[str] | None = None,
 ) -> None:
-    """Give each host the files of its part that it lacks or has damaged: verified copies from the folder ``source``.
+    """Copy from the folder ``source`` to each host the files of its part that are missing or damaged there.
 
-    ``place`` is the folder there, such as ``node_folders.tag_place``. Files come in the order of the part, so sidecars
-    come last. A copy there that cannot be read now is set aside, and so is a pickle that is not in ``recorded``, if
-    given. Raises the first HostError, after all hosts have ended.
+    ``place`` is the folder on hosts, such as ``node_folders.tag_place``. Files are copied in the order of the part, so
+    sidecars come last, and are verified. Files on hosts that cannot be read now are set aside, and so are pickles that
+    are not in ``recorded``, if given. Raises the first HostError, after all hosts have ended.
     """
     restored = _Restored(progress, sum(each.size for wanted in parts.values() for each in wanted))
 
@@ -105,7 +105,7 @@ class _Restored:
 
 
 def _serve(node: Channel, host: str, source: Path, on_bytes: Callable[[int], None]) -> None:
-    """Serve files of the folder ``source`` to a node until it has all; ``on_bytes`` gets counts of received bytes."""
+    """Serve files of the folder ``source`` until a node has all; ``on_bytes`` gets the number of bytes received."""
     while (message := node.receive(FromReceiver)) is not None:
         match message:
             case FileRange():
@@ -124,7 +124,7 @@ def _serve(node: Channel, host: str, source: Path, on_bytes: Callable[[int], Non
 
 
 def files_of_record(record: Record) -> list[Wanted]:
-    """What to stage of a record that is in one folder: its files, and the manifest last."""
+    """Return the files of a record to stage, with the manifest last."""
     digests = {name: digest_file(record.path / name) for name in [*sorted(record.files), MANIFEST]}
     return [Wanted.of(name, digest) for name, digest in digests.items()]
 
@@ -138,11 +138,11 @@ def stage_folder(
     progress: Progress = silent,
     beside: Mapping[str, int] | None = None,
 ) -> None:
-    """Copy these files of the folder ``source`` to ``place`` on every node, verified, and pin them for the run.
+    """Copy these files of the folder ``source`` to ``place`` on every node, verify them, and pin them for the run.
 
-    Each node reserves disk space for the bytes that the run will write ``beside`` them on that host. Files that a node
-    already has complete are not sent again, and interrupted transfers resume. A node that cannot reach the previous one
-    copies from the head. Raises the HostError of the first node that fails.
+    ``beside`` has the bytes that the run will write in addition, by host: its disk must have space for them, too. Files
+    that a node already has complete are not sent again, and interrupted transfers resume. A node that cannot reach the
+    previous one copies from the head. Raises the HostError of the first node that fails.
     """
     if not nodes.hosts:
         return
@@ -156,13 +156,13 @@ def stage_folder(
 
 
 def release(nodes: Nodes, run_name: str) -> dict[str, HostError | None]:
-    """Allow nodes to remove what was staged for a run that has ended; returns the error of each node that failed."""
+    """Allow nodes to remove what was staged for a run that has ended; returns each node's error, or None."""
     answers = nodes.ask(ReleaseRun(nodes.store, run_name), deadline_seconds=60.0)
     return {host: each if isinstance(each, HostError) else None for host, each in answers.items()}
 
 
 class _Staging:
-    """A chain of nodes."""
+    """A chain of nodes, each of which copies files from the previous one."""
 
     def __init__(self, nodes: Nodes, source: Path, files: Sequence[Wanted], progress: Progress) -> None:
         self._nodes, self._source, self._progress = nodes, source, progress
@@ -172,7 +172,7 @@ class _Staging:
         self._lock = threading.Lock()
 
     def one(self, number: int, request: Stage) -> None:
-        """Serve a node until it and the next one have everything."""
+        """Stage files on one node, and keep its session open until the next node has them, too."""
         host = self._nodes.hosts[number]
         try:
             with conversation(self._nodes, host, request) as node:
@@ -194,7 +194,7 @@ class _Staging:
 
 
 def _server(node: Channel) -> Endpoint:
-    """Where the node serves files to others."""
+    """The endpoint where the node serves files to other nodes."""
     message = node.receive(Listening)
     if message is None:
         raise BrokenOff("it ended before it started to serve files")
@@ -202,7 +202,7 @@ def _server(node: Channel) -> Endpoint:
 
 
 def provide(run: NodeRun, job: TrainJob, progress: Progress) -> None:
-    """Give each node the files that its ranks read for a job, which has the head's paths. Raises HostError."""
+    """Copy to each node the files that its ranks read for ``job``, which has the head's paths. Raises HostError."""
     _stage(run, job.shards_folder, files_of_record(job.shards()), place_of_shards(job), progress)
     if (told := job.consolidated) is not None:
         files = files_of_record(Weights.load(told.folder))
@@ -235,7 +235,7 @@ def _read_by(tag: FoundTag, ranks: range) -> set[str]:
 
 
 def _continue_metrics(run: NodeRun, job: TrainJob, progress: Progress) -> None:
-    """Let rank 0 continue the metrics that the head has, and create the run's folder on every node."""
+    """Copy the head's metrics to the first host, where rank 0 continues them. Creates the run's folder on all nodes."""
     step = job.consolidated.clock.step if job.consolidated else step_of(job.resume_tag) if job.resume_tag else 0
     drop_after(run.folder / METRICS, step)
     wanted = {host: listed(run.folder, [METRICS]) if host == run.first else [] for host in run.nodes.hosts}

@@ -1,4 +1,4 @@
-"""Before ranks start: gathers the newest complete checkpoint to the head, wherever its parts are, and verifies it."""
+"""Gathers the newest complete checkpoint to the head before ranks start, wherever its parts are, and verifies it."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,16 +38,18 @@ _log = logging.getLogger(__name__)
 def recover(run: NodeRun, progress: Progress) -> None:
     """Gather the newest checkpoint that is complete anywhere; does nothing if none ever was.
 
-    Hosts that had parts of it and are no longer part of the run are asked too. Newer checkpoints that are damaged are
-    set aside everywhere. If the user asked to begin again, all checkpoints are; on hosts that do not answer, as soon as
-    they do. Raises NothingVerifies if checkpoints were complete but no longer are; Unreadable, UnknownVersion and
-    UnlistedFile if that cannot be determined; and HostError if a host of the run does not answer.
+    Hosts that had parts of it and are no longer part of the run are asked, too. Newer checkpoints that are damaged are
+    set aside everywhere. If the user asked to begin again, all checkpoints are set aside instead. On hosts that do not
+    answer, this is done as soon as they do.
+
+    Raises NothingVerifies if checkpoints were complete but none is now; Unreadable, UnknownVersion or UnlistedFile if
+    this cannot be determined; and HostError if a host of the run does not answer.
     """
     former = former_hosts(run)
-    if run.nodes.code is not None:  # a launch has sent it only to its own hosts
+    if run.nodes.code is not None:  # the launch has shipped the code only to its own hosts
         former = hosts_with_code(run.nodes.transport, former, "cannot ask a former host for checkpoints")
     nodes = replace(run.nodes, hosts=(*run.nodes.hosts, *former))
-    if is_asked_to_begin_again(run.folder):  # the head sets its own aside when it chooses a checkpoint
+    if is_asked_to_begin_again(run.folder):  # the head sets its own aside later, when it chooses a checkpoint
         _begin_again(run, nodes)
         return
     found = _survey(run, _begun_again(run, nodes))
@@ -61,7 +63,7 @@ def recover(run: NodeRun, progress: Progress) -> None:
 
 
 def _gathered(run: NodeRun, nodes: Nodes, found: Survey, progress: Progress) -> FoundTag | None:
-    """Gather the newest checkpoint that is intact, and return it; None if none ever was complete."""
+    """Gather the newest intact checkpoint, and return it; None if none ever was complete."""
     doubtful, damaged = unreadable(found.found), list[str]()
     complete = complete_tags(found.found)
     unknown = sorted(doubtful.keys() - {tag.name for tag in complete}, reverse=True)
@@ -83,21 +85,21 @@ def _gathered(run: NodeRun, nodes: Nodes, found: Survey, progress: Progress) -> 
 
 
 def _require_known(doubtful: Mapping[str, str], names: Sequence[str]) -> None:
-    """Raise Unreadable for the first of these tags, which may be complete: an older one must not be used instead."""
+    """Raise Unreadable for the first of these tags. It may be complete, so no older one must be used instead."""
     for name in names:
         if is_tag(name):
             raise Unreadable(f"{name} may be complete, but this cannot be checked now: {doubtful[name]}")
 
 
 def _once_complete_and_newer(run: NodeRun, found: Survey, chosen: str) -> list[str]:
-    """Newer tags that were complete once. One that never was, such as a save that was killed, may be overwritten."""
+    """Tags newer than ``chosen`` that were complete once. Others, such as those of killed saves, may be overwritten."""
     last, finished = last_complete(run.folder), finished_once(found.found)
     names = sorted({name for inventory in found.found.values() for name in inventory if is_tag(name)})
     return [name for name in names if name > chosen and (name in finished or (last is not None and name <= last.tag))]
 
 
 def _begun_again(run: NodeRun, nodes: Nodes) -> Nodes:
-    """The nodes whose checkpoints date from after the run began again. Others are first asked to set theirs aside."""
+    """The nodes without checkpoints from before the run began again. Others are asked to set these aside first."""
     if late := [host for host in nodes.hosts if host in checkpoint_record.not_begun_again(run.folder)]:
         _begin_again(run, nodes.on(*late))
     without = checkpoint_record.not_begun_again(run.folder)
@@ -112,7 +114,7 @@ def _begin_again(run: NodeRun, nodes: Nodes) -> None:
 
 
 def _move_aside(run: NodeRun, nodes: Nodes, tags: list[str] | None, why: str) -> list[str]:
-    """Set tags aside on nodes, and on the head unless ``tags`` is None; returns former hosts that did not answer."""
+    """Set tags (None: all) aside on nodes; named ones also on the head. Returns former hosts that did not answer."""
     silent = []
     for host, answer in move_aside_on(nodes, run.name, tags, why).items():
         if not isinstance(answer, HostError):
@@ -128,7 +130,7 @@ def _move_aside(run: NodeRun, nodes: Nodes, tags: list[str] | None, why: str) ->
 
 
 def former_hosts(run: NodeRun) -> list[str]:
-    """Hosts that may have parts of checkpoints and are no longer part of the run."""
+    """Return the hosts that may have parts of checkpoints and are no longer part of the run."""
     return [host for host in dict.fromkeys(_former(run.folder)) if host not in run.nodes.hosts]
 
 
@@ -151,7 +153,7 @@ def _former(run_folder: Path) -> Iterator[str]:
 
 
 def _collect_metrics(run: NodeRun) -> None:
-    """Fetch metrics of steps that the head lacks. A new node has none, and one that has come back has old ones."""
+    """Collect metrics if the first host has more of them. A new host has none, and one that came back has old ones."""
     with TemporaryDirectory(prefix=".metrics-", dir=run.folder, ignore_cleanup_errors=True) as folder:
         collect(run.nodes, run.first, run.place, [METRICS], Path(folder))
         theirs, ours = Path(folder, METRICS), run.folder / METRICS

@@ -1,4 +1,4 @@
-"""What a launch over hosts needs from storage, whether hosts share the root or have their own disks."""
+"""The storage of a run during a launch over hosts: a root that all hosts share, or each host's own disk."""
 
 import logging
 import time
@@ -33,54 +33,54 @@ class RunStorage(Protocol):
 
     @property
     def owner(self) -> str | None:
-        """Unique id of the run that owns the files on the hosts' own disks; None if there are none."""
+        """Unique id of the run that owns the files on the hosts' own disks; None if hosts have no such files."""
         ...
 
     def claim(self, are_ranks_at_work: bool) -> None:
-        """Claim the run's files on its hosts for this head alone. Raises RunOwned if another head owns them.
+        """Claim the run's files on its hosts for this head. Raises RunOwned if another head owns them.
 
-        If ranks of this head are already running, hosts that do not answer for a while are tolerated.
+        If ranks are already running, hosts that do not answer are tolerated.
         """
         ...
 
     def require_claimed(self) -> None:
-        """Raise RunOwned if another head has taken them over since."""
+        """Raise RunOwned if another head has taken over the run's files since."""
         ...
 
     def make_ready(self, attempt_folder: Path) -> Path:
-        """Put what ranks begin from where they read it; returns the file with their job, written to this folder."""
+        """Put the files that ranks begin from where ranks read them; returns their job's file, in this folder."""
         ...
 
     def following(self, num_saved: Callable[[], int]) -> AbstractContextManager[None]:
-        """A context in which ranks run; ``num_saved`` counts the checkpoint files that hosts report."""
+        """Return a context in which ranks run. ``num_saved`` returns how many sidecars hosts have reported."""
         ...
 
     def take_home(self) -> None:
-        """Collect on the head the results of ranks that have finished their work."""
+        """Collect the results of finished ranks on the head."""
         ...
 
 
 @dataclass(frozen=True)
 class SharedStorage:
-    """The root itself, which all hosts share."""
+    """A root that all hosts share."""
 
     write_job: Callable[[Path], Path]
 
     @property
     def owner(self) -> None:
-        """Hosts have no files of their own."""
+        """None, because hosts have no files of their own."""
 
     def claim(self, are_ranks_at_work: bool) -> None:
         """Does nothing: the lock of the run's folder is enough."""
 
     def require_claimed(self) -> None:
-        """Does nothing, as above."""
+        """Does nothing: hosts have no files of their own."""
 
     def make_ready(self, attempt_folder: Path) -> Path:
-        """Only write the job: no files have to be moved."""
+        """Only write the job: no files have to be copied."""
         return self.write_job(attempt_folder)
 
-    def following(self, num_saved: Callable[[], int]) -> AbstractContextManager[None]:  # noqa: ARG002 - as RunStorage has it
+    def following(self, num_saved: Callable[[], int]) -> AbstractContextManager[None]:  # noqa: ARG002 - see RunStorage
         """Does nothing while ranks run."""
         return nullcontext()
 
@@ -89,22 +89,22 @@ class SharedStorage:
 
 
 _AGAIN_SECONDS = (5.0, 15.0)
-"""Delays before asking a host again that did not answer, when only gathering its results is left to do."""
+"""Delays between attempts to collect the results of finished ranks from a host that does not answer."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class NodeLocalStorage:
-    """Each node's own disk; the head has copies."""
+    """Each node's own disk, with copies on the head."""
 
     run: NodeRun
     write_job: Callable[[Path], Path]
-    """Writes the job, with the head's paths, to the folder of an attempt."""
+    """Writes the job, with the head's paths, to the folder of an attempt; returns the file."""
     progress: Progress
     adopt: bool = False
-    """Whether to take the run over from another head whose lease has expired."""
+    """Whether to take over the run from another head whose lease has expired."""
     host_claim: Claim = field(default_factory=Claim)
-    """Kept by whoever holds the run, because it is also renewed between two attempts."""
+    """The claim of the HeldRun, which is also renewed between two attempts."""
 
     @property
     def owner(self) -> str:
@@ -114,7 +114,7 @@ class NodeLocalStorage:
     def claim(self, are_ranks_at_work: bool) -> None:
         """Claim the run on its hosts, and on former hosts that answer."""
         former = former_hosts(self.run)
-        if self.run.nodes.code is not None:  # a launch has sent it only to its own hosts
+        if self.run.nodes.code is not None:  # the launch has shipped the code only to its own hosts
             former = hosts_with_code(
                 self.run.nodes.transport, former, "cannot ask a former host which head owns the run"
             )
@@ -124,7 +124,7 @@ class NodeLocalStorage:
             self._report(adopted)
 
     def _report(self, adopted: Sequence[Owner]) -> None:
-        """Log the adoption, and record the newest checkpoint: this head may lack the hosts with the rest of it."""
+        """Log the adoption, and record the newest checkpoint. Hosts unknown to this head may have parts of it."""
         found = survey(self.run.nodes, self.run.name, self.run.checkpoints)
         checkpoint_record.note_adopted(self.run.folder, found)
         tags = list(dict.fromkeys(tag.name for tag in complete_tags(found.found)))
@@ -132,11 +132,11 @@ class NodeLocalStorage:
         _log.warning("run %s was adopted from %s: %s", self.run.folder.name, "; ".join(map(str, adopted)), what)
 
     def require_claimed(self) -> None:
-        """See RunStorage; called while ranks are running."""
+        """See RunStorage. Called while ranks are running."""
         self.host_claim.require_kept()
 
     def make_ready(self, attempt_folder: Path) -> Path:
-        """Recover the newest checkpoint, and bring it and the token shards to the nodes that read them."""
+        """Recover the newest checkpoint, and copy the files that ranks begin from to their nodes."""
         relayed(partial(recover, self.run), self.progress)
         path = self.write_job(attempt_folder)
         job = TrainJob.read(path)
@@ -146,7 +146,7 @@ class NodeLocalStorage:
 
     @contextmanager
     def following(self, num_saved: Callable[[], int]) -> Iterator[None]:
-        """Gather checkpoints as they are saved, and those that ranks save when told to end, as hosts may go then."""
+        """Gather checkpoints as they are saved. After SIGTERM, also gather the last ones: hosts may go down then."""
         follower = CheckpointSync(self.run, num_saved)
         try:
             yield
@@ -166,8 +166,8 @@ class NodeLocalStorage:
     def take_home(self) -> None:
         """Gather the last checkpoint, and collect the witness and the metrics.
 
-        From then on, what was staged for the run may be removed to free space. Raises NotGathered if a host does not
-        answer after several tries.
+        After that, nodes may remove what was staged for the run to free space. Raises NotGathered if a host still does
+        not answer after several tries.
         """
         for seconds in _AGAIN_SECONDS:
             try:

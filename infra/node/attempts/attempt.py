@@ -1,4 +1,4 @@
-"""One start of a run's ranks: a folder, and the files in it.
+"""An attempt, which is one start of a run's ranks: its folder, and the files in it.
 
 ::
 
@@ -6,15 +6,15 @@
     launcher.log            output of DeepSpeed's launcher
     rank-00000.log          output of a rank
     rank-00000.pid          its process (whose pid is also its process group) and its guard
-    rank-00000.beat         its signs of life (t5train.rank.heartbeat)
+    rank-00000.beat         its heartbeat (t5train.rank.heartbeat)
     rank-00000.exit.json    how it ended; written by its guard (infra.node.attempts.exit_record)
-    stop                    exists once the launcher, and thereby every rank, was told to stop
-    rank-00000.error.json   the error it raised, if it was one of this project's (t5train.rank.error_report)
+    stop                    exists once the launcher was told to stop; the head then stops every rank
+    rank-00000.error.json   the error it raised, if the error is one of this project's (t5train.rank.error_report)
 
 The launcher has .log, .pid and .exit.json too. On one machine, the folder is ``{run}/attempts/NNNN``. With several
 hosts, each has its own folder (infra.node.node_folders), which also contains ``lease`` (infra.node.attempts.head_lease)
-and ``environment.json`` (infra.node.attempts.rank_environment). At the end, all of these files are collected in
-``{run}/attempts/NNNN``, whose attempt.json names the hosts. Standard library only, as the guards import it.
+and ``environment.json`` (infra.node.attempts.rank_environment). At the end, the head collects all of these files
+in ``{run}/attempts/NNNN``, whose attempt.json names the hosts. Standard library only, as the guards import it.
 """
 
 import json
@@ -44,28 +44,28 @@ def now() -> str:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start, as one machine knows it: its folder there, the run id of its processes, and the responsible head."""
+    """An attempt as one machine sees it: its folder there, the run id of its processes, and the responsible head."""
 
     folder: Path
     run_id: str
     run_name: str
     number: int
     head: ProcessIdentity | None
-    """The process responsible for it, if everything is on one machine."""
+    """The head's process, if the whole run is on one machine."""
     lease_seconds: float | None
-    """How long ranks continue without a message from a head elsewhere. Exactly one of this and ``head`` is set."""
+    """How long ranks keep training without contact with the head. Exactly one of this and ``head`` is set."""
     grace_seconds: float = 30.0
     """How long ranks that are told to stop may take to save."""
     beat_seconds: float = 10.0
     """How long a rank may go without a sign of life."""
     accelerator: str | None = None
     slots: tuple[int, ...] = ()
-    """Accelerators of this machine that it uses, by LOCAL_RANK."""
+    """The accelerators of this machine that it uses, in the order of LOCAL_RANK."""
     host: str = field(default_factory=socket.gethostname)
     """This machine's name in the hostfile, or else its hostname."""
     started_at: str = field(default_factory=now)
     code: str | None = None
-    """Digest of the code that was sent to its hosts; None if they have it installed."""
+    """Digest of the code that was sent to the hosts; None if they have the code installed."""
     hosts: Mapping[str, tuple[int, ...]] | None = None
     """Slots by host name, in the order of ranks. Set only in the run's own folder; None if there is one machine."""
 
@@ -76,19 +76,19 @@ class Attempt:
         write_json(self.folder / ATTEMPT, facts | {"head": self.head and asdict(self.head), "hosts": hosts})
 
     def rank_files(self, name: str) -> Path:
-        """The path of the files of the rank of that name, without their suffix."""
+        """The path of the files of the rank called ``name``, without their suffixes."""
         return self.folder / name
 
     def log(self, name: str) -> Path:
-        """Output of the rank or launcher of that name."""
+        """The path of the log of a rank or the launcher."""
         return self.folder / f"{name}.log"
 
     def write_process(self, name: str, process: ProcessIdentity, guard: ProcessIdentity) -> None:
-        """Record the running process of that name."""
+        """Record the process and the guard of a rank or the launcher."""
         write_json(self.folder / f"{name}.pid", {"process": asdict(process), "guard": asdict(guard)})
 
     def reserve_exit(self, name: str) -> None:
-        """Reserve disk space for the exit record of that name, which must be written even if the disk is full."""
+        """Reserve disk space for an exit record, which the guard must be able to write even if the disk is full."""
         exit_record.reserve(self.folder, name)
 
     def write_exit(self, record: ExitRecord) -> None:
@@ -96,7 +96,7 @@ class Attempt:
         exit_record.write(self.folder, record)
 
     def exit_record(self, name: str) -> ExitRecord | None:
-        """How the process of that name ended; None if it is still running, or if its guard was killed."""
+        """How a rank or the launcher ended; None if it is still running, or if its guard was killed."""
         return exit_record.read(self.folder, name)
 
     def guards(self) -> list[ProcessIdentity]:
@@ -106,7 +106,7 @@ class Attempt:
         return [guard for guard in guards if guard.is_alive()]
 
     def failed_fellow(self, name: str) -> str | None:
-        """Another rank of this machine that has failed, or whose guard was killed; None if there is none."""
+        """Return the name of another rank here that has failed or whose guard was killed; None if there is none."""
         for path in sorted(self.folder.glob("rank-*.pid")):
             if path.stem == name:
                 continue
@@ -118,22 +118,25 @@ class Attempt:
         return None
 
     def order_stop(self) -> None:
-        """Have the head tell all ranks to save and stop."""
+        """Ask the head to tell all ranks to save and stop."""
         (self.folder / STOP).touch(mode=0o600)
 
     @property
     def is_stop_ordered(self) -> bool:
-        """Whether the launcher, and thereby every rank, was told to stop."""
+        """Whether the launcher was told to stop, so that the head must stop every rank."""
         return (self.folder / STOP).exists()
 
 
 def launcher_run_id(run_id: str) -> str:
-    """The run id of the launcher's processes with several hosts. A head that is also a host ends them differently."""
+    """The run id of the launcher's processes in a run over several hosts.
+
+    It differs from the run id of the ranks because a head that is also a host ends the launcher in another way.
+    """
     return f"{run_id}-head"
 
 
 def rank_name(rank: int) -> str:
-    """``rank-00000``: the stem of a rank's files."""
+    """The stem of a rank's files: ``rank-00000``."""
     return f"rank-{rank:05d}"
 
 
@@ -144,9 +147,9 @@ def begin(
     hosts: Mapping[str, tuple[int, ...]] | None = None,
     **facts: Any,
 ) -> Attempt:
-    """Make the next attempt folder of a run (0001, 0002, ...), readable by its owner only.
+    """Begin the next attempt of a run: create its folder (0001, 0002, ...), readable by its owner only.
 
-    One of ``head`` and ``lease_seconds`` is None; ``facts`` are further fields of Attempt.
+    Exactly one of ``head`` and ``lease_seconds`` must be None. ``facts`` are further fields of Attempt.
     """
     number = max(_numbers(run_folder), default=0) + 1
     folder = attempt_folder(run_folder, number)
@@ -159,7 +162,7 @@ def begin(
 
 
 def read(folder: Path) -> Attempt:
-    """The attempt that is recorded in a folder."""
+    """Read the attempt that is recorded in a folder."""
     facts = json.loads((folder / ATTEMPT).read_text("utf-8"))
     head, hosts = facts["head"], facts["hosts"]
     parsed = {
@@ -176,7 +179,7 @@ def attempt_folder(run_folder: Path, number: int) -> Path:
 
 
 def living_processes(run_folder: Path) -> list[int]:
-    """Pids of the recorded launchers, ranks and guards, of any attempt of the run, that are still running."""
+    """Pids of the launchers, ranks and guards, recorded by any attempt of the run, that are still running."""
     recorded = [json.loads(path.read_text("utf-8")) for path in (run_folder / ATTEMPTS).glob("*/*.pid")]
     processes = [ProcessIdentity(**facts[role]) for facts in recorded for role in ("process", "guard")]
     return sorted(process.pid for process in processes if process.is_alive())

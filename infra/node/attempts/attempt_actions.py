@@ -1,4 +1,4 @@
-"""Actions on an attempt of this machine: prepare its folder, end its processes, pack its logs, remove it."""
+"""Actions on an attempt on this machine: prepare its folder, end its processes, pack its logs, remove it."""
 
 import gzip
 import io
@@ -24,11 +24,11 @@ from t5train.files.atomic import write_json, write_text
 from t5train.files.run_folder import ATTEMPT_SPEC
 
 _KEPT_BYTES = 32 << 20
-"""Of a longer log, only the end is sent."""
+"""The most that is sent of a file: of a longer log, only the end."""
 GUARDS_SECONDS = 6.0
 """Longer than a guard takes to end its rank and write the exit record."""
 MEETING = "meeting.json"
-"""In the folder of an attempt: the address and port of its rendezvous."""
+"""The file in the folder of an attempt that records the address and port of the rendezvous."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,15 @@ def end(request: EndAttempt) -> Survivors:
 
 
 def end_attempt(folder: Path) -> set[int]:
-    """End one attempt; returns the pids that survived SIGKILL.
+    """End one attempt, and return the pids that survived SIGKILL.
 
-    A guard that gets SIGTERM and finds no lease knows that there is no time to save: it ends its rank and writes the
-    exit record. A guard that starts now does not start its rank.
+    The lease is removed first. A guard that gets SIGTERM and finds no lease ends its rank at once, without time to
+    save, and writes the exit record. A guard that starts without a lease does not start its rank.
     """
-    with suppress(OSError):  # if the disk cannot be written, the lease expires by itself
+    with suppress(OSError):  # if the disk cannot be written, the lease will expire
         (folder / head_lease.LEASE).unlink(missing_ok=True)
-    # The launcher of a fenced head on this machine: on SIGTERM, it would end processes on every host by name.
+    # This machine may also run the launcher of a fenced head. End it with SIGKILL only: on SIGTERM, it would end
+    # processes on every host by name.
     processes.end(processes.in_run(attempt.launcher_run_id(folder.name)), grace_seconds=0)
     processes.end(processes.given(str(folder)), GUARDS_SECONDS)
     left = processes.end(of_attempt(folder), grace_seconds=0)
@@ -62,13 +63,16 @@ def end_attempt(folder: Path) -> set[int]:
 
 
 def of_attempt(folder: Path) -> Belongs:
-    """Selects its processes: ranks have its run id; guards and this machine's DeepSpeed launcher got its folder."""
+    """Select the processes of an attempt on this machine.
+
+    Ranks have its run id in their environment. Guards and DeepSpeed's launcher have its folder on their command line.
+    """
     in_run, given = processes.in_run(folder.name), processes.given(str(folder))
     return lambda pid: in_run(pid) or given(pid)
 
 
 def remove_segments(folder: Path) -> None:
-    """Remove the shared memory of the attempt's ranks. All of them must have ended, or none have started."""
+    """Remove the shared memory of the attempt's ranks. Call this only while none of them is running."""
     if (folder / MEETING).exists():
         meeting = Endpoint(**json.loads((folder / MEETING).read_text("utf-8")))
         shared_memory.remove_all(meeting.address, meeting.port)
@@ -76,7 +80,7 @@ def remove_segments(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The answer to PrepareAttempt: the attempt's folder on the node, and the id of the boot that the node is in."""
+    """The answer to PrepareAttempt: the attempt's folder on the node, and the node's boot id."""
 
     folder: Path
     boot_id: str
@@ -88,18 +92,21 @@ class PrepareAttempt(Query[Prepared]):
 
     action = "prepare"
     attempt: Attempt
-    """Its folder is that of the head; the node uses its own."""
+    """The attempt as the head knows it. The node replaces the folder in it with its own."""
     environment: Mapping[str, str]
     """The variables that the head sends to ranks."""
     rendezvous: Endpoint
     owner: str | None
-    """Unique id of the run if its ranks write to the node's own disk."""
+    """Unique id of the run, if its ranks write to the node's own disk."""
     files: Mapping[str, str]
-    """Texts by file name."""
+    """Further files of the folder: their texts, by file name."""
 
 
 def prepare(request: PrepareAttempt) -> Prepared:
-    """Create the folder, which must not exist yet; RunOwned if another head has taken over the run's files here."""
+    """Create the folder of the attempt and its files.
+
+    Raises StorageError if the folder exists, and RunOwned if another head has taken over the run's files here.
+    """
     _require_own_run(request)
     folder = attempt_folder(request.attempt.run_id)
     try:
@@ -111,7 +118,7 @@ def prepare(request: PrepareAttempt) -> Prepared:
     for name, text in request.files.items():
         write_text(folder / Path(name).name, text)
     replace(request.attempt, folder=folder).write()
-    remove_segments(folder)  # nothing listens on that port, so these are a dead run's
+    remove_segments(folder)  # nothing listens on that port, so any segments are left over from a dead run
     head_lease.begin(folder)
     return Prepared(folder, processes.boot_id())
 
@@ -124,7 +131,7 @@ def _require_own_run(request: PrepareAttempt) -> None:
 
 @dataclass(frozen=True)
 class PackedFiles:
-    """A gzipped tar."""
+    """The files of an attempt, as a gzipped tar archive."""
 
     content: bytes
 
@@ -138,7 +145,7 @@ class PackLogs(Query[PackedFiles]):
 
 
 def logs(request: PackLogs) -> PackedFiles:
-    """Pack the files of the attempt, without its environment."""
+    """Pack the files of the attempt, without its environment, which can contain secrets."""
     folder, content = attempt_folder(request.run_id), io.BytesIO()
     with (
         gzip.GzipFile(fileobj=content, mode="wb", compresslevel=1) as archive,

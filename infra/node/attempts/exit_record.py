@@ -1,4 +1,4 @@
-"""How a guarded process ended, and why: written by its guard, and authoritative.
+"""Exit records, which say how a guarded process ended and why. Its guard writes the record, which is authoritative.
 
 Standard library only, as the guards import it.
 """
@@ -21,13 +21,13 @@ class Cause(StrEnum):
     EXITED = "exited"
     """It ended by itself, or by a signal that its guard did not send."""
     TOLD = "told"
-    """Its guard was told to stop it."""
+    """Its guard was told to stop it, or the head ended the attempt."""
     HEAD = "head"
     """The head died, or sent no message for too long."""
     PARENT = "parent"
     """The parent process of its guard died."""
     BEAT = "beat"
-    """It gave no sign of life."""
+    """It gave no sign of life: it was stopped, or it hung."""
     PHASE = "phase"
     """A phase of its work took longer than its deadline."""
     REFUSED = "refused"
@@ -57,12 +57,12 @@ class ExitRecord:
 
     @property
     def succeeded(self) -> bool:
-        """It completed its work, even if it was told to stop at that moment."""
+        """Whether it completed its work, even if it was told to stop at that moment."""
         return self.returncode == 0 and self.cause in (Cause.EXITED, Cause.TOLD)
 
     @property
     def is_failure(self) -> bool:
-        """It ended before its work was done, and not because it was told to stop."""
+        """Whether it ended before its work was done, and not because it was told to stop."""
         return not self.succeeded and self.cause != Cause.TOLD
 
     def __str__(self) -> str:
@@ -74,12 +74,12 @@ class ExitRecord:
 
 
 def reserve(folder: Path, name: str) -> None:
-    """Reserve disk space for the record of that name, which must be written even if the disk is full."""
+    """Reserve disk space for a record, because the guard must be able to write it even if the disk is full."""
     write_text(_reserved(folder, name), " " * _RESERVED_BYTES)
 
 
 def write(folder: Path, record: ExitRecord) -> None:
-    """Write a record to an attempt's folder, into the disk space reserved for it if there is any."""
+    """Write a record to an attempt's folder, using the disk space that was reserved for it, if any."""
     path, reserved = folder / f"{record.name}.exit.json", _reserved(folder, record.name)
     text = json.dumps(asdict(record), indent=1).encode()
     if not reserved.exists() or len(text) > _RESERVED_BYTES:
@@ -93,7 +93,7 @@ def write(folder: Path, record: ExitRecord) -> None:
 
 
 def read(folder: Path, name: str) -> ExitRecord | None:
-    """The record of that name; None if there is none."""
+    """Read the record of a process; None if there is none."""
     try:
         return parsed((folder / f"{name}.exit.json").read_text("utf-8"))
     except FileNotFoundError:
@@ -101,7 +101,7 @@ def read(folder: Path, name: str) -> ExitRecord | None:
 
 
 def parsed(text: str) -> ExitRecord:
-    """The record with that text."""
+    """Parse the text of a record."""
     facts = json.loads(text)
     return ExitRecord(**{**facts, "cause": Cause(facts["cause"])})
 

@@ -1,4 +1,4 @@
-"""The error of a guard whose disk failed: it reaches the head in the launcher's log, not in an exit record.
+"""How a guard reports that its disk failed: in the launcher's log, because it cannot write an exit record.
 
 Standard library only, as the guards import it.
 """
@@ -13,13 +13,13 @@ _LINE = re.compile(r"the guard of (\S+) failed: (\w+): (.*)")
 
 
 def line(name: str, error: OSError | StorageError) -> str:
-    """What the guard of the process of that name writes to stderr."""
+    """The line that the guard of the process called ``name`` writes to stderr."""
     told = told_of(error)
     return f"the guard of {name} failed: {type(told).__name__}: {told}\n"
 
 
 def read(launcher_log: Path) -> dict[str, T5TrainError]:
-    """The errors that guards reported, by the name of their process."""
+    """The errors that guards reported in the launcher's log, by the name of their process."""
     try:
         lines = launcher_log.read_text("utf-8", errors="replace").splitlines()
     except OSError:

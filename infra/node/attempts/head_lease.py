@@ -1,6 +1,6 @@
-"""How long ago the head last sent a message, for machines other than the head's own.
+"""The lease of an attempt on a host: how long ago the head last renewed it.
 
-The file ``lease`` of an attempt contains the monotonic clock of this machine at the last renewal. It is written in
+The file ``lease`` of an attempt contains the monotonic clock of this machine at the last renewal. It is overwritten in
 place, so that a full disk does not end a run. Standard library only, as the guards import it.
 """
 
@@ -15,12 +15,12 @@ _ROUNDING_SECONDS = 1.0
 
 
 def begin(folder: Path) -> None:
-    """Create the lease, renewed now."""
+    """Create the lease, or renew it if it exists."""
     _write(folder, os.O_CREAT)
 
 
 def renew(folder: Path) -> None:
-    """Renew the lease now. A lease that has been removed is not created again."""
+    """Renew the lease. A lease that was removed is not created again."""
     with suppress(FileNotFoundError):
         _write(folder, 0)
 
@@ -34,7 +34,7 @@ def _write(folder: Path, how: int) -> None:
 
 
 def is_ended(folder: Path) -> bool:
-    """Whether the head has ended the attempt, for which it removes the lease."""
+    """Whether the attempt was ended, which removes the lease."""
     return not (folder / LEASE).exists()
 
 
@@ -45,4 +45,4 @@ def age_seconds(folder: Path) -> float:
     except (FileNotFoundError, ValueError):
         return float("inf")
     age = time.monotonic() - renewed
-    return max(0.0, age) if age > -_ROUNDING_SECONDS else float("inf")  # a future time is from before a restart
+    return max(0.0, age) if age > -_ROUNDING_SECONDS else float("inf")  # a future time is from before a reboot

@@ -1,4 +1,4 @@
-"""Runs one process of an attempt, and makes sure that it ends.
+"""The guard: runs one process of an attempt, and makes sure that it ends.
 
 ::
 
@@ -6,8 +6,9 @@
     python -m infra.node.attempts.process_guard --launcher ATTEMPT_FOLDER PROGRAM ...    DeepSpeed's launcher
 
 The program runs in its own session and writes its output to a file. The guard ends it, with its whole process group,
-for any of the reasons in infra.node.attempts.watchdog, and when the head dies. If the guard itself is killed, the
-kernel kills the program. The exit record is written last. Standard library only: it must start quickly on any node.
+when the head dies or the watchdog finds a reason (infra.node.attempts.watchdog). If the guard itself is killed,
+the kernel kills the program. The exit record is written last. Standard library only: a guard must start quickly on any
+node.
 """
 
 import os
@@ -42,7 +43,11 @@ _SIGNALS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class _Alarms:
-    """Descriptors that become readable when the head dies or a signal arrives; and the parent that ends the guard."""
+    """What ends the wait for the program, besides its own end and the watchdog.
+
+    ``head`` and ``told`` are descriptors that become readable when the head dies and when a signal arrives. ``parent``
+    is the pid of the process whose death ends the guard.
+    """
 
     head: int | None
     told: int
@@ -50,16 +55,16 @@ class _Alarms:
 
 
 def guard(folder: Path, argv: list[str], is_launcher: bool = False) -> ExitRecord:
-    """Run ``argv`` until it ends or must be ended; returns the exit record that was written."""
+    """Run ``argv`` until it ends or must be ended; returns the exit record, which is also written to the folder."""
     told = _watch_signals()
     parent: int | None = os.getppid()
     this = attempt.read(folder)
     if this.head is None and is_launcher:
-        parent = None  # its parent is the head, which may come back while the lease is valid
+        parent = None  # its parent is the head, which may be restarted while the lease is valid
     else:
         processes.die_with_parent(signal.SIGHUP)
     if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)  # a signal to the launcher's process group must not end this guard and its rank unrecorded
+        os.setpgid(0, 0)  # else a signal to the launcher's group would end this guard before it records anything
     environment = dict(os.environ) if is_launcher else variables_of_rank(this, os.environ)
     name = attempt.LAUNCHER if is_launcher else attempt.rank_name(int(environment["RANK"]))
     this.reserve_exit(name)
@@ -86,15 +91,20 @@ def guard(folder: Path, argv: list[str], is_launcher: bool = False) -> ExitRecor
 def _run(
     this: Attempt, name: str, start: Callable[[], subprocess.Popen[bytes]], alarms: _Alarms
 ) -> tuple[int | None, Verdict]:
-    """Start the program, wait, end its group. Returns its return code (None if it survived SIGKILL) and the cause."""
+    """Start the program, wait, and end its process group.
+
+    Returns its return code (None if it survived SIGKILL), and the cause and reason of its end.
+    """
     child = start()
     this.write_process(name, ProcessIdentity.of(child.pid), ProcessIdentity.of(os.getpid()))
     verdict = _wait(child.pid, alarms, Watchdog(this, name, child.pid, alarms.parent))
     if verdict[0] == Cause.PHASE:
-        os.kill(child.pid, signal.SIGUSR1)  # makes a rank log where it hangs
+        os.kill(child.pid, signal.SIGUSR1)  # makes a rank log the stacks of its threads
         time.sleep(_STACKS_SECONDS)
     if name == attempt.LAUNCHER and child.poll() == -signal.SIGTERM:
-        this.order_stop()  # stops all: the head tells the ranks, and the rest of the launcher ends with them
+        # A SIGTERM to the launcher itself asks to stop all: the head tells the ranks, and the rest of the launcher ends
+        # with them.
+        this.order_stop()
         processes.await_end(processes.in_group(child.pid), this.grace_seconds)
     left = processes.end(processes.in_group(child.pid), grace_seconds=0)
     return None if child.pid in left else child.wait(), verdict
@@ -138,7 +148,10 @@ def _is_over(this: Attempt, head: int | None) -> bool:
 
 @contextmanager
 def _lock(this: Attempt) -> Iterator[int | None]:
-    """The run's lock on one machine. With several hosts, none: the head ends what earlier attempts have left there."""
+    """Hold the ranks' lock of a run on one machine.
+
+    With several hosts there is no such lock, because the head ends what earlier attempts have left there.
+    """
     if this.head is None:
         yield None
         return
@@ -147,7 +160,7 @@ def _lock(this: Attempt) -> Iterator[int | None]:
 
 
 def _watch_signals() -> int:
-    """A descriptor that becomes readable at the first signal, so that none is lost before the child is started."""
+    """Return a descriptor that becomes readable at a signal, so that none is lost before the child is started."""
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
@@ -157,14 +170,14 @@ def _watch_signals() -> int:
 
 
 def _die_with_guard(guard_pid: int) -> None:
-    """Run in the child before its program: die by SIGKILL with the guard, or exit if the guard is already dead."""
+    """In the child, before its program: have the kernel kill it when the guard dies; exit if the guard is dead."""
     processes.die_with_parent(signal.SIGKILL)
     if os.getppid() != guard_pid:
         os._exit(1)
 
 
 def main() -> None:
-    """Run the guard; exit with code 0 if the program succeeded, and with 1 otherwise."""
+    """Run the guard; exit with 0 if the program succeeded, and with 1 otherwise."""
     arguments = sys.argv[1:]
     is_launcher = arguments[0] == LAUNCHER_OPTION
     folder, *argv = arguments[is_launcher:]

@@ -1,7 +1,7 @@
 """The environment of ranks: variables on an allowlist, and no secret unless the user asks for it by name.
 
-On one machine, ranks get the allowed variables of the head. With several hosts, library settings are sent from the head
-in a file, variables specific to a machine (its folders, user and devices) come from that machine, and rank numbers come
+On one machine, ranks get the allowed variables of the head. With several hosts, the head sends library settings in
+a file, variables specific to a machine (its folders, user and devices) come from that machine, and rank numbers come
 from the launcher of DeepSpeed, Slurm or OpenMPI. Standard library only, as the guards import it.
 """
 
@@ -20,7 +20,7 @@ from t5train.errors import LaunchError
 from t5train.files.run_folder import LOCKS, RANK_FILES
 
 ENVIRONMENT = "environment.json"
-"""In an attempt's folder on a host: the variables that the head sent."""
+"""The file in an attempt's folder on a host that contains the variables that the head sent."""
 
 DEVICES_VARIABLE = "T5_VISIBLE_DEVICES"
 """CUDA_VISIBLE_DEVICES as the user set it: DeepSpeed's launcher overwrites that variable with its own numbering."""
@@ -36,7 +36,7 @@ _OWN = re.compile(
 )
 _SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|KEY|AUTH_STRING", re.IGNORECASE)
 _HIDDEN = "[secret]"
-_SHORTEST_SECRET = 6  # words like "1" and "true" are settings
+_SHORTEST_SECRET = 6  # shorter values, such as "1" and "true", are settings
 _PASSWORD_IN_URL = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
 _ALWAYS = {
     # Otherwise `python -m` puts the current folder first on the path, where a stray module can shadow a package.
@@ -60,7 +60,7 @@ def rank_environment(
     extra: Mapping[str, str],
     parent: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """The whole environment of an attempt's processes on one machine: allowed variables of ``parent``, and ``extra``.
+    """The whole environment of the processes of a run on one machine: allowed variables of ``parent``, and ``extra``.
 
     Variables of another launcher (RANK, WORLD_SIZE, LOCAL_SIZE ...) are not allowed, because DeepSpeed's launcher would
     use them.
@@ -83,14 +83,14 @@ def rank_environment(
 def travelling_environment(
     attempt: Attempt, *, accelerator: str | None, names: Iterable[str], parent: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """The variables that the head sends to ranks on hosts, from its own environment and in addition to it."""
+    """The variables that the head sends to ranks on hosts: settings of its environment, and those of the attempt."""
     chosen = {} if accelerator is None else {"DS_ACCELERATOR": accelerator}
     run = {RUN_ID_VARIABLE: attempt.run_id}
     return {"HF_HUB_OFFLINE": "1", **settings_of_head(names, parent), **chosen, **_ALWAYS, **run}
 
 
 def settings_of_head(names: Iterable[str], parent: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables of the head's environment that ranks on hosts get: library settings, and ``names``, secret or not.
+    """The variables of the head's environment that ranks on hosts get: library settings, and ``names``, even if secret.
 
     The devices and folders of the head are not included, because they apply only to its own machine.
     """
@@ -120,7 +120,7 @@ def variables_of_rank(attempt: Attempt, own: Mapping[str, str]) -> dict[str, str
 
 
 def redact(text: str, parent: Mapping[str, str] = os.environ) -> str:
-    """``text`` without the values of variables that seem secret, and without passwords in URLs."""
+    """Remove the values of variables that seem secret, and passwords in URLs, from ``text``."""
     for name, value in parent.items():
         if _SECRET.search(name) and len(value) >= _SHORTEST_SECRET:
             text = text.replace(value, _HIDDEN)
@@ -133,7 +133,7 @@ def search_path(parent: Mapping[str, str] = os.environ) -> str:
 
 
 def _numbers(own: Mapping[str, str]) -> dict[str, str]:
-    """RANK, LOCAL_RANK and WORLD_SIZE, as set by the launcher; LaunchError if the rank is not set."""
+    """RANK, LOCAL_RANK and WORLD_SIZE, as set by the launcher. Raises LaunchError if the rank is not set."""
     said = {name: own[one] for name, others in _SAME_NUMBER.items() for one in (*reversed(others), name) if one in own}
     if "RANK" not in said:
         raise LaunchError(

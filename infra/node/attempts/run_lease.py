@@ -1,4 +1,4 @@
-"""Shows heads on other machines that a run is in use, for when the lock of its folder does not exclude them.
+"""The lease of a run, which shows heads on other machines that it is in use, even if its lock does not exclude them.
 
 The head that holds a run keeps increasing a counter in ``{run}/holder.json``. A head on another machine watches that
 counter for longer than the lease, so the clocks of two machines are never compared. On one machine, the lock alone
@@ -26,7 +26,7 @@ _RENEW_SECONDS = 2.0
 _GLANCE_SECONDS = 6.0
 _LOOK_SECONDS = 0.5
 _SETTLE_SECONDS = 1.0
-"""Time for two heads that wrote their records at the same moment to see whose record remains."""
+"""If two heads write their records at the same moment, each sees after this time whose record remains."""
 _WIDTH = 1024
 _log = logging.getLogger(__name__)
 
@@ -48,12 +48,12 @@ class Holder:
 
     @property
     def may_be_at_work_elsewhere(self) -> bool:
-        """Whether it has not released the run, and the lock on this machine cannot show whether it is alive."""
+        """Whether it has not released the run and may be alive on another machine, which the lock here cannot show."""
         return not self.is_released and self.boot_id != boot_id()
 
 
 def read(run_folder: Path) -> Holder | None:
-    """The last holder of a run; None if there was none, or if its record is just being written."""
+    """Read the last holder of a run; None if there was none, or if its record is just being written."""
     path = run_folder / HOLDER
     try:
         return Holder(**json.loads(path.read_text("utf-8")))
@@ -69,7 +69,7 @@ def read(run_folder: Path) -> Holder | None:
 
 
 def holder_elsewhere(run_folder: Path) -> Holder | None:
-    """The holder on another machine, if its counter changes while it is watched for a few seconds."""
+    """Return the holder on another machine if its counter changes within a few seconds, and None otherwise."""
     found = read(run_folder)
     if found is None or not found.may_be_at_work_elsewhere:
         return None
@@ -80,7 +80,11 @@ class RunLease:
     """The record of this process as the holder of a run, renewed until it is released."""
 
     def __init__(self, run_folder: Path) -> None:
-        """Take the run, whose lock this process holds; RunLocked if a head on another machine is using it."""
+        """Take the run, whose lock this process must hold.
+
+        Raises RunLocked if a head on another machine is using it, and StorageError if its record cannot be read or
+        written.
+        """
         self._folder, self._mine = run_folder, Holder()
         self.lost_to: Holder | None = None
         """The holder that took over the run, if this process could not renew its record for too long."""
@@ -132,7 +136,7 @@ class RunLease:
         _log.warning("%s is taken over: %s has shown no sign of life", self._folder, found)
 
     def _settle(self) -> None:
-        """Two heads on two machines may have written their records at the same moment: the last one wins."""
+        """Raise RunLocked if a head on another machine wrote its record at the same moment: the last record wins."""
         if not is_network_file_system(self._folder):
             return
         time.sleep(_SETTLE_SECONDS)
@@ -158,7 +162,7 @@ class RunLease:
             _log.warning("%s cannot be renewed: %s; retrying", self._folder / HOLDER, error)
 
     def _write(self, how: int) -> None:
-        """Write in place, so that a full disk does not end a run. Closing the file shows it to other clients of NFS."""
+        """Overwrite in place, so that a full disk does not end a run. On NFS, other clients see it after the close."""
         text = json.dumps(asdict(self._mine)).encode().ljust(_WIDTH)
         descriptor = os.open(self._folder / HOLDER, os.O_WRONLY | os.O_NOFOLLOW | how, 0o600)
         try:
@@ -168,7 +172,7 @@ class RunLease:
 
 
 def _moved(run_folder: Path, found: Holder, seconds: float) -> Holder | None:
-    """The holder, once its record differs from ``found`` within ``seconds``; None if it does not, or is released."""
+    """Return the holder once its record differs from ``found``; None if it is then released, or after ``seconds``."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)

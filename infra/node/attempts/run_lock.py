@@ -1,7 +1,7 @@
 """One head per run: the locks that prevent two starts of a run at the same time.
 
 ``{run}/lock`` is held by the head, the process responsible for the run. ``{run}/ranks.lock`` is shared by every guard
-and its rank, so that a head that follows a killed one can wait until the last of them has ended. Both are flocks: the
+and its rank, so that the next head after a killed one can wait until the last of them has ended. Both are flocks: the
 kernel releases them when the holder dies. If the folder is shared and its file system keeps locks local to each client,
 the lease (infra.node.attempts.run_lease) excludes heads on other machines.
 """
@@ -21,13 +21,13 @@ from t5train.errors import RunLocked, StorageError
 from t5train.files.locks import flock, is_locked, try_lock
 
 _LOCK, _RANKS_LOCK = "lock", "ranks.lock"
-_MOMENT_SECONDS = 0.5  # a process that looks for the holder shares the lock for an instant
+_MOMENT_SECONDS = 0.5  # a process that checks who holds the lock takes it, shared, for an instant
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
 def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[RunLease]:
-    """Hold a run for the caller; creates the folder if necessary. Yields the lease that shows whether it is still held.
+    """Hold a run for the caller, creating its folder if necessary. Yields the lease, which shows if it is still held.
 
     Waits for ranks that a killed head left behind. Raises RunLocked if the run is held already, by this process or
     another, on this machine or another, or if such ranks are still running after ``wait_seconds``. Raises StorageError
@@ -58,14 +58,14 @@ def holder(run_folder: Path) -> str | None:
 
 @contextmanager
 def ranks_lock(run_folder: Path) -> Iterator[int]:
-    """Hold the guards' shared lock; yields its descriptor for the rank to inherit."""
+    """Hold the lock that guards share; yields its descriptor, which the rank inherits."""
     with _opened(run_folder / _RANKS_LOCK) as descriptor:
         flock(descriptor, fcntl.LOCK_SH)
         yield descriptor
 
 
 def _wait_for_ranks(run_folder: Path, wait_seconds: float) -> None:
-    """Release the lock at once: guards of the old head that take it later find that head dead."""
+    """Wait until no rank holds the lock, but do not keep it: old guards that take it later find their head dead."""
     with _opened(run_folder / _RANKS_LOCK) as descriptor:
         if try_lock(descriptor):
             return
@@ -80,7 +80,7 @@ def _make(run_folder: Path) -> None:
         found = run_folder.stat()
     except OSError as error:
         raise StorageError(f"{run_folder} cannot be created: {error.strerror}; choose another root (--root)") from error
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:  # DeepSpeed unpickles files in it
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:  # DeepSpeed unpickles files in this folder
         raise StorageError(
             f"{run_folder} belongs to user {found.st_uid} and has mode {stat.filemode(found.st_mode)}, but only user "
             f"{os.getuid()} may have write access: anyone with write access can make the ranks run code. If the folder "

@@ -1,9 +1,9 @@
-"""Which run the files in ``{scratch}/runs/{name}`` of this node belong to. Standard library only, as nodes import it.
+"""Which run owns the files in ``{scratch}/runs/{name}`` of this node. Standard library only, as nodes import it.
 
-Two heads with different roots may train runs with the same name and settings, which have the same name on nodes.
-``owner.json`` beside the checkpoints names the run that the files belong to, and ``lease`` contains this machine's
-clock at the last message of its head. The owner remains when its lease expires, but from then on another head may adopt
-the run.
+Two heads with different roots may train runs with the same name and settings. Such runs have the same name on nodes,
+and therefore the same folder. Its ``owner.json`` names the run that the files belong to, and its ``lease`` contains
+this machine's clock at the last message of that run's head. When the lease expires, the owner remains, but another head
+may adopt the run.
 """
 
 import json
@@ -30,10 +30,11 @@ class Mode(StrEnum):
     """What a head wants to do with a run on a node."""
 
     LOOK = "look"
+    """Only report who owns it."""
     CLAIM = "claim"
-    """Take it if it has no owner; renew the lease if it is the head's own."""
+    """Take the run if it has no owner; renew the lease if the head already owns it."""
     ADOPT = "adopt"
-    """Also take it from another head whose lease has expired."""
+    """Like CLAIM, but also take the run from another head whose lease has expired."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class NodeStore:
-    """The files of a run on a node: the scratch folder (None: the default), and the unique id of the run (or None)."""
+    """The files of a run on a node: the scratch folder (None: the default), and the run's unique id, if any."""
 
     scratch: Path | None
     owner: str | None
@@ -101,7 +102,7 @@ def claim(request: ClaimRun) -> Claimed:
 
 @dataclass(frozen=True)
 class DisownRun(Query[Done]):
-    """Undo a claim that was just made, because another node refused it."""
+    """Undo a claim that was just made, because another node refused the same claim."""
 
     action = "disown"
     scratch: Path | None
@@ -120,7 +121,7 @@ def disown(request: DisownRun) -> Done:
 
 
 def require_owner(scratch: Path, place: str, unique_id: str | None) -> None:
-    """Raise RunOwned if ``place`` belongs to a run other than the one with that id."""
+    """Raise RunOwned if ``place`` in the scratch folder belongs to a run other than the one with that id."""
     parts = PurePosixPath(place).parts
     if parts[:1] == (RUNS,) and len(parts) > 1:
         require_owner_of(within(scratch, run_place(parts[1])), unique_id)
@@ -134,7 +135,7 @@ def require_owner_of(folder: Path, unique_id: str | None) -> None:
 
 
 def release(scratch: Path, run_name: str) -> None:
-    """Release a run of which the head needs nothing here any more: another head may adopt it at once."""
+    """Release a run that the head no longer needs on this node, so that another head can adopt it at once."""
     (within(scratch, run_place(run_name)) / head_lease.LEASE).unlink(missing_ok=True)
 
 
@@ -150,7 +151,7 @@ def is_held_at(folder: Path) -> bool:
 
 
 def owner_of(folder: Path) -> Owner | None:
-    """The owner of a run's folder on this node; None if it has none, as if an earlier version created it."""
+    """Read the owner of a run's folder on this node; None if it has none, as in an earlier version."""
     path = folder / OWNER
     try:
         facts = json.loads(path.read_text("utf-8"))
@@ -190,7 +191,7 @@ def _writes_into(folder: Path, spec: Path) -> bool:
         this = attempt.read(spec.parent)
         # Before its guards exist, the attempt's own lease shows that ranks are about to start.
         return bool(this.guards()) or head_lease.age_seconds(spec.parent) <= (this.lease_seconds or 0)
-    except FileNotFoundError:  # it is just being prepared or removed
+    except FileNotFoundError:  # the attempt is just being prepared or removed
         return False
 
 
@@ -200,7 +201,7 @@ def _run_folder(request: ClaimRun | DisownRun) -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Admit one head at a time. A lock is enough: the scratch folder is on this machine's own disk."""
+    """Admit one head at a time. A file lock is enough, because the scratch folder is on this machine's own disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if not try_lock(descriptor, _LOCK_WAIT_SECONDS):

@@ -14,16 +14,16 @@ from infra.node.messages import Request
 
 @dataclass(frozen=True)
 class Watch(Request):
-    """Open a session for an attempt."""
+    """Open a host session for an attempt."""
 
     action = "watch"
     run_id: str
     offsets: Offsets | None
-    """Where to continue its logs, as in LogTails."""
+    """Where to continue reading its logs, as in LogTails."""
 
 
 class Order(StrEnum):
-    """What the node is to do."""
+    """What the head orders the node to do."""
 
     RENEW = "renew"
     """Renew the lease."""
@@ -35,13 +35,13 @@ class Order(StrEnum):
 
 @dataclass(frozen=True)
 class Instruction:
-    """An order of the head."""
+    """The message that carries an order of the head."""
 
     order: Order
 
 
 class Report:
-    """What the node reports."""
+    """Base class of the messages with which the node reports."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,19 @@ class Hello(Report):
 
 @dataclass(frozen=True)
 class LeaseNotRenewed(Report):
-    """The disk of the node's own folder failed."""
+    """The lease could not be renewed, because the disk of the node folder failed."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class RankError(Report):
-    """The error that a rank has reported: the name of its class in t5train.errors, and its message."""
+    """A rank has reported an error."""
 
     name: str
-    """Of the rank."""
+    """Name of the rank."""
     kind: str
+    """Name of the error's class in t5train.errors."""
     message: str
 
 
@@ -88,26 +89,27 @@ class RankLine(NamedTuple):
     """A line of a rank's log."""
 
     name: str
-    """Of the rank."""
+    """Name of the rank."""
     text: str
 
 
 @dataclass(frozen=True)
 class NewLines(Report):
-    """Lines of logs."""
+    """New lines of the ranks' logs."""
 
     lines: tuple[RankLine, ...]
     left_out: int
-    """How many more there were."""
+    """How many more new lines were not sent."""
     offsets: Offsets
-    """Where to continue."""
+    """Where to continue reading."""
 
 
 @dataclass(frozen=True)
 class Alive(Report):
-    """Sent at least once a second. The guards of these ranks have ended without an exit record."""
+    """Sent at least once a second, to show that the node is alive."""
 
     gone: tuple[str, ...]
+    """Names of the ranks whose guards have ended without an exit record."""
 
 
 @dataclass(frozen=True)

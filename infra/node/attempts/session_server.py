@@ -1,7 +1,7 @@
-"""A host session: reports to the head what an attempt's ranks on this machine do, and carries out its orders for them.
+"""The node's side of a host session: reports to the head what the ranks do, and carries out the head's orders.
 
-No state is kept here between two sessions; the head says where to continue. A session that gets no message from its
-head for the length of the lease is ended by the kernel's alarm, whatever it is waiting for at that moment.
+No state is kept here between two sessions: the head says where to continue. If a session gets no message from its head
+for the length of the lease, SIGALRM ends it, whatever it is waiting for at that moment.
 """
 
 import json
@@ -39,7 +39,7 @@ from t5train.files.run_folder import ATTEMPT_SPEC, CHECKPOINTS
 
 _TICK_SECONDS = 1.0
 _END_SECONDS = 30.0
-"""Longer than ending an attempt may take."""
+"""Longer than it can take to end an attempt."""
 
 
 def watch(request: Watch, head: Channel) -> None:
@@ -51,7 +51,7 @@ def watch(request: Watch, head: Channel) -> None:
     tails = LogTails(folder, request.offsets)
     head.send(Hello(socket.gethostname(), processes.boot_id(), tails.offsets))
     if not (folder / attempt.ATTEMPT).exists() or head_lease.age_seconds(folder) == float("inf"):
-        head.send(Ended(()))  # never begun, or already ended: its lease must not be renewed
+        head.send(Ended(()))  # not prepared, or ended, perhaps by a reboot: do not renew its lease
         return
     session = _Session(attempt.read(folder), tails, head)
     while not head.at_end:
@@ -92,7 +92,7 @@ class _Session:
     def _end(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, _END_SECONDS)
         left = sorted(end_attempt(self._this.folder))
-        self._told.clear()  # exit records exist now: the last news includes all of them
+        self._told.clear()  # so that the last report includes the exit records of all ranks, which exist now
         self.report()
         self._head.send(Ended(tuple(left)))
         self.has_ended = True
@@ -100,11 +100,11 @@ class _Session:
     def _renew(self) -> None:
         try:
             head_lease.renew(self._this.folder)
-        except OSError as error:  # ranks cannot write there either; without a renewed lease they end
+        except OSError as error:  # the ranks cannot write there either, and end once the lease expires
             self._head.send(LeaseNotRenewed(explain(error)))
 
     def _news(self) -> Iterator[Report]:
-        gone = self._gone()  # checked before the records, because a guard writes its record before it ends
+        gone = self._gone()  # checked before the records, which guards write before they end
         ended = [_end_of(path) for path in self._new("exit")]
         yield from (_error(path) for path in self._new("error"))  # a rank's error is written before its record
         yield from ended
@@ -116,13 +116,13 @@ class _Session:
         yield Alive(tuple(name for name in gone if f"{name}.exit.json" not in self._told))
 
     def _new(self, kind: str) -> list[Path]:
-        """Files of that kind that were not reported yet."""
+        """Files ``*.{kind}.json`` that were not reported yet."""
         paths = [path for path in sorted(self._this.folder.glob(f"*.{kind}.json")) if path.name not in self._told]
         self._told |= {path.name for path in paths}
         return paths
 
     def _gone(self) -> list[str]:
-        """Ranks whose guard has ended; if there is no exit record, the guard was killed."""
+        """Ranks whose guards have ended. If such a rank has no exit record, its guard was killed."""
         recorded = {path.stem: json.loads(path.read_text("utf-8")) for path in self._this.folder.glob("rank-*.pid")}
         return [name for name, facts in recorded.items() if not ProcessIdentity(**facts["guard"]).is_alive()]
 
@@ -131,7 +131,7 @@ class _Session:
 
 
 class _Saves:
-    """Sidecars that ranks write to this machine's own disk, if hosts share no storage."""
+    """Counts the sidecars that ranks write to this machine's own disk, if hosts share no storage."""
 
     def __init__(self, folder: Path) -> None:
         job = json.loads((folder / ATTEMPT_SPEC).read_text("utf-8")) if (folder / ATTEMPT_SPEC).exists() else {}
@@ -139,7 +139,7 @@ class _Saves:
         self._known = set[tuple[str, int]]()
 
     def new(self) -> int:
-        """How many were written since the last call."""
+        """How many sidecars were written since the last call."""
         if self._checkpoints is None:
             return 0
         found = {(str(path), at) for path in self._checkpoints.glob("*/rank-*.json") if (at := _written_at(path))}
@@ -161,7 +161,7 @@ def _rank_of(path: Path) -> str:
 
 
 def _written_at(path: Path) -> int | None:
-    """When it was written; None if it was just removed."""
+    """When a file was written, in nanoseconds; None if it was just removed."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:

@@ -15,7 +15,7 @@ from t5train.errors import StorageError
 
 SEGMENTS = Path("/dev/shm")  # noqa: S108 - where shm_open of the operating system keeps them
 RANK_BYTES = 67 << 20
-"""The most that a rank uses: the buffers of csrc/cpu/comm/shm.cpp, and their header."""
+"""The most that a rank uses: the buffers of DeepSpeed's csrc/cpu/comm/shm.cpp, and their header."""
 REMEDY = (
     "enlarge it (docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm), or stop other programs "
     "that use it (ls -lS /dev/shm)"
@@ -34,7 +34,7 @@ class Room(NamedTuple):
 
 
 def room() -> Room | None:
-    """The size of /dev/shm on this machine; None if it does not exist."""
+    """The free and total bytes of /dev/shm on this machine; None if it does not exist."""
     try:
         found = os.statvfs(SEGMENTS)
     except FileNotFoundError:
@@ -50,7 +50,7 @@ def require_room(num_ranks: int) -> None:
 
 
 def shortage(found: Room, needed_bytes: int) -> str | None:
-    """What is wrong with a /dev/shm, and what to do; None if it has enough free space."""
+    """What /dev/shm lacks, and what to do about it; None if it has enough free space."""
     if found.free >= needed_bytes:
         return None
     return f"{SEGMENTS} has {found}, but its ranks' collectives need {needed_bytes >> 20} MiB: {REMEDY}"

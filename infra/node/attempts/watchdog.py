@@ -1,4 +1,4 @@
-"""Decides when a guarded process must be ended: it checks once a second, and when a signal arrives.
+"""Decides when a guarded process must be ended. The guard asks once a second, and when a signal arrives.
 
 Only SIGTERM gives a rank time to save, and only while the other ranks are there to save with it.
 """
@@ -18,16 +18,16 @@ Verdict = tuple[Cause, str]
 """The cause and the reason of an exit record."""
 
 TOLD_TO_SAVE = "SIGTERM"
-"""How the reason begins if the process was told to stop and had time to save."""
+"""The beginning of the reason if the process was told to stop and had time to save."""
 
 _FIRST_BEAT_SECONDS = 600.0
-"""Time for a rank to import the code that gives its signs of life; after that, its own deadlines apply."""
+"""Time for a rank to import the code that writes its heartbeat; after that, its own deadlines apply."""
 
 _STOPPED, _IN_THE_KERNEL = "T", "D"
 
 
 class Watchdog:
-    """Watches one process: what was observed of it, and which signals its guard got."""
+    """Watches one process, and remembers what it observed and whether the guard was told to stop."""
 
     def __init__(self, this: Attempt, name: str, pid: int, parent: int | None) -> None:
         self._this, self._name, self._pid, self._parent = this, name, pid, parent
@@ -36,7 +36,7 @@ class Watchdog:
         self._silent_looks, self._began, self._has_beaten = 0, time.monotonic(), False
 
     def hear(self, numbers: bytes) -> Verdict | None:
-        """Handle the guard's signals. SIGTERM is passed on and gives a rank time to save; any other signal ends it."""
+        """Handle signals that the guard got. SIGTERM is passed on and gives a rank time to save; any other ends it."""
         if (verdict := self._of_those_above()) is not None:
             return verdict
         for number in numbers:
@@ -46,7 +46,7 @@ class Watchdog:
         return self.look()
 
     def look(self) -> Verdict | None:
-        """The first reason to end it now; None if there is none. Call this once a second."""
+        """Return the first reason to end the process now; None if there is none. Call this once a second."""
         return self._of_those_above() or self._of_its_life() or self._of_its_grace()
 
     def of_its_end(self) -> Verdict:
@@ -58,7 +58,7 @@ class Watchdog:
             return
         self._told_at = time.monotonic()
         if self._name == attempt.LAUNCHER:
-            self._this.order_stop()  # the launcher cannot tell the ranks; the head can
+            self._this.order_stop()  # only the head, not the launcher, can tell all ranks
         else:
             os.kill(self._pid, signal.SIGTERM)
 
@@ -66,7 +66,7 @@ class Watchdog:
         tolerated = self._this.lease_seconds
         if tolerated is not None and head_lease.is_ended(
             self._this.folder
-        ):  # checked first: in this case the launcher was ended too
+        ):  # checked first: ending an attempt can end the parent too
             return Cause.TOLD, "the head ended the run"
         if self._parent is not None and os.getppid() != self._parent:
             return Cause.PARENT, "its parent process died"
@@ -88,9 +88,9 @@ class Watchdog:
         return None
 
     def _is_silent(self, beat: Beat | None) -> bool:
-        """Whether it is stopped, or since the last check gave no sign of life, used no CPU and did not wait for a disk.
+        """Whether it is stopped, or since the last check wrote no heartbeat, used no CPU and did not wait for a disk.
 
-        Checks are counted, not seconds, so that no process is blamed if the machine was suspended or overloaded.
+        Checks are counted, not seconds, so that no process is ended because the machine was suspended or overloaded.
         """
         try:
             activity = processes.activity(self._pid)

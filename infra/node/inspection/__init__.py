@@ -10,7 +10,7 @@ from infra.node.processes import identity
 
 
 def gather(request: Question) -> Facts:
-    """Answer the question: takes some hundredths of a second, unless torch is imported to query accelerators."""
+    """Collect the facts: takes some hundredths of a second, unless torch must be imported to query accelerators."""
     # Imported here: at module level, these names would hide the modules of the same name.
     from infra.node.inspection.accelerators import devices
     from infra.node.inspection.memory_and_disks import room

@@ -14,7 +14,7 @@ _WITHOUT = Devices(CPU, count=0, used_bytes={}, total_bytes={}, held_by={}, erro
 
 
 def devices(question: Question) -> Devices:
-    """The accelerators that torch finds, and which of our runs hold the requested slots."""
+    """The accelerators that torch finds, and the runs of this user that hold the requested slots."""
     if question.accelerator == CPU or (question.accelerator is None and not _can_have_any()):
         return _WITHOUT
     try:
@@ -29,12 +29,12 @@ def devices(question: Question) -> Devices:
 
 
 def _can_have_any() -> bool:
-    """Whether torch was built for an accelerator, or a package adds one to it; found out without importing torch."""
+    """Whether torch was built for an accelerator, or a package adds one to it; checked without importing torch."""
     return bool(torch_runtime()) or bool(entry_points(group="torch.backends"))
 
 
 def _memory(slots: Iterable[int]) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes in use by any process, and total bytes, by slot; accelerators that do not report them are left out."""
+    """Bytes in use by all processes, and total bytes, by slot; without accelerators that do not report them."""
     import torch
 
     used, total = {}, {}
@@ -54,7 +54,7 @@ def _held(kind: str, slots: Iterable[int]) -> dict[str, str]:
 
 
 def holder(lock: Path) -> str | None:
-    """The holder of a lock, as the lock file names it; None if the lock is free."""
+    """The holder of a lock, as written in the lock file; None if the lock is free."""
     if not lock.exists():
         return None
     with open(lock, encoding="utf-8", errors="replace") as file:

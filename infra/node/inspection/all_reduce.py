@@ -1,7 +1,7 @@
 """Runs this node's ranks of preflight's all-reduce, and ends them at a deadline.
 
-``python -m infra.node.inspection.all_reduce`` is one rank. On stdout, it reports each stage that it has reached, one
-word per line, or the word ``failed`` and what stopped it. It gets its rank and rendezvous from torch's variables (RANK,
+``python -m infra.node.inspection.all_reduce`` is one rank. On stdout, it reports each stage that it reaches, one word
+per line; if it fails, the word ``failed`` and the reason. It gets its rank and rendezvous from torch's variables (RANK,
 WORLD_SIZE, MASTER_ADDR, MASTER_PORT), and its accelerator from DS_ACCELERATOR and SLOT.
 """
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 class Stage(StrEnum):
-    """What a rank has reached, in this order."""
+    """The stages of a rank, in the order in which it reaches them."""
 
     STARTED = "started"
     REACHED = "reached"
-    """The rendezvous answers."""
+    """The machine of the rendezvous answers."""
     IMPORTED = "imported"
     """Torch is imported."""
     MET = "met"
@@ -48,12 +48,13 @@ FAILED = "failed"
 SLOT = "T5_PREFLIGHT_SLOT"
 _ELEMENTS = 1 << 18
 _CONNECT_SECONDS = 5.0
-_NEVER = timedelta(days=1)  # ``probe`` ends the ranks at its deadline, so the first error is that of the faulty rank
+# ``probe`` ends the ranks at its deadline. With a timeout here, ranks that only waited could fail first.
+_NEVER = timedelta(days=1)
 _ANSWERED = {0, errno.ECONNREFUSED}  # the machine answered, even if rank 0 is not listening yet
 
 
 def main() -> int:
-    """Rendezvous, sum, and compare."""
+    """Run one rank: join the others, sum, and check the sum. Returns the exit code."""
     _say(Stage.STARTED)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if problem := unreachable(address, port):
@@ -66,13 +67,13 @@ def main() -> int:
     _say(Stage.IMPORTED)
     try:
         problem = _meet_and_sum(_device())
-    except (RuntimeError, ValueError, OSError) as error:  # what collectives raise if other ranks cannot be reached
+    except (RuntimeError, ValueError, OSError) as error:  # collectives raise these if other ranks cannot be reached
         problem = f"{type(error).__name__}: {error}"
     return _fail(problem) if problem else 0
 
 
 def unreachable(address: str, port: int) -> str:
-    """Why the machine does not answer; empty if it does, even if nothing is listening on that port yet."""
+    """Why the machine at an address does not answer; empty if it does, even if nothing listens on that port yet."""
     family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.settimeout(_CONNECT_SECONDS)
@@ -97,7 +98,7 @@ def _device() -> "torch.device":
 
 
 def _meet_and_sum(device: "torch.device") -> str:
-    """What is wrong with the result; empty if it is correct."""
+    """Join the other ranks and sum; returns what is wrong with the result, empty if it is correct."""
     import torch.distributed as dist
 
     dist.init_process_group(dist.get_default_backend_for_device(device), init_method="env://", timeout=_NEVER)
@@ -110,7 +111,7 @@ def _meet_and_sum(device: "torch.device") -> str:
 
 
 def _sum(device: "torch.device") -> str:
-    """Sum one number of each rank; sums of small integers are exact in fp32."""
+    """Sum one number of each rank; sums of small integers are exact in fp32. Returns what is wrong, or empty."""
     import torch
     import torch.distributed as dist
 
@@ -156,7 +157,7 @@ class RankProbe:
     said: str
     """Why it failed, or its last line on stderr."""
     returncode: int | None
-    """None if it was ended at the deadline, or because another rank here had failed."""
+    """Its exit code; None if it was ended at the deadline, or because another rank on this node failed."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class Probe(Query[Probed]):
     interface: str
     """The network interface that leads to the rendezvous."""
     num_ranks: int
-    """On all nodes."""
+    """Number of ranks on all nodes together."""
     first_rank: int
     slots: tuple[int, ...]
     accelerator: str | None
@@ -185,7 +186,7 @@ class Probe(Query[Probed]):
 
 
 def probe(request: Probe) -> Probed:
-    """Run the ranks until all have ended, one has failed, or the deadline has passed."""
+    """Run the ranks until all have ended, one has failed, or the deadline has passed, then end the rest."""
     deadline = time.monotonic() + request.deadline_seconds
     ranks = [_start(request, index) for index in range(len(request.slots))]
     try:
@@ -255,7 +256,7 @@ def _outcome(rank: _Rank, returncode: int | None) -> RankProbe:
 
 
 def _lines(file: IO[bytes]) -> list[str]:
-    """The lines near the end of a file that are not empty."""
+    """The lines in the last 4096 bytes of a file, without empty ones."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
     return [line.strip() for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
 

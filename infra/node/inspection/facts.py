@@ -1,4 +1,4 @@
-"""The question to a node, and its answer. Standard library only."""
+"""The question that preflight asks a node, and the answer. Standard library only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from infra.node.messages import Query
 
 @dataclass(frozen=True)
 class Route:
-    """Where packets for a network go: ``network`` is in CIDR notation; the smaller ``metric`` wins."""
+    """The interface for packets to a network (in CIDR notation). Of several routes, the lowest metric wins."""
 
     network: str
     interface: str
@@ -18,7 +18,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Network:
-    """How the node is reached, and how it reaches others."""
+    """How the node can be reached, and how it reaches others."""
 
     hostname: str
     hostname_addresses: list[str]
@@ -31,7 +31,7 @@ class Network:
     master_addresses: list[str]
     """What the given master address resolves to on the node."""
     port: int | None
-    """If requested: the port that the user set, or a free one."""
+    """The port that the user set, or else a free one; None if no port was requested."""
     port_is_free: bool
 
 
@@ -45,7 +45,7 @@ class Software:
     packages: dict[str, str]
     """Versions by name; empty for packages that are not installed."""
     runtime: dict[str, str]
-    """Which of ``cuda``, ``hip`` and ``xpu`` torch was built for, with versions; empty for the CPU."""
+    """Versions of ``cuda``, ``hip`` and ``xpu`` that torch was built for; empty for the CPU only."""
     code_digest: str
     spec_digest: str
     """Fingerprint of the run's whole spec as the node's code reads it, or why that code rejects it."""
@@ -55,32 +55,32 @@ class Software:
 
 @dataclass(frozen=True)
 class Devices:
-    """Accelerators, if torch was asked for them, and the runs that hold them."""
+    """The node's accelerators, and the runs that hold them."""
 
     kind: str
     count: int
     used_bytes: dict[str, int]
-    """Memory in use on each slot, by its number as text."""
+    """Memory in use, by the number of the slot as text."""
     total_bytes: dict[str, int]
     held_by: dict[str, str]
-    """Runs of this user that hold a slot."""
+    """The run of this user that holds a slot, by the number of the slot as text."""
     error: str
-    """Why torch could not be asked; empty if it could."""
+    """Why torch could not be queried; empty if it could."""
 
 
 @dataclass(frozen=True)
 class Build:
-    """Whether DeepSpeed finds its compiled operators or can compile them, with the PATH of the node's ranks."""
+    """Whether DeepSpeed finds its compiled operators, or can compile them with the PATH of the node's ranks."""
 
     ninja: str | None
     compiler: str | None
     compiled: list[str]
     cleared_locks: list[str]
-    """Locks that killed compiles left and that are now removed."""
+    """Locks that killed compiles had left, and that were removed now."""
     foreign_locks: list[str]
     """Locks of other users: they can make a start hang, and only these users can remove them."""
     shared_locks: list[str]
-    """Locks on a disk that machines share: a compile on another machine may hold them."""
+    """Locks on a disk that machines may share, so that a compile on another machine may hold them."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Room:
     memory_bytes: int
     open_files: int
     nonce: str | None
-    """The contents of the head's file; None if the node does not see it."""
+    """The contents of the file that the head wrote under the root; None if the node cannot read it."""
     shared_memory_bytes: int
     """Size of /dev/shm; 0 if there is none."""
     shared_memory_free_bytes: int
@@ -99,17 +99,17 @@ class Room:
     root_free_bytes: int
     node_folder: str
     node_folder_error: str
-    """Why it cannot be used, and what to do; empty if it is writable."""
+    """Why the node folder cannot be used, and what to do; empty if it is writable."""
     node_folder_free_bytes: int
     scratch: str = ""
-    """The folder on the node's own disk, if the node does not see the head's file."""
+    """The scratch folder. Checked on the head's machine, and on nodes that cannot read the head's file; else empty."""
     scratch_mark: str = ""
-    """A random mark from when it was created, which shows whether two hosts have the same folder."""
+    """A random mark in the scratch folder, which shows whether two hosts share that folder."""
     scratch_error: str = ""
-    """Why it cannot be used, and what to do; empty if it is writable."""
+    """Why the scratch folder cannot be used, and what to do; empty if it is writable."""
     scratch_free_bytes: int = 0
     scratch_yielding_bytes: int = 0
-    """Bytes there that give way to the run: its own checkpoints, and staged folders that no other run uses."""
+    """Bytes in it that are available to the run: its own checkpoints, and staged folders that no other run uses."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Facts:
     ended_at: float
     """The node's clock, in seconds since 1970, when it began to collect the facts and when it finished."""
     identity: str
-    """The same for two names of one machine. Containers with separate networks count as separate machines."""
+    """Equal for two names of one machine. Containers with separate networks count as separate machines."""
     network: Network
     software: Software
     devices: Devices
@@ -137,17 +137,17 @@ class Question(Query[Facts]):
     nonce_path: Path
     """A file under the root that the head has just written."""
     scratch: Path | None = None
-    """Folder on the node's own disk, used if the node does not see that file; None for the default folder."""
+    """``storage.scratch``, for nodes that cannot read that file; None for the default folder."""
     head: str = ""
-    """Identity of the head's machine, which sees that file although its ranks write to its own disk."""
+    """Identity of the head's machine. It can read that file, but its ranks may still write to its own disk."""
     run_on_nodes: str | None = None
-    """The run's name on nodes, once it has begun."""
+    """The run's name on nodes; None if the run has not begun."""
     accelerator: str | None = None
-    """DeepSpeed's name for the accelerator; None if the node is to detect it."""
+    """DeepSpeed's name for the accelerator; None to detect it."""
     slots: tuple[int, ...] = ()
-    """Accelerators of the node for its ranks."""
+    """The accelerators of the node that its ranks will use."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that ranks get from the head."""
+    """Variables that ranks will get from the head."""
     spec: str = ""
     """The run's spec as JSON; empty if there is none."""
     master_address: str | None = None

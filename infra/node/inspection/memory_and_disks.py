@@ -1,4 +1,4 @@
-"""Memory, disks and descriptors of a node, and whether it sees the head's folder."""
+"""Memory, disk space and file descriptors of a node, and whether it can read the head's file under the root."""
 
 import os
 import resource
@@ -23,7 +23,7 @@ _MARK = ".mark"
 
 
 def room(question: Question) -> Room:
-    """Memory, disk space and descriptors, and the head's nonce as this node reads it."""
+    """Memory, disk space and file descriptors, and the head's nonce as this node reads it."""
     root, nonce = question.root, _read(question.nonce_path)
     folder, folder_error = _node_folder()
     has_own = nonce is None or identity() == question.head
@@ -49,7 +49,7 @@ def room(question: Question) -> Room:
 
 
 def _node_folder() -> tuple[str, str]:
-    """Its path, and why it cannot be used; empty if it can."""
+    """The path of the node folder, and why it cannot be used; empty if it can."""
     try:
         folder = node_folder()
     except StorageError as error:
@@ -60,7 +60,7 @@ def _node_folder() -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class _Scratch:
-    """A folder on this node's own disk."""
+    """The scratch folder, and what was found there."""
 
     path: str = ""
     mark: str = ""
@@ -87,7 +87,7 @@ def _yielding_bytes(scratch: Path, run_name: str | None) -> int:
 
 
 def _mark(path: Path) -> str:
-    """A random mark, created once and the same from then on."""
+    """Return the random mark in a file, which is created once and never changes."""
     mark = secrets.token_hex(16)
     written = path.with_name(f"{path.name}-{mark}")
     written.write_text(mark, "ascii")
@@ -105,7 +105,10 @@ def _read(path: Path) -> str | None:
 
 
 def _write_error(folder: Path) -> str:
-    """A file is actually created, because permissions do not reveal read-only or full file systems."""
+    """Why a folder cannot be written; empty if it can.
+
+    A file is actually created, because permissions do not reveal read-only or full file systems.
+    """
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"\0")

@@ -1,4 +1,4 @@
-"""A node's own view of how it is reached and how it reaches others (Linux)."""
+"""How a node can be reached and how it reaches others, as seen from the node itself (Linux)."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ _UP, _REJECT = 0x1, 0x200  # RTF_UP and RTF_REJECT of linux/route.h
 
 
 def network(question: Question) -> Network:
-    """Names, addresses and routes of this machine; and a port for the rendezvous, if one is requested."""
+    """Names, addresses and routes of this machine, and a port for the rendezvous, if one is requested."""
     port = _port(question.master_port) if question.wants_port else None
     return Network(
         hostname=socket.gethostname(),

@@ -1,4 +1,4 @@
-"""What a node would run: versions, digests of our code and of the run, and compilers. No large package is imported."""
+"""What a node would run: versions, digests of our code and the spec, and compilers. No large package is imported."""
 
 import ctypes
 import json
@@ -41,7 +41,7 @@ def software(spec: str) -> Software:
 
 
 def spec_digest(spec: str) -> str:
-    """Fingerprint of the whole spec, including execution, as this code reads it; its error if it rejects the spec."""
+    """Fingerprint of the whole spec, including execution, as this code reads it, or why this code rejects it."""
     if not spec:
         return ""
     from t5train.records.identity import fingerprint  # pydantic may be missing here, which another check reports
@@ -68,7 +68,7 @@ def _torch_folder() -> Path | None:
 
 
 def torch_runtime() -> dict[str, str]:
-    """What torch was built for, read from its ``version.py``, which does not import torch."""
+    """What torch was built for, from its ``version.py``, which can be read without importing torch."""
     folder = _torch_folder()
     if folder is None or not (folder / "version.py").is_file():
         return {}
@@ -77,10 +77,11 @@ def torch_runtime() -> dict[str, str]:
 
 
 def _libgomp_error() -> str:
-    """Load torch's OpenMP library, after the libraries that ranks load before it.
+    """Load torch's OpenMP library, and return the loader's error; empty if there is none.
 
-    It needs static thread-local storage, of which the loader reserves little: if other libraries have used it up, as
-    happens on aarch64, ``import torch`` fails with "cannot allocate memory in static TLS block".
+    The library needs static thread-local storage, of which the loader reserves little. If other libraries have used it
+    up, as happens on aarch64, ``import torch`` fails with "cannot allocate memory in static TLS block". This check
+    therefore comes after the imports of libraries that ranks load before torch.
     """
     for library in _openmp_libraries():
         try:
@@ -97,15 +98,15 @@ def _openmp_libraries() -> Iterator[Path]:
 
 
 def build(given: Mapping[str, str]) -> Build:
-    """Check with the variables that ranks get from the head, and otherwise those of this node, as sshd sets them.
+    """Check what DeepSpeed needs to compile its operators, and remove stale locks in the operator folder.
 
-    Stale locks in the operator cache are removed.
+    The variables are those that ranks get from the head, and otherwise those of this node, as sshd sets them.
     """
     environment = {**os.environ, **given}
     path = search_path()
     try:
         environment |= {VARIABLE: str(operator_folder(environment))}
-    except StorageError:  # which memory_and_disks reports
+    except StorageError:  # memory_and_disks reports it
         environment |= {VARIABLE: os.devnull}
     cleared, foreign = compiled_operators.clear_stale_locks(environment), compiled_operators.foreign_locks(environment)
     return Build(

@@ -1,4 +1,4 @@
-"""One node of a chain: it receives a folder from the node before it, or the head, and serves it while it arrives."""
+"""One node of a chain: it receives a folder from the node before it or the head, and serves it to others meanwhile."""
 
 import os
 import threading
@@ -29,11 +29,11 @@ class _Growth:
     descriptor: int
     size: int
     discarded: bool = False
-    """It arrived damaged and is being sent again."""
+    """Whether the file arrived damaged and is being sent again."""
 
 
 class GrowingFiles(Watcher):
-    """Files that ``pull`` is writing, which any number of threads can read."""
+    """Files that ``pull`` is writing, and that any number of threads can read meanwhile."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -42,20 +42,20 @@ class GrowingFiles(Watcher):
         self._changed = threading.Condition()
 
     def begun(self, wanted: Wanted, path: Path, size: int) -> None:
-        """The first ``size`` bytes can be read; what was read in an earlier try is invalid."""
+        """The first ``size`` bytes can be read now. Bytes that were read before this call are invalid."""
         with self._changed:
             self._forget(wanted.name)
             self._growths[wanted.name] = _Growth(os.open(path, os.O_RDONLY), size)
             self._changed.notify_all()
 
     def grown(self, wanted: Wanted, count: int) -> None:
-        """``count`` more bytes can be read."""
+        """``count`` more bytes can be read now."""
         with self._changed:
             self._growths[wanted.name].size += count
             self._changed.notify_all()
 
     def whole(self, wanted: Wanted) -> None:
-        """The whole file can be read, from now on at its final path."""
+        """The whole file can be read now, at its final path."""
         with self._changed:
             self._whole.add(wanted.name)
             if growth := self._growths.pop(wanted.name, None):
@@ -64,7 +64,7 @@ class GrowingFiles(Watcher):
             self._changed.notify_all()
 
     def read(self, name: str, offset: int, size: int) -> Iterator[bytes]:
-        """As in ``file_channel.Source``; yields an empty chunk now and then while there is nothing to read."""
+        """As ``file_channel.Source``. While there is nothing to read, yields an empty chunk every few seconds."""
         opened = None
         try:
             while offset < size:
@@ -120,9 +120,9 @@ class Stage(Request):
     place: str
     files: tuple[Wanted, ...]
     token: str
-    """Known to all nodes of the chain."""
+    """The secret that all nodes of the chain know."""
     beside_bytes: int
-    """What the run will write on this disk in addition."""
+    """How many bytes the run will write on this disk in addition."""
 
 
 @dataclass(frozen=True)
@@ -141,13 +141,13 @@ class Upstream:
 
 @dataclass(frozen=True)
 class ChainBroken(FromReceiver):
-    """Reports to the head that the node copies from the head, and why it cannot read from the node before it."""
+    """Reports to the head that the node now copies from the head, and why it cannot read from the node before it."""
 
     reason: str
 
 
 def stage(request: Stage, head: Channel) -> None:
-    """Fetch the files into ``place``."""
+    """Fetch the files into ``place``, and serve them to other nodes until stdin ends."""
     scratch, place = scratch_folder(request.store.scratch), request.place
     folder, wanted = within(scratch, place), request.files
     run_ownership.require_owner(scratch, run_place(request.run_name), request.store.owner)
@@ -160,7 +160,7 @@ def stage(request: Stage, head: Channel) -> None:
         pull(upstream.read, wanted, folder, _Both(growing, ProgressRelay(head)))
         pin(scratch, place, request.run_name)
     head.send(AllArrived())
-    head.receive(Upstream)  # there is none any more; other nodes may read these files until stdin ends
+    head.receive(Upstream)  # waits for the end of stdin: until then, other nodes may read these files
 
 
 def _still_to_write(scratch: Path, request: Stage) -> int:
@@ -171,7 +171,7 @@ def _still_to_write(scratch: Path, request: Stage) -> int:
 
 @dataclass(frozen=True)
 class ReleaseRun(Query[Done]):
-    """A run has ended: what was staged for it may be removed when disk space is needed."""
+    """Release what was staged for a run that has ended, so that it can be removed when disk space is needed."""
 
     action = "release"
     store: NodeStore
@@ -179,7 +179,7 @@ class ReleaseRun(Query[Done]):
 
 
 def release(request: ReleaseRun) -> Done:
-    """Remove the run's pins and its lease."""
+    """Remove the run's pins and its lease on this node."""
     scratch, run_name = scratch_folder(request.store.scratch), request.run_name
     run_ownership.require_owner(scratch, run_place(run_name), request.store.owner)
     unpin(scratch, run_name)
@@ -188,20 +188,20 @@ def release(request: ReleaseRun) -> Done:
 
 
 class _Upstream:
-    """The node before this one, as long as it is available; then the head, from the byte where that node stopped."""
+    """Reads from the node before this one while it is available, then from the head, where that node stopped."""
 
     def __init__(self, head: Channel, upstream: Upstream, token: str) -> None:
         self._head, self._from_head = head, fetch_over(head)
         self._neighbour = self._connected(upstream.server, token) if upstream.server else None
 
     def read(self, name: str, offset: int, size: int) -> Iterator[bytes]:
-        """As in ``file_channel.Source``."""
+        """As ``file_channel.Source``."""
         if self._neighbour is not None:
             try:
                 for chunk in fetch_over(self._neighbour)(name, offset, size):
                     offset += len(chunk)
                     yield chunk
-            except OSError as error:  # not Refused, after which the neighbour is still available
+            except OSError as error:  # not Refused: after that, the neighbour is still available
                 self._give_up(error)
             else:
                 return
@@ -220,7 +220,7 @@ class _Upstream:
 
 
 class _Both(Watcher):
-    """Two watchers as one."""
+    """Notifies two watchers."""
 
     def __init__(self, *watchers: Watcher) -> None:
         self._watchers = watchers

@@ -1,9 +1,9 @@
 """Which runs use what was staged on this node, and what is removed when disk space is needed.
 
 The process that stages a folder holds its lock, which the kernel releases when the process ends. From then on, a *pin*
-keeps the folder for the run. A pin is a file that is valid as long as the run has guards on this node, its head renews
-its lease (infra.node.attempts.run_ownership), or the pin was set within the last hour and since this machine was
-started, which covers the time before the start and between two attempts. No pin outlives its owner.
+keeps the folder for the run. A pin is a file, and is valid as long as the run has guards on this node, its head renews
+its lease (infra.node.attempts.run_ownership), or the pin is less than one hour old. That hour covers the time before
+the ranks start and between two attempts. A pin that was set before this machine was restarted is not valid.
 """
 
 import os
@@ -29,7 +29,7 @@ _LOCK_WAIT_SECONDS = 10.0
 
 @contextmanager
 def staging_lock(scratch: Path, place: str) -> Iterator[None]:
-    """Hold a folder for this process. Raises a StorageError that names the holder if it is already held."""
+    """Hold the lock of a staged folder. Raises StorageError, which names the holder, if another process holds it."""
     with _opened_lock(scratch, place) as descriptor:
         if not try_lock(descriptor, _LOCK_WAIT_SECONDS):
             holder = os.pread(descriptor, 200, 0).decode() or "a process that has just started"
@@ -54,18 +54,18 @@ def unpin(scratch: Path, run_name: str) -> None:
 
 
 def staged_places(scratch: Path) -> list[str]:
-    """Folders that were staged, also if only in part; the least recently used first."""
+    """Relative paths of the staged folders, even incomplete ones; the least recently used first."""
     places = [f"{kind}/{path.name}" for kind in (SHARDS, STAGED) for path in (scratch / kind).glob("[!.]*")]
     return sorted(places, key=lambda place: _used_at(scratch, place))
 
 
 def users(scratch: Path, place: str) -> list[str]:
-    """Runs that use a staged folder."""
+    """Runs that use a staged folder, by their names on nodes."""
     return [path.name for path in sorted((scratch / _PINS / _flat(place)).glob("*")) if _counts(path)]
 
 
 def is_at_work(name: str) -> bool:
-    """Whether a run of that name on nodes has guards on this machine."""
+    """Whether a run, given by its name on nodes, has running guards on this machine."""
     folders = [path for path in attempts_folder().iterdir() if (path / attempt.ATTEMPT).exists()]
     attempts = (attempt.read(folder) for folder in folders)
     return any(each.run_name == run_name_of(name) and each.guards() for each in attempts)
@@ -113,14 +113,14 @@ def _flat(place: str) -> str:
 
 
 SPARE_BYTES = 256 << 20
-"""Left free, for logs and for other users of the disk."""
+"""Disk space that is left free for logs and for other users of the disk."""
 
 
 def require_room(scratch: Path, needed_bytes: int, what: str, beside_bytes: int = 0) -> None:
-    """Raise StorageError unless that many bytes fit on the disk of the scratch folder, and leave ``beside_bytes`` free.
+    """Make sure that ``needed_bytes`` fit on the disk of the scratch folder and leave ``beside_bytes`` free.
 
-    ``beside_bytes`` are for what a run will write there. To free disk space, staged folders that no run uses are
-    removed, the least recently used first, but never ``what``.
+    ``beside_bytes`` is what a run will write there. To free disk space, staged folders that no run uses are removed,
+    the least recently used first, but never ``what``. Raises StorageError if that is not enough.
     """
     needed = needed_bytes + beside_bytes + SPARE_BYTES
     for place in staged_places(scratch):

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class FromReceiver:
-    """What the side that receives files sends."""
+    """Base class of the messages from the side that receives files."""
 
 
 class FromSender:
-    """What the side that sends files answers to a FileRange."""
+    """Base class of the answers to a FileRange, from the side that sends files."""
 
 
 @dataclass(frozen=True)
 class FileRange(FromReceiver):
-    """Requests bytes ``offset`` to ``size`` of the file called ``name``."""
+    """Requests the bytes from ``offset`` up to ``size`` of the file called ``name``."""
 
     name: str
     offset: int
@@ -40,7 +40,7 @@ class FileRange(FromReceiver):
 
 @dataclass(frozen=True)
 class Chunk(FromSender):
-    """Is followed by that many bytes of the file."""
+    """Announces the next ``count`` bytes of the file, which follow this message."""
 
     count: int
 
@@ -56,12 +56,12 @@ class NotSent(FromSender):
 
     reason: str
     may_be_intact: bool
-    """Whether the file merely cannot be read now."""
+    """Whether the file may be intact, but cannot be read now."""
 
 
 @dataclass(frozen=True)
 class BytesArrived(FromReceiver):
-    """Reports to the head how many more bytes of the files a node has."""
+    """Reports to the head how many more bytes have arrived at a node."""
 
     count: int
 
@@ -72,7 +72,7 @@ class AllArrived(FromReceiver):
 
 
 Source = Callable[[str, int, int], Iterator[bytes]]
-"""Yields bytes ``offset`` to ``size`` of the file of a name. Raises OSError or StorageError."""
+"""Called with ``name``, ``offset`` and ``size``, yields the bytes of a FileRange. Raises OSError or StorageError."""
 
 
 class Refused(StorageError):
@@ -84,7 +84,7 @@ class CannotRead(Refused):
 
 
 def fetch_over(peer: Channel) -> Source:
-    """A source that requests the bytes from a peer. It raises Refused or BrokenOff."""
+    """A source that requests the bytes from a peer. It raises Refused if the peer cannot send them, or BrokenOff."""
 
     def fetch(name: str, offset: int, size: int) -> Iterator[bytes]:
         peer.send(FileRange(name, offset, size))
@@ -106,7 +106,7 @@ def fetch_over(peer: Channel) -> Source:
 
 
 def answer(peer: Channel, request: FileRange, source: Source) -> None:
-    """Send what the peer has requested."""
+    """Send the bytes that the peer has requested, or why they cannot be sent."""
     try:
         for chunk in source(request.name, request.offset, request.size):
             peer.send(Chunk(len(chunk)), chunk)
@@ -123,7 +123,7 @@ def files_in(folder: Path) -> Source:
 
     def read(name: str, offset: int, size: int) -> Iterator[bytes]:
         path = within(folder, name)
-        with ExitStack() as stack:  # the code that takes the chunks may fail too: that is not an error of this file
+        with ExitStack() as stack:  # errors of the code that takes the chunks must not be blamed on this file
             with reading(path):
                 file = stack.enter_context(open(path, "rb"))
                 file.seek(offset)
@@ -147,7 +147,7 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """A file by its name within a folder, its size in bytes and its sha256.
+    """A file that is wanted: its name within a folder, its size in bytes and its sha256.
 
     ``as_good`` are equivalent contents: an existing file that matches one of them is kept.
     """
@@ -164,10 +164,10 @@ class Wanted:
 
 
 class Watcher:
-    """Is notified of the progress of files. Override its methods."""
+    """Is notified of the progress of a transfer. Override its methods."""
 
     def begun(self, wanted: Wanted, path: Path, size: int) -> None:
-        """``path`` has ``size`` bytes of the file; more will be added."""
+        """``path`` has the first ``size`` bytes of the file; more will be added."""
 
     def grown(self, wanted: Wanted, count: int) -> None:
         """``count`` more bytes were added."""
@@ -180,7 +180,7 @@ _REPORT_SECONDS = 0.5
 
 
 class ProgressRelay(Watcher):
-    """Reports to the head now and then how many more bytes have arrived."""
+    """Reports to the head, about twice a second at most, how many more bytes have arrived."""
 
     def __init__(self, head: Channel) -> None:
         self._head = head

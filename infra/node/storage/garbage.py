@@ -1,8 +1,8 @@
-"""What no run needs on a node, including code that heads have sent.
+"""Finds and removes what no run needs on a node, including code that heads have sent.
 
-In doubt, nothing is removed: a run that the requesting head does not know may be another head's. Code is in use as long
-as the files of an attempt with that code are here, or a process runs it; and code that was requested within the last
-hour may be about to be used. Standard library only, as nodes import it.
+If in doubt, nothing is removed: a run that the requesting head does not know may belong to another head. Code counts as
+used as long as the files of an attempt with that code are here, or a process runs it. Code that was requested within
+the last hour may be about to be used, and is kept too. Standard library only, as nodes import it.
 """
 
 import os
@@ -40,7 +40,7 @@ _LOCK_WAIT_SECONDS = 10.0
 
 
 def unused_code() -> Iterator[Path]:
-    """Folders of code that is not in use, and what interrupted transfers and removals of code have left."""
+    """Folders of code that is not in use, and leftovers of interrupted transfers and removals of code."""
     if not node_path(CODE).is_dir():
         return
     kept = {attempt.read(path.parent).code for path in attempts_folder().glob(f"*/{attempt.ATTEMPT}")}
@@ -50,7 +50,7 @@ def unused_code() -> Iterator[Path]:
 
 
 def remove_code(folder: Path) -> bool:
-    """Remove one of these unless it is in use by now; returns whether it was removed."""
+    """Remove a folder of unused code, unless it is in use by now; returns whether it was removed."""
     with _locked(folder.parent) as is_locked:
         if not is_locked or folder not in unused_code():
             return False
@@ -61,7 +61,7 @@ def remove_code(folder: Path) -> bool:
 def _is_old(folder: Path) -> bool:
     try:
         return time.time() - folder.lstat().st_mtime > _KEPT_SECONDS
-    except FileNotFoundError:  # another process's partial folder, which has been renamed since
+    except FileNotFoundError:  # a partial folder that another process has renamed since
         return False
 
 
@@ -71,7 +71,7 @@ def _runs_from(folder: Path) -> processes.Belongs:
 
 @contextmanager
 def _locked(code: Path) -> Iterator[bool]:
-    """Exclude heads that are about to use it."""
+    """Exclude heads that are about to use code; yields whether the lock was obtained in time."""
     descriptor = os.open(code, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield try_lock(descriptor, _LOCK_WAIT_SECONDS)
@@ -84,16 +84,17 @@ KEPT_ASIDE = "kept: damaged or given up, and moved aside; remove it yourself onc
 
 @dataclass(frozen=True)
 class Garbage:
-    """A folder by its relative path within the scratch folder (on the head: within the root); its size in bytes.
+    """A folder that no run needs: its relative path and its size in bytes.
 
-    Sent code and folders of attempts are within the node folder instead.
+    The path is relative to the node folder for sent code and folders of attempts. All others are relative to the
+    scratch folder, and on the head to the root.
     """
 
     place: str
     size: int
     why: str
     is_kept: bool = False
-    """Whether it is only listed and not removed: ``why`` says why not."""
+    """Whether it is only listed and never removed; ``why`` then says why."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,12 @@ class Finished:
     unique_id: str | None
     """None for a run of an earlier version."""
     fault: str
-    """What is wrong with the head's copy, so that the nodes' files of the run must stay; empty if nothing is."""
+    """What is wrong with the head's copy, so that nodes must keep their files of the run; empty if nothing is."""
 
 
 @dataclass(frozen=True)
 class HeadRuns:
-    """What the head knows of its runs: the finished ones by their names on nodes, and the attempts of all."""
+    """What the head knows of its runs: the finished ones by their names on nodes, and the attempts of all runs."""
 
     finished: Mapping[str, Finished]
     attempts: KnownAttempts
@@ -153,7 +154,7 @@ class FreeGarbage(Query[Freed]):
 
 
 def free(request: FreeGarbage) -> Freed:
-    """Remove those of the folders that no run needs now."""
+    """Remove the requested folders, except those that are in use by now."""
     scratch = scratch_folder(request.scratch)
     found = [each for each in _found(scratch, request.known) if each.place in request.places and not each.is_kept]
     return Freed(tuple(each.place for each in found if _remove(scratch, each.place)))
@@ -188,7 +189,7 @@ def _found(scratch: Path, known: HeadRuns) -> Iterator[Garbage]:
 
 
 def _of_run(folder: Path, finished: Finished) -> Iterator[Garbage]:
-    """What this node has of a run that has ended on the head; nothing if it is another head's run of that name."""
+    """What this node has of a run that the head has finished; nothing if it is another head's run of that name."""
     owner, place, size = owner_of(folder), run_place(folder.name), size_of(folder)
     if owner is None:
         why = (

@@ -1,7 +1,7 @@
 """Folders of attempts that were left on this machine and are no longer needed. Standard library only.
 
-A head removes the folder of an attempt from its hosts once it has collected the files; a folder that it could not
-collect remains. ``heads/{run_id}`` on the head's machine remains as long as part of the attempt may be left on a host.
+A head removes the folder of an attempt from its hosts once it has collected the files, so a folder that it could not
+collect remains. ``heads/{run_id}`` on the head's machine is kept as long as part of the attempt may be left on a host.
 """
 
 import json
@@ -26,7 +26,7 @@ _HALF_REMOVED = "left by an interrupted removal"
 
 @dataclass(frozen=True)
 class KnownAttempts:
-    """Attempts of the runs under a head's root, by their run ids."""
+    """Run ids of the attempts of all runs under a head's root."""
 
     idle: tuple[str, ...] = ()
     """Attempts of runs that are not in use."""
@@ -35,7 +35,7 @@ class KnownAttempts:
 
 
 def left_attempts(parent: Path, known: KnownAttempts) -> Iterator[tuple[Path, str]]:
-    """Folders within ``parent`` that are no longer needed, and why they are there."""
+    """Folders within ``parent`` that are no longer needed, and the reason of each."""
     for folder in sorted(parent.iterdir()):
         if folder.name.startswith("."):
             yield folder, _HALF_REMOVED

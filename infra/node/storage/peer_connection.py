@@ -1,7 +1,7 @@
-"""Connections between nodes, over which a node fetches files that the other node is itself still receiving.
+"""Connections between nodes, over which a node fetches files that the other node may still be receiving itself.
 
-Both sides prove that they know the run's token, with an HMAC over a random number from the other side; the token itself
-is sent over ssh. The files are not encrypted, and are verified with digests that are also sent over ssh.
+Each side proves that it knows the token of the chain, with an HMAC over a random number from the other side. The token
+itself is sent over ssh. The files are not encrypted; they are verified with digests that are also sent over ssh.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _HANDSHAKE_SECONDS = 10.0
 _MOST_HANDSHAKES = 32
 _LOOK_SECONDS = 1.0
 _SILENCE_SECONDS = 60.0
-"""Much longer than the sender may be silent."""
+"""The longest wait for the next bytes, much longer than a sender is ever silent."""
 _NONCE_BYTES = 32
 _MOST_MESSAGE_BYTES = 8 * _NONCE_BYTES
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Welcome:
 
 
 def serve(source: Source, token: str) -> Endpoint:
-    """Serve a source to whoever knows the token, at an address that other nodes can reach, while this process lives."""
+    """Serve a source to peers that know the token, until this process ends, and return the address and port."""
     address = _own_address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family)
@@ -63,7 +63,7 @@ def serve(source: Source, token: str) -> Endpoint:
 
 
 def connect(server: Endpoint, token: str) -> Channel:
-    """A channel to another node's server. Raises OSError if there is none, BrokenOff if it does not know the token."""
+    """Connect to another node's server. Raises OSError if that fails: BrokenOff if it does not know the token."""
     with socket.create_connection((server.address, server.port), timeout=_HANDSHAKE_SECONDS) as connection:
         channel = _channel(connection)  # the channel keeps it open
         try:
@@ -83,16 +83,16 @@ def _introduce(channel: Channel, token: str) -> None:
 
 
 def _own_address() -> str:
-    """The address at which the head reached this machine by ssh; nodes that cannot reach it ask the head."""
-    connection = os.environ.get("SSH_CONNECTION", "").split()  # of sshd: client, its port, server, its port
+    """The address at which the head reached this machine by ssh. Nodes that cannot reach it fetch from the head."""
+    connection = os.environ.get("SSH_CONNECTION", "").split()  # set by sshd: client, its port, server, its port
     return connection[2] if len(connection) == 4 else "127.0.0.1"
 
 
 class _Handshakes:
-    """Connections whose peer has not yet proved that it knows the token: a limited number, each with a thread.
+    """Connections whose peer has not yet proved that it knows the token. Their number is limited; each has a thread.
 
-    Beyond the limit, the oldest is closed. Otherwise, peers that connect and send nothing could keep all others out; a
-    peer that knows the token is done within milliseconds.
+    Beyond the limit, the oldest one is closed. Otherwise, peers that connect and send nothing could keep all others
+    out. A peer that knows the token needs only milliseconds for its proof.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class _Handshakes:
         self._free = threading.BoundedSemaphore(_MOST_HANDSHAKES)
 
     def begin(self, connection: socket.socket) -> None:
-        """Add a connection, once there are few enough."""
+        """Add a connection, closing the oldest one if there are too many."""
         if not self._free.acquire(blocking=False):
             self._hang_up(most=1)
             self._free.acquire()
@@ -115,7 +115,7 @@ class _Handshakes:
         self._free.release()
 
     def hang_up_late(self) -> None:
-        """Close connections that take too long in total, however often they send something."""
+        """Close connections whose handshake takes too long in total, however often they send something."""
         self._hang_up(most=_MOST_HANDSHAKES, began_before=time.monotonic() - _HANDSHAKE_SECONDS)
 
     def _hang_up(self, most: int, began_before: float = float("inf")) -> None:
@@ -147,7 +147,7 @@ def _accept(listener: socket.socket, source: Source, token: str) -> None:
 
 
 def _attend(connection: socket.socket, handshakes: _Handshakes, source: Source, token: str) -> None:
-    """Serve a peer that knows the token until it disconnects. The peer reports any failure."""
+    """Serve a peer that knows the token until it disconnects. Errors are ignored here; the peer reports them."""
     with connection, suppress(OSError, ValueError):
         try:
             channel = _authenticated(connection, token)
@@ -162,7 +162,7 @@ def _attend(connection: socket.socket, handshakes: _Handshakes, source: Source, 
 
 
 def _authenticated(connection: socket.socket, token: str) -> Channel | None:
-    """A channel to a peer that proves that it knows the token, to which the same is proved; None for any other."""
+    """Return a channel once both sides have proved that they know the token; None if the peer does not know it."""
     connection.settimeout(_HANDSHAKE_SECONDS)
     channel = _channel(connection)
     own = secrets.token_hex(_NONCE_BYTES)

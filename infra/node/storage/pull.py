@@ -1,4 +1,4 @@
-"""Fetches files: each is verified while it arrives, appears whole or not at all, and can be resumed.
+"""Fetches files. A file is verified while it arrives, appears only once it is whole, and can be resumed.
 
 Standard library only, as nodes import it.
 """
@@ -22,17 +22,17 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
 def listed(folder: Path, names: Iterable[str]) -> list[Wanted]:
-    """The files called ``names`` in a folder, and all files in subfolders of these names, with their digests."""
+    """The files named ``names`` in a folder, and all files in subfolders with these names, with their digests."""
     return [_as_it_is(folder, path) for name in names for path in _files(within(folder, name))]
 
 
 def partial_path(path: Path) -> Path:
-    """The path of a file until it is whole."""
+    """The path at which a file arrives until it is whole."""
     return path.with_name(f".{path.name}.part")
 
 
 def is_whole(folder: Path, wanted: Wanted, on_bytes: Callable[[int], None] = lambda _: None) -> bool:
-    """Whether the file exists with this or an equivalent content. Raises Unreadable if that cannot be determined."""
+    """Whether the file exists with this or an equivalent content. Raises Unreadable if it cannot be read now."""
     path = within(folder, wanted.name)
     good = {Content(wanted.size, wanted.sha256), *wanted.as_good}
     if file_size(path) not in {each.size for each in good}:
@@ -45,17 +45,17 @@ def is_whole(folder: Path, wanted: Wanted, on_bytes: Callable[[int], None] = lam
 
 
 def missing_bytes(folder: Path, wanted: Iterable[Wanted]) -> int:
-    """How many more bytes the disk must hold for all files, judged by their sizes."""
+    """How many more bytes the disk must have free for all files, judging by the sizes of existing ones."""
     return sum(max(0, each.size - _size(within(folder, each.name), each.size)) for each in wanted)
 
 
 def pull(source: Source, wanted: Iterable[Wanted], folder: Path, watcher: Watcher, aside: Path | None = None) -> None:
-    """Fetch the files that ``folder`` lacks, in that order; intact files are kept.
+    """Fetch the files that ``folder`` lacks, in the given order; intact files are kept.
 
-    A file that exists but cannot be read now is moved to the folder ``aside`` once an intact copy has arrived. Raises
-    Unreadable if there is no such folder, DigestMismatch if a file arrives with another digest twice, Refused if the
-    source cannot send it, StorageError if it cannot be written, and what ``source`` raises. Bytes that have arrived are
-    kept for the next time.
+    A file that exists but cannot be read now is moved to the folder ``aside`` once an intact copy has arrived. Bytes
+    that have arrived are kept, so that a later call continues there. Raises Unreadable if a file cannot be read now and
+    ``aside`` is None, DigestMismatch if a file arrives twice with another digest, Refused if the source cannot send it,
+    StorageError if it cannot be written, and what ``source`` raises.
     """
     for each in wanted:
         path, keep = within(folder, each.name), None
@@ -72,9 +72,9 @@ def pull(source: Source, wanted: Iterable[Wanted], folder: Path, watcher: Watche
 
 
 def _pull_file(source: Source, wanted: Wanted, path: Path, watcher: Watcher, keep: Path | None) -> None:
-    """Fetch a file; an existing one at its path is moved to the folder ``keep``, if that is given."""
+    """Fetch a file. If ``keep`` is given, the existing file at its path is moved to that folder."""
     partial = partial_path(path)
-    for last in (False, True):  # an existing part may be damaged, so there is a second try
+    for last in (False, True):  # a second try, because the part that existed may be damaged
         try:
             found = _grow(source, wanted, partial, watcher)
             if found == wanted.sha256:
@@ -86,7 +86,7 @@ def _pull_file(source: Source, wanted: Wanted, path: Path, watcher: Watcher, kee
         except Refused:
             if last:
                 raise
-            found = "none"  # it had arrived damaged at the source, which receives it again
+            found = "none"  # it arrived damaged at the source, which receives it again
         except OSError as error:
             if isinstance(error, ConnectionError):
                 raise
@@ -100,7 +100,7 @@ def _pull_file(source: Source, wanted: Wanted, path: Path, watcher: Watcher, kee
 
 
 def _grow(source: Source, wanted: Wanted, partial: Path, watcher: Watcher) -> str:
-    """Append the missing bytes. Returns the sha256 of the whole file, once it is synced to disk."""
+    """Append the missing bytes, and sync the file to disk; returns the sha256 of the whole file."""
     digest, size = hashlib.sha256(), 0
     if partial.exists():
         digest, size = _hash_of(partial)
@@ -138,7 +138,7 @@ def _hash_of(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> "t
 
 
 def _size(path: Path, most: int) -> int:
-    """Existing bytes of the whole or partial file; a file that cannot be read now must be fetched again."""
+    """Existing bytes of the whole or partial file. A file that cannot be read now does not count: it is refetched."""
     for each in (path, partial_path(path)):
         with suppress(Unreadable):
             if (size := file_size(each)) is not None:

@@ -1,4 +1,4 @@
-"""A run's checkpoints on a disk (a node's own, or the gathered copy), and what a node does with its own.
+"""A run's checkpoints on a disk (a node's own, or the gathered copy), and the actions on those of a node.
 
 Standard library only, as nodes import it.
 """
@@ -31,7 +31,7 @@ from t5train.files.set_aside import set_aside
 
 _SIDECAR = re.compile(r"rank-.*\.json")
 HEAD = ""
-"""Stands for the gathered copy where other copies are named by their host."""
+"""The name of the gathered copy where other copies are named by their host."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Copy:
     sidecars: Mapping[str, str]
     files: Mapping[str, int]
     unreadable: Mapping[str, str] = field(default_factory=dict)
-    """Files that cannot be read there now, and why; the name ``""`` stands for the folder itself."""
+    """Files that cannot be read now, and why; the name ``""`` stands for the folder itself."""
 
 
 Inventory = Mapping[str, Copy]
-"""By tag."""
+"""What one disk has of each tag, by tag."""
 
 
 def inventory_of(checkpoints: Path) -> Inventory:
@@ -111,7 +111,7 @@ class PruneCheckpoints(Query[Done]):
 
 
 def prune(request: PruneCheckpoints) -> Done:
-    """Remove the tags from this node, and what interrupted removals have left."""
+    """Remove the tags from this node, and leftovers of interrupted removals."""
     checkpoints = _checkpoints(request.store, request.run_name)
     for tag in request.tags:
         discard(within(checkpoints, tag))
@@ -121,14 +121,14 @@ def prune(request: PruneCheckpoints) -> Done:
 
 @dataclass(frozen=True)
 class MovedAside:
-    """The tags that existed."""
+    """The tags that existed, and were moved."""
 
     tags: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class MoveAside(Query[MovedAside]):
-    """Move tags of a run (None: all) to where nothing uses or removes them."""
+    """Set tags of a run aside (None: all of its tags)."""
 
     action = "move_aside"
     store: NodeStore
@@ -138,8 +138,8 @@ class MoveAside(Query[MovedAside]):
 
 
 def move_aside(request: MoveAside) -> MovedAside:
-    """Move the tags aside, if they exist."""
-    checkpoints = _checkpoints(request.store, request.run_name)  # which checks the owner
+    """Move those of the tags that exist to the set-aside folder."""
+    checkpoints = _checkpoints(request.store, request.run_name)  # checks the owner
     here = [name for name in names_in(checkpoints) if is_tag(name)]
     chosen = [tag for tag in here if request.tags is None or tag in request.tags]
     for tag in chosen:
@@ -156,7 +156,7 @@ class FileList:
 
 @dataclass(frozen=True)
 class ListFiles(Query[FileList]):
-    """List files and folders called ``names`` in the folder ``place``."""
+    """List the files named ``names`` in the folder ``place``, and all files in subfolders with these names."""
 
     action = "listing"
     store: NodeStore
@@ -165,7 +165,7 @@ class ListFiles(Query[FileList]):
 
 
 def listing(request: ListFiles) -> FileList:
-    """List the files that exist."""
+    """List those of the files that exist, with their digests."""
     _, folder = _place(request.store, request.place)
     return FileList(tuple(listed(folder, request.names)))
 
@@ -196,11 +196,11 @@ class ReceiveFiles(Request):
     place: str
     files: tuple[Wanted, ...]
     recorded: tuple[str, ...] | None
-    """Other pickles in the folder are moved aside. None: no file is."""
+    """Names of the files of the checkpoint. Other pickles in the folder are set aside; None: nothing is set aside."""
 
 
 def receive(request: ReceiveFiles, head: Channel) -> None:
-    """Fetch the files from the head that are not intact there. Files that cannot be read now are moved aside."""
+    """Fetch the files that are missing or damaged here from the head. Files that cannot be read now are set aside."""
     scratch, folder = _place(request.store, request.place)
     aside = _aside(request.store, request.run_name)
     if request.recorded is not None:
@@ -222,7 +222,7 @@ def _checkpoints(store: NodeStore, run_name: str) -> Path:
 
 
 def _place(store: NodeStore, place: str) -> tuple[Path, Path]:
-    """The scratch folder, and the requested folder within it; RunOwned if that belongs to another head's run."""
+    """The scratch folder, and the requested folder within it. Raises RunOwned if that belongs to another run."""
     scratch = scratch_folder(store.scratch)
     require_owner(scratch, place, store.owner)
     return scratch, within(scratch, place)

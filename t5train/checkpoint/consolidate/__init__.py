@@ -1,6 +1,6 @@
-"""DeepSpeed checkpoint to fp32 safetensors: opening it, planning what is read from where, and writing tensors.
+"""Convert a DeepSpeed checkpoint to fp32 safetensors: open it, plan what to read from which file, and write tensors.
 
-Not here: which file has what (``layouts``).
+Not here: which file holds which tensors (``layouts``).
 """
 
 from t5train.checkpoint.consolidate.consolidation import consolidate

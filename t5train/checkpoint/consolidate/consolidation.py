@@ -1,6 +1,6 @@
-"""Turn a checkpoint into a finished record of its weights. The output folder appears whole, or not at all.
+"""Consolidate a checkpoint into a folder of weights.
 
-It never replaces other content.
+The folder appears complete or not at all, and never replaces other content.
 """
 
 import logging
@@ -28,9 +28,9 @@ _SPARE_BYTES = 16 << 20
 
 @contextmanager
 def new_folder(out: Path, size: int) -> Iterator[Path]:
-    """Yield the ``partial_folder`` of ``out``, to be moved by ``put_in_place``.
+    """Yield the ``partial_folder`` of ``out``, for ``put_in_place`` to move.
 
-    Raises StorageError if ``size`` bytes do not fit, or if a write in the body fails.
+    Raises StorageError if ``size`` bytes do not fit, or if a write in the block fails.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -45,16 +45,17 @@ def new_folder(out: Path, size: int) -> Iterator[Path]:
             )
         with partial_folder(out) as folder:
             yield folder
-    except FileNotFoundError:  # of a file being read: a run may have removed an old tag, as the caller explains
+    except FileNotFoundError:  # a run removed an old tag while it was read: the caller explains this
         raise
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {explain(error)}") from error
 
 
 def require_vacant(out: Path, fingerprint: str | None) -> None:
-    """Raise StorageError if ``out`` holds anything but damaged weights of this fingerprint (of any, if it is None).
+    """Raise StorageError unless ``out`` is absent, empty, or holds only damaged weights with this fingerprint.
 
-    A file that a user put beside damaged weights would be lost with them.
+    Unrelated files beside damaged weights are refused, because they would be moved aside with them. If
+    ``fingerprint`` is None, any weights are accepted.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
@@ -76,7 +77,7 @@ def require_vacant(out: Path, fingerprint: str | None) -> None:
 
 
 def put_in_place(folder: Path, out: Path) -> None:
-    """Rename ``folder`` to ``out``, durably; damaged weights in ``out`` are moved aside."""
+    """Rename ``folder`` to ``out``, durably, after moving damaged weights in ``out`` aside."""
     if out.is_dir() and any(out.iterdir()):
         _log.warning("%s holds weights that are damaged or were changed: they were moved to %s", out, rename_aside(out))
     folder.rename(out)
@@ -97,29 +98,29 @@ def consolidate(
 ) -> Weights:
     """Write the fp32 weights of a DeepSpeed checkpoint into a folder.
 
-    Supported are ZeRO 0 to 3, pipelines and mixtures of experts, in fp32, bf16 and fp16. The folder gets
+    Supports ZeRO 0 to 3, pipelines and mixtures of experts, in fp32, bf16 and fp16. The folder holds
     ``model.safetensors`` (or several files and their index), ``model.tensors.json`` with the sha256 of each tensor's
     bytes, and ``manifest.json``. Tensors have the shapes of the Hugging Face model. Floating-point tensors are fp32,
-    and integer tensors keep their type; a tied parameter is stored only under its owner's name.
+    and integer tensors keep their type. A tied parameter is stored only under its owner's name.
 
     Args:
         checkpoint: Folder with tags inside, or the folder of one tag.
-        out: Folder of the result. It appears whole or not at all; the same weights in it are verified and reused.
-        tag: The tag to take; the newest complete one if left out.
-        shard_bytes: Maximum size of a file; one file if left out.
-        moments: Whether to write the optimizer's two moments of each trained parameter in the same way, as
+        out: Output folder. It appears complete or not at all. The same weights in it are verified and reused.
+        tag: The tag to consolidate; by default, the newest complete one.
+        shard_bytes: Maximum size of a file in bytes; by default, all tensors are written to one file.
+        moments: Whether to also write the optimizer's two moments of each trained parameter, in the same way, as
             ``exp_avg.safetensors`` and ``exp_avg_sq.safetensors``.
-        progress: Called with the number of bytes written.
+        progress: Called with the number of bytes verified or written so far.
 
     Returns:
         The record of the weights.
 
     Raises:
         InputError: There is no such checkpoint or tag.
-        IncompleteCheckpoint: Files are missing, altered or mixed.
-        ConsolidationError: A file is hostile or contradictory.
+        IncompleteCheckpoint: Files are missing, altered or from different checkpoints.
+        ConsolidationError: Loading a file would run code, or files contradict each other.
         UnknownLayout: The checkpoint's layout is not supported.
-        StorageError: ``out`` holds something else, cannot be written, or is too small.
+        StorageError: ``out`` holds something else or cannot be written, or there is not enough disk space.
 
     """
     out = out.resolve()
@@ -153,7 +154,10 @@ def _consolidate(
 
 
 def _recorded_identity(opened: OpenedCheckpoint, shard_bytes: int | None, moments: Sequence[str]) -> str | None:
-    """Fingerprint of the weights to be made, from the run, its step and the files' digests; None without sidecars."""
+    """The fingerprint of the result, from the run, its step, the files' digests and the options.
+
+    None without sidecars.
+    """
     if not opened.sidecars:
         return None
     first = opened.sidecars[0]
@@ -163,7 +167,7 @@ def _recorded_identity(opened: OpenedCheckpoint, shard_bytes: int | None, moment
 
 
 def _content_identity(files: Mapping[str, FileDigest | SafetensorsDigest]) -> str:
-    """Fingerprint of weights of unknown origin: their own content."""
+    """The fingerprint of weights of unknown origin: it covers only their content."""
     return fingerprint({"files": {name: digest.model_dump() for name, digest in files.items()}})
 
 

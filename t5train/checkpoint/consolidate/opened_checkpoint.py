@@ -1,7 +1,7 @@
 """Open a checkpoint: choose the tag, classify its files, and check that they belong together.
 
-A file's name says what is in it. ``mp_rank_00`` is the whole model, except that each stage of a pipeline, and each
-tensor-parallel rank, has its own number.
+A file's name shows what the file holds. ``mp_rank_00`` is the whole model; in a pipeline each stage has its own number,
+and with tensor parallelism each rank has.
 """
 
 import logging
@@ -28,7 +28,7 @@ from t5train.progress import Progress
 
 
 class StateFile(Enum):
-    """What a file holds; the text says what a checkpoint with such files looks like."""
+    """What a file holds. The value describes a checkpoint with such files, for error messages."""
 
     MODEL = "model states in one file"
     RANK_MODEL = "model states of each rank (ZeRO 3)"
@@ -60,7 +60,7 @@ def kind_of(name: str) -> StateFile | None:
 
 
 def numbered(names: Iterable[str], kind: StateFile) -> list[tuple[tuple[int, ...], str]]:
-    """The files of one kind with the numbers in their names (ranks, layers, experts), in the numbers' order."""
+    """The files of one kind with the numbers in their names (ranks, layers, experts), sorted by these."""
     found = [(tuple(map(int, match.groups())), match[0]) for name in names if (match := _match(kind, name))]
     return sorted(found)
 
@@ -76,7 +76,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """The folder of one tag. With sidecars it is ours, and every file in ``names`` has been verified."""
+    """The folder of one tag. With sidecars, this project wrote it, and every file in ``names`` has been verified."""
 
     folder: Path
     names: frozenset[str]
@@ -84,7 +84,7 @@ class OpenedCheckpoint:
     _contents: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False, repr=False)
 
     def read(self, name: str) -> dict[str, Any]:
-        """The structure of one of its files, read once; the tensors' data is not read."""
+        """The content of a file, with the position of each tensor instead of its data. A file is read only once."""
         if name not in self._contents:
             self._contents[name] = read_metadata(self.folder / name)
         return self._contents[name]
@@ -94,9 +94,10 @@ class OpenedCheckpoint:
         return numbered(self.names, kind)[0][1]
 
     def files_by_rank(self, kind: StateFile, num_ranks: int, *stage: int) -> list[str]:
-        """The files of a kind of which each of ``num_ranks`` ranks wrote one; IncompleteCheckpoint if one is missing.
+        """The files of a kind, in the order of ranks.
 
-        ``stage`` is the pipeline stage, if the files' names have it after the rank.
+        Raises IncompleteCheckpoint unless there is one for each of ``num_ranks`` ranks. ``stage`` is the pipeline
+        stage, if the files' names include it after the rank.
         """
         found = [(numbers, name) for numbers, name in numbered(self.names, kind) if numbers[1:] == stage]
         ranks = [rank for (rank, *_), _ in found]
@@ -109,7 +110,7 @@ class OpenedCheckpoint:
         return [name for _, name in found]
 
     def result_name(self, name: str) -> str:
-        """A name in the module as the result will have it: Hugging Face's if there are sidecars, else unchanged."""
+        """The name in the result for a name in the module: Hugging Face's if there are sidecars, else unchanged."""
         if not self.sidecars:
             return name
         try:
@@ -122,12 +123,12 @@ class OpenedCheckpoint:
 
 
 def open_checkpoint(checkpoint: Path, tag: str | None, progress: Progress) -> OpenedCheckpoint:
-    """Open ``checkpoint``, a save folder with tags inside or the folder of a tag.
+    """Open ``checkpoint``, a save folder with tags inside or the folder of one tag.
 
-    Without ``tag``, this is the newest tag that is complete according to its sidecars. A checkpoint of another program
-    has none: then ``latest`` names the tag, and its files are still checked. Raises InputError when there is no such
-    folder or tag, IncompleteCheckpoint when ranks or files are missing, altered or of different checkpoints, and the
-    errors of ``require_complete`` when that cannot be determined.
+    Without ``tag``, the newest tag that is complete according to its sidecars is opened. A checkpoint that another
+    program wrote has no sidecars. Then the file ``latest`` names the tag, and the layout's rules check its files.
+    Raises InputError if there is no such folder or tag, IncompleteCheckpoint if ranks or files are missing, altered or
+    from different checkpoints, and the errors of ``require_complete`` if this cannot be determined.
     """
     folder = _tag_folder(checkpoint, tag)
     if not read_all(folder):
@@ -138,7 +139,7 @@ def open_checkpoint(checkpoint: Path, tag: str | None, progress: Progress) -> Op
 
 @contextmanager
 def refusing_what_vanishes(checkpoint: Path) -> Iterator[None]:
-    """IncompleteCheckpoint when a file of the checkpoint is removed while it is read, as a run does with older tags."""
+    """Raise IncompleteCheckpoint if a file of the checkpoint is removed while it is read. Runs remove older tags."""
     try:
         yield
     except FileNotFoundError as error:
@@ -192,7 +193,7 @@ def _is_tag(folder: Path) -> bool:
 
 
 def require_same(folder: Path, contents: Mapping[str, Mapping[str, Any]], keys: Iterable[str]) -> None:
-    """Raise IncompleteCheckpoint unless all files (content by name) have the same value for each key."""
+    """Raise IncompleteCheckpoint unless all files have the same value for each key. ``contents`` is by file name."""
     (first, expected), *others = contents.items()
     for key in keys:
         for name, content in others:

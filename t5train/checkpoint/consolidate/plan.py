@@ -1,4 +1,4 @@
-"""The plan of what will be written, and from which bytes of which files. It is made before any weight is read."""
+"""The plan of which tensors to write, and from which bytes of which files. It is made before any weight is read."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,12 @@ ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-"""Bytes an element takes, by the name safetensors gives its type."""
+"""Size of an element in bytes, by safetensors' name of its type."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A run of bytes in a file."""
+    """A contiguous range of bytes in a file."""
 
     file: Path
     offset: int
@@ -30,16 +30,16 @@ class Source:
 
     @property
     def size(self) -> int:
-        """Bytes of all extents."""
+        """Size of all extents in bytes."""
         return sum(extent.size for extent in self.extents)
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an element."""
+        """Size of an element in bytes."""
         return ITEM_BYTES[self.dtype]
 
     def span(self, start: int, size: int) -> list[Extent]:
-        """The extents that hold ``size`` bytes from byte ``start`` on."""
+        """The extents that hold ``size`` bytes, starting at byte ``start``."""
         found, position = [], 0
         for extent in self.extents:
             first, last = max(start, position), min(start + size, position + extent.size)
@@ -53,8 +53,8 @@ class Source:
 class TensorPlan:
     """One tensor of the result.
 
-    ``copies`` are the weights the engine computed with, which must equal ``source`` rounded to their type, bit
-    for bit: the weight itself, and every alias that is stored separately.
+    ``copies`` are the weights that the engine computed with: the weight itself, and every alias that is stored
+    separately. They must be bit-identical to ``source`` rounded to their type.
     """
 
     name: str
@@ -71,15 +71,15 @@ class TensorPlan:
 
     @property
     def size(self) -> int:
-        """Bytes in the result."""
+        """Size in bytes in the result."""
         return self.num_elements * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that will be written, in order.
+    """Everything to write, in order.
 
-    ``moments`` holds, by the optimizer's name for it, a tensor for each parameter that is trained.
+    ``moments`` maps the optimizer's name of a moment, such as ``exp_avg``, to one tensor for each trained parameter.
     """
 
     tensors: Sequence[TensorPlan]
@@ -88,10 +88,10 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Bytes of all tensors of the result, moments included."""
+        """Size of all tensors of the result in bytes, including moments."""
         return sum(tensor.size for tensors in (self.tensors, *self.moments.values()) for tensor in tensors)
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters: ties counted once, buffers not at all."""
+        """The number of elements of all parameters. Tied parameters count once, buffers not at all."""
         return sum(tensor.num_elements for tensor in self.tensors if tensor.is_parameter)

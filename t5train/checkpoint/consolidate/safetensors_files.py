@@ -1,8 +1,8 @@
 """Write safetensors files, several tensors at once and in any order, and split a model into several files.
 
-A file is the length of its header (8 bytes, little-endian), the header (JSON, here padded with spaces so that the first
-tensor begins at a disk block) and the tensors' bytes in the header's order, without gaps. Large models are split into
-several files with an index, as Hugging Face does.
+A file consists of the length of its header (8 bytes, little-endian), the header (JSON, here padded with spaces so that
+the first tensor begins at a disk block) and the tensors' bytes in the header's order, without gaps. Large models are
+split into several files with an index, as Hugging Face does.
 """
 
 import errno
@@ -28,7 +28,7 @@ def index_name(stem: str) -> str:
 
 
 def header(tensors: Sequence[TensorPlan]) -> bytes:
-    """The bytes before the first tensor's."""
+    """The bytes before the first tensor: the header and its length."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -46,7 +46,7 @@ def header(tensors: Sequence[TensorPlan]) -> bytes:
 def shards(tensors: Sequence[TensorPlan], stem: str, shard_bytes: int | None) -> dict[str, list[TensorPlan]]:
     """The tensors of each file: one file, or as many as are needed for at most ``shard_bytes`` each.
 
-    A tensor is never split, so one larger than ``shard_bytes`` has a file of its own. In a file, wider types come
+    A tensor is never split, so one larger than ``shard_bytes`` gets a file of its own. In a file, wider types come
     first: after a few one-byte elements, an fp32 tensor would be misaligned and could not be read.
     """
     cut: list[list[TensorPlan]] = [[]]
@@ -72,7 +72,7 @@ def index(files: Mapping[str, Sequence[TensorPlan]]) -> dict[str, object]:
 
 
 class ShardFile:
-    """A new file of its full size, open only while a tensor is being written: a model may have thousands of files."""
+    """A new file of its full size. It is open only while a tensor is written: a model may have thousands of files."""
 
     def __init__(self, path: Path, tensors: Sequence[TensorPlan]) -> None:
         self._path, self._tensors, self._header = path, tensors, header(tensors)
@@ -84,7 +84,7 @@ class ShardFile:
 
     @contextmanager
     def place(self, tensor: TensorPlan) -> Iterator["Place"]:
-        """Where the bytes of a tensor go."""
+        """Open the file for writing the bytes of a tensor."""
         with open(self._path, "r+b", buffering=0) as cached, ExitStack() as stack:
             yield Place(self._path, cached.fileno(), _opened_directly(self._path, stack), self._starts[tensor.name])
 
@@ -102,10 +102,10 @@ class ShardFile:
 class Place:
     """Writes the bytes of one tensor in order.
 
-    They go to the disk at once, past the page cache, as they must be on disk anyway before the result is valid. That
-    saves a copy and a long wait at the end, and evicts nothing else from memory. Only whole blocks can be written so:
-    the ends of a tensor that shares a block with another one, and whatever a file system refuses, go through the page
-    cache.
+    Bytes go directly to the disk, past the page cache, as they must be on disk anyway before the result is valid. This
+    saves a copy and a long wait at the end, and evicts nothing else from memory. Only whole blocks can be written this
+    way. The ends of a tensor that share a block with another tensor, and writes that the file system refuses, go
+    through the page cache.
     """
 
     def __init__(self, path: Path, cached: int, direct: int | None, start: int) -> None:
@@ -113,7 +113,7 @@ class Place:
         self._cached, self._direct, self.position = cached, direct, start
 
     def write(self, data: memoryview) -> None:
-        """Write the next bytes; whole blocks should be aligned in memory as in the file, modulo BLOCK_BYTES."""
+        """Write the next bytes. For direct writes, memory and file must have the same alignment, modulo BLOCK_BYTES."""
         head = min(-self.position % BLOCK_BYTES, len(data))
         body = (len(data) - head) // BLOCK_BYTES * BLOCK_BYTES
         with naming(self._path):
@@ -122,13 +122,13 @@ class Place:
             self._write_cached(data[head + written :])
 
     def _write_directly(self, blocks: memoryview) -> int:
-        """Write past the page cache; returns the number of bytes written."""
+        """Write past the page cache, and return the number of bytes written."""
         if self._direct is None or not blocks:
             return 0
         try:
             count = os.pwrite(self._direct, blocks, self.position)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # EINVAL: its alignment or size does not suit the disk
+            if error.errno != errno.EINVAL:  # EINVAL: the disk does not support this alignment or size
                 raise
             return 0
         self.position += count

@@ -1,7 +1,7 @@
-"""Read byte ranges of checkpoint files, and check the CRC-32 that torch's archives have for every record.
+"""Read byte ranges of checkpoint files, and check the CRC-32 of every record in torch's archives.
 
-The CRC-32 of two byte sequences end to end is computed from those of both, as zlib's ``crc32_combine`` does: a CRC-32
-is the remainder of the bytes, read as a polynomial over GF(2), so bytes that follow multiply it by a power of x.
+The CRC-32 of two concatenated byte sequences is computed from the CRC-32 of each, as in zlib's ``crc32_combine``. A
+CRC-32 is the remainder of the bytes as a polynomial over GF(2), so appending bytes multiplies it by a power of x.
 Polynomials are integers whose highest bit is the coefficient of x^0.
 """
 
@@ -24,24 +24,24 @@ from t5train.errors import IncompleteCheckpoint
 from t5train.files.presence import reading
 
 _PIECE_BYTES = 1 << 20
-_MOST_OPEN = 16  # files: each of many threads has a reader, and a checkpoint may have files of thousands of ranks
+_MOST_OPEN = 16  # files: each thread has a reader, and a checkpoint may have files of thousands of ranks
 
 
 class Reader:
-    """Open files, read by position, for one thread. A context manager."""
+    """Reads files by position, for one thread, and keeps some of them open. A context manager."""
 
     def __init__(self) -> None:
         self._open: dict[Path, IO[bytes]] = {}
 
     def read(self, source: Source, start: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the source's bytes from ``start`` on."""
+        """Fill ``buffer`` with the source's bytes, starting at byte ``start``."""
         filled = 0
         for extent in source.span(start, len(buffer)):
             self.read_extent(extent, buffer[filled : filled + extent.size])
             filled += extent.size
 
     def read_extent(self, extent: Extent, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of an extent. Raises IncompleteCheckpoint when the file is shorter."""
+        """Fill ``buffer`` with the bytes of an extent. Raises IncompleteCheckpoint if the file is too short."""
         descriptor, done = self._descriptor(extent.file), 0
         while done < extent.size:
             with reading(extent.file):
@@ -70,7 +70,7 @@ class Reader:
 
 
 def repeated_element(source: Source) -> bytes | None:
-    """The element that a source repeats throughout; None when its elements differ, or there are none."""
+    """The bytes of the element if all elements of a source are equal; None if they differ or there are none."""
     buffer = memoryview(bytearray(min(_PIECE_BYTES, source.size)))
     with Reader() as reader:
         reader.read(source, 0, buffer[: source.item_bytes])
@@ -89,13 +89,13 @@ _ONE = 1 << 31
 
 
 def joined(first: int, second: int, second_size: int) -> int:
-    """CRC-32 of bytes with the CRC-32 ``first``, followed by ``second_size`` bytes with the CRC-32 ``second``."""
+    """The CRC-32 of two concatenated byte sequences, from the CRC-32 of each and the second one's size in bytes."""
     return _product(first, _shift(second_size)) ^ second
 
 
 @lru_cache(maxsize=1 << 12)
 def _shift(size: int) -> int:
-    """X to the power of ``size`` bytes."""
+    """The factor for appending ``size`` bytes: x to the power of ``8 * size``."""
     power, square = _ONE, _ONE >> 8
     while size:
         if size & 1:
@@ -128,13 +128,13 @@ class _Run:
 
 
 class PassedBytes:
-    """The checksums of the bytes read for one tensor, in order from the first to the last."""
+    """The checksums of the bytes that were read for one tensor, in order."""
 
     def __init__(self) -> None:
         self.runs: list[_Run] = []
 
     def add(self, source: Source, start: int, data: memoryview) -> None:
-        """Add ``data``, the source's bytes from ``start`` on."""
+        """Add ``data``, the source's bytes starting at byte ``start``."""
         filled = 0
         for extent in source.span(start, len(data)):
             self._add_extent(extent, data[filled : filled + extent.size])
@@ -149,9 +149,9 @@ class PassedBytes:
 
 
 def require_intact(passed: Iterable[PassedBytes]) -> None:
-    """Raise IncompleteCheckpoint if a record, of which bytes were read, has another CRC-32 than its archive says.
+    """Raise IncompleteCheckpoint if a record that was read does not have the CRC-32 that its archive records.
 
-    The bytes may have been read in any order; those that were not, such as padding, are read now for the checksum.
+    Records may have been read in any order. Their unread bytes, such as padding, are read now for the checksum.
     """
     files: dict[Path, list[_Run]] = defaultdict(list)
     for tensor in passed:
@@ -178,7 +178,7 @@ def _require_intact_file(file: Path, runs: list[_Run], reader: Reader) -> None:
 def _checksum(record: Extent, runs: Iterable[_Run], reader: Reader) -> int:
     checksum, position = 0, record.offset
     for run in runs:
-        if run.start >= position:  # else it was read twice
+        if run.start >= position:  # otherwise these bytes were read before
             checksum = _with_gap(checksum, Extent(record.file, position, run.start - position), reader)
             checksum = joined(checksum, run.checksum, run.end - run.start)
             position = run.end

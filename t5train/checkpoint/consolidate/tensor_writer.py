@@ -1,7 +1,7 @@
-"""Copy tensors into safetensors files: several at once, in bounded memory, checked and hashed on the way.
+"""Copy tensors into safetensors files in parallel and in bounded memory, checking and hashing them on the way.
 
-A thread processes a piece of a tensor completely while it is in its core's cache. It checks that every master rounds to
-the value that the engine computed with.
+A thread does all work on a piece of a tensor while the piece is in its core's cache. It also checks that every master
+rounds to the value that the engine computed with.
 """
 
 import hashlib
@@ -26,22 +26,22 @@ from t5train.host_resources import num_cores
 from t5train.progress import Progress
 from t5train.records.digests import FileDigest, SafetensorsDigest, digest_file
 
-_PIECE = 30_000  # elements: just below where torch starts threads, which would compete with those of other tensors
+_PIECE = 30_000  # elements: with more, torch starts threads, which would compete with those of other tensors
 
 
 class RoundingCheck:
-    """Compares masters with the weights they round to, in one thread; its two buffers are reused.
+    """Checks that masters round to the stored weights, in one thread. Its two buffers are reused.
 
-    This check needs neither a live engine nor a record: a partition of another step, run or position fails it.
+    The check needs neither a live engine nor a record. It detects a partition of another step, run or position.
     """
 
     def __init__(self, reader: Reader, most_bytes: int) -> None:
         self._reader = reader
-        widest = max(ITEM_BYTES.values())  # of a copy's elements, where the source's have one byte
+        widest = max(ITEM_BYTES.values())  # bytes per element of a copy, if the source has one byte per element
         self._stored, self._rounded = (torch.empty(widest * most_bytes, dtype=torch.uint8) for _ in range(2))
 
     def require_copies(self, tensor: TensorPlan, start: int, data: memoryview) -> None:
-        """Raise IncompleteCheckpoint unless ``data``, the source's bytes from ``start`` on, rounds to every copy."""
+        """Raise IncompleteCheckpoint unless ``data``, the source's bytes from byte ``start``, rounds to every copy."""
         masters = torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.source.dtype])
         for copy in tensor.copies:
             size = ITEM_BYTES[copy.dtype] * len(masters)
@@ -67,7 +67,7 @@ def _contradiction(tensor: TensorPlan, start: int, size: int, copy: Source) -> s
     )
 
 
-_PIECE_BYTES = 1 << 20  # all that is done with a piece is done while it is in the processor's cache
+_PIECE_BYTES = 1 << 20  # small enough that a piece stays in the processor's cache while it is processed
 
 
 class Copier:
@@ -79,13 +79,13 @@ class Copier:
         self._rounding = RoundingCheck(reader, _PIECE_BYTES)
 
     def copy(self, tensor: TensorPlan, place: Place, passed: PassedBytes | None) -> bytes:
-        """Write the tensor's bytes and return their sha256; the bytes read are added to ``passed``.
+        """Write the tensor's bytes, add the bytes read to ``passed``, and return the sha256 of the bytes written.
 
-        Raises IncompleteCheckpoint when a master contradicts the engine's own copy of it, or a file is too short.
+        Raises IncompleteCheckpoint if a master does not round to the engine's copy of it, or if a file is too short.
         """
         digest, start = hashlib.sha256(), 0
         while start < tensor.source.size:
-            shift = place.position % BLOCK_BYTES  # so that all later pieces begin and end with a block
+            shift = place.position % BLOCK_BYTES  # makes all later pieces begin and end at a block boundary
             data = self._buffer[shift : min(_PIECE_BYTES, shift + tensor.source.size - start)]
             self._reader.read(tensor.source, start, data)
             self._rounding.require_copies(tensor, start, data)
@@ -100,7 +100,7 @@ class Copier:
 
 
 def _cast(data: memoryview, tensor: TensorPlan) -> memoryview:
-    """The same numbers in the type of the result, which represents them exactly unless they are float64."""
+    """Convert the numbers to the type of the result, which represents them exactly unless they are float64."""
     values = torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.source.dtype]).to(TORCH_DTYPES[tensor.dtype])
     return values.numpy().view(np.uint8).data
 
@@ -119,11 +119,12 @@ def write_tensors(
     has_digests: bool,
     progress: Progress,
 ) -> dict[str, FileDigest | SafetensorsDigest]:
-    """Write ``stem``.safetensors into ``folder`` (or shards and their index), and ``stem``.tensors.json with the
-    sha256 of each tensor; returns the digests of these files, which are then all on disk.
+    """Write tensors into ``folder``, and return the digests of the files written, all of which are then on disk.
 
-    With ``has_digests``, the checkpoint's files are already verified; else the CRC-32 of each record is checked.
-    Raises IncompleteCheckpoint when a master contradicts the engine's own copy of it, or a file is damaged.
+    The files are ``{stem}.safetensors``, or several files and their index if ``shard_bytes`` requires it, and
+    ``{stem}.tensors.json`` with the sha256 of each tensor. ``has_digests`` says that the checkpoint's files are already
+    verified; if they are not, the CRC-32 of each record is checked. Raises IncompleteCheckpoint if a master does not
+    round to the engine's copy of it, or if a file is damaged.
     """
     parts = shards(tensors, stem, shard_bytes)
     files = {name: ShardFile(folder / name, part) for name, part in parts.items()}
@@ -158,9 +159,9 @@ class _Job:
 
 
 class _Stream:
-    """Threads that take one tensor after the other, the largest first so that none is left with a long one at the end.
+    """Copies tensors in several threads, the largest first, so that no thread ends with a long one.
 
-    ``digests`` fills with the sha256 of each tensor by name.
+    ``digests`` collects the sha256 of each tensor, by name.
     """
 
     def __init__(self, jobs: Sequence[_Job], passed: list[PassedBytes] | None, progress: Progress) -> None:
@@ -170,7 +171,7 @@ class _Stream:
         self._total, self._done, self._lock = sum(job.tensor.size for job in jobs), 0, Lock()
 
     def run(self) -> None:
-        """Copy everything; an exception in a thread is raised here, after all threads have stopped."""
+        """Copy everything. An exception in a thread is raised here, after all threads have stopped."""
         num_threads = min(_THREADS_PER_CORE * num_cores(), _MOST_THREADS)
         with ThreadPoolExecutor(num_threads) as threads:
             running = {threads.submit(self._work) for _ in range(num_threads)}
@@ -181,7 +182,7 @@ class _Stream:
                         thread.result()
                     self._progress("weight bytes written", self._done, self._total)
             finally:
-                with self._lock:  # else a thread may see a job, and fail to pop it
+                with self._lock:  # otherwise a thread could see a job and fail to pop it
                     self._jobs.clear()
         if self._passed is not None:
             require_intact(self._passed)

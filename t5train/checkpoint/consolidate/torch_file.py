@@ -1,10 +1,9 @@
-"""Find what a torch checkpoint file holds, and where, without reading any tensor or running any of its code.
+"""Find what a torch checkpoint file holds, and where, without reading tensor data or running any of its code.
 
-``torch.load`` onto the meta device unpickles the structure alone and leaves the byte offset of every storage.
-``weights_only`` refuses whatever a hostile pickle could call; the few classes that DeepSpeed puts into its files, and
-that users commonly put into ``client_state``, are replaced by stubs: their content is not needed, and none of their
-code runs.
-The offsets are checked against the zip's directory.
+``torch.load`` onto the meta device unpickles only the structure and records the byte offset of every storage. The
+offsets are checked against the zip's directory. ``weights_only`` refuses everything that a hostile pickle could call.
+Stubs replace the few classes that DeepSpeed puts into its files and that users commonly put into ``client_state``:
+their content is not needed, and none of their code runs.
 """
 
 import errno
@@ -32,7 +31,7 @@ TORCH_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8, "U8": torch.uint8,
     "BOOL": torch.bool,
 }  # fmt: skip
-"""torch's types by the names safetensors gives them."""
+"""torch's types, by safetensors' names of them."""
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _LOCAL_HEADER = struct.Struct("<26x2H")
 _MOST_RUNS = 1 << 16
@@ -65,7 +64,7 @@ _SAFE_GLOBALS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: ``offset`` is the byte of its first element in ``file``, strides count elements."""
+    """A tensor in a file. ``offset`` is the position of its first element in bytes; ``strides`` count elements."""
 
     file: Path
     offset: int
@@ -79,7 +78,7 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def source(self) -> Source:
-        """Its elements in row-major order; UnknownLayout when they are scattered over too many runs."""
+        """The elements in row-major order. Raises UnknownLayout if they are scattered over too many byte ranges."""
         item = ITEM_BYTES[self.dtype]
         outer, run = self._runs()
         if math.prod(outer) > _MOST_RUNS:
@@ -103,10 +102,10 @@ class StoredTensor:
 
 
 def read_metadata(file: Path) -> dict[str, Any]:
-    """The dictionary in a ``.pt`` file, every tensor in it a StoredTensor.
+    """Read the dictionary in a ``.pt`` file, with a StoredTensor in place of every tensor.
 
-    Raises IncompleteCheckpoint for a file that is missing, truncated or not a torch checkpoint, ConsolidationError for
-    one whose pickle needs code, and UnknownLayout for one that is not a dictionary of plain values.
+    Raises IncompleteCheckpoint if the file is missing, truncated or not a torch checkpoint, ConsolidationError if
+    loading it would run code, and UnknownLayout if it does not hold a dictionary of plain values.
     """
     records = _records(file)
     try:
@@ -130,7 +129,7 @@ def read_metadata(file: Path) -> dict[str, Any]:
 
 
 def _require_readable(file: Path, error: Exception) -> None:
-    """Unreadable for an error that says nothing about the content; a damaged archive may name impossible offsets."""
+    """Raise Unreadable unless the content may have caused the error: a damaged archive may name impossible offsets."""
     if isinstance(error, OSError) and error.errno not in {None, errno.EINVAL, errno.ENOENT}:
         raise unreadable(file, error) from error
 
@@ -146,22 +145,22 @@ def record_checksums(file: Path) -> dict[int, tuple[int, int]]:
 
 
 def content_of(tensor: StoredTensor) -> tuple[Any, ...]:
-    """A key that equal tensors have in common, without reading them: type, shape, and the CRC-32 of the record.
+    """A key that is the same for equal tensors: type, shape, and the record's size and CRC-32. Reads no tensor data.
 
-    A tensor that begins in the middle of a record has no checksum of its own: its key equals that of no other.
+    A tensor that begins in the middle of a record has no checksum of its own, so its key matches no other tensor.
     """
     record = record_checksums(tensor.file).get(tensor.offset)
     return tensor.dtype, tensor.shape, record or (tensor.file, tensor.offset)
 
 
 def _records(file: Path) -> dict[int, int]:
-    """Sizes of the archive's records by offset; refuses what is not an uncompressed little-endian archive."""
+    """Sizes of the archive's records by offset. Refuses a damaged, renamed, compressed or big-endian archive."""
     try:
         with zipfile.ZipFile(file) as archive:
             compressed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
             skipped = {*compressed, *_tensors(archive)}
             structure = [entry for entry in archive.infolist() if entry.filename not in skipped]
-            read = {entry.filename: archive.read(entry) for entry in structure}  # compares CRC-32, as torch does not
+            read = {entry.filename: archive.read(entry) for entry in structure}  # verifies CRC-32s, as torch does not
             little = all(content == b"little" for name, content in read.items() if name.endswith("/byteorder"))
             folders = {name.split("/", 1)[0] for name in archive.namelist()}
         records = {offset: size for offset, (size, _) in record_checksums(file).items()}
@@ -215,7 +214,7 @@ def _located_tensor(tensor: torch.Tensor, file: Path, records: dict[int, int]) -
 
 
 def _cause(error: Exception) -> str:
-    """The first sentence of an error, which torch follows with advice to load the file unsafely."""
+    """The first sentence of an error. torch adds advice to load the file unsafely, which is left out."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
     return (telling or lines or [type(error).__name__])[0].split(". Please use ")[0]

@@ -1,4 +1,4 @@
-"""Fails every system call on a file that select, save, prune, recover, gather, gc, export and publish make, in turn.
+"""Make each system call on a file fail in turn, in every operation from select and save to export and publish.
 
 ::
 
@@ -6,10 +6,10 @@
     python -m tests.acceptance.io_faults --sample 20 --seed 3     twenty of each operation
     python -m tests.acceptance.io_faults --operations select save --errors EIO
 
-Each call fails with EIO, ESTALE, EACCES, EMFILE and ENOSPC, once, and permanently (then so do all later calls on its
-path). After each trial no complete checkpoint that was there is gone, none is chosen but the newest, an export or a
-publication is whole or not marked as complete, and an operation that failed said so by one of this project's errors or
-an OSError that names the path. The command prints its table and ends with 1 where one of this is not so.
+Each call fails with EIO, ESTALE, EACCES, EMFILE and ENOSPC: once, and permanently (all later calls on its path fail
+too). After each trial, no complete checkpoint is lost, and only the newest complete one is chosen. An export or
+publication is whole, or not marked as complete. An operation that failed raised an OSError or one of this project's
+errors, and named the path. The command prints a table of outcomes. It exits with 1 if any of this does not hold.
 """
 
 import argparse

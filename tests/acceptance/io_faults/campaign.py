@@ -1,4 +1,4 @@
-"""All faults of all operations, tried one after the other and noted in a journal, so that it can be gone on with."""
+"""Every fault of every operation, tried in turn and recorded in a journal, so that a campaign can be continued."""
 
 import errno
 import hashlib
@@ -16,7 +16,7 @@ from tests.acceptance.io_faults.workers import Workers
 ERRORS = ("EIO", "ESTALE", "EACCES", "EMFILE", "ENOSPC")
 MODES: tuple[Mode, ...] = ("once", "permanently")
 _GOES = 3
-"""At a fault that was not reached: threads may make other calls the next time."""
+"""How often a fault is tried while it is not reached: threads may make other calls the next time."""
 _ROOT = Path(__file__).parents[3]
 
 
@@ -30,12 +30,12 @@ class Trial:
     mode: Mode
 
     def to_json(self) -> list[Any]:
-        """Such that ``of_json`` gives the same."""
+        """A form that ``of_json`` reads back."""
         return [self.operation, [self.call.kind, self.call.path, self.call.ordinal], self.error, self.mode]
 
     @classmethod
     def of_json(cls, told: Sequence[Any]) -> "Trial":
-        """What ``to_json`` made."""
+        """Read what ``to_json`` made."""
         operation, call, error, mode = told
         return cls(operation, Call(*call), error, mode)
 
@@ -44,14 +44,14 @@ Outcome = dict[str, Any]
 
 
 class OtherCode(Exception):
-    """A journal is of other code than this."""
+    """The journal was written by another version of the code."""
 
 
 class Journal:
-    """Outcomes, a line each in a file, which may be there from before."""
+    """Outcomes in a file, one line each. A file that exists is continued."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OtherCode where the journal is of other code than this."""
+        """Raises OtherCode if another version of the code wrote the journal."""
         self.outcomes: dict[Trial, Outcome] = {}
         self._writing = threading.Lock()
         code = code_digest()
@@ -66,7 +66,7 @@ class Journal:
             self._write({"code": code})
 
     def note(self, trial: Trial, outcome: Outcome) -> None:
-        """Keep an outcome; any thread may."""
+        """Record an outcome. Thread-safe."""
         with self._writing:
             self.outcomes[trial] = outcome
             self._write({"trial": trial.to_json(), **outcome})
@@ -74,7 +74,7 @@ class Journal:
     def _take(self, line: str) -> None:
         try:
             told = json.loads(line)
-        except ValueError:  # the last line, when the disk was full or the machine went down
+        except ValueError:  # a torn last line: the disk was full, or the machine went down
             return
         self.outcomes[Trial.of_json(told.pop("trial"))] = told
 
@@ -84,7 +84,7 @@ class Journal:
 
 
 def planned(workers: Workers, operations: Iterable[str]) -> dict[str, list[Trial]]:
-    """Every trial of each operation: the calls that it makes, as they are seen where none fails."""
+    """Every trial of each operation, from the calls that it makes when none fails."""
     found = {}
     for name in operations:
         calls = [Call(*each) for each in workers.ask("calls", name)]
@@ -93,7 +93,10 @@ def planned(workers: Workers, operations: Iterable[str]) -> dict[str, list[Trial
 
 
 def shuffled(plan: dict[str, list[Trial]], seed: int, per_operation: int | None = None) -> list[Trial]:
-    """All of them, or so many of each operation, in an order that the seed decides: any part of it is a fair sample."""
+    """All trials, or ``per_operation`` of each operation, in an order from the seed.
+
+    Any part of it is a fair sample.
+    """
     chosen: list[Trial] = []
     for name, trials in plan.items():
         order = random.Random(f"{seed} {name}")
@@ -103,7 +106,7 @@ def shuffled(plan: dict[str, list[Trial]], seed: int, per_operation: int | None 
 
 
 def run(workers: Workers, trials: Sequence[Trial], journal: Journal) -> Iterator[tuple[Trial, Outcome]]:
-    """Those that the journal does not have yet, as they end."""
+    """Run the trials that the journal lacks, and yield each outcome."""
     left = [trial for trial in trials if trial not in journal.outcomes]
     for trial, outcome in workers.map(lambda worker, trial: (trial, _outcome(worker, trial)), left):
         journal.note(trial, outcome)
@@ -121,7 +124,7 @@ def _outcome(worker: Any, trial: Trial) -> Outcome:
 
 
 def code_digest() -> str:
-    """Of all that the outcomes depend on: this project's code, and this package."""
+    """The digest of all code that the outcomes depend on: this project's, and this package's."""
     digest = hashlib.sha256()
     for package in ("t5train", "infra", "flows", "tests/acceptance/io_faults"):
         for path in sorted((_ROOT / package).rglob("*.[cp]*")):

@@ -1,4 +1,4 @@
-"""Two workers for all tests here."""
+"""Two workers, shared by all tests of this package."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What lies in folders, told by hashlib and json alone: nothing here is of the code that is put to the test."""
+"""What folders contain, found with hashlib and json alone: nothing here uses the code under test."""
 
 import hashlib
 import json
@@ -13,19 +13,19 @@ Tree = Mapping[str, str]
 
 
 def tree(folder: Path) -> Tree:
-    """Of files and links; empty where there is no such folder."""
+    """The digests of files and links below a folder; empty if there is no such folder."""
     return {str(path.relative_to(folder)): digest_of(path) for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def digest_of(path: Path) -> str:
-    """The sha256 of a file; empty where there is none."""
+    """The sha256 of a file; empty if there is none."""
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def missing(before: Mapping[str, Tree], folder: Path) -> list[str]:
-    """Names of folders that were there before and are nowhere now, not even moved aside, with each file as it was.
+    """Names of the folders in ``before`` that are lost: no folder, moved aside or not, has all their files unchanged.
 
-    Files may have come beside them. A folder that is about to be removed does not count.
+    A folder may have gained files. A folder that is being removed does not count.
     """
     return [name for name, files in before.items() if not any(_holds(each, files) for each in _places(name, folder))]
 
@@ -43,7 +43,7 @@ def _holds(folder: Path, files: Tree) -> bool:
 
 
 def complete_tags(checkpoints: Path) -> set[str]:
-    """Tags whose sidecars are those of all ranks of one saving, and whose files have the digests that these record."""
+    """Tags that have the sidecars of all ranks of one save, and whose files have the digests in these sidecars."""
     return {path.name for path in checkpoints.glob("step-" + "[0-9]" * 8) if _is_complete(path)}
 
 

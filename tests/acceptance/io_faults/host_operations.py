@@ -1,4 +1,4 @@
-"""What a head does with checkpoints on hosts that share no storage: recover, gather and gc."""
+"""What a head does with checkpoints on hosts without shared storage: recover, gather and gc."""
 
 import io
 import shutil
@@ -40,7 +40,7 @@ _THEIRS = Owner("2" * 32, "that-head", "/that/root", "2026-01-01T00:00:00", leas
 
 
 class _OnHosts:
-    """An operation on hosts, whose ranks have saved checkpoints, of which the head has an older one."""
+    """An operation on hosts whose ranks have saved checkpoints. The head has gathered an older one."""
 
     hosts = "ab"
 
@@ -48,7 +48,7 @@ class _OnHosts:
         self._made = made
 
     def _site(self, folder: Path) -> Site:
-        """Makes its folders where they are not."""
+        """The simulated head and hosts in a folder."""
         site = Site.__new__(Site)
         site.folder, site.transport = folder, LocalHosts(folder / "hosts")
         site.nodes = Nodes(site.transport, tuple(self.hosts), owner=_OURS.unique_id)
@@ -57,7 +57,7 @@ class _OnHosts:
         return site
 
     def prepare(self, folder: Path) -> None:
-        """Steps 4 and 8 are complete, of 12 a rank's part is missing."""
+        """Save complete checkpoints of steps 4 and 8, and one of step 12 that lacks the sidecar of a rank."""
         site = self._site(folder)
         self._make_hosts(site)
         site.save(_OLD, _BYTES)
@@ -68,7 +68,7 @@ class _OnHosts:
         (site.scratch("a") / RUNS / RUN / METRICS).write_text('{"step": 1, "time": 1.0, "loss": 2.5}\n')
 
     def _make_hosts(self, site: Site) -> None:
-        """All with a claim of this head's, which has expired."""
+        """Make the hosts' folders, with a claim of this head that has expired."""
         site.checkpoints.mkdir(parents=True)
         for host in self.hosts:
             site.scratch(host).mkdir(parents=True, mode=0o700)
@@ -95,8 +95,11 @@ class _OnHosts:
 class _OnOneRun(_OnHosts):
     """An operation that brings the newest checkpoint to the head."""
 
-    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - as all have it
-        """The newest stays on the hosts, and is on the head in the end; the head's old one gives way to it alone."""
+    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation
+        """The newest checkpoint stays on the hosts.
+
+        On success, it is on the head, and only then may the older one be gone.
+        """
         site, template = self._site(folder), self._template(folder)
         found = self._lost(folder, template, [site.tag(host, _NEWEST) for host in self.hosts])
         whole = complete_tags(site.checkpoints)
@@ -113,12 +116,12 @@ class _OnOneRun(_OnHosts):
 
 
 class Recover(_OnOneRun):
-    """Before a launch the head selects the newest checkpoint that is complete anywhere, and brings it home."""
+    """Before a launch, the head selects the newest checkpoint that is complete on any machine, and gathers it."""
 
     name = "recover"
 
     def enter(self, folder: Path) -> Callable[[], Any]:
-        """The run."""
+        """A call of the operation on the run."""
         from infra.head.storage.recovery import recover
 
         run = self._run(folder)
@@ -126,12 +129,12 @@ class Recover(_OnOneRun):
 
 
 class Gather(_OnOneRun):
-    """While ranks train, the head gathers the newest checkpoint and has old ones removed."""
+    """While ranks train, the head gathers the newest checkpoint and prunes old ones."""
 
     name = "gather"
 
     def enter(self, folder: Path) -> Callable[[], Any]:
-        """The run."""
+        """A call of the operation on the run."""
         from infra.head.storage.checkpoint_sync import keep_up
 
         run = self._run(folder)
@@ -139,13 +142,16 @@ class Gather(_OnOneRun):
 
 
 class Gc(_OnHosts):
-    """``gc --free`` on the head and a host: one run has ended, another goes on, a third is another head's."""
+    """``gc --free`` on the head and a host, with an ended run, an unfinished one, and one of another head."""
 
     name = "gc"
     hosts = "a"
 
     def prepare(self, folder: Path) -> None:
-        """Of the first the host has a copy that is not needed; of another like it the head's copy is damaged."""
+        """The host's copy of the ended run is not needed.
+
+        There is a second ended run, whose copy on the head is damaged.
+        """
         site = self._site(folder)
         self._make_hosts(site)
         site.save(_NEWEST, _BYTES)
@@ -169,7 +175,7 @@ class Gc(_OnHosts):
         (site.scratch("a") / tag_place(_OTHER, f".{tag_of(2)}.discarded")).mkdir()
 
     def enter(self, folder: Path) -> Callable[[], Any]:
-        """The command, as a user gives it; hosts are not reached by ssh."""
+        """The command as a user types it, except that hosts are not reached by ssh."""
         from flows.cli import gc_command
 
         site, hostfile = self._site(folder), folder.parent / "hosts"
@@ -186,9 +192,12 @@ class Gc(_OnHosts):
 
         return collect
 
-    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - as all have it
-        """What is needed stays: the head's copy of the first run, the hosts' of the damaged one, and of the others all
-        that is complete. Of the first run the hosts' copy stays too, unless the head's could be verified.
+    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation
+        """What is still needed must stay.
+
+        That is, on the head, the newest checkpoints of the ended and the unfinished run; on the host, those of the run
+        that is damaged on the head, and of the other head's run. If the head's copy of the ended run cannot be
+        verified, the host's copy stays too.
         """
         site, template = self._site(folder), folder.parent.parent / self.name
         going = site.root / RUNS / "going" / CHECKPOINTS
@@ -204,7 +213,7 @@ class Gc(_OnHosts):
 
     @staticmethod
     def _cannot_be_verified(site: Site, failed: list[str]) -> bool:
-        """Whether the fault is in the bytes that the head has of the finished run: then the hosts' copy must stay."""
+        """Whether a call on the head's copy of the ended run failed. Then the hosts' copy must stay."""
         files = (site.checkpoints / tag_of(_NEWEST)).resolve()
         return any(Path(path).parent == files and path.endswith(".pt") for path in failed)
 
@@ -223,7 +232,7 @@ def _claim(run: Path, owner: Owner) -> None:
 
 
 def _save_alone(folder: Path, step: int) -> None:
-    """A checkpoint of one rank."""
+    """Write a checkpoint of one rank."""
     folder.mkdir(parents=True)
     content = f"step {step}".encode()
     (folder / "mp_rank_00_model_states.pt").write_bytes(content)

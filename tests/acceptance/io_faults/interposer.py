@@ -1,4 +1,4 @@
-"""The LD_PRELOAD library that makes system calls fail (``interposer.c``), and the region by which it is told which."""
+"""The LD_PRELOAD library that makes system calls fail (``interposer.c``), and the shared memory that controls it."""
 
 import ctypes
 import mmap
@@ -19,7 +19,7 @@ _MODES: dict[Mode, int] = {"once": 1, "permanently": 2}
 
 @dataclass(frozen=True, order=True)
 class Call:
-    """A system call of an operation: its kind, its path below the watched folder, and which of those it is, from 1."""
+    """A system call: its kind, its path below the watched folder, and its number among the same calls, from 1."""
 
     kind: str
     path: str
@@ -31,7 +31,7 @@ class Call:
 
 @dataclass(frozen=True, order=True)
 class Fault:
-    """A call that fails with ``error`` (an errno); permanently: so do all later calls on its path."""
+    """A call that fails with ``error`` (an errno). If the mode is permanent, all later calls on its path fail too."""
 
     call: Call
     error: int
@@ -67,10 +67,10 @@ class _Layout(ctypes.Structure):
 
 
 class Region:
-    """What all processes attached to it share: which calls are watched, which one fails, and what has happened."""
+    """Memory that attached processes share: which calls are watched, which one fails, and what has happened."""
 
     def __init__(self, path: Path, folder: Path) -> None:
-        """A new file at ``path``; watched is what lies below ``folder``."""
+        """Create the file ``path``. Calls on paths below ``folder`` are watched."""
         self.path, self.folder = path, folder.resolve()
         with open(path, "wb+") as file:
             file.truncate(ctypes.sizeof(_Layout))
@@ -79,11 +79,11 @@ class Region:
         self._shared.folder = os.fsencode(self.folder)
 
     def record(self) -> None:
-        """Let every call succeed and note it."""
+        """Let every call succeed, and record it."""
         self._prepare(_RECORD)
 
     def plant(self, fault: Fault) -> None:
-        """Have one call fail."""
+        """Make one call fail."""
         self._prepare(_MODES[fault.mode])
         self._shared.error, self._shared.ordinal = fault.error, fault.call.ordinal
         self._shared.kind, self._shared.path = os.fsencode(fault.call.kind), os.fsencode(fault.call.path)
@@ -105,7 +105,7 @@ class Region:
         return [os.fsdecode(each.value) for each in self._shared.failed if each.value]  # type: ignore[attr-defined]
 
     def calls(self) -> list[Call]:
-        """Those that were recorded."""
+        """The recorded calls."""
         size = self._shared.log_used
         assert size <= _LOG_BYTES, "more calls were made than the region holds"
         start = _Layout.log.offset  # type: ignore[attr-defined]
@@ -115,7 +115,7 @@ class Region:
 
 
 def build(folder: Path) -> Path:
-    """Compile the library into a folder; the file."""
+    """Compile the library into a folder; return its path."""
     library = folder / "io_faults.so"
     options = ["-std=gnu2x", "-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-fvisibility=hidden"]
     subprocess.run(["cc", *options, "-o", library, _SOURCE, "-ldl", "-pthread"], check=True)
@@ -123,18 +123,18 @@ def build(folder: Path) -> Path:
 
 
 def attach(region: Path) -> None:
-    """Have calls of this process, and of those it forks or runs from now on, obey a region."""
+    """Apply a region to the calls of this process, and of those that it forks or runs from now on."""
     os.environ[ENVIRONMENT] = str(region)
     if _library().io_faults_attach(os.fsencode(region)):
         raise OSError(f"{region} cannot be mapped")
 
 
 def detach() -> None:
-    """Let this process alone again."""
+    """Stop watching this process."""
     os.environ.pop(ENVIRONMENT, None)
     _library().io_faults_detach()
 
 
 def _library() -> ctypes.CDLL:
-    """The library is loaded already, as LD_PRELOAD had it."""
+    """The library, which LD_PRELOAD has already loaded."""
     return ctypes.CDLL(None)

@@ -12,7 +12,7 @@ NAMES = (
 
 
 def operation(name: str, made: "SmallRun") -> "Operation":
-    """One of ``NAMES`` on what the small run has made; imports what all of them need."""
+    """Make an operation of ``NAMES`` on the small run. Imports what all operations need."""
     from tests.acceptance.io_faults.host_operations import Gather, Gc, Recover
     from tests.acceptance.io_faults.release_operations import Certify, Consolidate, ExportAgain, ExportWeights, Publish
     from tests.acceptance.io_faults.run_operations import Prune, Save, Select

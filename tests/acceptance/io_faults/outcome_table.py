@@ -16,7 +16,7 @@ _MOST_TEXT = 300
 
 
 def column_of(outcome: Outcome) -> str:
-    """Where an outcome counts; the worst, where there are several."""
+    """The column that an outcome counts in; the worst one if it fits several."""
     wrongs = [each.partition(":")[0] for each in outcome["wrongs"]]
     if "lost" in wrongs:
         return "deleted a good one"
@@ -32,7 +32,7 @@ def column_of(outcome: Outcome) -> str:
 
 
 def table(outcomes: Mapping[Trial, Outcome]) -> str:
-    """Rows: each operation with each error, once and permanently, and their sum."""
+    """A Markdown table: a row for each operation, error and mode, and one for the sum."""
     counts = Counter((trial.operation, trial.error, trial.mode, column_of(each)) for trial, each in outcomes.items())
     lines = ["| operation | error | mode | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 3) + "|"]
     operations = dict.fromkeys(trial.operation for trial in outcomes)
@@ -51,7 +51,7 @@ def _row(names: tuple[str, ...], counts: Mapping[str, int]) -> str:
 
 
 def faults(outcomes: Mapping[Trial, Outcome]) -> Iterator[str]:
-    """What was wrong: a paragraph for each call and kind of fault, with one of its messages."""
+    """Yield a paragraph for each call and kind of fault, with one of its messages."""
 
     def key(each: tuple[Trial, Outcome]) -> tuple[str, str, str, str, str]:
         trial, outcome = each
@@ -69,6 +69,6 @@ def _paragraph(head: str, group: list[tuple[Trial, Outcome]]) -> str:
 
 
 def summary(outcomes: Iterable[Outcome]) -> str:
-    """One line."""
+    """A summary in one line."""
     counts = Counter(map(column_of, outcomes))
     return ", ".join(f"{counts[column]} {column}" for column in COLUMNS[1:] if counts[column])

@@ -1,4 +1,4 @@
-"""What follows training: weights, export, certificate and publication."""
+"""The stages after training: consolidate, export, certify and publish."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,30 +15,30 @@ _WEIGHTS, _EXPORT, _PUBLISHED = "weights", "export", "published/t5"
 
 
 class _Stages:
-    """Some of the stages after training, one after the other; those before them are done beforehand."""
+    """Some of the stages after training, in order. The stages before them have run already."""
 
     name: str
     done: ClassVar[tuple[str, ...]]
-    """Stages that are done."""
+    """Stages that have run already."""
     stages: ClassVar[tuple[str, ...]]
-    """Those of the operation."""
+    """The stages of the operation."""
     changed: ClassVar[frozenset[str]] = frozenset({"certify.log"})
-    """Files that were there before and may change."""
+    """Existing files that the operation may change."""
 
     def __init__(self, made: SmallRun) -> None:
         self._made = made
 
     def prepare(self, folder: Path) -> None:
-        """A run that has ended, and what the stages before have made."""
+        """Copy a finished run, and run the stages before the operation."""
         self._made.copy_to(folder, without=("shards", "tensorboard", "step-00000002", "step-00000004"))
         self._do(folder, self.done)
 
     def enter(self, folder: Path) -> Callable[[], Any]:
-        """As the flow runs them."""
+        """Run the stages as the flow does."""
         return lambda: self._do(folder, self.stages)
 
-    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - as all have it
-        """What was there is; what has a manifest is whole; where the operation succeeded, all is there."""
+    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation
+        """Existing files are unchanged, and what has a manifest is whole. On success, every result is there."""
         template = folder.parent.parent / self.name
         found = [
             f"lost: {name}"
@@ -65,7 +65,7 @@ class _Stages:
 
 
 class Consolidate(_Stages):
-    """The last checkpoint becomes weights."""
+    """Consolidate the last checkpoint into weights."""
 
     name = "consolidate"
     done = ()
@@ -73,7 +73,7 @@ class Consolidate(_Stages):
 
 
 class ExportWeights(_Stages):
-    """Weights and vocabulary become a folder for Hugging Face's library."""
+    """Export weights and vocabulary to a Hugging Face folder."""
 
     name = "export"
     done = ("consolidate",)
@@ -81,7 +81,7 @@ class ExportWeights(_Stages):
 
 
 class Certify(_Stages):
-    """A process that knows only that library proves that it is the model that was trained."""
+    """Prove in a fresh process that the export is the model that was trained."""
 
     name = "certify"
     done = ("consolidate", "export")
@@ -90,7 +90,7 @@ class Certify(_Stages):
 
 
 class ExportAgain(_Stages):
-    """All three, where their results are there already."""
+    """Consolidate, export and certify again when all results exist."""
 
     name = "export again"
     done = ("consolidate", "export", "certify")
@@ -98,7 +98,7 @@ class ExportAgain(_Stages):
 
 
 class Publish(_Stages):
-    """A certified export goes to a local folder and is verified there."""
+    """Publish a certified export to a local folder, and verify it there."""
 
     name = "publish"
     done = ("consolidate", "export", "certify")

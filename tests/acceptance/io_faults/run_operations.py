@@ -1,4 +1,4 @@
-"""What a run does with its checkpoints on a disk that its ranks share: select, save and prune."""
+"""What a run does with its checkpoints on storage that its ranks share: select, save and prune."""
 
 import shutil
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class _OnTags:
         self._tags = {step: tree(made.tag(step)) for step in STEPS}
 
     def prepare(self, folder: Path) -> None:
-        """Several complete checkpoints, and one whose save was killed."""
+        """Make several complete checkpoints, and one whose save was killed."""
         run = self._made.copy_to(folder, without=("witness", "weights", "tensorboard"))
         run.leave_unfinished()
 
@@ -32,23 +32,23 @@ class _OnTags:
 
 
 class Select(_OnTags):
-    """The head chooses the newest complete checkpoint, verifies it and writes the job of the next attempt."""
+    """The head selects the newest complete checkpoint, verifies it, and writes the job of the next attempt."""
 
     name = "select"
 
     def prepare(self, folder: Path) -> None:
-        """With a folder for the attempt."""
+        """Add a folder for the attempt."""
         super().prepare(folder)
         self._attempt(folder).mkdir(parents=True)
 
     def enter(self, folder: Path) -> Callable[[], Any]:
-        """Tokens are verified by the stage that made or reused them."""
+        """Load the shards beforehand: the stage that made or reused them has verified them."""
         from t5train.checkpoint.resume import write_job
 
         run, shards = SmallRun(folder), SmallRun(folder).shards
         return lambda: write_job(run.spec, shards, self._attempt(folder)) and None
 
-    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - as all have it
+    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation
         """The job names the newest complete checkpoint."""
         from t5train.files.run_folder import tag_of
         from t5train.spec.rank_job import TrainJob
@@ -64,12 +64,12 @@ class Select(_OnTags):
 
 
 class Save(_OnTags):
-    """A rank saves a checkpoint where one of the same step was begun before and never finished."""
+    """A rank saves a checkpoint over an unfinished one of the same step."""
 
     name = "save"
 
     def enter(self, folder: Path) -> Callable[[], Any]:
-        """An engine with something to save."""
+        """Train one step, so that the engine has something to save."""
         from t5train.checkpoint import saving
 
         job = SmallRun(folder).job()
@@ -79,8 +79,8 @@ class Save(_OnTags):
             trainer.engine, job, UNFINISHED, trainer.huggingface_config, trainer.shards.fingerprint
         )
 
-    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - as all have it
-        """It is complete if the rank says so, and only if it is does the project take it for complete."""
+    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation
+        """If the save succeeded, the checkpoint is complete. The project takes it for complete only if it is."""
         from t5train.checkpoint import tags
         from t5train.files.run_folder import tag_of
 
@@ -94,12 +94,12 @@ class Save(_OnTags):
 
 
 class Prune(_OnTags):
-    """Rank 0 removes what need not be kept."""
+    """Rank 0 prunes old checkpoints."""
 
     name = "prune"
 
     def prepare(self, folder: Path) -> None:
-        """Beside the tags lie what a removal left that was killed, a user's copy, and a consolidated checkpoint."""
+        """Beside the tags, leave an interrupted removal, a user's copy, and a consolidated checkpoint."""
         super().prepare(folder)
         run = SmallRun(folder)
         run.tag(UNFINISHED).rename(run.tag(STEPS[-1] - 1))
@@ -109,7 +109,7 @@ class Prune(_OnTags):
         (run.folder / "relayout" / "step-00000002-0123456789ab" / "model.safetensors").write_bytes(bytes(100))
 
     def enter(self, folder: Path) -> Callable[[], Any]:
-        """As after the save of the last step."""
+        """Prune as after the save of the last step."""
         from t5train.checkpoint import saving
 
         run = SmallRun(folder)
@@ -122,8 +122,11 @@ class Prune(_OnTags):
 
         return prune
 
-    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - as all have it
-        """Those to be kept are, and what is nobody's business; the others are gone if it says so."""
+    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation
+        """Checkpoints to keep and the user's copy are still there.
+
+        If pruning succeeded, no interrupted removal is left.
+        """
         run = SmallRun(folder)
         found = self._lost(folder, _KEPT_BY_PRUNING)
         copy = str((run.checkpoints / "step-00000002-good").relative_to(folder))

@@ -1,4 +1,4 @@
-"""A real run of one rank, made once, and small enough to be copied thousands of times."""
+"""A real run of one rank: made once, and small enough to be copied thousands of times."""
 
 import os
 import random
@@ -15,7 +15,7 @@ from t5train.spec.rank_job import TrainJob
 
 NAME = "small"
 STEPS = (2, 4, 6)
-"""Those saved."""
+"""The steps whose checkpoints are saved."""
 UNFINISHED = 8
 """The step of a save that was killed."""
 _SETTINGS = {
@@ -50,22 +50,22 @@ class SmallRun:
 
     @property
     def folder(self) -> Path:
-        """The run's."""
+        """The run folder."""
         return self.spec.run_folder
 
     @property
     def checkpoints(self) -> Path:
-        """Where tags lie."""
+        """The folder that holds the tags."""
         return self.folder / CHECKPOINTS
 
     @property
     def shards(self) -> TokenShards:
-        """As the stage before left them."""
+        """The token shards."""
         return TokenShards.load(self._only(self.root / "shards"))
 
     @property
     def tokenizer(self) -> TokenizerFiles:
-        """As its stage left it."""
+        """The vocabulary."""
         return TokenizerFiles.load(self._only(self.root / "tokenizer"))
 
     @staticmethod
@@ -78,7 +78,7 @@ class SmallRun:
         return self.checkpoints / tag_of(step)
 
     def job(self, resume_step: int | None = None) -> TrainJob:
-        """What its rank is told."""
+        """The job of its rank."""
         from t5train.checkpoint.resume import run_fingerprint
 
         shards = self.shards
@@ -91,7 +91,7 @@ class SmallRun:
         )
 
     def make(self) -> None:
-        """Text, vocabulary, tokens and training to the end."""
+        """Make corpus, vocabulary and token shards, and train to the end."""
         from t5train.checkpoint.resume import conclude, open_run
         from t5train.data.corpus import build_corpus
         from t5train.data.shards import build_shards
@@ -111,26 +111,26 @@ class SmallRun:
         conclude(spec, shards)
 
     def leave_unfinished(self) -> None:
-        """What a save of ``UNFINISHED`` leaves that is killed before the sidecar is written."""
+        """Leave what a save of ``UNFINISHED`` leaves if it is killed before it writes the sidecar."""
         shutil.copytree(self.tag(STEPS[-1]), self.tag(UNFINISHED))
         (self.tag(UNFINISHED) / "rank-00000.json").unlink()
 
     def copy_to(self, folder: Path, *, without: tuple[str, ...] = ()) -> "SmallRun":
-        """The same run in another folder, without some files, by pattern."""
+        """Copy the run to another folder, without its corpus and the files that match ``without``."""
         names = shutil.ignore_patterns("corpus", *without)
         shutil.copytree(self.root, folder / "root", ignore=names)
         return SmallRun(folder)
 
 
 def write_text(path: Path) -> None:
-    """A language of few words."""
+    """Write random text of few different words."""
     chosen = random.Random(0)
     words = ["".join(chosen.choices("abcdefghijklmnopqrstuvwxyz", k=chosen.randint(2, 9))) for _ in range(500)]
     path.write_text("".join(" ".join(chosen.choices(words, k=30)) + "\n\n" for _ in range(600)), "utf-8")
 
 
 def be_alone() -> None:
-    """Be the only rank there is, by torch's backend for tests: its collectives copy, and need no thread."""
+    """Become the only rank, with torch's fake backend for tests: its collectives copy, and need no thread."""
     import deepspeed
     from torch import distributed
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -144,7 +144,7 @@ def be_alone() -> None:
 
 
 def trained_a_step(job: TrainJob) -> Any:
-    """A rank's trainer after its first step: weights, masters and moments are there to be saved."""
+    """A rank's trainer after its first step, which gives it weights, masters and moments to save."""
     from t5train.data.loader import Prefetched
     from t5train.train.loop import Trainer, micro_batches
 

@@ -1,7 +1,8 @@
-"""A Python that starts at once: ``python -m MODULE`` is forked from a process that has imported that module already.
+"""A Python that starts at once: ``python -m MODULE`` is forked from a process that has already imported that module.
 
-``sys.executable`` is replaced by a small program (``stand_in.c``) that hands its arguments, environment, current folder
-and standard streams to that process by a socket, and ends with the exit code of the process that is forked for it.
+``sys.executable`` is replaced by a small program (``stand_in.c``). It sends its arguments, environment, current folder
+and standard streams to that process through a socket, and exits with the exit code of the process that is forked for
+it.
 """
 
 import gc
@@ -19,25 +20,26 @@ from infra.node.processes import die_with_parent
 from tests.acceptance.io_faults import interposer
 
 NODE_PARENT = "T5_IO_FAULTS_NODE_PARENT"
-"""In the environment of ``infra.node``: the parent of that host's node folder."""
+"""Environment variable of ``infra.node``: the parent of that host's node folder."""
 NODE_PYTHON = "node-python"
-"""Name of the program that stands in for the Python of hosts, in the folder of the other."""
+"""The program that stands in for the hosts' Python; it lies beside the other one."""
 _SOURCE = Path(__file__).with_suffix(".c")
 _DIED = 71
 Main = Callable[[list[str]], int]
 
 
 def build(folder: Path) -> Path:
-    """Compile the program into a folder; the file."""
+    """Compile the program into a folder; return its path."""
     program = folder / "stand_in"
     subprocess.run(["cc", "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-o", program, _SOURCE], check=True)
     return program
 
 
 class StandIn:
-    """A copy of the program, and the process that answers it: forked from this one, and ended with ``close``.
+    """A copy of the program, and the server process that answers it. ``close`` ends the server.
 
-    ``imports`` is done in that process first, and returns what the modules' ``main`` functions are.
+    The server is forked from this process. It first calls ``imports``, which imports modules and returns their ``main``
+    functions by module name.
     """
 
     def __init__(self, built: Path, name: str, imports: Callable[[], dict[str, Main]]) -> None:
@@ -53,19 +55,22 @@ class StandIn:
         listener.close()
 
     def close(self) -> None:
-        """End the process that forks; those that it has forked end with their clients."""
+        """End the server. The processes that it has forked end with their clients."""
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
 
 
 class LocalHosts:
-    """Hosts that are folders of this machine: an action for one runs here, with that as the parent of its folder."""
+    """Hosts that are folders of this machine.
+
+    Actions run here, with the host's folder as the parent of its node folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._python = folder, Path(sys.executable).with_name(NODE_PYTHON)
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        """An action of infra.node; it is the last argument."""
+        """The command that runs an action of infra.node; the action is the last argument."""
         env = shutil.which("env") or "/usr/bin/env"
         return [env, f"{NODE_PARENT}={self.folder / host}", str(self._python), "-m", "infra.node", argv[-1]]
 
@@ -76,7 +81,7 @@ class LocalHosts:
 
 def _serve(listener: socket.socket, mains: dict[str, Main]) -> None:
     running = set[int]()
-    gc.freeze()  # a collection in a forked process would else write to, and so copy, most of its memory
+    gc.freeze()  # otherwise, a collection in a fork would write to most memory pages, and so copy them
     while True:
         client, _ = listener.accept()
         if (child := os.fork()) == 0:
@@ -87,10 +92,10 @@ def _serve(listener: socket.socket, mains: dict[str, Main]) -> None:
 
 
 def _answer(client: socket.socket, mains: dict[str, Main]) -> None:
-    """Be the program that the client was started as."""
+    """Act as the program that the client was started as."""
     length, streams, _, _ = socket.recv_fds(client, 8, 3)
     message = _received(client, int.from_bytes(length, sys.byteorder))
-    if not message:  # killed before it could say anything
+    if not message:  # the client was killed before it sent anything
         os._exit(_DIED)
     told = message.removesuffix(b"\0").split(b"\0")
     for number, stream in enumerate(streams):
@@ -123,7 +128,7 @@ def _end_with(client: socket.socket) -> None:
 
 
 def _run(argv: list[str], mains: dict[str, Main]) -> int:
-    """``python [-P] -m MODULE ARGUMENT...``; the exit code."""
+    """Run ``python [-P] -m MODULE ARGUMENT...``; return the exit code."""
     module, *arguments = argv[argv.index("-m") + 1 :]
     try:
         if region := os.environ.get(interposer.ENVIRONMENT):

@@ -1,4 +1,4 @@
-"""The library that makes system calls fail does so, for every kind of call."""
+"""The library makes every kind of system call fail."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_each_call_fails_in_turn_with_the_error_that_was_asked_for(library: Path
     assert {call.split(" ")[0] for call, *_ in found} == KINDS
     for call, mode, fired, error, is_errno in found:
         assert fired >= 1, f"{call} {mode} was not reached"
-        if not call.startswith("stat "):  # of those that it does for itself Python ignores some errors
+        if not call.startswith("stat "):  # Python ignores some errors of its own stat calls
             assert (error, is_errno) == ("OSError", True), f"{call} {mode} did not fail as it should"
     assert {call.split(" ")[0] for call, _, _, error, _ in found if error} == KINDS
 

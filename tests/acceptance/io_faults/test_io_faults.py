@@ -1,4 +1,4 @@
-"""A sample of `make io-faults`: no fault loses a checkpoint, leads to a wrong one, or fails without naming its path."""
+"""A sample of `make io-faults`: no fault loses a checkpoint, selects a wrong one, or fails without naming its path."""
 
 import shutil
 from collections import Counter
@@ -38,7 +38,7 @@ def test_the_library_sees_every_call_that_strace_sees(workers: Workers, tmp_path
     if shutil.which("strace") is None:
         pytest.skip("no strace on this machine: apt-get install strace")
     worker, trace = workers.all[0], tmp_path / "trace"
-    worker.ask("calls", operation)  # what it does once only
+    worker.ask("calls", operation)  # a warm-up, for what is done only once
     try:
         with strace(worker.pid, trace):
             calls = worker.ask("calls", operation)
@@ -48,7 +48,7 @@ def test_the_library_sees_every_call_that_strace_sees(workers: Workers, tmp_path
     kernel = calls_below(worker.folder / "trial", worker.folder / "region", trace)
     assert kernel["open", "root"] + kernel.total() > 100
     for kind, path in library.keys() | kernel.keys():
-        # opendir and fdopendir ask of what they have opened whether it is a folder, within libc.
+        # opendir and fdopendir also stat what they have opened, inside libc, where the library cannot see it.
         beyond = library["open", path] if kind == "stat" else 0
         seen, made = library[kind, path], kernel[kind, path]
         assert seen <= made <= seen + beyond, f"{kind} {path}: {made} calls were made, and {seen} seen"

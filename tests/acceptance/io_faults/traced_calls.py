@@ -1,4 +1,4 @@
-"""The system calls that processes make while they are attached to a region, as strace sees them."""
+"""The system calls that processes make while attached to a region, as strace sees them."""
 
 import re
 import signal
@@ -30,7 +30,7 @@ _KINDS = {
     "readdir": ["getdents64", "getdents"],
 }
 _COPIES = {"sendfile": ("write", "read"), "copy_file_range": ("read", "write")}
-"""What they do with their descriptors, in order."""
+"""What these calls do with their descriptors, in order."""
 _KIND_OF = {call: kind for kind, calls in _KINDS.items() for call in calls}
 _FORKS = ("clone", "clone3", "fork", "vfork")
 _OF_DESCRIPTORS = {
@@ -48,7 +48,7 @@ _UNFINISHED = " <unfinished ...>"
 
 @contextmanager
 def strace(process: int, output: Path) -> Iterator[None]:
-    """Trace a process, its children, and all that these start; PermissionError where that is not allowed."""
+    """Trace a process and all its descendants. Raises PermissionError if that is not allowed."""
     calls = ",".join([*(f"?{call}" for call in _KIND_OF), *(f"?{call}" for call in (*_COPIES, *_FORKS))])
     children = Path(f"/proc/{process}/task/{process}/children").read_text("ascii").split()
     attached = ",".join([str(process), *children])
@@ -65,9 +65,9 @@ def strace(process: int, output: Path) -> Iterator[None]:
 
 
 def calls_below(folder: Path, region: Path, trace: Path) -> Counter[tuple[str, str]]:
-    """How often each kind of call was made on each path below a folder, by processes attached to the region.
+    """Count the calls of each kind on each path below a folder, by processes attached to the region.
 
-    Paths are as the library has them. A process is attached from when it opens the region's file, and its children are
+    Paths are in the library's form. A process is attached once it opens the region's file; its children are attached
     from their start.
     """
     attached, found = set[str](), Counter[tuple[str, str]]()
@@ -79,9 +79,9 @@ def calls_below(folder: Path, region: Path, trace: Path) -> Counter[tuple[str, s
 
 
 def _whole_calls(lines: Iterable[str]) -> list[tuple[int, str, str, str]]:
-    """When it began, thread, name and rest of each call, those first that began first.
+    """The start, thread, name and rest of each call, sorted by start.
 
-    Calls that lines of others interrupt are put together, so that a thread's start comes before what it does.
+    Calls that lines of other threads interrupt are put together, so that a thread's start comes before what it does.
     """
     parts, found = dict[tuple[str, str], tuple[int, str]](), list[tuple[int, str, str, str]]()
     for number, line in enumerate(lines):
@@ -121,12 +121,12 @@ def _note(thread: str, call: str, rest: str, attached: set[str], region: str) ->
 
 
 def _shown(path: str, folder: Path) -> str:
-    """Relative, without what is drawn at random."""
+    """The path relative to the folder, with its random parts replaced by ``*``."""
     return _RANDOM.sub("*", str(Path(path).relative_to(folder)))
 
 
 def _paths(call: str, rest: str) -> list[str]:
-    """Absolute paths that the arguments name, or the one that a descriptor is open at."""
+    """The absolute paths that the arguments name, or the path that a descriptor is open at."""
     if call in _OF_DESCRIPTORS:
         return [match[1].removesuffix("(deleted)").rstrip()] if (match := _DESCRIPTOR.search(rest)) else []
     found = []
@@ -137,5 +137,5 @@ def _paths(call: str, rest: str) -> list[str]:
 
 
 def _plain(quoted: str) -> str:
-    """A name as strace quotes it."""
+    """Decode a name that strace has quoted."""
     return quoted.encode("latin-1", "replace").decode("unicode_escape")

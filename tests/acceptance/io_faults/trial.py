@@ -1,4 +1,4 @@
-"""One trial: an operation in a process of its own, forked for it, in a fresh copy of what it works on."""
+"""One trial: an operation in its own forked process, on a fresh copy of its files."""
 
 import gc
 import json
@@ -21,42 +21,42 @@ from tests.acceptance.io_faults import interposer
 from tests.acceptance.io_faults.interposer import Call, Fault, Region
 
 SECONDS = 60.0
-"""What takes longer hangs."""
+"""A trial that takes longer counts as hung."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How an operation ended: with a value, or with an error. Neither: it hung, or its process died."""
+    """How an operation ended: it returned a value, failed (or its process died), or hung."""
 
     value: Any = None
     error: str | None = None
     text: str = ""
     is_deliberate: bool = False
-    """The error is one of this project's, or an OSError."""
+    """Whether the error is one of this project's, or an OSError."""
     hung: bool = False
 
     @property
     def succeeded(self) -> bool:
-        """It returned."""
+        """Whether it returned."""
         return self.error is None and not self.hung
 
 
 class Operation(Protocol):
-    """Something the project does with files, and how to see that no fault made it do the wrong thing."""
+    """Something that the project does with files, and a check that no fault made it do the wrong thing."""
 
     name: str
 
     def prepare(self, folder: Path) -> None:
-        """Make what it works on, in an empty folder, which is then moved and copied."""
+        """Make the files that it works on, in an empty folder, which is then moved and copied."""
 
     def enter(self, folder: Path) -> Callable[[], Any]:
-        """Make ready, once for all trials in that folder, what takes no part in it; what is returned then does it.
+        """Do the setup that is not under test, once for all trials in that folder; return the operation itself.
 
-        It must start no threads, as processes are forked afterwards.
+        It must start no threads, because processes are forked afterwards.
         """
 
     def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:
-        """What is wrong after calls on the paths ``failed`` failed; each begins with "lost: " or "wrong: "."""
+        """What is wrong after calls on the paths ``failed`` failed; each text begins with "lost: " or "wrong: "."""
 
 
 class Trials:
@@ -69,7 +69,7 @@ class Trials:
         self._work: Callable[[], Any] | None = None
 
     def calls(self) -> list[Call]:
-        """The calls it makes where none fails. AssertionError unless it does what it should then."""
+        """The calls that it makes when none fails. Raises AssertionError if it then fails or goes wrong."""
         self._region.record()
         with self._fresh():
             ending = self._ending()
@@ -79,7 +79,7 @@ class Trials:
         return self._region.calls()
 
     def outcome(self, fault: Fault) -> dict[str, Any]:
-        """What came of a fault; as a line of the journal has it."""
+        """Run a trial with a fault; return its outcome, in the form of a journal line."""
         began = time.monotonic()
         self._region.plant(fault)
         with self._fresh():
@@ -105,7 +105,7 @@ class Trials:
     def _ending(self) -> Ending:
         if self._work is None:
             self._work = self.operation.enter(self._trial)
-            gc.freeze()  # a collection in a forked process would else write to, and so copy, most of its memory
+            gc.freeze()  # otherwise, a collection in a fork would write to most memory pages, and so copy them
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
@@ -124,12 +124,12 @@ class Trials:
 
 
 class Complained(T5TrainError):
-    """What was to be done was not, and a line on standard error or in the log says why."""
+    """The operation was not done; a line on standard error or in the log says why."""
 
 
 @contextmanager
 def complaining(logger: str) -> Iterator[None]:
-    """Warnings of a module that goes on after a failure, as training does after pruning, are its error here."""
+    """Raise Complained for warnings of a module that continues after a failure, as training does after pruning."""
     said = list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -141,7 +141,7 @@ def complaining(logger: str) -> Iterator[None]:
 
 
 def in_a_child(work: Callable[[], None]) -> None:
-    """Do it in a process forked for it, so that this one stays as it is; AssertionError unless it ends well."""
+    """Do work in a forked process, so that this one stays as it is. Raises AssertionError if it fails."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -158,9 +158,9 @@ def in_a_child(work: Callable[[], None]) -> None:
 
 
 def names_a_path(text: str, failed: list[str], trial: Path) -> bool:
-    """Whether a message names one of these paths, the file that a temporary one is to become, or its own folder.
+    """Whether a message names one of these paths, the final name of a temporary file, or the file's own folder.
 
-    The folder of the whole trial says nothing.
+    The folder of the whole trial does not count.
     """
     wanted = set[str]()
     for path in map(Path, failed):
@@ -171,7 +171,7 @@ def names_a_path(text: str, failed: list[str], trial: Path) -> bool:
 
 
 def _final_name(name: str) -> str:
-    """Of ``.name.1a2b3c4d.tmp``, ``.name.part``, ``.name.partial`` and ``.name.discarded``, ``name``."""
+    """Return ``name`` for ``.name.1a2b3c4d.tmp``, ``.name.part``, ``.name.partial`` and ``.name.discarded``."""
     if not name.startswith("."):
         return name
     for suffix in (".part", ".partial", ".discarded"):
@@ -199,7 +199,7 @@ def _be_the_trial(work: Callable[[], Any], region: Path, told: int) -> None:
         interposer.detach()
         deliberate = isinstance(error, T5TrainError | OSError)
         if isinstance(error, OSError) and not isinstance(error, T5TrainError):
-            text = explain(error)  # as the commands, the tasks and the ranks do at their edge
+            text = explain(error)  # as commands, tasks and ranks do at their top level
         else:
             text = str(error) if deliberate else "".join(traceback.format_exception(error))
         ending = Ending(error=type(error).__name__, text=text, is_deliberate=deliberate)
@@ -211,7 +211,7 @@ def _be_the_trial(work: Callable[[], Any], region: Path, told: int) -> None:
 
 
 def _read_until(descriptor: int, deadline: float) -> bytes | None:
-    """All that is written to a pipe; None if that does not end in time."""
+    """All that is written to a pipe until it is closed; None if that takes too long."""
     import select
 
     content = b""

@@ -1,7 +1,7 @@
 """A process that has imported everything once and forks a process for each trial.
 
-``python -m tests.acceptance.io_faults.worker FOLDER NUMBER`` reads requests, a line of JSON each, from standard input
-and answers each with one on standard output. It is started by ``workers``, with the library preloaded.
+``python -m tests.acceptance.io_faults.worker FOLDER NUMBER`` reads requests from standard input, each a line of JSON,
+and answers each with a line on standard output. ``workers`` starts it, with the library preloaded.
 """
 
 import json
@@ -44,25 +44,25 @@ _IMPORTED = [
 
 
 class Worker:
-    """Its folder, and the folder with templates that all workers share."""
+    """A worker, with its own folder and the folder of templates that all workers share."""
 
     def __init__(self, shared: Path, number: int) -> None:
         self._shared, self._folder = shared, shared / f"worker-{number}"
         self._folder.mkdir()
         built = stand_in.build(self._folder)
-        self._nodes = StandIn(built, stand_in.NODE_PYTHON, _node)  # of a process that is still small
+        self._nodes = StandIn(built, stand_in.NODE_PYTHON, _node)  # forked while this process is still small
         import_everything()
         self._others = StandIn(built, "python", _certifier)
         self._trials: dict[str, Trials] = {}
 
     def prepare(self, names: list[str]) -> None:
-        """Make the small run and what operations work on: in processes of their own, so that this one stays small."""
+        """Make the small run and the operations' templates, in child processes, so that this process stays small."""
         from tests.acceptance.io_faults.small_run import SmallRun
 
         in_a_child(SmallRun(self._shared / "made").make)
         sys.executable = str(self._others.program)
         for name in names:
-            folder = self._folder / "trial"  # as in trials: records may hold absolute paths
+            folder = self._folder / "trial"  # the path that trials use, because records may hold absolute paths
             folder.mkdir()
             in_a_child(partial(self._operation(name).prepare, folder))
             folder.rename(self._shared / name)
@@ -72,11 +72,11 @@ class Worker:
         return [[each.kind, each.path, each.ordinal] for each in self._of(name).calls()]
 
     def outcome(self, name: str, call: list[Any], error: int, mode: Any) -> dict[str, Any]:
-        """What came of a fault."""
+        """The outcome of a fault."""
         return self._of(name).outcome(Fault(Call(*call), error, mode))
 
     def close(self) -> None:
-        """End what it has started."""
+        """End the stand-ins."""
         for each in (self._nodes, self._others):
             each.close()
 
@@ -93,7 +93,7 @@ class Worker:
 
 
 def import_everything() -> None:
-    """What trials would else import each for itself, and what they would compute once."""
+    """Import and compute what each trial would otherwise have to do itself."""
     for module in _IMPORTED:
         import_module(module)
     from deepspeed.accelerator import get_accelerator
@@ -128,11 +128,11 @@ def _certifier() -> dict[str, Main]:
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Answer requests until standard input ends."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print
+    os.dup2(2, 1)  # what libraries print must not get among the answers
     worker = Worker(Path(sys.argv[1]), int(sys.argv[2]))
     try:
         for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Workers, each with its fork server, and how they are talked to."""
+"""Start worker processes, and send them requests."""
 
 import json
 import os
@@ -46,11 +46,14 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """The id of its process."""
         return self._process.pid
 
     def ask(self, action: str, *arguments: Any) -> Any:
-        """Have it do something. RuntimeError if it died; what it said is on standard error."""
+        """Send a request; return the answer.
+
+        Raises RuntimeError if the worker died; its messages are on standard error.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([action, arguments]) + "\n")
@@ -60,12 +63,12 @@ class Worker:
         return json.loads(line)
 
     def close(self) -> None:
-        """Let it end."""
+        """Close its standard input, and wait until it ends."""
         self._process.communicate()
 
 
 class Workers:
-    """All of them, with one folder for what they share."""
+    """All workers, and the folder that they share."""
 
     def __init__(self, folder: Path, library: Path, number: int) -> None:
         self.all = [Worker(folder, index, library) for index in range(number)]
@@ -75,7 +78,7 @@ class Workers:
         self._threads = ThreadPoolExecutor(number)
 
     def ask(self, action: str, *arguments: Any) -> Any:
-        """Have one do something that is idle."""
+        """Send a request to an idle worker; return the answer."""
         worker = self._idle.get()
         try:
             return worker.ask(action, *arguments)
@@ -83,7 +86,7 @@ class Workers:
             self._idle.put(worker)
 
     def map(self, work: Callable[[Worker, T], R], over: Iterable[T]) -> Iterator[R]:
-        """What comes of each, in order, as many at a time as there are workers."""
+        """Yield the result of each item, in order, using all workers at once."""
 
         def by_an_idle_one(one: T) -> R:
             worker = self._idle.get()
@@ -101,7 +104,7 @@ class Workers:
             yield pending.popleft().result()
 
     def close(self) -> None:
-        """Let them end what they are at, and no more."""
+        """Let the workers finish their current requests, and end them."""
         self._threads.shutdown(cancel_futures=True)
         for each in self.all:
             each.close()
@@ -109,7 +112,7 @@ class Workers:
 
 @contextmanager
 def started(number: int, operations: Sequence[str]) -> Iterator[Workers]:
-    """Workers for whom all is prepared."""
+    """Start workers, and prepare the operations."""
     folder = Path(tempfile.mkdtemp(prefix="io-faults-", dir=_fast_folder()))
     workers = None
     try:
@@ -123,6 +126,9 @@ def started(number: int, operations: Sequence[str]) -> Iterator[Workers]:
 
 
 def _fast_folder() -> Path | None:
-    """Memory, if there is enough: disks take their time for every fsync. None: where temporary files belong."""
+    """A folder in memory, if it has enough space, because fsync takes long on disks.
+
+    Returns None otherwise, for the default temporary folder.
+    """
     memory = Path("/dev/shm")  # noqa: S108 - what is made there has a name of its own
     return memory if memory.is_dir() and shutil.disk_usage(memory).free > _NEEDED_BYTES else None

@@ -1,4 +1,4 @@
-"""Which checkpoints are whole, told by json and hashlib alone: nothing here is of the code that is put to the test."""
+"""Which checkpoints are whole, judged with json and hashlib alone: nothing here uses the code under test."""
 
 import hashlib
 import json
@@ -13,18 +13,21 @@ _READ: dict[tuple[int, int, int, int], str] = {}
 
 
 def whole_tags(places: Sequence[Path]) -> set[str]:
-    """Tags of which all sidecars of one saving, and every file they name with its sha256, lie in these folders."""
+    """Tags for which these folders together hold all sidecars of one save, and every file with its recorded sha256."""
     names = {path.name for place in places if place.is_dir() for path in place.iterdir() if _TAG.fullmatch(path.name)}
     return {name for name in names if _is_whole([place / name for place in places])}
 
 
 def files_of(folders: Sequence[Path]) -> dict[str, str]:
-    """The sha256 of each file that any sidecar in the folders of a tag names, as it was recorded."""
+    """The recorded sha256 of each file that any sidecar in the folders of a tag names."""
     return {name: digest["sha256"] for one in _sidecars(folders) for name, digest in one["files"].items()}
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file; empty where there is none. One that was not written since, also if it has other names, is not read."""
+    """The sha256 of a file; empty if there is none.
+
+    The digest is cached until the file is written again, also under its other names.
+    """
     try:
         with open(path, "rb", buffering=0) as file:
             found = os.fstat(file.fileno())
@@ -60,5 +63,5 @@ def _sidecars(folders: Sequence[Path]) -> Iterator[dict[str, Any]]:
     for path in (path for folder in folders for path in sorted(folder.glob("rank-*.json"))):
         try:
             yield json.loads(path.read_text("utf-8"))
-        except ValueError:  # half of one is none
+        except ValueError:  # half a sidecar does not count
             continue

@@ -1,15 +1,15 @@
-"""Kills of real processes at random moments of saving, gathering, consolidating and publishing.
+"""Kill real processes at random moments of saving, gathering, consolidating and publishing.
 
 ::
 
     python -m tests.acceptance.kills.kill_all                     fifty of each
     python -m tests.acceptance.kills.kill_all --kills 3 --seed 1
 
-Two DeepSpeed ranks on two hosts that are folders of this machine train a small T5 and save after every step; hosts are
-asked by the protocol that is spoken over ssh. Moments are drawn from the seed, between 0 and the time that the stage
-takes when nobody is killed. After each kill hosts and head together, and the head alone, must choose the newest tag
-that is whole, as json and sha256 alone tell; no tag that was whole is lost; and what is done again ends with the same
-bytes as where nobody is killed. The command fails, and tells why, where one of this is not so.
+Two DeepSpeed ranks train a small T5 on two hosts, and save after every step. The hosts are folders of this machine; the
+head talks to them with the protocol that it uses over ssh. The seed decides the moments, between 0 and the time that
+the stage takes when nobody is killed. After each kill, hosts and head together, and the head alone, must choose the
+newest whole tag, as judged with json and sha256 alone. No tag that was whole may be lost. Repeating the stage must give
+the same bytes as when nobody is killed. If any of this does not hold, the command prints it and fails.
 """
 
 import argparse
@@ -30,12 +30,12 @@ from tests.acceptance.kills.kill_site import Site, made
 from tests.acceptance.kills.kill_stages import Consolidated, Gathered, Published, contents, kill_stage
 from tests.acceptance.kills.kill_tally import HEADER, Tally
 
-# Before anything asks for an accelerator; ranks have a core each.
+# Set this before anything asks for an accelerator. Each rank has one core.
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0"}
 
 
 def killed_saves(site: Site, folder: Path, seed: int, kills: int) -> Tally:
-    """The run, to its end."""
+    """Train the run to its end, with kills during saves."""
     seconds, saved = undisturbed(_opened(site.elsewhere(folder / "undisturbed")))
     tally = Tally("save", seconds, seed)
     kill_saves(_opened(site), saved, tally, kills)
@@ -46,7 +46,7 @@ def killed_saves(site: Site, folder: Path, seed: int, kills: int) -> Tally:
 
 
 def certified(site: Site, tokenizer: TokenizerFiles, folder: Path) -> Export:
-    """What follows from the run when nobody is killed. Its checkpoints are gathered then."""
+    """Gather, consolidate, export and certify the run without kills."""
     site.storage.take_home()
     conclude(site.spec, site.shards)
     weights, witness = consolidate(site.checkpoints, folder / "weights"), site.run.folder / "witness"
@@ -54,7 +54,7 @@ def certified(site: Site, tokenizer: TokenizerFiles, folder: Path) -> Export:
 
 
 def kill_all(folder: Path, seed: int, kills: int) -> list[Tally]:
-    """One stage after the other, each on what the one before has made."""
+    """Run the stages in order, each on the results of the previous one; return their tallies."""
     site, tokenizer = made(folder, num_steps=3 * kills // 2 + 6)
     tallies, trial = [killed_saves(site, folder, seed, kills)], folder / "trial"
     tallies.append(kill_stage("gather", seed, kills, trial, lambda into: Gathered(site, into)))
@@ -74,7 +74,7 @@ def _opened(site: Site) -> Site:
 
 
 def main() -> None:
-    """Print the table; exit with 1 if anything was not as it should be."""
+    """Print the table; exit with 1 if anything went wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50, help="of each stage")
     parser.add_argument("--seed", type=int, default=0)

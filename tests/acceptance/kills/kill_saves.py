@@ -1,4 +1,4 @@
-"""Two DeepSpeed ranks, each on a host with a disk of its own, that train, save and are killed as they do."""
+"""Two DeepSpeed ranks, each on a host with its own disk, that train and are killed while they save."""
 
 import os
 import random
@@ -31,7 +31,7 @@ Saved = Mapping[str, Mapping[str, str]]
 
 
 class Ranks:
-    """The ranks of an attempt, for which all is made ready."""
+    """The ranks of an attempt, ready to start."""
 
     def __init__(self, site: Site) -> None:
         self._site, self._meeting = site, tempfile.TemporaryDirectory()
@@ -43,7 +43,7 @@ class Ranks:
         self._processes: list[Any] = []
 
     def begin(self) -> None:
-        """Each a process of its own."""
+        """Start each rank in its own process."""
         for rank, (_, theirs) in enumerate(self._pipes):
             job = self._site.job_of(rank, self._told).model_dump_json()
             self._processes.append(
@@ -53,7 +53,7 @@ class Ranks:
             theirs.close()
 
     def reply(self) -> Iterator[tuple[str, int, float]]:
-        """What rank 0 tells: "saving" and "saved", each with the step and the time."""
+        """Yield what rank 0 reports: "saving" and "saved", each with the step and the time."""
         while True:
             assert self._pipes[0][0].poll(_LONGEST_SECONDS), "ranks hang"
             try:
@@ -62,15 +62,15 @@ class Ranks:
                 return
 
     def await_saving(self, step: int) -> None:
-        """Until it begins to. AssertionError if it never does."""
+        """Wait until the ranks begin to save a step. Raises AssertionError if they never do."""
         assert self.tell_of("saving", step), f"step {step} is never saved"
 
     def tell_of(self, what: str, step: int) -> bool:
-        """Whether that is heard before they end."""
+        """Whether rank 0 reports this before it ends."""
         return any(each[:2] == (what, step) for each in self.reply())
 
     def kill(self, first: int, pause: float) -> None:
-        """SIGKILL one, and the other so many seconds later."""
+        """SIGKILL one rank, and the other one ``pause`` seconds later."""
         for rank, seconds in ((first, pause), (1 - first, 0.0)):
             self._processes[rank].kill()
             self._processes[rank].join()
@@ -78,7 +78,7 @@ class Ranks:
         self._meeting.cleanup()
 
     def join(self) -> None:
-        """Until they have ended, and well."""
+        """Wait until the ranks end. Raises AssertionError if one fails."""
         for process in self._processes:
             process.join()
             assert process.exitcode == 0, (Path(self._meeting.name) / "log").read_text("utf-8", "replace")[-4000:]
@@ -86,7 +86,7 @@ class Ranks:
 
 
 def undisturbed(site: Site) -> tuple[float, Saved]:
-    """How long a save takes, the median of all, and what is saved where nobody is killed."""
+    """The median time of a save, in seconds, and what is saved when nobody is killed."""
     ranks, began, seconds, saved = Ranks(site), dict[int, float](), list[float](), dict[str, Mapping[str, str]]()
     ranks.begin()
     for what, step, at in ranks.reply():
@@ -105,7 +105,10 @@ def undisturbed(site: Site) -> tuple[float, Saved]:
 
 
 def kill_saves(site: Site, saved: Saved, tally: Tally, kills: int) -> None:
-    """Kill that often: ranks go on from the newest complete tag, save once, and are killed as they save again."""
+    """Kill the ranks ``kills`` times.
+
+    Each time, they resume from the newest complete tag, save once, and are killed during the next save.
+    """
     chance, ranks = random.Random(f"{tally.seed} whom, and how long before the other"), Ranks(site)
     while len(tally.moments) < kills and ranks.step + 2 < site.spec.optimizer.num_steps:
         ranks.begin()
@@ -130,7 +133,7 @@ def kill_saves(site: Site, saved: Saved, tally: Tally, kills: int) -> None:
 
 
 def finish(site: Site) -> None:
-    """Train on to the end, with fewer checkpoints; what is saved then lies on the hosts alone."""
+    """Train to the end, with fewer checkpoints. What is saved then is only on the hosts."""
     spec = site.spec.with_settings({"storage.checkpoint_every_steps": _FEW_STEPS})
     ranks = Ranks(replace(site, spec=spec))
     ranks.begin()
@@ -140,13 +143,13 @@ def finish(site: Site) -> None:
 
 
 def otherwise_saved(site: Site, saved: Saved) -> list[str]:
-    """Whole tags whose files are not, byte by byte, what is saved where nobody is killed."""
+    """Whole tags whose files differ from what is saved when nobody is killed."""
     whole = whole_tags(site.places)
     return [tag for tag in sorted(whole) if files_of([place / tag for place in site.places]) != saved[tag]]
 
 
 def _train(rank: int, job: str, meeting: str, told: Connection) -> None:
-    """What a rank's process does."""
+    """Train as one rank."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(HOSTS)), "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
     log = os.open(Path(meeting) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):

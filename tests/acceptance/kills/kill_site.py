@@ -1,4 +1,7 @@
-"""A real run whose two hosts are folders of this machine, each with a disk of its own: what is killed at work on it."""
+"""A real run on two hosts, which are folders of this machine and act as separate disks.
+
+The killed stages work on it.
+"""
 
 import os
 import sys
@@ -51,12 +54,15 @@ sys.exit(main())
 
 @dataclass(frozen=True)
 class Folders:
-    """The way to hosts that are folders: what is run on one runs here, with that as the parent of its node folder."""
+    """A transport to hosts that are folders.
+
+    Commands run here, with the host's folder as the parent of its node folder.
+    """
 
     folder: Path
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        """An action of infra.node."""
+        """The command that runs an action of infra.node."""
         (self.folder / host).mkdir(parents=True, exist_ok=True)
         return [sys.executable, "-c", _NODE, str(self.folder / host), argv[-1]]
 
@@ -67,7 +73,7 @@ class Folders:
 
 @dataclass(frozen=True)
 class Site:
-    """Head and hosts; ``spec.storage.root`` lies in the same folder as those of the hosts."""
+    """Head and hosts. The root lies in the same folder as the hosts."""
 
     folder: Path
     spec: RunSpec
@@ -75,18 +81,18 @@ class Site:
 
     @cached_property
     def transport(self) -> Folders:
-        """The way to the hosts."""
+        """The transport to the hosts."""
         return Folders(self.folder / "hosts")
 
     @cached_property
     def run(self) -> NodeRun:
-        """As a launch over hosts has it."""
+        """The run, as a launch over hosts makes it."""
         hosts = Hosts(tuple(Host(name, (0,)) for name in HOSTS))
         return NodeRun.of(self.spec, run_fingerprint(self.spec, self.shards), "0" * 32, hosts, self.transport, {})
 
     @property
     def storage(self) -> NodeLocalStorage:
-        """What makes hosts ready for an attempt, and takes home what a run leaves there."""
+        """Prepares hosts for an attempt, and gathers what a run leaves there."""
         return NodeLocalStorage(self.run, partial(write_job, self.spec, self.shards), silent)
 
     @property
@@ -96,12 +102,12 @@ class Site:
 
     @property
     def places(self) -> list[Path]:
-        """Wherever checkpoints of the run lie: the gathered copy, and the hosts'."""
+        """All folders with checkpoints of the run: the gathered copy, and each host's."""
         on_hosts = [self.transport.scratch(host) / self.run.place / CHECKPOINTS for host in HOSTS]
         return [self.checkpoints, *on_hosts]
 
     def job_of(self, rank: int, told: TrainJob) -> TrainJob:
-        """What the rank of a host is told, each host's disk being a folder here."""
+        """The job of a rank, with the paths of its host's folder."""
         scratch = self.transport.scratch(HOSTS[rank])
         folders = {name: getattr(told, name) for name in ("run_folder", "shards_folder")}
         default = node_folders.place("scratch")
@@ -113,13 +119,13 @@ class Site:
 
 
 def chosen_by_all(site: Site) -> str | None:
-    """The newest complete tag over hosts and head, as a launch would choose it before it gathers."""
+    """The newest complete tag on hosts and head, as a launch would choose it before it gathers."""
     found = complete_tags(survey(site.run.nodes, site.run.name, site.checkpoints).found)
     return found[0].name if found else None
 
 
 def wrongly_chosen(site: Site) -> list[str]:
-    """Choices of a tag that is not whole, over hosts and head or on the head alone, or that is not the newest whole."""
+    """Wrong choices, by hosts and head together or by the head alone: any tag that is not the newest whole one."""
     wrong = []
     choices = {"hosts and head": (chosen_by_all(site), site.places)}
     choices["the head"] = (newest_verified_tag(site.spec.run_folder, silent), [site.checkpoints])
@@ -131,7 +137,7 @@ def wrongly_chosen(site: Site) -> list[str]:
 
 
 def made(folder: Path, num_steps: int) -> tuple[Site, TokenizerFiles]:
-    """A run that is yet to begin, and its vocabulary: token shards of Python's documentation."""
+    """A run that has not begun, with token shards of Python's documentation, and its vocabulary."""
     from t5train.data.corpus import build_corpus
     from t5train.data.shards import build_shards
     from t5train.data.tokenizer import build_tokenizer

@@ -1,4 +1,4 @@
-"""What follows training, each stage in a process that is killed: gather, consolidate, publish."""
+"""The stages gather, consolidate and publish, each in a process that is killed."""
 
 import json
 import shutil
@@ -23,13 +23,13 @@ from tests.acceptance.kills.killed_process import Work, await_quiet, is_struck, 
 from tests.acceptance.kills.object_folder import URL
 
 _WHEN_MADE = ("provenance", "seal")
-"""In a manifest: when it was made, and a digest over all it says."""
+"""Fields of a manifest that differ each time: when it was made, and a digest over the whole manifest."""
 _TIMED = 3
 Content = Mapping[str, Any]
 
 
 class Trial(Protocol):
-    """One go at a stage, which is begun by ``work(*arguments)`` in a process of its own."""
+    """One try of a stage, which ``work(*arguments)`` runs in its own process."""
 
     work: Work
     arguments: tuple[Any, ...]
@@ -39,16 +39,16 @@ class Trial(Protocol):
         ...
 
     def after_the_kill(self, expected: Content) -> Found:
-        """What is wrong now."""
+        """Return what is wrong after the kill."""
         ...
 
     def again(self) -> None:
-        """Do it again, to the end."""
+        """Run the stage again, to its end."""
         ...
 
 
 def kill_stage(stage: str, seed: int, kills: int, folder: Path, begin: Callable[[Path], Trial]) -> Tally:
-    """Kill it that often, each time anew in the folder that ``begin`` is given."""
+    """Kill a stage ``kills`` times, each time in a new trial that ``begin`` makes in the folder."""
     seconds, contents_then = zip(*(_undisturbed(folder, begin) for _ in range(_TIMED)), strict=True)
     tally, expected = Tally(stage, statistics.median(seconds), seed), contents_then[0]
     assert not any(_differences(each, expected) for each in contents_then)
@@ -87,7 +87,7 @@ def _again(trial: Trial, expected: Content) -> Found:
 
 
 class Gathered:
-    """The newest checkpoints come from the hosts to the head, and older ones go."""
+    """The head gathers the newest checkpoints from the hosts, and older ones are pruned."""
 
     def __init__(self, template: Site, folder: Path) -> None:
         for name in ("hosts", "root/runs"):
@@ -100,14 +100,14 @@ class Gathered:
         """All checkpoints, on head and hosts."""
         return {f"{place}/{name}": each for place in self._site.places for name, each in _seen(place).items()}
 
-    def after_the_kill(self, expected: Content) -> Found:  # noqa: ARG002 - as Trial has it
-        """Checkpoints that are to be kept are whole wherever they are; on the head alone, there is one still."""
+    def after_the_kill(self, expected: Content) -> Found:  # noqa: ARG002 - part of Trial
+        """Checkpoints to keep are whole on some machine, and the head alone still has a whole one."""
         lost = sorted(set(self._kept) - whole_tags(self._site.places))
         lost += [] if whole_tags([self._site.checkpoints]) else ["what the head had gathered before"]
         return {"incomplete chosen": wrongly_chosen(self._site), "complete lost": lost}
 
     def again(self) -> None:
-        """As the next launch and its follower do."""
+        """Do what the next launch and its checkpoint sync do."""
         recover(self._site.run, silent)
         if (tag := newest_verified_tag(self._site.spec.run_folder, silent)) != self._kept[-1]:
             raise T5TrainError(f"{tag} would be resumed, not {self._kept[-1]}")
@@ -115,28 +115,28 @@ class Gathered:
 
 
 class _OfTheRun:
-    """A stage that reads what the run has made, and is to leave that alone."""
+    """A stage that reads what the run has made, and must not change it."""
 
     def __init__(self, site: Site, sources: Sequence[Path], before: Content) -> None:
         self._site, self._sources, self._before = site, sources, before
 
     def content(self) -> Content:
-        """What it has made."""
+        """What the stage has made."""
         raise NotImplementedError
 
     def is_there(self) -> bool:
-        """Whether what it has made would be taken for finished."""
+        """Whether its result would be taken for finished."""
         raise NotImplementedError
 
     def after_the_kill(self, expected: Content) -> Found:
-        """What is there is whole, and what it was made of is as it was."""
+        """A result that is there is whole, and what it was made from is unchanged."""
         half = _differences(self.content(), expected) if self.is_there() else []
         changed = _differences(contents(self._sources), self._before)
         return {"incomplete chosen": [*wrongly_chosen(self._site), *half], "complete lost": changed}
 
 
 class Consolidated(_OfTheRun):
-    """The head's newest checkpoint becomes fp32 weights and moments."""
+    """The head's newest checkpoint is consolidated into fp32 weights and moments."""
 
     def __init__(self, site: Site, before: Content, folder: Path) -> None:
         super().__init__(site, site.places, before)
@@ -148,16 +148,16 @@ class Consolidated(_OfTheRun):
         return _seen(self._out)
 
     def is_there(self) -> bool:
-        """The folder itself says so."""
+        """The folder exists only when the result is finished."""
         return self._out.exists()
 
     def again(self) -> None:
-        """In this process."""
+        """Run it in this process."""
         _consolidate(*self.arguments)
 
 
 class Published(_OfTheRun):
-    """A certified export is copied, to a folder or to a store of objects."""
+    """A certified export is published to a folder or an object store."""
 
     def __init__(self, site: Site, export: Export, before: Content, folder: Path, *, to_store: bool) -> None:
         super().__init__(site, [export.path], before)
@@ -170,11 +170,11 @@ class Published(_OfTheRun):
         return _seen(self._place)
 
     def is_there(self) -> bool:
-        """A store says so by the manifest."""
+        """In a store, the manifest marks a finished result; elsewhere, the folder does."""
         return (self._place / MANIFEST if self._to_store else self._place).exists()
 
     def again(self) -> None:
-        """In this process."""
+        """Run it in this process."""
         publish(*self.arguments)
 
 
@@ -183,7 +183,7 @@ def _consolidate(checkpoints: Path, out: Path) -> None:
 
 
 def _linked(source: str, target: str) -> None:
-    """No stage writes into a file that is there: each is replaced by another or removed."""
+    """Make a hard link. This is safe, because no stage writes into an existing file: each replaces or removes it."""
     Path(target).hardlink_to(source)
 
 
@@ -193,7 +193,7 @@ def contents(folders: Sequence[Path]) -> Content:
 
 
 def _seen(folder: Path) -> Content:
-    """Of files that are not hidden, nor lie in a hidden folder, the sha256; of a manifest what it says."""
+    """The sha256 of every file that is not hidden or in a hidden folder; for a manifest, its content."""
     shown = {name: each for name, each in tree(folder).items() if not f"/{name}".count("/.")}
     if MANIFEST in shown:
         shown[MANIFEST] = _said((folder / MANIFEST).read_text("utf-8"))

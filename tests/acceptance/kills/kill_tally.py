@@ -1,4 +1,4 @@
-"""What came of the kills of one stage."""
+"""The results of the kills of one stage."""
 
 import random
 from collections import Counter
@@ -18,34 +18,34 @@ could not go on | complete tag lost | ended otherwise |
 
 @dataclass
 class Tally:
-    """Of one stage, which takes ``seconds`` when it is left alone."""
+    """The kills of one stage, which takes ``seconds`` when it is not killed."""
 
     stage: str
     seconds: float
     seed: int
     moments: list[float] = field(default_factory=list)
-    """Seconds after its begin at which it was killed."""
+    """Seconds from the start of the stage to each kill."""
     faults: list[tuple[Fault, str]] = field(default_factory=list)
     drawn: int = 0
     left_over: int = 0
-    """Kills after which a folder was left, half removed, which gc removes."""
+    """Kills that left a partly removed folder, which gc removes."""
 
     def __post_init__(self) -> None:
         self._chance = random.Random(f"{self.seed} {self.stage}")
 
     def draw(self) -> float:
-        """When to kill next."""
+        """Draw the time of the next kill."""
         self.drawn += 1
         return self._chance.uniform(0, self.seconds)
 
     def note(self, moment: float, found: Found, *, counts: bool = True) -> None:
-        """What was found after a kill; one that came after the end of the stage does not count."""
+        """Record what was found after a kill. A kill after the end of the stage does not count."""
         self.moments += [moment] if counts else []
         print(f"{self.stage}: kill {len(self.moments)} after {moment:.3f} s", flush=True)
         self.note_faults(f"killed after {moment:.3f} s", found)
 
     def note_faults(self, when: str, found: Found) -> None:
-        """What was found, and is told at once."""
+        """Record what was found, and print it at once."""
         for fault, texts in found.items():
             for text in texts:
                 self.faults.append((fault, text))

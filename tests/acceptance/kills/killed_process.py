@@ -1,4 +1,4 @@
-"""Work done by processes of their own that are killed: forked from one that has imported what takes long already."""
+"""Run work in processes that are killed, forked from one that has already imported what takes long."""
 
 import logging
 import multiprocessing
@@ -28,7 +28,7 @@ CONTEXT.set_forkserver_preload(_IMPORTED)
 
 
 def seconds_of(work: Work, *arguments: Any) -> float:
-    """How long it takes in a process of its own, which must end well."""
+    """How many seconds the work takes in its own process. Raises AssertionError if it fails."""
     process, ours = _begun(work, *arguments)
     began, ended = ours.recv(), ours.recv()
     process.join()
@@ -37,7 +37,7 @@ def seconds_of(work: Work, *arguments: Any) -> float:
 
 
 def is_struck(work: Work, *arguments: Any, moment: float) -> bool:
-    """Have a process of its own do it, and SIGKILL that so many seconds after; False where it had ended before."""
+    """Run work in its own process, and kill it after ``moment`` seconds; False if it had already ended."""
     process, ours = _begun(work, *arguments)
     ours.recv()
     time.sleep(moment)
@@ -47,7 +47,7 @@ def is_struck(work: Work, *arguments: Any, moment: float) -> bool:
 
 
 def await_quiet(folder: Path) -> None:
-    """Wait until no process is left that has the folder in its command line: what a killed one had started."""
+    """Wait until no process has the folder in its command line: a killed process may have started others."""
     deadline, me, wanted = time.monotonic() + _QUIET_SECONDS, str(os.getpid()), os.fsencode(folder)
     while any(wanted in _command_line(each) for each in Path("/proc").glob("[0-9]*") if each.name != me):
         assert time.monotonic() < deadline, f"processes of {folder} do not end"

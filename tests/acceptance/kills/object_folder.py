@@ -1,4 +1,4 @@
-"""A folder that behaves as an object store does, for fsspec: each object is there whole or not at all."""
+"""A folder that behaves like an object store, for fsspec: each object is there whole or not at all."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a training step computes: the matrix products of a T5, forward and backward."""
+"""The FLOPs of a training step: the matrix products of a T5, forward and backward."""
 
 from t5train.data.span_corruption import geometry
 from t5train.model.model_shape import T5Shape
@@ -10,9 +10,9 @@ def training_flops(shape: T5Shape, input_tokens: int, target_tokens: int) -> int
 
     Kaplan et al. 2020 (section 2.1) count 6 for each parameter and token, and 12 for each pair of positions that attend
     and each dimension of the heads; a causal mask saves nothing. A T5 has two kinds of tokens, so each weight counts
-    for those that meet it: keys and values of cross-attention are made of the encoder's, the logits of the decoder's.
-    With experts only those that a token chooses count. Norms, softmax and the update are left out, and so is what
-    activation checkpointing computes again.
+    for the tokens that it multiplies: keys and values of cross-attention for the encoder's tokens, the logits for the
+    decoder's. Of the experts, only those that a token is routed to count. Norms, softmax, the optimizer's update, and
+    what activation checkpointing computes again are left out.
     """
     projection = shape.d_model * shape.inner
     feed_forward = (3 if shape.gated else 2) * shape.d_model * shape.d_ff
@@ -27,13 +27,13 @@ def training_flops(shape: T5Shape, input_tokens: int, target_tokens: int) -> int
 
 
 def flops_a_token(shape: T5Shape, objective: ObjectiveSpec) -> float:
-    """Training FLOPs by tokens, those of encoder and decoder counted alike, as tokens/s are."""
+    """Training FLOPs per token, counting the tokens of encoder and decoder alike, as tokens/s does."""
     target_tokens = geometry(objective).target_tokens
     tokens = objective.input_tokens + target_tokens
     return training_flops(shape, objective.input_tokens, target_tokens) / tokens
 
 
 def _sparse(shape: T5Shape, num_layers: int, feed_forward: int) -> int:
-    """What experts add to a stack: the router, and a second feed-forward where a token goes to two."""
+    """FLOPs that experts add to a stack: the router, and a second feed-forward if a token is routed to two experts."""
     router = shape.d_model * shape.moe.num_experts
     return shape.count_sparse(num_layers) * ((shape.moe.top_k - 1) * feed_forward + router)

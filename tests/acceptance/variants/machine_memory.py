@@ -1,4 +1,4 @@
-"""How much memory of this machine a piece of work takes, whoever holds it: processes, drivers, pinned pages."""
+"""How much memory of this machine some work takes, whatever holds it: processes, drivers, pinned pages."""
 
 import threading
 from pathlib import Path
@@ -9,15 +9,15 @@ SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def memory_bytes(key: str) -> int:
-    """A line of the kernel's account, such as MemAvailable."""
+    """A line of /proc/meminfo in bytes, such as MemAvailable."""
     lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
 
 
 class PeakMemory:
-    """A context manager; ``rise`` is by how much available memory fell at most while the block lasted.
+    """A context manager that measures the largest fall of available memory (``rise``) while its block runs.
 
-    Other programs' memory is in it, so the machine should have nothing else to do.
+    It includes the memory of other programs, so the machine should do nothing else.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class PeakMemory:
 
     @property
     def rise(self) -> int:
-        """Bytes."""
+        """The largest fall, in bytes."""
         return self._before - self._least
 
     def _watch(self) -> None:

@@ -1,17 +1,17 @@
-"""Every variant from tokens to a certified export on this machine's accelerators: speed, memory, and the proof.
+"""Measure every variant on this machine's accelerators, from tokens to certified export: speed, memory, and the proof.
 
     python -m tests.acceptance.variants.measure_all --corpus TEXT --tokenizer SPIECE [--out FOLDER] [--only NAME ...]
         [--beside]
     python -m tests.acceptance.variants.measure_all --list | --table [--out FOLDER]
 
-Each case is a run of the program's own stages. After each a line is appended to FOLDER/results.jsonl, for one that
-failed too, and a case that has a line is not run again: type the command again to go on, and remove a line to repeat
-its case. At the end come a table of all lines, and what was not run and why. Without --keep the files of a run that
-passed are removed, checkpoints as soon as they are consolidated.
+Each case is a run of the program's own stages. After each case, also after a failed one, a line is appended to
+FOLDER/results.jsonl. A case that has a line is not run again: repeat the command to continue, and remove a line to
+repeat its case. At the end, the command prints a table of all lines, and which cases were not run and why. Without
+--keep, it removes the files of a run that passed, and checkpoints as soon as they are consolidated.
 
-MFU is the matrix products of the model (see flops.py) of --peak-teraflops, by default what an H200 was measured to
-multiply in bf16. The ranks of CUDA_VISIBLE_DEVICES alone are used, so that two of these programs, each with results of
-its own, can share a machine.
+MFU is the rate of the model's matrix products (see flops.py), relative to --peak-teraflops. Its default is what an H200
+was measured to multiply in bf16. Only the accelerators in CUDA_VISIBLE_DEVICES are used, so that two of these commands,
+each with its own results, can share a machine.
 """
 
 import argparse
@@ -36,7 +36,7 @@ H200_TERAFLOPS = 790.0
 
 
 def main() -> None:
-    """Run what can be run here and has not been, then print everything."""
+    """Run the cases that can be run here and have no result yet, then print everything."""
     options = _options()
     if options.list:
         print(listing(CASES))
@@ -52,17 +52,17 @@ def main() -> None:
 
 
 class Results:
-    """Lines of a file, one a case that has been run; on disk before ``append`` returns."""
+    """Results in a file, one line for each case. A line is on disk before ``append`` returns."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def rows(self) -> list[Row]:
-        """All there are; a last one that was cut off by a kill is left out."""
+        """All results, without a last line that a kill cut off."""
         return [json.loads(line) for line in self._whole_lines().splitlines()]
 
     def append(self, row: Row) -> None:
-        """Add a line, and say so."""
+        """Add a line, and print its outcome."""
         with open(self._path, "ab") as file:
             file.truncate(len(self._whole_lines()))
             file.write(json.dumps(row).encode() + b"\n")
@@ -76,7 +76,7 @@ class Results:
 
 
 def _run(results: Results, out: Path, options: argparse.Namespace) -> dict[str, str]:
-    """Run cases one after the other; why the others were not."""
+    """Run the cases in order; return why the others were not run."""
     runner = Runner((options.root or out / "work").absolute(), tiny=options.tiny, keep=options.keep)
     deadline = None if options.until_seconds is None else time.monotonic() + options.until_seconds
     runner.tokenize(options.corpus, options.tokenizer)
@@ -103,7 +103,7 @@ def _prove(runner: Runner, case: Case, row: Row, append: Callable[[Row], None]) 
 
 
 def _obstacle(case: Case, runner: Runner, deadline: float | None) -> str:
-    """Why a case cannot be run here and now; nothing if it can."""
+    """Why a case cannot be run here and now; empty if it can."""
     try:
         runner.spec(case)
     except SpecError as error:
@@ -114,7 +114,7 @@ def _obstacle(case: Case, runner: Runner, deadline: float | None) -> str:
 
 
 def _lack(case: Case, root: Path) -> str:
-    """What this machine has too little of for a case."""
+    """What this machine lacks for a case."""
     has = {
         "accelerators": (case.ranks, torch.accelerator.device_count()),
         "GB of host memory": (case.host_gigabytes, memory_bytes("MemAvailable") // 10**9),

@@ -1,4 +1,4 @@
-"""The count that MFU is made of, against torch's own and against figures of the same shape."""
+"""The FLOPs that MFU is computed from agree with torch's count, and with figures counted elsewhere for one shape."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def test_the_flops_are_those_that_torch_counts(settings: dict[str, Any]) -> None
 
 @pytest.mark.parametrize(("tokens_per_second", "mfu"), [(181e3, 0.156), (351e3, 0.302), (391e3, 0.336)])
 def test_base_has_the_mfu_that_was_counted_for_it_elsewhere(tokens_per_second: float, mfu: float) -> None:
-    """Of 790 TFLOP/s, at 512 + 114 tokens."""
+    """The peak is 790 TFLOP/s; sequences have 512 + 114 tokens."""
     spec = recipe("base")
     found = tokens_per_second * flops_a_token(resolve(spec.model, 32_100), spec.objective) / 790e12
     assert found == pytest.approx(mfu, abs=1e-3)

@@ -1,4 +1,4 @@
-"""The program that runs every variant: what it begins with, what it writes down, and that it goes on where it was."""
+"""The command that runs every variant: its cases, its results, and how it continues after an interruption."""
 
 import json
 import subprocess

@@ -1,20 +1,20 @@
-"""Which variants are measured, at which size, on how many accelerators: a table, and nothing else."""
+"""A table of the variants to measure: their sizes, and their numbers of accelerators."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 RATE = {"optimizer.peak_learning_rate": 0.01}
-# All that a measurement needs of storage: one checkpoint, at the end, and a short validation.
+# A measurement needs only one checkpoint, at the end, and a short validation.
 BRIEF = {"storage.checkpoint_every_steps": 1_000_000, "storage.validate_sequences": 64, "storage.keep_last": 1}
-# Gradients that overflow whatever the loss is scaled by.
+# Gradients that overflow whatever the loss scale is.
 PROVOKED = {
     "optimizer.peak_learning_rate": 1.0,
     "optimizer.gradient_clip": 0,
     "optimizer.initial_scale_power": 32,
     "optimizer.warmup_steps": 10,
 }
-# So small that the program itself can be tried on two cores.
+# Small enough to try this program on two cores.
 TINY: Mapping[str, Any] = {
     "model.preset": "smoke",
     "model.compile": False,
@@ -31,7 +31,7 @@ CLEAR_ERRORS = ("TooManySkippedSteps", "NonFiniteLoss")
 
 @dataclass(frozen=True)
 class Case:
-    """One run: a recipe, and what is changed in it."""
+    """One run: a recipe and the settings that it changes."""
 
     name: str
     recipe: str
@@ -39,21 +39,21 @@ class Case:
     precision: str
     steps: int
     batch: tuple[int, int]
-    """Sequences a step over all ranks, and of one pass of one rank."""
+    """Sequences per step of all ranks, and per pass of one rank."""
     seconds: int
-    """About how long it takes on H200s, from the start of training to the certificate."""
+    """Approximate seconds on H200s, from the start of training to the certificate."""
     peer: tuple[str, float] | None = None
-    """What else was measured on as many H200s at this size, and its tokens/s."""
+    """Another program that was measured on the same number of H200s at this size, and its tokens/s."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     must_fail: bool = False
-    """Whether it has to end with one of CLEAR_ERRORS."""
+    """Whether it must end with one of CLEAR_ERRORS."""
     host_gigabytes: int = 0
-    """Host memory that it needs."""
+    """Host memory that it needs, in GB."""
     disk_gigabytes: int = 5
-    """Room for its checkpoint and weights."""
+    """Disk space for its checkpoint and weights, in GB."""
 
     def all_settings(self, *, tiny: bool) -> dict[str, Any]:
-        """Every ``part.key`` to be set; at ``tiny`` the case keeps its recipe, ranks, layout and precision."""
+        """Every ``part.key`` to set. With ``tiny``, the case keeps its recipe, ranks, layout and precision."""
         total, micro = self.batch
         return {
             **RATE,

@@ -1,4 +1,4 @@
-"""One case of a table of variants, run as a user would run it: the stages of the program, each a process."""
+"""Run one case as a user would: each stage of the program is a process."""
 
 import json
 import shutil
@@ -24,11 +24,11 @@ Row = dict[str, Any]
 
 
 class StageFailed(Exception):
-    """A stage ended with an error, whose last line this is."""
+    """A stage failed; the message is the last line of its error output."""
 
 
 def stage(seconds: dict[str, float], name: str, *arguments: object, timeout: float | None = None) -> None:
-    """Run a subcommand of ``t5-pretrain``; how long it took is noted under its name."""
+    """Run a subcommand of ``t5-pretrain``, and record its seconds under its name. Raises StageFailed if it fails."""
     started, command = time.perf_counter(), [*PROGRAM, name, *map(str, arguments)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
@@ -47,16 +47,16 @@ class Runner:
         self.root, self.tiny, self.keep = root, tiny, keep
 
     def tokenize(self, corpus: str, vocabulary: str) -> None:
-        """Text to token shards; quick when they are there."""
+        """Make token shards of the text; quick if they exist."""
         where = ("--corpus", corpus, "--tokenizer", vocabulary, "--out", self._data)
         stage({}, "tokenize", *where, *(("--shard-tokens", 1 << 18) if self.tiny else ()))
 
     def spec(self, case: Case) -> RunSpec:
-        """What the case asks for; SpecError where there is no such recipe or setting."""
+        """The run that the case asks for. Raises SpecError if the recipe or a setting does not exist."""
         return recipe(case.recipe).with_settings(case.all_settings(tiny=self.tiny))
 
     def train(self, case: Case, deadline: float | None) -> Row:
-        """Train to the last step, or to the error that the case is about; what is known then."""
+        """Train to the last step, or to the expected error; return the first part of the case's row."""
         asked = self.spec(case).optimizer
         row: Row = {"name": case.name, "recipe": case.recipe, "ranks": case.ranks, "precision": case.precision}
         row |= {"steps": asked.num_steps, "batch": asked.global_batch_sequences, "tiny": self.tiny, "seconds": {}}
@@ -71,7 +71,10 @@ class Runner:
         return row | {"machine_memory_bytes": memory.rise, **self._measured(case)}
 
     def prove(self, case: Case, row: Row) -> Row:
-        """Consolidate, export and certify what was trained; the row, whole. Its files are removed when it passed."""
+        """Consolidate, export and certify the model; return the complete row.
+
+        Removes the files of a case that passed.
+        """
         if "passed" not in row:
             try:
                 row["certificate"] = self._certificate(case, row["seconds"])
@@ -91,7 +94,7 @@ class Runner:
         run = self._run(case)
         stage(seconds, "consolidate", run / "checkpoints", run / "weights")
         if not self.keep:
-            shutil.rmtree(run / "checkpoints")  # disks are small beside moments
+            shutil.rmtree(run / "checkpoints")  # the optimizer's moments would fill the disk
         where = ("--run", run, "--tokenizer", self._data / "tokenizer")
         stage(seconds, "export", run / "weights", run / "export", *where)
         stage(seconds, "certify", run / "export", run / "witness")
@@ -106,7 +109,7 @@ class Runner:
         }
 
     def _measured(self, case: Case) -> Row:
-        """Of the run's own log: rates are medians of its second half, memory the most there was, of rank 0."""
+        """Values from the run's metrics: rates are medians of the second half; memory is the maximum, on rank 0."""
         spec = self.spec(case)
         vocabulary = int(TokenShards.load(self._data / "shards").counts["vocab_size"])
         steps = [line for line in metrics.read(self._run(case) / "metrics.jsonl") if "loss" in line]
@@ -121,7 +124,7 @@ class Runner:
         }
 
     def _reported(self, case: Case) -> str:
-        """The class of the error that the ranks of the last attempt reported; nothing where they did not."""
+        """The class of the error that a rank of the last attempt reported; empty if none did."""
         reports = sorted((self._run(case) / "attempts").glob("*/rank-*.error.json"))
         return str(json.loads(reports[-1].read_text("utf-8"))["type"]) if reports else ""
 
@@ -138,6 +141,6 @@ def _floats(steps: list[metrics.Values], name: str) -> list[float]:
 
 
 def with_mfu(row: Mapping[str, Any], peak_flops: float) -> Row:
-    """The row, and the share of all accelerators' peak that its matrix products make; none for a trial on the CPU."""
+    """Add the MFU of a row: its matrix products, relative to the peak of all accelerators; None for a tiny case."""
     rate = row.get("flops_per_second")
     return {**row, "mfu": rate / (peak_flops * row["ranks"]) if rate and not row["tiny"] else None}

@@ -1,4 +1,4 @@
-"""Results of variants as tables to be read and pasted."""
+"""Results of variants as Markdown tables."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ GIB = 1 << 30
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown, a row a case, below the machines that they were run on."""
+    """A Markdown table with a row for each case, below the machines that the cases ran on."""
     heads, machines = [*COLUMNS], dict.fromkeys(f"{row.get('date')}, {row.get('machine')}" for row in rows)
     lines = [heads, ["---"] * len(heads)]
     lines += [[cell(row) for cell in COLUMNS.values()] for row in rows]
@@ -19,7 +19,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def listing(cases: Sequence[Case]) -> str:
-    """Markdown, a row a case, and how long those of each number of ranks take."""
+    """A Markdown table with a row for each case, and the total seconds for each number of ranks."""
     lines = [f"| {'case | recipe | ranks | precision | steps | about, s'} |", "|---|---|---|---|---|---|"]
     totals: dict[int, int] = defaultdict(int)
     for case in cases:

@@ -1,4 +1,4 @@
-"""The console script: what it prints, and how it ends."""
+"""The console script: its output and its exit codes."""
 
 import json
 import subprocess
@@ -286,7 +286,7 @@ def test_text_that_does_not_fit_under_the_root_is_refused_before_anything_starts
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with open(tmp_path / "text.txt", "wb") as file:
-        file.truncate(1 << 43)  # a sparse file: nobody reads it
+        file.truncate(1 << 43)  # a sparse file, which is never read
     assert t5_pretrain("run", "smoke", "--set", "corpus.source=text.txt") == 1
     assert "choose another root" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""``consolidate`` as it is called by hand."""
+"""``consolidate`` as a user calls it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ Record = Callable[..., None]
 
 
 def write_tag(tag: Path, record: Record) -> dict[str, dict[str, torch.Tensor]]:
-    """A checkpoint of one rank in fp32, whose optimizer moves the weights in place; what it must give, by file."""
+    """Write a checkpoint of one fp32 rank without separate masters; return the expected tensors, by file."""
     tag.mkdir(parents=True)
     held = {
         stem: {"b.weight": torch.randn(3, 2), "a.bias": torch.randn(4)} for stem in ("model", "exp_avg", "exp_avg_sq")

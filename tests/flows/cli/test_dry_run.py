@@ -1,4 +1,4 @@
-"""Hosts on the command line decide the ranks, and a dry run shows what would be started where."""
+"""Hosts on the command line determine the ranks, and a dry run shows what would start where."""
 
 import os
 import sys
@@ -77,6 +77,6 @@ def test_ranks_follow_from_the_hosts_and_paths_are_absolute(hostfile: Path, monk
     assert spec.cluster.hostfile == hostfile
     assert spec.cluster.known_hosts == hostfile.parent / "known"
     assert resolve("smoke", of_hosts | {"cluster.ranks": "2"}) == spec
-    # 8 ranks in 8 stages, of which the recipe's 2 ranks know nothing.
+    # The hosts have 8 ranks for the 8 stages; the recipe itself has only 2.
     staged = resolve("smoke", {"cluster.hostfile": "hosts", "layout.pipeline_stages": 8})
     assert (staged.cluster.ranks, staged.data_parallel_size) == (8, 1)

@@ -1,4 +1,4 @@
-"""`t5-pretrain gc` shows what no run needs, and removes it only when it is told to."""
+"""`t5-pretrain gc` shows what no run needs, and removes it only with --free."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.support.simulated_nodes import make_sidecar
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Path:
-    """A whole checkpoint, and an older one that never was."""
+    """A complete checkpoint, and an older one that is incomplete."""
     folder = tmp_path / "work" / "runs" / "mine" / "checkpoints"
     for step in (4, 8):
         (folder / f"step-{step:08d}").mkdir(parents=True)

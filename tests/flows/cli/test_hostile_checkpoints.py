@@ -1,4 +1,4 @@
-"""``consolidate`` on a checkpoint that somebody else made: whatever its pickles ask for, nothing of it is done."""
+"""``consolidate`` on a checkpoint from elsewhere: nothing that its pickles ask for is run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ MODEL = "mp_rank_00_model_states.pt"
 
 
 class Hostile:
-    """Makes a file when it is unpickled by a reader that lets pickles call."""
+    """Creates a file when it is unpickled by a reader that allows function calls."""
 
     def __init__(self, sign: Path) -> None:
         self._sign = sign
@@ -44,5 +44,5 @@ def test_a_pickle_that_would_run_code_is_refused_by_name_and_nothing_is_written(
     assert said.count("\n") == 1
     assert MODEL in said
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
-    torch.load(tag / MODEL, weights_only=False)  # the control: who lets pickles call does run this one
+    torch.load(tag / MODEL, weights_only=False)  # the control: a reader that allows function calls does run it
     assert sign.exists(), "the pickle was not hostile"

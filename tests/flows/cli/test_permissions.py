@@ -1,4 +1,4 @@
-"""What this user may not read or write ends every command with one line: the path, the reason and the remedy."""
+"""A path that this user may not read or write ends every command with one line: the path, the reason, the remedy."""
 
 import json
 import os
@@ -15,9 +15,9 @@ from t5train.progress import silent
 from t5train.spec import TokenizerSpec
 
 CAPABILITIES = "-dac_override,-dac_read_search"
-# Permissions do not bind root, unless it gives up the rights to read and write everything.
+# Permissions do not restrict root unless it gives up these capabilities.
 BOUND = ["setpriv", f"--bounding-set={CAPABILITIES}", f"--inh-caps={CAPABILITIES}"] if os.geteuid() == 0 else []
-# Runs every command in one process, as most of a command's time goes into imports.
+# Runs every command in one process, because imports take most of a command's time.
 PROGRAM = """
 import contextlib, io, json, os, pathlib, sys
 from flows.cli import __main__
@@ -40,7 +40,7 @@ print(json.dumps(ended))
 DRY_RUN = ("run", "smoke", "--dry-run")
 TOKENIZE = ("tokenize", "--corpus", "text", "--tokenizer", "words", "--out", "out")
 EXPORT = ("export", "model", "out", "--run", "root/runs/mine", "--tokenizer", "words")
-# What may not be read, and what is run.
+# The path without permissions, and the command.
 CASES = [
     ("root", ("status", "--root", "root")),
     ("root/runs", ("status", "--root", "root")),
@@ -78,7 +78,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Ended(NamedTuple):
-    """What a command ended with."""
+    """The exit code and output of a command."""
 
     code: int
     out: str
@@ -87,7 +87,7 @@ class Ended(NamedTuple):
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
-    """How each of the cases ended."""
+    """The result of each case."""
     pieces = sentencepiece_model.train(TokenizerSpec(vocab_size=300), [Path(os.__file__).read_text("utf-8")], silent)
     cases = [(str(_folder(tmp_path_factory.mktemp("case"), pieces)), closed, args) for closed, args in CASES]
     command = [*BOUND, sys.executable, "-c", PROGRAM, json.dumps(cases)]
@@ -113,7 +113,7 @@ def test_what_may_not_be_read_or_written_is_told_in_one_line_with_path_and_remed
 ) -> None:
     this, closed = ended[number], CASES[number][0]
     assert this.code == 1, this
-    line = this.err.splitlines()[-1]  # before it a slow machine shows progress
+    line = this.err.splitlines()[-1]  # on a slow machine, progress comes before it
     assert line.startswith("error: ")
     assert "Traceback" not in this.err
     assert closed in line

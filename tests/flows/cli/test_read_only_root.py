@@ -1,4 +1,4 @@
-"""Where nothing may be written: one line that says so, before any work, and nothing left behind."""
+"""If the root cannot be written, a command says so in one line, before any work, and leaves nothing behind."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ import pytest
 from infra.node.ports import free_port
 
 PROGRAM = "from flows.cli.__main__ import main; main()"
-# Permissions do not bind root, unless it gives up the right to pass them over.
+# Permissions do not restrict root unless it gives up this capability.
 BOUND = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"] if os.geteuid() == 0 else []
 
 pytestmark = pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""``up`` leaves nothing behind, however it is ended."""
+"""``up`` leaves nothing behind, however it ends."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What a person sees of a stage that is run by itself."""
+"""What a user sees when a stage is run by itself."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Hosts that are down before a run begins: spares stand in for them, or it is refused with what to do."""
+"""Hosts that are down before a run begins are replaced by spares, or the run is refused with a remedy."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Asked = tuple[list[tuple[str, ...]], set[str]]
 
 @pytest.fixture
 def spec(tmp_path: Path) -> Callable[[int], RunSpec]:
-    """Of a run on the first of four hosts, as many of which wait as spares as is said."""
+    """``spec(spares)``: the spec of a run with a hostfile of four hosts, of which the last ``spares`` are spares."""
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\nc slots=1\nd slots=1\n", "utf-8")
 
     def spec(spares: int) -> RunSpec:
@@ -37,7 +37,7 @@ def spec(tmp_path: Path) -> Callable[[int], RunSpec]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """Hosts of each time that they are asked, and those that do not answer."""
+    """The hosts asked in each call of ``require_agreement``, and the set of hosts that do not answer."""
     times: list[tuple[str, ...]] = []
     down = set[str]()
 
@@ -99,7 +99,7 @@ def test_hosts_are_not_asked_by_a_run_that_has_been_trained(spec: Callable[[int]
 
 
 def begin(run_folder: Path, spec: RunSpec, fingerprint: str) -> None:
-    """As if it had been."""
+    """Write ``run.json``, as if training had begun."""
     run_folder.mkdir(parents=True)
     begun = {
         "fingerprint": fingerprint,

@@ -45,7 +45,7 @@ def test_failures_with_something_else_in_between_are_tried_again(tmp_path: Path,
 def test_a_host_that_failed_twice_is_named_and_replaced_by_a_spare_with_slots_enough(tmp_path: Path) -> None:
     judged(tmp_path, lost("a", 60))
     assert unfit(tmp_path) == {}
-    judged(tmp_path, DiskFull("rank 3 of 4 on b", ["b"]))  # which no attempt follows
+    judged(tmp_path, DiskFull("rank 3 of 4 on b", ["b"]))  # no attempt follows this failure
     told = judged(tmp_path, HostUnreachable("a: no answer", ["a"]))
     assert isinstance(told, HostUnreachable)
     assert str(told) == (

@@ -1,4 +1,4 @@
-"""What must not be left half done is finished when Ctrl-C is pressed again; then Ctrl-C has its effect."""
+"""A block that must not be interrupted is finished even if Ctrl-C is pressed again. Then Ctrl-C takes effect."""
 
 import signal
 import subprocess

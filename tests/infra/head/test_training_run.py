@@ -1,4 +1,4 @@
-"""What is known before anything starts."""
+"""The disk space that is required before training starts."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ REST = 3 * 4 * PARAMETERS + (512 << 20)
 
 
 def needed(root: Path, **storage: Any) -> int:
-    """Bytes that the root is to have free."""
+    """The bytes that must be free under the root."""
     settings = {f"storage.{name}": json.dumps(value) for name, value in storage.items()}
     with (
         patch.object(training_run, "require_space", side_effect=StorageError("full")) as asked,

@@ -59,7 +59,7 @@ Act = Callable[[Query[Any]], Any]
 
 @pytest.fixture
 def act(local_hosts: Any) -> Act:
-    """Does one action on host a and returns its answer."""
+    """Run an action on host a and return its answer."""
 
     def act(query: Query[Any]) -> Any:
         answer = Nodes(local_hosts, ("a",)).ask(query, 30)["a"]
@@ -84,7 +84,7 @@ def prepared(local_hosts: Hosts, act: Act) -> Path:
 
 
 class HostSession:
-    """A window as the head has it."""
+    """The head's side of a host session."""
 
     def __init__(self, argv: list[str], offsets: dict[str, int] | None) -> None:
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -95,7 +95,7 @@ class HostSession:
         self._channel.send(Instruction(order))
 
     def hear(self, kind: type[T]) -> T:
-        """The next message of that class; of Alive, the next that says something."""
+        """Return the next message of that class, skipping each Alive that names no rank."""
         while (message := self._channel.receive(Report)) is not None:
             if isinstance(message, kind) and message != Alive(()):
                 return message
@@ -226,7 +226,7 @@ def test_the_end_leaves_neither_guards_nor_ranks_nor_launchers_of_that_attempt_a
     assert time.monotonic() - began < 8
     assert rank.wait(1) == -signal.SIGKILL
     assert launcher.wait(1) == -signal.SIGTERM
-    assert of_head.wait(1) == -signal.SIGKILL  # never by another signal, which DeepSpeed's launcher passes on
+    assert of_head.wait(1) == -signal.SIGKILL  # by no other signal, because DeepSpeed's launcher would pass it on
     assert stranger.poll() is None
     assert not (prepared / "lease").exists()
 

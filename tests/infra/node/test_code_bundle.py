@@ -1,4 +1,4 @@
-"""Code has one digest wherever it lies, and another as soon as a module is another."""
+"""The digest of code depends on its modules, and on nothing else."""
 
 import json
 import os
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Two small packages."""
+    """A folder with two small packages."""
     for name in (
         "t5train/__init__.py",
         "t5train/data/shards.py",

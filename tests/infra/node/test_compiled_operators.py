@@ -11,7 +11,7 @@ from infra.node.compiled_operators import clear_stale_locks, missing, shared_loc
 Start = Callable[..., subprocess.Popen[bytes]]
 Until = Callable[..., None]
 
-# What torch does while it compiles: the file is created exclusively and stays open.
+# Does what torch does while it compiles: create the lock file exclusively and keep it open.
 COMPILE = "import sys, time; from torch.utils.file_baton import FileBaton\n"
 COMPILE += "baton = FileBaton(sys.argv[1]); assert baton.try_acquire(); time.sleep(600)"
 

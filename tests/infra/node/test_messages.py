@@ -1,4 +1,4 @@
-"""Every message arrives as it was sent, and one that differs in any field is refused with the name of that field."""
+"""Every message arrives as it was sent. A message with a wrong field is rejected with the name of that field."""
 
 import json
 import string
@@ -41,7 +41,7 @@ MESSAGES = sorted(set(all_messages()), key=lambda kind: kind.__name__)
 
 
 def values(kind: Any) -> st.SearchStrategy[Any]:
-    """Values of the type of a field."""
+    """A strategy for values of the type of a field."""
     simple = {
         bool: st.booleans(), int: st.integers(), str: TEXT, bytes: st.binary(max_size=8), type(None): st.none(),
         float: st.floats(allow_nan=False, allow_infinity=False),
@@ -112,7 +112,7 @@ def refused(document: dict[str, Any], kind: type[Any], *words: str) -> None:
 
 
 def objects(where: str, kind: Any, value: Any) -> Iterator[tuple[str, dict[str, Any], list[str]]]:
-    """The message and all that it holds: what errors call it, its JSON, and the names of its fields."""
+    """Yield the message and each message inside it: its name in errors, its JSON, and the names of its fields."""
     hints = get_type_hints(kind)
     yield where, value, list(value)
     for name, inner in value.items():

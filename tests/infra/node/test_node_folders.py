@@ -42,11 +42,11 @@ def test_a_folder_open_to_others_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_lease_ages_from_its_renewal_and_one_that_never_was_is_over(tmp_path: Path) -> None:
-    head_lease.renew(tmp_path)  # a word that comes late does not bring back what was ended
+    head_lease.renew(tmp_path)  # a late renewal does not bring back a lease that was removed
     assert head_lease.age_seconds(tmp_path) == float("inf")
     head_lease.begin(tmp_path)
-    for _ in range(50):  # whichever way the clock is rounded
+    for _ in range(50):  # however the clock is rounded
         head_lease.renew(tmp_path)
         assert 0 <= head_lease.age_seconds(tmp_path) < 5
-    (tmp_path / head_lease.LEASE).write_text("1e18")  # of a time before the machine started anew
+    (tmp_path / head_lease.LEASE).write_text("1e18")  # a time from before a reboot
     assert head_lease.age_seconds(tmp_path) == float("inf")

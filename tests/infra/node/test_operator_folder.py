@@ -1,4 +1,4 @@
-"""Operators are kept by what they are compiled from, on a disk of this machine, where nobody else can put any."""
+"""Each build configuration has its own folder of operators, on a local disk, to which no other user can write."""
 
 import sys
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Folder = Callable[..., Path]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
-    """That of an environment."""
+    """Return the operator folder of an environment."""
     monkeypatch.setattr(node_folders, "PARENT", tmp_path)
 
     def folder(**environment: str) -> Path:
@@ -43,7 +43,7 @@ def test_another_compiler_has_another_folder(folder: Folder, name: str) -> None:
 
 
 def test_another_python_environment_has_another_folder(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its paths are in the commands, so ninja would recompile and overwrite what the other environment uses."""
+    """Paths of the environment are in the compile commands, so ninja would recompile what another environment uses."""
     before = folder()
     monkeypatch.setattr(sys, "prefix", "/another/.venv")
     assert folder() != before

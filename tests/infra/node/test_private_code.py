@@ -1,4 +1,4 @@
-"""Code that was sent to a host runs only from folders that nobody else can write to."""
+"""Code that was sent to a host runs only from folders that no other user can write to."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a fold
 
 @pytest.fixture(autouse=True)
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the node folder lies: as /var/tmp, everybody may write there."""
+    """The parent of the node folder. Anyone can write to it, as to /var/tmp."""
     parent = tmp_path / "tmp"
     parent.mkdir()
     parent.chmod(0o1777)
@@ -32,7 +32,7 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def planted(tmp_path: Path) -> Path:
-    """A program where the head's code is expected; the file that it would leave."""
+    """Plant a program where the head's code is expected; return the path of the file that it creates if it runs."""
     program = code_folder(DIGEST) / "infra" / "node"
     program.mkdir(parents=True)
     (program.parent / "__init__.py").touch()

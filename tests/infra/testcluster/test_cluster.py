@@ -1,4 +1,4 @@
-"""Where there can be no test cluster, that is said, with the reason and the remedy."""
+"""If a machine cannot run a test cluster, the error says why and what to do."""
 
 import os
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Programs = Callable[[dict[str, str]], None]
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
-    """As root on a machine that has these programs, name and script, besides those of /usr/sbin."""
+    """Make the test appear to run as root, with only the given programs (scripts by name) and those of /usr/sbin."""
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", str(tmp_path))
 

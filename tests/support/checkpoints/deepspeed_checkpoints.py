@@ -1,10 +1,12 @@
-"""Run by every rank: trains a toy in the layouts named, saves checkpoints, and what the live engines held.
+"""Train a toy model in several layouts. Save checkpoints, and what the live engines held. Every rank runs this.
 
     RANK=... WORLD_SIZE=... python deepspeed_checkpoints.py FOLDER [LAYOUT ...]
 
-A name with ``fp16`` in place of ``bf16`` is understood too. Each layout (all, when none is named) gets
-``FOLDER/theirs/{layout}/``, a DeepSpeed save folder, ``FOLDER/ours/{layout}/``, the same with sidecars, and
-``FOLDER/live/{layout}.pt``: what the engine held, and where it works what zero_to_fp32 makes of it.
+A name may have ``fp16`` in place of ``bf16``. For each layout (all, if none is named), this writes:
+
+- ``FOLDER/theirs/{layout}/``: a DeepSpeed save folder.
+- ``FOLDER/ours/{layout}/``: the same with sidecars.
+- ``FOLDER/live/{layout}.pt``: what the engine held and, where zero_to_fp32 works, its result.
 """
 
 import sys
@@ -48,7 +50,7 @@ class Toy(nn.Module):
 
 
 class Untied(Toy):
-    """Without what DeepSpeed's own tool cannot convert."""
+    """A toy without the tie and the frozen parameter, which DeepSpeed's own tool cannot convert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ def configuration(stage: int, precision: str, **more: Any) -> dict[str, Any]:
 
 
 def partitioned(precision: str, **zero: Any) -> dict[str, Any]:
-    """ZeRO 3 where none of the parameters stays whole on every rank."""
+    """ZeRO 3 with every parameter partitioned: none stays whole on every rank."""
     return configuration(3, precision, zero_optimization={"stage3_param_persistence_threshold": 0, **zero})
 
 
@@ -117,7 +119,7 @@ def train(kind: type[Toy], settings: dict[str, Any]) -> Any:
 
 
 def live_masters(engine: Any) -> dict[str, torch.Tensor]:
-    """Masters by name: DeepSpeed's answer, and what its wrappers hold where it has none."""
+    """Masters by name, from DeepSpeed's API, or else from its wrappers."""
     masters = {}
     weights = live_weights(engine)
     for name, parameter in engine.module.named_parameters():
@@ -130,7 +132,7 @@ def live_masters(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def live_weights(engine: Any) -> dict[str, torch.Tensor]:
-    """What the engine computes with, whole: at ZeRO 3 each rank holds a part."""
+    """The weights that the engine computes with, gathered: at ZeRO 3 each rank holds a part."""
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
 

@@ -1,17 +1,18 @@
-"""DeepSpeed 0.19's checkpoint files, written without DeepSpeed: who writes which, their keys, and each element's place.
+"""Checkpoint files as DeepSpeed 0.19 writes them, written without DeepSpeed.
 
-| stage | file | one from | holds |
+| stage | file | written by | holds |
 |---|---|---|---|
 | 0, 1, 2 | ``mp_rank_00_model_states.pt`` | rank 0 | module; shapes in the order of the flat groups |
 | 1, 2 | ``zero_pp_rank_R_mp_rank_00_optim_states.pt`` | each rank | its partition of every flat group |
 | 3 | ``zero_pp_rank_R_mp_rank_00_model_states.pt`` | each rank | empty parameters, buffers, frozen fragments |
 | 3 | ``zero_pp_rank_R_mp_rank_00_optim_states.pt`` | each rank | its slice of every parameter |
 | 0, 1, 2 | ``layer_L_expert_E_mp_rank_00_model_states.pt`` | first rank with expert E | expert E of MoE layer L |
-| 0 | ``expp_rank_E_mp_rank_00_optim_states.pt`` | first rank with its experts | its optimizer, as model states do |
+| 0 | ``expp_rank_E_mp_rank_00_optim_states.pt`` | first rank with its experts | its optimizer, as in model states |
 
-In bf16 the optimizer files of ZeRO begin with ``bf16_``. A flat group is its parameters end to end, aligned if the
-configuration says so, then padded to twice the ranks it is cut over; the files leave out the end padding, but for
-BF16_Optimizer's. At ZeRO 3 each parameter is padded to a multiple of the ranks and cut by itself.
+In bf16, the names of ZeRO's optimizer files begin with ``bf16_``. A flat group is its parameters end to end, aligned if
+the configuration says so, and padded to a multiple of twice the number of ranks that it is partitioned over. The files
+omit the padding at the end, except those of BF16_Optimizer. At ZeRO 3, each parameter is padded to a multiple of the
+number of ranks and partitioned by itself.
 """
 
 import math
@@ -29,7 +30,7 @@ EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint on disk, and the tensors it must give."""
+    """A checkpoint on disk, and the tensors that consolidation must yield."""
 
     tag: Path
     expected: dict[str, torch.Tensor]
@@ -43,8 +44,9 @@ class Written:
 class Layout:
     """Shapes of each dense parameter group, and how everything is spread over files.
 
-    ``experts`` are the number and the expert-parallel size of each MoE layer, whose experts have ``expert_shapes``;
-    a parameter group of experts holds at most ``group_elements``, as one of ZeRO 3 (a sub-group) does.
+    ``experts`` holds the number of experts and the expert-parallel size of each MoE layer, and ``expert_shapes`` the
+    shapes of one expert's weights. A parameter group of experts has at most ``group_elements`` elements, and so has a
+    sub-group at ZeRO 3.
     """
 
     groups: Sequence[Sequence[Shape]]
@@ -68,7 +70,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Group:
-    """A parameter group: the names in it, by expert-parallel rank; a dense one is the same on all."""
+    """A parameter group: the names in it, by expert-parallel rank. A dense group is the same on all ranks."""
 
     names: Sequence[Sequence[str]]
 
@@ -83,7 +85,7 @@ class Group:
 
 @dataclass
 class Model:
-    """What the engine held: fp32 masters, and what else the module has."""
+    """What the engine held: fp32 masters, and the module's frozen parameters, buffers and ties."""
 
     masters: dict[str, torch.Tensor]
     groups: list[Group]
@@ -105,7 +107,7 @@ def write_files(folder: Path, layout: Layout) -> Path:
 
 
 def make_model(layout: Layout) -> Model:
-    """Names and numbers of everything the layout asks for."""
+    """Make random values for everything that the layout describes."""
     generator = torch.Generator().manual_seed(layout.seed)
     shapes = {f"layer{g}.weight{i}": s for g, group in enumerate(layout.groups) for i, s in enumerate(group)}
     groups = [
@@ -124,7 +126,7 @@ def make_model(layout: Layout) -> Model:
 
 
 def expected(layout: Layout, model: Model) -> dict[str, torch.Tensor]:
-    """The result of consolidation by the names that the files hold."""
+    """The expected result of consolidation, by the names that the files use."""
     tensors = model.masters | {name: tensor.float() for name, tensor in model.frozen.items()} | model.buffers
     return {layout.prefix + name: tensor for name, tensor in tensors.items()}
 
@@ -147,7 +149,7 @@ def _expert_groups(layout: Layout) -> list[Group]:
 
 
 def _names_of_rank(layout: Layout, size: int, rank: int) -> list[str]:
-    """Experts of expert-parallel rank ``rank``: as many consecutive ones of each layer as any other rank has."""
+    """Weights of expert-parallel rank ``rank``. Each rank has the same number of consecutive experts of every layer."""
     return [
         f"moe.{index}.{EXPERTS}.{rank * (count // size) + local}.{tensor}"
         for index, (count, layer_size) in enumerate(layout.experts)
@@ -167,7 +169,7 @@ def _cuts(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:
 
 
 def holders(layout: Layout, size: int) -> list[list[int]]:
-    """The ranks that hold the same experts, for each expert-parallel rank."""
+    """For each expert-parallel rank, the ranks that hold its experts."""
     each = layout.ranks // size
     if layout.consecutive:
         return [list(range(first, first + each)) for first in range(0, layout.ranks, each)]
@@ -175,7 +177,7 @@ def holders(layout: Layout, size: int) -> list[list[int]]:
 
 
 def place(layout: Layout, group: Group, rank: int) -> tuple[int, int]:
-    """Expert-parallel rank, and rank among those with the same experts, of data-parallel rank ``rank``."""
+    """The expert-parallel rank of data-parallel rank ``rank``, and its position among ranks with the same experts."""
     return next(
         (e, held.index(rank)) for e, held in enumerate(holders(layout, group.expert_parallel_size)) if rank in held
     )
@@ -185,7 +187,7 @@ def place(layout: Layout, group: Group, rank: int) -> tuple[int, int]:
 
 
 def paddings(layout: Layout, shapes: Sequence[Shape]) -> list[int]:
-    """Elements after each parameter but the last, so that the next begins at a multiple of ``alignment``."""
+    """Padding after each parameter, so that the next begins at a multiple of ``alignment``; 0 after the last."""
     found, offset = [], 0
     for index, shape in enumerate(shapes):
         offset += math.prod(shape)
@@ -195,7 +197,7 @@ def paddings(layout: Layout, shapes: Sequence[Shape]) -> list[int]:
 
 
 def partition(layout: Layout, model: Model, group: Group, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A rank's part of a flat group: as the file has the masters, and with the padding that moments keep."""
+    """A rank's partition of a flat group: as the file stores masters, and with the padding that moments keep."""
     expert_rank, position = place(layout, group, rank)
     tensors = [model.masters[name] for name in group.names[expert_rank]]
     gaps = paddings(layout, [tuple(tensor.shape) for tensor in tensors])
@@ -210,7 +212,7 @@ def partition(layout: Layout, model: Model, group: Group, rank: int) -> tuple[to
 
 
 def shard(tensor: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
-    """A rank's slice of a parameter at ZeRO 3; what follows the last element is arbitrary."""
+    """A rank's slice of a parameter at ZeRO 3. Padding after the last element is arbitrary."""
     part = -(-tensor.numel() // ranks)
     whole = torch.cat([tensor.reshape(-1), torch.full((part * ranks - tensor.numel(),), 9.0, dtype=tensor.dtype)])
     return whole[rank * part : (rank + 1) * part].clone()
@@ -227,7 +229,7 @@ def _adam(layout: Layout, tensors: Iterable[torch.Tensor], names: Sequence[dict[
 
 
 def _named(model: Model) -> list[dict[str, Any]]:
-    """What DeepSpeed adds to the optimizer's parameter groups of experts."""
+    """Keys that DeepSpeed adds to the optimizer's parameter groups of experts."""
     return [
         {"name": f"ep_size_{group.expert_parallel_size}", "moe": True} if group.of_experts else {}
         for group in model.groups
@@ -238,7 +240,7 @@ def _named(model: Model) -> list[dict[str, Any]]:
 
 
 def _model_states(layout: Layout, model: Model, module: dict[str, torch.Tensor], shapes: Any) -> dict[str, Any]:
-    """The keys that the files of model states have in common."""
+    """The content that all files of model states have in common."""
     prefix = layout.prefix
     return {
         "module": {prefix + name: tensor for name, tensor in module.items()},
@@ -260,7 +262,7 @@ def _model_states(layout: Layout, model: Model, module: dict[str, torch.Tensor],
 
 
 def _shapes(layout: Layout, model: Model) -> list[OrderedDict[str, torch.Size]]:
-    """Names and shapes of each group in the order of its flat buffer, experts numbered as rank 0 numbers them."""
+    """Names and shapes of each group in the order of its flat buffer, with experts numbered as on rank 0."""
     return [
         OrderedDict((layout.prefix + name, model.masters[name].shape) for name in group.names[0])
         for group in model.groups
@@ -326,7 +328,7 @@ def _zero0(layout: Layout, model: Model) -> dict[str, Any]:
 
 
 def _replicated(layout: Layout, model: Model, rank: int) -> dict[str, Any]:
-    """A rank's optimizer at ZeRO 0: in low precision DeepSpeed's around torch's, with the masters."""
+    """A rank's optimizer state at ZeRO 0. In low precision, DeepSpeed wraps torch's state and adds the masters."""
     held = [[model.masters[name] for name in group.names[place(layout, group, rank)[0]]] for group in model.groups]
     flat = [torch.cat([tensor.reshape(-1) for tensor in group]) for group in held]
     adam = _adam(layout, flat, _named(model))
@@ -363,7 +365,7 @@ def _zero3(layout: Layout, model: Model) -> dict[str, Any]:
 
 
 def sub_groups(layout: Layout, model: Model) -> list[list[str]]:
-    """The parameters of each of ZeRO 3's sub-groups, of which none spans two parameter groups."""
+    """The parameters of each ZeRO 3 sub-group. No sub-group spans two parameter groups."""
     found = []
     for names in (group.names[0] for group in model.groups):
         sizes = [model.masters[name].numel() for name in names]

@@ -1,12 +1,16 @@
-"""Run by 2 or 4 ranks: trains a toy with experts in every layout, saves checkpoints, and what the live engines held.
+"""Train a toy model with experts on 2 or 4 ranks in every layout. Save checkpoints, and what the live engines held.
 
     RANK=... WORLD_SIZE=4 PYTHONHASHSEED=0 python deepspeed_moe_checkpoints.py FOLDER [LAYOUT ...]
 
-A name with ``fp16`` in place of ``bf16`` is understood too. Each layout (all, when none is named) gets
-``FOLDER/theirs/{layout}/``, a DeepSpeed save folder, ``FOLDER/ours/{layout}/``, the same with sidecars, and from
-every rank ``FOLDER/live/{layout}/{rank}.pt``: the masters and weights it held, experts numbered globally. The hash
-seed makes all ranks order expert groups of different sizes alike, which DeepSpeed takes from a Python set; else they
-would wait for each other for ever.
+A name may have ``fp16`` in place of ``bf16``. For each layout (all, if none is named), this writes:
+
+- ``FOLDER/theirs/{layout}/``: a DeepSpeed save folder.
+- ``FOLDER/ours/{layout}/``: the same with sidecars.
+- ``FOLDER/live/{layout}/{rank}.pt``, from every rank: the masters, weights, buffers and moments that it held, with
+  experts numbered globally.
+
+DeepSpeed iterates over expert groups of different sizes in the order of a Python set. The fixed hash seed gives all
+ranks the same order; otherwise they would deadlock.
 """
 
 import re
@@ -68,7 +72,7 @@ class Layout:
 
 
 def layouts(world_size: int) -> dict[str, Layout]:
-    """Those of a world of 2 or 4 ranks, by name."""
+    """Layouts for a world of 2 or 4 ranks, by name."""
     data_first = {"use_data_before_expert_parallelism": True}
     bf16_sums, fp32_sums = ({"data_types": {"grad_accum_dtype": dtype}} for dtype in ("bf16", "fp32"))
     whole = world_size
@@ -156,7 +160,7 @@ def parameter_groups(model: Toy, layout: Layout) -> list[dict[str, Any]]:
 
 
 def train(layout: Layout) -> Any:
-    groups._EXPERT_PARALLEL_GROUP.clear()  # DeepSpeed keeps groups by name, in the order of the first layout
+    groups._EXPERT_PARALLEL_GROUP.clear()  # DeepSpeed keeps groups by name, ordered as in the first layout
     groups._EXPERT_DATA_PARALLEL_GROUP.clear()
     torch.manual_seed(7 + torch.distributed.get_rank())  # experts differ between ranks; the rest is broadcast
     model = Toy(layout)
@@ -180,7 +184,7 @@ def global_name(engine: Any, name: str) -> str:
 
 
 def held(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """Masters by name (DeepSpeed's answer, else what its wrappers hold), and the weights, buffers and moments."""
+    """Masters, weights, buffers and moments by name. Masters come from DeepSpeed's API, or else from its wrappers."""
     masters, weights = {}, {}
     for name, parameter in engine.module.named_parameters():
         master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
@@ -231,7 +235,7 @@ def save_ours(engine: Any, layout: Layout, folder: Path) -> None:
 
 
 def writer(name: str) -> int:
-    """The rank that speaks for a file; the first for what others wrote as well."""
+    """The rank that records a file; rank 0 for a file that several ranks write."""
     match = re.search(r"zero_pp_rank_(\d+)_", name)
     return int(match[1]) if match else 0
 

@@ -1,10 +1,12 @@
-"""Run by four ranks: trains a toy pipeline in two stages (but for one layout), saves checkpoints, and what was live.
+"""Train a toy pipeline on four ranks, in two stages or one. Save checkpoints, and what the live engines held.
 
-    RANK=... WORLD_SIZE=4 python deepspeed_pipeline_checkpoints.py FOLDER
+    RANK=... WORLD_SIZE=4 python deepspeed_pipeline_checkpoints.py FOLDER [LAYOUT ...]
 
-A name with ``fp16`` in place of ``bf16`` is understood too. Each layout gets ``FOLDER/theirs/{layout}/``, a DeepSpeed
-save folder, ``FOLDER/ours/{layout}/``, the same with sidecars, and for each stage
-``FOLDER/live/{layout}.{stage}.pt``: masters and moments by DeepSpeed's own names.
+A name may have ``fp16`` in place of ``bf16``. For each layout (all, if none is named), this writes:
+
+- ``FOLDER/theirs/{layout}/``: a DeepSpeed save folder.
+- ``FOLDER/ours/{layout}/``: the same with sidecars.
+- ``FOLDER/live/{layout}.{stage}.pt``, for each stage: masters, moments and buffers by DeepSpeed's own names.
 """
 
 import sys
@@ -33,11 +35,11 @@ HUGGINGFACE = {
 
 
 class Embedding(nn.Embedding):
-    """Read forwards in the first layer, and as the classifier in the last."""
+    """The embedding in the first layer, and the classifier in the last."""
 
 
 class PlacedEmbedding(nn.Module):
-    """With positions, which the first layer alone uses: as the classifier they never move."""
+    """An embedding with positions. The classifier does not use them, so its copy of them is never updated."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
@@ -137,7 +139,7 @@ def train(settings: dict[str, Any], name: str) -> Any:
 
 
 def live(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """What this stage holds: every parameter's master, every trained one's moments, and buffers."""
+    """What this stage holds: masters of all parameters, moments of trained parameters, and buffers."""
     parameters = dict(engine.module.named_parameters())
     masters = {name: safe_get_full_fp32_param(parameter) for name, parameter in parameters.items()}
     return {

@@ -1,4 +1,4 @@
-"""What a live DeepSpeed engine holds of Adam's moments, put together by its own tables of what lies where."""
+"""Adam's moments in a live DeepSpeed engine, assembled with the engine's own tables of offsets."""
 
 from itertools import chain
 from typing import Any
@@ -9,7 +9,7 @@ from deepspeed.utils import safe_get_full_optimizer_state
 
 
 def live_moments(engine: Any, key: str) -> dict[str, torch.Tensor]:
-    """One moment by name, of every parameter that is trained; all ranks take part."""
+    """One moment of every trained parameter, by name. All ranks must call this together."""
     optimizer = engine.optimizer
     trained = {name: parameter for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -25,7 +25,7 @@ def live_moments(engine: Any, key: str) -> dict[str, torch.Tensor]:
 
 
 def _gathered(engine: Any, key: str) -> dict[str, torch.Tensor]:
-    """From the flat buffers of ZeRO 1, 2 and BF16_Optimizer (safe_get_full_optimizer_state finds none in them)."""
+    """Moments from the flat buffers of ZeRO 1, 2 and BF16_Optimizer (safe_get_full_optimizer_state finds none)."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "round_robin_bit16_groups"):
         groups, offsets = optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets

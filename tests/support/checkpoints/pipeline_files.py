@@ -1,13 +1,13 @@
-"""DeepSpeed 0.19's checkpoint files of a pipeline, written without DeepSpeed.
+"""Checkpoint files of a pipeline as DeepSpeed 0.19 writes them, written without DeepSpeed.
 
-| file | one from | holds |
+| file | written by | holds |
 |---|---|---|
 | ``layer_LL-model_states.pt`` | first rank of the stage | layer LL's weights, by their names in the layer |
 | ``mp_rank_SS_model_states.pt`` | first rank of stage SS | shapes and buffers by the names ``LL.name``, no module |
 | ``zero_pp_rank_R_mp_rank_SS_optim_states.pt`` | rank R of stage SS | its partition of every flat group of the stage |
 
-A tied module (here the embedding, layer 0, that the last stage ends with as well) is ``tied_modules.KEY.name`` in the
-groups of each of its stages. It has one file, that of its layer.
+A tied module is named ``tied_modules.KEY.name`` in the groups of each of its stages, and has one file, that of its
+layer. Here it is the embedding: layer 0, with which the last stage ends as well.
 """
 
 import re
@@ -29,7 +29,7 @@ _STAGE_AND_RANK = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_")
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Shapes of each layer's weights, for each stage its layers; ``layout`` tells precision, ranks and padding."""
+    """Shapes of all weights, by stage and layer. ``layout`` gives precision, ranks per stage and padding."""
 
     stages: Sequence[Sequence[Sequence[Shape]]]
     layout: Layout
@@ -58,7 +58,7 @@ def write_pipeline(folder: Path, pipeline: Pipeline, *, sidecars: bool) -> Writt
 
 
 def _models(pipeline: Pipeline) -> list[Model]:
-    """What each stage holds: matrices in one parameter group, all else in another."""
+    """What each stage holds, with matrices in one parameter group and all else in another."""
     generator = torch.Generator().manual_seed(pipeline.layout.seed)
     embedding = torch.randn(pipeline.embedding, generator=generator)
     models = []
@@ -76,7 +76,7 @@ def _models(pipeline: Pipeline) -> list[Model]:
 
 
 def _stage_files(pipeline: Pipeline, model: Model, stage: int) -> dict[str, Any]:
-    """What ZeRO writes, with the stage's number in place of 00."""
+    """The files that ZeRO writes for a stage, with the stage's number in place of 00."""
     count = len(pipeline.stages)
     files = zero12_files(pipeline.layout, model)
     states = files["mp_rank_00_model_states.pt"]
@@ -99,7 +99,7 @@ def _published(name: str) -> str:
 
 
 def _write_sidecars(tag: Path, pipeline: Pipeline, models: Sequence[Model]) -> None:
-    """Ranks of a stage are consecutive; its first speaks for the stage's files, and rank 0 for all layers."""
+    """Write a sidecar per rank. The first rank of a stage records the stage's files, and rank 0 those of all layers."""
     last = pipeline.first_layers[-1] + len(pipeline.stages[-1])
     layers = {str(layer): f"block.{layer}" for layer in range(1, last)}
     layers |= {"0": "shared", "tied_modules.embed": "shared"}

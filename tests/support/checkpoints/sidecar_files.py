@@ -1,4 +1,4 @@
-"""Sidecars beside the files of ``deepspeed_files``, as a run of ours leaves them."""
+"""Checkpoints made of the files of ``deepspeed_files`` and sidecars, as our runs write them."""
 
 import math
 import re
@@ -41,7 +41,7 @@ def write(folder: Path, layout: Layout, *, sidecars: bool) -> Written:
 
 
 def rank_sidecar(tag: Path, layout: Layout, model: Model, rank: int, files: Sequence[str]) -> Sidecar:
-    """What a rank says of the files it wrote."""
+    """The sidecar of a rank that wrote ``files``."""
     return Sidecar(
         run_fingerprint="a" * 64,
         step=layout.step,
@@ -83,7 +83,7 @@ def _published(layout: Layout, name: str) -> str:
 
 
 def _slots(layout: Layout, model: Model, rank: int) -> list[list[ParameterSlot]]:
-    """Where each parameter lies in a rank's groups, all partitions joined; at ZeRO 3, in its own buffer."""
+    """Offset of each parameter in its group with all partitions joined, or at ZeRO 3 in the rank's own buffer."""
     if layout.stage == 0 and layout.precision == torch.float32:
         return []
     if layout.stage == 3:

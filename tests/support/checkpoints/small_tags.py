@@ -1,4 +1,4 @@
-"""Tags of a small file for each rank, with their sidecars."""
+"""Small tags, with one file and one sidecar per rank."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from t5train.records.digests import digest_files
 
 
 def save(checkpoints: Path, at_step: int, ranks: int = 2, **changed: object) -> Path:
-    """A tag of one small file a rank; ``changed`` goes into the last rank's sidecar."""
+    """Save a tag with one small file per rank, and return its folder. ``changed`` goes into the last rank's sidecar."""
     folder = checkpoints / f"step-{at_step:08d}"
     folder.mkdir(parents=True)
     for rank in range(ranks):

@@ -1,4 +1,4 @@
-"""What the programs of this folder share that train toys on real ranks, on CPUs or on accelerators."""
+"""Functions shared by the programs of this folder that train toy models on real ranks, on CPUs or accelerators."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 
 
 def meet(folder: Path) -> None:
-    """Join the other ranks of RANK and WORLD_SIZE, by way of a file in ``folder``."""
+    """Join the other ranks through a file in ``folder``. RANK and WORLD_SIZE must be in the environment."""
     accelerator, rank, world_size = get_accelerator(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if accelerator.device_name() != "cpu":
         accelerator.set_device(rank)
@@ -20,11 +20,11 @@ def meet(folder: Path) -> None:
 
 
 def in_fp16(settings: dict[str, Any]) -> dict[str, Any]:
-    """A configuration for bf16, for fp16 instead."""
+    """Return a configuration for bf16, changed to fp16."""
     kept = {key: value for key, value in settings.items() if key not in ("bf16", "data_types")}
     return kept | {"fp16": {"enabled": True, "initial_scale_power": 4}}
 
 
 def on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors where a test without an accelerator can read them."""
+    """Copy tensors to the CPU, so that tests without an accelerator can read them."""
     return {name: tensor.detach().cpu() for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""Small trainings on real ranks: their settings by a short name, the launch, and what it left behind."""
+"""Small trainings on real ranks: settings by a short name of a layout, the launch, and its results."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def spec_of(layout: str, num_steps: int = 4, ranks: int = 2, saved_every: int = 
             "layout.offload": ("all" if stage == "3" else "optimizer") if "offload" in others else "none",
             "storage.checkpoint_every_steps": saved_every,
             "storage.validate_every_steps": saved_every,
-            "storage.validate_sequences": 11,  # three micro-batches for two ranks: one is short, one rank has none
+            "storage.validate_sequences": 11,  # three micro-batches: the last is short, and of two ranks one has fewer
             **_experts(others),
             **_pipeline(others),
         }
@@ -46,11 +46,11 @@ def spec_of(layout: str, num_steps: int = 4, ranks: int = 2, saved_every: int = 
 
 
 def _experts(options: list[str]) -> dict[str, Any]:
-    """Settings of a model with four experts over so many ranks, where ``ep1`` or ``ep2`` is among the options."""
+    """Settings of a model with four experts and expert-parallel size N if ``epN`` is among the options; else none."""
     size = next((int(option.removeprefix("ep")) for option in options if option.startswith("ep")), None)
     if size is None:
         return {}
-    # Without dropout, which experts draw otherwise where they have tokens of several ranks.
+    # No dropout: experts that process tokens of several ranks draw other dropout masks.
     return {
         "model.version": "v1.0",
         "model.moe.num_experts": 4,
@@ -61,36 +61,36 @@ def _experts(options: list[str]) -> dict[str, Any]:
 
 
 def _pipeline(options: list[str]) -> dict[str, Any]:
-    """Settings of a pipeline of as many stages as ``pp2`` or ``pp4`` says, where it is among the options."""
+    """Settings of a pipeline with N stages if ``ppN`` is among the options; else with one stage."""
     stages = next((int(option.removeprefix("pp")) for option in options if option.startswith("pp")), 1)
     version = {"model.version": "v1.0"} if "tied" in options else {}
-    # An encoder so deep that the last stage has a part of it, and shares with the first both embedding and bias.
+    # A deep encoder that extends into the last stage, which then shares both embedding and bias with the first stage.
     encoder = {"model.num_layers": 4, "model.num_decoder_layers": 1} if "deep" in options else {}
-    # One sample a pass where validation takes two: stages must tell each other of other sizes.
+    # Training passes have one sample, validation passes two: stages must tell each other when sizes change.
     passes = {"layout.micro_batch_sequences": 1} if stages == 4 else {}
     return {"layout.pipeline_stages": stages, **version, **encoder, **passes}
 
 
 class Trained:
-    """What the launch left behind."""
+    """The results of a launch."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def found(self, name: str, rank: int = 0) -> dict[str, Any]:
-        """What a rank said of the training of that name."""
+        """What a rank reported about the training ``name``."""
         found: dict[str, Any] = json.loads((self.root / f"{name}.rank-{rank}.json").read_text())
         return found
 
     def consolidated(self, name: str, out: Path) -> dict[str, int]:
-        """Digests of the weights in the training's newest checkpoint, as ``found`` has them of its masters."""
+        """Digests of the weights in the training's newest checkpoint, in the same form as ``found`` has its masters."""
         consolidate(self.root / name / "checkpoints", out / "weights")
         tensors = load_file(out / "weights/model.safetensors")
         return {name: digest64(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
 
 
 def launch(jobs: Path, ranks: int = 2, program: str = "rank_program") -> None:
-    """Run a program of this package on so many ranks, without DeepSpeed's launcher, which takes seconds to import."""
+    """Run a program of this package on ``ranks`` ranks. DeepSpeed's launcher is not used: its import takes seconds."""
     port, seconds = free_port(), 600
     environment = os.environ | {
         "WORLD_SIZE": str(ranks),
@@ -113,7 +113,7 @@ def launch(jobs: Path, ranks: int = 2, program: str = "rank_program") -> None:
                     subprocess.Popen(command, env=environment | own, stdout=output, stderr=subprocess.STDOUT)
                 )
         deadline = time.monotonic() + seconds
-        # A rank that fails leaves the others waiting for it.
+        # Stop when a rank fails: the others would wait for it forever.
         while None in (codes := [process.poll() for process in started]) and not any(codes):
             assert time.monotonic() < deadline, f"ranks do not end in {seconds} s"
             time.sleep(0.05)

@@ -1,7 +1,7 @@
-"""What the ranks of test_memory.py run: a step of each layout, and at most how many bytes of tensors live in it.
+"""The program that ranks run in test_memory_estimate.py: it measures the peak bytes of live tensors in a training step.
 
 ``python memory_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder"}]``, and writes
-``{name}.bytes`` beside it for each.
+``{name}.bytes`` beside it for each job, as rank 0 measured it.
 """
 
 import gc
@@ -42,7 +42,10 @@ def main(jobs: Path) -> None:
 
 
 def _most(entry: dict[str, Any]) -> int:
-    """Over a step: when gradients are summed, before they are reduced, and when the optimizer begins."""
+    """The peak of bytes in live tensors, beyond those that were live before the trainer was made.
+
+    It is sampled in one step: after gradients are summed, before they are reduced, and when the optimizer starts.
+    """
     folder, before, seen = Path(entry["run_folder"]), _live_bytes(), [0]
     job = TrainJob(
         spec=build(entry["spec"]),
@@ -54,7 +57,7 @@ def _most(entry: dict[str, Any]) -> int:
     trainer = loop.Trainer(job)
     gc.collect()
     earlier = [weakref.ref(tensor) for tensor in _tensors()]
-    gc.freeze()  # what is there already is not looked through again; it takes a second each time
+    gc.freeze()  # gc then skips the objects that exist now, which saves a second per sample
     with (
         _watched(Fp32Sums, "hand_over", seen, earlier),
         _watched(DeepSpeedEngine, "allreduce_gradients", seen, earlier),
@@ -77,12 +80,12 @@ def _watched(owner: type, name: str, seen: list[int], earlier: Tensors) -> Any:
 
 
 def _tensors() -> list[torch.Tensor]:
-    """Those that are not frozen."""
+    """Live tensors, except those that ``gc.freeze`` hides."""
     return [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
 
 
 def _live_bytes(earlier: Tensors = ()) -> int:
-    """``earlier`` are the tensors that were frozen; those of them that still live count."""
+    """Bytes of all live tensors. ``earlier`` are tensors that ``gc.freeze`` hides; they count while they are alive."""
     gc.collect()
     tensors = _tensors() + [tensor for each in earlier if (tensor := each()) is not None]
     hidden = [getattr(tensor, name, None) for tensor in tensors for name in ("ds_tensor", "grad_accum")]

@@ -1,11 +1,14 @@
-"""What the ranks of test_training.py run: many small trainings in one launch, since every launch costs ten seconds.
+"""The program that ranks run in training tests: many small trainings per launch, as a launch takes ten seconds.
 
 ``python rank_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder", "stop_at",
-"resume_tag", "fault", "other_layout", "other_tag"}]``, and writes ``{name}.rank-{rank}.json`` beside it for each. With
-``other_layout``, the folder of a run, its checkpoint ``other_tag`` is consolidated and begun from. What another layout
-or ``model.start_from`` gave is saved at once. With ``ranks_a_node``, each node has a folder of its own in the run's.
-Those of ``brought_from`` are gathered, and each node is brought what its ranks read; the node ``intact`` has its own,
-too.
+"resume_tag", "fault", "other_layout", "other_tag"}]``, and writes ``{name}.rank-{rank}.json`` beside it for each job.
+
+- ``other_layout`` is the folder of a run in another layout. Its checkpoint ``other_tag`` is consolidated, and training
+  starts from the result. Training that starts from another layout or from ``model.start_from`` saves a checkpoint
+  before its first step.
+- With ``ranks_a_node``, each node has its own folder within the run folder.
+- ``brought_from`` is the folder of a run on such nodes. Its checkpoint is gathered, and each node gets the files that
+  its ranks read. The node ``intact`` gets its own files as well.
 """
 
 import contextlib
@@ -44,9 +47,9 @@ def main(jobs: Path) -> None:
     deepspeed.init_distributed()
     deepspeed_config.SUB_GROUP_ELEMENTS = 20_000  # so that ZeRO 3 has several sub-groups, as in a large model
     for entry in json.loads(jobs.read_text()):
-        groups._EXPERT_PARALLEL_GROUP.clear()  # DeepSpeed keeps them by name, and takes the largest for the run's
+        groups._EXPERT_PARALLEL_GROUP.clear()  # DeepSpeed keeps groups of earlier runs, and would use the largest
         groups._EXPERT_DATA_PARALLEL_GROUP.clear()
-        groups.mpu = None  # nor does it forget that the run before was a pipeline
+        groups.mpu = None  # otherwise DeepSpeed keeps the grid of an earlier pipeline run
         if "ranks_a_node" in entry:
             _enter_node(entry)
         found = _run(entry)
@@ -86,7 +89,7 @@ def _run(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _enter_node(entry: dict[str, Any]) -> None:
-    """Let this process be a rank of a node with a disk of its own; before a resume, something is there."""
+    """Make this process a rank of a node with its own folder. With ``brought_from``, copy checkpoint files to it."""
     run, (node, local_rank) = Path(entry["run_folder"]), divmod(comm.get_rank(), entry["ranks_a_node"])
     os.environ["LOCAL_RANK"] = str(local_rank)
     entry["run_folder"] = run / f"node-{node}"
@@ -103,7 +106,7 @@ def _enter_node(entry: dict[str, Any]) -> None:
 
 
 def _gather(run: Path) -> None:
-    """Put what the ranks of all nodes answer for where it would be if they shared a disk."""
+    """Copy the files that the ranks of all nodes recorded to where they would be if the nodes shared a disk."""
     for folder in run.glob("node-*/checkpoints/*"):
         into = run / "checkpoints" / folder.name
         into.mkdir(parents=True, exist_ok=True)
@@ -113,7 +116,7 @@ def _gather(run: Path) -> None:
 
 
 def _bring(gathered: Path, into: Path, ranks_a_node: int) -> None:
-    """Give a node all that its ranks read, and nothing else."""
+    """Copy to a node's folder the files that its ranks read, and nothing else."""
     into.mkdir(parents=True)
     for rank in range(comm.get_rank(), comm.get_rank() + ranks_a_node):
         for name in (*files_read_by(rank, sidecar.read_all(gathered)), sidecar.sidecar_name(rank)):
@@ -121,7 +124,7 @@ def _bring(gathered: Path, into: Path, ranks_a_node: int) -> None:
 
 
 def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
-    """Python tells this hook of every file that is opened."""
+    """Audit hook: record every file that Python opens."""
     if event == "open" and isinstance(arguments[0], str):
         _OPENED.append(arguments[0])
 
@@ -131,7 +134,7 @@ def _digests(trainer: loop.Trainer) -> dict[str, int]:
 
 
 def _consolidated(entry: dict[str, Any]) -> Consolidated | None:
-    """What the head of a run would tell its ranks, by the first of them."""
+    """Consolidate ``other_tag`` on rank 0 as the head of a run would, and give all ranks the result."""
     if "other_layout" not in entry:
         return None
     folder = Path(entry["other_layout"])
@@ -146,7 +149,7 @@ def _consolidated(entry: dict[str, Any]) -> Consolidated | None:
 
 
 def _stop_after(trainer: loop.Trainer, step: int) -> None:
-    """Leave the loop there, as a kill between two steps does."""
+    """End training after ``step``, as a kill between two steps would."""
     take_step = trainer._take_step
 
     def wrapped(*arguments: Any) -> Any:
@@ -159,7 +162,7 @@ def _stop_after(trainer: loop.Trainer, step: int) -> None:
 
 
 class StopTraining(T5TrainError):
-    """The test wants no more steps."""
+    """Raised to end training early."""
 
 
 @contextlib.contextmanager
@@ -183,7 +186,7 @@ def _loss_becomes_nan() -> Iterator[None]:
 
 
 class _Spoil(torch.autograd.Function):
-    """The identity, and in the backward pass no number."""
+    """The identity, with gradients that are NaN."""
 
     @staticmethod
     def forward(_context: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -196,7 +199,7 @@ class _Spoil(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _gradients_of_step_3_become_nan() -> Iterator[None]:
-    """While the loss stays a number, in the layer norms of rank 0."""
+    """Make gradients in the layer norms of rank 0 NaN at step 3, while the loss stays finite."""
     take_step, norm, steps = loop.Trainer._take_step, RMSNorm.forward, []
 
     def counted(self: loop.Trainer, batches: Any) -> Any:
@@ -237,7 +240,7 @@ def _ranks_read_the_same_samples() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _all_passes_of_a_step_take_one_batch() -> Iterator[None]:
-    """So that a step of any number of passes has the gradient of a single one."""
+    """Give all passes of a step the same batch, so that a step has the gradient of a single pass."""
 
     def micro_batches(samples: Samples, spec: RunSpec, step: int) -> Iterator[Batch]:
         size = spec.layout.micro_batch_sequences
@@ -264,7 +267,7 @@ def _optimizer_does_nothing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _part_of_rank_0_is_of_unused_pieces() -> Iterator[None]:
-    """Their gradients are zero; from five ranks on, a part can lie between the used rows of an embedding and layers."""
+    """Zero the gradients of rank 0. With five or more ranks, a partition can consist of unused embedding rows only."""
     update = AdamWRms._update
 
     def without_gradient(self: AdamWRms, flat: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
@@ -276,7 +279,7 @@ def _part_of_rank_0_is_of_unused_pieces() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _every_step_is_skipped() -> Iterator[None]:
-    """DeepSpeed counts a skip at every step, as its fp16 engine does when gradients overflow for ever."""
+    """Count every step as skipped, as DeepSpeed's fp16 engine does when gradients overflow at every step."""
     original = forward_backward.update
 
     def update(engine: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""The corpus stage: what it finds, how it names it, what it refuses."""
+"""The corpus stage: what it finds, what it names the result, and what it refuses."""
 
 import fcntl
 import gzip

@@ -1,4 +1,4 @@
-"""Text from a web server that does what web servers do."""
+"""Downloads of text from a web server, with the failures that web servers have."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ class Web:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Knows no ranges, as many a server does not."""
+    """A server without range requests, as many are."""
 
     web: Web
 
@@ -61,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path != "/text.txt":
             return
         half = len(self.web.content) // 2
-        with suppress(ConnectionError):  # who only wants to know whether it is there hangs up
+        with suppress(ConnectionError):  # a client that only checks whether the file exists hangs up
             self._send(half)
 
     def _send(self, half: int) -> None:
@@ -74,7 +74,7 @@ class Handler(BaseHTTPRequestHandler):
         self.web.changed_at += self.web.changes_meanwhile
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The held-out passages that a certificate asks the published tokenizer for."""
+"""The held-out passages that a certificate tests the published tokenizer with."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Whoever writes the listing of a source does not choose where its files are written here."""
+"""The listing of a source cannot choose where its files are written on this machine."""
 
 import threading
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from t5train.progress import silent
 
 
 class Handler(BaseHTTPRequestHandler):
-    """An index of links at /texts/, and some text wherever a link leads."""
+    """Serves an index of links at /texts/, and some text at every link."""
 
     links: list[str]
 
@@ -34,7 +34,7 @@ class Handler(BaseHTTPRequestHandler):
         self.do_HEAD()
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture

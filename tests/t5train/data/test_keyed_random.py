@@ -1,4 +1,4 @@
-"""Random bits by key and counter."""
+"""Random bits from a key and a counter."""
 
 import tracemalloc
 
@@ -18,7 +18,7 @@ def whole(size: int, *parts: int) -> np.ndarray:
 
 
 def excess(counts: np.ndarray) -> float:
-    """By how many standard deviations the chi-square of counts is above that of equal chances."""
+    """How many standard deviations the chi-square of the counts is above that of equal chances."""
     expected, freedom = counts.mean(), counts.size - 1
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
 

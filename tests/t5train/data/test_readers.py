@@ -1,4 +1,4 @@
-"""Rows of every format, and what is said about files that are not what they should be."""
+"""Rows of every format, and the errors for malformed files."""
 
 import bz2
 import gzip

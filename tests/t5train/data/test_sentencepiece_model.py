@@ -1,4 +1,4 @@
-"""Encoding: the reference's ids where SentencePiece's float32 sums part from it, and where texts may be cut."""
+"""Encoding: the reference's ids where SentencePiece's float32 sums differ, and where texts may be cut."""
 
 import random
 from pathlib import Path
@@ -25,7 +25,7 @@ UNICODE = st.text(st.sampled_from(SPACES + MARKS + JOINED + LETTERS) | st.charac
 
 
 def with_pieces(made: DataChain, folder: Path, pieces: dict[str, float]) -> Path:
-    """The vocabulary of ``made``, some of its longer pieces replaced."""
+    """Write the vocabulary of ``made``, with some of its longer pieces replaced."""
     model = sentencepiece_model_pb2.ModelProto.FromString((made.tokenizer.path / "spiece.model").read_bytes())
     longer = (piece for piece in model.pieces[3:] if len(piece.piece) > 3)
     for old, (piece, score) in zip(longer, pieces.items(), strict=False):
@@ -73,7 +73,7 @@ def test_a_long_text_has_the_ids_of_its_words(rulers: Path, hugging_face: Any, a
 @pytest.mark.parametrize("word", ["el\u2581", "\u2581", "el\u00a0", "\u0301", "\u200b", "日本", "\u0085"])
 def test_where_a_text_is_cut_does_not_show(made: DataChain, published: Any, word: str) -> None:
     encoder = Encoder(made.tokenizer.path / "spiece.model")
-    for start in range(1180, 1220):  # the word comes to lie on either side of the first cut
+    for start in range(1180, 1220):  # puts the word on either side of the first cut
         text = f"{PARAGRAPH[:start]} {word}  {word} {PARAGRAPH}"
         assert encoder.encode([text], add_eos=True)[0].tolist() == published(text).input_ids
 
@@ -115,6 +115,6 @@ def test_what_normalisers_treat_differently_has_the_published_tokenizers_ids(
 
 @given(st.lists(UNICODE, max_size=5))
 def test_any_texts_have_the_published_tokenizers_ids(made: DataChain, published: Any, texts: list[str]) -> None:
-    texts = [text for text in texts if "<" not in text]  # it takes what spells a control id for one
+    texts = [text for text in texts if "<" not in text]  # there, the text of a control token becomes that token
     encoded = Encoder(made.tokenizer.path / "spiece.model").encode(texts, add_eos=True)
     assert [ids.tolist() for ids in encoded] == [published(text).input_ids for text in texts]

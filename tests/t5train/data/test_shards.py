@@ -1,4 +1,4 @@
-"""The shards stage: what is in the files, and that the same bytes come out whoever writes them."""
+"""The shards stage: the content of its files, and the same bytes for any number of workers."""
 
 import logging
 from collections.abc import Callable

@@ -23,12 +23,12 @@ OBJECTIVES = st.builds(
 
 
 def windows_of(count: int, shape: Geometry) -> np.ndarray:
-    """Every token another one, so that each can be followed."""
+    """Windows whose neighbouring tokens differ, so that each token can be traced."""
     return (np.arange(count * shape.window_tokens) % 900 + 2).reshape(count, -1).astype(np.uint16)
 
 
 def restore(inputs: np.ndarray, targets: np.ndarray, spans: int) -> list[int]:
-    """The window of one sample: what follows each sentinel in the target, in the sentinel's place in the input."""
+    """The original window of a sample: in the input, each sentinel is replaced by what follows it in the target."""
     assert inputs[-1] == targets[-1] == EOS
     sentinels = [FIRST_SENTINEL - span for span in range(spans)]
     ends = [list(targets).index(sentinel) for sentinel in sentinels] + [len(targets) - 1]

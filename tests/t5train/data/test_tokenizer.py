@@ -1,4 +1,4 @@
-"""The tokenizer stage: T5's form, Hugging Face's ids, no control ids out of text."""
+"""The tokenizer stage: T5's format, Hugging Face's ids, and no control ids from text."""
 
 import json
 from pathlib import Path
@@ -148,7 +148,7 @@ def changed(made: DataChain, change: str) -> bytes:
 @pytest.mark.parametrize("change", ["bos", "sentinel piece", "plain eos", "spaces"])
 def test_a_model_that_is_not_in_t5s_form_is_refused(made: DataChain, tmp_path: Path, change: str) -> None:
     (tmp_path / "spiece.model").write_bytes(changed(made, change))
-    sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spiece.model"))  # a valid model all the same
+    sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spiece.model"))  # it is still a valid model
     with pytest.raises(SpecError, match=r"tokenizer\.path"):
         given_tokenizer(tmp_path, tmp_path / "root")
     assert not (tmp_path / "root").exists()

@@ -1,4 +1,4 @@
-"""Processes that share work: what they return, and what becomes of failures."""
+"""Worker processes: their results, and how failures are reported."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ def sleep(job: Json, advance: Advance) -> Json:
 
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers find this file as a module of its own."""
+    """Let workers import this file as a module."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
 
 

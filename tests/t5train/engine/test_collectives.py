@@ -1,4 +1,4 @@
-"""Values that ranks tell each other."""
+"""Values that ranks exchange."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What is compiled where a model cannot be compiled as a whole."""
+"""What is compiled when a model cannot be compiled as a whole."""
 
 import re
 
@@ -10,7 +10,7 @@ from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
 from t5train.spec import ModelSpec
 
-# torch's compiler imports what torch calls deprecated.
+# torch's compiler imports functions that torch deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 
 

@@ -1,4 +1,4 @@
-"""What is told of routers, by a model on one process."""
+"""The values that are logged about routers, for a model in one process."""
 
 import logging
 
@@ -17,7 +17,7 @@ ENCODER, DECODER = "encoder.block.1.layer.1.mlp", "decoder.block.1.layer.2.mlp"
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> T5:
-    """Of two stacks with one sparse layer of four experts each, on the only rank there is."""
+    """A model with one sparse layer of four experts in each of its two stacks, on a single rank."""
     monkeypatch.setattr(expert_routing, "gather", lambda values: [values])
     monkeypatch.setattr(expert_routing, "gather_floats", lambda values: [values])
     moe = ExpertsSpec(num_experts=4)
@@ -25,7 +25,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> T5:
 
 
 def choose(model: T5, encoder: list[int], decoder: list[int], overflow: int = 0) -> None:
-    """As if so many tokens had chosen the experts of each layer."""
+    """Set how many tokens have chosen each expert of each layer."""
     for (_, layer), counts in zip(model.sparse_layers(), (encoder, decoder), strict=True):
         layer.tokens, layer.overflow = torch.tensor(counts), torch.tensor(overflow)
 

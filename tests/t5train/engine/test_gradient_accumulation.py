@@ -1,4 +1,4 @@
-"""Sums of 16-bit gradients by themselves; test_training.py has them in DeepSpeed's engines."""
+"""Sums of 16-bit gradients by themselves; test_training.py tests them in DeepSpeed's engines."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Adam in host memory by DeepSpeed's operator: the same update, and exact again after a resume."""
+"""Adam in host memory with DeepSpeed's operator: the same update as torch's, and bit-equal after a resume."""
 
 import copy
 
@@ -40,7 +40,7 @@ def _steps(optimizer: AdamWRms, flat: Tensor, numbers: range) -> None:
 
 @pytest.mark.parametrize("relative", [True, False])
 def test_it_moves_weights_as_torchs_operators_do(relative: bool) -> None:
-    """To a rounding of the largest weight in fp32 a step."""
+    """The results agree to one fp32 rounding of the largest weight per step."""
     ours, theirs = _weights(), _weights()
     _steps(_optimizer(ours, HostAdam(), relative), ours, range(10))
     _steps(_optimizer(theirs, None, relative), theirs, range(10))
@@ -51,7 +51,7 @@ def test_it_moves_weights_as_torchs_operators_do(relative: bool) -> None:
 
 
 def test_a_step_is_exact_to_a_millionth_of_itself() -> None:
-    """From zero the first step is as long as the rate, so that a wrong idea of the operator's betas shows."""
+    """From zero, the first step is as long as the rate, so that a misreading of the operator's betas shows."""
     weights = torch.zeros(1000)
     gradient = torch.randn(1000, generator=torch.Generator().manual_seed(3))
     moments = torch.zeros(1000), torch.zeros(1000)
@@ -60,7 +60,7 @@ def test_a_step_is_exact_to_a_millionth_of_itself() -> None:
 
 
 def test_a_resumed_run_rounds_as_one_that_never_stopped() -> None:
-    """Also beside another optimizer, with which it shares the operator."""
+    """Even when another optimizer shares the operator."""
     whole, resumed, other = _weights(), _weights(), _weights()
     _steps(_optimizer(whole, HostAdam()), whole, range(8))
     first = _optimizer(resumed, HostAdam())

@@ -1,4 +1,4 @@
-"""The memory that a run is said to take is what its engines' tensors take."""
+"""The memory estimate of a run agrees with what its engines' tensors take."""
 
 import json
 
@@ -11,13 +11,13 @@ from t5train.spec.recipes import RECIPES, recipe
 from tests.support.training.launched import launch, spec_of
 
 LAYOUTS = ["zero0-bf16", "zero1-bf16", "zero2-fp32-ep2", "zero2-bf16-offload", "zero3-bf16-offload"]
-# So large that hardly anything else counts.
+# Large enough that hardly anything else counts.
 LARGE = {"model.d_model": 256, "model.d_ff": 512, "model.num_heads": 8}
 
 
 @pytest.fixture(scope="module")
 def live_bytes(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards) -> dict[str, int]:
-    """Most bytes of tensors on rank 0 in a step of each layout."""
+    """The peak bytes of tensors on rank 0 during a step of each layout."""
     root = tmp_path_factory.mktemp("memory")
     jobs = [
         {
@@ -41,7 +41,7 @@ def test_live_tensors_take_what_the_formula_says_and_no_more(
     spec = spec_of(layout).with_settings(LARGE)
     held = held_by_a_rank(spec, resolve(spec.model, int(pydocs_shards.counts["vocab_size"])))
     said = sum(one.accelerator + one.host for one in held if one.what not in (PROCESS, WITNESS, FETCHED))
-    assert 0.7 * said < live_bytes[layout] < 1.01 * said  # it adds up what is held at several moments of a step
+    assert 0.7 * said < live_bytes[layout] < 1.01 * said  # the formula adds up different moments of a step
 
 
 def test_more_ranks_hold_less_each() -> None:

@@ -111,7 +111,7 @@ def _step_whole(tensors: list[Tensor], gradients: list[list[Tensor]]) -> None:
 
 
 def _step_parts(parts: list[Tensor], slots: list[ParameterSlot], gradients: list[Tensor]) -> None:
-    """Every rank's optimizer in turn; the sums they exchange are formed first, from all parts."""
+    """Step every rank's optimizer in turn. The sums that ranks exchange are computed beforehand, from all parts."""
     numel = parts[0].numel()
     layouts = [Partition(_cut_joined(slots, rank, numel), len(slots)) for rank in range(len(parts))]
     optimizers = [_optimizer([part]) for part in parts]

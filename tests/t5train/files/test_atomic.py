@@ -1,4 +1,4 @@
-"""A file is there whole or not at all, also when the writer is killed."""
+"""A file is there whole or not at all, even when the writer is killed."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""A name from outside leads nowhere but into the folder it is meant for."""
+"""A name from outside cannot lead out of the folder that it is meant for."""
 
 from pathlib import Path
 

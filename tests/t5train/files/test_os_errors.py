@@ -1,4 +1,4 @@
-"""Errors of the operating system, each one real, are told in a line that names the path and the remedy."""
+"""Real errors of the operating system are reported in one line that names the path and the remedy."""
 
 import resource
 import shutil
@@ -15,7 +15,7 @@ from t5train.records.digests import digest_file, digest_safetensors
 
 
 def _read_bad_sector(_: Path) -> None:
-    """The address 0 of this process is mapped nowhere: the kernel answers a read with EIO."""
+    """Address 0 of this process is not mapped, so the kernel answers a read with EIO."""
     with open("/proc/self/mem", "rb") as memory:
         memory.read(1)
 
@@ -129,7 +129,7 @@ def test_whatever_a_library_raises_about_its_files_names_their_folder(tmp_path: 
 
 
 def test_a_file_that_cannot_be_removed_is_named_with_its_whole_path() -> None:
-    """procfs lets nobody remove anything, root neither."""
+    """procfs lets nobody remove anything, not even root."""
     with pytest.raises(PermissionError) as told:
         remove_folder(Path("/proc/self/fdinfo"))
     assert Path(told.value.filename).parent == Path("/proc/self/fdinfo")

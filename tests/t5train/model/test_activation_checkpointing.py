@@ -1,4 +1,4 @@
-"""Activation checkpointing changes what is kept for the backward pass, and no number."""
+"""Activation checkpointing changes what is kept for the backward pass, but no number."""
 
 from collections import Counter
 from typing import Any
@@ -18,7 +18,7 @@ VOCABULARY = 300
 
 def _model(recomputed: bool, **settings: Any) -> T5:
     shape = resolve(ModelSpec.model_validate({"preset": "smoke", "dropout_rate": 0.1, **settings}), VOCABULARY)
-    torch.manual_seed(0)  # of experts, which have names of their own
+    torch.manual_seed(0)  # for experts, which are not initialised below
     model = T5(shape, decoder_start_id=0)
     for name, parameter in model.named_parameters():
         if "deepspeed" not in name:
@@ -29,7 +29,7 @@ def _model(recomputed: bool, **settings: Any) -> T5:
 
 
 def _gradients(model: T5) -> list[Tensor]:
-    """Of one pass, with what the generator gives after it."""
+    """The gradients of one pass, preceded by the random number that torch draws after it."""
     generator = torch.Generator().manual_seed(5)
     inputs, targets = (torch.randint(0, VOCABULARY, (2, length), generator=generator) for length in (30, 9))
     torch.manual_seed(1)
@@ -60,7 +60,7 @@ def test_every_block_is_run_again_and_nothing_else() -> None:
 
 
 def _is_within_a_block(name: str) -> bool:
-    """All that a block runs itself; the position bias, which all blocks share, is its stack's affair."""
+    """Whether a block itself runs a module. The position bias is shared by all blocks, and its stack runs it."""
     return ".layer." in name and not name.endswith("relative_attention_bias")
 
 

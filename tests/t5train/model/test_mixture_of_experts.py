@@ -1,4 +1,4 @@
-"""The model with experts is Hugging Face's SwitchTransformers."""
+"""The model with experts computes the same as Hugging Face's SwitchTransformers."""
 
 import json
 import math
@@ -96,7 +96,7 @@ def test_the_routers_losses_are_added_with_their_weights() -> None:
         losses[aux_loss, z_loss] = layer.router_loss.item()
     assert losses[0.0, 0.0] == 0
     assert losses[0.5, 0.25] == pytest.approx(0.5 * losses[1.0, 0.0] + 0.25 * losses[0.0, 1.0])
-    # The product of shares and probabilities is 1 where all experts are as likely; log-sum-exp is then log 4.
+    # When all experts are equally likely, the product of shares and probabilities is 1, and log-sum-exp is log 4.
     assert losses[1.0, 0.0] == pytest.approx(1.0, abs=0.2)
     assert losses[0.0, 1.0] == pytest.approx(math.log(4) ** 2, rel=0.3)
 

@@ -1,4 +1,4 @@
-"""The stages of a pipeline are as even as whole layers can be."""
+"""The stages of a pipeline are as even as whole layers allow."""
 
 from itertools import combinations, pairwise
 

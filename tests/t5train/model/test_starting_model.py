@@ -1,4 +1,4 @@
-"""Which folders a run may continue from, and what is said of the others before anything starts."""
+"""Which folders a run may continue from, and how others are refused before anything starts."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ from t5train.records.stage_records import Export
 from t5train.spec import ModelSpec
 
 SIZES = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_heads": 2, "num_layers": 2, "num_decoder_layers": 2}
-IDS = 110  # of a tokenizer whose embedding has 128 rows
+IDS = 110  # ids of the tokenizer; the embedding has 128 rows
 V10: dict[str, Any] = {"version": "v1.0", **SIZES}
 V11: dict[str, Any] = {"version": "v1.1", **SIZES}
 SWITCH: dict[str, Any] = V10 | {"moe": {"num_experts": 3, "every_n_layers": 2}}

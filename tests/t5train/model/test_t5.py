@@ -1,4 +1,4 @@
-"""The model is Hugging Face's T5 in everything that can be seen from outside."""
+"""The model is the same as Hugging Face's T5 in everything that can be observed."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from t5train.spec import ModelSpec
 
 VOCABULARY = 300
 FAMILIES = ("v1.0", "v1.1")
-# transformers says that it will not tie an untied checkpoint, although its config says so.
+# transformers warns that it does not tie an untied checkpoint, although the config says so.
 pytestmark = pytest.mark.filterwarnings("ignore:.*tie:UserWarning")
 
 

@@ -18,7 +18,7 @@ DEADLINES = DeadlinesSpec(start_seconds=1, compile_seconds=2, step_seconds=3, sa
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, which stands still unless a test moves it."""
+    """A clock that stands still unless a test moves it."""
     times = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: times[0])
     return times

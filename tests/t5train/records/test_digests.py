@@ -1,4 +1,4 @@
-"""The digest that is made of the pieces' digests vouches for every byte of a file."""
+"""The digest made from the digests of a file's pieces covers every byte of the file."""
 
 import hashlib
 import io

@@ -17,7 +17,7 @@ VALUES = st.recursive(
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equality that tells True from 1, 1 from 1.0 and 0.0 from -0.0, as JSON does."""
+    """Equality that distinguishes True from 1, 1 from 1.0 and 0.0 from -0.0, as JSON does."""
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, list) and isinstance(right, list):

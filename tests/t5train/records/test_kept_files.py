@@ -1,4 +1,4 @@
-"""Files that are somebody's, because no manifest lists them as they are."""
+"""Files that belong to a user, because no manifest lists them with their content."""
 
 from pathlib import Path
 

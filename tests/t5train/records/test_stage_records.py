@@ -1,4 +1,4 @@
-"""A record is reused only when it is finished, the wanted one, and undamaged."""
+"""A record is reused only if it is finished, has the wanted fingerprint, and is undamaged."""
 
 import errno
 import hashlib
@@ -22,7 +22,7 @@ Damage = Callable[[Path], object]
 
 
 def finished(folder: Path) -> Corpus:
-    """A corpus of two files, one in a folder of its own."""
+    """Make a finished corpus of two files, one of them in a subfolder."""
     (folder / "parts").mkdir(parents=True)
     (folder / "parts" / "one.txt").write_text("first passage")
     (folder / "two.txt").write_text("second passage")
@@ -140,7 +140,7 @@ def test_what_cannot_be_read_now_is_not_made_again(tmp_path: Path) -> None:
     for name in (*corpus.files, MANIFEST):
         path = corpus.path / name
         path.rename(tmp_path / "kept")
-        path.symlink_to(path.name)  # which cannot be opened, and is there
+        path.symlink_to(path.name)  # it exists, but cannot be opened
         with pytest.raises(Unreadable, match=rf"{name} cannot be read now \(Too many levels of symbolic links\)"):
             reusable(Corpus, corpus.path, FINGERPRINT)
         path.unlink()
@@ -149,7 +149,7 @@ def test_what_cannot_be_read_now_is_not_made_again(tmp_path: Path) -> None:
 
 
 def fails_to_read(path: Path, reason: int) -> Callable[..., bytes]:
-    """``read_bytes`` on a disk that gives this one file back no more, or to a user who may not read it."""
+    """A ``read_bytes`` that fails for this one file, as on a bad disk or without permission."""
     read_bytes = Path.read_bytes
 
     def read(asked: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""The certificate: given to the model that was trained, and to no other."""
+"""Only the model that was trained gets a certificate."""
 
 import json
 import os
@@ -30,13 +30,13 @@ def rewrite_json(path: Path, **changes: Any) -> None:
 
 
 def reseal(exported: Export, name: str) -> None:
-    """Write the manifest as if a changed file were right."""
+    """Rewrite the manifest to match a changed file."""
     files = exported.files | digest_files(exported.path, [name])
     exported.model_copy(update={"files": files}).commit()
 
 
 def restate_weights(exported: Export) -> None:
-    """Have the model card state the weights as they are now."""
+    """Make the model card state the digest of the current weights."""
     card, now = exported.path / "README.md", Export.load(exported.path)
     told = card.read_text().replace(exported.files["model.safetensors"].sha256, now.files["model.safetensors"].sha256)
     card.unlink()
@@ -55,7 +55,7 @@ def shuffle_vocabulary(path: Path) -> None:
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """Rewrite the export's weights as another file, and its manifest as if that were right."""
+    """Replace the export's file of weights by a changed one, and rewrite the manifest to match."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
@@ -65,7 +65,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
 
 
 def change_witness(folder: Path, relative: float) -> None:
-    """Move one recorded logit of the first probe by so much of the largest."""
+    """Change one recorded logit of the first probe by this fraction of the largest logit."""
     path = folder / "witness.safetensors"
     tensors = load_file(path)
     logits = tensors["random.logits"]

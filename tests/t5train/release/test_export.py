@@ -1,4 +1,4 @@
-"""The Hugging Face folder."""
+"""Exports: Hugging Face folders."""
 
 import json
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def test_the_configuration_ties_and_scales_as_the_version_does(
     model = AutoModelForSeq2SeqLM.from_pretrained(folder)
     assert model.config.scale_decoder_outputs is scaled
     assert (model.lm_head.weight.data_ptr() == model.shared.weight.data_ptr()) is scaled
-    # Older transformers knows only this key, and decides both by it.
+    # Older versions of transformers know only this key, which decides both.
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is scaled
 
 
@@ -98,7 +98,7 @@ def test_a_vocabulary_that_the_model_was_not_trained_with_is_refused(make_traine
     tokenizer = trained.tokenizer.model_copy(update={"files": {"spiece.model": right}})
     with pytest.raises(
         InputError, match=r"spiece\.model has \d+ bytes, but 1 were recorded"
-    ):  # the right one, were it there
+    ):  # the right vocabulary is recorded, but its file differs
         export(*trained._replace(tokenizer=tokenizer), tmp_path / "out")
 
 
@@ -186,7 +186,7 @@ def test_weights_that_the_witness_says_nothing_of_are_refused(
 def test_a_removal_that_was_killed_leaves_nothing_in_the_way(make_trained: MakeTrained, tmp_path: Path) -> None:
     trained = make_trained()
     made = export(*trained, tmp_path / "out")
-    made.path.rename(tmp_path / ".out.discarded")  # as far as the killed one came
+    made.path.rename(tmp_path / ".out.discarded")  # what a killed removal leaves
     export(*trained, tmp_path / "out")
     changed = trained._replace(weights=trained.weights.model_copy(update={"fingerprint": "f" * 64}))
     export(*changed, tmp_path / "out").verify()

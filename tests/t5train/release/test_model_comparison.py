@@ -1,4 +1,4 @@
-"""What is compared for the certificate: each difference is noticed by itself."""
+"""The comparisons of a certificate: each one detects its difference by itself."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Publishing to, verifying in, and reading text from a real object store, spoken to as S3."""
+"""Publish to, verify in, and read text from a real object store, through the S3 API."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 MakeExport = Callable[..., Export]
 
-# Publishes in a child of its own for every number it reads, and kills the child before its so many-eth request.
+# For every number n that it reads, publishes in a new child process, and kills the child after n requests.
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -58,13 +58,13 @@ for line in sys.stdin:
 
 @pytest.fixture
 def store(s3: Any) -> S3FileSystem:
-    """The store as a user of another program sees it."""
+    """The store, as another program sees it."""
     return S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
 
 
 @pytest.fixture
 def place(s3: Any, request: pytest.FixtureRequest) -> str:
-    """A place of the test's own."""
+    """A destination that only this test uses."""
     return f"{s3.url}/{request.node.originalname}/t5"
 
 
@@ -116,7 +116,7 @@ def test_a_damaged_publication_is_left_for_the_user(make_export: MakeExport, pla
 
 @pytest.fixture
 def kill(make_export: MakeExport, place: str) -> Iterator[Callable[[int], int]]:
-    """Publishes to ``{place}-{n}`` and kills that before its nth request; gives the exit code."""
+    """Publishes to ``{place}-{n}`` in a process that is killed after n requests; returns the exit code."""
     command = [sys.executable, "-c", KILLED, str(make_export().path), place]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
 
@@ -148,7 +148,7 @@ def test_a_publication_killed_anywhere_is_no_publication_and_is_completed(
             verify(f"{place}-{requests}")
         assert not publish(exported, f"{place}-{requests}").reused
         verify(f"{place}-{requests}")
-    assert kill(last + 1) == -signal.SIGKILL  # the manifest is there, and with it the publication
+    assert kill(last + 1) == -signal.SIGKILL  # the manifest was written, so the publication is complete
     assert publish(exported, f"{place}-{last + 1}").reused
 
 
@@ -165,7 +165,7 @@ def test_of_two_publishers_that_found_the_place_empty_the_second_is_refused(
         publication._create(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(publication, "_create", overtaken)  # what creates the certificate, once the place is found empty
+        patch.setattr(publication, "_create", overtaken)  # creates the certificate, after the place was found empty
         with pytest.raises(PublicationError, match=r"certificate\.json is not what was uploaded: another process"):
             publish(second, place)
     assert verify(place).inputs["export"] == first.fingerprint

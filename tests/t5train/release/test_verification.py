@@ -1,4 +1,4 @@
-"""What ``verify`` finds."""
+"""What ``verify`` accepts, and which damage it detects."""
 
 import random
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def published(make_export: MakeExport, tmp_path: Path) -> Path:
 
 
 def as_url(folder: Path) -> str:
-    """The same folder, in a store."""
+    """Copy a folder into a store; return its URL."""
     filesystem = fsspec.filesystem("memory")
     filesystem.store.clear()
     for path in folder.iterdir():
@@ -77,7 +77,7 @@ def test_a_file_that_was_not_published_is_an_error(published: Path) -> None:
 
 
 def test_a_link_to_a_folder_is_no_part_of_a_publication(published: Path, tmp_path: Path) -> None:
-    """transformers reads templates in folders."""
+    """transformers would read templates from such a folder."""
     (tmp_path / "templates").mkdir()
     (published / "additional_chat_templates").symlink_to(tmp_path / "templates")
     with pytest.raises(PublicationError, match="additional_chat_templates, which was not published"):

@@ -1,4 +1,4 @@
-"""A recipe is a whole spec under a name."""
+"""A recipe is a complete spec with a name."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A RunSpec decides a run: every setting is either identity or execution, and a wrong one is refused by name."""
+"""A RunSpec defines a run: every setting is either identity or execution, and a wrong one is refused by name."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from t5train.records.identity import differences
 from t5train.spec import Accelerator, RunSpec, SpecPart, build, pad_vocabulary, read, setting_names
 from t5train.spec.recipes import recipe, smoke
 
-# For each setting a value that is valid and not smoke's; a new setting is tested as soon as it has a line here.
+# For each setting, a valid value that differs from smoke's. Every new setting needs a line here.
 OTHER: dict[str, Any] = {
     "recipe": "other",
     "name": "other",
@@ -91,7 +91,7 @@ OTHER: dict[str, Any] = {
     "cluster.deadlines.save_seconds": 7.0,
     "cluster.deadlines.validate_seconds": 7.0,
 }
-# The same for the settings of experts, which smoke has not.
+# The same for the settings of experts, which smoke does not have.
 OTHER_EXPERTS: dict[str, Any] = {
     "model.moe.num_experts": 8,
     "model.moe.top_k": 2,
@@ -102,7 +102,7 @@ OTHER_EXPERTS: dict[str, Any] = {
     "model.moe.z_loss": 0.0,
     "layout.expert_parallel_size": 2,
 }
-# The same for the choice among several hosts.
+# The same for settings that need a hostfile.
 OTHER_HOSTS: dict[str, Any] = {
     "cluster.include": "node1@node2:0,2",
     "cluster.exclude": "node1:1",
@@ -110,10 +110,10 @@ OTHER_HOSTS: dict[str, Any] = {
     "cluster.spares": 1,
     "cluster.ship_code": True,
 }
-# The same for what does not go with other values above.
+# The same for settings that cannot be combined with the values above.
 OTHER_ALONE: dict[str, Any] = {"layout.pipeline_stages": 2}
 EVERY = OTHER | OTHER_EXPERTS | OTHER_HOSTS | OTHER_ALONE
-# Where and how a run is done; everything else decides what comes out of it.
+# These settings decide where and how a run executes. All others decide its result.
 EXECUTION = {
     "recipe",
     "name",
@@ -126,7 +126,7 @@ EXECUTION = {
 
 
 def base(setting: str) -> RunSpec:
-    """A spec in which a setting has a say: smoke, or smoke with experts or hosts."""
+    """A spec in which a setting has an effect: smoke, or smoke with experts or hosts."""
     if setting in OTHER_HOSTS:
         return smoke().with_settings({"cluster.hostfile": "hosts"})
     return experts() if setting in OTHER_EXPERTS else smoke()

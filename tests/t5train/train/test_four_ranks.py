@@ -1,6 +1,7 @@
-"""Experts and pipelines on four ranks, so that every kind of rank group has several.
+"""Experts and pipelines on four ranks, so that every kind of rank group has several ranks.
 
-Two share-outs of experts, each held twice; a pipeline of two stages for each of two models, and one of four stages.
+The experts are split over two ranks, with two replicas. One pipeline has two stages and two replicas; another one has
+four stages.
 """
 
 import json
@@ -20,7 +21,7 @@ LAYOUTS = [EXPERTS, "zero1-fp32-pp2-tied", "zero1-bf16-pp4"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards) -> Trained:
-    """Each run whole, and killed and resumed, in one launch."""
+    """Each layout trained without interruption, and killed and resumed, all in one launch."""
     root = tmp_path_factory.mktemp("four")
     jobs: list[dict[str, Any]] = []
     for layout in LAYOUTS:

@@ -1,4 +1,4 @@
-"""Ranks of one machine listen where only that machine reaches them."""
+"""Ranks of one machine listen only where other machines cannot reach them."""
 
 import os
 import subprocess

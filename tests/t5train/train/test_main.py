@@ -16,7 +16,7 @@ from t5train.train import loop
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """The file a rank is told to read."""
+    """The job file of a rank."""
     job = TrainJob(
         spec=recipe("smoke"),
         run_fingerprint="0" * 64,

@@ -1,6 +1,7 @@
 """Checkpoints of nodes that share no disk: saved, gathered, brought back and resumed by real DeepSpeed.
 
-Every layout trains to the end once. Then one node still has the last checkpoint but one, another has lost its disk.
+Every layout first trains to its end. It then resumes from the last checkpoint but one, after one node has lost its
+disk.
 """
 
 import json
@@ -30,10 +31,10 @@ CASES = [(layout, 1) for layout in ONE_RANK_A_NODE] + [(layout, 2) for layout in
 
 
 class OnNodes(Trained):
-    """What the launches left behind, of two nodes each."""
+    """The results of the launches, each on two nodes."""
 
     def sidecars(self, layout: str, tag: str) -> list[Sidecar]:
-        """Of all ranks, by rank, where they were written."""
+        """The sidecars of all ranks in order of rank, from the nodes that wrote them."""
         folders = [self.root / f"{layout}.whole/node-{node}/checkpoints/{tag}" for node in (0, 1)]
         return [one for folder in folders for one in sidecar.read_all(folder)]
 
@@ -75,7 +76,7 @@ def test_deepspeed_opens_the_files_that_a_rank_is_said_to_read(
     sidecars = trained.sidecars(layout, TAG)
     for rank in range(2 * ranks_a_node):
         said, opened = files_read_by(rank, sidecars), trained.found(f"{layout}.resumed", rank)["opened"]
-        # Of what stages say of themselves it opens two, and counts the others.
+        # Of the stages' mp_rank files, DeepSpeed opens two, and only counts the others.
         two = {f"mp_rank_{stage:02d}_model_states.pt" for stage in (0, sidecars[rank].layout.pipeline_rank)}
         assert opened == [name for name in said if not name.startswith("mp_rank_") or name in two]
 
@@ -118,7 +119,7 @@ def test_a_checkpoint_takes_the_room_on_a_node_that_the_formula_says(
         folder = trained.root / f"{layout}.whole/node-{node}/checkpoints/{LAST}"
         takes = sum(path.stat().st_size for path in folder.glob("*.pt"))
         said = bytes_held(spec, shape, range(node * ranks_a_node, (node + 1) * ranks_a_node))
-        assert 0.95 * takes < said < 2 * takes  # names and shapes count in files of so small a model
+        assert 0.95 * takes < said < 2 * takes  # names and shapes add to the files of such a small model
 
 
 def test_ranks_leave_it_to_the_head_to_prune(trained: OnNodes) -> None:

@@ -1,4 +1,4 @@
-"""The checks by themselves; tests/t5train/train/test_training.py seeds the same faults in real training."""
+"""The sanity checks by themselves; tests/t5train/train/test_training.py plants the same faults in real training."""
 
 import math
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def alone(values: Sequence[int]) -> list[list[int]]:
 
 
 def beside(*others: list[int]) -> sanity_checks.Gather:
-    """What a rank hears whose fellows report ``others``."""
+    """What a rank gathers when its peers report ``others``."""
     return lambda values: [list(values), *others]
 
 

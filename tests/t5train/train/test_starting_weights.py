@@ -1,4 +1,4 @@
-"""A run that begins with the weights of a Hugging Face folder, on real ranks of every kind."""
+"""Runs that start from the weights of a Hugging Face folder, on real ranks in every kind of layout."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ LAYOUTS = {
 
 
 def _model(family: str) -> PreTrainedModel:
-    """Random, of values that bf16 does not hold."""
+    """A random model whose values bf16 cannot represent exactly."""
     torch.manual_seed(3)
     sizes = {"d_model": 32, "d_kv": 32, "d_ff": 64, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2}
     if family == "switch":
@@ -66,10 +66,10 @@ def _starting(layout: str, folder: Path) -> RunSpec:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards) -> Trained:
-    """Two steps in each layout, one of them killed behind its first checkpoint and resumed; in one launch."""
+    """Two steps in each layout. One layout is also killed after its first checkpoint and resumed. All in one launch."""
     root = tmp_path_factory.mktemp("starting")
     for family in set(LAYOUTS.values()):
-        # Several files, as published models of some size have.
+        # Several files, as large published models have.
         _model(family).save_pretrained(root / family, max_shard_size="200KB")
     jobs: list[dict[str, Any]] = []
     for layout, family in LAYOUTS.items():
@@ -96,7 +96,7 @@ def test_masters_begin_as_the_files_have_them_bit_for_bit(trained: Trained, layo
     expected = {name: tensor.detach() for name, tensor in _model(LAYOUTS[layout]).named_parameters()}
     digests = {name: digest64(tensor.numpy().tobytes()) for name, tensor in expected.items()}
     assert all(trained.found(layout, rank)["begun"] == digests for rank in (0, 1))
-    # It compares the masters with what the module computes with, rounded to its type.
+    # Consolidation also compares the masters, rounded to the module's type, with the module's own weights.
     consolidate(trained.root / layout / "checkpoints", tmp_path / "weights", tag="step-00000000")
     found = load_file(tmp_path / "weights/model.safetensors")
     assert found.keys() == expected.keys()

@@ -1,4 +1,4 @@
-"""Real DeepSpeed training on two CPU ranks: what it resumes to, and what it refuses to call training."""
+"""Real DeepSpeed training on two CPU ranks: it resumes bit-equal, layouts agree, and faults end it with an error."""
 
 import json
 from pathlib import Path
@@ -98,21 +98,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
 
 
 def _one_batch(layout: str, passes: int) -> dict[str, Any]:
-    """A short training whose steps take the same batch so many times; its experts have room for every token."""
+    """A short training whose steps take the same batch ``passes`` times. Its experts have capacity for every token."""
     spec = spec_of(layout, num_steps=3)
     batch = spec.layout.micro_batch_sequences * spec.data_parallel_size * passes
     spec = spec.with_settings(
         {
             "model.dropout_rate": 0,
             "optimizer.global_batch_sequences": batch,
-            "model.moe.capacity_factor": 4,  # what goes beyond is dropped by lot
+            "model.moe.capacity_factor": 4,  # tokens beyond the capacity are dropped at random
         }
     )
     return {"spec": spec.model_dump(mode="json"), "fault": "one-batch"}
 
 
 def _epoch_ends_within_a_step() -> dict[str, Any]:
-    """With this seed the last of an epoch's three samples is the first of the next, and step 2 holds both."""
+    """With this seed, the last of an epoch's three samples is also the first of the next epoch, and step 2 has both."""
     places, epochs = np.array([2, 0]), np.array([0, 1])
     seed = next(seed for seed in range(20) if len({*permuted(places, 3, seed, 1, epochs).tolist()}) == 1)
     settings = {"optimizer.global_batch_sequences": 2, "layout.micro_batch_sequences": 1, "optimizer.seed": seed}
@@ -157,7 +157,7 @@ def test_the_witness_tells_the_same_weights(trained: Trained, layout: str) -> No
     assert torch.isfinite(logits).all()
 
 
-@pytest.mark.filterwarnings("ignore:.*tie:UserWarning")  # transformers says so of every T5 v1.1
+@pytest.mark.filterwarnings("ignore:.*tie:UserWarning")  # transformers warns so for every T5 v1.1
 @pytest.mark.parametrize("layout", VARIANTS)
 def test_every_variant_is_certified_to_be_the_model_that_was_trained(
     trained: Trained, layout: str, pydocs_tokenizer: TokenizerFiles, tmp_path: Path, own_threads: None
@@ -197,7 +197,7 @@ def test_zero_stages_train_the_same_model(trained: Trained) -> None:
 
 @pytest.mark.parametrize("layout", EQUAL[1:])
 def test_layouts_train_equal_weights_where_sums_have_one_order_only(trained: Trained, layout: str) -> None:
-    """Two ranks, one pass of each for a step, no clipping: then no layout adds up in another order than ZeRO 0."""
+    """With two ranks, one pass of each per step and no clipping, every layout sums in the same order as ZeRO 0."""
     assert trained.found(f"{layout}.one-pass")["masters"] == trained.found("zero0-fp32.one-pass")["masters"]
 
 
@@ -260,6 +260,6 @@ def test_dishonest_training_ends_with_a_clear_error_on_every_rank(trained: Train
 
 @pytest.mark.parametrize("layout", SUMMED)
 def test_a_batch_taken_many_times_in_a_step_moves_weights_as_taken_once_does(trained: Trained, layout: str) -> None:
-    """To the last bit: in fp32 that sum is exact, and in bf16 it is off by a percent."""
+    """Equal to the last bit: the sum is exact in fp32; in bf16, it would be off by a percent."""
     once, often = (trained.found(f"{layout}.passes-{passes}") for passes in (1, PASSES))
     assert often == once

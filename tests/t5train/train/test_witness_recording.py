@@ -1,4 +1,4 @@
-"""The witness that training writes, held against what plain transformers makes of the same weights."""
+"""The witness that training writes, compared with what plain transformers computes from the same weights."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def _spec(version: str) -> RunSpec:
 def _certificate(
     folder: Path, spec: RunSpec, shards: TokenShards, tokenizer: TokenizerFiles, monkeypatch: pytest.MonkeyPatch
 ) -> Certificate:
-    """Of weights drawn by our own model; only the engine that would hold them is left out."""
+    """Certify weights that our own model was initialised with. Only the engine that would hold them is replaced."""
     shape = resolve(spec.model, int(shards.counts["vocab_size"]))
     model = T5(shape, decoder_start_id=0)
     names = huggingface_names(model, expert_rank=0)
@@ -68,7 +68,7 @@ def _certificate(
     return certify(export(weights, tokenizer, folder / "witness", spec, folder / "export").path, folder / "witness")
 
 
-@pytest.mark.filterwarnings("ignore:.*tie:UserWarning")  # transformers says so of every T5 v1.1
+@pytest.mark.filterwarnings("ignore:.*tie:UserWarning")  # transformers warns so for every T5 v1.1
 @pytest.mark.parametrize("version", list(synthetic_models.FAMILIES))
 def test_transformers_generates_what_the_witness_recorded(
     version: str, pydocs: tuple[TokenizerFiles, TokenShards], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

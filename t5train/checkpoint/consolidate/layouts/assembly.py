@@ -1,4 +1,4 @@
-"""Join the module's states with the optimizer's masters: each parameter once, with its copies to compare with."""
+"""Combine the module's states and the optimizer's masters: each parameter once, with the copies it must match."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,10 +12,10 @@ _FLOATING = frozenset({"F64", "F32", "BF16", "F16"})
 
 
 def assemble(module: ModuleStates, groups: Sequence[ParameterGroup], moments: Sequence[str] = ()) -> Plan:
-    """The plan of a checkpoint from what the module and the parameter groups hold.
+    """Return the plan of a checkpoint, from its module states and its parameter groups.
 
-    A weight that is in no group is frozen, or the engine trains it in place; both are taken from the module.
-    ``moments`` are the optimizer's tensors (``"exp_avg"``) that are wanted as well.
+    A weight that is in no group is frozen, or the optimizer updates it in place. In both cases it is read from the
+    module. ``moments`` names the optimizer's tensors to include, such as ``"exp_avg"``.
     """
     masters = _joined((group.masters() for group in groups), module)
     _require_named(module, masters)
@@ -29,7 +29,7 @@ def assemble(module: ModuleStates, groups: Sequence[ParameterGroup], moments: Se
 
 
 def _joined(found: Iterable[Mapping[str, Master]], module: ModuleStates) -> dict[str, Master]:
-    """The masters of all groups; one that is in several stages has the masters of the others as copies."""
+    """Merge the masters of all groups. If several pipeline stages hold a master, the other stages' are its copies."""
     joined: dict[str, Master] = {}
     for name, master in (item for masters in found for item in masters.items()):
         first = joined.setdefault(name, master)
@@ -73,7 +73,7 @@ def _require_named(module: ModuleStates, masters: Mapping[str, Master]) -> None:
 
 
 def _stored_as(owner: str, module: ModuleStates) -> list[Weight]:
-    """What the module holds of a parameter: the weight under its own name, then under its aliases."""
+    """The weights that the module stores for a parameter: under its own name, then under its aliases."""
     names = [owner, *(alias for alias, name in module.aliases.items() if name == owner)]
     return [module.weights[name] for name in names if name in module.weights]
 

@@ -1,4 +1,4 @@
-"""Detect the layout of a checkpoint and look up its rules: one entry for each set of files."""
+"""Detect the layout of a checkpoint from the kinds of files it has, and look up the rules for reading it."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from t5train.errors import UnknownLayout
 
 
 class Layout(NamedTuple):
-    """The rules of one layout: where the module's weights lie, and where the optimizer's masters."""
+    """The rules of one layout: how to find the module's weights and the optimizer's masters."""
 
     module_states: ReadModule
     groups: ReadGroups
@@ -52,9 +52,10 @@ _FOREIGN_FOLDERS = {"zero": "a universal checkpoint", "offloaded_tensors": "an o
 
 
 def plan_of(checkpoint: OpenedCheckpoint, moments: Sequence[str] = ()) -> Plan:
-    """Find where every tensor of a checkpoint is; UnknownLayout says what was found if the layout is not supported.
+    """Return the plan of a checkpoint: where each of its tensors is stored.
 
-    ``moments`` are the optimizer's tensors that are wanted beside the weights.
+    ``moments`` names the optimizer's tensors to include beside the weights. Raises UnknownLayout, naming what was
+    found, if the layout is not supported.
     """
     layout = _layout_of(checkpoint)
     module = layout.module_states(checkpoint)

@@ -3,9 +3,9 @@
 At ZeRO 0, ``expp_rank_{e}_mp_rank_00_optim_states.pt`` is the file of expert-parallel rank e, numbered as in the layer
 with the most expert-parallel ranks. It holds the masters of that rank's experts and those of all dense parameters.
 
-At ZeRO 1 and 2, a group of experts is partitioned over the ranks that hold the same ones, so one parameter group in the
-files represents one group per expert-parallel rank. All have the same layout; only rank 0's is stored, with experts
-numbered as on rank 0.
+At ZeRO 1 and 2, a parameter group of experts is partitioned over the ranks that hold the same experts. One parameter
+group in the files therefore stands for one group per expert-parallel rank. All of these have the same layout. Only rank
+0's is stored, with experts numbered as on rank 0.
 """
 
 import math
@@ -31,7 +31,7 @@ from t5train.model.parameters import ParameterSlot
 
 _Groups = Sequence[Sequence[StoredTensor]]
 Layouts = dict[tuple[str, int], list[ParameterSlot]]
-"""Where the parameters of each group of each file lie."""
+"""The slots of each parameter group, by file name and index of the group."""
 
 
 def replicated_groups(checkpoint: OpenedCheckpoint, module: ModuleStates) -> list[FlatGroup]:
@@ -50,7 +50,7 @@ def replicated_groups(checkpoint: OpenedCheckpoint, module: ModuleStates) -> lis
 
 
 def _optimizers(checkpoint: OpenedCheckpoint) -> dict[str, Mapping[str, Any]]:
-    """Each file's optimizer, after checking that all expert-parallel ranks are present and at the same step."""
+    """Each file's optimizer state, after checking that all expert-parallel ranks are present and at the same step."""
     found = {name: _optimizer(checkpoint, name) for name in _files(checkpoint)}
     progress = {name: progress_of(_inner(optimizer)) for name, optimizer in found.items()}
     require_same(checkpoint.folder, progress, ["parameter groups", "optimizer steps", "learning rates"])
@@ -77,12 +77,15 @@ def _inner(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _sizes(optimizer: Mapping[str, Any]) -> list[int | None]:
-    """Each parameter group's expert-parallel size, None for a dense one."""
+    """The expert-parallel size of each parameter group; None for a dense group."""
     return [expert_parallel_size(group) for group in _inner(optimizer).get("param_groups", ())]
 
 
 def _sources(checkpoint: OpenedCheckpoint, optimizers: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, int]]:
-    """File and index of every distinct parameter group: dense ones from the first file, expert ones from several."""
+    """The file and index of every distinct parameter group.
+
+    A dense group is read from the first file, a group of experts once for each expert-parallel rank.
+    """
     ranks, writers = ExpertRanks.of(model_states(checkpoint, MODEL_STATES)), _writers(checkpoint)
     return [
         (next(file for file, writer in writers.items() if writer in holders), index)
@@ -111,9 +114,10 @@ def _recorded(checkpoint: OpenedCheckpoint, sources: Sequence[tuple[str, int]]) 
 
 
 def _in_module_order(checkpoint: OpenedCheckpoint, module: ModuleStates, held: Mapping[str, _Groups]) -> Layouts:
-    """The only possible order with one dense group, experts of one expert-parallel size, and nothing frozen.
+    """The layouts if parameters lie in the module's order; the order is verified later against the weights.
 
-    Groups of experts may have been split by size; the order is verified against the weights later.
+    No other order is possible with one dense group, one expert-parallel size and no frozen parameters. In all other
+    cases, raises UnknownLayout. DeepSpeed may have split the experts into several groups by size.
     """
     sizes = _sizes(checkpoint.read(next(iter(held)))["optimizer"])
     if sizes.count(None) != 1 or len(set(sizes)) != 2:
@@ -145,7 +149,7 @@ def _dense_names(trained: Mapping[str, Any]) -> list[str]:
 
 
 def _names_of_rank(checkpoint: OpenedCheckpoint, expert_rank: int, num_ranks: int) -> list[str]:
-    """The tensors of the experts of an expert-parallel rank, in the module's order."""
+    """The names of the tensors of an expert-parallel rank's experts, in the module's order."""
     own = []
     for layer in expert_layers(checkpoint):
         each = len(layer.experts) // num_ranks
@@ -154,7 +158,7 @@ def _names_of_rank(checkpoint: OpenedCheckpoint, expert_rank: int, num_ranks: in
 
 
 def _cut(shapes: Sequence[tuple[str, tuple[int, ...]]], sizes: Sequence[int]) -> list[list[ParameterSlot]] | None:
-    """Consecutive parameters in groups of these numbers of elements; None if they do not fill them exactly."""
+    """Split consecutive parameters into groups with these numbers of elements; None if they do not fit exactly."""
     cut, left = [], list(shapes)
     for size in sizes:
         taken: list[tuple[str, tuple[int, ...]]] = []
@@ -175,7 +179,7 @@ def _untold(checkpoint: OpenedCheckpoint, seen: str) -> UnknownLayout:
 
 
 def partitioned_groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> list[FlatGroup]:
-    """The parameter groups of a ZeRO 1 or 2 optimizer: dense ones once, expert ones for each expert-parallel rank."""
+    """The parameter groups of a ZeRO 1 or 2 optimizer: groups of experts once for each expert-parallel rank."""
     model = model_states(checkpoint, MODEL_STATES)
     ranks = ExpertRanks.of(model)
     states = zero12.optimizer_states(checkpoint, ranks.size)
@@ -197,7 +201,10 @@ def partitioned_groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> l
 def _expert_parallel_size(
     checkpoint: OpenedCheckpoint, state: Mapping[str, Any], index: int, slots: Sequence[ParameterSlot]
 ) -> int:
-    """Over how many expert-parallel ranks a group is spread, 1 if it is dense; three sources must agree."""
+    """The number of expert-parallel ranks that a group is spread over; 1 if it is dense.
+
+    Raises UnknownLayout unless the partition count, the optimizer's record and the parameters' names agree.
+    """
     num_ranks = ExpertRanks.of(model_states(checkpoint, MODEL_STATES)).size
     cut_over = int(_entry(state.get("partition_count"), index) or 0)
     size = num_ranks // cut_over if cut_over and num_ranks % cut_over == 0 else 0
@@ -225,7 +232,7 @@ def _entry(items: Any, index: int) -> Any:
 def _of_rank(
     checkpoint: OpenedCheckpoint, slot: ParameterSlot, expert_rank: int, size: int, counts: Mapping[str, int]
 ) -> ParameterSlot:
-    """A slot of rank 0 as it is on another expert-parallel rank, by the name the result will have."""
+    """Translate a slot of rank 0 to another expert-parallel rank, with the tensor's name in the result."""
     name = ExpertName.parse(slot.name)
     if name is None:
         return slot.model_copy(update={"name": checkpoint.result_name(slot.name)})

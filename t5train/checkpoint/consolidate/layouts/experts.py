@@ -1,11 +1,11 @@
-"""The module of a mixture of experts (DeepSpeed's ``MoE``): experts in files of their own, numbered over all ranks.
+"""The module of a mixture of experts (DeepSpeed's ``MoE``): each expert has its own file, numbered over all ranks.
 
-``mp_rank_00_model_states.pt`` has everything but the experts; ``layer_{L}_expert_{E}_mp_rank_00_model_states.pt`` has
-expert E of the L-th MoE layer. Everything else that names experts (shapes, buffers, ties) was written by rank 0, which
-numbers the experts that it holds from 0.
+``mp_rank_00_model_states.pt`` holds everything but the experts. ``layer_{L}_expert_{E}_mp_rank_00_model_states.pt``
+holds expert E of MoE layer L. All other data that names experts (shapes, buffers, ties) was written by rank 0, which
+numbers its own experts from 0.
 
-W ranks are ep expert-parallel times edp expert-data-parallel ones: expert-parallel rank e holds experts ``e * n`` to
-``e * n + n - 1`` of a layer, where n is its number of experts divided by ep, and so do edp ranks in all.
+The number of ranks is the expert-parallel size ep times the expert-data-parallel size edp. If a layer has ``ep * n``
+experts, expert-parallel rank e holds experts ``e * n`` to ``e * n + n - 1``, and edp ranks hold the same experts.
 """
 
 import re
@@ -37,7 +37,7 @@ class ExpertName:
 
     @classmethod
     def parse(cls, name: str) -> "ExpertName | None":
-        """None for a name of anything else."""
+        """Parse a name; None if it is not the name of an expert's tensor."""
         match = _NAME.fullmatch(name)
         return cls(match[1], int(match[2]), match[3]) if match else None
 
@@ -47,14 +47,14 @@ class ExpertName:
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """One MoE layer: its path in the module, and the tensors of each expert by the names of the files."""
+    """One MoE layer: its path in the module, and each expert's tensors by their names in the files."""
 
     path: str
     experts: Sequence[Mapping[str, StoredTensor]]
 
 
 def module_states(checkpoint: OpenedCheckpoint) -> ModuleStates:
-    """The module, its experts included."""
+    """The module states, including the experts."""
     model = whole_module(checkpoint)
     layers = expert_layers(checkpoint)
     tensors = dict(model["module"])
@@ -143,7 +143,7 @@ def _require_recorded(checkpoint: OpenedCheckpoint, layers: Sequence[StoredExper
 
 
 def _expert_buffers(model: Mapping[str, Any], layers: Iterable[StoredExperts]) -> list[str]:
-    """The buffers of all experts: only those of rank 0's are named, but all experts have the same."""
+    """The buffers of all experts. Only those of rank 0's experts are recorded; all experts have the same ones."""
     kinds = {_kind(name) for name in model.get("buffer_names") or () if ExpertName.parse(name)}
     return [name for layer in layers for expert in layer.experts for name in expert if _kind(name) in kinds]
 
@@ -154,7 +154,7 @@ def _kind(name: str) -> tuple[str, str]:
 
 
 def _ties(model: Mapping[str, Any], layers: Sequence[StoredExperts]) -> dict[str, str]:
-    """Alias to owner: a tie inside an expert of rank 0 is one inside every expert of the layer."""
+    """The owner of each alias. A tie inside an expert of rank 0 applies to every expert of its layer."""
     ties: dict[str, str] = {}
     for alias, owner in (model.get("shared_params") or {}).items():
         inside, outside = ExpertName.parse(alias), ExpertName.parse(owner)
@@ -176,24 +176,28 @@ _GROUP_NAME = "ep_size_"
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """``size`` ranks that share experts. Those with the same experts are every ep-th rank, or ``consecutive`` ranks."""
+    """How experts are distributed over ``size`` ranks.
+
+    With an expert-parallel size of ep, every ep-th rank holds the same experts; if ``consecutive``, consecutive ranks
+    do.
+    """
 
     size: int
     consecutive: bool
 
     @classmethod
     def of(cls, model: Mapping[str, Any]) -> "ExpertRanks":
-        """According to the model states, which hold DeepSpeed's configuration.
+        """Read the distribution from DeepSpeed's configuration in the model states.
 
-        Older versions stored only the path of its file. Then the default is assumed, and verified against the weights
-        later.
+        Older versions stored only the path of the configuration file. For these, DeepSpeed's default is assumed, and
+        verified later against the weights.
         """
         configuration = model.get("ds_config")
         consecutive = isinstance(configuration, Mapping) and bool(configuration.get(_CONSECUTIVE, False))
         return cls(int(model.get("dp_world_size", 0)), consecutive)
 
     def holding(self, expert_parallel_size: int) -> list[list[int]]:
-        """For each expert-parallel rank, the ranks that hold its experts, in the order they are numbered."""
+        """The ranks that hold the experts of each expert-parallel rank, in ascending order."""
         if expert_parallel_size < 1 or self.size % expert_parallel_size:
             raise UnknownLayout(
                 f"{self.size} ranks cannot be divided into {expert_parallel_size} expert-parallel ranks"

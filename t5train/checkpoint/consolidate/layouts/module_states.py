@@ -1,6 +1,6 @@
-"""The module's state, whichever files it is in.
+"""The module's state, independent of the files that store it.
 
-A dense module is in one file, ``mp_rank_00_model_states.pt``: every parameter and buffer in full.
+A dense module is stored in one file, ``mp_rank_00_model_states.pt``, with every parameter and buffer in full.
 """
 
 import logging
@@ -19,7 +19,7 @@ _FOREIGN_KEYS = {"ds_autoep_layers": "AutoEP", "autoep_layers": "AutoEP", "foldi
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter or buffer of the module; ``copies`` are the same weight elsewhere, and must be equal bit for bit."""
+    """A parameter or buffer of the module. ``copies`` store the same weight elsewhere and must be bit-identical."""
 
     shape: tuple[int, ...]
     source: Source
@@ -27,17 +27,17 @@ class Weight:
 
     @classmethod
     def of(cls, stored: StoredTensor) -> "Weight":
-        """A weight without copies."""
+        """Return a weight without copies."""
         return cls(stored.shape, stored.source())
 
 
 @dataclass(frozen=True)
 class ModuleStates:
-    """The module's state dictionary, by the names the result will have.
+    """The module's state dictionary, by the tensors' names in the result.
 
     ``aliases`` maps a tied name to the name that owns the weight. ``without_values`` names parameters of the module
-    whose values only the optimizer has (ZeRO 3). ``in_several_stages`` names those that have a master, equal in all, in
-    each stage of a pipeline that uses them.
+    whose values only the optimizer has (ZeRO 3). ``in_several_stages`` names parameters that several pipeline stages
+    use: each of these stages has a master of them, and these masters must be equal.
     """
 
     weights: Mapping[str, Weight]
@@ -49,7 +49,7 @@ class ModuleStates:
 
 
 def model_states(checkpoint: OpenedCheckpoint, name: str) -> dict[str, Any]:
-    """A file of model states; UnknownLayout when its layout is not supported."""
+    """Read a file of model states. Raises UnknownLayout if its layout is not supported."""
     model = checkpoint.read(name)
     found = [what for key, what in _FOREIGN_KEYS.items() if model.get(key)]
     dimensions = model.get("checkpoint_parallel_dimensions") or {}
@@ -67,12 +67,12 @@ def model_states(checkpoint: OpenedCheckpoint, name: str) -> dict[str, Any]:
 
 
 def stored_weights(checkpoint: OpenedCheckpoint, module: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """The tensors of a state dictionary, by the names the result will have."""
+    """The tensors of a state dictionary, by their names in the result."""
     return {checkpoint.result_name(name): tensor for name, tensor in tensors_of(checkpoint, module).items()}
 
 
 def tensors_of(checkpoint: OpenedCheckpoint, states: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """The tensors of a state dictionary; anything else in it (modules' extra state) is left out and logged."""
+    """The tensors of a state dictionary. Other entries (modules' extra state) are left out and logged."""
     tensors = {name: item for name, item in states.items() if isinstance(item, StoredTensor)}
     if left_out := sorted(map(str, states.keys() - tensors.keys())):
         _log.warning(
@@ -82,14 +82,14 @@ def tensors_of(checkpoint: OpenedCheckpoint, states: Mapping[str, Any]) -> dict[
 
 
 def buffer_names(checkpoint: OpenedCheckpoint, model: Mapping[str, Any]) -> frozenset[str]:
-    """The buffers among the weights."""
+    """The names of the module's buffers in the result."""
     return frozenset(checkpoint.result_name(name) for name in model.get("buffer_names") or ())
 
 
 def tied_names(
     checkpoint: OpenedCheckpoint, model: Mapping[str, Any], weights: Mapping[str, StoredTensor]
 ) -> dict[str, str]:
-    """Alias to owner: as recorded, and where two names of the module share their storage."""
+    """The owner of each alias: the recorded ones, and names of the module that share one storage."""
     recorded = checkpoint.sidecars[0].aliases if checkpoint.sidecars else model.get("shared_params") or {}
     left_out = ties_left_out(checkpoint, model)
     aliases = {alias: owner for alias, owner in recorded.items() if alias not in left_out}
@@ -102,7 +102,7 @@ def tied_names(
 
 
 def ties_left_out(checkpoint: OpenedCheckpoint, model: Mapping[str, Any]) -> frozenset[str]:
-    """Recorded aliases without their owner: ``exclude_frozen_parameters`` removes only a frozen tie's first name."""
+    """Recorded aliases whose owner is absent: ``exclude_frozen_parameters`` removes only a frozen tie's first name."""
     if checkpoint.sidecars:
         return frozenset()
     ties = model.get("shared_params") or {}
@@ -110,7 +110,7 @@ def ties_left_out(checkpoint: OpenedCheckpoint, model: Mapping[str, Any]) -> fro
 
 
 def step_of(checkpoint: OpenedCheckpoint, model: Mapping[str, Any]) -> int:
-    """The optimizer step; the model states must be of the step that the sidecars name."""
+    """The step of the model states. Raises IncompleteCheckpoint if the sidecars record another step."""
     step = int(model.get("global_steps", 0))
     if checkpoint.sidecars and checkpoint.sidecars[0].step != step:
         raise IncompleteCheckpoint(
@@ -131,14 +131,14 @@ def _owner(alias: str, aliases: Mapping[str, str]) -> str:
 
 
 ReadModule = Callable[[OpenedCheckpoint], ModuleStates]
-"""One half of a layout: reads the module's states."""
+"""Reads the module's states: one half of a layout's rules."""
 
 
 MODEL_STATES = "mp_rank_00_model_states.pt"
 
 
 def module_states(checkpoint: OpenedCheckpoint) -> ModuleStates:
-    """The module of a checkpoint without experts, pipeline stages and partitioned parameters."""
+    """The module of a checkpoint without experts, pipeline stages or partitioned parameters."""
     return states_of(checkpoint, whole_module(checkpoint))
 
 
@@ -154,7 +154,7 @@ def whole_module(checkpoint: OpenedCheckpoint) -> dict[str, Any]:
 
 
 def states_of(checkpoint: OpenedCheckpoint, model: Mapping[str, Any]) -> ModuleStates:
-    """The states of a module that the model states hold in full."""
+    """The module states, from model states that hold the module in full."""
     stored = stored_weights(checkpoint, model["module"])
     return ModuleStates(
         weights={name: Weight.of(weight) for name, weight in stored.items()},

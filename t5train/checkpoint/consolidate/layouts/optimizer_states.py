@@ -1,7 +1,7 @@
 """The optimizer's half of a checkpoint: an fp32 master for each parameter that it trains.
 
-Each data-parallel rank writes a file. In it, the masters of a parameter group lie end to end in one flat buffer, which
-is partitioned over the ranks, and so do their moments.
+The masters of a parameter group are concatenated in one flat buffer, which is partitioned over the data-parallel ranks.
+Each rank writes its partition to its own file. The moments are stored in the same way.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,9 +26,9 @@ class Partition:
     state: Mapping[str, Any] = field(default_factory=dict)
 
     def moment(self, key: str, padding: int) -> StoredTensor:
-        """The optimizer's tensor ``key`` for the same elements; in the file, up to ``padding`` more may follow.
+        """The optimizer's tensor ``key`` for the same elements, without the up to ``padding`` elements that may follow.
 
-        Raises UnknownLayout when there is none, or it has another size.
+        Raises UnknownLayout if there is no such tensor, or if its size does not match.
         """
         held, size = self.state.get(key), self.master.num_elements
         if not size:
@@ -50,7 +50,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Master:
-    """Where a parameter's fp32 master, or one of its moments, lies; ``copies`` must be equal bit for bit."""
+    """Where a parameter's fp32 master, or one of its moments, is stored. ``copies`` must be bit-identical."""
 
     shape: tuple[int, ...]
     source: Source
@@ -58,19 +58,19 @@ class Master:
 
 
 class ParameterGroup(Protocol):
-    """Masters that are stored together, by one rule."""
+    """A group of masters that are stored together."""
 
     def masters(self) -> Mapping[str, Master]:
-        """Each parameter's master, after every element of the group was accounted for."""
+        """The master of each parameter, after checking that every element of the group is accounted for."""
         ...
 
     def moments(self, key: str) -> Mapping[str, Master]:
-        """The optimizer's tensor ``key`` (``"exp_avg"``) of each parameter; UnknownLayout where there is none."""
+        """The optimizer's tensor ``key`` (``"exp_avg"``) of each parameter. Raises UnknownLayout if one is missing."""
         ...
 
 
 ReadGroups = Callable[[OpenedCheckpoint, ModuleStates], Sequence[ParameterGroup]]
-"""The other half of a layout: finds the masters of every parameter group, by the names the result will have."""
+"""Finds the masters of every parameter group, by their names in the result: the other half of a layout's rules."""
 
 
 _ALIGNMENT_BYTES = 16
@@ -78,9 +78,9 @@ _ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """One parameter group: its partitions in order, and where each parameter lies in all of them joined.
+    """One parameter group: its partitions in order, and each parameter's position in the joined partitions.
 
-    ``padding`` is how many elements may follow the last parameter.
+    ``padding`` is the maximum number of elements after the last parameter.
     """
 
     index: int
@@ -90,16 +90,16 @@ class FlatGroup:
 
     @property
     def num_elements(self) -> int:
-        """Elements of all partitions."""
+        """The number of elements in all partitions."""
         return sum(partition.master.num_elements for partition in self.partitions)
 
     def masters(self) -> dict[str, Master]:
-        """Where each parameter's fp32 master lies, after every element of the group was accounted for."""
+        """Where each parameter's fp32 master is stored, after checking that every element is accounted for."""
         self._require_accounted()
         return self._located([partition.master for partition in self.partitions])
 
     def moments(self, key: str) -> dict[str, Master]:
-        """Where the optimizer's tensor ``key`` of each parameter lies: in flat tensors cut as the masters are."""
+        """Where the optimizer's tensor ``key`` of each parameter is stored. It is partitioned like the masters."""
         return self._located([partition.moment(key, self.padding) for partition in self.partitions])
 
     def _located(self, tensors: Sequence[StoredTensor]) -> dict[str, Master]:
@@ -113,7 +113,7 @@ class FlatGroup:
         }
 
     def _require_accounted(self) -> None:
-        """Every element belongs to one parameter, or is padding no longer than DeepSpeed's."""
+        """Raise ConsolidationError unless every element belongs to one parameter or to DeepSpeed's padding."""
         where = f"parameter group {self.index}"
         slots = [slot for slot in self.slots if slot.numel]
         for before, after in pairwise(slots):
@@ -139,7 +139,7 @@ class FlatGroup:
 def packed_slots(
     shapes: Iterable[tuple[str, tuple[int, ...]]], paddings: Sequence[int] | None = None
 ) -> list[ParameterSlot]:
-    """Slots of named shapes that follow one another, each with its padding behind it (none when left out)."""
+    """The slots of consecutive parameters, each followed by its padding (none by default)."""
     slots, offset = [], 0
     for index, (name, shape) in enumerate(shapes):
         slot = ParameterSlot.of(name, shape, offset)
@@ -155,7 +155,7 @@ def _files(partitions: Sequence[Partition]) -> str:
 
 @dataclass(frozen=True)
 class OptimizerKeys:
-    """The keys of a file's flat masters, and of the state of the optimizer inside DeepSpeed's."""
+    """The keys under which a file stores the flat masters and the state of the optimizer that DeepSpeed's wraps."""
 
     masters: str
     inner: str
@@ -164,7 +164,11 @@ class OptimizerKeys:
 def read_optimizers(
     checkpoint: OpenedCheckpoint, names: Sequence[str], keys: OptimizerKeys, same: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """The content of each rank's file; IncompleteCheckpoint unless all have equal steps, rates and ``same`` keys."""
+    """The optimizer state in each rank's file.
+
+    Raises IncompleteCheckpoint unless all files agree on DeepSpeed's version, the steps, the learning rates, the number
+    of masters and the values of the keys in ``same``.
+    """
     states = [_optimizer(checkpoint, name, keys) for name in names]
     versions = {name: checkpoint.read(name) for name in names}
     require_same(checkpoint.folder, versions, ["ds_version"])
@@ -190,7 +194,7 @@ def partition_of(state: Mapping[str, Any], keys: OptimizerKeys, index: int) -> P
 
 
 def inner_states(optimizer: Any, count: int) -> list[Mapping[str, Any]]:
-    """An optimizer's state for each of ``count`` tensors, from its state dictionary; empty if that is not possible."""
+    """The state of each of an optimizer's ``count`` tensors; empty if the state dictionary does not match them."""
     if isinstance(optimizer, list) and len(optimizer) == count:
         return [state if isinstance(state, Mapping) else {} for state in optimizer]
     if not isinstance(optimizer, Mapping) or "state" not in optimizer:

@@ -1,12 +1,13 @@
-"""The module of a pipeline: each layer's weights in a file of its own.
+"""The module of a pipeline: each layer's weights are in a separate file.
 
-``layer_LL-model_states.pt`` holds the state dictionary of layer LL, under the names it has within the layer. A tied
-module has a master in each of its stages, but a layer's file only if a layer calls it without a forward function of its
-own; the file does not record that it is tied.
+``layer_LL-model_states.pt`` holds the state dictionary of layer LL, with names relative to the layer. A tied module has
+a master in each of its stages. It has a layer file only if a layer calls it without a custom forward function, and that
+file does not record the tie.
 
-``mp_rank_SS_model_states.pt`` has the shapes of stage SS's parameter groups, its buffers and the step, by the names
-``LL.name`` and ``tied_modules.KEY.name``. With node-local storage, DeepSpeed leaves out some stages' files, and with
-BF16_Optimizer at ZeRO 0 the shapes; then the names are in the optimizer states of the stage's ranks.
+``mp_rank_SS_model_states.pt`` records the step, the shapes of stage SS's parameter groups and its buffers, with the
+names ``LL.name`` and ``tied_modules.KEY.name``. With node-local storage, DeepSpeed does not write this file for some
+stages. With BF16_Optimizer at ZeRO 0, the file lacks the shapes. In both cases, the names are read from the optimizer
+states of the stage's ranks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -35,26 +36,26 @@ _SAME_IN_EVERY_STAGE = (
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: its model states if there are any, and what each of its ranks saved of a partitioned optimizer."""
+    """One stage: its model states, if any, and the partitioned optimizer state that each of its ranks saved."""
 
     index: int
     model: Mapping[str, Any] | None
     optimizers: Sequence[Mapping[str, Any]]
 
     def parameters(self) -> list[dict[str, tuple[int, ...] | None]]:
-        """The parameter groups by DeepSpeed's names, in order, with the shapes if they are recorded."""
+        """The parameter groups in order: each parameter's shape, or None if it is not recorded, by DeepSpeed's name."""
         if shapes := (self.model or {}).get("param_shapes"):
             return [{name: tuple(shape) for name, shape in group.items()} for group in shapes]
         mappings = [optimizer.get("param_slice_mappings") or [] for optimizer in self.optimizers]
         return [dict.fromkeys(name for held in group for name in held) for group in zip(*mappings, strict=True)]
 
     def buffers(self) -> list[str]:
-        """Buffers by DeepSpeed's names."""
+        """DeepSpeed's names of the buffers."""
         return list((self.model or {}).get("buffer_names") or ())
 
 
 def stages(checkpoint: OpenedCheckpoint) -> list[Stage]:
-    """Every stage of the pipeline, after checking that all files are of one run and step."""
+    """Every stage of the pipeline, after checking that all files belong to one run and step."""
     models = _models(checkpoint)
     dimensions = models[0].get("checkpoint_parallel_dimensions") or {}
     count = int(dimensions.get("pp_degree") or models[0].get("mp_world_size") or 1)
@@ -82,7 +83,10 @@ _Shapes = Mapping[str, tuple[int, ...] | None]
 
 
 def module_states(checkpoint: OpenedCheckpoint) -> ModuleStates:
-    """What the layers' files hold; parameters are called ``LL.name``, or ``tied_modules.KEY.name`` if tied."""
+    """The module states, from the layers' files.
+
+    Without sidecars, a parameter is named ``LL.name``, or ``tied_modules.KEY.name`` if it is tied.
+    """
     found = stages(checkpoint)
     shapes = {name: shape for stage in found for group in stage.parameters() for name, shape in group.items()}
     buffers = {name for stage in found for name in stage.buffers()}
@@ -100,7 +104,7 @@ def module_states(checkpoint: OpenedCheckpoint) -> ModuleStates:
 
 
 def _held(checkpoint: OpenedCheckpoint, shapes: _Shapes, buffers: Iterable[str]) -> dict[str, list[StoredTensor]]:
-    """The layers' tensors by the names the result will have; a tied module with several files has several."""
+    """The layers' tensors, by their names in the result. A tied module with several files has several per name."""
     layers = {
         layer: tensors_of(checkpoint, checkpoint.read(name))
         for (layer,), name in numbered(checkpoint.names, StateFile.LAYER)
@@ -125,7 +129,7 @@ def _tied_layers(
     layers: Mapping[int, Mapping[str, StoredTensor]],
     shapes: _Shapes,
 ) -> dict[int, str]:
-    """Which layers are tied modules: those that no stage names, and whose tensors match those of one tied module."""
+    """The layers that are tied modules: no stage names them, and their tensors match those of one tied module."""
     modules: dict[str, dict[str, tuple[int, ...] | None]] = {}
     for name, shape in shapes.items():
         if name.startswith(TIED):
@@ -155,7 +159,7 @@ def _weight(name: str, tensors: Sequence[StoredTensor]) -> Weight:
 
 
 def _recorded_as_tied(checkpoint: OpenedCheckpoint) -> set[str]:
-    """The parameters of tied modules from the sidecars, which also cover stages without model states."""
+    """The parameters of tied modules according to the sidecars, which also cover stages without model states."""
     table = checkpoint.sidecars[0].pipeline_layers if checkpoint.sidecars else {}
     paths = [path for layer, path in table.items() if layer.startswith(TIED)]
     names = {slot.name for sidecar in checkpoint.sidecars for group in sidecar.groups for slot in group}
@@ -165,7 +169,7 @@ def _recorded_as_tied(checkpoint: OpenedCheckpoint) -> set[str]:
 def _aliases(
     checkpoint: OpenedCheckpoint, first: Stage, held: Mapping[str, Sequence[StoredTensor]], trained: set[str]
 ) -> dict[str, str]:
-    """Alias to owner. Only the first stage records its ties: elsewhere a weight that equals a trained one is tied."""
+    """The owner of each alias. Only the first stage records ties: elsewhere, weights equal to trained ones are tied."""
     if checkpoint.sidecars:
         return dict(checkpoint.sidecars[0].aliases)
     aliases: dict[str, str] = dict((first.model or {}).get("shared_params") or {})
@@ -173,6 +177,6 @@ def _aliases(
     for name in held.keys() - trained - aliases.keys():
         weight = held[name][0]
         owner = owners.get(content_of(weight))
-        if owner and repeated_element(weight.source()) is None:  # two norms of all ones are not tied
+        if owner and repeated_element(weight.source()) is None:  # two norms of ones are not tied
             aliases[name] = owner
     return aliases

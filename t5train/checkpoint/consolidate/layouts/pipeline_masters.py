@@ -1,8 +1,8 @@
-"""The masters of a pipeline: each stage has an optimizer of its own, over its own data-parallel ranks.
+"""The masters of a pipeline: each stage has its own optimizer and its own data-parallel ranks.
 
-``TiedLayerSpec(..., tied_weight_attr=["word.weight"])`` ties one parameter of a module and gives each of its stages the
-other ones too, such as position embeddings. The stage that does not use them never updates them, so they keep their
-initial values; there the second moments, which sum squares of gradients, are all zero.
+``TiedLayerSpec(..., tied_weight_attr=["word.weight"])`` ties one parameter of a module, but gives each of its stages a
+copy of the module's other parameters too, such as position embeddings. A stage that does not use these never updates
+them: there they keep their initial values, and their second moments, which sum squared gradients, are all zero.
 """
 
 import logging
@@ -46,9 +46,9 @@ class _Moved:
 
 
 def without_unmoved(groups: Sequence[ParameterGroup], tied: frozenset[str]) -> Sequence[ParameterGroup]:
-    """The groups without those copies of ``tied`` parameters that were never updated while another copy was.
+    """Leave out copies of ``tied`` parameters that were never updated, if another copy was.
 
-    Without Adam's second moments this cannot be determined; then all copies stay, and must be equal.
+    Adam's second moments show which copies were updated. Without them, all copies are kept and must be equal.
     """
     squares = [_squares(group, tied) for group in groups]
     moved = {name for held in squares for name, source in held.items() if not _is_zero(source)}
@@ -79,7 +79,7 @@ _Slots = Sequence[Sequence[ParameterSlot]]
 
 
 def partitioned(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[ParameterGroup]:
-    """The parameter groups of every stage, partitioned over its data-parallel ranks: ZeRO 1 and BF16_Optimizer."""
+    """The parameter groups of all stages, each partitioned over its stage's ranks (ZeRO 1 and BF16_Optimizer)."""
     groups = [
         group
         for stage in stages(checkpoint)
@@ -89,7 +89,7 @@ def partitioned(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[
 
 
 def replicated(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[ParameterGroup]:
-    """The parameter groups of every stage, whole in its model states: ZeRO 0."""
+    """The parameter groups of all stages, each stored in full in its stage's model states (ZeRO 0)."""
     optimizers = [(stage.model or {}).get("optimizer") for stage in stages(checkpoint)]
     recorded = [_recorded(checkpoint, stage) or [] for stage in range(len(optimizers))]
     if not any(map(master_groups, optimizers)):
@@ -109,10 +109,11 @@ def replicated(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[P
 
 
 def _require_weights(checkpoint: OpenedCheckpoint, module: ModuleStates, optimizers: Sequence[Any]) -> None:
-    """Raise IncompleteCheckpoint if there are fewer weights of a shape than parameters the optimizers update.
+    """Raise IncompleteCheckpoint if the module has fewer weights of a shape than the optimizers update.
 
-    Nothing names the parameters here, so only this reveals that the file of a layer is missing. Moments of a tied
-    parameter are equal in all of its stages, and are counted once; those of one that was never updated are all zero.
+    These optimizers do not name their parameters, so only this count reveals a missing layer file. A tied parameter
+    has equal moments in all of its stages and is counted once. A parameter that was never updated has moments of
+    zeros and is not counted.
     """
     states = [state for optimizer in optimizers if optimizer for state in optimizer.get("state", {}).values()]
     moments = [held for state in states if isinstance(held := state.get("exp_avg"), StoredTensor)]
@@ -127,10 +128,10 @@ def _require_weights(checkpoint: OpenedCheckpoint, module: ModuleStates, optimiz
 
 
 def _slots(checkpoint: OpenedCheckpoint, module: ModuleStates, stage: Stage) -> _Slots:
-    """Where the parameters of a stage lie: from its recorded shapes, which sidecars must confirm, or sidecars alone.
+    """The positions of a stage's parameters: from its recorded shapes, which sidecars must confirm, or from sidecars.
 
-    Without either, this is the order in which the optimizer names the parameters. That order is not guaranteed; it is
-    verified later against the weights, each of which is in a layer's file.
+    Without either, the parameters are assumed to lie in the order in which the optimizer names them. That order is not
+    guaranteed, so it is verified later against the weights in the layers' files.
     """
     recorded = _recorded(checkpoint, stage.index)
     if recorded is not None and not (stage.model or {}).get("param_shapes"):
@@ -157,7 +158,7 @@ def _slots(checkpoint: OpenedCheckpoint, module: ModuleStates, stage: Stage) -> 
 def _named(
     checkpoint: OpenedCheckpoint, module: ModuleStates, name: str, shape: tuple[int, ...] | None
 ) -> tuple[str, tuple[int, ...]]:
-    """A parameter by the name the result will have, with its recorded shape or that of its weight."""
+    """A parameter's name in the result, and its recorded shape or else that of its weight."""
     known = checkpoint.result_name(name)
     if shape is not None:
         return known, shape
@@ -169,7 +170,7 @@ def _named(
 
 
 def _recorded(checkpoint: OpenedCheckpoint, stage: int) -> list[list[ParameterSlot]] | None:
-    """What the sidecars of a stage's ranks record, which must be the same; None without sidecars."""
+    """The groups that the sidecars of a stage's ranks record, which must be equal; None without sidecars."""
     if not checkpoint.sidecars:
         return None
     groups = [sidecar.groups for sidecar in checkpoint.sidecars if sidecar.layout.pipeline_rank == stage]

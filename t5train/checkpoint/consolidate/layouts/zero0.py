@@ -1,8 +1,8 @@
-"""ZeRO 0: every rank holds all masters, and the file of model states has the optimizer's state too.
+"""ZeRO 0: every rank holds all masters, and the file of model states also holds the optimizer's state.
 
-In fp32 the optimizer updates the module's own weights, so it adds only its moments. In bf16 and fp16 the optimizer
-keeps the masters: flat for each group (``fp32_groups_flat``, DeepSpeed's fused Adam) or one tensor a parameter
-(``fp32_groups``, every other optimizer). Neither records the positions of the parameters; the sidecar does.
+In fp32, the optimizer updates the module's own weights and stores only their moments. In bf16 and fp16, it also stores
+masters: one flat tensor per group (``fp32_groups_flat``, DeepSpeed's fused Adam) or one tensor per parameter
+(``fp32_groups``, every other optimizer). Neither form records the positions of the parameters; the sidecar does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,17 +26,17 @@ from t5train.model.parameters import ParameterSlot
 
 @dataclass(frozen=True)
 class InPlaceGroup:
-    """The optimizer's parameters in its order, and what it keeps of each."""
+    """Parameters that an optimizer updates in place, in its own order, and its state for each."""
 
     slots: Sequence[ParameterSlot]
     states: Sequence[Mapping[str, Any]]
 
     def masters(self) -> dict[str, Master]:
-        """None: the module's weights are the masters."""
+        """Empty: the module's weights are the masters."""
         return {}
 
     def moments(self, key: str) -> dict[str, Master]:
-        """Where the optimizer's tensor ``key`` of each parameter lies; UnknownLayout where there is none."""
+        """Where the optimizer's tensor ``key`` of each parameter is stored. Raises UnknownLayout if one is missing."""
         return {slot.name: self._moment(slot, state, key) for slot, state in zip(self.slots, self.states, strict=True)}
 
     def _moment(self, slot: ParameterSlot, state: Mapping[str, Any], key: str) -> Master:
@@ -50,7 +50,7 @@ class InPlaceGroup:
 
 
 def in_place_groups(optimizer: Any, recorded: Sequence[Sequence[ParameterSlot]]) -> list[InPlaceGroup]:
-    """The optimizer's parameters in the order that the sidecar records; none without a sidecar."""
+    """A group of the optimizer's parameters in the order that the sidecar records; none without a sidecar."""
     slots = [slot for group in recorded for slot in group]
     return [InPlaceGroup(slots, inner_states(optimizer, len(slots)))] if slots else []
 
@@ -75,7 +75,7 @@ def groups(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[Param
 
 
 def master_groups(optimizer: Any) -> list[Sequence[StoredTensor]]:
-    """The masters of each parameter group, in one tensor or several; none if the optimizer keeps no masters."""
+    """The masters of each parameter group, as one tensor or several; empty if the optimizer keeps no masters."""
     if isinstance(optimizer, dict) and "fp32_groups_flat" in optimizer:
         return [[flat] for flat in optimizer["fp32_groups_flat"]]
     if isinstance(optimizer, dict) and "fp32_groups" in optimizer:
@@ -84,14 +84,14 @@ def master_groups(optimizer: Any) -> list[Sequence[StoredTensor]]:
 
 
 def partition_groups(optimizer: Any) -> list[list[Partition]]:
-    """The masters of each parameter group, with their state in the optimizer inside DeepSpeed's."""
+    """The masters of each parameter group, with their state from the optimizer that DeepSpeed's wraps."""
     held = master_groups(optimizer)
     states = iter(inner_states(optimizer.get("optimizer_state_dict"), sum(map(len, held))) if held else [])
     return [[Partition(master, next(states)) for master in masters] for masters in held]
 
 
 def require_full_precision(checkpoint: OpenedCheckpoint, module: ModuleStates) -> None:
-    """Raise UnknownLayout if a weight that should be its own master has low precision."""
+    """Raise UnknownLayout if a weight that has no separate master is in bf16 or fp16."""
     for name, weight in module.weights.items():
         dtype = weight.source.dtype
         if dtype in {"BF16", "F16"} and name not in module.buffers:
@@ -101,7 +101,10 @@ def require_full_precision(checkpoint: OpenedCheckpoint, module: ModuleStates) -
 def _in_module_order(
     checkpoint: OpenedCheckpoint, module: ModuleStates, groups: Sequence[Sequence[StoredTensor]]
 ) -> list[list[ParameterSlot]]:
-    """The only possible order of a single group with all parameters; verified against the weights later."""
+    """The slots in the module's order, the only possible one if a single group holds all parameters.
+
+    Raises UnknownLayout otherwise. The order is verified later against the weights.
+    """
     untrained = module.buffers | module.aliases.keys()
     slots = packed_slots((name, weight.shape) for name, weight in module.weights.items() if name not in untrained)
     held = sum(master.num_elements for group in groups for master in group)

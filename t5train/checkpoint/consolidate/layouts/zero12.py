@@ -1,7 +1,7 @@
 """ZeRO 1 and 2: the masters' flat buffers are partitioned over the data-parallel ranks.
 
-Also BF16_Optimizer (ZeRO 1 in bf16 with fp32 gradient accumulation) and offload to the CPU, whose files are the
-same except for padding. The ranks' partitions, without their end padding, join to the group's flat buffer.
+This also covers BF16_Optimizer (ZeRO 1 in bf16 with fp32 gradient accumulation) and offload to the CPU, whose files
+differ only in padding. Joined in rank order, the partitions without their end padding form the group's flat buffer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from t5train.model.parameters import ParameterSlot
 
 _KEYS = OptimizerKeys(masters="single_partition_of_fp32_groups", inner="base_optimizer_state")
 _SAME_ON_EVERY_RANK = ("partition_count", "param_alignment_paddings", "dynamic_loss_scale")
-ALIGNED_ELEMENTS = 2  # DeepSpeed pads a group to twice its ranks
+ALIGNED_ELEMENTS = 2  # DeepSpeed pads a group to a multiple of twice its number of ranks
 
 
 def groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> list[FlatGroup]:
@@ -40,7 +40,7 @@ def groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> list[FlatGrou
 def flat_groups(
     checkpoint: OpenedCheckpoint, states: Sequence[Mapping[str, Any]], slots: Sequence[Sequence[ParameterSlot]]
 ) -> list[FlatGroup]:
-    """Parameter groups with these slots, partitioned over all the ranks of ``states``."""
+    """The parameter groups with these slots, each partitioned over all ranks of ``states``."""
     _require_dense(checkpoint, states)
     counts = {len(slots), *(len(state[_KEYS.masters]) for state in states)}
     if len(counts) > 1:
@@ -54,7 +54,7 @@ def flat_groups(
 
 
 def optimizer_states(checkpoint: OpenedCheckpoint, num_ranks: int, stage: int = 0) -> list[dict[str, Any]]:
-    """What each data-parallel rank (of a pipeline's stage) saved of its optimizer, by rank."""
+    """The optimizer state that each data-parallel rank (in a pipeline, of this stage) saved, by rank."""
     if stage:
         names = checkpoint.files_by_rank(StateFile.OTHER_OPTIMIZER, num_ranks, stage)
     else:
@@ -80,7 +80,7 @@ def _require_dense(checkpoint: OpenedCheckpoint, states: Sequence[Mapping[str, A
 def stored_slots(
     checkpoint: OpenedCheckpoint, model: Mapping[str, Any], state: Mapping[str, Any]
 ) -> list[list[ParameterSlot]]:
-    """The layout of each group, from the shapes that DeepSpeed records, by the names in the files."""
+    """The slots of each group, from the shapes that DeepSpeed records, with the names in the files."""
     shapes = model.get("param_shapes")
     if not isinstance(shapes, list) or len(shapes) != len(state[_KEYS.masters]):
         raise UnknownLayout(
@@ -101,7 +101,7 @@ def stored_slots(
 
 
 def require_recorded(checkpoint: OpenedCheckpoint, slots: Sequence[Sequence[Sequence[ParameterSlot]]]) -> None:
-    """Raise IncompleteCheckpoint if there are sidecars that do not record the groups in ``slots`` for each rank."""
+    """Raise IncompleteCheckpoint if a sidecar's groups differ from those in ``slots`` for its data-parallel rank."""
     for sidecar in checkpoint.sidecars:
         if sidecar.groups != slots[sidecar.layout.data_parallel_rank]:
             raise IncompleteCheckpoint(

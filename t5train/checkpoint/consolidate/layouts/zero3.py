@@ -1,10 +1,11 @@
 """ZeRO 3: every parameter is partitioned over the data-parallel ranks separately.
 
-Each rank holds ``ceil(numel / ranks)`` elements of every parameter, the last ones being padding of arbitrary
-content, and lays those of a sub-group (a few consecutive parameters of a group) end to end in a flat buffer. The
-module's parameters are empty in every file of model states; frozen ones are there as fragments, partitioned the same
-way, and buffers in full. There is no second copy of a trained weight, so only the files' agreement, sizes and checksums
-can be verified.
+Each rank holds ``ceil(numel / ranks)`` elements of every parameter; those beyond ``numel`` are padding with arbitrary
+content. A rank concatenates its parts of a sub-group (a few consecutive parameters of a group) in one flat buffer.
+
+In every file of model states, the module's parameters are empty. Frozen parameters are stored there as fragments,
+partitioned in the same way, and buffers are stored in full. There is no second copy of a trained weight, so only the
+files' agreement, sizes and checksums can be verified.
 """
 
 import math
@@ -45,7 +46,7 @@ _SAME_IN_OPTIMIZER_STATES = ("partition_count", "dynamic_loss_scale")
 
 
 def module_states(checkpoint: OpenedCheckpoint) -> ModuleStates:
-    """What the model states of all ranks hold: buffers, frozen parameters, and the names of all others."""
+    """The module states of all ranks: buffers, frozen parameters, and the names of all other parameters."""
     models = _models(checkpoint)
     first = models[0]
     stored = stored_weights(checkpoint, first["module"])
@@ -97,16 +98,16 @@ class PartitionedGroup:
     shapes: Sequence[tuple[str, tuple[int, ...]]]
 
     def slots(self) -> list[ParameterSlot]:
-        """Where each parameter's part begins, in the flat buffer of any rank."""
+        """The position of each parameter's part in a rank's flat buffer, which is the same on all ranks."""
         paddings = [_part(shape, len(self.partitions)) - math.prod(shape) for _, shape in self.shapes]
         return packed_slots(self.shapes, paddings)
 
     def masters(self) -> dict[str, Master]:
-        """Where each parameter's fp32 master lies, after every element of the sub-group was accounted for."""
+        """Where each parameter's fp32 master is stored, after checking that every element is accounted for."""
         return self._located([partition.master for partition in self.partitions])
 
     def moments(self, key: str) -> dict[str, Master]:
-        """Where the optimizer's tensor ``key`` of each parameter lies: in flat tensors cut as the masters are."""
+        """Where the optimizer's tensor ``key`` of each parameter is stored. It is partitioned like the masters."""
         return self._located([partition.moment(key, padding=0) for partition in self.partitions])
 
     def _located(self, tensors: Sequence[StoredTensor]) -> dict[str, Master]:
@@ -125,12 +126,12 @@ class PartitionedGroup:
 
 
 def _part(shape: Sequence[int], num_ranks: int) -> int:
-    """Elements of a parameter that each rank holds, padding included."""
+    """The number of elements of a parameter that each rank holds, including padding."""
     return -(-math.prod(shape) // num_ranks)
 
 
 def _joined(sources: Sequence[Source], shape: tuple[int, ...], offset: int) -> Source:
-    """A parameter put together from each rank's part, which begins at element ``offset``; without the padding."""
+    """Join the ranks' parts of a parameter, without padding. Each part begins at element ``offset``."""
     part, left = _part(shape, len(sources)), math.prod(shape)
     item = sources[0].item_bytes
     extents: list[Extent] = []
@@ -142,7 +143,7 @@ def _joined(sources: Sequence[Source], shape: tuple[int, ...], offset: int) -> S
 
 
 def _models(checkpoint: OpenedCheckpoint) -> list[dict[str, Any]]:
-    """The model states of every rank, in agreement."""
+    """The model states of every rank, after checking that they agree."""
     size = int(model_states(checkpoint, checkpoint.first(StateFile.RANK_MODEL)).get("dp_world_size", 0))
     names = checkpoint.files_by_rank(StateFile.RANK_MODEL, size)
     models = [model_states(checkpoint, name) for name in names]

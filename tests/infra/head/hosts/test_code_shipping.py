@@ -1,4 +1,4 @@
-"""The head's code reaches a host whole or not at all, once, and nothing but code does."""
+"""The head's code reaches a host completely or not at all, and only once. Nothing but code can be sent this way."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ SOURCES = {"infra/__init__.py": "", "infra/node/attempts/process_guard.py": "x =
 
 @pytest.fixture(autouse=True)
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the node folder lies."""
+    """The parent of the node folder."""
     monkeypatch.setattr(node_folders, "PARENT", tmp_path)
     return tmp_path
 
@@ -78,7 +78,7 @@ def test_the_command_is_the_same_whatever_is_sent(monkeypatch: pytest.MonkeyPatc
     ship(hosts, ["a"])
     monkeypatch.setattr("infra.head.hosts.code_shipping.own_bundle", lambda: code_bundle.bundle(checkout))
     ship(hosts, ["a"])
-    assert len({tuple(argv[3:]) for argv in hosts.asked}) == 1  # before that: `timeout`
+    assert len({tuple(argv[3:]) for argv in hosts.asked}) == 1  # the words before that are those of `timeout`
     assert not any(str(node_folders.node_path()) in word or own_bundle().digest in word for word in COMMAND)
     assert len(left()) == 2
 
@@ -198,7 +198,7 @@ def test_what_breaks_off_while_it_is_written_has_no_name(monkeypatch: pytest.Mon
         with pytest.raises(OSError, match="No space left"):
             hold(digest, content)
     assert left() == []
-    node_folders.node_path("code", f".{digest}.partial", "infra").mkdir(parents=True)  # of one that was killed
+    node_folders.node_path("code", f".{digest}.partial", "infra").mkdir(parents=True)  # of a receiver that was killed
     assert hold(digest, content)
     assert left() == [digest]
 

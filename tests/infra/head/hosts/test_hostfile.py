@@ -29,7 +29,7 @@ HOSTS = st.lists(st.integers(1, 5), min_size=1, max_size=5).map(
 
 @st.composite
 def choices(draw: st.DrawFn, hosts: Hosts) -> str:
-    """A valid include or exclude: some hosts in any order, each whole, or slots of it in one part or two."""
+    """A valid include or exclude: some hosts in any order, each whole or with some of its slots in one or two parts."""
     parts = []
     for host in draw(st.lists(st.sampled_from(hosts.all), min_size=1, unique=True)):
         slots = draw(st.lists(st.sampled_from(host.slots), unique=True))
@@ -40,7 +40,7 @@ def choices(draw: st.DrawFn, hosts: Hosts) -> str:
 
 
 def deepspeeds(hosts: Hosts, include: str = "", exclude: str = "", num_nodes: int = -1) -> Hosts:
-    """What DeepSpeed's launcher makes of a hostfile and its options."""
+    """The hosts and slots that DeepSpeed's launcher chooses from a hostfile with these options."""
     from deepspeed.launcher import runner
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

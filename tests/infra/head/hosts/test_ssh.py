@@ -1,4 +1,4 @@
-"""What runs on another machine gets exactly its arguments, ends in time, and fails with a remedy."""
+"""Commands on other machines get exactly their arguments, end in time, and fail with errors that name a remedy."""
 
 import os
 import secrets
@@ -52,7 +52,7 @@ class Shell:
 
     shell: str = "sh"
 
-    def command(self, host: str, argv: Sequence[str]) -> list[str]:  # noqa: ARG002 - as Transport has it
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:  # noqa: ARG002 - part of Transport
         return [self.shell, "-c", quoted(argv)]
 
 
@@ -84,7 +84,7 @@ def test_ssh_hands_over_arguments_input_and_output_byte_by_byte(sshd: Sshd) -> N
 
 
 def test_no_variable_of_this_machine_goes_along(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LC_TOKEN", "s3cret")  # sent by Debian's configuration, and accepted by this server
+    monkeypatch.setenv("LC_TOKEN", "s3cret")  # Debian's ssh sends it by default, and this server accepts it
     assert b"s3cret" not in run(sshd(), HERE, ["env"], deadline_seconds=10).stdout
 
 
@@ -141,7 +141,7 @@ def test_a_command_that_hangs_is_ended_there_too(sshd: Sshd, until: Callable[...
     run_id, started = secrets.token_hex(8), time.monotonic()
     hanging = ["env", f"{processes.RUN_ID_VARIABLE}={run_id}", "sh", "-c", f"{stubborn}echo begun >&2; sleep 600"]
     with pytest.raises(HostTimeout, match=r"127\.0\.0\.1: .* timed out after 3 s\. .* It said: begun"):
-        run(sshd(), HERE, hanging, deadline_seconds=3)  # in which it has begun, also on a machine that does other work
+        run(sshd(), HERE, hanging, deadline_seconds=3)  # enough for it to start on a busy machine
     assert time.monotonic() - started < 6
     until(lambda: not processes.find(processes.in_run(run_id)), seconds=10)
 
@@ -164,7 +164,7 @@ def test_all_hosts_are_asked_at_once_and_answer_in_their_order() -> None:
         deadline_seconds=20,
         on_reply=lambda host, _reply: seen.append((host, threading.current_thread())),
     )
-    assert time.monotonic() - started < 10  # one after the other it were 32
+    assert time.monotonic() - started < 10  # one after the other would take 32 s
     assert list(replies) == hosts
     assert isinstance(replies.pop("node7"), RemoteFailed)
     assert all(isinstance(reply, Output) and reply.stdout == f"{host}\n".encode() for host, reply in replies.items())

@@ -1,4 +1,4 @@
-"""DeepSpeed's launcher makes of our command line what starts exactly the chosen ranks, and pdsh goes our ways."""
+"""From our command line, DeepSpeed's launcher starts exactly the chosen ranks, and pdsh uses only our ssh settings."""
 
 import base64
 import json
@@ -26,7 +26,7 @@ CHOSEN = Hosts((Host("node2", (1, 3)), Host("node1", (0,))))
 SENT = code_folder(own_bundle().digest)
 MASTER = ("10.0.0.1", 29500)
 PROGRAM = ("infra.node.attempts.process_guard", "/nodes/folder", sys.executable, "-m", "t5train.train")
-# DeepSpeed's launcher up to the point at which it would start srun, mpirun or pdsh.
+# Runs DeepSpeed's launcher up to the point where it would start srun, mpirun or pdsh.
 UP_TO_THE_START = """
 import json, sys
 from deepspeed.launcher import runner
@@ -50,7 +50,7 @@ json.dump(started, open(sys.argv[1], "w"))
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What DeepSpeed's launcher would start, by the name of the launcher."""
+    """The command and environment that DeepSpeed's launcher would start, by the name of ``cluster.launcher``."""
     folder = tmp_path_factory.mktemp("launch")
     (folder / "bin").mkdir()
     for program in ("pdsh", "sinfo", "ompi_info"):

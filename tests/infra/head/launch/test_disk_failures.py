@@ -1,4 +1,4 @@
-"""A disk that fails under a rank is the headline, with rank, host, path and remedy."""
+"""If a rank's disk fails, the error begins with the rank, its host and the path, and names a remedy."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from t5train.errors import DiskFailed, DiskFull, StorageError, T5TrainError
 from t5train.rank import error_report
 from tests.support.small_disk import run_with_disk
 
-# Of a guard that starts on a disk that has just become read-only, and of the head that asks why.
+# Starts a guard on a disk that has just become read-only, then finds the cause as the head does.
 GUARD = """
 import os, subprocess, sys
 from pathlib import Path
@@ -32,7 +32,7 @@ print(ended.returncode, type(failure_of(this, 1)).__name__, failure_of(this, 1))
 
 
 def _read_bad_sector() -> None:
-    Path("/proc/self/mem").read_bytes()  # address 0 is mapped nowhere: the kernel answers with EIO
+    Path("/proc/self/mem").read_bytes()  # address 0 is not mapped: the kernel returns EIO
 
 
 def _write_to_a_full_disk() -> None:

@@ -28,7 +28,7 @@ class Hosts(Transport, Protocol):
 
 
 class Severed:
-    """No way to host b, as long as it ``is_cut``."""
+    """A transport that cannot reach host b while ``is_cut`` is true."""
 
     def __init__(self, way: Transport) -> None:
         self.way, self.is_cut = way, True
@@ -38,7 +38,7 @@ class Severed:
 
 
 class Slow:
-    """Takes a second to reach a host."""
+    """A transport that takes a second to reach a host."""
 
     def __init__(self, way: Transport) -> None:
         self.way = way
@@ -48,7 +48,7 @@ class Slow:
 
 
 class Recorded:
-    """By what code hosts are asked: its PYTHONPATH, or the program that takes it."""
+    """A transport that records each command's PYTHONPATH, or its last argument (the code receiver) if it has none."""
 
     def __init__(self, way: Transport) -> None:
         self.way, self.asked = way, list[str]()
@@ -66,7 +66,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def this(tmp_path: Path, local_hosts: Hosts) -> Attempt:
-    """An attempt of a head that was killed, over two hosts on which it left files."""
+    """An attempt over two hosts that has files on both, and whose head was killed."""
     this = attempt.begin(tmp_path / "run", None, 5.0, HOSTS, grace_seconds=1.0)
     local_hosts.prepare(this)
     for host in HOSTS:
@@ -90,7 +90,7 @@ def test_what_an_earlier_attempt_left_is_ended_gathered_without_secrets_and_remo
     rank = start("-c", "import time; time.sleep(600)", T5_RUN_ID=this.run_id)
     launcher = start("-c", "import time; time.sleep(600)", T5_RUN_ID=f"{this.run_id}-head")
     earlier_attempts.end_earlier(tmp_path / "run", local_hosts, lambda: None)
-    assert rank.wait(1) == launcher.wait(1) == -9  # the launcher too: on SIGTERM it would end what is not its own
+    assert rank.wait(1) == launcher.wait(1) == -9  # also for the launcher: on SIGTERM it would end processes of others
     text = {name: (this.folder / name).read_text() for name in ("rank-00000.log", "rank-00001.log", "launcher.log")}
     assert text["rank-00000.log"].startswith("before [")
     assert "s3cret" not in text["rank-00000.log"]
@@ -108,7 +108,7 @@ def test_an_attempt_whose_code_may_be_gone_is_ended_by_that_of_this_head(
     way = Recorded(local_hosts)
     earlier_attempts.end_earlier(tmp_path / "run", way, lambda: None)
     assert not list(earlier_attempts.unended(tmp_path / "run"))
-    assert way.asked[:4] == [COMMAND[-1]] * 4  # the code first: both are asked, then both get it
+    assert way.asked[:4] == [COMMAND[-1]] * 4  # first, both hosts are asked for the code, and both receive it
     path = f"PYTHONPATH={node_folders.code_folder(own_bundle().digest)}"
     assert way.asked[4:] == [path] * 6  # `end`, `logs` and `remove` on both
 
@@ -117,20 +117,20 @@ def test_a_host_that_does_not_answer_is_given_the_time_in_which_ranks_end_by_the
     this: Attempt, local_hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(earlier_attempts, "END_SECONDS", 10.0)
-    monkeypatch.setattr(head_lease, "age_seconds", lambda _folder: 14.5)  # of 5 + 1 + 10
+    monkeypatch.setattr(head_lease, "age_seconds", lambda _folder: 14.5)  # of 16: lease 5 + grace 1 + END_SECONDS 10
     ticks = []
     began = time.monotonic()
     earlier_attempts.end_earlier(tmp_path / "run", Severed(local_hosts), lambda: ticks.append(1))
     assert 1.5 <= time.monotonic() - began < 12
     assert len(ticks) >= 3
     assert not list(earlier_attempts.unended(tmp_path / "run"))
-    assert local_hosts.attempt_folder("b", this.run_id).exists()  # with the logs that nobody could gather
+    assert local_hosts.attempt_folder("b", this.run_id).exists()  # with the logs that could not be collected
 
 
 def test_a_host_that_is_back_when_its_time_is_over_is_ended_and_gathered(
     this: Attempt, local_hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(head_lease, "age_seconds", lambda _folder: 25.5)  # of 5 + 1 + 20
+    monkeypatch.setattr(head_lease, "age_seconds", lambda _folder: 25.5)  # of 26: lease 5 + grace 1 + END_SECONDS 20
     way = Severed(local_hosts)
     earlier_attempts.end_earlier(tmp_path / "run", way, lambda: setattr(way, "is_cut", False))
     assert (this.folder / "rank-00001.log").read_text() == "of b\n"
@@ -163,7 +163,7 @@ def test_ctrl_c_pressed_again_does_not_keep_ranks_on_hosts_from_being_ended(
 def test_a_host_that_did_not_get_the_code_is_not_asked_to_run_it(
     this: Attempt, local_hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever lies at the path of the code there may be another user's."""
+    """On such a host, the files at the path of the code may belong to another user."""
     shipped = replace(this, code="0" * 64)
     asked: list[str] = []
 

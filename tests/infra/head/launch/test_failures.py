@@ -32,7 +32,7 @@ def started(this: Attempt, rank: int) -> None:
 
 
 FULL = {"shared_memory_free_bytes": 4096, "shared_memory_bytes": 64 << 20, "host": "node1"}
-# How a rank ended, what its output held, and what that is.
+# For each: a rank's exit record, its output, the class of the error, and words of the error's message.
 CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
     (
         {},
@@ -135,7 +135,7 @@ def test_a_secret_of_the_head_is_not_repeated(this: Attempt, monkeypatch: pytest
 
 def test_the_first_rank_that_failed_is_named_with_its_last_words(this: Attempt) -> None:
     ended(this, 1, -9)
-    ended(this, 0, 1)  # later: it lost its peer
+    ended(this, 0, 1)  # later, because it lost its peer
     error = failure_of(this, 2)
     assert isinstance(error, LaunchError)
     assert error.retryable

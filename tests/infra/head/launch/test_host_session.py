@@ -1,4 +1,4 @@
-"""A window stays, whatever comes in its way."""
+"""A host session reports why its connection broke, and connects again."""
 
 import time
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from infra.node.attempts.attempt import Attempt
 
 @dataclass(frozen=True)
 class Runs:
-    """Whatever a host is asked, this is run here."""
+    """A transport that runs ``argv`` on this machine instead of any command for a host."""
 
     argv: tuple[str, ...]
 
-    def command(self, host: str, argv: Sequence[str]) -> list[str]:  # noqa: ARG002 - as Transport has it
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:  # noqa: ARG002 - part of Transport
         return list(self.argv)
 
 

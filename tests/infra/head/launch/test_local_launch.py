@@ -21,8 +21,9 @@ Start = Callable[..., subprocess.Popen[bytes]]
 Until = Callable[..., None]
 Survivors = Callable[[str], set[int]]
 
-# Deaf to SIGTERM, with a child of the same kind, and with a segment named as DeepSpeed's (which takes seconds to
-# import; tests.flows.test_kill looks for the real ones). Fails if a rank of another attempt is still there.
+# Ignores SIGTERM, has a child that does so too, and makes a shared memory segment named as DeepSpeed names them.
+# DeepSpeed is not imported, which would take seconds; tests.flows.test_kill checks real segments. Fails if a rank of
+# another attempt still runs.
 RANK = """
 import fcntl, os, signal, sys, time
 from pathlib import Path
@@ -131,7 +132,7 @@ def test_nothing_survives_a_kill(tmp_path: Path, victim: str, start: Start, unti
     head = start("-c", HEAD, str(tmp_path))
     until(lambda: ready(tmp_path) or head.poll() is not None, 60)
     run_id = newest(tmp_path).run_id
-    assert len(survivors(run_id)) == 9  # three guards, the launcher's two, two ranks and their children
+    assert len(survivors(run_id)) == 9  # three guards, two of the launcher, two ranks and a child of each
     os.kill(victim_pid(tmp_path, victim), signal.SIGKILL)
     assert head.wait(20) == 1
     assert survivors(run_id) == set()
@@ -151,7 +152,7 @@ def test_nothing_survives_a_killed_head_and_the_next_start_waits_for_its_ranks(
     assert len(segments(killed)) == 2
     head.kill()
     (tmp_path / "finish").touch()
-    again = start("-c", HEAD, str(tmp_path))  # at once; its ranks fail if one of the first is still there
+    again = start("-c", HEAD, str(tmp_path))  # at once: its ranks fail if one of the first head's still runs
     until(lambda: not survivors(killed.run_id) and not segments(killed), 20)
     assert again.wait(60) == 0
     assert segments(newest(tmp_path)) == []
@@ -173,7 +174,7 @@ def test_nothing_survives_a_kill_during_the_start(
 
 
 def segments(this: Attempt) -> list[Path]:
-    """Shared memory of an attempt's ranks that is still there."""
+    """Shared memory segments of an attempt's ranks that still exist."""
     port = this.log("launcher").read_text().partition("--master_port=")[2].split()[0]
     return list(SEGMENTS.glob(f"*_127.0.0.1_{port}_*"))
 

@@ -31,7 +31,7 @@ class Hosts(Transport, Protocol):
 
 
 class Unsteady:
-    """Reaches hosts by another way, but for those whose letter is in ``silent``."""
+    """A transport that runs ``instead`` for hosts whose letter is in ``silent``, and uses ``way`` for the others."""
 
     def __init__(self, way: Transport) -> None:
         self.way, self.silent, self.instead = way, "", ["sleep", "600"]
@@ -42,7 +42,7 @@ class Unsteady:
 
 @pytest.fixture
 def this(tmp_path: Path, local_hosts: Hosts) -> Attempt:
-    """An attempt that two hosts are prepared for."""
+    """An attempt that is prepared on two hosts."""
     this = attempt.begin(tmp_path / "run", None, 3.0, HOSTS)
     local_hosts.prepare(this)
     return this
@@ -74,7 +74,7 @@ def end_rank(folder: Path, rank: int, returncode: int = 0) -> None:
 
 
 def look_until(supervision: Supervision, condition: Callable[[], object], seconds: float = 60.0) -> float:
-    """Takes in what comes until the condition holds; the seconds that took."""
+    """Process the hosts' messages until the condition holds, and return how many seconds that took."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < seconds, f"not in {seconds} s"
@@ -126,7 +126,7 @@ def test_a_window_that_breaks_is_opened_again_and_nothing_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host_session, "_SILENT_SECONDS", 2.0)
-    way.silent = "b"  # a first connection that says nothing is given up after some seconds
+    way.silent = "b"  # a first connection without a message is given up after _SILENT_SECONDS
     supervision = supervise()
     end_rank(local_hosts.attempt_folder("a", this.run_id), 0)
     look_until(supervision, lambda: supervision.records)
@@ -184,7 +184,7 @@ def test_a_killed_guard_is_a_failure(this: Attempt, local_hosts: Hosts, supervis
     folder = local_hosts.attempt_folder("b", this.run_id)
     (folder / "rank-00001.pid").write_text(json.dumps({"process": gone, "guard": gone}))
     look_until(supervision, lambda: supervision.failed, 5)
-    assert supervision.failure is None  # infra.head.launch.failures tells who
+    assert supervision.failure is None  # infra.head.launch.failures finds the rank
 
 
 def test_lines_of_ranks_are_logged_with_their_host_and_without_secrets(
@@ -248,7 +248,7 @@ def test_a_host_whose_disk_cannot_be_written_is_named_at_once(
     begun = lost.read_text()
     look_until(supervision, lambda: lost.read_text() != begun)
     lost.unlink()
-    lost.symlink_to(lost.name)  # no file of that name can be opened any more
+    lost.symlink_to(lost.name)  # a link to itself cannot be opened
     look_until(supervision, lambda: supervision.failed)
     assert type(supervision.failure) is DiskFailed
     assert str(supervision.failure).startswith(f"b: {lost}: Too many levels of symbolic links; ")

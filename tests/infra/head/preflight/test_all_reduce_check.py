@@ -1,4 +1,4 @@
-"""Ranks that meet on this machine, as if it were two hosts; and who is blamed where some do not."""
+"""The all-reduce check, with ranks on this machine as if it were two hosts, and whom it blames for failures."""
 
 import os
 import secrets
@@ -30,7 +30,7 @@ class Here:
 
 
 class WithoutTheFar(Here):
-    """A host that starts no rank."""
+    """Every host is this machine, but host ``far`` starts no rank."""
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
         return ["echo", '{"Probed": {"ranks": []}}'] if host == "far" else list(argv)

@@ -24,7 +24,7 @@ def test_hosts_that_agree_and_have_everything_pass_every_check() -> None:
     assert findings({}) == []
 
 
-# Check, host, what is other there, and what must be said: who, what, and what to do.
+# Check, host, how the host differs, and part of the expected finding: which hosts, what is wrong, and what to do.
 CULPRITS: list[tuple[str, str, Change, str]] = [
     (
         "machines",

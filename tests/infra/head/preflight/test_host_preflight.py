@@ -1,4 +1,4 @@
-"""From the head's side: what becomes of findings, and what is asked of the head itself."""
+"""Preflight on the head: how findings are reported, and the checks of the head itself."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ REFUSES = "echo 'ssh: connect to host near port 22: Connection refused' >&2; exi
 
 
 class Says:
-    """Every host answers what a shell prints."""
+    """A transport on which every host answers with the output of a shell script."""
 
     def __init__(self, script: str) -> None:
         self._script = script
@@ -28,7 +28,7 @@ class Says:
 
 @pytest.fixture
 def needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchRequirements:
-    """Of a run on one host, started where pdsh is."""
+    """Requirements of a run on one host, with pdsh on the head's PATH."""
     pdsh = tmp_path / "bin" / "pdsh"
     pdsh.parent.mkdir()
     pdsh.write_text("#!/bin/sh\necho 'rcmd modules: ssh,exec (default: ssh)'\n", "utf-8")

@@ -11,7 +11,7 @@ TWO = {"node0": network(0), "node1": network(1)}
 
 
 def changed(host: str, **changes: object) -> dict[str, Network]:
-    return {**TWO, host: replace(TWO[host], **changes)}  # type: ignore[arg-type] # whatever a test wants
+    return {**TWO, host: replace(TWO[host], **changes)}  # type: ignore[arg-type] # any field that a test changes
 
 
 def test_ranks_meet_where_the_heads_ssh_came_in() -> None:

@@ -13,7 +13,7 @@ OWNER = Owner("1" * 32, "this-head", "/this/root", "2026-01-01T00:00:00", lease_
 
 @pytest.fixture
 def run(site: Site) -> NodeRun:
-    """The run, of which a checkpoint is kept."""
+    """The run, which keeps only its last checkpoint."""
     hosts = Hosts(tuple(Host(name, (0,)) for name in site.nodes.hosts))
     nodes = replace(site.nodes, owner=OWNER.unique_id)
     return NodeRun(RUN, site.checkpoints.parent, hosts, nodes, StorageSpec(keep_last=1), OWNER)

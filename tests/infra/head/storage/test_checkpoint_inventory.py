@@ -1,4 +1,4 @@
-"""A tag is complete, all places together, when every sidecar of one saving and every file they name are there."""
+"""A tag is complete if its locations together hold every sidecar of one save and every file that these list."""
 
 import re
 import tempfile
@@ -18,12 +18,12 @@ from tests.support.simulated_nodes import digest, make_sidecar
 
 PLACES, RANKS, STEPS, SAVINGS = [HEAD, "a", "b"], (0, 1), (8, 16), ("1", "two")
 Places = dict[tuple[str, int, int], str]
-"""Which saving of a rank's sidecar, or of its file, lies in a place, by place, step and rank."""
+"""The save from which a location has a rank's sidecar, or its file, by location, step and rank."""
 
 
 @cache
 def text_of(step: int, rank: int, saving: str) -> str:
-    """The sidecar of a rank that wrote one file in that saving; it has another size in each."""
+    """Text of the sidecar of a rank that wrote one file in ``saving``. The file's size differs between saves."""
     files = {file_of(rank): digest(saving.encode())}
     with tempfile.TemporaryDirectory() as folder:
         sidecar.write(Path(folder), make_sidecar(rank, step, files, len(RANKS), saving=saving))

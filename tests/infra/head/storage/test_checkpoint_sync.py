@@ -1,4 +1,4 @@
-"""While ranks are at work, the newest complete checkpoint comes to the head, and nothing that is needed goes."""
+"""While ranks train, the newest complete checkpoint is gathered to the head, and no needed checkpoint is removed."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ PART_OF_B = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
 class Cut:
-    """A way to hosts that is cut at first."""
+    """A transport that reaches no host while ``is_cut`` is true, as it is at first."""
 
     def __init__(self, transport: Any) -> None:
         self.transport, self.is_cut = transport, True
@@ -62,7 +62,7 @@ def test_what_cannot_be_read_now_is_an_error_so_that_it_is_gathered_the_next_tim
     sidecar_of_b = site.tag("b", 16) / "rank-00001.json"
     text = sidecar_of_b.read_bytes()
     sidecar_of_b.unlink()
-    sidecar_of_b.symlink_to(sidecar_of_b.name)  # ELOOP
+    sidecar_of_b.symlink_to(sidecar_of_b.name)  # opening it fails with ELOOP
     with pytest.raises(Unreadable, match=rf"{tag_of(16)} may be complete, but cannot be gathered now: b: .*00001.json"):
         keep_up(run, silent)
     assert sidecar.complete_tags(run.checkpoints) == [tag_of(8)]

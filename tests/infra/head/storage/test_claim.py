@@ -1,4 +1,4 @@
-"""Two heads, each with a root of its own, and one run name and settings: only one of them gets the hosts' files."""
+"""Of two heads with different roots but the same run name and settings, only one owns the run's files on hosts."""
 
 import json
 import time
@@ -46,7 +46,7 @@ def _is_lost(claim: Claim) -> bool:
 
 
 class Head:
-    """A head, with the run as it knows it and its claim to the run's files on hosts."""
+    """A head: the run as it knows it, and its claim to the run's files on hosts."""
 
     def __init__(self, run: NodeRun) -> None:
         self.run, self.claim = run, Claim()
@@ -78,7 +78,7 @@ def quick(run: NodeRun) -> NodeRun:
 
 
 def die(site: Site, head: Head) -> None:
-    """What a head does that was killed long ago."""
+    """Leave everything as if the head had been killed long ago: its lease on all hosts has expired."""
     head.claim.end()
     for host in site.nodes.hosts:
         (site.scratch(host) / head.run.place / LEASE).write_text(f"{time.monotonic() - 61:<24.3f}")
@@ -157,7 +157,7 @@ def test_a_head_that_lacks_a_host_of_the_run_it_adopts_does_not_begin_at_step_0(
     die(site, first)
     some = replace(second.run, hosts=Hosts(second.run.hosts.all[:1]), nodes=second.run.nodes.on("a"))
     NodeLocalStorage(some, Path, silent, adopt=True).claim(are_ranks_at_work=False)
-    for _ in range(2):  # it is this head's run the second time
+    for _ in range(2):  # the second time, this head owns the run
         with pytest.raises(NothingVerifies, match=rf"{tag_of(8)} lacks rank-00001\.json .*--begin-again"):
             recover(some, silent)
     assert site.tag("a", 8).exists()
@@ -178,7 +178,7 @@ def test_a_head_that_is_superseded_while_it_works_notices_it(site: Site, first: 
 def test_the_lease_is_renewed_until_the_claim_is_ended_and_expires_afterwards(first: Head, second: Head) -> None:
     first.run = quick(first.run)
     first.claimed()
-    time.sleep(SECONDS + 1)  # as between two attempts, and while the head verifies what it has
+    time.sleep(SECONDS + 1)  # as between two attempts, or while the head verifies checkpoints
     with pytest.raises(RunOwned, match="alive"):
         second.claimed(adopt=True)
     first.claim.end()

@@ -1,4 +1,4 @@
-"""What no run needs is found and freed; what somebody may need is left, whoever that is."""
+"""Files that no run needs are found and freed. Files that any head or user may need are left."""
 
 import json
 import os

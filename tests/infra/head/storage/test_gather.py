@@ -1,4 +1,4 @@
-"""A checkpoint that lies in parts on nodes comes to the head whole, whatever was damaged on the way."""
+"""A checkpoint spread over nodes is gathered to the head intact, despite damaged files and interrupted transfers."""
 
 import os
 import random
@@ -26,7 +26,7 @@ MODEL = "mp_rank_00_model_states.pt"
 
 
 class Cut:
-    """A way to hosts that breaks after some bytes."""
+    """A transport on which sending files breaks off after ``after_bytes`` bytes."""
 
     def __init__(self, transport: Any, after_bytes: int) -> None:
         self.transport, self.after_bytes = transport, after_bytes
@@ -48,7 +48,7 @@ def flip(path: Path) -> None:
 
 @pytest.fixture
 def tiny_disk(site: Site) -> Iterator[Path]:
-    """The head's checkpoints on a disk of 1 MiB."""
+    """The head's checkpoints folder, on a disk of 1 MiB."""
     if os.geteuid():
         pytest.skip("only root can mount a small disk")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", site.checkpoints], check=True)
@@ -103,7 +103,7 @@ def test_a_damaged_file_is_taken_from_where_it_is_whole(site: Site, damage: Call
 
 
 def loop(path: Path) -> None:
-    """A link to itself: the operating system says that it cannot be opened, not that it is absent."""
+    """Replace a file with a link to itself: opening it then fails with ELOOP, not as if it were absent."""
     path.unlink()
     path.symlink_to(path.name)
 

@@ -1,4 +1,4 @@
-"""Metrics, the witness and the like come from the node that writes them, and go back to one that takes its place."""
+"""Metrics, the witness and similar files are collected from the node that writes them, and given to its successor."""
 
 from infra.head.storage.gather import collect
 from infra.head.storage.provisioning import restore

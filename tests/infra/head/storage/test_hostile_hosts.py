@@ -1,4 +1,4 @@
-"""A host that answers what it likes reads and writes nothing on the head but what it was asked for."""
+"""Whatever a host answers, it cannot make the head read or write files that were not requested."""
 
 import io
 import json
@@ -18,13 +18,13 @@ from tests.support.simulated_nodes import RUN, Site, make_sidecar
 
 
 class Answering:
-    """A host that answers whatever it is asked with one text, by a process of its own."""
+    """A transport on which every host gives the same answer to every request."""
 
     def __init__(self, folder: Path, answer: Mapping[str, Any]) -> None:
         self._answer = folder / "answer.json"
         self._answer.write_text(json.dumps(answer) + "\n")
 
-    def command(self, host: str, argv: Sequence[str]) -> list[str]:  # noqa: ARG002 - a Transport
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:  # noqa: ARG002 - part of Transport
         return ["sh", "-c", 'head -n 1 >/dev/null; cat "$0"', str(self._answer)]
 
 

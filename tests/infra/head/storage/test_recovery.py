@@ -1,4 +1,4 @@
-"""What a run goes on from is the newest checkpoint that is complete anywhere; or it is told what is missing."""
+"""A run resumes from the newest checkpoint that is complete anywhere, or the error names what is missing."""
 
 import json
 import shutil
@@ -40,7 +40,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: NodeRun, site: Si
     (site.tag("b", 16) / PART_OF_B).write_bytes(bytes(300_000))
     recover(run, silent)
     assert tags.complete_tags(run.checkpoints) == [tag_of(8)]
-    for host in "ab":  # what is newer would else be the newest that pruning knows of, and cost the one resumed from
+    # The damaged tag is set aside. Otherwise, pruning would keep it as the newest, and remove the one resumed from.
+    for host in "ab":
         assert not site.tag(host, 16).exists()
         (aside,) = (site.scratch(host) / "set-aside" / run.name).iterdir()
         assert aside.name.startswith(f"{tag_of(16)}.")
@@ -50,7 +51,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: NodeRun, site: Si
 
 
 def loop(path: Path) -> None:
-    """A link to itself: the operating system says that it cannot be opened, not that it is absent."""
+    """Replace a file with a link to itself: opening it then fails with ELOOP, not as if it were absent."""
     path.unlink()
     path.symlink_to(path.name)
 
@@ -121,7 +122,7 @@ def test_a_host_that_is_back_after_the_run_has_begun_again_keeps_what_it_has_fro
     site.save(8)
     checkpoint_record.note(run.folder, site.newest())
     owner = site.scratch("b") / run.place / "owner.json"
-    owner.write_text("{")  # it cannot do what it is asked to
+    owner.write_text("{")  # which makes every request to this host fail
     alone = replace(run, hosts=Hosts((Host("a", (0, 1)),)), nodes=run.nodes.on("a"))
     ask_to_begin_again(run.folder)
     recover(alone, silent)

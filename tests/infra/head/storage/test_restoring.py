@@ -1,4 +1,4 @@
-"""A node gets back what it lacks of a checkpoint, and only that."""
+"""A node gets the files of a checkpoint that it lacks, and only those."""
 
 import shutil
 
@@ -11,7 +11,7 @@ from tests.support.simulated_nodes import RUN, Site
 
 
 def restored(site: Site, rank: int) -> int:
-    """Restore that rank's node; how many bytes that moved to its folder, told by progress."""
+    """Restore the newest checkpoint's files on the node of ``rank``, and return how many files its ranks need."""
     tag = site.newest()
     gather(site.nodes, RUN, tag, site.checkpoints)
     wanted = part(tag, files_read_by(rank, tag.sidecars), [rank])
@@ -55,7 +55,7 @@ def test_a_copy_on_a_node_that_cannot_be_read_is_replaced_and_kept_and_no_unreco
     name, folder = "zero_pp_rank_1_mp_rank_00_optim_states.pt", site.tag("b", 8)
     gather(site.nodes, RUN, site.newest(), site.checkpoints)
     (folder / name).unlink()
-    (folder / name).symlink_to(name)  # which cannot be opened, and is there
+    (folder / name).symlink_to(name)  # it exists, but cannot be opened
     (folder / "zero_pp_rank_2_mp_rank_00_optim_states.pt").write_bytes(b"of a saving by three ranks")
     restored(site, 1)
     assert (folder / name).read_bytes() == contents[name]

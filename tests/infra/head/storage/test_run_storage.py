@@ -33,7 +33,7 @@ def test_what_ranks_saved_that_were_told_to_end_is_gathered_before_their_hosts_g
 
 
 class Severed:
-    """No way to host b; counts how often it was tried."""
+    """A transport that cannot reach host b, and counts how often that was tried."""
 
     def __init__(self, way: Transport) -> None:
         self.way, self.tried = way, 0

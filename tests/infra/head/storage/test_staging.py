@@ -1,4 +1,4 @@
-"""A folder gets to all nodes, each byte over each link once; what breaks goes on, and what is in use stays."""
+"""A folder is staged to all nodes, each byte over each link once. A transfer that breaks off is continued."""
 
 import io
 import os
@@ -78,7 +78,7 @@ def test_room_is_kept_for_what_the_run_will_write_beside_and_has_not_written_yet
     written = site.scratch("b") / "runs/smoke/checkpoints/tag/file"
     written.parent.mkdir(parents=True)
     with open(written, "wb") as file:
-        file.truncate(disk)  # holes, which take no room
+        file.truncate(disk)  # a sparse file, which takes no disk space
     stage_folder(site.nodes, shards, files, PLACE, "smoke", beside={"b": disk})
 
 
@@ -102,7 +102,7 @@ def test_a_wrong_token_is_told_and_the_right_one_is_served(shards: Path) -> None
 
 
 class Dying:
-    """Hosts of which ``a`` dies after so many bytes have reached it."""
+    """A transport on which host ``a`` dies after it has received ``after_bytes`` bytes."""
 
     def __init__(self, hosts: Any, after_bytes: int) -> None:
         self.hosts, self.after_bytes = hosts, after_bytes

@@ -24,7 +24,7 @@ Until = Callable[..., None]
 Survivors = Callable[[str], set[int]]
 
 SLEEP = "import time; print('ready', flush=True); time.sleep(600)"
-# Deaf to SIGTERM, and with a child of the same kind.
+# Ignores SIGTERM, and so does its child.
 STUBBORN = (
     "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork();"
     "print('ready', flush=True); time.sleep(600)"
@@ -71,7 +71,7 @@ def rank_pid(this: Attempt) -> int:
 
 @pytest.fixture
 def running(this: Attempt, start_guard: Start, until: Until) -> Callable[[str], subprocess.Popen[bytes]]:
-    """Starts a guard and waits until its rank says that it is ready."""
+    """Start a guard and wait until its rank prints that it is ready."""
 
     def running(program: str) -> subprocess.Popen[bytes]:
         guard = start_guard(program)
@@ -107,7 +107,7 @@ def test_a_killed_rank_is_recorded_with_its_signal(
     assert guard.wait(20) == 1
     record = this.exit_record("rank-00000")
     assert str(record) == "was killed by SIGKILL"
-    assert survivors(this.run_id) == set()  # its forked child went too
+    assert survivors(this.run_id) == set()  # its forked child was ended too
 
 
 def test_killing_the_guard_kills_its_rank(this: Attempt, running: Start, until: Until, survivors: Survivors) -> None:
@@ -223,7 +223,7 @@ def test_a_launcher_told_to_end_goes_on_and_has_the_head_tell_the_ranks(
 
 @pytest.fixture
 def leased(tmp_path: Path) -> Attempt:
-    """An attempt over hosts, as a host knows it."""
+    """An attempt over several hosts, as one host sees it."""
     this = attempt.begin(tmp_path / "run", None, lease_seconds=2.0)
     (this.folder / "environment.json").write_text(json.dumps({"GIVEN": "by the head", "T5_RUN_ID": this.run_id}))
     head_lease.begin(this.folder)
@@ -313,7 +313,7 @@ def test_the_rank_ends_when_the_head_is_killed(
         T5_RUN_ID=this.run_id,
     )
     until((this.folder / "rank-00000.pid").exists)
-    head.kill()  # and not reaped: a zombie is dead
+    head.kill()  # and not reaped: it counts as dead although it is a zombie
     assert guard.wait(20) == 1
     assert survivors(this.run_id) == set()
     assert str(this.exit_record("rank-00000")) == "was ended by its guard (the head died)"

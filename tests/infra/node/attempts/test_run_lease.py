@@ -1,6 +1,6 @@
-"""Two heads on two machines whose locks do not exclude each other: flock is local to each client, as on some NFS.
+"""Heads on two machines whose locks do not exclude each other, because flock is local to each client (as on some NFS).
 
-The second machine is a process with another boot id and a library that lets every flock succeed.
+A process with another boot id, and with a preloaded library in which every flock succeeds, plays the second machine.
 """
 
 import json
@@ -38,7 +38,7 @@ HOLD = ELSEWHERE + "with run_lock(run) as lease:\n (run / 'held').touch()\n sys.
 
 @pytest.fixture
 def local_flock(tmp_path: Path) -> dict[str, str]:
-    """Variables with which every flock of a process succeeds, whoever else holds it."""
+    """Environment variables with which every flock of a process succeeds, even if another process holds the lock."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler on this machine")

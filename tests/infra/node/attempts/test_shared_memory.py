@@ -16,7 +16,7 @@ try:
 except StorageError as error:
     print(error)
 """
-# Another program takes shared memory after it was found to be enough, and before ranks map theirs.
+# Plays another program that takes shared memory after the check for enough space, and before ranks map theirs.
 RANK = """
 import os
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_a_rank_loses_its_own_segment_only(segments: Path) -> None:
     make(segments, *(f"{user}_127.0.0.1_2{port}_{rank}" for port in (10, 100) for rank in (1, 10)))
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "210", "RANK": "1"}
     shared_memory.remove_of_rank(environment)
-    shared_memory.remove_of_rank(environment)  # gone already
+    shared_memory.remove_of_rank(environment)  # already removed
     assert left(segments) == [f"{user}_127.0.0.1_{place}" for place in ("2100_1", "2100_10", "210_10")]
 
 

@@ -1,4 +1,4 @@
-"""What this machine answers."""
+"""The facts that a node reports, asked of this machine."""
 
 import fcntl
 import json

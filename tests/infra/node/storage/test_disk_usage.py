@@ -1,4 +1,4 @@
-"""What was staged goes when room is needed, the least recently used first, and never what somebody uses."""
+"""Staged folders are removed when disk space is needed: the least recently used first, and never one in use."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ with staging_lock(Path(sys.argv[1]), "shards/held"):
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three staged folders, used in this order."""
+    """A scratch folder with three staged folders that were last used in this order: old, held, new."""
     monkeypatch.setattr(node_folders, "PARENT", tmp_path)
     scratch = node_folders.node_folder() / "scratch"
     for age, name in ((30, "old"), (20, "held"), (10, "new")):
@@ -45,7 +45,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def holder(scratch: Path) -> Iterator[subprocess.Popen[str]]:
-    """Somebody who stages shards/held."""
+    """A process that is staging shards/held."""
     argv = [sys.executable, "-c", HOLD, str(scratch)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -60,11 +60,11 @@ def left(scratch: Path) -> set[str]:
 
 @pytest.fixture
 def disk(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk on which there is room for one more folder of the three."""
+    """A disk with space for exactly three staged folders."""
 
     def free(_: Path) -> os.terminal_size:
         usage = type("Usage", (), {"free": disk_usage.SPARE_BYTES + 3_000_000 - 1_000_000 * len(left(scratch))})
-        return usage()  # type: ignore[no-any-return]  # all that is asked of it
+        return usage()  # type: ignore[no-any-return]  # only this field is read
 
     monkeypatch.setattr(disk_usage.shutil, "disk_usage", free)
 

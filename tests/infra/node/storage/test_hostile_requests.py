@@ -1,4 +1,4 @@
-"""A node reads, writes and removes nothing outside the folders that a request is about, whatever names it has."""
+"""Whatever names a request contains, a node accesses nothing outside the folders that the request is about."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Folders of attempts that were left on a machine are freed when nobody needs them; never those of the living."""
+"""Leftover folders of ended attempts are removed once nothing needs them; those of running attempts never are."""
 
 import json
 import os
@@ -26,7 +26,7 @@ AGE_DAYS = 8
 
 
 def leave(parent: Path, run_id: str, days: float = 0.0, spec: dict[str, Any] | None = None) -> Path:
-    """The folder of an attempt over hosts that has ended, and that nobody has touched for some days."""
+    """Create the folder of an ended attempt over several hosts that was last changed ``days`` ago."""
     for folder in (parent.parent, parent):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
@@ -48,7 +48,7 @@ def age(folder: Path, days: float) -> None:
 
 @pytest.fixture
 def attempts(site: Site) -> Path:
-    """Where attempts of node a lie."""
+    """The folder of the attempts of node a."""
     return site.scratch("a").parent / "attempts"
 
 
@@ -91,7 +91,7 @@ def test_an_attempt_with_a_living_process_is_left(attempts: Path, start: Start, 
     assert ProcessIdentity.of(process.pid).is_alive()
     known = KnownAttempts(idle=("some",))
     deadline = time.monotonic() + 20
-    while left(attempts, known):  # until the process has its own command line
+    while left(attempts, known):  # until the process shows its own command line
         assert time.monotonic() < deadline
     process.kill()
     process.wait()

@@ -1,4 +1,4 @@
-"""Whoever does not know the token of a run costs the node that listens little, and keeps nobody out."""
+"""Peers that do not know the token cost a server few resources, and do not keep other peers out."""
 
 import socket
 import threading
@@ -19,7 +19,7 @@ TOKEN = "ab" * 32
 
 @pytest.fixture
 def threads_before() -> int:
-    """Those of servers of other tests."""
+    """The number of relay threads that servers of other tests have left."""
     return relay_threads()
 
 
@@ -31,7 +31,7 @@ def server(tmp_path: Path) -> Endpoint:
 
 @pytest.fixture
 def strangers(server: Endpoint) -> Iterator[list[socket.socket]]:
-    """200 connections that say nothing."""
+    """200 connections that send nothing."""
     with ExitStack() as open_until_the_end:
         yield [
             open_until_the_end.enter_context(socket.create_connection((server.address, server.port), timeout=10))
@@ -74,7 +74,7 @@ def test_a_handshake_that_drags_on_is_broken_off(
 
         def is_refused() -> bool:
             try:
-                slow.sendall(b"x")  # each within the time that a single read may take
+                slow.sendall(b"x")  # each byte comes within the time limit of a single read
             except OSError:
                 return True
             return False
