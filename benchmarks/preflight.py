@@ -1,11 +1,13 @@
-"""How the cost of preflight and of planning grows with the number of hosts, on simulated hosts.
+"""Measure how the cost of preflight and of planning grows with the number of hosts, on simulated hosts.
 
     python -m benchmarks.preflight [--hosts 1 4 16 64 128] [--latency 0.3] [--rounds 5]
 
-Preflight asks every host, each of which answers after ``latency`` seconds, as over ssh, and judges the answers; the
-all-reduce is left out. Then four of 64 hosts are not well, and must be named. Planning is what the head does by itself,
-for 8 ranks a host: read and choose hosts, make the launcher's command, judge facts, decide where ranks meet. Medians of
-the rounds; "ratio" is to the smallest case of the same table.
+Preflight asks all hosts for their facts and evaluates the answers. Each host answers after ``latency`` seconds, as over
+ssh. The all-reduce is left out. Then preflight runs on 64 hosts of which four have problems, and must report them.
+
+Planning is the work of the head alone, with 8 ranks per host: read and choose hosts, make the launcher's command,
+evaluate facts, and choose the rendezvous. Figures are medians of the rounds; "ratio" is relative to the smallest case
+of the same table.
 """
 
 import argparse
@@ -39,7 +41,7 @@ NAMED = {"packages": "node001", "ninja": "node002", "reachable": "node003", "hos
 
 
 def main() -> None:
-    """Print both tables, and what was found of hosts that are not well."""
+    """Print both tables, and the problems found on the hosts that have any."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--hosts", type=int, nargs="+", default=[1, 4, 16, 64, 128])
     arguments.add_argument("--latency", type=float, default=0.3)
@@ -55,7 +57,7 @@ def main() -> None:
 
 
 def surveyed(number: int, latency_seconds: float, rounds: int) -> tuple[int, float, float]:
-    """Hosts, and seconds and CPU seconds of the head to ask and judge them."""
+    """Return the number of hosts, and the head's seconds and CPU seconds to ask and check them."""
     needs = needs_of(number)
     walls, works = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -67,12 +69,12 @@ def surveyed(number: int, latency_seconds: float, rounds: int) -> tuple[int, flo
             walls.append(time.perf_counter() - at)
             works.append(cpu_seconds() - work)
             assert not of_hosts(judged.findings), judged.findings
-            assert judged.meeting is not None
+            assert judged.rendezvous is not None
     return number, statistics.median(walls), statistics.median(works)
 
 
 def planned(number: int, rounds: int) -> tuple[int, float, float]:
-    """Hosts, and seconds and CPU seconds of the head to plan a launch on them."""
+    """Return the number of hosts, and the head's seconds and CPU seconds to plan a launch on them."""
     needs, text = needs_of(number), "".join(f"{name} slots={SLOTS}\n" for name in names(number))
     answers = facts_of(names(number), {})
     replies = {name: HostReply(facts, facts.started_at, facts.ended_at) for name, facts in answers.items()}
@@ -93,12 +95,12 @@ def planned(number: int, rounds: int) -> tuple[int, float, float]:
         works.append(cpu_seconds() - work)
         assert include_argument(hosts) in argv
         assert len(hostfile_text(hosts).splitlines()) == number
-        assert judged.meeting is not None
+        assert judged.rendezvous is not None
     return number, statistics.median(walls), statistics.median(works)
 
 
 def unwell(number: int, latency_seconds: float) -> tuple[float, list[Finding]]:
-    """Seconds until hosts that are not well are named, and what is said of them."""
+    """Return the seconds until the hosts with problems are named, and the findings about them."""
     faults = {names(number)[index]: fault for index, fault in UNWELL.items()}
     with tempfile.TemporaryDirectory() as folder:
         needs = replace(needs_of(number), root=Path(folder))
@@ -110,28 +112,28 @@ def unwell(number: int, latency_seconds: float) -> tuple[float, list[Finding]]:
 
 
 def needs_of(number: int) -> LaunchRequirements:
-    """Of ranks on the CPU, eight on every host."""
+    """Return the requirements of a launch of CPU ranks, eight on every host."""
     return LaunchRequirements(dict.fromkeys(names(number), tuple(range(SLOTS))), Path("/"), accelerator="cpu")
 
 
 def names(number: int) -> list[str]:
-    """``node000`` and so on."""
+    """Return host names: ``node000`` and so on."""
     return [f"node{index:03d}" for index in range(number)]
 
 
 def of_hosts(findings: list[Finding]) -> list[Finding]:
-    """Without what is said of this machine: its pdsh, its limits, its disk."""
+    """Return the findings without those about this machine: its launcher, limits and disk."""
     return [finding for finding in findings if finding.check not in {"launcher", "open files", "disks", "root"}]
 
 
 def cpu_seconds() -> float:
-    """Of this process, its threads included and the simulated hosts not."""
+    """Return the CPU seconds of this process and its threads, without the simulated hosts."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def show(what: str, rows: list[tuple[int, float, float]]) -> None:
-    """One table."""
+    """Print one table."""
     print(f"| {what}: hosts | ranks | seconds | ratio | CPU seconds of the head | ratio |\n|---|---|---|---|---|---|")
     (_, wall, work), *_ = rows
     for number, seconds, worked in rows:

@@ -39,7 +39,7 @@ def renew(home: Path) -> str:
 
 
 def read(home: Path) -> str:
-    """Read the key. Raises StorageError unless the file has one, belongs to this user, and only this user can read it."""
+    """Read the key. Raises StorageError unless the file has one, belongs to this user, and is private."""
     path = path_of(home)
     private_folder(home)
     try:

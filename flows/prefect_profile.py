@@ -1,4 +1,4 @@
-"""The profile ``t5-pretrain`` in the user's Prefect settings. With it, plain ``prefect`` finds the server and its key."""
+"""The profile ``t5-pretrain`` in the user's Prefect settings, with which plain ``prefect`` finds server and key."""
 
 import json
 import os

@@ -39,7 +39,7 @@ class RunRecord(NamedTuple):
 
 
 def folder_of(home: Path, api_url: str | None) -> Path:
-    """Return the folder of records of an embedded server (``api_url`` is None), or of a server used from a user's home."""
+    """Return the folder of records for an embedded server (``api_url`` is None), or for another server."""
     return home / _FOLDER / hashlib.sha256(api_url.encode()).hexdigest()[:16] if api_url else home / _FOLDER
 
 

@@ -21,7 +21,7 @@ def resolve(
     run_name: str | None = None,
     publish_to: str | None = None,
 ) -> RunSpec:
-    """Return the spec of a recipe with settings changed and local paths made absolute. Raises SpecError if not valid."""
+    """Return the spec of a recipe with settings changed and local paths made absolute. Raises SpecError if invalid."""
     changes: dict[str, Any] = dict(settings)
     # Quoted, so that a name such as "2024" stays text when the setting is read as JSON.
     for setting, value in (("storage.root", root), ("name", run_name), ("storage.publish_to", publish_to)):

@@ -118,7 +118,7 @@ class RunLocked(T5TrainError):
 
 
 class RunOwned(RunLocked):
-    """The files of this run on its hosts belong to a run of another root."""
+    """The files of this run on its hosts belong to another head, or to a run of another root."""
 
 
 class AcceleratorBusy(T5TrainError):

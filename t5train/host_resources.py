@@ -51,8 +51,8 @@ def require_space(root: Path, needed_bytes: int, what: str) -> None:
     free_bytes = shutil.disk_usage(root).free
     if free_bytes < needed_bytes:
         raise StorageError(
-            f"{root} has {format_bytes(free_bytes)} free, but {what} needs {format_bytes(needed_bytes)}: free "
-            f"{format_bytes(needed_bytes - free_bytes)}, or choose another root (--root or --out)"
+            f"{root} has {format_bytes(free_bytes)} free, but {format_bytes(needed_bytes)} are needed for {what}: "
+            f"free {format_bytes(needed_bytes - free_bytes)}, or choose another root (--root or --out)"
         )
 
 

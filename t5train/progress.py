@@ -17,7 +17,7 @@ def silent(what: str, done: int, total: int | None) -> None:
     """Ignore progress."""
 
 
-_TELL_SECONDS = 0.5
+_REPORT_SECONDS = 0.5
 Result = TypeVar("Result")
 
 
@@ -29,12 +29,12 @@ class Interruptible:
     """A progress callback for work in another thread. It keeps the latest report, and can stop the work."""
 
     def __init__(self) -> None:
-        self.is_told_to_end = False
+        self.must_stop = False
         self._last: tuple[str, int, int | None] | None = None
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
         """Keep the report. Raises Interrupted if the work is to stop."""
-        if self.is_told_to_end:
+        if self.must_stop:
             raise Interrupted
         self._last = (what, done, total)
 
@@ -53,9 +53,9 @@ def relayed(act: Callable[[Progress], Result], progress: Progress) -> Result:
     with ThreadPoolExecutor(1, thread_name_prefix="work") as thread:
         result = thread.submit(act, of_threads)
         try:
-            while wait([result], timeout=_TELL_SECONDS).not_done:
+            while wait([result], timeout=_REPORT_SECONDS).not_done:
                 of_threads.pass_on(progress)
             of_threads.pass_on(progress)
         finally:
-            of_threads.is_told_to_end = True
+            of_threads.must_stop = True
     return result.result()

@@ -1,4 +1,4 @@
-"""Prefect tasks, each of which makes one call of the library, and how Prefect shows them: progress, results, log.
+"""Prefect tasks, one per library call, and what Prefect shows of them: progress, results, log lines.
 
 Not here: anything that is usable without Prefect (``t5train``, ``infra``).
 """

@@ -1,4 +1,4 @@
-"""The library's log lines in Prefect's log of the run."""
+"""Forwards the library's log lines to Prefect's log of the run."""
 
 import logging
 import time
@@ -20,8 +20,9 @@ RunLogger = logging.Logger | logging.LoggerAdapter[logging.Logger]
 class RunLogHandler(logging.Handler):
     """Forwards records to the log of the task or flow run, at a limited rate.
 
-    A line costs about a millisecond here and more on the server. Lines beyond a burst of 20 and then one per second are
-    left out; the next line says how many. Warnings are always forwarded.
+    Forwarding a line takes about a millisecond in this process, and longer on the server. After a burst of 20 lines, at
+    most one line per second is forwarded. The others are dropped, and the next forwarded line says how many. Warnings
+    and errors are always forwarded.
     """
 
     def __init__(self, flow_logger: RunLogger) -> None:
@@ -32,7 +33,7 @@ class RunLogHandler(logging.Handler):
         self._left_out = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Forward one record, or count it."""
+        """Forward the record, or drop and count it if the rate limit is reached."""
         if record.levelno < logging.WARNING and not self._allowed():
             self._left_out += 1
             return
@@ -52,13 +53,13 @@ class RunLogHandler(logging.Handler):
     def _run_logger(self) -> RunLogger:
         try:
             return get_run_logger()
-        except MissingContextError:  # in a thread of the library
+        except MissingContextError:  # in a thread that the library started
             return self._flow_logger
 
 
 @contextmanager
 def library_log() -> Iterator[None]:
-    """Within the block, forward the library's log from INFO on to the log of the current flow run."""
+    """Within the block, forward the library's log lines of level INFO and above to the log of the current flow run."""
     handler = RunLogHandler(get_run_logger())
     loggers = [logging.getLogger(name) for name in LIBRARY_LOGGERS]
     before = [(logger.level, logger.propagate) for logger in loggers]
@@ -76,13 +77,13 @@ def library_log() -> Iterator[None]:
 
 
 def without_traceback(record: logging.LogRecord) -> bool:
-    """A log filter that removes the traceback of deliberate errors, whose messages explain them."""
+    """A log filter that removes the traceback of a T5TrainError, whose message is explanation enough."""
     if record.exc_info and isinstance(record.exc_info[1], T5TrainError):
         record.exc_info = None
     return True
 
 
 def drop_needless_tracebacks() -> None:
-    """Install ``without_traceback`` on the loggers of Prefect's engine; can be repeated safely."""
+    """Install ``without_traceback`` on the loggers of Prefect's engine. Repeated calls have no effect."""
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(without_traceback)

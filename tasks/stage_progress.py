@@ -1,4 +1,4 @@
-"""Progress of stages and a table of their results, as Prefect artifacts; progress also on the terminal."""
+"""Prefect artifacts for the progress of stages and a table of their results. Progress is logged, too."""
 
 import json
 import logging
@@ -23,10 +23,10 @@ _log = logging.getLogger(__name__)
 class StageProgress:
     """A progress callback that updates one artifact, at most once per second, and logs every ten seconds.
 
-    It also passes everything on to ``watcher``.
+    It also passes every call on to ``watcher``.
 
-    A stage that ends within two seconds makes neither. If the server does not respond, the artifact is not updated, but
-    the stage continues: training goes on while the server is restarted.
+    A stage that ends within two seconds creates no artifact and logs nothing. If the server does not respond, the
+    artifact is not updated and the stage continues, so training survives a restart of the server.
     """
 
     def __init__(self, stage: str, watcher: Progress = silent) -> None:
@@ -37,7 +37,7 @@ class StageProgress:
         self._artifact: UUID | None = None
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
-        """Report ``done`` of ``total`` units of ``what``; if anything was shown, the end is shown as well."""
+        """Report ``done`` of ``total`` units of ``what``. An existing artifact is always updated at the end."""
         self._watcher(f"{self._stage}: {what}", done, total)
         now = time.monotonic()
         ends = self._artifact is not None and done == total
@@ -51,7 +51,7 @@ class StageProgress:
     def _try_to_show(self, percent: float, description: str) -> None:
         try:
             self._show(percent, description)
-        except Exception as error:  # any error of Prefect's client, such as for a server that has gone
+        except Exception as error:  # Prefect's client raises errors of many types if the server is gone
             _log.warning("could not show the progress of %s: %s: %s", self._stage, type(error).__name__, error)
 
     def _show(self, percent: float, description: str) -> None:
@@ -81,7 +81,7 @@ class StageTable:
         self._artifact: UUID | None = None
 
     def add(self, stage: str, record: R) -> R:
-        """Add a stage's result and the time since the previous stage; returns the record."""
+        """Add a stage's result and the time since the previous result; return the record."""
         now = time.monotonic()
         self._rows.append(line := row(stage, record, now - self._added_at))
         _log.info("%s: %s %s", stage, line["result"], record.path)
@@ -98,7 +98,7 @@ class StageTable:
 
 
 def row(stage: str, record: Record, seconds: float) -> dict[str, Any]:
-    """One row of the table, with the widest cells last, because the UI shows only about half of the columns at once."""
+    """Return one row of the table. The widest cells are last, because the UI shows only about half of the columns."""
     return {
         "stage": stage,
         "result": "reused" if record.reused else "made",

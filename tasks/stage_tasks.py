@@ -1,9 +1,9 @@
 """The stages as Prefect tasks: one library call each.
 
-Each passes its progress to ``watcher`` as well as to Prefect. The library decides whether an existing result is reused;
-Prefect neither caches nor stores results. Training is retried after a transient failure, and resumes from its last
-checkpoint. Weights and export are in the run's own folder and can be made again from its checkpoint, so damaged ones
-are moved aside. A checkpoint or a publication never is.
+Each task reports its progress to Prefect and to ``watcher``. The library decides whether to reuse an existing result;
+Prefect neither caches nor stores results. Training is retried after a transient failure, and resumes from its newest
+complete checkpoint. Weights and the export are in the run's own folder and can be made again from its checkpoint, so a
+damaged one is moved aside and made again. A checkpoint or a publication is never moved aside here.
 """
 
 from typing import Any
@@ -66,13 +66,13 @@ def make_shards(spec: RunSpec, corpus: Corpus, tokenizer: TokenizerFiles, watche
 SECONDS_BEFORE_RETRY = 5
 
 
-def can_pass(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
-    """Whether the failure is transient, so that a retry can succeed."""
+def is_transient(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
+    """Return whether the failure is transient, so that a retry can succeed."""
     error = state.data
     return isinstance(error, T5TrainError) and error.retryable
 
 
-@task(name="train", cache_policy=NO_CACHE, retry_delay_seconds=SECONDS_BEFORE_RETRY, retry_condition_fn=can_pass)
+@task(name="train", cache_policy=NO_CACHE, retry_delay_seconds=SECONDS_BEFORE_RETRY, retry_condition_fn=is_transient)
 @as_storage_errors()
 def train(
     spec: RunSpec, shards: TokenShards, run: HeldRun, watcher: Progress = silent, adopt: bool = False
@@ -109,7 +109,7 @@ def export_model(spec: RunSpec, weights: Weights, tokenizer: TokenizerFiles, wat
 @task(name="certify", cache_policy=NO_CACHE)
 @as_storage_errors()
 def certify_export(spec: RunSpec, exported: Export, watcher: Progress = silent) -> Export:
-    """Prove, in a new process, that the export is the model that was trained."""
+    """Verify, in a new process, that the export is the model that was trained, and write its certificate."""
     return certify_in_fresh_process(
         exported, spec.run_folder / run_folder.WITNESS_FOLDER, StageProgress("certify", watcher)
     )

@@ -1,4 +1,4 @@
-"""The summary of a run: losses, loss curve, cost of checkpoints, and where it is published."""
+"""The summary of a run: losses, loss curve, time spent on saving checkpoints, and the publication's URL."""
 
 import base64
 import io
@@ -21,7 +21,10 @@ from t5train.spec import RunSpec
 
 
 def saving_line(metrics: Iterable[Values]) -> str:
-    """How long saving paused training, as a share of the time for steps and saving; excludes lost attempts."""
+    """Return how long saving paused training, in seconds and as a share of the time for steps and saving together.
+
+    Steps that were lost and trained again are counted once.
+    """
     saved, trained = [], 0.0
     for line in metrics:
         trained += line.get("seconds") or 0.0
@@ -36,7 +39,7 @@ TRAINING, VALIDATION = "loss", "validation_loss"
 
 
 def loss_curve_png(metrics: Path) -> bytes:
-    """Training and validation loss by step, as PNG, from a run's ``metrics.jsonl``."""
+    """Plot training and validation loss by step, from a run's ``metrics.jsonl``; return the PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -54,7 +57,7 @@ def loss_curve_png(metrics: Path) -> bytes:
 
 
 def data_url(png: bytes) -> str:
-    """The picture as a data URL, because an artifact cannot have files."""
+    """Return the picture as a data URL, because an artifact cannot have attached files."""
     return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
 
 
@@ -80,7 +83,7 @@ def summarise(spec: RunSpec, checkpoint: Checkpoint, publication: Publication) -
 
 
 def page(spec: RunSpec, checkpoint: Checkpoint, publication: Publication, reached: Sequence[str], curve: str) -> str:
-    """Markdown; ``curve`` is the URL of the picture."""
+    """Return the summary as Markdown; ``curve`` is the URL of the picture."""
     parts = [
         f"# {spec.run_name}",
         f"Recipe `{spec.recipe}`, {checkpoint.step:,} steps, run `{checkpoint.fingerprint[:12]}`.",
@@ -92,6 +95,6 @@ def page(spec: RunSpec, checkpoint: Checkpoint, publication: Publication, reache
 
 
 def link(url: str) -> str:
-    """The URL itself, or a ``file://`` URL for a local folder."""
+    """Return the URL itself, or a ``file://`` URL for a local folder."""
     folder = local_folder(url)
     return folder.as_uri() if folder else url

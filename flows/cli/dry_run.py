@@ -65,8 +65,8 @@ def _launch_command(spec: RunSpec) -> list[str]:
         *rank_program(on_nodes / ATTEMPT_SPEC),
     )
     address = spec.cluster.master_address or f"ADDRESS_OF_{hosts.names[0]}"
-    meeting = (address, spec.cluster.master_port or "FREE_PORT")
-    return launch_command(spec.cluster, hosts, node_path("heads", run_id), master=meeting, program=program)
+    rendezvous = (address, spec.cluster.master_port or "FREE_PORT")
+    return launch_command(spec.cluster, hosts, node_path("heads", run_id), master=rendezvous, program=program)
 
 
 def _table(held: list[Held]) -> str:

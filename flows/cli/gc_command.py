@@ -62,19 +62,19 @@ def gc(
 ) -> None:
     """Show files that no run needs, under the root and on the hosts of a hostfile, and remove them with --free."""
     changed = settings(changes) | host_settings(hostfile, include, None, None, None, ship_code=ship_code)
-    machines, place = MachinesSpec.of(changed), root_of(root)
-    finished, attempts = finished_runs(place), known_attempts(place)
-    own, of_heads = list(garbage_under(place)), list(garbage_of_heads(attempts))
+    machines, folder = MachinesSpec.of(changed), root_of(root)
+    finished, attempts = finished_runs(folder), known_attempts(folder)
+    own, of_heads = list(garbage_under(folder)), list(garbage_of_heads(attempts))
     with _nodes(machines) as (nodes, lacking):
         answers = lacking | garbage_on(nodes, finished, attempts)
-        found = {_HEAD: [*own, *of_heads]} | _heard(answers)
+        found = {_HEAD: [*own, *of_heads]} | _answered(answers)
         show_table(_COLUMNS, [row for host, each in found.items() for row in _rows(host, each)])
         if free:
             checked = _verified(finished, found)
-            still = {run.name for run in finished_runs(place)}  # verification may have taken hours
+            still = {run.name for run in finished_runs(folder)}  # verification may have taken hours
             verified_runs = [run for run in checked if run.name in still]
-            freed = {_HEAD: free_under(place, own) + free_of_heads(attempts, of_heads)}
-            freed |= _heard(free_on(nodes, verified_runs, attempts, found))
+            freed = {_HEAD: free_under(folder, own) + free_of_heads(attempts, of_heads)}
+            freed |= _answered(free_on(nodes, verified_runs, attempts, found))
             say(f"{sum(map(len, freed.values()))} removed")
         else:
             say(_summary(sum(each.size for share in found.values() for each in share if not each.is_kept)))
@@ -84,7 +84,7 @@ def gc(
 
 def _verified(finished: list[FinishedRun], found: Mapping[str, Iterable[Garbage]]) -> list[FinishedRun]:
     """Return the finished runs after verifying the head's copies of those that hosts are to remove. Reports faults."""
-    names = {PurePath(each.place).name for share in found.values() for each in share if _is_run(each)}
+    names = {PurePath(each.relative_path).name for share in found.values() for each in share if _is_run(each)}
     with stage_display() as progress:
         checked = list(verified(finished, names, progress))
     for before, run in zip(finished, checked, strict=True):
@@ -94,7 +94,7 @@ def _verified(finished: list[FinishedRun], found: Mapping[str, Iterable[Garbage]
 
 
 def _is_run(garbage: Garbage) -> bool:
-    return not garbage.is_kept and garbage.place.startswith(f"{RUNS}/")
+    return not garbage.is_kept and garbage.relative_path.startswith(f"{RUNS}/")
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def _nodes(machines: MachinesSpec) -> Iterator[tuple[Nodes, dict[str, HostError]
         yield Nodes(transport, reached, machines.storage.scratch, code), lacking
 
 
-def _heard(answers: dict[str, T | HostError]) -> dict[str, T]:
+def _answered(answers: dict[str, T | HostError]) -> dict[str, T]:
     """Return the answers without those that are errors, which are printed."""
     for answer in answers.values():
         if isinstance(answer, HostError):
@@ -118,7 +118,7 @@ def _heard(answers: dict[str, T | HostError]) -> dict[str, T]:
 
 
 def _rows(host: str, found: list[Garbage]) -> list[list[str]]:
-    return [[host, each.place, format_bytes(each.size), each.why] for each in found]
+    return [[host, each.relative_path, format_bytes(each.size), each.why] for each in found]
 
 
 def _summary(size_bytes: int) -> str:

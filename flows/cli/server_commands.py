@@ -1,4 +1,4 @@
-"""``deploy`` and ``up``: Prefect's server, pool, deployments and worker."""
+"""``deploy`` and ``up``: create Prefect's pool and deployments, and run its server and a worker."""
 
 import shlex
 import signal

@@ -71,7 +71,7 @@ class LogAbove(logging.Handler):
 
 @contextmanager
 def stage_display() -> Iterator[ProgressCallback]:
-    """Show progress as ``progress_display`` does, and the library's log from INFO on. (A flow logs it to Prefect.)"""
+    """Show progress as ``progress_display`` does, and the library's log from INFO on. Flows log to Prefect instead."""
     with progress_display() as progress:
         handler = LogAbove(progress.console)
         loggers = [logging.getLogger(name) for name in _LOGGERS]

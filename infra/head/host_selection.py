@@ -35,23 +35,23 @@ def _or_spare(host: Host, why: str, left: list[Host]) -> Host:
     return host
 
 
-def training_hosts(spec: RunSpec, at_work: Hosts | None = None, silent: Collection[str] = ()) -> Hosts:
+def training_hosts(spec: RunSpec, running: Hosts | None = None, silent: Collection[str] = ()) -> Hosts:
     """Return the hosts that train.
 
-    ``at_work`` are hosts whose ranks an earlier head left running. They are kept, including spares among them, unless
+    ``running`` are hosts whose ranks an earlier head left running. They are kept, including spares among them, unless
     one of them is unfit or their number of ranks differs. Hosts that were ``silent`` before the run began are replaced
     at once: not waiting for them loses nothing.
     """
     hosts, spares = read_hosts(spec.cluster), spare_hosts(spec.cluster)
     unfit = dict.fromkeys(sorted(silent), "does not answer") | retries.unfit(spec.run_folder)
     fit = {*hosts.names, *spares.names} - unfit.keys()
-    if spares.all and at_work and at_work.num_ranks == hosts.num_ranks and fit.issuperset(at_work.names):
-        return at_work
+    if spares.all and running and running.num_ranks == hosts.num_ranks and fit.issuperset(running.names):
+        return running
     return with_spares(hosts, spares, unfit)
 
 
 def require_hosts(
-    spec: RunSpec, of_model: T5Shape, text_bytes: int, at_work: Hosts | None = None, silent: Collection[str] = ()
+    spec: RunSpec, of_model: T5Shape, text_bytes: int, running: Hosts | None = None, silent: Collection[str] = ()
 ) -> set[str]:
     """Raise PreflightError unless the hosts can train together, as far as this can be checked now.
 
@@ -59,15 +59,15 @@ def require_hosts(
     are already running passed these checks before the ranks started; they are not checked again. Returns the ``silent``
     hosts and those that did not answer now.
     """
-    hosts, answers, excluded = training_hosts(spec, at_work, silent), dict[str, str](), set(silent)
-    if hosts == at_work:
+    hosts, answers, excluded = training_hosts(spec, running, silent), dict[str, str](), set(silent)
+    if hosts == running:
         return excluded
     while found := _silent(spec, hosts, of_model, text_bytes):
         for said in found.values():
             _log.warning("%s", said)
         answers |= found
         excluded |= found.keys()
-        hosts = training_hosts(spec, at_work, excluded)
+        hosts = training_hosts(spec, running, excluded)
         if answers.keys() & set(hosts.names):
             raise _irreplaceable(answers)
     return excluded

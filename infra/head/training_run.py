@@ -19,12 +19,13 @@ from infra.head.launch.held_run import HeldRun, end_all, hold_run
 from infra.head.launch.local_launch import LaunchSpec, launch
 from infra.head.preflight.launch_requirements import LaunchRequirements, operators_of
 from infra.head.preflight.run_checks import (
-    _needed_bytes,
-    _require_absolute,
-    _require_model,
-    _require_this_machine,
+    WEIGHT_BYTES,
+    needed_bytes,
     publish_url,
+    require_absolute,
+    require_model,
     require_text,
+    require_this_machine,
 )
 from infra.head.storage.node_paths import NodeRun
 from infra.head.storage.run_storage import NodeLocalStorage, RunStorage, SharedStorage
@@ -105,7 +106,7 @@ class _Training:
 
     def _on_hosts(self) -> ClusterLaunchSpec:
         spec, shards = self.spec, self.shards
-        hosts = training_hosts(spec, self.run.hosts_at_work, self.run.silent_hosts)
+        hosts = training_hosts(spec, self.run.running_hosts, self.run.silent_hosts)
         shape = resolve(spec.model, int(shards.counts["vocab_size"]))
         needs = LaunchRequirements.of_run(spec, hosts, shape, sum(digest.size for digest in shards.files.values()))
         return ClusterLaunchSpec(
@@ -134,7 +135,7 @@ class _Training:
 def _is_replaced(spec: RunSpec, run: HeldRun, host: str) -> bool:
     if spec.cluster.hostfile is None:
         return False
-    return host not in training_hosts(spec, run.hosts_at_work, run.silent_hosts).names
+    return host not in training_hosts(spec, run.running_hosts, run.silent_hosts).names
 
 
 def launch_spec(spec: RunSpec, program: Callable[[Path], tuple[str, ...]]) -> LaunchSpec:
@@ -164,27 +165,24 @@ def _tell(spec: RunSpec, progress: Progress) -> None:
     progress(f"steps, {facts}", int(line["step"] or 0), spec.optimizer.num_steps)
 
 
-_WEIGHT_BYTES = 4
-
-
 def require_ready(spec: RunSpec, run: HeldRun | None = None) -> set[str]:
     """Raise the errors that training would raise hours later, as far as they can be detected now.
 
     ``run`` is the run, if it is held. Returns the hosts that do not answer, which spares are to replace.
     """
-    _require_absolute(spec.storage.root)
+    require_absolute(spec.storage.root)
     require_same_settings(spec)
-    of_model = _require_model(spec)
+    of_model = require_model(spec)
     if spec.cluster.hostfile is None:
-        _require_this_machine(spec, of_model)
+        require_this_machine(spec, of_model)
     parameters = model_shape.count_parameters(of_model)
     text_bytes = require_text(spec)
-    require_space(spec.storage.root, _needed_bytes(spec, of_model, text_bytes), f"run {spec.run_name!r}")
-    check_destination(publish_url(spec), _WEIGHT_BYTES * parameters, spec.fingerprint())
-    at_work, silent_hosts = (run.hosts_at_work, run.silent_hosts) if run else (None, set[str]())
+    require_space(spec.storage.root, needed_bytes(spec, of_model, text_bytes), f"run {spec.run_name!r}")
+    check_destination(publish_url(spec), WEIGHT_BYTES * parameters, spec.fingerprint())
+    running_hosts, silent_hosts = (run.running_hosts, run.silent_hosts) if run else (None, set[str]())
     if spec.cluster.hostfile is None or has_finished(spec.run_folder):
         return silent_hosts
-    return require_hosts(spec, of_model, text_bytes, at_work, silent_hosts)
+    return require_hosts(spec, of_model, text_bytes, running_hosts, silent_hosts)
 
 
 @contextmanager

@@ -44,7 +44,7 @@ from t5train.errors import BadMessage, StorageError, T5TrainError
 from t5train.files.os_errors import explain
 
 ACTIONS = {
-    "facts": "infra.node.inspection:gather",
+    "facts": "infra.node.inspection:collect_facts",
     "probe": "infra.node.inspection.all_reduce:probe",
     "end_probe": "infra.node.inspection.all_reduce:end_probe",
     "prepare": "infra.node.attempts.attempt_actions:prepare",

@@ -107,12 +107,12 @@ def scratch_folder(chosen: Path | None) -> Path:
     return folder
 
 
-def shards_place(name: str) -> str:
+def shards_path(name: str) -> str:
     """Relative path of staged token shards within the scratch folder."""
     return f"{SHARDS}/{name}"
 
 
-def staged_place(name: str, fingerprint: str) -> str:
+def staged_path(name: str, fingerprint: str) -> str:
     """Relative path of another staged folder within the scratch folder."""
     return f"{STAGED}/{name}-{fingerprint[:12]}"
 
@@ -131,17 +131,17 @@ def run_name_of(name: str) -> str:
     return name.rpartition("-")[0]
 
 
-def run_place(run_name: str) -> str:
+def run_path(run_name: str) -> str:
     """Relative path of a run within the scratch folder."""
     return f"{RUNS}/{run_name}"
 
 
-def tag_place(run_name: str, tag: str) -> str:
+def tag_path(run_name: str, tag: str) -> str:
     """Relative path of a tag of a run within the scratch folder."""
     return f"{RUNS}/{run_name}/{CHECKPOINTS}/{tag}"
 
 
-def aside_place(run_name: str) -> str:
+def set_aside_path(run_name: str) -> str:
     """Relative path within the scratch folder for files of a run that are set aside."""
     return f"{SET_ASIDE}/{run_name}"
 

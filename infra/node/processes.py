@@ -212,11 +212,11 @@ def _stat(pid: int) -> _Stat:
 
 
 def _signal_until_gone(belongs: Belongs, number: int, seconds: float) -> set[int]:
-    deadline, told = time.monotonic() + seconds, set[int]()
+    deadline, signalled = time.monotonic() + seconds, set[int]()
     while (alive := find(belongs)) and time.monotonic() < deadline:
-        for pid in alive - told:
+        for pid in alive - signalled:
             _send(pid, number, belongs)
-        told |= alive
+        signalled |= alive
         time.sleep(_LOOK_SECONDS)
     return alive
 

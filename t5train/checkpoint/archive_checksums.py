@@ -50,23 +50,23 @@ def fill_in(path: Path) -> None:
 def _fill_in_all(path: Path, file: int, archive: ZipFile) -> None:
     """Fill in all records. Reads use a memory map, but writes use pwrite: a full disk raises OSError, not SIGBUS."""
     with mmap.mmap(file, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as data:
-        place = archive.start_dir
+        entry_offset = archive.start_dir
         for entry in archive.infolist():
             if entry.file_size:  # the CRC-32 of an empty record is 0, and torch writes no descriptor for it
-                _fill_in(path, file, data, entry, place)
-            place += _CENTRAL_BYTES + sum(_CENTRAL_LENGTHS.unpack_from(data, place))
+                _fill_in(path, file, data, entry, entry_offset)
+            entry_offset += _CENTRAL_BYTES + sum(_CENTRAL_LENGTHS.unpack_from(data, entry_offset))
 
 
-def _fill_in(path: Path, file: int, data: mmap.mmap, entry: ZipInfo, place: int) -> None:
-    """Fill in one record, whose central directory entry is at ``place``."""
+def _fill_in(path: Path, file: int, data: mmap.mmap, entry: ZipInfo, entry_offset: int) -> None:
+    """Fill in one record, whose central directory entry is at ``entry_offset``."""
     start = _start_of_data(data, entry)
     descriptor = start + entry.file_size
-    if data[descriptor : descriptor + 4] != _DESCRIPTOR or data[place : place + 4] != _CENTRAL:
+    if data[descriptor : descriptor + 4] != _DESCRIPTOR or data[entry_offset : entry_offset + 4] != _CENTRAL:
         raise StorageError(f"{path} is not a torch archive: {entry.filename} has no data descriptor")
     with memoryview(data)[start:descriptor] as record:
         checksum = _CHECKSUM.pack(crc32(record))
     os.pwrite(file, checksum, descriptor + len(_DESCRIPTOR))
-    os.pwrite(file, checksum, place + _CENTRAL_CHECKSUM_AT)
+    os.pwrite(file, checksum, entry_offset + _CENTRAL_CHECKSUM_AT)
 
 
 def _start_of_data(data: mmap.mmap, entry: ZipInfo) -> int:

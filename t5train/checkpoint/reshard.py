@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 def consolidated_for(spec: RunSpec, tag: str, progress: Progress) -> Consolidated | None:
     """Consolidate checkpoint ``tag`` if it was written in another layout than the spec's; None if it was not.
 
-    A result that an earlier, killed attempt left is verified and reused. Raises StorageError if there is too little disk
-    space.
+    A result that an earlier, killed attempt left is verified and reused. Raises StorageError if there is not enough
+    disk space.
     """
     folder = spec.run_folder / run_files.CHECKPOINTS / tag
     sidecars = sidecar.read_all(folder)

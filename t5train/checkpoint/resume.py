@@ -79,7 +79,10 @@ def open_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) ->
 
 
 def unique_id(run_folder: Path) -> str | None:
-    """The id that distinguishes a run from others with its name and settings under other roots; None before it begins."""
+    """The id that distinguishes a run from those of the same name and settings under other roots.
+
+    None before the run begins.
+    """
     path = run_folder / run_files.RUN
     found = _begun(path, lambda begun: begun.get("unique_id")) if is_there(path) else None
     return None if found is None else str(found)
@@ -215,8 +218,8 @@ def is_job_of(spec: RunSpec, shards: TokenShards, attempt_folder: Path) -> bool:
     """
     job = TrainJob.read(attempt_folder / run_files.ATTEMPT_SPEC)
     model = job.spec.model.model_copy(update={"start_from": spec.model.start_from})
-    told = job.spec.model_copy(update={"model": model})
-    return told == spec and job.run_fingerprint == run_fingerprint(spec, shards)
+    described = job.spec.model_copy(update={"model": model})
+    return described == spec and job.run_fingerprint == run_fingerprint(spec, shards)
 
 
 def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -> Checkpoint:

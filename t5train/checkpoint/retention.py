@@ -29,8 +29,8 @@ def kept(
 ) -> set[int]:
     """The steps of the complete checkpoints to keep; ``sizes`` has the size of each in bytes, by step.
 
-    Kept are the ``keep_last`` newest, and those whose step is a multiple of ``keep_every``. While these and one more of
-    the newest one's size exceed ``most_bytes``, the oldest is dropped. The newest is always kept.
+    Kept are the ``keep_last`` newest, and those whose step is a multiple of ``keep_every``. While these and another one
+    of the newest's size exceed ``most_bytes``, the oldest is dropped. The newest is always kept.
     """
     newest_first = sorted(sizes, reverse=True)
     chosen = newest_first[:keep_last]
@@ -70,7 +70,7 @@ def bytes_held(spec: RunSpec, shape: T5Shape, ranks: range) -> int:
     count: float = most_held(
         spec.optimizer.num_steps, storage.checkpoint_every_steps, storage.keep_last, storage.keep_every_steps
     )
-    if storage.checkpoint_bytes is not None:  # per disk; the head has whole checkpoints, and all disks keep the same
+    if storage.checkpoint_bytes is not None:  # per disk; the head has whole checkpoints, and all keep the same steps
         count = min(count, max(2, storage.checkpoint_bytes / whole))
     return round(count * written) + _bytes(spec, shape, ranks, is_read=True) - written
 

@@ -58,12 +58,12 @@ def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, An
         _discard(folder)
         folder.mkdir(parents=True)
     if job.node_local and engine.pipeline_parallelism:
-        _have_every_stage_saved(engine, sharers[0])
+        _save_every_stage(engine, sharers[0])
     barrier()
     with no_checksums(), naming_folder(folder):
         engine.save_checkpoint(str(job.checkpoints_folder), tag=tag, save_latest=False)
     barrier()
-    own, replicas = _answered_for(folder, _writers(engine, job), sharers)
+    own, replicas = _files_to_record(folder, _writers(engine, job), sharers)
     sidecar.write(
         folder,
         Sidecar(
@@ -107,7 +107,7 @@ def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
     Raises Unreadable, and RanksDisagree unless all ranks have the same job and loaded the same step and run.
     """
     consolidated = job.consolidated.fingerprint if job.consolidated else None
-    _require_one_voice("resume tag", str(job.resume_tag or consolidated or job.start_fingerprint))
+    _require_consensus("resume tag", str(job.resume_tag or consolidated or job.start_fingerprint))
     if job.resume_tag is None:
         return _begin(engine, job, stored) if stored else 0
     step, folder = step_of(job.resume_tag), job.checkpoints_folder / job.resume_tag
@@ -115,7 +115,7 @@ def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
     with reading(folder):
         path, _ = engine.load_checkpoint(str(job.checkpoints_folder), tag=job.resume_tag)
     loaded = f"{Path(path or 'nothing').parent.name} of run {own.run_fingerprint}, step {own.step}, saving {own.saving}"
-    _require_one_voice("loaded checkpoint", loaded)
+    _require_consensus("loaded checkpoint", loaded)
     if path is None or not engine.global_steps == own.step == step or own.run_fingerprint != job.run_fingerprint:
         raise RanksDisagree(
             f"cannot resume from {job.resume_tag} at step {step}: DeepSpeed loaded {path} at step "
@@ -200,7 +200,7 @@ def _loss_scaler(engine: Any) -> dict[str, int | float]:
     return {name: getattr(engine.optimizer.loss_scaler, name) for name in _LOSS_SCALER}
 
 
-def _have_every_stage_saved(engine: Any, first_of_node: int) -> None:
+def _save_every_stage(engine: Any, first_of_node: int) -> None:
     """Make DeepSpeed save each stage's model states once per node, not only those of the node's first rank."""
     first_of_stage = engine.stage_id * engine.dp_world_size
     engine.save_non_zero_checkpoint = rank() == max(first_of_stage, first_of_node)
@@ -214,7 +214,7 @@ def _writers(engine: Any, job: TrainJob) -> Writers:
     )
 
 
-def _answered_for(folder: Path, writers: Writers, sharers: Sequence[int]) -> tuple[list[str], list[str]]:
+def _files_to_record(folder: Path, writers: Writers, sharers: Sequence[int]) -> tuple[list[str], list[str]]:
     """The files this rank wrote and, on a folder's first rank, replicas of files that ranks of other folders wrote."""
     found = {path.name: writers.of(path.name) for path in sorted(folder.glob("*.pt"))}
     own = [name for name, writer in found.items() if writer == rank()]
@@ -247,11 +247,11 @@ def _layout(job: TrainJob) -> ParallelLayout:
     )
 
 
-def _require_one_voice(what: str, said: str) -> None:
-    everybody = gather([digest64(said)])
+def _require_consensus(what: str, value: str) -> None:
+    everybody = gather([digest64(value)])
     if len({row[0] for row in everybody}) > 1:
         raise RanksDisagree(
-            f"the {what} differs between ranks: rank {rank()} has {said!r}. It must be the same on all ranks"
+            f"the {what} differs between ranks: rank {rank()} has {value!r}. It must be the same on all ranks"
         )
 
 

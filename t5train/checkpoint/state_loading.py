@@ -44,7 +44,7 @@ class StoredState:
 
     @classmethod
     def of(cls, job: TrainJob, shape: T5Shape) -> Self | None:
-        """The state that the job's attempt begins with; None if that is a DeepSpeed checkpoint or newly initialised."""
+        """The state that the job's attempt begins with; None for a DeepSpeed checkpoint or new weights."""
         if job.consolidated:
             return cls._consolidated(job.consolidated)
         if job.resume_tag is None and (places := tensors_of(job.spec.model, shape)):
@@ -52,17 +52,17 @@ class StoredState:
         return None
 
     @classmethod
-    def _consolidated(cls, told: Consolidated) -> Self:
-        """The state that ``consolidate`` wrote. Raises InputError unless its fingerprint is that in ``told``."""
-        found = Weights.load(told.folder).fingerprint
-        if found != told.fingerprint:
+    def _consolidated(cls, consolidated: Consolidated) -> Self:
+        """The state that ``consolidate`` wrote. Raises InputError if it has another fingerprint."""
+        found = Weights.load(consolidated.folder).fingerprint
+        if found != consolidated.fingerprint:
             raise InputError(
-                f"{told.folder} holds weights with the fingerprint {found[:12]}, but this attempt needs "
-                f"{told.fingerprint[:12]}: start the run again"
+                f"{consolidated.folder} holds weights with the fingerprint {found[:12]}, but this attempt needs "
+                f"{consolidated.fingerprint[:12]}: start the run again"
             )
-        stems = ("model", *(MOMENTS if told.clock.has_moments else ()))
-        model, *moments = (StoredTensors(list_tensors([told.folder / f"{stem}.safetensors"])) for stem in stems)
-        return cls(model, dict(zip(stems[1:], moments, strict=True)), told.clock)
+        stems = ("model", *(MOMENTS if consolidated.clock.has_moments else ()))
+        model, *moments = (StoredTensors(list_tensors([consolidated.folder / f"{stem}.safetensors"])) for stem in stems)
+        return cls(model, dict(zip(stems[1:], moments, strict=True)), consolidated.clock)
 
     def fill(self, name: str, parameter: nn.Parameter) -> None:
         """Set a module's parameter to its stored value, rounded to the parameter's type."""

@@ -224,7 +224,7 @@ def _make(jobs: list[Json], workers: int, progress: Progress) -> None:
         done += text_bytes
         progress("bytes of text tokenised", done, total)
 
-    for _ in in_processes("t5train.data.shard_writer:write_shard", jobs, workers, advance):
+    for _ in in_processes("t5train.data.shard_worker:write_shard", jobs, workers, advance):
         pass
 
 

@@ -145,8 +145,8 @@ def _state(filesystem: Any, remote: str) -> str:
     For web servers, fsspec's own key is only the URL. Therefore ETag and Last-Modified are added.
     """
     filesystem.invalidate_cache()
-    told = filesystem.info(remote)
-    return ":".join([filesystem.ukey(remote), *(str(told[key]) for key in ("ETag", "Last-Modified") if key in told)])
+    info = filesystem.info(remote)
+    return ":".join([filesystem.ukey(remote), *(str(info[key]) for key in ("ETag", "Last-Modified") if key in info)])
 
 
 def _unchanged(local: Path, note: Path, size: int | None, state: str) -> bool:

@@ -3,7 +3,7 @@
 Each window of tokens becomes an input, in which every noise span is replaced by one sentinel, and a target, in which
 every kept stretch is replaced by one sentinel. Both end with EOS. A window begins with a kept stretch and ends with a
 noise span. The lengths of the noise spans are drawn uniformly from all ways to divide the noise tokens into non-empty
-spans; likewise those of the kept stretches.
+spans. The lengths of the kept stretches are drawn in the same way.
 """
 
 from typing import NamedTuple

@@ -99,7 +99,7 @@ def accelerator_memory_bytes() -> int:
     return peak
 
 
-def host_memory_bytes() -> int:
+def peak_host_memory_bytes() -> int:
     """Return the peak host memory of this rank so far. It may not include memory that a driver has pinned."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 

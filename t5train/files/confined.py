@@ -18,7 +18,7 @@ _DRIVE = re.compile(r"[A-Za-z]:")
 
 
 def confined(folder: Path, name: str, source: str, kind: type[T5TrainError] = StorageError) -> Path:
-    """Return ``folder / name``. Raises ``kind``, naming ``source``, if that is not below the folder.
+    """Return ``folder / name``. Raises ``kind``, naming ``source``, if the name is unsafe or leads out of the folder.
 
     A name must be a relative POSIX path, such as ``a/b.txt``. Symbolic links within the folder are not resolved.
     """

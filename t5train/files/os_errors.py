@@ -65,7 +65,7 @@ def path_of(error: OSError) -> str | None:
 
 
 def of_rank(error: OSError | StorageError) -> T5TrainError:
-    """Classify the error that ended a rank: its disk is full (DiskFull), failed (DiskFailed) or any other."""
+    """Classify the disk error that ended a rank as DiskFull, DiskFailed or, if it is neither, StorageError."""
     cause = cause_of(error)
     number = cause.errno if cause else None
     text = explain(error) if isinstance(error, OSError) else str(error)

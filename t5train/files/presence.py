@@ -1,8 +1,8 @@
 """Check what exists on disk, and what cannot be read now. Standard library only, as nodes import it.
 
 ``Path.glob`` and ``os.path.exists`` report some errors as "does not exist", and a bare ``OSError`` from a read does not
-even name the file. Code that decides about checkpoints or results uses this module instead. It reports a path as absent
-only if the operating system says so (ENOENT), and otherwise raises ``Unreadable`` with path, cause and remedy.
+even name the file. Code that decides about checkpoints or results uses this module instead. A path is absent only if
+the operating system says so (ENOENT). Other errors raise ``Unreadable`` with path, cause and remedy.
 """
 
 import errno

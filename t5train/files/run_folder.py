@@ -1,4 +1,4 @@
-"""Names of files in a run's folder, ``{root}/runs/{run_name}``, and the environment variables that pass paths to a rank.
+"""Names of files in a run's folder, ``{root}/runs/{run_name}``, and environment variables with paths for a rank.
 
 Standard library only, as guards import it.
 """

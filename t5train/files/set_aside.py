@@ -1,8 +1,8 @@
 """Move files out of the way that must be neither used nor lost. Standard library only, as nodes import it.
 
 Such files are a damaged checkpoint that is newer than the one training resumes from, or an unreadable copy of a file
-that has a readable one. They are never deleted: nothing prunes a folder called ``set-aside``, and the log says what was
-moved there.
+that has a readable one. They are never deleted: neither pruning nor garbage collection touches a folder called
+``set-aside``. The log says what was moved there.
 """
 
 import logging

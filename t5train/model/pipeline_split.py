@@ -17,8 +17,8 @@ def stage_bounds(shape: T5Shape, num_stages: int, sample: Geometry) -> list[int]
     costs = unit_costs(shape, sample)
     if num_stages > len(costs):
         raise SpecError(
-            f"layout.pipeline_stages is {num_stages}: the model has only {shape.num_layers} encoder blocks, "
-            f"{shape.num_decoder_layers} decoder blocks and an output to spread; set at most {len(costs)}"
+            f"layout.pipeline_stages is {num_stages}: the model can be split into at most {len(costs)} stages "
+            f"(encoder blocks: {shape.num_layers}, decoder blocks: {shape.num_decoder_layers}, output: 1)"
         )
     return balanced(costs, num_stages)
 

@@ -37,7 +37,7 @@ _FEED_FORWARDS = ("relu", "gated-gelu")  # of v1.0 and v1.1
 _NO_REMEDY = "no settings describe such a model (the vocabulary must be a multiple of 128); name another folder"
 
 
-def told_by(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def described_by(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Return the fields of a configuration that determine what its model computes.
 
     Raises SpecError if it is not the configuration of a T5. v1.0, whose output is tied, also scales it. transformers 5
@@ -46,53 +46,58 @@ def told_by(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     kind = config.get("model_type")
     if kind not in _COUNTS:
         raise SpecError(f"model.start_from is a {kind!r} model ({file}): choose a model of type {' or '.join(_COUNTS)}")
-    told = {name: config.get(name) for name in _COUNTS[kind]}
-    if told["num_decoder_layers"] is None:
-        told["num_decoder_layers"] = told["num_layers"]
-    for name, value in told.items():
+    described = {name: config.get(name) for name in _COUNTS[kind]}
+    if described["num_decoder_layers"] is None:
+        described["num_decoder_layers"] = described["num_layers"]
+    for name, value in described.items():
         if not isinstance(value, int) or value < 1:
             raise SpecError(f"model.start_from: {file} has {value!r} for {name}, but needs a number above zero")
     form = {name: config.get(name, usual) for name, usual in _LEFT_OUT.items()}
     scaled = config.get(_SCALED, config.get("tie_word_embeddings") is not False)
-    return {"model_type": kind, **told, **form, _SCALED: bool(scaled)}
+    return {"model_type": kind, **described, **form, _SCALED: bool(scaled)}
 
 
-def require_agreement(told: Mapping[str, Any], shape: T5Shape, file: Path) -> None:
+def require_agreement(described: Mapping[str, Any], shape: T5Shape, file: Path) -> None:
     """Raise SpecError if a configuration differs from a shape. The error names every such field, and what to set."""
     config = huggingface_config(shape, pad_id=0, eos_id=1) | {_SCALED: shape.tied}
-    asked = {name: config.get(name, usual) for name, usual in (dict.fromkeys(told) | _LEFT_OUT).items()}
-    if changed := differences(asked, told):
-        remedy = _settings(asked, told)
+    expected = {name: config.get(name, usual) for name, usual in (dict.fromkeys(described) | _LEFT_OUT).items()}
+    if changed := differences(expected, described):
+        remedy = _settings(expected, described)
         raise SpecError(
             f"model.start_from: {file} describes another model than the settings ({'; '.join(changed)}): "
             + (f"set {' '.join(f'{name}={value}' for name, value in remedy.items())}" if remedy else _NO_REMEDY)
         )
 
 
-def _settings(asked: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(expected: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
     """Return changes after which the settings describe this model; empty if there are none."""
-    version, feed_forward = ("v1.0", _FEED_FORWARDS[0]) if told[_SCALED] else ("v1.1", _FEED_FORWARDS[1])
-    if any(asked[name] != told[name] for name in _LEFT_OUT if name != "feed_forward_proj"):
+    version, feed_forward = ("v1.0", _FEED_FORWARDS[0]) if described[_SCALED] else ("v1.1", _FEED_FORWARDS[1])
+    if any(expected[name] != described[name] for name in _LEFT_OUT if name != "feed_forward_proj"):
         return {}
-    if told["feed_forward_proj"] not in _FEED_FORWARDS or pad_vocabulary(told["vocab_size"]) > told["vocab_size"]:
+    if (
+        described["feed_forward_proj"] not in _FEED_FORWARDS
+        or pad_vocabulary(described["vocab_size"]) > described["vocab_size"]
+    ):
         return {}
-    found: dict[str, Any] = {} if asked[_SCALED] == told[_SCALED] else {"model.version": version}
-    if told["feed_forward_proj"] not in (feed_forward, asked["feed_forward_proj"]):
-        found["model.feed_forward"] = told["feed_forward_proj"]
-    found |= _experts(asked, told)
-    if found or any(asked[name] != told[name] for name in _SIZES):
-        preset = preset_of(version, [told[name] for name in _SIZES])
-        found |= {"model.preset": preset} if preset else {f"model.{name}": told[name] for name in _SIZES}
-    return found | ({"model.vocab_size": told["vocab_size"]} if asked["vocab_size"] != told["vocab_size"] else {})
+    found: dict[str, Any] = {} if expected[_SCALED] == described[_SCALED] else {"model.version": version}
+    if described["feed_forward_proj"] not in (feed_forward, expected["feed_forward_proj"]):
+        found["model.feed_forward"] = described["feed_forward_proj"]
+    found |= _experts(expected, described)
+    if found or any(expected[name] != described[name] for name in _SIZES):
+        preset = preset_of(version, [described[name] for name in _SIZES])
+        found |= {"model.preset": preset} if preset else {f"model.{name}": described[name] for name in _SIZES}
+    return found | (
+        {"model.vocab_size": described["vocab_size"]} if expected["vocab_size"] != described["vocab_size"] else {}
+    )
 
 
-def _experts(asked: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
-    if told["model_type"] == "t5":
-        return {} if asked["model_type"] == "t5" else {"model.moe.num_experts": 0}
-    if all(asked.get(name) == told[name] for name in _SPARSE):
+def _experts(expected: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
+    if described["model_type"] == "t5":
+        return {} if expected["model_type"] == "t5" else {"model.moe.num_experts": 0}
+    if all(expected.get(name) == described[name] for name in _SPARSE):
         return {}
-    step = told["num_layers"] // told["num_sparse_encoder_layers"]
-    return {"model.moe.num_experts": told["num_experts"], "model.moe.every_n_layers": step}
+    step = described["num_layers"] // described["num_sparse_encoder_layers"]
+    return {"model.moe.num_experts": described["num_experts"], "model.moe.every_n_layers": step}
 
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -177,14 +182,14 @@ def require_fit(model: ModelSpec, tokenizer_vocab_size: int) -> None:
     if (path := _folder(model)) is None:
         return
     folder = HuggingFaceFolder.open(path)
-    told = told_by(folder.config, path / CONFIG)
-    if told["vocab_size"] < tokenizer_vocab_size:
+    described = described_by(folder.config, path / CONFIG)
+    if described["vocab_size"] < tokenizer_vocab_size:
         raise SpecError(
-            f"model.start_from is {path}, with a vocabulary of {told['vocab_size']}, but the tokenizer has "
+            f"model.start_from is {path}, with a vocabulary of {described['vocab_size']}, but the tokenizer has "
             f"{tokenizer_vocab_size} ids: set tokenizer.path to the vocabulary that the model was trained with"
         )
     shape = resolve(model, tokenizer_vocab_size)
-    require_agreement(told, shape, path / CONFIG)
+    require_agreement(described, shape, path / CONFIG)
     _tensors(folder, shape)
 
 
@@ -227,7 +232,7 @@ def start_fingerprint(model: ModelSpec, progress: Progress = silent) -> str | No
         done += status.st_size
         progress("bytes of the weights to continue from verified", done, total)
     _require_as_recorded(path, digests)
-    return fingerprint({"config": told_by(folder.config, path / CONFIG), "files": digests})
+    return fingerprint({"config": described_by(folder.config, path / CONFIG), "files": digests})
 
 
 def start_name(model: ModelSpec) -> str | None:

@@ -17,11 +17,11 @@ def report(rank_files: Path, error: BaseException) -> None:
 
     Only this project's errors and disk errors are written; for any other, the rank's log has the traceback.
     """
-    if (told := told_of(error)) is not None:
-        write_json(_path(rank_files), {"type": type(told).__name__, "message": str(told)})
+    if (reported := reportable(error)) is not None:
+        write_json(_path(rank_files), {"type": type(reported).__name__, "message": str(reported)})
 
 
-def told_of(error: BaseException) -> T5TrainError | None:
+def reportable(error: BaseException) -> T5TrainError | None:
     """The error to report: a T5TrainError unchanged, a disk error with an explanation; None for any other."""
     if isinstance(error, OSError | StorageError) and not isinstance(error, ConnectionError | TimeoutError):
         return of_rank(error)

@@ -5,18 +5,18 @@ from types import FrameType, TracebackType
 from typing import Self
 
 
-class Told:
+class StopRequest:
     """A context manager that records whether this process received SIGTERM. For the main thread only."""
 
     def __init__(self) -> None:
-        self._told = False
+        self._was_received = False
 
     def __call__(self) -> bool:
         """Whether SIGTERM was received."""
-        return self._told
+        return self._was_received
 
     def __enter__(self) -> Self:
-        self._before = signal.signal(signal.SIGTERM, self._hear)
+        self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
         return self
 
     def __exit__(
@@ -24,5 +24,5 @@ class Told:
     ) -> None:
         signal.signal(signal.SIGTERM, self._before)
 
-    def _hear(self, _number: int, _frame: FrameType | None) -> None:
-        self._told = True
+    def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
+        self._was_received = True

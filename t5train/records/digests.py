@@ -65,7 +65,7 @@ def digest_safetensors(path: Path) -> SafetensorsDigest:
         return SafetensorsDigest.joined(size, pieces)
 
 
-def digest_safetensors_stream(file: IO[bytes], tell: Callable[[int], None]) -> SafetensorsDigest:
+def digest_safetensors_stream(file: IO[bytes], report: Callable[[int], None]) -> SafetensorsDigest:
     """The digest of a seekable stream, read in order; ``tell`` is called with the number of bytes read so far."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -76,7 +76,7 @@ def digest_safetensors_stream(file: IO[bytes], tell: Callable[[int], None]) -> S
         while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
             digest.update(chunk)
             left -= len(chunk)
-            tell(file.tell())
+            report(file.tell())
         pieces.append(digest.digest())
     return SafetensorsDigest.joined(size, pieces)
 

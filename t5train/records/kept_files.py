@@ -26,7 +26,7 @@ def unlisted_files(record: Record) -> list[str]:
 
 
 def keep_changed_files(folder: Path) -> None:
-    """Move files aside that a finished folder's manifest lists and that were changed, before its stage rewrites them."""
+    """Move changed files that a finished folder's manifest lists aside, before its stage writes them again."""
     try:
         record = parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
     except (FileNotFoundError, RecordError, DigestMismatch):

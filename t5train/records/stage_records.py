@@ -82,7 +82,7 @@ class Record(BaseModel):
         return record.model_copy(update={"path": folder})
 
     def commit(self, folder: Path | None = None) -> Self:
-        """Write the manifest, the last step of a stage, to ``path``, or to a ``folder`` that will be renamed to ``path``."""
+        """Write the manifest, the last step of a stage. ``folder`` has the files if it will be renamed to ``path``."""
         sealed = self.sealed()
         write_text((folder or self.path) / MANIFEST, sealed.manifest_text())
         return sealed

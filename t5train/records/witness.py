@@ -58,9 +58,9 @@ class Witness(BaseModel):
     id and has padding after the end id, and ``margins`` fp32 [b, n]: by how much the chosen logit exceeded the second
     largest, relative to the largest absolute value.
 
-    ``huggingface_config`` and ``generation_config`` are the content of these two files of an export, apart from what
-    transformers adds. ``inputs`` has the fingerprints of all earlier stages and, as ``vocabulary``, the sha256 of
-    ``spiece.model``.
+    ``huggingface_config`` and ``generation_config`` are the content of an export's ``config.json`` and
+    ``generation_config.json``, apart from what transformers adds. ``inputs`` has the fingerprints of all earlier stages
+    and, as ``vocabulary``, the sha256 of ``spiece.model``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

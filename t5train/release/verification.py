@@ -84,12 +84,14 @@ def verify_object(
 ) -> None:
     """Read the object at ``path``, and raise DigestMismatch unless it has this size and digest."""
 
-    def tell(size: int) -> None:
+    def report(size: int) -> None:
         progress(f"bytes of {PurePosixPath(path).name} verified", size, expected.size)
 
     try:
         with filesystem.open(path, "rb", block_size=_CHUNK_BYTES) as file:
-            found = _digest(file, tell) if isinstance(expected, FileDigest) else digest_safetensors_stream(file, tell)
+            found = (
+                _digest(file, report) if isinstance(expected, FileDigest) else digest_safetensors_stream(file, report)
+            )
     except FileNotFoundError:
         raise DigestMismatch(f"{shown} is missing; {expected.size} bytes were recorded") from None
     if found != expected:
@@ -99,12 +101,12 @@ def verify_object(
         )
 
 
-def _digest(file: IO[bytes], tell: Callable[[int], None]) -> FileDigest:
+def _digest(file: IO[bytes], report: Callable[[int], None]) -> FileDigest:
     digest, size = hashlib.sha256(), 0
     while chunk := file.read(_CHUNK_BYTES):
         digest.update(chunk)
         size += len(chunk)
-        tell(size)
+        report(size)
     return FileDigest(size=size, sha256=digest.hexdigest())
 
 

@@ -59,7 +59,7 @@ class TokenizerSpec(SpecPart):
     )
 
     def identity(self) -> dict[str, Any]:
-        """Return the identity settings; not those for training if a vocabulary is given, whose content counts instead."""
+        """Return the identity settings. A given vocabulary does not count here: the stage fingerprints its content."""
         return {"given": True} if self.path is not None else super().identity()
 
 

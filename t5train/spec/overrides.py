@@ -26,7 +26,7 @@ NAMES_ELSEWHERE = {
     "moe": "model.moe.num_experts",
     "moe_ep_size": "layout.expert_parallel_size",
 }
-"""Names of other T5 and DeepSpeed scripts for settings whose names here are not similar."""
+"""Names that other T5 and DeepSpeed scripts use for settings, if the names here are not similar."""
 
 
 def names_in(spec: type[BaseModel]) -> list[str]:

@@ -10,9 +10,9 @@ import warnings
 from pathlib import Path
 
 from t5train.files.run_folder import RANK_FILES
-from t5train.rank.error_report import report, told_of
+from t5train.rank.error_report import report, reportable
 from t5train.rank.heartbeat import Heartbeat
-from t5train.rank.preemption import Told
+from t5train.rank.preemption import StopRequest
 from t5train.spec.rank_job import TrainJob
 
 _log = logging.getLogger(__name__)
@@ -33,21 +33,21 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     faulthandler.register(signal.SIGUSR1)  # the guard sends it to a rank that hangs, to get its traceback into the log
     try:
-        with Told() as told, Heartbeat.of_rank(job.spec.cluster.deadlines) as heart:
-            _train(job, heart, told)
+        with StopRequest() as stop_request, Heartbeat.of_rank(job.spec.cluster.deadlines) as heart:
+            _train(job, heart, stop_request)
     except BaseException as error:
-        if (explained := told_of(error)) is not None:
+        if (reported := reportable(error)) is not None:
             # Log it first, because a report cannot be written to a failed disk.
-            _log.error("%s: %s", type(explained).__name__, explained)
+            _log.error("%s: %s", type(reported).__name__, reported)
         if rank_files := os.environ.get(RANK_FILES):
             report(Path(rank_files), error)
-        if explained is not None:
+        if reported is not None:
             return 1
         raise
     return 0
 
 
-def _train(job: TrainJob, heart: Heartbeat, told: Told) -> None:
+def _train(job: TrainJob, heart: Heartbeat, stop_request: StopRequest) -> None:
     import deepspeed
     from deepspeed import comm
 
@@ -58,7 +58,7 @@ def _train(job: TrainJob, heart: Heartbeat, told: Told) -> None:
     lock_accelerator()
     store = listen_on_loopback()
     deepspeed.init_distributed()
-    Trainer(job, heart, told).run()
+    Trainer(job, heart, stop_request).run()
     comm.barrier()
     # Skipped after an error, because ranks would wait for each other. The end of the process frees everything.
     comm.destroy_process_group()

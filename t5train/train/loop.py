@@ -15,7 +15,13 @@ from t5train.data.held_out import read_held_out
 from t5train.data.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples
 from t5train.data.span_corruption import geometry
 from t5train.engine.collectives import bits_of, data_rank, digest64, float_of, gather, rank
-from t5train.engine.engine import accelerator_memory_bytes, build_engine, host_memory_bytes, model_of, set_learning_rate
+from t5train.engine.engine import (
+    accelerator_memory_bytes,
+    build_engine,
+    model_of,
+    peak_host_memory_bytes,
+    set_learning_rate,
+)
 from t5train.engine.expert_routing import Routing
 from t5train.engine.forward_backward import Passes, PipelinePasses, WholePasses
 from t5train.engine.gradient_accumulation import sums_of
@@ -39,13 +45,13 @@ class Trainer:
     """One rank's part of an attempt at a run."""
 
     def __init__(
-        self, job: TrainJob, heart: Heartbeat | None = None, is_told: Callable[[], bool] = lambda: False
+        self, job: TrainJob, heart: Heartbeat | None = None, is_stop_requested: Callable[[], bool] = lambda: False
     ) -> None:
         """Load state and build the engine.
 
-        ``heart`` reports the phases of the work. ``is_told`` returns whether this rank was asked to stop.
+        ``heart`` reports the phases of the work. ``is_stop_requested`` returns whether this rank was asked to stop.
         """
-        self.job, self.spec, self.is_told = job, job.spec, is_told
+        self.job, self.spec, self.is_stop_requested = job, job.spec, is_stop_requested
         self.heart = heart or Heartbeat(None, job.spec.cluster.deadlines)
         self.heart.enter("compile", 0)
         self.shards: TokenShards = job.shards()
@@ -85,10 +91,10 @@ class Trainer:
             batches = Prefetched(micro_batches(self.train_samples, self.spec, self.step), PREFETCHED_BATCHES)
             stack.enter_context(batches)
             while self.step < self.spec.optimizer.num_steps:
-                values, told = self._take_step(batches)
+                values, must_stop = self._take_step(batches)
                 if metrics:
                     metrics.write(self.step, values)
-                if told:
+                if must_stop:
                     self._end_early(metrics)
                 self._validate_when_due(metrics)
                 self._save_when_due(metrics)
@@ -102,7 +108,7 @@ class Trainer:
         set_learning_rate(self.engine, rate)
         seen: list[bytes] = []
         result = self.passes.step(self._taken(batches, seen))
-        everybody = gather([bits_of(result.loss), digest64(b"".join(seen)), self.is_told()])
+        everybody = gather([bits_of(result.loss), digest64(b"".join(seen)), self.is_stop_requested()])
         loss = sum(float_of(row[0]) for row in everybody) / len(everybody)
         sanity_checks.require_finite(self.step, loss, result.gradient_norm)
         sanity_checks.require_distinct_batches(self.step, [row[1] for row in everybody], self.spec.data_parallel_size)
@@ -115,7 +121,7 @@ class Trainer:
             "tokens_per_second": self._tokens_a_step() / seconds,
             "skipped_steps": int(self.engine.skipped_steps),
             "memory_bytes": accelerator_memory_bytes(),
-            "host_memory_bytes": host_memory_bytes(),
+            "host_memory_bytes": peak_host_memory_bytes(),
             "seconds": seconds,
             "data_wait_seconds": batches.waited_seconds - waited,
             **self.routing.of_step(result.router_loss),

@@ -1,4 +1,4 @@
-"""Checks that training makes real progress. Each detects a known, costly failure, in less than 1% of the time."""
+"""Checks that training makes real progress. Each detects a known, costly failure and takes less than 1% of the time."""
 
 import hashlib
 import math
@@ -28,7 +28,7 @@ def require_finite(step: int, loss: float, gradient_norm: float | None) -> None:
 
 
 def require_few_skips(step: int, skipped: int) -> None:
-    """Raise TooManySkippedSteps if more steps were skipped than 32, while the loss scale is lowered, plus 5% of all."""
+    """Raise TooManySkippedSteps if more than 32 steps (to lower the initial loss scale) plus 5% were skipped."""
     bound = SKIPS_WHILE_SCALING + int(SKIPPED_SHARE * step)
     if skipped > bound:
         raise TooManySkippedSteps(

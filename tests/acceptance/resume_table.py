@@ -20,7 +20,7 @@ from tests.acceptance.resume_cases import CASES, Case
 from tests.support.cluster_runs import Ended, Started, weights
 from tests.support.unshared_runs import SECONDS, Files, UnsharedHosts, interrupt, require_success, unshared_hosts
 
-_MESSAGES = re.compile(r"passed over|takes its place|still at work")
+_MESSAGES = re.compile(r"skipping|takes its place|still running")
 _PREFECT_PREFIX = re.compile(r"^[0-9:.]+ \| .*? run '[^']*' - ")
 _LONGEST_MESSAGE = 400
 _HEADER = """\

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.node.node_folders import tag_place
+from infra.node.node_folders import tag_path
 from infra.testcluster import Cluster
 from infra.testcluster.host_files import HOSTFILE
 from t5train.checkpoint import sidecar, tags
@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from infra.head.storage.gather import gather
 from infra.head.hosts.node_client import Nodes
-from infra.node.node_folders import tag_place
+from infra.node.node_folders import tag_path
 from infra.node.storage.pull import listed
 from infra.head.storage.provisioning import part; from infra.head.storage.provisioning import restore
 from infra.head.storage.provisioning import release; from infra.head.storage.provisioning import stage_folder
@@ -39,7 +39,7 @@ stage_folder(nodes, head, listed(head, ["train.bin"]), "shards/some", "smoke")
 tag = complete_tags(survey(nodes, "smoke", head / "checkpoints").found)[0]
 gather(nodes, "smoke", tag, head / "checkpoints")
 parts = {"node0": part(tag, ["part-0.pt", "part-1.pt"], [0])}
-restore(nodes, "smoke", tag_place("smoke", tag.name), parts, head / "checkpoints" / tag.name)
+restore(nodes, "smoke", tag_path("smoke", tag.name), parts, head / "checkpoints" / tag.name)
 release(nodes, "smoke")
 """
 
@@ -47,7 +47,7 @@ release(nodes, "smoke")
 def test_shards_go_to_nodes_and_checkpoints_come_to_the_head_and_go_back(
     cluster: Cluster, on: Callable[..., str]
 ) -> None:
-    place = f"{SCRATCH}/{tag_place('smoke', tag_of(8))}"
+    place = f"{SCRATCH}/{tag_path('smoke', tag_of(8))}"
     nodes = cluster.nodes[:2]
     for rank, node in enumerate(nodes):
         folder, content = cluster.disk(node, place), bytes([rank]) * 3_000_000

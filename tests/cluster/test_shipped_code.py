@@ -69,7 +69,7 @@ def attempts(stage: Stage, name: str) -> list[Attempt]:
     return [attempt.read(folder) for folder in sorted(folders)]
 
 
-def is_at_work(stage: Stage, started: Started) -> bool:
+def is_run_active(stage: Stage, started: Started) -> bool:
     """Whether rank 0 takes steps. Raises AssertionError if the head has ended."""
     assert started.process.poll() is None, started.log.read_text()
     beats = stage.cluster.disk("node0", "/var/tmp/t5-pretrain-0/attempts").glob("*/rank-00000.beat")
@@ -118,7 +118,7 @@ def test_hosts_train_by_the_code_that_was_sent(stage: Stage) -> None:
 
 def test_a_head_that_comes_back_goes_on_with_the_code_that_was_sent(stage: Stage) -> None:
     first = start(stage, "attached", "--ship-code", *LONG)
-    until(lambda: is_at_work(stage, first))
+    until(lambda: is_run_active(stage, first))
     end_head(stage, first, signal.SIGKILL)
     metrics = stage.cluster.disk("head", f"{ROOT}/runs/attached/metrics.jsonl")
     known = metrics.stat().st_size if metrics.exists() else 0

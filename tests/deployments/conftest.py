@@ -128,12 +128,12 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 def _first_page(browser: subprocess.Popen[bytes], profile: Path) -> str:
     """The WebSocket URL that controls the first page."""
-    said, deadline = profile / "DevToolsActivePort", time.monotonic() + SECONDS
-    while not (said.exists() and len(said.read_text().split()) == 2):
+    port_file, deadline = profile / "DevToolsActivePort", time.monotonic() + SECONDS
+    while not (port_file.exists() and len(port_file.read_text().split()) == 2):
         alive = browser.poll() is None and time.monotonic() < deadline
         assert alive, f"no browser: {(profile / 'log').read_text('utf-8', 'replace')}"
         time.sleep(0.05)
-    port = said.read_text().split()[0]
+    port = port_file.read_text().split()[0]
     with urlopen(f"http://127.0.0.1:{port}/json/list", timeout=30) as response:
         return next(str(each["webSocketDebuggerUrl"]) for each in json.load(response) if each["type"] == "page")
 

@@ -25,7 +25,9 @@ def shadows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_worker_is_prefects_own(shadows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_in_the_current_folder_do_not_shadow_those_of_the_worker(
+    shadows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_commands, "STOP_SECONDS", 0.1)
     log = shadows / "worker.log"
     with server_commands._worker(log) as worker:
@@ -36,7 +38,9 @@ def test_the_worker_is_prefects_own(shadows: Path, monkeypatch: pytest.MonkeyPat
     assert "shadowed" not in log.read_text()
 
 
-def test_what_deploys_is_prefects_own(shadows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_in_the_current_folder_do_not_shadow_those_of_deploy(
+    shadows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, folders = subprocess.run, []
 
     def from_the_users_folder(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:

@@ -115,11 +115,11 @@ def _of_processes(file: str, wanted: str = "") -> str:
     return "\n".join(found)
 
 
-def test_steps_and_loss_are_seen_while_it_trains(watched: Watched) -> None:
+def test_steps_and_loss_are_shown_while_a_run_trains(watched: Watched) -> None:
     assert re.search(rf"\d+ of {NUM_STEPS} steps, loss \d+\.\d+, [\d,]+ tokens/s", watched.artifacts_while_training)
 
 
-def test_a_table_shows_what_each_stage_made(watched: Watched, page: Any) -> None:
+def test_a_table_shows_the_result_of_each_stage(watched: Watched, page: Any) -> None:
     page.open(watched.artifact("stages"))
     page.text("Result of each stage", *STAGES)
     rows = page.value("[...document.querySelectorAll('tbody tr')].map(each => each.innerText)")
@@ -133,13 +133,13 @@ def test_the_summary_shows_the_losses_and_the_curve(watched: Watched, page: Any)
     page.wait_until("document.querySelector('img[alt=\"Training and validation loss\"]')?.naturalWidth > 0")
 
 
-def test_the_published_place_is_told_and_verifies(watched: Watched, page: Any, s3: Any) -> None:
+def test_the_publications_url_is_shown_and_the_publication_verifies(watched: Watched, page: Any, s3: Any) -> None:
     page.open(watched.artifact("published"))
     page.text(f"t5-pretrain verify {watched.published}", f"published: {watched.published}")
     verify(watched.published)
 
 
-def test_a_run_cannot_bring_a_command_of_its_own(watched: Watched) -> None:
+def test_a_run_cannot_replace_the_command_of_its_process(watched: Watched) -> None:
     (run,) = watched.ask("flow_runs", {})
     assert "touch" in run["job_variables"]["command"]
     assert not (watched.root / "pwned").exists()
@@ -191,9 +191,9 @@ def test_the_key_is_in_its_file_and_nowhere_else(watched: Watched) -> None:
 
 
 def test_credentials_reach_neither_prefect_nor_a_command_line(watched: Watched, object_store: Any) -> None:
-    told = [watched.ask(what, {}) for what in ("flow_runs", "task_runs", "logs", "artifacts", "deployments")]
-    assert all(told)
-    said = json.dumps(told) + watched.command_lines
-    assert watched.published in said
+    records = [watched.ask(what, {}) for what in ("flow_runs", "task_runs", "logs", "artifacts", "deployments")]
+    assert all(records)
+    content = json.dumps(records) + watched.command_lines
+    assert watched.published in content
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        assert object_store.environment[name] not in said
+        assert object_store.environment[name] not in content

@@ -184,7 +184,7 @@ def test_deploying_twice_gives_the_same_deployments(
     assert queues["training"] == 1
 
 
-def test_a_deployment_holds_no_folder_of_who_deployed_but_the_root(
+def test_a_deployment_contains_the_root_but_no_path_of_the_source_code(
     server: tuple[Path, str], deployments: list[dict[str, Any]]
 ) -> None:
     smoke = next(each for each in deployments if each["name"] == "smoke")
@@ -210,7 +210,7 @@ def test_another_user_cannot_read_the_key_and_cannot_start_a_run(
     assert ask(home, create, {})["deployment_id"] == smoke["id"]  # with the key it can be done
 
 
-def test_only_the_health_of_a_server_is_told_without_its_key(server: tuple[Path, str]) -> None:
+def test_without_the_key_a_server_answers_only_the_health_check(server: tuple[Path, str]) -> None:
     home, api_url = server
     key = (home / "api-key").read_text().strip()
     assert status(f"{api_url}/health") == 200
@@ -220,7 +220,7 @@ def test_only_the_health_of_a_server_is_told_without_its_key(server: tuple[Path,
         assert status(f"{api_url}/{path}", Authorization=basic(key)) == 200
 
 
-def test_a_change_needs_a_csrf_token_besides_the_key(server: tuple[Path, str]) -> None:
+def test_a_change_requires_the_key_and_a_csrf_token(server: tuple[Path, str]) -> None:
     home, api_url = server
     key = (home / "api-key").read_text().strip()
     assert status(f"{api_url}/flow_runs/filter", method="POST", Authorization=basic(key)) == 403
@@ -240,7 +240,7 @@ def test_a_websocket_needs_the_key(server: tuple[Path, str], path: str) -> None:
                     socket.recv(30)
 
 
-def test_pages_of_other_origins_are_not_served(server: tuple[Path, str]) -> None:
+def test_cors_requests_of_other_origins_are_refused(server: tuple[Path, str]) -> None:
     own = server[1].removesuffix("/api")
     preflight = {"method": "OPTIONS", "Access_Control_Request_Method": "POST"}
     assert status(f"{server[1]}/flow_runs/", **preflight, Origin=own) == 200
@@ -255,7 +255,7 @@ def test_a_server_listens_on_loopback_alone(server: tuple[Path, str]) -> None:
     assert listening == [f"0100007F:{port}"]
 
 
-def test_a_run_whose_process_is_killed_is_closed_and_one_that_lives_is_not(
+def test_a_run_whose_process_was_killed_is_closed_and_a_live_one_is_not(
     server: tuple[Path, str], ask: Ask, flow_process: Any
 ) -> None:
     home, api_url = server
@@ -293,7 +293,7 @@ def test_a_second_server_on_the_same_home_is_refused(server: tuple[Path, str]) -
     assert "is in use by another Prefect server" in result.stderr
 
 
-def test_a_module_in_the_current_folder_shadows_nothing(server: tuple[Path, str]) -> None:
+def test_modules_in_the_current_folder_do_not_shadow_those_of_the_server(server: tuple[Path, str]) -> None:
     home, api_url = server
     assert {path.stem for path in (home.parent / "current").glob("*.py")} == set(SHADOWS)
     assert answers(api_url)

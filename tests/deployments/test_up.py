@@ -44,7 +44,7 @@ def is_gone(pid: int, seconds: float) -> bool:
     return False
 
 
-def test_a_worker_that_no_signal_ends_is_killed_after_its_parent() -> None:
+def test_a_worker_that_ignores_sigterm_is_killed_after_its_parent() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT, STUBBORN], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         worker = int(parent.stdout.readline())
@@ -54,11 +54,11 @@ def test_a_worker_that_no_signal_ends_is_killed_after_its_parent() -> None:
         assert is_gone(worker, 10)
 
 
-class Again(NamedTuple):
+class SecondUp(NamedTuple):
     """A second ``up`` on a root, after the first one was killed during a run of its pool."""
 
     process: subprocess.Popen[str]
-    said: str
+    first_line: str
     """The first line that it prints after the one about deployments."""
     run: dict[str, Any]
     """The run, as Prefect recorded it before the kill."""
@@ -67,7 +67,7 @@ class Again(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def again(up: Any, ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Again]:
+def second_up(up: Any, ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecondUp]:
     root, port = tmp_path_factory.mktemp("up"), free_port()
     api_url, home = f"http://127.0.0.1:{port}/api", root / "prefect"
     with up(root, port) as process:
@@ -78,35 +78,37 @@ def again(up: Any, ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         process.kill()
     with up(root, port) as process:
         assert process.stdout is not None
-        yield Again(process, process.stdout.readline(), run, api_url, home)
+        yield SecondUp(process, process.stdout.readline(), run, api_url, home)
 
 
 @pytest.mark.slow
-def test_runs_that_lost_their_worker_or_their_process_are_closed(again: Again, ask: Any, flow_process: Any) -> None:
-    assert f"run {again.run['name']!r} lost its worker" in again.said
-    runs = f"{again.api_url}/flow_runs/filter"
-    (found,) = ask(again.home, runs, _with_id(again.run["id"]))
+def test_runs_that_lost_their_worker_or_their_process_are_closed(
+    second_up: SecondUp, ask: Any, flow_process: Any
+) -> None:
+    assert f"run {second_up.run['name']!r} lost its worker" in second_up.first_line
+    runs = f"{second_up.api_url}/flow_runs/filter"
+    (found,) = ask(second_up.home, runs, _with_id(second_up.run["id"]))
     assert found["state_type"] == "CRASHED"
-    client, killed = flow_process(again.home, again.api_url)
+    client, killed = flow_process(second_up.home, second_up.api_url)
     client.kill()
     deadline = time.monotonic() + 90  # the check runs every ten seconds
-    while ask(again.home, runs, _with_id(killed))[0]["state_type"] != "CRASHED":
+    while ask(second_up.home, runs, _with_id(killed))[0]["state_type"] != "CRASHED":
         assert time.monotonic() < deadline
         time.sleep(0.5)
 
 
 @pytest.mark.slow
-def test_up_ends_in_order_when_a_service_manager_stops_it(again: Again) -> None:
-    assert again.process.stdout is not None
-    assert "Prefect is at" in again.process.stdout.readline()
-    server_and_worker = children(again.process.pid)
+def test_up_shuts_down_gracefully_when_a_service_manager_stops_it(second_up: SecondUp) -> None:
+    assert second_up.process.stdout is not None
+    assert "Prefect is at" in second_up.process.stdout.readline()
+    server_and_worker = children(second_up.process.pid)
     assert len(server_and_worker) == 2
     deadline = time.monotonic() + 60
     while not all(catches(pid, signal.SIGTERM) for pid in server_and_worker):
         assert time.monotonic() < deadline, "server or worker has no signal handler of its own"
         time.sleep(0.1)
-    again.process.terminate()
-    assert again.process.wait(60) == 128 + signal.SIGINT
+    second_up.process.terminate()
+    assert second_up.process.wait(60) == 128 + signal.SIGINT
     assert all(is_gone(pid, 1) for pid in server_and_worker)
 
 

@@ -57,7 +57,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero2_offload": {"layout.zero_stage": 2, "layout.offload": "optimizer"},
     "zero3": {"layout.zero_stage": 3, "layout.offload": "all"},
 }
-SAVED_WHEN_TOLD = {"storage.checkpoint_every_steps": NUM_STEPS}
+SAVED_ONLY_ON_SIGNAL = {"storage.checkpoint_every_steps": NUM_STEPS}
 ALLOWED_SECONDS = 20
 RUN = "killed"
 
@@ -150,12 +150,12 @@ def _states_in_prefect(root: Path) -> list[str]:
         return [state for (state,) in database.execute("SELECT state_type FROM flow_run ORDER BY created")]
 
 
-def test_a_run_that_is_told_to_end_saves_and_one_that_is_stopped_is_found(
+def test_a_run_saves_on_sigterm_and_a_rank_stopped_by_sigstop_is_detected(
     tmp_path: Path, data: Path, undisturbed: Any
 ) -> None:
     run = tmp_path / "runs" / RUN
     shutil.copytree(data, tmp_path, dirs_exist_ok=True)
-    with _started(tmp_path, SAVED_WHEN_TOLD) as flow:
+    with _started(tmp_path, SAVED_ONLY_ON_SIGNAL) as flow:
         os.kill(_pid(_wait_for(run, 5, 1), "rank-00001", "process"), signal.SIGTERM)
         os.kill(_pid(_wait_for(run, 3 + _resumed_from(run, 2), 2), "launcher", "process"), signal.SIGTERM)
         stopped = _wait_for(run, 3 + _resumed_from(run, 3), 3)
@@ -165,7 +165,7 @@ def test_a_run_that_is_told_to_end_saves_and_one_that_is_stopped_is_found(
         _wait_for(run, 3 + _last_step(run), 4)
         flow.terminate()
         assert flow.wait(60) == -signal.SIGTERM
-    with _started(tmp_path, SAVED_WHEN_TOLD, "train") as training:
+    with _started(tmp_path, SAVED_ONLY_ON_SIGNAL, "train") as training:
         _finish(training, tmp_path)
     output = (tmp_path / "output.log").read_text()
     # No checkpoint is due before the end: each that was resumed from was saved because of a signal.
@@ -194,7 +194,7 @@ def _pid(attempt: Attempt, name: str, role: str) -> int:
     return int(json.loads((attempt.folder / f"{name}.pid").read_text())[role]["pid"])
 
 
-def test_a_second_start_is_refused_while_one_lives(tmp_path: Path) -> None:
+def test_a_second_start_is_refused_while_the_first_is_running(tmp_path: Path) -> None:
     with _started(tmp_path, {}) as flow:
         while not (tmp_path / "runs" / RUN / "lock").exists():
             assert flow.poll() is None
@@ -237,7 +237,7 @@ def _kill(victim: str, attempt: Attempt, flow: subprocess.Popen[bytes]) -> float
     while left := [
         *find(in_run(attempt.run_id)),
         *_segments(attempt),
-        *(_of_session(flow.pid) if victim == "flow" else ()),
+        *(_processes_of_session(flow.pid) if victim == "flow" else ()),
     ]:
         assert time.monotonic() - started < ALLOWED_SECONDS, f"{left} of {attempt.run_id} are left"
         time.sleep(0.1)
@@ -250,7 +250,7 @@ def _segments(attempt: Attempt) -> list[Path]:
     return list(SEGMENTS.glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
 
 
-def _of_session(session: int) -> set[int]:
+def _processes_of_session(session: int) -> set[int]:
     """Live processes of the flow's session, which include Prefect's server."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):

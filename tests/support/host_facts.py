@@ -6,7 +6,7 @@ from pathlib import Path
 
 from infra.head.preflight.findings import HostReply
 from infra.head.preflight.launch_requirements import LaunchRequirements
-from infra.node.inspection.facts import Build, Devices, Facts, Network, Room, Route, Software
+from infra.node.inspection.facts import Build, Devices, Facts, Network, Resources, Route, Software
 from infra.node.inspection.software import PACKAGES
 from infra.node.node_folders import node_path
 
@@ -22,7 +22,7 @@ SOFTWARE = Software(
     spec_digest="5" * 64,
     libgomp_error="",
 )
-NEEDS = LaunchRequirements(
+REQUIREMENTS = LaunchRequirements(
     slots=dict.fromkeys(HOSTS, (0, 1)),
     root=ROOT,
     accelerator="cuda",
@@ -56,7 +56,7 @@ def facts(number: int) -> Facts:
         software=SOFTWARE,
         devices=Devices("cuda", 2, {"0": 1 << 20, "1": 1 << 20}, {"0": 80 << 30, "1": 80 << 30}, {}, ""),
         build=Build("/usr/bin/ninja", "/usr/bin/c++", ["cpu_adam"], [], [], []),
-        room=Room(64 << 30, 65536, NONCE, 64 << 20, 64 << 20, "", 1 << 40, str(node_path()), "", 1 << 40),
+        resources=Resources(64 << 30, 65536, NONCE, 64 << 20, 64 << 20, "", 1 << 40, str(node_path()), "", 1 << 40),
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ipaddress import IPv4Address
 from pathlib import Path
 
-from infra.node.inspection import gather
+from infra.node.inspection import collect_facts
 from infra.node.inspection.facts import Facts, Question, Route
 from infra.node.messages import encode
 
@@ -53,7 +53,7 @@ class Simulated:
 
 def facts_of(names: Sequence[str], faults: Mapping[str, Fault]) -> dict[str, Facts]:
     """The facts that each host reports, except the time and the nonce."""
-    here = gather(Question(root=Path("/"), nonce_path=Path("/"), accelerator="cpu", wants_port=True))
+    here = collect_facts(Question(root=Path("/"), nonce_path=Path("/"), accelerator="cpu", wants_port=True))
     found = {name: _named(here, name, number) for number, name in enumerate(names)}
     return {name: faults[name].change(facts) if name in faults else facts for name, facts in found.items()}
 
@@ -63,7 +63,7 @@ def write_answers(folder: Path, facts: Mapping[str, Facts]) -> None:
     for name, said in facts.items():
         message = json.loads(encode(said))
         message["Facts"] |= {"started_at": "@NOW@", "ended_at": "@NOW@"}
-        message["Facts"]["room"] |= {"nonce": "@NONCE@", "root_error": ""}
+        message["Facts"]["resources"] |= {"nonce": "@NONCE@", "root_error": ""}
         (folder / name).write_text(json.dumps(message), "utf-8")
 
 

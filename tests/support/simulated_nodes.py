@@ -15,7 +15,7 @@ from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.attempt_actions import PrepareAttempt, Prepared
 from infra.node.channel import BrokenOff
 from infra.node.messages import Request
-from infra.node.node_folders import tag_place
+from infra.node.node_folders import tag_path
 from infra.node.ports import Endpoint
 from infra.node.storage.file_channel import FromReceiver
 from t5train.checkpoint import sidecar
@@ -110,7 +110,7 @@ class Site:
         return self.folder / "hosts" / host / f"t5-pretrain-{os.getuid()}" / "scratch"
 
     def tag(self, host: str, step: int) -> Path:
-        return self.scratch(host) / tag_place(RUN, tag_of(step))
+        return self.scratch(host) / tag_path(RUN, tag_of(step))
 
     def save(self, step: int, size: int = 300_000, seed: int = 0, **facts: Any) -> dict[str, bytes]:
         """Save a checkpoint with rank r on node r, and return the contents of its files by name.

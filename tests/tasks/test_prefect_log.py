@@ -1,4 +1,4 @@
-"""Library lines in the run's log: bounded, and without needless tracebacks."""
+"""The library's lines in the run's log are limited in rate and have no needless tracebacks."""
 
 import logging
 import sys
@@ -10,7 +10,7 @@ from tasks.prefect_log import BURST_LINES, RunLogHandler, without_traceback
 
 
 @pytest.fixture
-def reply(caplog: pytest.LogCaptureFixture) -> tuple[RunLogHandler, pytest.LogCaptureFixture]:
+def handler_and_log(caplog: pytest.LogCaptureFixture) -> tuple[RunLogHandler, pytest.LogCaptureFixture]:
     caplog.set_level(logging.INFO)
     return RunLogHandler(logging.getLogger("heard")), caplog
 
@@ -19,8 +19,10 @@ def record(level: int, message: str) -> logging.LogRecord:
     return logging.LogRecord("t5train.x", level, __file__, 1, message, (), None)
 
 
-def test_a_flood_of_lines_is_cut_and_counted(reply: tuple[RunLogHandler, pytest.LogCaptureFixture]) -> None:
-    handler, caplog = reply
+def test_log_lines_beyond_the_rate_limit_are_dropped_and_counted(
+    handler_and_log: tuple[RunLogHandler, pytest.LogCaptureFixture],
+) -> None:
+    handler, caplog = handler_and_log
     for number in range(10_000):
         handler.emit(record(logging.INFO, f"line {number}"))
     assert BURST_LINES <= len(caplog.records) <= BURST_LINES + 5
@@ -30,7 +32,7 @@ def test_a_flood_of_lines_is_cut_and_counted(reply: tuple[RunLogHandler, pytest.
     assert f"({10_000 - passed} lines before this one are left out)" in caplog.records[-1].getMessage()
 
 
-def test_an_error_raised_on_purpose_has_no_traceback_and_a_defect_has_one() -> None:
+def test_only_unexpected_errors_keep_their_traceback() -> None:
     for error, kept in ((SpecError("no such setting"), False), (KeyError("defect"), True)):
         try:
             raise error

@@ -1,4 +1,4 @@
-"""What the flow makes again from a checkpoint when it is found damaged, and what it leaves alone."""
+"""Damaged weights and exports are made again from the checkpoint. Other files are left alone."""
 
 import logging
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def test_weights_with_a_damaged_manifest_are_made_again_and_the_log_says_so(
     assert stage_tasks.consolidate_weights.fn(spec, checkpoint).reused
 
 
-def test_the_place_of_an_export_with_a_damaged_manifest_is_free_when_it_is_made(
+def test_an_export_with_a_damaged_manifest_is_moved_aside_before_it_is_made_again(
     spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = spec.run_folder / "export"
@@ -74,7 +74,9 @@ def test_the_place_of_an_export_with_a_damaged_manifest_is_free_when_it_is_made(
 
 
 @pytest.mark.parametrize("names", [["thesis.txt"], ["thesis.txt", "manifest.json"]])
-def test_what_is_no_damaged_result_is_left_alone(spec: RunSpec, checkpoint: Checkpoint, names: list[str]) -> None:
+def test_a_folder_that_is_not_a_damaged_result_is_left_alone(
+    spec: RunSpec, checkpoint: Checkpoint, names: list[str]
+) -> None:
     made = stage_tasks.consolidate_weights.fn(spec, checkpoint)
     for path in made.path.iterdir():
         path.unlink()
@@ -86,10 +88,10 @@ def test_what_is_no_damaged_result_is_left_alone(spec: RunSpec, checkpoint: Chec
     assert sorted(path.name for path in made.path.iterdir()) == sorted(names)
 
 
-def test_an_error_of_the_disk_fails_a_task_with_one_line_that_names_path_and_remedy(
+def test_a_disk_error_fails_a_task_with_one_line_that_names_path_and_remedy(
     spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The address 0 of this process is mapped nowhere: the kernel answers a read of it with EIO.
+    # Address 0 of this process is not mapped, so reading it fails with EIO.
     monkeypatch.setattr(stage_tasks, "certify_in_fresh_process", lambda *_: Path("/proc/self/mem").read_bytes())
     with pytest.raises(StorageError, match=r"^/proc/self/mem: Input/output error; the disk or its connection fails: "):
         stage_tasks.certify_export.fn(spec, Export(path=spec.run_folder / "export", fingerprint="e" * 64, files={}))

@@ -1,4 +1,4 @@
-"""What tasks make of a run's metrics and failures."""
+"""How tasks use a run's metrics and failures: retries, loss curve, and the choice of hosts."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from infra.head.hosts.hostfile import Host, Hosts
 from t5train.errors import LaunchError, NonFiniteLoss, SpecError
 from t5train.metrics import last_metrics
 from t5train.spec.recipes import recipe
-from tasks.stage_tasks import can_pass
+from tasks.stage_tasks import is_transient
 from tasks.summary import loss_curve_png
 
 
@@ -20,11 +20,11 @@ from tasks.summary import loss_curve_png
     ("error", "again"),
     [(LaunchError("killed"), True), (SpecError("wrong"), False), (NonFiniteLoss("nan"), False), (OSError(), False)],
 )
-def test_only_what_can_pass_is_tried_again(error: Exception, again: bool) -> None:
-    assert can_pass(cast(Any, None), cast(Any, None), Failed(data=error)) is again
+def test_only_transient_failures_are_retried(error: Exception, again: bool) -> None:
+    assert is_transient(cast(Any, None), cast(Any, None), Failed(data=error)) is again
 
 
-def test_the_last_whole_line_with_a_loss_is_found_at_the_end_of_a_long_file(tmp_path: Path) -> None:
+def test_the_last_complete_line_with_a_loss_is_found_at_the_end_of_a_long_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert last_metrics(path) is None
     lines = [json.dumps({"step": step, "loss": 1.0, "filling": "x" * 100}) for step in range(2000)]
@@ -34,17 +34,17 @@ def test_the_last_whole_line_with_a_loss_is_found_at_the_end_of_a_long_file(tmp_
     assert found["step"] == 1999
 
 
-def test_the_loss_curve_is_a_picture_also_of_a_run_without_validation(tmp_path: Path) -> None:
+def test_a_run_without_validation_has_a_loss_curve_too(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "loss": 9.0 - step}) + "\n" for step in range(5)))
     assert loss_curve_png(path).startswith(b"\x89PNG")
 
 
-def test_a_spare_that_is_at_work_stays_when_the_head_starts_anew(tmp_path: Path) -> None:
+def test_a_spare_in_use_is_kept_when_the_head_restarts(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\nc slots=1\n", "utf-8")
     settings = {"cluster.hostfile": json.dumps(str(tmp_path / "hosts")), "cluster.ranks": 2, "cluster.spares": 1}
     spec = recipe("smoke").with_settings(settings)
     a, b, c, other = (Hosts((Host(first, (0,)), Host(second, (0,)))) for first, second in ("ab", "ba", "ac", "ax"))
-    for at_work, expected in ((None, a), (b, b), (c, c), (other, a), (Hosts((Host("a", (0,)),)), a)):
-        assert training_hosts(spec, at_work) == expected
+    for in_use, expected in ((None, a), (b, b), (c, c), (other, a), (Hosts((Host("a", (0,)),)), a)):
+        assert training_hosts(spec, in_use) == expected
     assert training_hosts(spec, b, silent=["b"]) == c

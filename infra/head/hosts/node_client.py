@@ -111,10 +111,10 @@ def conversation(nodes: Nodes, host: str, request: Request) -> Iterator[Channel]
     """
     argv = node_command(request.action, nodes.code)
     process = ssh.connect(nodes.transport, host, argv)
-    said: list[bytes] = []
+    stderr: list[bytes] = []
     stdin, stdout = (cast(io.BufferedIOBase, pipe) for pipe in (process.stdin, process.stdout))
-    listener = threading.Thread(target=_listen, args=(process.stderr, said), daemon=True)
-    listener.start()
+    collector = threading.Thread(target=_collect, args=(process.stderr, stderr), daemon=True)
+    collector.start()
     try:
         with stdin, stdout:
             channel = Channel(stdout, stdin)
@@ -124,19 +124,19 @@ def conversation(nodes: Nodes, host: str, request: Request) -> Iterator[Channel]
         raise mismatch(host, error.reason) from error
     except ConnectionError as error:
         remote_code = _code(process)
-        listener.join()
+        collector.join()
         if remote_code:
-            raise reported(host, ssh.failure_of(host, argv, remote_code, b"".join(said))) from error
+            raise reported(host, ssh.failure_of(host, argv, remote_code, b"".join(stderr))) from error
         raise HostUnreachable(f"{host}: {error}: check whether it is still running", [host]) from error
     finally:
         ssh.kill(process)
         process.wait()
-        listener.join()
+        collector.join()
 
 
-def _listen(stderr: IO[bytes], said: list[bytes]) -> None:
+def _collect(stderr: IO[bytes], lines: list[bytes]) -> None:
     with stderr:
-        said.extend(stderr)
+        lines.extend(stderr)
 
 
 def _code(process: subprocess.Popen[bytes]) -> int:

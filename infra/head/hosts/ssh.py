@@ -196,7 +196,7 @@ def connect(transport: Transport, host: str, argv: Sequence[str]) -> subprocess.
         raise HostUnreachable(
             f"{host}: {command[0]} is not installed on this machine. Install openssh-client", [host]
         ) from error
-    except OSError as error:  # no descriptors, processes or memory left
+    except OSError as error:  # no descriptors, processes or memory left: not the host's fault, so none is named
         raise HostUnreachable(
             f"{host}: {command[0]} cannot be started on this machine: {error.strerror}. "
             "If a limit of this machine was reached, raise it (`ulimit -a` lists them)"
@@ -233,22 +233,22 @@ def kill(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def failure_of(host: str, argv: Sequence[str], returncode: int, said: bytes) -> HostError:
+def failure_of(host: str, argv: Sequence[str], returncode: int, stderr: bytes) -> HostError:
     """Return the error for a command that ended with this exit code and wrote ``said`` to stderr."""
     if returncode == SSH_FAILED:
-        return failure_of_ssh(host, said)
+        return failure_of_ssh(host, stderr)
     return RemoteFailed(
-        f"{host}: {_short(argv)} ended with exit code {returncode}{_remedy(returncode, said)}. It said: "
-        f"{last_lines(said)}",
+        f"{host}: {_short(argv)} ended with exit code {returncode}{_remedy(returncode, stderr)}. It said: "
+        f"{last_lines(stderr)}",
         [host],
-        said,
+        stderr,
     )
 
 
-def _remedy(returncode: int, said: bytes) -> str:
+def _remedy(returncode: int, stderr: bytes) -> str:
     if returncode == _NOT_FOUND:
         return ": install the package there, at the same path as here"
-    if _NOT_INSTALLED.search(said):
+    if _NOT_INSTALLED.search(stderr):
         return ": install the package there, at the same path as here, or have its code sent with --ship-code"
     return ""
 

@@ -55,20 +55,20 @@ _BROKEN = (
 )
 
 
-def failure_of_ssh(host: str, said: bytes) -> HostError:
+def failure_of_ssh(host: str, stderr: bytes) -> HostError:
     """Return the error for an ssh process that ended with exit code 255 and wrote ``said`` to stderr."""
     for pattern, kind, remedy in _FAILURES:
-        if match := re.search(pattern, said.decode("utf-8", "replace")):
+        if match := re.search(pattern, stderr.decode("utf-8", "replace")):
             name = match.groupdict().get("name") or host  # as in known_hosts: [host]:port if the port is not 22
             at = re.fullmatch(r"\[.+\]:(\d+)", name)
             scan = f"-p {at[1]} {host}" if at else host
             return kind(
-                f"{host}: {remedy.format(host=host, name=name, scan=scan)}. ssh said: {last_lines(said)}", [host]
+                f"{host}: {remedy.format(host=host, name=name, scan=scan)}. ssh said: {last_lines(stderr)}", [host]
             )
-    return HostUnreachable(f"{host}: {_BROKEN}. ssh said: {last_lines(said)}", [host])
+    return HostUnreachable(f"{host}: {_BROKEN}. ssh said: {last_lines(stderr)}", [host])
 
 
-def last_lines(said: bytes, most: int = 3) -> str:
+def last_lines(stderr: bytes, most: int = 3) -> str:
     """Return the last lines that are not noise, joined into one line."""
-    lines = [printable(line).strip() for line in said.decode("utf-8", "replace").splitlines()]
+    lines = [printable(line).strip() for line in stderr.decode("utf-8", "replace").splitlines()]
     return " / ".join([line for line in lines if not _NOISE.match(line)][-most:]) or "nothing"

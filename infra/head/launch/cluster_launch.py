@@ -74,7 +74,7 @@ def launch_on_hosts(spec: ClusterLaunchSpec, on_tick: Callable[[], None] = lambd
     with stoppable(), TemporaryDirectory(prefix="t5-launch-") as folder:
         transport = Ssh.configured(spec.cluster, Path(folder))
         watch, storage = _continued(spec, transport, on_tick) or _started(spec, transport, on_tick)
-        with storage.following(watch.num_saved):
+        with storage.syncing(watch.num_saved):
             _see_through(watch)
         if (failure := watch.failure()) is not None:
             raise failure
@@ -108,7 +108,7 @@ def _continued(
         hosts_with_code(transport, spec.hosts.names, "ranks continue, but their checkpoints stay on this host for now")
     storage = spec.storage(TrainJob.read(found.this.folder / ATTEMPT_SPEC).node_local)
     try:
-        storage.claim(are_ranks_at_work=True)
+        storage.claim(are_ranks_running=True)
     except BaseException:
         found.close()
         earlier_attempts.end(found.this, transport)
@@ -124,7 +124,7 @@ def _started(
     earlier_attempts.end_earlier(spec.run.folder, transport, on_tick)
     fit = require_fit(spec.needs, transport)
     storage = spec.storage(fit.is_node_local)
-    storage.claim(are_ranks_at_work=False)
+    storage.claim(are_ranks_running=False)
     this = attempt.begin(
         spec.run.folder,
         None,
@@ -143,7 +143,7 @@ def _started(
         program = ("infra.node.attempts.process_guard", str(place), sys.executable, *spec.program(place / job.name))
         write_hostfile(spec.hosts, launcher.folder)
         argv = launch_command(
-            spec.cluster, spec.hosts, launcher.folder, master=(fit.meeting.address, fit.port), program=program
+            spec.cluster, spec.hosts, launcher.folder, master=(fit.rendezvous.address, fit.port), program=program
         )
         boot_ids = _prepare(spec, this, transport, fit, job, storage.owner)
         head_lease.renew(launcher.folder)  # the steps since ``begin`` may have taken long
@@ -174,8 +174,8 @@ def _prepare(
 
     def request(host: Host) -> PrepareAttempt:
         own = replace(this, host=host.name, slots=host.slots, hosts=None)
-        variables = _interface(fit.meeting.interfaces[host.name]) | environment
-        return PrepareAttempt(own, variables, Endpoint(fit.meeting.address, fit.port), owner, files)
+        variables = _interface(fit.rendezvous.interfaces[host.name]) | environment
+        return PrepareAttempt(own, variables, Endpoint(fit.rendezvous.address, fit.port), owner, files)
 
     nodes = Nodes(transport, spec.hosts.names, code=this.code)
     answers = nodes.ask_each({host.name: request(host) for host in spec.hosts.all}, _PREPARE_SECONDS)

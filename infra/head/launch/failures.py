@@ -13,8 +13,8 @@ from infra.node.attempts.attempt import LAUNCHER, Attempt, rank_name
 from infra.node.attempts.exit_record import Cause, ExitRecord
 from infra.node.attempts.log_tail import shown_lines
 from infra.node.attempts.rank_environment import redact
-from infra.node.attempts.shared_memory import REMEDY, SEGMENTS, Room
-from infra.node.attempts.watchdog import TOLD_TO_SAVE
+from infra.node.attempts.shared_memory import REMEDY, SEGMENTS, FreeSpace
+from infra.node.attempts.watchdog import STOP_REQUESTED
 from t5train.errors import (
     CollectiveTimeout,
     DiskFailed,
@@ -60,7 +60,7 @@ _BY_CAUSE = {
     Cause.HEAD: Diagnosis(
         HostLost, "the network between the head and this host, or the head itself, was down for too long"
     ),
-    Cause.TOLD: Diagnosis(
+    Cause.REQUESTED: Diagnosis(
         Preempted, "it saved no checkpoint. Start the same command again to resume from the last checkpoint"
     ),
     Cause.PARENT: Diagnosis(LaunchError, "DeepSpeed's launcher on its host was killed", hops=1),
@@ -150,7 +150,8 @@ def _shared_memory(record: ExitRecord) -> Diagnosis | None:
     free, total = record.shared_memory_free_bytes, record.shared_memory_bytes
     if free is None or total is None or free >= _FULL_BYTES:
         return None
-    return Diagnosis(DiskFull, f"{SEGMENTS} on {record.host or 'its host'} is full ({Room(free, total)}): {REMEDY}")
+    host = record.host or "its host"
+    return Diagnosis(DiskFull, f"{SEGMENTS} on {host} is full ({FreeSpace(free, total)}): {REMEDY}")
 
 
 _TAIL_BYTES = 16 << 10
@@ -268,8 +269,8 @@ def _is_cause(record: ExitRecord | None, is_over_hosts: bool) -> TypeGuard[ExitR
     """Whether a rank failed, or did not save in time; False if it was ended because something else failed."""
     if record is None or record.succeeded:
         return False
-    if record.cause == Cause.TOLD:
-        return record.reason.startswith(TOLD_TO_SAVE)
+    if record.cause == Cause.REQUESTED:
+        return record.reason.startswith(STOP_REQUESTED)
     # On one machine, the launcher that died has its own record, which says more.
     return record.cause != Cause.REFUSED and (record.cause != Cause.PARENT or is_over_hosts)
 

@@ -46,7 +46,7 @@ class HeldRun:
         self._lease.require_held()
 
     @property
-    def hosts_at_work(self) -> Hosts | None:
+    def running_hosts(self) -> Hosts | None:
         """The hosts of ranks that were found running; None if there are none, or they have been adopted."""
         return None if self._found is None else Hosts.of(self._found.this.hosts or {})
 
@@ -89,9 +89,9 @@ def transport_of(this: Attempt) -> Ssh:
 
 
 def _found(run_folder: Path) -> Supervision | None:
-    if (this := _at_work(run_folder)) is None:
+    if (this := _running_attempt(run_folder)) is None:
         return None
-    _log.warning("attempt %s of %s is still at work: continuing it", this.number, this.run_name)
+    _log.warning("attempt %s of %s is still running; continuing it", this.number, this.run_name)
     return Supervision(this, transport_of(this), ClusterLauncher(this.run_id).folder, None)
 
 
@@ -101,7 +101,7 @@ def _end_found(run: HeldRun) -> None:
         end(supervision.this, transport_of(supervision.this))
 
 
-def _at_work(run_folder: Path) -> Attempt | None:
+def _running_attempt(run_folder: Path) -> Attempt | None:
     """The run's newest attempt, if its launcher is alive here and its ranks are still waiting for a head."""
     newest = max(unended(run_folder), key=lambda this: this.number, default=None)
     if newest is None or newest.lease_seconds is None:

@@ -73,21 +73,22 @@ class HostSession:
 
     def _converse(self, node: Channel) -> None:
         """Exchange messages until the session is closed. Raises BrokenOff or HostUnreachable if it is lost."""
-        sent, renewed_at, heard_at = None, -RENEW_SECONDS, time.monotonic()
+        sent, renewed_at, last_message_at = None, -RENEW_SECONDS, time.monotonic()
         while not self._closed.is_set():
             now = time.monotonic()
             if now - renewed_at >= RENEW_SECONDS:
                 node.send(Instruction(Order.RENEW))
                 renewed_at = now
             if reports := node.receive_within(_LOOK_SECONDS, Report):
-                heard_at = now
+                last_message_at = now
             for report in reports:
                 self._receive(report)
             if self._order not in (None, sent):
                 node.send(Instruction(self._order))
                 sent = self._order
-            if now - heard_at > _SILENT_SECONDS:
-                raise HostUnreachable(f"{self.host}: no message received for {now - heard_at:.0f} s", [self.host])
+            if now - last_message_at > _SILENT_SECONDS:
+                silent_seconds = now - last_message_at
+                raise HostUnreachable(f"{self.host}: no message received for {silent_seconds:.0f} s", [self.host])
             if node.at_end and not self._closed.is_set():
                 raise BrokenOff("it ended the session")
 

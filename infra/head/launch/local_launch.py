@@ -71,7 +71,7 @@ def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Atte
         _ADDRESS, port
     )  # nothing listens on the port, so its segments are left over from a dead run
     if spec.accelerator == "cpu":
-        shared_memory.require_room(spec.num_ranks)
+        shared_memory.require_free_space(spec.num_ranks)
     spec = replace(spec, master_port=port)
     this = attempt.begin(spec.run_folder, ProcessIdentity.of(os.getpid()), grace_seconds=spec.grace_seconds)
     environment = rank_environment(this, num_ranks=spec.num_ranks, accelerator=spec.accelerator, extra=spec.environment)
@@ -159,11 +159,11 @@ def _stop(this: Attempt, num_ranks: int, launcher: subprocess.Popen[bytes]) -> b
     """Order all ranks to save and end, and wait for them; returns whether all did their work to the end."""
     _log.warning("SIGTERM: ranks have %.0f s to save and end", this.grace_seconds)
     # Guards enforce this limit. They get some more time to record how their ranks ended.
-    told, deadline = set[ProcessIdentity](), time.monotonic() + this.grace_seconds + _GUARDS_SECONDS
+    signalled, deadline = set[ProcessIdentity](), time.monotonic() + this.grace_seconds + _GUARDS_SECONDS
     while (succeeded := _outcome(this, num_ranks, launcher)) is None and time.monotonic() < deadline:
-        for guard in set(this.guards()) - told:  # including guards that have started since
+        for guard in set(this.guards()) - signalled:  # including guards that have started since
             guard.send(signal.SIGTERM)
-            told.add(guard)
+            signalled.add(guard)
         time.sleep(_LOOK_SECONDS)
     return bool(succeeded)
 

@@ -98,7 +98,7 @@ class RankLines:
         self._limit = RateLimit(LINES_A_SECOND, BURST_LINES)
         self._left_out = 0
 
-    def tell(self, host: str, lines: Iterable[RankLine], left_out: int) -> None:
+    def report(self, host: str, lines: Iterable[RankLine], left_out: int) -> None:
         """Log lines with the names of their ranks. The next logged line says how many were left out before it."""
         for name, line in lines:
             if not self._limit.take(1):

@@ -43,7 +43,7 @@ class _Host:
     """What is known about a host."""
 
     session: HostSession
-    heard_at: float
+    last_message_at: float
     boot_id: str | None
     broken: str = ""
     is_silent: bool = False
@@ -142,12 +142,12 @@ class Supervision:
         while not self._closed.wait(RENEW_SECONDS):
             head_lease.renew(self.head_folder)
 
-    def _take(self, name: str, heard_at: float, report: Report | SessionBroken) -> None:
+    def _take(self, name: str, last_message_at: float, report: Report | SessionBroken) -> None:
         host = self._hosts[name]
         if isinstance(report, SessionBroken):
             host.broken = report.reason
             return
-        host.heard_at = heard_at
+        host.last_message_at = last_message_at
         match report:
             case Hello(boot_id=boot_id):
                 self._greet(name, host, boot_id)
@@ -160,7 +160,7 @@ class Supervision:
             case Saved(count):
                 self.num_saved += count
             case NewLines():
-                self._lines.tell(name, report.lines, report.left_out)
+                self._lines.report(name, report.lines, report.left_out)
             case Alive(gone):
                 self._gone |= set(gone)
             case Ended(left):
@@ -191,7 +191,7 @@ class Supervision:
             _log.error("%s: processes %s do not end, even after SIGKILL", name, list(left))
 
     def _judge_silence(self, name: str, host: _Host) -> None:
-        seconds = time.monotonic() - host.heard_at
+        seconds = time.monotonic() - host.last_message_at
         if host.is_silent and seconds <= _SILENT_SECONDS:
             _log.warning("%s responds again", name)
         if not host.is_silent and seconds > _SILENT_SECONDS and not host.ended:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from infra.head.preflight.findings import HostReplies, names, odd_ones
+from infra.head.preflight.findings import HostReplies, names, outliers
 from infra.node.inspection.facts import Facts, Software
 from infra.node.inspection.software import PACKAGES
 
@@ -37,7 +37,7 @@ def same_packages(replies: HostReplies, head: Software) -> Iterator[str]:
     """Differing versions of torch, DeepSpeed or other packages that ranks import. The head's versions break a tie."""
     for package in PACKAGES:
         values = {host: reply.facts.software.packages.get(package, "") for host, reply in replies.items()}
-        for hosts, value, rest, right in odd_ones(values, head.packages.get(package)):
+        for hosts, value, rest, right in outliers(values, head.packages.get(package)):
             remedy = f"Install {package}=={right}" if right else f"Remove {package}"
             yield f"{names(hosts)}: {package} {value or 'missing'}, {rest} have {right or 'none'}. {remedy} there"
 
@@ -78,7 +78,7 @@ def _differing(
     replies: HostReplies, what: str, value_of: Callable[[Facts], str], remedy: str, preferred: str | None = None
 ) -> Iterator[str]:
     values = {host: value_of(reply.facts) for host, reply in replies.items()}
-    for hosts, value, rest, right in odd_ones(values, preferred):
+    for hosts, value, rest, right in outliers(values, preferred):
         yield f"{names(hosts)}: {what} {value}, {rest} have {right}. {remedy.format(right)}"
 
 

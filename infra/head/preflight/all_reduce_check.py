@@ -9,7 +9,7 @@ from infra.head.hosts.node_client import Nodes
 from infra.head.hosts.ssh import Transport
 from infra.head.preflight.findings import names
 from infra.head.preflight.launch_requirements import LaunchRequirements
-from infra.head.preflight.rendezvous import Meeting
+from infra.head.preflight.rendezvous import Rendezvous
 from infra.node.inspection.all_reduce import STAGES, EndProbe, Probe, Probed, Stage
 from infra.node.ports import Endpoint
 from t5train.errors import HostError
@@ -21,7 +21,7 @@ _WAITED_FOR = {
     Stage.STARTED: "the first host's address to answer. Check whether a firewall drops connections to it",
     Stage.REACHED: "torch to be imported. Check whether the disk that holds it is slow, or the host is overloaded",
     Stage.IMPORTED: "all ranks to join. Check whether a firewall separates the hosts, or set cluster.master_address",
-    Stage.MET: "the sum. Check whether a firewall or a broken cable separates the hosts",
+    Stage.JOINED: "the sum. Check whether a firewall or a broken cable separates the hosts",
 }
 """What a rank waits for after each stage, and what to check if it never happens."""
 
@@ -33,14 +33,14 @@ class Outcome:
     host: str
     stage: Stage
     """The last stage that it reached."""
-    said: str
+    error: str
     """Why it failed; empty if it did not fail, or was ended while it was waiting."""
 
 
 def all_reduce(
-    needs: LaunchRequirements,
+    requirements: LaunchRequirements,
     transport: Transport,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     port: int,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> Iterator[str]:
@@ -49,21 +49,21 @@ def all_reduce(
     As soon as a host fails, the ranks on all hosts are ended. No rank is left running, even after an exception.
     """
     run_id = f"preflight-{secrets.token_hex(4)}"
-    nodes = Nodes(transport, tuple(needs.slots), code=needs.code)
+    nodes = Nodes(transport, tuple(requirements.slots), code=requirements.code)
     answers, ended = dict[str, Probed | HostError](), set[str]()
 
     def on_answer(host: str, answer: Probed | HostError) -> None:
         answers[host] = answer
         if not ended and _fails(answer):
             time.sleep(_SETTLE_SECONDS)
-            ended.update(other for other in needs.slots if other not in answers)
+            ended.update(other for other in requirements.slots if other not in answers)
             _end(nodes.on(*ended), run_id)
 
-    probes = dict(_probes(needs, meeting, port, run_id, deadline_seconds))
+    probes = dict(_probes(requirements, rendezvous, port, run_id, deadline_seconds))
     try:
         nodes.ask_each(probes, deadline_seconds + _ANSWER_SECONDS, on_answer=on_answer)
     finally:
-        _end(nodes.on(*(host for host in needs.slots if host not in answers)), run_id)
+        _end(nodes.on(*(host for host in requirements.slots if host not in answers)), run_id)
     return _findings(answers, ended, deadline_seconds)
 
 
@@ -72,10 +72,10 @@ def judge_outcomes(outcomes: Mapping[int, Outcome], deadline_seconds: float) -> 
 
     In both cases, only the ranks that completed the fewest stages are reported.
     """
-    failed = {rank: one for rank, one in outcomes.items() if one.said}
+    failed = {rank: one for rank, one in outcomes.items() if one.error}
     if failed:
-        for (host, said), ranks in _grouped(_least_far(failed)).items():
-            yield f"{host}: {_ranks(ranks)}: {said}"
+        for (host, error), ranks in _grouped(_least_far(failed)).items():
+            yield f"{host}: {_ranks(ranks)}: {error}"
         return
     waiting = {rank: one for rank, one in outcomes.items() if one.stage != Stage.SUMMED}
     if late := _least_far(waiting):
@@ -90,21 +90,21 @@ def _least_far(outcomes: Mapping[int, Outcome]) -> dict[int, Outcome]:
 
 
 def _probes(
-    needs: LaunchRequirements, meeting: Meeting, port: int, run_id: str, deadline_seconds: float
+    requirements: LaunchRequirements, rendezvous: Rendezvous, port: int, run_id: str, deadline_seconds: float
 ) -> Iterator[tuple[str, Probe]]:
     first_rank = 0
-    for host, slots in needs.slots.items():
+    for host, slots in requirements.slots.items():
         yield (
             host,
             Probe(
                 run_id=run_id,
-                rendezvous=Endpoint(meeting.address, port),
-                interface=meeting.interfaces[host],
-                num_ranks=needs.num_ranks,
+                rendezvous=Endpoint(rendezvous.address, port),
+                interface=rendezvous.interfaces[host],
+                num_ranks=requirements.num_ranks,
                 first_rank=first_rank,
                 slots=slots,
-                accelerator=needs.accelerator,
-                environment=needs.environment,
+                accelerator=requirements.accelerator,
+                environment=requirements.environment,
                 deadline_seconds=deadline_seconds,
             ),
         )
@@ -117,13 +117,13 @@ def _end(nodes: Nodes, run_id: str) -> None:
 
 
 def _outcomes(host: str, probed: Probed, was_ended: bool = False) -> dict[int, Outcome]:
-    return {one.rank: Outcome(host, one.stage, _said(one.returncode, one.said, was_ended)) for one in probed.ranks}
+    return {one.rank: Outcome(host, one.stage, _error(one.returncode, one.error, was_ended)) for one in probed.ranks}
 
 
-def _said(returncode: int | None, said: str, was_ended: bool) -> str:
+def _error(returncode: int | None, error: str, was_ended: bool) -> str:
     if not returncode or (was_ended and returncode < 0):
         return ""
-    return said or (f"ended by signal {-returncode}" if returncode < 0 else f"ended with exit code {returncode}")
+    return error or (f"ended by signal {-returncode}" if returncode < 0 else f"ended with exit code {returncode}")
 
 
 def _fails(answer: Probed | HostError) -> bool:
@@ -145,7 +145,7 @@ def _findings(answers: Mapping[str, Probed | HostError], ended: set[str], deadli
 def _grouped(outcomes: Mapping[int, Outcome]) -> dict[tuple[str, str], list[int]]:
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, outcome in outcomes.items():
-        groups.setdefault((outcome.host, outcome.said), []).append(rank)
+        groups.setdefault((outcome.host, outcome.error), []).append(rank)
     return groups
 
 

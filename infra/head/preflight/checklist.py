@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from infra.head.preflight import agreement, capacity, compilation, storage_checks
-from infra.head.preflight import agreement as agreement_module
 from infra.head.preflight.findings import Finding, HostReplies
 from infra.head.preflight.launch_requirements import LaunchRequirements
-from infra.head.preflight.rendezvous import Meeting, hostnames, meeting
+from infra.head.preflight.rendezvous import Rendezvous, choose_rendezvous, hostnames
 from infra.head.preflight.storage_checks import Storage
 from infra.node.inspection.facts import Software
 from t5train.errors import HostError, HostKeyMismatch, HostMisconfigured, PreflightError, ProtocolMismatch, RemoteFailed
@@ -51,7 +50,7 @@ class Judgement:
     """The findings, and the rendezvous of the ranks, if there is one."""
 
     findings: list[Finding]
-    meeting: Meeting | None
+    rendezvous: Rendezvous | None
     port: int | None
     seen: Mapping[str, str]
     """Values to show for checks without findings, by check."""
@@ -59,33 +58,39 @@ class Judgement:
     """Whether no host shares the head's storage."""
 
 
-def judge(replies: HostReplies, needs: LaunchRequirements, head: Software, nonce: str, machine: str = "") -> Judgement:
+def judge(
+    replies: HostReplies, requirements: LaunchRequirements, head: Software, nonce: str, machine: str = ""
+) -> Judgement:
     """Run all checks on the facts of the hosts that answered, even if the first host of the launch did not.
 
     ``head`` is the software on the head, and ``machine`` the head's identity. ``nonce`` is what the head wrote to a
     file under the root, to see which hosts share it.
     """
     found = Storage.of(replies, nonce, machine)
-    place, about_meeting = _place(replies, needs)
+    rendezvous, rendezvous_findings = _rendezvous(replies, requirements)
     remarks = {
-        "operators": compilation.operators_to_compile(replies, needs),
+        "operators": compilation.operators_to_compile(replies, requirements),
         "compile locks": compilation.cleared_locks(replies),
         "root": storage_checks.remark(found),
     }
+    problems = _problems(replies, requirements, head, found)
     findings = [
-        *(Finding(check, text) for check, texts in _problems(replies, needs, head, found).items() for text in texts),
+        *(Finding(check, text) for check, texts in problems.items() for text in texts),
         *(Finding(check, text, is_problem=False) for check, texts in remarks.items() for text in texts),
-        *about_meeting,
-        *_hostnames(replies, place),
+        *rendezvous_findings,
+        *_hostnames(replies, rendezvous),
     ]
-    port = replies[needs.first].facts.network.port if needs.first in replies else None
-    return Judgement(findings, place, port, _seen(replies, place, port), found.is_node_local)
+    port = replies[requirements.first].facts.network.port if requirements.first in replies else None
+    return Judgement(findings, rendezvous, port, _seen(replies, rendezvous, port), found.is_node_local)
 
 
-def _seen(replies: HostReplies, place: Meeting | None, port: int | None) -> dict[str, str]:
+def _seen(replies: HostReplies, rendezvous: Rendezvous | None, port: int | None) -> dict[str, str]:
     seen = {REACHABLE: f"{len(replies)} hosts"}
-    if place is not None:
-        seen |= {ADDRESS: f"{place.address}, over {', '.join(sorted(set(place.interfaces.values())))}", PORT: str(port)}
+    if rendezvous is not None:
+        seen |= {
+            ADDRESS: f"{rendezvous.address}, over {', '.join(sorted(set(rendezvous.interfaces.values())))}",
+            PORT: str(port),
+        }
     if replies:
         facts = next(iter(replies.values())).facts
         software, packages = facts.software, facts.software.packages
@@ -97,68 +102,68 @@ def _seen(replies: HostReplies, place: Meeting | None, port: int | None) -> dict
 def of_error(error: HostError) -> Finding:
     """Return the finding about a host that did not answer."""
     kinds = {HostKeyMismatch: HOST_KEY, RemoteFailed: PROGRAM, ProtocolMismatch: PROGRAM}
-    can_pass = bool(error.hosts) and error.retryable and not isinstance(error, HostMisconfigured)
-    return Finding(kinds.get(type(error), REACHABLE), str(error), hosts=error.hosts, can_pass=can_pass)
+    is_transient = bool(error.hosts) and error.retryable and not isinstance(error, HostMisconfigured)
+    return Finding(kinds.get(type(error), REACHABLE), str(error), hosts=error.hosts, is_transient=is_transient)
 
 
 def _problems(
-    replies: HostReplies, needs: LaunchRequirements, head: Software, found: Storage
+    replies: HostReplies, requirements: LaunchRequirements, head: Software, found: Storage
 ) -> Mapping[str, Iterator[str]]:
     return {
         "machines": agreement.distinct_machines(replies),
-        PORT: _port(replies, needs),
+        PORT: _port(replies, requirements),
         "python": agreement.same_python(replies, head),
         "packages": agreement.same_packages(replies, head),
         "runtime": agreement.same_runtime(replies),
-        "code": agreement.same_code(replies, head, needs.code is not None),
+        "code": agreement.same_code(replies, head, requirements.code is not None),
         "spec": agreement.same_spec(replies, head),
-        "accelerators": _accelerators(replies, needs),
+        "accelerators": _accelerators(replies, requirements),
         IN_USE: capacity.accelerators_in_use(replies),
         "ninja": compilation.ninja(replies),
-        "operators": compilation.operators(replies, needs),
+        "operators": compilation.operators(replies, requirements),
         "compile locks": compilation.foreign_locks(replies),
-        "architectures": compilation.architectures(needs),
-        "openmp": compilation.openmp(replies, needs),
-        "root": storage_checks.problems(replies, needs, found),
-        "disks": storage_checks.disks(replies, needs, found),
-        "memory": capacity.memory(replies, needs),
-        "shared memory": capacity.shared_memory(replies, needs),
-        "open files": capacity.open_files(replies, needs),
-        "clock": agreement_module.clocks(replies),
+        "architectures": compilation.architectures(requirements),
+        "openmp": compilation.openmp(replies, requirements),
+        "root": storage_checks.problems(replies, requirements, found),
+        "disks": storage_checks.disks(replies, requirements, found),
+        "memory": capacity.memory(replies, requirements),
+        "shared memory": capacity.shared_memory(replies, requirements),
+        "open files": capacity.open_files(replies, requirements),
+        "clock": agreement.clocks(replies),
     }
 
 
-def _accelerators(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
+def _accelerators(replies: HostReplies, requirements: LaunchRequirements) -> Iterator[str]:
     yield from agreement.same_accelerators(replies)
-    yield from capacity.accelerators(replies, needs)
+    yield from capacity.accelerators(replies, requirements)
 
 
-def _place(replies: HostReplies, needs: LaunchRequirements) -> tuple[Meeting | None, list[Finding]]:
-    if needs.first not in replies:
+def _rendezvous(replies: HostReplies, requirements: LaunchRequirements) -> tuple[Rendezvous | None, list[Finding]]:
+    if requirements.first not in replies:
         return None, []
     machines = {reply.facts.identity: host for host, reply in reversed(list(replies.items()))}  # the first of two names
     networks = {host: replies[host].facts.network for host in replies if host in machines.values()}
     try:
-        return meeting(networks, needs.first, needs.master_address), []
+        return choose_rendezvous(networks, requirements.first, requirements.master_address), []
     except PreflightError as error:
         return None, [Finding(ADDRESS, str(error))]
 
 
-def _hostnames(replies: HostReplies, place: Meeting | None) -> Iterator[Finding]:
+def _hostnames(replies: HostReplies, rendezvous: Rendezvous | None) -> Iterator[Finding]:
     """A hostname that resolves to loopback is not a problem if ranks get the name of the interface to use."""
-    interfaces = place.interfaces if place else {}
-    for host, text, is_mended in hostnames({host: reply.facts.network for host, reply in replies.items()}, interfaces):
+    interfaces = rendezvous.interfaces if rendezvous else {}
+    for host, text, is_fixed in hostnames({host: reply.facts.network for host, reply in replies.items()}, interfaces):
         end = (
             f"Ranks will use {interfaces[host]} instead"
-            if is_mended
+            if is_fixed
             else "Map the name to the host's own address in /etc/hosts there"
         )
-        yield Finding(HOSTNAME, f"{host}: {text}. {end}", is_problem=not is_mended)
+        yield Finding(HOSTNAME, f"{host}: {text}. {end}", is_problem=not is_fixed)
 
 
-def _port(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
-    if needs.first in replies and not (network := replies[needs.first].facts.network).port_is_free:
+def _port(replies: HostReplies, requirements: LaunchRequirements) -> Iterator[str]:
+    if requirements.first in replies and not (network := replies[requirements.first].facts.network).port_is_free:
         yield (
-            f"{needs.first}: another program listens on port {network.port}. Choose another cluster.master_port, or "
-            "leave it out to use a free port"
+            f"{requirements.first}: another program listens on port {network.port}. Choose another "
+            "cluster.master_port, or leave it out to use a free port"
         )

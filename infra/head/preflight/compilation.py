@@ -19,11 +19,11 @@ def ninja(replies: HostReplies) -> Iterator[str]:
     yield from of_each(replies, lambda _, facts: None if facts.build.ninja else f"ninja is {remedy}")
 
 
-def operators(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
+def operators(replies: HostReplies, requirements: LaunchRequirements) -> Iterator[str]:
     """Hosts that lack a compiled operator and have no compiler."""
 
     def complaint(_: str, facts: Facts) -> str | None:
-        missing = sorted(set(needs.operators) - set(facts.build.compiled))
+        missing = sorted(set(requirements.operators) - set(facts.build.compiled))
         if not missing or facts.build.compiler:
             return None
         return f"{', '.join(missing)} is not compiled, and there is no C++ compiler. Install g++ there"
@@ -31,11 +31,11 @@ def operators(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
     yield from of_each(replies, complaint)
 
 
-def operators_to_compile(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
+def operators_to_compile(replies: HostReplies, requirements: LaunchRequirements) -> Iterator[str]:
     """Operators that ranks still have to compile, which only takes time at the start."""
 
     def remark(_: str, facts: Facts) -> str | None:
-        missing = sorted(set(needs.operators) - set(facts.build.compiled))
+        missing = sorted(set(requirements.operators) - set(facts.build.compiled))
         if not missing or not facts.build.compiler:
             return None
         return f"compiles {', '.join(missing)} when its ranks start, which takes about a minute each"
@@ -73,20 +73,20 @@ def cleared_locks(replies: HostReplies) -> Iterator[str]:
     yield from of_each(replies, remark)
 
 
-def architectures(needs: LaunchRequirements) -> Iterator[str]:
+def architectures(requirements: LaunchRequirements) -> Iterator[str]:
     """Names in TORCH_CUDA_ARCH_LIST that DeepSpeed cannot parse: it expects numbers, and rejects 9.0a and Hopper."""
-    given = needs.environment.get("TORCH_CUDA_ARCH_LIST", "")
+    given = requirements.environment.get("TORCH_CUDA_ARCH_LIST", "")
     wrong = [name for name in given.replace(";", " ").split() if not _ARCHITECTURE.fullmatch(name)]
-    if wrong and needs.accelerator != CPU:
+    if wrong and requirements.accelerator != CPU:
         yield (
             f"TORCH_CUDA_ARCH_LIST is {given!r}: DeepSpeed cannot read {', '.join(wrong)}. Use versions such as "
             "'8.0;9.0+PTX', or unset it"
         )
 
 
-def openmp(replies: HostReplies, needs: LaunchRequirements) -> Iterator[str]:
+def openmp(replies: HostReplies, requirements: LaunchRequirements) -> Iterator[str]:
     """Hosts that cannot load torch's OpenMP library, usually for lack of static TLS, if ranks do not preload it."""
-    if "libgomp" in needs.environment.get("LD_PRELOAD", ""):
+    if "libgomp" in requirements.environment.get("LD_PRELOAD", ""):
         return
 
     def complaint(_: str, facts: Facts) -> str | None:

@@ -19,7 +19,7 @@ class Finding:
     is_problem: bool = True
     hosts: tuple[str, ...] = ()
     """The hosts that did not answer."""
-    can_pass: bool = False
+    is_transient: bool = False
     """Whether this failure may be transient: these hosts may answer later."""
 
 
@@ -61,7 +61,7 @@ class Outlier(NamedTuple):
     right: str
 
 
-def odd_ones(values: Mapping[str, str], preferred: str | None = None) -> Iterator[Outlier]:
+def outliers(values: Mapping[str, str], preferred: str | None = None) -> Iterator[Outlier]:
     """Yield the hosts whose value differs from that of most hosts.
 
     If several values are equally frequent, the right one is ``preferred`` if it is among them, or else the first.

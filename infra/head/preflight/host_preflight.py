@@ -27,7 +27,7 @@ from infra.head.preflight.checklist import (
 )
 from infra.head.preflight.findings import Finding, HostReply
 from infra.head.preflight.launch_requirements import LaunchRequirements
-from infra.head.preflight.rendezvous import Meeting
+from infra.head.preflight.rendezvous import Rendezvous
 from infra.node.inspection.facts import Facts, Question, Software
 from infra.node.inspection.software import software
 from infra.node.processes import identity
@@ -38,16 +38,16 @@ _DEADLINE_SECONDS = 60.0  # enough to import torch from a slow disk, if accelera
 _STARTERS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun"}
 
 
-def survey(needs: LaunchRequirements, transport: Transport) -> Judgement:
+def survey(requirements: LaunchRequirements, transport: Transport) -> Judgement:
     """Query every host, and evaluate the answers. Raises StorageError if the head cannot write to the root.
 
     If the code is to be shipped to the hosts, this is done first.
     """
     asked_at: dict[str, float] = {}
     replies: dict[str, HostReply] = {}
-    lacking = ship(transport, needs.slots) if needs.code else {}
-    findings = [*_launcher(needs.launcher), *map(of_error, lacking.values())]
-    with _nonce(needs.root) as (nonce, path):
+    lacking = ship(transport, requirements.slots) if requirements.code else {}
+    findings = [*_launcher(requirements.launcher), *map(of_error, lacking.values())]
+    with _nonce(requirements.root) as (nonce, path):
 
         def on_start(host: str) -> None:
             asked_at[host] = time.time()  # just after ssh was started: the node's work begins later
@@ -58,35 +58,35 @@ def survey(needs: LaunchRequirements, transport: Transport) -> Judgement:
             else:
                 replies[host] = HostReply(answer, asked_at[host], time.time())
 
-        questions = {host: _question(needs, host, path) for host in needs.slots if host not in lacking}
-        nodes = Nodes(transport, tuple(questions), code=needs.code)
+        questions = {host: _question(requirements, host, path) for host in requirements.slots if host not in lacking}
+        nodes = Nodes(transport, tuple(questions), code=requirements.code)
         nodes.ask_each(questions, _DEADLINE_SECONDS, on_start, on_answer)
-    in_order = {host: replies[host] for host in needs.slots if host in replies}
-    judged = judge(in_order, needs, _own(needs), nonce, identity())
+    in_order = {host: replies[host] for host in requirements.slots if host in replies}
+    judged = judge(in_order, requirements, _own(requirements), nonce, identity())
     return replace(judged, findings=[*findings, *judged.findings])
 
 
-def _own(needs: LaunchRequirements) -> Software:
+def _own(requirements: LaunchRequirements) -> Software:
     """The head's software. If code was shipped, its digest is used: the code on disk may have changed since."""
-    found = software(needs.spec)
-    return found if needs.code is None else replace(found, code_digest=needs.code)
+    found = software(requirements.spec)
+    return found if requirements.code is None else replace(found, code_digest=requirements.code)
 
 
-def _question(needs: LaunchRequirements, host: str, nonce_path: Path) -> Question:
-    is_first = host == needs.first
+def _question(requirements: LaunchRequirements, host: str, nonce_path: Path) -> Question:
+    is_first = host == requirements.first
     return Question(
-        root=needs.root,
+        root=requirements.root,
         nonce_path=nonce_path,
-        scratch=needs.scratch,
+        scratch=requirements.scratch,
         head=identity(),
-        run_on_nodes=needs.run_on_nodes,
-        accelerator=needs.accelerator,
-        slots=needs.slots[host],
-        environment=needs.environment,
-        spec=needs.spec,
-        master_address=needs.master_address if is_first else None,
+        run_on_nodes=requirements.run_on_nodes,
+        accelerator=requirements.accelerator,
+        slots=requirements.slots[host],
+        environment=requirements.environment,
+        spec=requirements.spec,
+        master_address=requirements.master_address if is_first else None,
         wants_port=is_first,
-        master_port=needs.master_port if is_first else None,
+        master_port=requirements.master_port if is_first else None,
     )
 
 
@@ -128,7 +128,7 @@ class Report:
 
     judged: Judgement
     of_all_reduce: list[Finding]
-    has_met: bool
+    all_reduce_checked: bool
     """Whether the all-reduce was tried. It is skipped if there were problems before it."""
 
     @property
@@ -147,7 +147,7 @@ class Report:
         for check, holds in CHECKS.items():
             seen = self.judged.seen.get(check)
             found = [finding for finding in self.findings if finding.check == check]
-            if check == ALL_REDUCE and not self.has_met:
+            if check == ALL_REDUCE and not self.all_reduce_checked:
                 rows.append([check, "not tried", "fix the problems above first"])
             elif not found:
                 rows.append([check, "ok", f"{holds}: {seen}" if seen else holds])
@@ -155,24 +155,24 @@ class Report:
         return rows
 
 
-def preflight(needs: LaunchRequirements, transport: Transport) -> Report:
+def preflight(requirements: LaunchRequirements, transport: Transport) -> Report:
     """Query all hosts; if there are no problems, run the all-reduce over all ranks."""
-    judged = survey(needs, transport)
-    if judged.meeting is None or judged.port is None or any(one.is_problem for one in judged.findings):
-        return Report(judged, [], has_met=False)
-    met = [Finding(ALL_REDUCE, text) for text in all_reduce(needs, transport, judged.meeting, judged.port)]
-    return Report(judged, met, has_met=True)
+    judged = survey(requirements, transport)
+    if judged.rendezvous is None or judged.port is None or any(one.is_problem for one in judged.findings):
+        return Report(judged, [], all_reduce_checked=False)
+    met = [Finding(ALL_REDUCE, text) for text in all_reduce(requirements, transport, judged.rendezvous, judged.port)]
+    return Report(judged, met, all_reduce_checked=True)
 
 
-def require_agreement(needs: LaunchRequirements, transport: Transport) -> dict[str, str]:
+def require_agreement(requirements: LaunchRequirements, transport: Transport) -> dict[str, str]:
     """Raise PreflightError with every problem that can be found within a second, without starting ranks.
 
     Accelerators and a port in use are not problems here: an attempt of this run that is still running uses them. If the
     only problem is that hosts do not answer, and this may be transient, returns these hosts with their messages.
     """
-    found = survey(needs, transport).findings
+    found = survey(requirements, transport).findings
     problems = [one for one in found if one.is_problem and one.check not in {IN_USE, PORT}]
-    if not all(problem.can_pass for problem in problems):
+    if not all(problem.is_transient for problem in problems):
         _require_none(problems)
     return {host: problem.text for problem in problems for host in problem.hosts}
 
@@ -181,27 +181,27 @@ def require_agreement(needs: LaunchRequirements, transport: Transport) -> dict[s
 class Fit:
     """The rendezvous of hosts that can train together, and whether they use node-local storage."""
 
-    meeting: Meeting
+    rendezvous: Rendezvous
     port: int
     is_node_local: bool
 
 
-def require_fit(needs: LaunchRequirements, transport: Transport) -> Fit:
+def require_fit(requirements: LaunchRequirements, transport: Transport) -> Fit:
     """Check that the hosts can train together, including an all-reduce at the rendezvous that is returned.
 
     Raises PreflightError with every problem, or HostUnreachable if the only problem is that hosts cannot be reached.
     """
-    report = preflight(needs, transport)
+    report = preflight(requirements, transport)
     if report.problems and all(problem.check == REACHABLE for problem in report.problems):
         silent = [host for problem in report.problems for host in problem.hosts]
         raise HostUnreachable("; ".join(problem.text for problem in report.problems), silent)  # may be transient
     _require_none(report.problems)
     for remark in report.findings:
         _log.warning("%s: %s", remark.check, remark.text)
-    meeting, port = report.judged.meeting, report.judged.port
-    assert meeting is not None  # noqa: S101 - otherwise there is a problem
+    rendezvous, port = report.judged.rendezvous, report.judged.port
+    assert rendezvous is not None  # noqa: S101 - otherwise there is a problem
     assert port is not None  # noqa: S101 - as above
-    return Fit(meeting, port, report.judged.is_node_local)
+    return Fit(rendezvous, port, report.judged.is_node_local)
 
 
 def _require_none(problems: list[Finding]) -> None:

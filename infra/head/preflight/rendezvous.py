@@ -23,14 +23,14 @@ LOOPBACK = "lo"
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The rendezvous: an address of the first host, and the name of the interface over which each host reaches it."""
 
     address: str
     interfaces: Mapping[str, str]
 
 
-def meeting(networks: Mapping[str, Network], first: str, given: str | None = None) -> Meeting:
+def choose_rendezvous(networks: Mapping[str, Network], first: str, given: str | None = None) -> Rendezvous:
     """Choose an address of host ``first`` to which every host has a route.
 
     ``given`` is the address or name that the user chose. Without it, the address that the head's ssh connected to is
@@ -40,13 +40,13 @@ def meeting(networks: Mapping[str, Network], first: str, given: str | None = Non
     """
     others = {name: network for name, network in networks.items() if name != first}
     if not others and given is None:
-        return Meeting("127.0.0.1", {first: LOOPBACK})
+        return Rendezvous("127.0.0.1", {first: LOOPBACK})
     candidates = _given(networks[first], first, given) if given else _candidates(networks[first], others)
     for address in candidates:
         ways = {name: interface_to(network, address) for name, network in networks.items()}
         found = {name: interface for name, interface in ways.items() if interface is not None}
         if len(found) == len(networks):
-            return Meeting(str(address), found)
+            return Rendezvous(str(address), found)
     raise PreflightError(_why_none(networks, first, given))
 
 

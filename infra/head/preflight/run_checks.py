@@ -21,7 +21,7 @@ from t5train.records.digests import digest_file
 from t5train.release.export import require_exportable
 from t5train.spec import ClusterSpec, RunSpec
 
-_WEIGHT_BYTES = 4
+WEIGHT_BYTES = 4
 _RELEASES = 3  # weights, export and publication, if the disk has no hard links
 _REST_BYTES = 512 << 20  # Python's documentation, logs, and the server's database
 
@@ -29,7 +29,7 @@ _REST_BYTES = 512 << 20  # Python's documentation, logs, and the server's databa
 def require_possible(spec: RunSpec) -> T5Shape:
     """Return the model's shape. Raises an error if the settings and given files would fail on every machine."""
     require_exportable(spec.model)
-    of_model = _require_model(spec)
+    of_model = require_model(spec)
     _require_vocabulary_of_start(spec)
     return of_model
 
@@ -44,7 +44,8 @@ def publish_url(spec: RunSpec) -> str:
     return spec.storage.publish_to or str(spec.storage.root / "published" / spec.run_name)
 
 
-def _require_model(spec: RunSpec) -> T5Shape:
+def require_model(spec: RunSpec) -> T5Shape:
+    """Return the model's shape. Raises SpecError if the settings contradict each other or the model to start from."""
     sample = geometry(spec.objective)  # raises if a sample needs more spans than there are sentinels
     vocab_size = expected_vocab_size(spec.tokenizer)
     starting_model.require_fit(spec.model, vocab_size)
@@ -65,11 +66,12 @@ def _require_vocabulary_of_start(spec: RunSpec) -> None:
     starting_model.require_vocabulary(spec.model, digest_file(spiece_in(Path(spec.tokenizer.path))).sha256)
 
 
-def _require_this_machine(spec: RunSpec, of_model: T5Shape) -> None:
+def require_this_machine(spec: RunSpec, of_model: T5Shape) -> None:
+    """Raise an error if this machine cannot train: accelerators, arithmetic, memory, shared memory or port."""
     _require_accelerators(spec.cluster)
     _require_arithmetic(spec)
     if spec.cluster.accelerator == "cpu":
-        shared_memory.require_room(spec.cluster.ranks)
+        shared_memory.require_free_space(spec.cluster.ranks)
     require_host_memory(
         memory_estimate.host_bytes(spec, of_model), "layout.offload, cluster.ranks and the model's shape"
     )
@@ -77,7 +79,8 @@ def _require_this_machine(spec: RunSpec, of_model: T5Shape) -> None:
         ports.require_free(spec.cluster.master_port)
 
 
-def _require_absolute(root: Path) -> None:
+def require_absolute(root: Path) -> None:
+    """Raise SpecError if the root is a relative path."""
     if not root.is_absolute():
         raise SpecError(
             f"root is {str(root)!r}, a relative path: give an absolute one, because a Prefect worker has another "
@@ -112,8 +115,9 @@ def _require_arithmetic(spec: RunSpec) -> None:
         )
 
 
-def _needed_bytes(spec: RunSpec, of_model: T5Shape, text_bytes: int) -> int:
-    releases = _WEIGHT_BYTES * _RELEASES * model_shape.count_parameters(of_model)
+def needed_bytes(spec: RunSpec, of_model: T5Shape, text_bytes: int) -> int:
+    """Return an estimate of the bytes that a run writes below its root. ``text_bytes`` is the size of the text."""
+    releases = WEIGHT_BYTES * _RELEASES * model_shape.count_parameters(of_model)
     # ``text_bytes`` for shards: tokens take half the size of plain text, and more than that of compressed text.
     return _checkpoint_bytes(spec, of_model) + releases + text_bytes + _REST_BYTES
 

@@ -63,10 +63,10 @@ def _copy(host: str, copy: Copy) -> Copy:
     return replace(copy, sidecars=_plainly_named(host, copy.sidecars), files=_plainly_named(host, copy.files))
 
 
-def _plainly_named(host: str, told: Mapping[str, T]) -> dict[str, T]:
+def _plainly_named(host: str, reported: Mapping[str, T]) -> dict[str, T]:
     """Drop the entries of a host's list whose names would lead out of the checkpoint folder on this machine."""
     found = {}
-    for name, each in told.items():
+    for name, each in reported.items():
         try:
             child(Path(), name, host)
         except StorageError as error:

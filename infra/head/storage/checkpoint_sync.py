@@ -39,19 +39,19 @@ class CheckpointSync:
     def __init__(self, run: NodeRun, num_saved: Callable[[], int]) -> None:
         """Start the thread. ``num_saved`` returns a number that grows when ranks have saved a part of a checkpoint."""
         self._run, self._num_saved = run, num_saved
-        self._told, self._progress = threading.Event(), Interruptible()
-        self._thread = threading.Thread(target=self._follow, name="follower of checkpoints", daemon=True)
+        self._stop_requested, self._progress = threading.Event(), Interruptible()
+        self._thread = threading.Thread(target=self._sync_until_stopped, name="checkpoint sync", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
         """Stop the thread. A transfer in progress is interrupted, and can be resumed later."""
-        self._progress.is_told_to_end = True
-        self._told.set()
+        self._progress.must_stop = True
+        self._stop_requested.set()
         self._thread.join()
 
-    def _follow(self) -> None:
+    def _sync_until_stopped(self) -> None:
         seen, gather_at, metrics_at = 0, 0.0, time.monotonic() + _METRICS_SECONDS
-        while not self._told.wait(_LOOK_SECONDS):
+        while not self._stop_requested.wait(_LOOK_SECONDS):
             now = time.monotonic()
             if (saved := self._num_saved()) != seen and now >= gather_at:
                 if self._try("cannot gather the newest checkpoint", lambda: keep_up(self._run, self._progress)):
@@ -111,16 +111,16 @@ def _lacking(run: NodeRun, found: Survey) -> list[FoundTag]:
     if complete:
         checkpoint_record.note(run.folder, complete[0])
     held = {tag.name for tag in complete_tags({HEAD: found.found[HEAD]})}
-    return [tag for tag in complete if tag.name not in held.union(_superfluous(run, found.found))]
+    return [tag for tag in complete if tag.name not in held.union(_prunable(run, found.found))]
 
 
-def _superfluous(run: NodeRun, found: Inventories) -> list[str]:
+def _prunable(run: NodeRun, found: Inventories) -> list[str]:
     return prunable(found, run.keep.keep_last, run.keep.keep_every_steps, run.keep.checkpoint_bytes)
 
 
 def bring_metrics(run: NodeRun) -> None:
     """Collect the metrics that rank 0 has written."""
-    collect(run.nodes, run.first, run.place, [METRICS, TENSORBOARD], run.folder)
+    collect(run.nodes, run.first, run.relative_path, [METRICS, TENSORBOARD], run.folder)
 
 
 def prune(run: NodeRun, found: Survey) -> None:
@@ -135,7 +135,7 @@ def prune(run: NodeRun, found: Survey) -> None:
         place: {tag: copy for tag, copy in inventory.items() if is_tag_or_removed(tag) and tag <= gathered[0].name}
         for place, inventory in {**found.found, HEAD: inventory_of(run.checkpoints)}.items()
     }
-    tags = _superfluous(run, old)
+    tags = _prunable(run, old)
     for host, error in prune_on(run.nodes, run.name, tags).items():
         if error is not None:
             _log.warning("%s keeps old checkpoints (%s) for now: %s", host, ", ".join(tags), error)

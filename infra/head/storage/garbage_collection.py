@@ -127,11 +127,11 @@ def free_on(
     known = _known(finished, attempts)
 
     def request(host: str) -> FreeGarbage:
-        places = tuple(each.place for each in found.get(host, []) if not each.is_kept)
-        return FreeGarbage(nodes.scratch, known, places)
+        relative_paths = tuple(each.relative_path for each in found.get(host, []) if not each.is_kept)
+        return FreeGarbage(nodes.scratch, known, relative_paths)
 
     answers = nodes.ask_each({host: request(host) for host in nodes.hosts}, _DEADLINE_SECONDS)
-    return {host: each if isinstance(each, HostError) else list(each.places) for host, each in answers.items()}
+    return {host: each if isinstance(each, HostError) else list(each.relative_paths) for host, each in answers.items()}
 
 
 def _known(finished: Sequence[FinishedRun], attempts: KnownAttempts) -> HeadRuns:
@@ -146,10 +146,10 @@ def garbage_of_heads(attempts: KnownAttempts) -> Iterator[Garbage]:
 
 def free_of_heads(attempts: KnownAttempts, found: Sequence[Garbage]) -> list[str]:
     """Remove what was found, unless it is needed by now; returns the removed paths."""
-    asked = {each.place for each in found}
-    freed = [each.place for each in garbage_of_heads(attempts) if each.place in asked]
-    for place in freed:
-        discard(Path(place))
+    asked = {each.relative_path for each in found}
+    freed = [each.relative_path for each in garbage_of_heads(attempts) if each.relative_path in asked]
+    for relative_path in freed:
+        discard(Path(relative_path))
     return freed
 
 
@@ -161,7 +161,7 @@ def garbage_under(root: Path) -> Iterator[Garbage]:
 
 def free_under(root: Path, found: Sequence[Garbage]) -> list[str]:
     """Remove what was found, unless a run needs it by now; returns the removed paths."""
-    asked, freed = {each.place for each in found}, list[str]()
+    asked, freed = {each.relative_path for each in found}, list[str]()
     for run in idle_runs(root):
         try:
             with run_lock(run, wait_seconds=0):
@@ -172,9 +172,9 @@ def free_under(root: Path, found: Sequence[Garbage]) -> list[str]:
 
 
 def _free_in(root: Path, run: Path, asked: Collection[str]) -> list[str]:
-    freed = [each.place for each in _garbage_in(root, run) if each.place in asked and not each.is_kept]
-    for place in freed:
-        discard(root / place)
+    freed = [each.relative_path for each in _garbage_in(root, run) if each.relative_path in asked and not each.is_kept]
+    for relative_path in freed:
+        discard(root / relative_path)
     return freed
 
 

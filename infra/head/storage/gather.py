@@ -11,7 +11,7 @@ from pathlib import Path
 
 from infra.head.hosts.node_client import Nodes, conversation
 from infra.head.storage.checkpoint_inventory import FoundTag
-from infra.node.node_folders import tag_place
+from infra.node.node_folders import tag_path
 from infra.node.storage.file_channel import CannotRead, Refused, Wanted, Watcher, fetch_over
 from infra.node.storage.pull import is_whole, missing_bytes, pull
 from infra.node.storage.stored_checkpoints import HEAD, ListFiles, SendFiles
@@ -41,7 +41,7 @@ def gather(nodes: Nodes, run_name: str, tag: FoundTag, checkpoints: Path, progre
     _move_strangers(folder, tag)
     lacking = _lacking(folder, _wanted(tag), progress)
     require_space(folder, missing_bytes(folder, lacking.wanted), f"checkpoint {tag.name}")
-    _Gathering(nodes, tag_place(run_name, tag.name), folder, lacking, progress).run(tag.places)
+    _Gathering(nodes, tag_path(run_name, tag.name), folder, lacking, progress).run(tag.places)
     for name, text in sorted(tag.texts.items()):
         if not is_there(folder / name):  # a sidecar that is there is this one: others were set aside
             write_text(folder / name, text)
@@ -109,8 +109,8 @@ def _aside(folder: Path) -> Path:
 class _Gathering(Watcher):
     """Fetches the files that are still to gather, and keeps the failures of each."""
 
-    def __init__(self, nodes: Nodes, place: str, folder: Path, lacking: _Lacking, progress: Progress) -> None:
-        self._nodes, self._place, self._folder, self._progress = nodes, place, folder, progress
+    def __init__(self, nodes: Nodes, relative_path: str, folder: Path, lacking: _Lacking, progress: Progress) -> None:
+        self._nodes, self._folder_of, self._folder, self._progress = nodes, relative_path, folder, progress
         self._lacking = {each.name: each for each in lacking.wanted}
         self._total, self._done = sum(each.size for each in lacking.wanted), 0
         self._failures: dict[str, list[T5TrainError]] = {each.name: [] for each in lacking.wanted}
@@ -156,7 +156,7 @@ class _Gathering(Watcher):
 
     def _from(self, host: str, share: list[Wanted]) -> None:
         try:
-            with conversation(self._nodes, host, SendFiles(self._nodes.store, self._place)) as node:
+            with conversation(self._nodes, host, SendFiles(self._nodes.store, self._folder_of)) as node:
                 for each in share:
                     try:
                         pull(fetch_over(node), [each], self._folder, self, _aside(self._folder))
@@ -183,20 +183,20 @@ class _Gathering(Watcher):
 _DEADLINE_SECONDS = 600.0
 
 
-def collect(nodes: Nodes, host: str, place: str, names: Iterable[str], into: Path) -> list[str]:
-    """Copy files and whole folders called ``names`` from ``place`` on a host into the folder ``into``.
+def collect(nodes: Nodes, host: str, relative_path: str, names: Iterable[str], into: Path) -> list[str]:
+    """Copy files and whole folders called ``names`` from ``relative_path`` on a host into the folder ``into``.
 
     Names that do not exist there are skipped. Returns the names of the files that were copied. A file that is growing
     is copied as it was at one moment. Raises HostError.
     """
     asked = tuple(names)
     folders = tuple(f"{name}/" for name in asked)
-    answer = nodes.on(host).ask(ListFiles(nodes.store, place, asked), _DEADLINE_SECONDS)[host]
+    answer = nodes.on(host).ask(ListFiles(nodes.store, relative_path, asked), _DEADLINE_SECONDS)[host]
     if isinstance(answer, HostError):
         raise answer
     if strange := [each.name for each in answer.files if each.name not in asked and not each.name.startswith(folders)]:
         raise RemoteFailed(f"{host} sent {strange[0]!r}, which was not requested. Check what is running there", [host])
     into.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with conversation(nodes, host, SendFiles(nodes.store, place)) as node:
+    with conversation(nodes, host, SendFiles(nodes.store, relative_path)) as node:
         pull(fetch_over(node), answer.files, into, Watcher())
     return [each.name for each in answer.files]

@@ -12,7 +12,7 @@ from infra.head.hosts.node_client import Nodes
 from infra.head.hosts.ssh import Transport
 from infra.node.attempts.attempt import now
 from infra.node.attempts.run_ownership import Owner
-from infra.node.node_folders import name_on_nodes, node_path, run_place, shards_place, staged_place
+from infra.node.node_folders import name_on_nodes, node_path, run_path, shards_path, staged_path
 from t5train.files.run_folder import CHECKPOINTS
 from t5train.spec import RunSpec, StorageSpec
 from t5train.spec.rank_job import Consolidated, TrainJob
@@ -62,9 +62,9 @@ class NodeRun:
         return self.folder / CHECKPOINTS
 
     @property
-    def place(self) -> str:
+    def relative_path(self) -> str:
         """Path of the run relative to the scratch folder of each node."""
-        return run_place(self.name)
+        return run_path(self.name)
 
     @property
     def first(self) -> str:
@@ -75,18 +75,18 @@ class NodeRun:
         """Return the global ranks of a host."""
         return dict(zip(self.hosts.all, self.hosts.ranks(), strict=True))[host]
 
-    def told(self, job: TrainJob) -> TrainJob:
+    def job_on_nodes(self, job: TrainJob) -> TrainJob:
         """Return the job as ranks on nodes read it: with the paths there."""
         changes = {
             "node_local": True,
-            "run_folder": self._on_node(self.place),
-            "shards_folder": self._on_node(place_of_shards(job)),
+            "run_folder": self._on_node(self.relative_path),
+            "shards_folder": self._on_node(path_of_shards(job)),
         }
         if job.consolidated is not None:
-            folder = self._on_node(place_of_consolidated(job.consolidated))
+            folder = self._on_node(path_of_consolidated(job.consolidated))
             changes["consolidated"] = job.consolidated.model_copy(update={"folder": folder})
         elif job.begins_from is not None:
-            start = {"start_from": str(self._on_node(place_of_start(job)))}
+            start = {"start_from": str(self._on_node(path_of_start(job)))}
             changes["spec"] = job.spec.model_copy(update={"model": job.spec.model.model_copy(update=start)})
         return job.model_copy(update=changes)
 
@@ -94,17 +94,17 @@ class NodeRun:
         return (self.nodes.scratch or node_path("scratch")) / name
 
 
-def place_of_shards(job: TrainJob) -> str:
+def path_of_shards(job: TrainJob) -> str:
     """Return where token shards are staged."""
-    return shards_place(job.shards_folder.name)
+    return shards_path(job.shards_folder.name)
 
 
-def place_of_consolidated(told: Consolidated) -> str:
+def path_of_consolidated(consolidated: Consolidated) -> str:
     """Return where the consolidated form of a checkpoint with another layout is staged."""
-    return staged_place(told.folder.name, told.fingerprint)
+    return staged_path(consolidated.folder.name, consolidated.fingerprint)
 
 
-def place_of_start(job: TrainJob) -> str:
+def path_of_start(job: TrainJob) -> str:
     """Return where the model to start from is staged."""
     assert job.begins_from is not None  # noqa: S101 - only called for such jobs
-    return staged_place(PurePath(job.spec.model.start_from or "").name, job.begins_from)
+    return staged_path(PurePath(job.spec.model.start_from or "").name, job.begins_from)

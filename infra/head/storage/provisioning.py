@@ -14,10 +14,10 @@ from pathlib import Path
 
 from infra.head.hosts.node_client import Nodes, conversation
 from infra.head.storage.checkpoint_inventory import FoundTag, complete_tags
-from infra.head.storage.node_paths import NodeRun, place_of_consolidated, place_of_shards, place_of_start
+from infra.head.storage.node_paths import NodeRun, path_of_consolidated, path_of_shards, path_of_start
 from infra.node.attempts.log_tail import printable
 from infra.node.channel import BrokenOff, Channel
-from infra.node.node_folders import tag_place
+from infra.node.node_folders import tag_path
 from infra.node.ports import Endpoint
 from infra.node.storage.chain_copy import ChainBroken, Listening, ReleaseRun, Stage, Upstream
 from infra.node.storage.file_channel import (
@@ -66,7 +66,7 @@ def part(tag: FoundTag, names: Iterable[str], ranks: Sequence[int]) -> list[Want
 def restore(
     nodes: Nodes,
     run_name: str,
-    place: str,
+    relative_path: str,
     parts: Mapping[str, Sequence[Wanted]],
     source: Path,
     progress: Progress = silent,
@@ -74,15 +74,15 @@ def restore(
 ) -> None:
     """Copy from the folder ``source`` to each host the files of its part that are missing or damaged there.
 
-    ``place`` is the folder on hosts, such as ``node_folders.tag_place``. Files are copied in the order of the part, so
-    sidecars come last, and are verified. Files on hosts that cannot be read now are set aside, and so are pickles that
-    are not in ``recorded``, if given. Raises the first HostError, after all hosts have ended.
+    ``relative_path`` is the folder on hosts, such as ``node_folders.tag_path``. Files are copied in the order of the
+    part, so sidecars come last, and are verified. Files on hosts that cannot be read now are set aside, and so are
+    pickles that are not in ``recorded``, if given. Raises the first HostError, after all hosts have ended.
     """
     restored = _Restored(progress, sum(each.size for wanted in parts.values() for each in wanted))
 
     def give(host: str) -> None:
         names = None if recorded is None else tuple(sorted(recorded))
-        request = ReceiveFiles(nodes.store, run_name, place, tuple(parts[host]), names)
+        request = ReceiveFiles(nodes.store, run_name, relative_path, tuple(parts[host]), names)
         with conversation(nodes, host, request) as node:
             _serve(node, host, source, restored.add)
 
@@ -133,12 +133,12 @@ def stage_folder(
     nodes: Nodes,
     source: Path,
     files: Sequence[Wanted],
-    place: str,
+    relative_path: str,
     run_name: str,
     progress: Progress = silent,
     beside: Mapping[str, int] | None = None,
 ) -> None:
-    """Copy these files of the folder ``source`` to ``place`` on every node, verify them, and pin them for the run.
+    """Copy these files of the folder ``source`` to ``relative_path`` on every node, verify and pin them.
 
     ``beside`` has the bytes that the run will write in addition, by host: its disk must have space for them, too. Files
     that a node already has complete are not sent again, and interrupted transfers resume. A node that cannot reach the
@@ -148,7 +148,9 @@ def stage_folder(
         return
     staging = _Staging(nodes, source, files, progress)
     token, bytes_of = secrets.token_hex(32), beside or {}
-    requests = [Stage(nodes.store, run_name, place, tuple(files), token, bytes_of.get(host, 0)) for host in nodes.hosts]
+    requests = [
+        Stage(nodes.store, run_name, relative_path, tuple(files), token, bytes_of.get(host, 0)) for host in nodes.hosts
+    ]
     with ThreadPoolExecutor(len(nodes.hosts), thread_name_prefix="stage") as threads:
         results = [threads.submit(staging.one, number, request) for number, request in enumerate(requests)]
     for result in results:
@@ -203,20 +205,20 @@ def _server(node: Channel) -> Endpoint:
 
 def provide(run: NodeRun, job: TrainJob, progress: Progress) -> None:
     """Copy to each node the files that its ranks read for ``job``, which has the head's paths. Raises HostError."""
-    _stage(run, job.shards_folder, files_of_record(job.shards()), place_of_shards(job), progress)
-    if (told := job.consolidated) is not None:
-        files = files_of_record(Weights.load(told.folder))
-        _stage(run, told.folder, files, place_of_consolidated(told), progress)
+    _stage(run, job.shards_folder, files_of_record(job.shards()), path_of_shards(job), progress)
+    if (consolidated := job.consolidated) is not None:
+        files = files_of_record(Weights.load(consolidated.folder))
+        _stage(run, consolidated.folder, files, path_of_consolidated(consolidated), progress)
     elif job.resume_tag is not None:
         _restore(run, job.resume_tag, progress)
     elif job.begins_from is not None:
         folder = Path(job.spec.model.start_from or "")
-        _stage(run, folder, listed(folder, _visible(folder)), place_of_start(job), progress)
+        _stage(run, folder, listed(folder, _visible(folder)), path_of_start(job), progress)
     _continue_metrics(run, job, progress)
 
 
-def _stage(run: NodeRun, folder: Path, files: list[Wanted], place: str, progress: Progress) -> None:
-    stage_folder(run.nodes, folder, files, place, run.name, progress, run.checkpoint_bytes)
+def _stage(run: NodeRun, folder: Path, files: list[Wanted], relative_path: str, progress: Progress) -> None:
+    stage_folder(run.nodes, folder, files, relative_path, run.name, progress, run.checkpoint_bytes)
 
 
 def _visible(folder: Path) -> list[str]:
@@ -226,8 +228,8 @@ def _visible(folder: Path) -> list[str]:
 def _restore(run: NodeRun, name: str, progress: Progress) -> None:
     tag = next(tag for tag in complete_tags({HEAD: inventory_of(run.checkpoints)}) if tag.name == name)
     parts = {host.name: part(tag, _read_by(tag, run.ranks_of(host)), run.ranks_of(host)) for host in run.hosts.all}
-    place = tag_place(run.name, name)
-    restore(run.nodes, run.name, place, parts, run.checkpoints / name, progress, recorded=tag.files)
+    relative_path = tag_path(run.name, name)
+    restore(run.nodes, run.name, relative_path, parts, run.checkpoints / name, progress, recorded=tag.files)
 
 
 def _read_by(tag: FoundTag, ranks: range) -> set[str]:
@@ -239,4 +241,4 @@ def _continue_metrics(run: NodeRun, job: TrainJob, progress: Progress) -> None:
     step = job.consolidated.clock.step if job.consolidated else step_of(job.resume_tag) if job.resume_tag else 0
     drop_after(run.folder / METRICS, step)
     wanted = {host: listed(run.folder, [METRICS]) if host == run.first else [] for host in run.nodes.hosts}
-    restore(run.nodes, run.name, run.place, wanted, run.folder, progress)
+    restore(run.nodes, run.name, run.relative_path, wanted, run.folder, progress)

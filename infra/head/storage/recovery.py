@@ -74,7 +74,7 @@ def _gathered(run: NodeRun, nodes: Nodes, found: Survey, progress: Progress) -> 
             gather(nodes, run.name, tag, run.checkpoints, progress)
         except IncompleteCheckpoint as error:
             _require_known(doubtful, [tag.name] if tag.name in doubtful else [])
-            _log.warning("%s is passed over: %s", tag.name, error)
+            _log.warning("skipping %s: %s", tag.name, error)
             damaged.append(f"{tag.name}: {error}")
             continue
         return tag
@@ -141,7 +141,7 @@ def _survey(run: NodeRun, nodes: Nodes) -> Survey:
             raise error
         _log.warning("cannot ask %s, which has trained this run before, for checkpoints: %s", host, error)
     for name, why in missing_parts(found.found).items():
-        _log.warning("%s is passed over: %s", name, why)
+        _log.warning("skipping %s: %s", name, why)
     return found
 
 
@@ -155,7 +155,7 @@ def _former(run_folder: Path) -> Iterator[str]:
 def _collect_metrics(run: NodeRun) -> None:
     """Collect metrics if the first host has more of them. A new host has none, and one that came back has old ones."""
     with TemporaryDirectory(prefix=".metrics-", dir=run.folder, ignore_cleanup_errors=True) as folder:
-        collect(run.nodes, run.first, run.place, [METRICS], Path(folder))
+        collect(run.nodes, run.first, run.relative_path, [METRICS], Path(folder))
         theirs, ours = Path(folder, METRICS), run.folder / METRICS
         if len(metrics.read(theirs)) > len(metrics.read(ours)):
             theirs.replace(ours)

@@ -36,7 +36,7 @@ class RunStorage(Protocol):
         """Unique id of the run that owns the files on the hosts' own disks; None if hosts have no such files."""
         ...
 
-    def claim(self, are_ranks_at_work: bool) -> None:
+    def claim(self, are_ranks_running: bool) -> None:
         """Claim the run's files on its hosts for this head. Raises RunOwned if another head owns them.
 
         If ranks are already running, hosts that do not answer are tolerated.
@@ -51,7 +51,7 @@ class RunStorage(Protocol):
         """Put the files that ranks begin from where ranks read them; returns their job's file, in this folder."""
         ...
 
-    def following(self, num_saved: Callable[[], int]) -> AbstractContextManager[None]:
+    def syncing(self, num_saved: Callable[[], int]) -> AbstractContextManager[None]:
         """Return a context in which ranks run. ``num_saved`` returns how many sidecars hosts have reported."""
         ...
 
@@ -70,7 +70,7 @@ class SharedStorage:
     def owner(self) -> None:
         """None, because hosts have no files of their own."""
 
-    def claim(self, are_ranks_at_work: bool) -> None:
+    def claim(self, are_ranks_running: bool) -> None:
         """Does nothing: the lock of the run's folder is enough."""
 
     def require_claimed(self) -> None:
@@ -80,7 +80,7 @@ class SharedStorage:
         """Only write the job: no files have to be copied."""
         return self.write_job(attempt_folder)
 
-    def following(self, num_saved: Callable[[], int]) -> AbstractContextManager[None]:  # noqa: ARG002 - see RunStorage
+    def syncing(self, num_saved: Callable[[], int]) -> AbstractContextManager[None]:  # noqa: ARG002 - see RunStorage
         """Does nothing while ranks run."""
         return nullcontext()
 
@@ -111,7 +111,7 @@ class NodeLocalStorage:
         """See RunStorage."""
         return self.run.owner.unique_id
 
-    def claim(self, are_ranks_at_work: bool) -> None:
+    def claim(self, are_ranks_running: bool) -> None:
         """Claim the run on its hosts, and on former hosts that answer."""
         former = former_hosts(self.run)
         if self.run.nodes.code is not None:  # the launch has shipped the code only to its own hosts
@@ -119,7 +119,7 @@ class NodeLocalStorage:
                 self.run.nodes.transport, former, "cannot ask a former host which head owns the run"
             )
         hosts = self.run.nodes.hosts
-        required, others = ((), (*hosts, *former)) if are_ranks_at_work else (hosts, former)
+        required, others = ((), (*hosts, *former)) if are_ranks_running else (hosts, former)
         if adopted := self.host_claim.take(self.run, required, others, self.adopt):
             self._report(adopted)
 
@@ -141,21 +141,21 @@ class NodeLocalStorage:
         path = self.write_job(attempt_folder)
         job = TrainJob.read(path)
         relayed(partial(provide, self.run, job), self.progress)
-        write_text(path, self.run.told(job).model_dump_json(indent=1) + "\n")
+        write_text(path, self.run.job_on_nodes(job).model_dump_json(indent=1) + "\n")
         return path
 
     @contextmanager
-    def following(self, num_saved: Callable[[], int]) -> Iterator[None]:
+    def syncing(self, num_saved: Callable[[], int]) -> Iterator[None]:
         """Gather checkpoints as they are saved. After SIGTERM, also gather the last ones: hosts may go down then."""
-        follower = CheckpointSync(self.run, num_saved)
+        sync = CheckpointSync(self.run, num_saved)
         try:
             yield
         except BaseException as error:
-            follower.end()
+            sync.end()
             if is_stop(error):
                 self._gather_if_possible()
             raise
-        follower.end()
+        sync.end()
 
     def _gather_if_possible(self) -> None:
         try:
@@ -195,7 +195,7 @@ class NodeLocalStorage:
         relayed(partial(checkpoint_sync.keep_up, self.run), self.progress)
         self.require_claimed()
         names = [METRICS, TENSORBOARD, WITNESS_FOLDER]
-        collect(self.run.nodes, self.run.first, self.run.place, names, self.run.folder)
+        collect(self.run.nodes, self.run.first, self.run.relative_path, names, self.run.folder)
         self.host_claim.end()
         for host, error in release(self.run.nodes, self.run.name).items():
             if error is not None:

@@ -105,7 +105,7 @@ class Attempt:
         guards = [ProcessIdentity(**facts["guard"]) for facts in recorded]
         return [guard for guard in guards if guard.is_alive()]
 
-    def failed_fellow(self, name: str) -> str | None:
+    def failed_peer(self, name: str) -> str | None:
         """Return the name of another rank here that has failed or whose guard was killed; None if there is none."""
         for path in sorted(self.folder.glob("rank-*.pid")):
             if path.stem == name:

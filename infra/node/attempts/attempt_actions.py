@@ -27,7 +27,7 @@ _KEPT_BYTES = 32 << 20
 """The most that is sent of a file: of a longer log, only the end."""
 GUARDS_SECONDS = 6.0
 """Longer than a guard takes to end its rank and write the exit record."""
-MEETING = "meeting.json"
+RENDEZVOUS = "meeting.json"
 """The file in the folder of an attempt that records the address and port of the rendezvous."""
 
 
@@ -73,9 +73,9 @@ def of_attempt(folder: Path) -> Belongs:
 
 def remove_segments(folder: Path) -> None:
     """Remove the shared memory of the attempt's ranks. Call this only while none of them is running."""
-    if (folder / MEETING).exists():
-        meeting = Endpoint(**json.loads((folder / MEETING).read_text("utf-8")))
-        shared_memory.remove_all(meeting.address, meeting.port)
+    if (folder / RENDEZVOUS).exists():
+        rendezvous = Endpoint(**json.loads((folder / RENDEZVOUS).read_text("utf-8")))
+        shared_memory.remove_all(rendezvous.address, rendezvous.port)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def prepare(request: PrepareAttempt) -> Prepared:
     except FileExistsError:
         raise StorageError(f"{folder} already exists: another head has prepared this attempt") from None
     write_json(folder / ENVIRONMENT, request.environment)
-    write_json(folder / MEETING, asdict(request.rendezvous))
+    write_json(folder / RENDEZVOUS, asdict(request.rendezvous))
     for name, text in request.files.items():
         write_text(folder / Path(name).name, text)
     replace(request.attempt, folder=folder).write()

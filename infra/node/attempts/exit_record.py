@@ -20,7 +20,7 @@ class Cause(StrEnum):
 
     EXITED = "exited"
     """It ended by itself, or by a signal that its guard did not send."""
-    TOLD = "told"
+    REQUESTED = "told"
     """Its guard was told to stop it, or the head ended the attempt."""
     HEAD = "head"
     """The head died, or sent no message for too long."""
@@ -58,12 +58,12 @@ class ExitRecord:
     @property
     def succeeded(self) -> bool:
         """Whether it completed its work, even if it was told to stop at that moment."""
-        return self.returncode == 0 and self.cause in (Cause.EXITED, Cause.TOLD)
+        return self.returncode == 0 and self.cause in (Cause.EXITED, Cause.REQUESTED)
 
     @property
     def is_failure(self) -> bool:
         """Whether it ended before its work was done, and not because it was told to stop."""
-        return not self.succeeded and self.cause != Cause.TOLD
+        return not self.succeeded and self.cause != Cause.REQUESTED
 
     def __str__(self) -> str:
         if self.cause != Cause.EXITED:

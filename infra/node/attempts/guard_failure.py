@@ -7,15 +7,15 @@ import re
 from pathlib import Path
 
 from t5train.errors import StorageError, T5TrainError, error_of
-from t5train.rank.error_report import told_of
+from t5train.rank.error_report import reportable
 
 _LINE = re.compile(r"the guard of (\S+) failed: (\w+): (.*)")
 
 
 def line(name: str, error: OSError | StorageError) -> str:
     """The line that the guard of the process called ``name`` writes to stderr."""
-    told = told_of(error)
-    return f"the guard of {name} failed: {type(told).__name__}: {told}\n"
+    reported = reportable(error)
+    return f"the guard of {name} failed: {type(reported).__name__}: {reported}\n"
 
 
 def read(launcher_log: Path) -> dict[str, T5TrainError]:

@@ -45,18 +45,18 @@ _SIGNALS_AT_ONCE = 64
 class _Alarms:
     """What ends the wait for the program, besides its own end and the watchdog.
 
-    ``head`` and ``told`` are descriptors that become readable when the head dies and when a signal arrives. ``parent``
-    is the pid of the process whose death ends the guard.
+    ``head`` and ``signals`` are descriptors that become readable when the head dies and when a signal arrives.
+    ``parent`` is the pid of the process whose death ends the guard.
     """
 
     head: int | None
-    told: int
+    signals: int
     parent: int | None
 
 
 def guard(folder: Path, argv: list[str], is_launcher: bool = False) -> ExitRecord:
     """Run ``argv`` until it ends or must be ended; returns the exit record, which is also written to the folder."""
-    told = _watch_signals()
+    signals = _watch_signals()
     parent: int | None = os.getppid()
     this = attempt.read(folder)
     if this.head is None and is_launcher:
@@ -77,9 +77,9 @@ def guard(folder: Path, argv: list[str], is_launcher: bool = False) -> ExitRecor
             returncode, verdict = None, (Cause.REFUSED, "the head or the parent process died before the start")
         else:
             start = partial(_start, this, name, argv, environment, lock)
-            returncode, verdict = _run(this, name, start, _Alarms(head, told, parent))
+            returncode, verdict = _run(this, name, start, _Alarms(head, signals, parent))
         killed, free_bytes = processes.oom_kills() - oom_kills, shutil.disk_usage(folder).free
-        shared = shared_memory.room() or (None, None)
+        shared = shared_memory.free_space() or (None, None)
         ended = (name, returncode, *verdict, started_at, attempt.now(), this.host)
         record = ExitRecord(*ended, killed, free_bytes, *shared)
         this.write_exit(record)
@@ -127,18 +127,18 @@ def _start(
         )
 
 
-def _wait(child: int, alarms: _Alarms, vigil: Watchdog) -> Verdict:
+def _wait(child: int, alarms: _Alarms, watchdog: Watchdog) -> Verdict:
     """Wait until the child has ended or must be ended."""
     ended = os.pidfd_open(child)
-    watched = [ended, alarms.told, *([] if alarms.head is None else [alarms.head])]
+    watched = [ended, alarms.signals, *([] if alarms.head is None else [alarms.head])]
     while True:
         ready, _, _ = select.select(watched, [], [], _LOOK_SECONDS)
         if ended in ready:
-            return vigil.of_its_end()
+            return watchdog.verdict_after_exit()
         if alarms.head in ready:
             return Cause.HEAD, "the head died"
-        reply = os.read(alarms.told, _SIGNALS_AT_ONCE) if alarms.told in ready else b""
-        if (verdict := vigil.hear(reply) if reply else vigil.look()) is not None:
+        reply = os.read(alarms.signals, _SIGNALS_AT_ONCE) if alarms.signals in ready else b""
+        if (verdict := watchdog.handle_signals(reply) if reply else watchdog.check()) is not None:
             return verdict
 
 

@@ -47,7 +47,7 @@ class Holder:
         return f"process {self.pid} on {self.host} since {self.since}"
 
     @property
-    def may_be_at_work_elsewhere(self) -> bool:
+    def may_be_running_elsewhere(self) -> bool:
         """Whether it has not released the run and may be alive on another machine, which the lock here cannot show."""
         return not self.is_released and self.boot_id != boot_id()
 
@@ -71,7 +71,7 @@ def read(run_folder: Path) -> Holder | None:
 def holder_elsewhere(run_folder: Path) -> Holder | None:
     """Return the holder on another machine if its counter changes within a few seconds, and None otherwise."""
     found = read(run_folder)
-    if found is None or not found.may_be_at_work_elsewhere:
+    if found is None or not found.may_be_running_elsewhere:
         return None
     return _moved(run_folder, found, _GLANCE_SECONDS)
 
@@ -120,7 +120,7 @@ class RunLease:
 
     def _await_silence(self) -> None:
         found = read(self._folder)
-        if found is None or not found.may_be_at_work_elsewhere:
+        if found is None or not found.may_be_running_elsewhere:
             return
         _log.warning(
             "%s was last held by %s, which did not release it: checking for %.0f s whether that process still runs",

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from infra.node.attempts import attempt, head_lease
 from infra.node.messages import Done, Query
-from infra.node.node_folders import attempts_folder, run_place, scratch_folder, within
+from infra.node.node_folders import attempts_folder, run_path, scratch_folder, within
 from t5train.errors import RunOwned, StorageError
 from t5train.files.atomic import write_json
 from t5train.files.locks import try_lock
@@ -120,11 +120,11 @@ def disown(request: DisownRun) -> Done:
     return Done()
 
 
-def require_owner(scratch: Path, place: str, unique_id: str | None) -> None:
-    """Raise RunOwned if ``place`` in the scratch folder belongs to a run other than the one with that id."""
-    parts = PurePosixPath(place).parts
+def require_owner(scratch: Path, relative_path: str, unique_id: str | None) -> None:
+    """Raise RunOwned if ``relative_path`` in the scratch folder belongs to a run other than the one with that id."""
+    parts = PurePosixPath(relative_path).parts
     if parts[:1] == (RUNS,) and len(parts) > 1:
-        require_owner_of(within(scratch, run_place(parts[1])), unique_id)
+        require_owner_of(within(scratch, run_path(parts[1])), unique_id)
 
 
 def require_owner_of(folder: Path, unique_id: str | None) -> None:
@@ -136,12 +136,12 @@ def require_owner_of(folder: Path, unique_id: str | None) -> None:
 
 def release(scratch: Path, run_name: str) -> None:
     """Release a run that the head no longer needs on this node, so that another head can adopt it at once."""
-    (within(scratch, run_place(run_name)) / head_lease.LEASE).unlink(missing_ok=True)
+    (within(scratch, run_path(run_name)) / head_lease.LEASE).unlink(missing_ok=True)
 
 
 def is_held(scratch: Path, run_name: str) -> bool:
     """Whether the head of a run has renewed its lease in time, or ranks of the run are running here."""
-    return is_held_at(within(scratch, run_place(run_name)))
+    return is_held_at(within(scratch, run_path(run_name)))
 
 
 def is_held_at(folder: Path) -> bool:
@@ -175,10 +175,10 @@ def _may_take(found: Owner | None, asked: Owner, left_seconds: float, mode: Mode
 
 def _left_seconds(folder: Path, found: Owner) -> float:
     left = max(0.0, found.lease_seconds - head_lease.age_seconds(folder))
-    return max(left, found.lease_seconds) if _has_ranks_at_work(folder) else left
+    return max(left, found.lease_seconds) if _has_running_ranks(folder) else left
 
 
-def _has_ranks_at_work(folder: Path) -> bool:
+def _has_running_ranks(folder: Path) -> bool:
     """Whether ranks that write to this folder are alive, even if their head is not."""
     return any(_writes_into(folder, spec) for spec in attempts_folder().glob(f"*/{ATTEMPT_SPEC}"))
 
@@ -196,7 +196,7 @@ def _writes_into(folder: Path, spec: Path) -> bool:
 
 
 def _run_folder(request: ClaimRun | DisownRun) -> Path:
-    return within(scratch_folder(request.scratch), run_place(request.run_name))
+    return within(scratch_folder(request.scratch), run_path(request.run_name))
 
 
 @contextmanager

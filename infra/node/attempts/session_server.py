@@ -68,7 +68,7 @@ class _Session:
         self._tails = tails
         self._head = head
         self.has_ended = False
-        self._told = set[str]()
+        self._reported = set[str]()
         self._saves = _Saves(this.folder)
         self._arm()
 
@@ -92,7 +92,7 @@ class _Session:
     def _end(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, _END_SECONDS)
         left = sorted(end_attempt(self._this.folder))
-        self._told.clear()  # so that the last report includes the exit records of all ranks, which exist now
+        self._reported.clear()  # so that the last report includes the exit records of all ranks, which exist now
         self.report()
         self._head.send(Ended(tuple(left)))
         self.has_ended = True
@@ -113,12 +113,12 @@ class _Session:
         lines, left_out = self._tails.read()
         if lines or left_out:
             yield NewLines(tuple(RankLine(*line) for line in lines), left_out, self._tails.offsets)
-        yield Alive(tuple(name for name in gone if f"{name}.exit.json" not in self._told))
+        yield Alive(tuple(name for name in gone if f"{name}.exit.json" not in self._reported))
 
     def _new(self, kind: str) -> list[Path]:
         """Files ``*.{kind}.json`` that were not reported yet."""
-        paths = [path for path in sorted(self._this.folder.glob(f"*.{kind}.json")) if path.name not in self._told]
-        self._told |= {path.name for path in paths}
+        paths = [path for path in sorted(self._this.folder.glob(f"*.{kind}.json")) if path.name not in self._reported]
+        self._reported |= {path.name for path in paths}
         return paths
 
     def _gone(self) -> list[str]:

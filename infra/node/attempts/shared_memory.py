@@ -23,7 +23,7 @@ REMEDY = (
 _ADDRESS, _PORT, _RANK = "MASTER_ADDR", "MASTER_PORT", "RANK"
 
 
-class Room(NamedTuple):
+class FreeSpace(NamedTuple):
     """Free and total bytes of /dev/shm."""
 
     free: int
@@ -33,23 +33,23 @@ class Room(NamedTuple):
         return f"{self.free >> 20} of {self.total >> 20} MiB free"
 
 
-def room() -> Room | None:
+def free_space() -> FreeSpace | None:
     """The free and total bytes of /dev/shm on this machine; None if it does not exist."""
     try:
         found = os.statvfs(SEGMENTS)
     except FileNotFoundError:
         return None
-    return Room(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+    return FreeSpace(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
 
 
-def require_room(num_ranks: int) -> None:
+def require_free_space(num_ranks: int) -> None:
     """Raise StorageError if /dev/shm is too small for the collectives of that many CPU ranks, all on this machine."""
-    found = room()
+    found = free_space()
     if found is not None and (problem := shortage(found, num_ranks * RANK_BYTES)) is not None:
         raise StorageError(f"this machine: {problem}")
 
 
-def shortage(found: Room, needed_bytes: int) -> str | None:
+def shortage(found: FreeSpace, needed_bytes: int) -> str | None:
     """What /dev/shm lacks, and what to do about it; None if it has enough free space."""
     if found.free >= needed_bytes:
         return None

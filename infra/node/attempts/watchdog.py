@@ -17,7 +17,7 @@ from t5train.rank.heartbeat import Beat, beat_file
 Verdict = tuple[Cause, str]
 """The cause and the reason of an exit record."""
 
-TOLD_TO_SAVE = "SIGTERM"
+STOP_REQUESTED = "SIGTERM"
 """The beginning of the reason if the process was told to stop and had time to save."""
 
 _FIRST_BEAT_SECONDS = 600.0
@@ -31,57 +31,57 @@ class Watchdog:
 
     def __init__(self, this: Attempt, name: str, pid: int, parent: int | None) -> None:
         self._this, self._name, self._pid, self._parent = this, name, pid, parent
-        self._told_at: float | None = None
+        self._stop_requested_at: float | None = None
         self._sign: tuple[float, int] | None = None
-        self._silent_looks, self._began, self._has_beaten = 0, time.monotonic(), False
+        self._silent_checks, self._began, self._has_beaten = 0, time.monotonic(), False
 
-    def hear(self, numbers: bytes) -> Verdict | None:
+    def handle_signals(self, numbers: bytes) -> Verdict | None:
         """Handle signals that the guard got. SIGTERM is passed on and gives a rank time to save; any other ends it."""
-        if (verdict := self._of_those_above()) is not None:
+        if (verdict := self._check_head_and_parent()) is not None:
             return verdict
         for number in numbers:
             if number != signal.SIGTERM:
-                return Cause.TOLD, signal.Signals(number).name
-            self._begin_to_end()
-        return self.look()
+                return Cause.REQUESTED, signal.Signals(number).name
+            self._begin_stopping()
+        return self.check()
 
-    def look(self) -> Verdict | None:
+    def check(self) -> Verdict | None:
         """Return the first reason to end the process now; None if there is none. Call this once a second."""
-        return self._of_those_above() or self._of_its_life() or self._of_its_grace()
+        return self._check_head_and_parent() or self._check_liveness() or self._check_grace()
 
-    def of_its_end(self) -> Verdict:
+    def verdict_after_exit(self) -> Verdict:
         """The cause and reason for a process that ended by itself."""
-        return (Cause.EXITED, "exited") if self._told_at is None else (Cause.TOLD, TOLD_TO_SAVE)
+        return (Cause.EXITED, "exited") if self._stop_requested_at is None else (Cause.REQUESTED, STOP_REQUESTED)
 
-    def _begin_to_end(self) -> None:
-        if self._told_at is not None:
+    def _begin_stopping(self) -> None:
+        if self._stop_requested_at is not None:
             return
-        self._told_at = time.monotonic()
+        self._stop_requested_at = time.monotonic()
         if self._name == attempt.LAUNCHER:
             self._this.order_stop()  # only the head, not the launcher, can tell all ranks
         else:
             os.kill(self._pid, signal.SIGTERM)
 
-    def _of_those_above(self) -> Verdict | None:
+    def _check_head_and_parent(self) -> Verdict | None:
         tolerated = self._this.lease_seconds
         if tolerated is not None and head_lease.is_ended(
             self._this.folder
         ):  # checked first: ending an attempt can end the parent too
-            return Cause.TOLD, "the head ended the run"
+            return Cause.REQUESTED, "the head ended the run"
         if self._parent is not None and os.getppid() != self._parent:
             return Cause.PARENT, "its parent process died"
         if tolerated is not None and (age := head_lease.age_seconds(self._this.folder)) > tolerated:
             return Cause.HEAD, f"no message from the head for {age:.0f} s"
         return None
 
-    def _of_its_life(self) -> Verdict | None:
+    def _check_liveness(self) -> Verdict | None:
         beat = heartbeat.read(beat_file(self._this.rank_files(self._name)))
-        self._silent_looks = self._silent_looks + 1 if self._is_silent(beat) else 0
+        self._silent_checks = self._silent_checks + 1 if self._is_silent(beat) else 0
         self._has_beaten = self._has_beaten or beat is not None
         if not self._has_beaten and self._name != attempt.LAUNCHER and self._seconds > _FIRST_BEAT_SECONDS:
             return Cause.BEAT, f"no first sign of life after {self._seconds:.0f} s: it hangs importing its program"
-        if self._silent_looks > self._this.beat_seconds:
-            return Cause.BEAT, f"no sign of life for {self._silent_looks} s: it is stopped or hangs"
+        if self._silent_checks > self._this.beat_seconds:
+            return Cause.BEAT, f"no sign of life for {self._silent_checks} s: it is stopped or hangs"
         if beat is not None and (seconds := time.monotonic() - beat.since) > beat.limit:
             where = f"phase {beat.phase!r} of step {beat.step}"
             return Cause.PHASE, f"{where} took {seconds:.0f} s; its deadline is {beat.limit:.0f} s"
@@ -101,13 +101,13 @@ class Watchdog:
             return True
         return beat is not None and before == self._sign and activity.state != _IN_THE_KERNEL
 
-    def _of_its_grace(self) -> Verdict | None:
-        if self._told_at is None or self._name == attempt.LAUNCHER:
+    def _check_grace(self) -> Verdict | None:
+        if self._stop_requested_at is None or self._name == attempt.LAUNCHER:
             return None
-        if (fellow := self._this.failed_fellow(self._name)) is not None:
-            return Cause.TOLD, f"{fellow} failed"
-        if time.monotonic() - self._told_at > self._this.grace_seconds:
-            return Cause.TOLD, f"{TOLD_TO_SAVE}; it was still running after {self._this.grace_seconds:.0f} s"
+        if (peer := self._this.failed_peer(self._name)) is not None:
+            return Cause.REQUESTED, f"{peer} failed"
+        if time.monotonic() - self._stop_requested_at > self._this.grace_seconds:
+            return Cause.REQUESTED, f"{STOP_REQUESTED}; it was still running after {self._this.grace_seconds:.0f} s"
         return None
 
     @property

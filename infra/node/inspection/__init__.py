@@ -9,11 +9,11 @@ from infra.node.inspection.facts import Facts, Question
 from infra.node.processes import identity
 
 
-def gather(request: Question) -> Facts:
+def collect_facts(request: Question) -> Facts:
     """Collect the facts: takes some hundredths of a second, unless torch must be imported to query accelerators."""
     # Imported here: at module level, these names would hide the modules of the same name.
     from infra.node.inspection.accelerators import devices
-    from infra.node.inspection.memory_and_disks import room
+    from infra.node.inspection.memory_and_disks import resources
     from infra.node.inspection.network_interfaces import network
     from infra.node.inspection.software import build, software
 
@@ -24,6 +24,6 @@ def gather(request: Question) -> Facts:
         software(request.spec),
         devices(request),
         build(request.environment),
-        room(request),
+        resources(request),
     )
     return Facts(started_at, time.time(), *answers)

@@ -38,7 +38,7 @@ class Stage(StrEnum):
     """The machine of the rendezvous answers."""
     IMPORTED = "imported"
     """Torch is imported."""
-    MET = "met"
+    JOINED = "joined"
     """All ranks have joined."""
     SUMMED = "summed"
 
@@ -66,7 +66,7 @@ def main() -> int:
         return _fail(f"torch cannot be imported: {error}")
     _say(Stage.IMPORTED)
     try:
-        problem = _meet_and_sum(_device())
+        problem = _join_and_sum(_device())
     except (RuntimeError, ValueError, OSError) as error:  # collectives raise these if other ranks cannot be reached
         problem = f"{type(error).__name__}: {error}"
     return _fail(problem) if problem else 0
@@ -97,12 +97,12 @@ def _device() -> "torch.device":
     return torch.device(found.type, slot)
 
 
-def _meet_and_sum(device: "torch.device") -> str:
+def _join_and_sum(device: "torch.device") -> str:
     """Join the other ranks and sum; returns what is wrong with the result, empty if it is correct."""
     import torch.distributed as dist
 
     dist.init_process_group(dist.get_default_backend_for_device(device), init_method="env://", timeout=_NEVER)
-    _say(Stage.MET)
+    _say(Stage.JOINED)
     problem = _sum(device)
     if not problem:
         _say(Stage.SUMMED)
@@ -154,7 +154,7 @@ class RankProbe:
 
     rank: int
     stage: Stage
-    said: str
+    error: str
     """Why it failed, or its last line on stderr."""
     returncode: int | None
     """Its exit code; None if it was ended at the deadline, or because another rank on this node failed."""

@@ -84,7 +84,7 @@ class Build:
 
 
 @dataclass(frozen=True)
-class Room:
+class Resources:
     """Memory, disk space and file descriptors of the node."""
 
     memory_bytes: int
@@ -125,7 +125,7 @@ class Facts:
     software: Software
     devices: Devices
     build: Build
-    room: Room
+    resources: Resources
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Self
 
 from infra.node.attempts import shared_memory
-from infra.node.inspection.facts import Question, Room
-from infra.node.node_folders import node_folder, run_place, scratch_folder, within
+from infra.node.inspection.facts import Question, Resources
+from infra.node.node_folders import node_folder, run_path, scratch_folder, within
 from infra.node.processes import identity
-from infra.node.storage.disk_usage import staged_places, users
+from infra.node.storage.disk_usage import staged_paths, users
 from infra.node.storage.garbage import size_of
 from t5train.errors import StorageError
 from t5train.host_resources import host_memory_bytes
@@ -22,14 +22,14 @@ from t5train.host_resources import host_memory_bytes
 _MARK = ".mark"
 
 
-def room(question: Question) -> Room:
+def resources(question: Question) -> Resources:
     """Memory, disk space and file descriptors, and the head's nonce as this node reads it."""
     root, nonce = question.root, _read(question.nonce_path)
     folder, folder_error = _node_folder()
     has_own = nonce is None or identity() == question.head
     scratch = _Scratch.of(question.scratch, question.run_on_nodes) if has_own else _Scratch()
-    shared = shared_memory.room() or shared_memory.Room(0, 0)
-    return Room(
+    shared = shared_memory.free_space() or shared_memory.FreeSpace(0, 0)
+    return Resources(
         memory_bytes=host_memory_bytes(),
         shared_memory_bytes=shared.total,
         shared_memory_free_bytes=shared.free,
@@ -81,9 +81,11 @@ class _Scratch:
 
 
 def _yielding_bytes(scratch: Path, run_name: str | None) -> int:
-    unused = [place for place in staged_places(scratch) if not set(users(scratch, place)) - {run_name}]
-    own = [run_place(run_name)] if run_name else []
-    return sum(size_of(within(scratch, place)) for place in [*own, *unused])
+    unused = [
+        relative_path for relative_path in staged_paths(scratch) if not set(users(scratch, relative_path)) - {run_name}
+    ]
+    own = [run_path(run_name)] if run_name else []
+    return sum(size_of(within(scratch, path)) for path in [*own, *unused])
 
 
 def _mark(path: Path) -> str:

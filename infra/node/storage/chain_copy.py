@@ -10,10 +10,10 @@ from infra.node.attempts import run_ownership
 from infra.node.attempts.run_ownership import NodeStore
 from infra.node.channel import CHUNK_BYTES, Channel
 from infra.node.messages import Done, Query, Request
-from infra.node.node_folders import run_place, scratch_folder, within
+from infra.node.node_folders import run_path, scratch_folder, within
 from infra.node.ports import Endpoint
 from infra.node.storage import peer_connection
-from infra.node.storage.disk_usage import pin, require_room, staging_lock, unpin
+from infra.node.storage.disk_usage import pin, require_disk_space, staging_lock, unpin
 from infra.node.storage.file_channel import AllArrived, FromReceiver, ProgressRelay, Wanted, Watcher, fetch_over
 from infra.node.storage.garbage import size_of
 from infra.node.storage.pull import missing_bytes, pull
@@ -117,7 +117,7 @@ class Stage(Request):
     action = "stage"
     store: NodeStore
     run_name: str
-    place: str
+    relative_path: str
     files: tuple[Wanted, ...]
     token: str
     """The secret that all nodes of the chain know."""
@@ -147,25 +147,25 @@ class ChainBroken(FromReceiver):
 
 
 def stage(request: Stage, head: Channel) -> None:
-    """Fetch the files into ``place``, and serve them to other nodes until stdin ends."""
-    scratch, place = scratch_folder(request.store.scratch), request.place
-    folder, wanted = within(scratch, place), request.files
-    run_ownership.require_owner(scratch, run_place(request.run_name), request.store.owner)
-    with staging_lock(scratch, place):
-        require_room(scratch, missing_bytes(folder, wanted), place, _still_to_write(scratch, request))
+    """Fetch the files into ``relative_path``, and serve them to other nodes until stdin ends."""
+    scratch, relative_path = scratch_folder(request.store.scratch), request.relative_path
+    folder, wanted = within(scratch, relative_path), request.files
+    run_ownership.require_owner(scratch, run_path(request.run_name), request.store.owner)
+    with staging_lock(scratch, relative_path):
+        require_disk_space(scratch, missing_bytes(folder, wanted), relative_path, _still_to_write(scratch, request))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         growing = GrowingFiles(folder)
         head.send(Listening(peer_connection.serve(growing.read, request.token)))
         upstream = _Upstream(head, head.receive(Upstream) or Upstream(None), request.token)
         pull(upstream.read, wanted, folder, _Both(growing, ProgressRelay(head)))
-        pin(scratch, place, request.run_name)
+        pin(scratch, relative_path, request.run_name)
     head.send(AllArrived())
     head.receive(Upstream)  # waits for the end of stdin: until then, other nodes may read these files
 
 
 def _still_to_write(scratch: Path, request: Stage) -> int:
     """Bytes that the run will write in addition, less what it has already written."""
-    own = size_of(within(scratch, run_place(request.run_name)))
+    own = size_of(within(scratch, run_path(request.run_name)))
     return max(0, request.beside_bytes - own)
 
 
@@ -181,7 +181,7 @@ class ReleaseRun(Query[Done]):
 def release(request: ReleaseRun) -> Done:
     """Remove the run's pins and its lease on this node."""
     scratch, run_name = scratch_folder(request.store.scratch), request.run_name
-    run_ownership.require_owner(scratch, run_place(run_name), request.store.owner)
+    run_ownership.require_owner(scratch, run_path(run_name), request.store.owner)
     unpin(scratch, run_name)
     run_ownership.release(scratch, run_name)
     return Done()

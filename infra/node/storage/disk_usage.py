@@ -28,21 +28,23 @@ _LOCK_WAIT_SECONDS = 10.0
 
 
 @contextmanager
-def staging_lock(scratch: Path, place: str) -> Iterator[None]:
+def staging_lock(scratch: Path, relative_path: str) -> Iterator[None]:
     """Hold the lock of a staged folder. Raises StorageError, which names the holder, if another process holds it."""
-    with _opened_lock(scratch, place) as descriptor:
+    with _opened_lock(scratch, relative_path) as descriptor:
         if not try_lock(descriptor, _LOCK_WAIT_SECONDS):
             holder = os.pread(descriptor, 200, 0).decode() or "a process that has just started"
-            raise StorageError(f"{scratch / place} is being staged by {holder}: wait for it to end, then try again")
+            raise StorageError(
+                f"{scratch / relative_path} is being staged by {holder}: wait for it to end, then try again"
+            )
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} since {attempt.now()}".encode(), 0)
         yield
         os.utime(descriptor)
 
 
-def pin(scratch: Path, place: str, run_name: str) -> None:
+def pin(scratch: Path, relative_path: str, run_name: str) -> None:
     """Keep a staged folder for a run of this node."""
-    folder = scratch / _PINS / _flat(place)
+    folder = scratch / _PINS / _flat(relative_path)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_text(within(folder, run_name), boot_id())
 
@@ -53,36 +55,36 @@ def unpin(scratch: Path, run_name: str) -> None:
         within(folder, run_name).unlink(missing_ok=True)
 
 
-def staged_places(scratch: Path) -> list[str]:
+def staged_paths(scratch: Path) -> list[str]:
     """Relative paths of the staged folders, even incomplete ones; the least recently used first."""
-    places = [f"{kind}/{path.name}" for kind in (SHARDS, STAGED) for path in (scratch / kind).glob("[!.]*")]
-    return sorted(places, key=lambda place: _used_at(scratch, place))
+    paths = [f"{kind}/{path.name}" for kind in (SHARDS, STAGED) for path in (scratch / kind).glob("[!.]*")]
+    return sorted(paths, key=lambda path: _used_at(scratch, path))
 
 
-def users(scratch: Path, place: str) -> list[str]:
+def users(scratch: Path, relative_path: str) -> list[str]:
     """Runs that use a staged folder, by their names on nodes."""
-    return [path.name for path in sorted((scratch / _PINS / _flat(place)).glob("*")) if _counts(path)]
+    return [path.name for path in sorted((scratch / _PINS / _flat(relative_path)).glob("*")) if _counts(path)]
 
 
-def is_at_work(name: str) -> bool:
+def is_run_active(name: str) -> bool:
     """Whether a run, given by its name on nodes, has running guards on this machine."""
     folders = [path for path in attempts_folder().iterdir() if (path / attempt.ATTEMPT).exists()]
     attempts = (attempt.read(folder) for folder in folders)
     return any(each.run_name == run_name_of(name) and each.guards() for each in attempts)
 
 
-def remove_unused(scratch: Path, place: str) -> bool:
+def remove_unused(scratch: Path, relative_path: str) -> bool:
     """Remove a staged folder unless it is in use or being staged; returns whether it was removed."""
-    with _opened_lock(scratch, place) as descriptor:
-        if not try_lock(descriptor) or users(scratch, place):
+    with _opened_lock(scratch, relative_path) as descriptor:
+        if not try_lock(descriptor) or users(scratch, relative_path):
             return False
-        discard(within(scratch, place))
+        discard(within(scratch, relative_path))
     return True
 
 
 @contextmanager
-def _opened_lock(scratch: Path, place: str) -> Iterator[int]:
-    path = _lock_path(scratch, place)
+def _opened_lock(scratch: Path, relative_path: str) -> Iterator[int]:
+    path = _lock_path(scratch, relative_path)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -94,40 +96,40 @@ def _opened_lock(scratch: Path, place: str) -> Iterator[int]:
 def _counts(pinned: Path) -> bool:
     if pinned.read_text("utf-8") != boot_id():
         return False
-    if time.time() - pinned.stat().st_mtime < _PIN_SECONDS or is_at_work(pinned.name):
+    if time.time() - pinned.stat().st_mtime < _PIN_SECONDS or is_run_active(pinned.name):
         return True
     return is_held(pinned.parents[2], pinned.name)
 
 
-def _used_at(scratch: Path, place: str) -> float:
-    lock = _lock_path(scratch, place)
+def _used_at(scratch: Path, relative_path: str) -> float:
+    lock = _lock_path(scratch, relative_path)
     return lock.stat().st_mtime if lock.exists() else 0.0
 
 
-def _lock_path(scratch: Path, place: str) -> Path:
-    return scratch / _LOCKS / f"{_flat(place)}.lock"
+def _lock_path(scratch: Path, relative_path: str) -> Path:
+    return scratch / _LOCKS / f"{_flat(relative_path)}.lock"
 
 
-def _flat(place: str) -> str:
-    return place.replace("/", "~")
+def _flat(relative_path: str) -> str:
+    return relative_path.replace("/", "~")
 
 
 SPARE_BYTES = 256 << 20
 """Disk space that is left free for logs and for other users of the disk."""
 
 
-def require_room(scratch: Path, needed_bytes: int, what: str, beside_bytes: int = 0) -> None:
+def require_disk_space(scratch: Path, needed_bytes: int, what: str, beside_bytes: int = 0) -> None:
     """Make sure that ``needed_bytes`` fit on the disk of the scratch folder and leave ``beside_bytes`` free.
 
     ``beside_bytes`` is what a run will write there. To free disk space, staged folders that no run uses are removed,
     the least recently used first, but never ``what``. Raises StorageError if that is not enough.
     """
     needed = needed_bytes + beside_bytes + SPARE_BYTES
-    for place in staged_places(scratch):
+    for relative_path in staged_paths(scratch):
         if shutil.disk_usage(scratch).free >= needed:
             return
-        if place != what:
-            remove_unused(scratch, place)
+        if relative_path != what:
+            remove_unused(scratch, relative_path)
     if (free := shutil.disk_usage(scratch).free) < needed:
         also = f"with {format_bytes(beside_bytes)} for checkpoints " if beside_bytes else ""
         raise StorageError(

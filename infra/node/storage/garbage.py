@@ -24,11 +24,11 @@ from infra.node.node_folders import (
     attempts_folder,
     node_folder,
     node_path,
-    run_place,
+    run_path,
     scratch_folder,
     within,
 )
-from infra.node.storage.disk_usage import is_at_work, remove_unused, staged_places, users
+from infra.node.storage.disk_usage import is_run_active, remove_unused, staged_paths, users
 from infra.node.storage.left_attempts import KnownAttempts, left_attempts
 from t5train.files.atomic import discard
 from t5train.files.locks import try_lock
@@ -90,7 +90,7 @@ class Garbage:
     scratch folder, and on the head to the root.
     """
 
-    place: str
+    relative_path: str
     size: int
     why: str
     is_kept: bool = False
@@ -140,7 +140,7 @@ def garbage(request: FindGarbage) -> FoundGarbage:
 class Freed:
     """The folders that were removed."""
 
-    places: tuple[str, ...]
+    relative_paths: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -150,14 +150,18 @@ class FreeGarbage(Query[Freed]):
     action = "free"
     scratch: Path | None
     known: HeadRuns
-    places: tuple[str, ...]
+    relative_paths: tuple[str, ...]
 
 
 def free(request: FreeGarbage) -> Freed:
     """Remove the requested folders, except those that are in use by now."""
     scratch = scratch_folder(request.scratch)
-    found = [each for each in _found(scratch, request.known) if each.place in request.places and not each.is_kept]
-    return Freed(tuple(each.place for each in found if _remove(scratch, each.place)))
+    found = [
+        each
+        for each in _found(scratch, request.known)
+        if each.relative_path in request.relative_paths and not each.is_kept
+    ]
+    return Freed(tuple(each.relative_path for each in found if _remove(scratch, each.relative_path)))
 
 
 def size_of(folder: Path) -> int:
@@ -171,11 +175,11 @@ def size_of(folder: Path) -> int:
 
 
 def _found(scratch: Path, known: HeadRuns) -> Iterator[Garbage]:
-    for place in staged_places(scratch):
-        if not users(scratch, place):
-            yield Garbage(place, size_of(within(scratch, place)), "staged, and not used by any run")
+    for relative_path in staged_paths(scratch):
+        if not users(scratch, relative_path):
+            yield Garbage(relative_path, size_of(within(scratch, relative_path)), "staged, and not used by any run")
     for folder in sorted((scratch / RUNS).glob("[!.]*")):
-        if folder.name in known.finished and not is_at_work(folder.name):
+        if folder.name in known.finished and not is_run_active(folder.name):
             yield from _of_run(folder, known.finished[folder.name])
     for folder in visible_in(scratch / SET_ASIDE):
         yield Garbage(str(folder.relative_to(scratch)), size_of(folder), KEPT_ASIDE, is_kept=True)
@@ -190,29 +194,29 @@ def _found(scratch: Path, known: HeadRuns) -> Iterator[Garbage]:
 
 def _of_run(folder: Path, finished: Finished) -> Iterator[Garbage]:
     """What this node has of a run that the head has finished; nothing if it is another head's run of that name."""
-    owner, place, size = owner_of(folder), run_place(folder.name), size_of(folder)
+    owner, relative_path, size = owner_of(folder), run_path(folder.name), size_of(folder)
     if owner is None:
         why = (
             "kept: no head has claimed it, because an earlier version wrote it; remove it yourself unless another root "
             "needs it"
         )
-        yield Garbage(place, size, why, is_kept=True)
+        yield Garbage(relative_path, size, why, is_kept=True)
     elif owner.unique_id != finished.unique_id or is_held_at(folder):
         return
     elif finished.fault:
         why = f"kept: the run is finished, but the head's copy is not intact: {finished.fault}"
-        yield Garbage(place, size, why, is_kept=True)
+        yield Garbage(relative_path, size, why, is_kept=True)
     else:
-        yield Garbage(place, size, "the head has the finished run")
+        yield Garbage(relative_path, size, "the head has the finished run")
 
 
-def _remove(scratch: Path, place: str) -> bool:
-    if place.startswith(f"{CODE}/"):
-        return remove_code(within(node_folder(), place))
-    if place.startswith(f"{ATTEMPTS}/"):
-        discard(within(node_folder(), place))
+def _remove(scratch: Path, relative_path: str) -> bool:
+    if relative_path.startswith(f"{CODE}/"):
+        return remove_code(within(node_folder(), relative_path))
+    if relative_path.startswith(f"{ATTEMPTS}/"):
+        discard(within(node_folder(), relative_path))
         return True
-    if place in staged_places(scratch):
-        return remove_unused(scratch, place)
-    discard(within(scratch, place))
+    if relative_path in staged_paths(scratch):
+        return remove_unused(scratch, relative_path)
+    discard(within(scratch, relative_path))
     return True

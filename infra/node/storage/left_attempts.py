@@ -43,7 +43,7 @@ def left_attempts(parent: Path, known: KnownAttempts) -> Iterator[tuple[Path, st
             continue
         elif folder.name in known.idle:
             yield folder, _OF_THIS_HEAD
-        elif _days_unchanged(folder) > _OLD_DAYS and not _is_run_at_work(folder):
+        elif _days_unchanged(folder) > _OLD_DAYS and not _is_run_active(folder):
             yield folder, _OF_ANOTHER
 
 
@@ -59,7 +59,7 @@ def _is_living(folder: Path) -> bool:
     return head_lease.age_seconds(folder) <= (this.lease_seconds or 0) + this.grace_seconds
 
 
-def _is_run_at_work(folder: Path) -> bool:
+def _is_run_active(folder: Path) -> bool:
     """Whether a head is using the attempt's run, if this machine can see that."""
     try:
         job = json.loads((folder / ATTEMPT_SPEC).read_text("utf-8"))

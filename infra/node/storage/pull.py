@@ -18,7 +18,7 @@ from t5train.files.atomic import sync_folder
 from t5train.files.presence import ABSENT, file_size, reading
 from t5train.files.set_aside import set_aside
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def listed(folder: Path, names: Iterable[str]) -> list[Wanted]:
@@ -90,7 +90,7 @@ def _pull_file(source: Source, wanted: Wanted, path: Path, watcher: Watcher, kee
         except OSError as error:
             if isinstance(error, ConnectionError):
                 raise
-            remedy = "free some disk space" if error.errno in _NO_ROOM else "check the disk and the permissions"
+            remedy = "free some disk space" if error.errno in _DISK_FULL else "check the disk and the permissions"
             raise StorageError(f"{path} cannot be written: {error.strerror}; {remedy}, then start again") from error
         partial.unlink(missing_ok=True)
         if last:

@@ -11,8 +11,8 @@ from pathlib import Path
 from infra.node.attempts.run_ownership import NodeStore, require_owner
 from infra.node.channel import Channel
 from infra.node.messages import Done, Query, Request
-from infra.node.node_folders import aside_place, run_place, scratch_folder, within
-from infra.node.storage.disk_usage import require_room
+from infra.node.node_folders import run_path, scratch_folder, set_aside_path, within
+from infra.node.storage.disk_usage import require_disk_space
 from infra.node.storage.file_channel import (
     AllArrived,
     FileRange,
@@ -156,44 +156,44 @@ class FileList:
 
 @dataclass(frozen=True)
 class ListFiles(Query[FileList]):
-    """List the files named ``names`` in the folder ``place``, and all files in subfolders with these names."""
+    """List the files named ``names`` in the folder ``relative_path``, and all files in subfolders with these names."""
 
     action = "listing"
     store: NodeStore
-    place: str
+    relative_path: str
     names: tuple[str, ...]
 
 
 def listing(request: ListFiles) -> FileList:
     """List those of the files that exist, with their digests."""
-    _, folder = _place(request.store, request.place)
+    _, folder = _folder_of(request.store, request.relative_path)
     return FileList(tuple(listed(folder, request.names)))
 
 
 @dataclass(frozen=True)
 class SendFiles(Request):
-    """Send the files of the folder ``place`` that the head requests."""
+    """Send the files of the folder ``relative_path`` that the head requests."""
 
     action = "send"
     store: NodeStore
-    place: str
+    relative_path: str
 
 
 def send(request: SendFiles, head: Channel) -> None:
     """Send the requested files until stdin ends."""
-    _, folder = _place(request.store, request.place)
+    _, folder = _folder_of(request.store, request.relative_path)
     while (message := head.receive(FileRange)) is not None:
         answer(head, message, files_in(folder))
 
 
 @dataclass(frozen=True)
 class ReceiveFiles(Request):
-    """Fetch files into the folder ``place`` of a run."""
+    """Fetch files into the folder ``relative_path`` of a run."""
 
     action = "receive"
     store: NodeStore
     run_name: str
-    place: str
+    relative_path: str
     files: tuple[Wanted, ...]
     recorded: tuple[str, ...] | None
     """Names of the files of the checkpoint. Other pickles in the folder are set aside; None: nothing is set aside."""
@@ -201,28 +201,28 @@ class ReceiveFiles(Request):
 
 def receive(request: ReceiveFiles, head: Channel) -> None:
     """Fetch the files that are missing or damaged here from the head. Files that cannot be read now are set aside."""
-    scratch, folder = _place(request.store, request.place)
+    scratch, folder = _folder_of(request.store, request.relative_path)
     aside = _aside(request.store, request.run_name)
     if request.recorded is not None:
         for name in unlisted(names_in(folder), request.recorded):
             set_aside(folder / name, aside, "it is not from the save of the checkpoint that is resumed")
-    require_room(scratch, missing_bytes(folder, request.files), request.place)
+    require_disk_space(scratch, missing_bytes(folder, request.files), request.relative_path)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     pull(fetch_over(head), request.files, folder, ProgressRelay(head), aside)
     head.send(AllArrived())
 
 
 def _aside(store: NodeStore, run_name: str) -> Path:
-    return within(scratch_folder(store.scratch), aside_place(run_name))
+    return within(scratch_folder(store.scratch), set_aside_path(run_name))
 
 
 def _checkpoints(store: NodeStore, run_name: str) -> Path:
-    _, folder = _place(store, run_place(run_name))
+    _, folder = _folder_of(store, run_path(run_name))
     return within(folder, CHECKPOINTS)
 
 
-def _place(store: NodeStore, place: str) -> tuple[Path, Path]:
+def _folder_of(store: NodeStore, relative_path: str) -> tuple[Path, Path]:
     """The scratch folder, and the requested folder within it. Raises RunOwned if that belongs to another run."""
     scratch = scratch_folder(store.scratch)
-    require_owner(scratch, place, store.owner)
-    return scratch, within(scratch, place)
+    require_owner(scratch, relative_path, store.owner)
+    return scratch, within(scratch, relative_path)

@@ -160,7 +160,7 @@ def _records(file: Path) -> dict[int, int]:
             compressed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
             skipped = {*compressed, *_tensors(archive)}
             structure = [entry for entry in archive.infolist() if entry.filename not in skipped]
-            read = {entry.filename: archive.read(entry) for entry in structure}  # verifies CRC-32s, as torch does not
+            read = {entry.filename: archive.read(entry) for entry in structure}  # verifies CRC-32s, unlike torch
             little = all(content == b"little" for name, content in read.items() if name.endswith("/byteorder"))
             folders = {name.split("/", 1)[0] for name in archive.namelist()}
         records = {offset: size for offset, (size, _) in record_checksums(file).items()}
@@ -216,5 +216,5 @@ def _located_tensor(tensor: torch.Tensor, file: Path, records: dict[int, int]) -
 def _cause(error: Exception) -> str:
     """The first sentence of an error. torch adds advice to load the file unsafely, which is left out."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
-    return (telling or lines or [type(error).__name__])[0].split(". Please use ")[0]
+    relevant = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
+    return (relevant or lines or [type(error).__name__])[0].split(". Please use ")[0]

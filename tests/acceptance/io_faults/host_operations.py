@@ -16,7 +16,7 @@ from infra.head.hosts.node_client import Nodes
 from infra.head.storage.gather import gather
 from infra.head.storage.node_paths import NodeRun
 from infra.node.attempts.run_ownership import OWNER, Owner
-from infra.node.node_folders import run_place, tag_place
+from infra.node.node_folders import run_path, tag_path
 from t5train.checkpoint import sidecar, tags
 from t5train.files import run_folder
 from t5train.files.atomic import write_json
@@ -73,7 +73,7 @@ class _OnHosts:
         for host in self.hosts:
             site.scratch(host).mkdir(parents=True, mode=0o700)
             site.scratch(host).parent.chmod(0o700)
-            _claim(site.scratch(host) / run_place(RUN), _OURS)
+            _claim(site.scratch(host) / run_path(RUN), _OURS)
 
     def _run(self, folder: Path) -> NodeRun:
         site = self._site(folder)
@@ -158,7 +158,7 @@ class Gc(_OnHosts):
         gather(site.nodes, RUN, site.newest(), site.checkpoints)
         _finish(site.checkpoints.parent)
         for host in self.hosts:
-            shutil.copytree(site.scratch(host) / run_place(RUN), site.scratch(host) / run_place(_DAMAGED))
+            shutil.copytree(site.scratch(host) / run_path(RUN), site.scratch(host) / run_path(_DAMAGED))
         damaged = site.root / RUNS / "damaged"
         shutil.copytree(site.checkpoints.parent, damaged)
         next(damaged.glob(f"{CHECKPOINTS}/*/*.pt")).write_bytes(bytes(_BYTES))
@@ -168,11 +168,11 @@ class Gc(_OnHosts):
         (going / tag_of(2) / sidecar.sidecar_name(0)).unlink()
         (going / f".{tag_of(1)}.discarded").mkdir()
         for host in self.hosts:
-            _claim(site.scratch(host) / run_place(_OTHER), _THEIRS)
-            _save_alone(site.scratch(host) / tag_place(_OTHER, tag_of(_OLD)), _OLD)
+            _claim(site.scratch(host) / run_path(_OTHER), _THEIRS)
+            _save_alone(site.scratch(host) / tag_path(_OTHER, tag_of(_OLD)), _OLD)
             (site.scratch(host) / "shards" / "deadbeef").mkdir(parents=True)
             (site.scratch(host) / "shards" / "deadbeef" / "train.bin").write_bytes(bytes(100))
-        (site.scratch("a") / tag_place(_OTHER, f".{tag_of(2)}.discarded")).mkdir()
+        (site.scratch("a") / tag_path(_OTHER, f".{tag_of(2)}.discarded")).mkdir()
 
     def enter(self, folder: Path) -> Callable[[], Any]:
         """The command as a user types it, except that hosts are not reached by ssh."""
@@ -202,8 +202,8 @@ class Gc(_OnHosts):
         site, template = self._site(folder), folder.parent.parent / self.name
         going = site.root / RUNS / "going" / CHECKPOINTS
         needed = [site.checkpoints / tag_of(_NEWEST), going / tag_of(_OLD)]
-        needed += [site.scratch(host) / tag_place(_OTHER, tag_of(_OLD)) for host in self.hosts]
-        needed += [site.scratch(host) / tag_place(_DAMAGED, tag_of(_NEWEST)) for host in self.hosts]
+        needed += [site.scratch(host) / tag_path(_OTHER, tag_of(_OLD)) for host in self.hosts]
+        needed += [site.scratch(host) / tag_path(_DAMAGED, tag_of(_NEWEST)) for host in self.hosts]
         if self._cannot_be_verified(site, failed):
             needed += [site.tag(host, _NEWEST) for host in self.hosts]
         found = self._lost(folder, template, needed)

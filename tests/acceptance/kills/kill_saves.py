@@ -164,11 +164,11 @@ def _train(rank: int, job: str, meeting: str, told: Connection) -> None:
     deepspeed.init_distributed("gloo")
     save = saving.save
 
-    def told_of(engine: Any, job: TrainJob, step: int, *rest: Any) -> str:
+    def reportable(engine: Any, job: TrainJob, step: int, *rest: Any) -> str:
         told.send(("saving", step, time.monotonic()))
         tag = save(engine, job, step, *rest)
         told.send(("saved", step, time.monotonic()))
         return tag
 
-    with mock.patch.object(saving, "save", told_of):
+    with mock.patch.object(saving, "save", reportable):
         loop.Trainer(TrainJob.model_validate_json(job)).run()

@@ -87,30 +87,30 @@ STAGES = ("--set", "layout.pipeline_stages=8", "--set", "cluster.ranks=8")
         ),
         (["run", "smoke", "--set", "model.start_from=s3://key:x@models/t5"], "is s3://models/t5: it must be a folder"),
         (["run", "smoke", "--dry-run", "--set", "model.moe.top_k=2", *SWITCH], "model.moe.top_k is 2"),
-        (["run", "smoke", "--dry-run", *STAGES], "layout.pipeline_stages is 8: the model has only 2 encoder blocks"),
+        (["run", "smoke", "--dry-run", *STAGES], "layout.pipeline_stages is 8: the model can be split into at most"),
         (["train", "smoke"], "no token shards"),
         (["verify", "nowhere"], "manifest.json cannot be read"),
     ],
 )
-def test_an_error_is_one_line_and_ends_with_1(
+def test_an_error_prints_one_line_and_exits_with_1(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert t5_pretrain(*arguments) == 1
-    said = capsys.readouterr()
-    assert said.err.startswith("error: ")
-    assert message in said.err
-    assert said.err.count("\n") == 1
-    assert said.out == ""
+    output = capsys.readouterr()
+    assert output.err.startswith("error: ")
+    assert message in output.err
+    assert output.err.count("\n") == 1
+    assert output.out == ""
 
 
 @pytest.mark.parametrize(
     "arguments", [["run"], ["run", "smoke", "--set", "x"], ["consolidate", "a", "b", "--shard-size", "5X"]]
 )
-def test_wrong_usage_ends_with_2(t5_pretrain: Callable[..., int], arguments: list[str]) -> None:
+def test_wrong_usage_exits_with_2(t5_pretrain: Callable[..., int], arguments: list[str]) -> None:
     assert t5_pretrain(*arguments) == 2
 
 
-def test_control_c_ends_with_130_and_a_line(
+def test_ctrl_c_prints_one_line_and_exits_with_130(
     t5_pretrain: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(_: str) -> None:
@@ -124,7 +124,7 @@ def test_control_c_ends_with_130_and_a_line(
 @pytest.mark.parametrize(
     ("recipe", "num_steps"), [("smoke", 50), ("moe", 20_000), ("pipeline", 20_000), ("zero3", 20_000)]
 )
-def test_a_dry_run_tells_everything_and_makes_nothing(
+def test_a_dry_run_shows_the_whole_plan_and_creates_nothing(
     t5_pretrain: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
     golden: Callable[[str, str], None],
@@ -136,12 +136,12 @@ def test_a_dry_run_tells_everything_and_makes_nothing(
     assert (
         t5_pretrain("run", recipe, "--dry-run", "--root", str(root), "--set", f"optimizer.num_steps={num_steps}") == 0
     )
-    said = capsys.readouterr().out.replace(str(root), "{root}").replace(sys.executable, "{python}")
-    golden(f"{recipe}.dry-run", said)
+    output = capsys.readouterr().out.replace(str(root), "{root}").replace(sys.executable, "{python}")
+    golden(f"{recipe}.dry-run", output)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_experts_a_token_are_refused_by_the_whole_chain_before_it_starts(
+def test_a_run_with_two_experts_per_token_is_refused_before_it_starts(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     root = tmp_path / "root"
@@ -151,7 +151,7 @@ def test_two_experts_a_token_are_refused_by_the_whole_chain_before_it_starts(
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])
-def test_a_vocabulary_that_a_model_to_continue_from_does_not_know_is_refused_before_text_is_read(
+def test_a_vocabulary_that_differs_from_the_starting_models_is_refused_before_any_work(
     t5_pretrain: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -171,7 +171,7 @@ def test_a_vocabulary_that_a_model_to_continue_from_does_not_know_is_refused_bef
     assert not (tmp_path / "root").exists()
 
 
-def test_what_does_not_fit_in_memory_is_refused_before_it_starts(
+def test_a_run_that_does_not_fit_in_memory_is_refused_before_it_starts(
     t5_pretrain: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -184,7 +184,7 @@ def test_what_does_not_fit_in_memory_is_refused_before_it_starts(
     assert not root.exists()
 
 
-def test_stage_commands_work_where_prefect_is_not_installed(run_python: RunPython, tmp_path: Path) -> None:
+def test_stage_commands_work_without_prefect(run_python: RunPython, tmp_path: Path) -> None:
     text = "\n".join(json.dumps({"id": str(number), "text": f"line {number} of a text"}) for number in range(200))
     (tmp_path / "text.jsonl").write_text(text + "\n")
     arguments = ("corpus", "--source", str(tmp_path / "text.jsonl"), "--root", str(tmp_path / "root"))
@@ -201,7 +201,7 @@ def test_stage_commands_work_where_prefect_is_not_installed(run_python: RunPytho
     assert run_python(WITHOUT_PREFECT, "status").returncode == 0
 
 
-def test_status_tells_step_loss_holder_and_place(
+def test_status_shows_step_loss_holder_and_publication(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "work" / "runs" / "mine"
@@ -227,13 +227,13 @@ def test_status_tells_step_loss_holder_and_place(
         ("published.json", "published"),
     ],
 )
-def test_status_tells_the_stage_by_its_last_act(tmp_path: Path, last_act: str, stage: str) -> None:
+def test_status_shows_the_last_finished_stage(tmp_path: Path, last_act: str, stage: str) -> None:
     (tmp_path / last_act).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / last_act).write_text("{}")
     assert run_status(tmp_path).stage == stage
 
 
-def test_a_run_that_lives_refuses_a_second_start(
+def test_a_second_start_of_a_running_run_is_refused(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     command = [sys.executable, "-c", HOLDS_A_RUN, str(tmp_path / "work" / "runs" / "mine")]
@@ -244,7 +244,7 @@ def test_a_run_that_lives_refuses_a_second_start(
     assert "is in use by process" in capsys.readouterr().err
 
 
-def test_a_run_begun_otherwise_is_refused_before_anything_starts(
+def test_a_run_begun_with_other_settings_is_refused_before_anything_starts(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     begun = tmp_path / "work" / "runs" / "mine" / "run.json"
@@ -260,7 +260,7 @@ def test_a_run_begun_otherwise_is_refused_before_anything_starts(
     assert not (tmp_path / "work" / "prefect").exists()
 
 
-def test_more_gpus_than_there_are_are_refused_before_anything_starts(
+def test_more_ranks_than_gpus_are_refused_before_anything_starts(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     asked = ["cluster.accelerator=cuda", "cluster.ranks=64", "layout.micro_batch_sequences=1"]
@@ -269,7 +269,7 @@ def test_more_gpus_than_there_are_are_refused_before_anything_starts(
     assert not (tmp_path / "work").exists()
 
 
-def test_fp16_on_a_cpu_that_cannot_is_refused_before_anything_starts(
+def test_fp16_on_a_cpu_that_does_not_support_it_is_refused_before_anything_starts(
     t5_pretrain: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -291,7 +291,7 @@ def test_text_that_does_not_fit_under_the_root_is_refused_before_anything_starts
     assert "choose another root" in capsys.readouterr().err
 
 
-def test_the_exit_code_says_that_training_is_done_though_its_result_is_not_gathered(
+def test_exit_code_3_means_that_training_is_done_but_its_result_is_not_gathered(
     t5_pretrain: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lose_a_host() -> None:
@@ -303,14 +303,14 @@ def test_the_exit_code_says_that_training_is_done_though_its_result_is_not_gathe
 
 
 @pytest.mark.parametrize("command", ["run", "train"])
-def test_a_beginning_that_failed_before_it_moved_checkpoints_is_not_made_up_for_unasked(
+def test_an_unfinished_begin_again_stops_later_starts_until_it_is_repeated_or_withdrawn(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
 ) -> None:
     folder = tmp_path / "work" / "runs" / "mine"
     folder.mkdir(parents=True)
     ask_to_begin_again(folder)
     assert t5_pretrain(command, "smoke", "--name", "mine", "--set", "corpus.source=/nowhere") == 1
-    said = capsys.readouterr().err
-    assert "Repeat --begin-again" in said
-    assert f"remove {folder / 'begin-again'}" in said
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert "Repeat --begin-again" in output
+    assert f"remove {folder / 'begin-again'}" in output
+    assert "Traceback" not in output

@@ -28,7 +28,7 @@ def write_tag(tag: Path, record: Record) -> dict[str, dict[str, torch.Tensor]]:
     return held
 
 
-def test_moments_are_written_when_they_are_asked_for(
+def test_moments_are_written_only_on_request(
     t5_pretrain: Callable[..., int], record_alone: Record, tmp_path: Path
 ) -> None:
     held = write_tag(tmp_path / "checkpoints/step-00000003", record_alone)

@@ -18,7 +18,7 @@ def hostfile(tmp_path: Path) -> Path:
     return tmp_path / "hosts"
 
 
-def test_a_dry_run_shows_the_hosts_and_the_command_that_starts_them(
+def test_a_dry_run_shows_the_hosts_and_the_command_that_starts_their_ranks(
     t5_pretrain: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
     golden: Callable[[str, str], None],
@@ -26,8 +26,8 @@ def test_a_dry_run_shows_the_hosts_and_the_command_that_starts_them(
 ) -> None:
     options = ("--hostfile", str(hostfile), "--include", "node1@node2:1,3", "--root", str(hostfile.parent / "root"))
     assert t5_pretrain("run", "smoke", "--dry-run", *options, *SMALLER) == 0
-    said = capsys.readouterr().out
-    of_hosts = said[said.index("# hosts") : said.index("# run folder")]
+    output = capsys.readouterr().out
+    of_hosts = output[output.index("# hosts") : output.index("# run folder")]
     for here, anywhere in ((sys.executable, "{python}"), (f"t5-pretrain-{os.getuid()}", "t5-pretrain-{uid}")):
         of_hosts = of_hosts.replace(here, anywhere)
     golden("hosts.dry-run", of_hosts)
@@ -47,7 +47,7 @@ def test_a_dry_run_shows_the_hosts_and_the_command_that_starts_them(
     ],
 )
 @pytest.mark.parametrize("command", ["run", "train"])
-def test_hosts_that_cannot_be_are_refused_before_anything_starts(
+def test_an_invalid_choice_of_hosts_is_refused_before_anything_starts(
     t5_pretrain: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
     hostfile: Path,
@@ -61,7 +61,7 @@ def test_hosts_that_cannot_be_are_refused_before_anything_starts(
     assert not root.exists()
 
 
-def test_a_choice_without_a_hostfile_is_refused(
+def test_options_for_hosts_are_refused_without_a_hostfile(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for option in (("--num-nodes", "2"), ("--ship-code",)):
@@ -69,7 +69,9 @@ def test_a_choice_without_a_hostfile_is_refused(
         assert "cluster.hostfile is not set: give --hostfile" in capsys.readouterr().err
 
 
-def test_ranks_follow_from_the_hosts_and_paths_are_absolute(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hosts_determine_the_number_of_ranks_and_paths_are_made_absolute(
+    hostfile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(hostfile.parent)
     of_hosts = {"cluster.hostfile": "hosts", "cluster.num_nodes": "1", "cluster.known_hosts": "known"}
     spec = resolve("smoke", of_hosts)

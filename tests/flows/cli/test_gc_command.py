@@ -25,7 +25,7 @@ def checkpoints(tmp_path: Path) -> Path:
     return folder
 
 
-def test_gc_shows_first_and_removes_when_told(
+def test_gc_lists_what_no_run_needs_and_removes_it_only_with_free(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], checkpoints: Path
 ) -> None:
     assert t5_pretrain("gc") == 0
@@ -40,7 +40,7 @@ def test_gc_shows_first_and_removes_when_told(
     assert capsys.readouterr().out.splitlines()[-1] == "no unneeded files found"
 
 
-def test_checkpoints_that_were_moved_aside_are_listed_and_stay(
+def test_checkpoints_that_were_set_aside_are_listed_and_kept(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], checkpoints: Path
 ) -> None:
     aside = checkpoints.parent / "set-aside"
@@ -54,18 +54,18 @@ def test_checkpoints_that_were_moved_aside_are_listed_and_stay(
     assert (aside / "step-00000004.0123abcd" / "left.pt").exists()
 
 
-def test_any_number_of_hosts_will_do_and_only_settings_of_machines_are_known(
+def test_gc_accepts_any_number_of_hosts_and_only_settings_of_machines(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "hosts").write_text("".join(f"nowhere{number}.invalid slots=1\n" for number in range(3)))
     assert t5_pretrain("gc", "--hostfile", "hosts", "--set", "cluster.spares=1", "--set", "cluster.ssh_port=2222") == 1
-    said = capsys.readouterr().err
-    assert all(f"left out: nowhere{number}.invalid: " in said for number in range(3)), said
+    output = capsys.readouterr().err
+    assert all(f"left out: nowhere{number}.invalid: " in output for number in range(3)), output
     assert t5_pretrain("gc", "--set", "optimizer.seed=1") == 1
     assert "unknown setting 'optimizer.seed'" in capsys.readouterr().err
 
 
-def test_hosts_keep_a_finished_run_of_which_the_heads_copy_does_not_verify(
+def test_hosts_keep_a_finished_run_if_the_heads_copy_is_damaged(
     t5_pretrain: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
     checkpoints: Path,
@@ -83,13 +83,13 @@ def test_hosts_keep_a_finished_run_of_which_the_heads_copy_does_not_verify(
     )
     (damaged,) = checkpoints.glob("step-00000008/*")
     damaged.write_bytes(bytes(damaged.stat().st_size))
-    assert t5_pretrain("gc") == 0, "sizes fit: nothing is read before something is to be removed"
+    assert t5_pretrain("gc") == 0, "without --free only sizes are compared, and they are right"
     assert t5_pretrain("gc", "--free") == 0
     assert f"kept on all hosts: {name}, because the head's copy is not complete: {damaged}" in capsys.readouterr().err
     assert [str(damaged) in run.fault for run in asked] == [True]
 
 
-def test_hosts_keep_a_run_that_was_begun_again_while_the_heads_copy_was_read(
+def test_hosts_keep_a_run_that_begins_again_while_the_heads_copy_is_verified(
     t5_pretrain: Callable[..., int], checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, name = checkpoints.parent, f"mine-{'f' * 12}"
@@ -112,7 +112,7 @@ def test_hosts_keep_a_run_that_was_begun_again_while_the_heads_copy_was_read(
     assert asked == [[]]
 
 
-def test_a_host_that_does_not_answer_is_told(
+def test_a_host_that_does_not_respond_is_reported(
     t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "hosts").write_text("nowhere.invalid slots=1\n")

@@ -77,7 +77,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Ended(NamedTuple):
+class Result(NamedTuple):
     """The exit code and output of a command."""
 
     code: int
@@ -86,14 +86,14 @@ class Ended(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
     """The result of each case."""
     pieces = sentencepiece_model.train(TokenizerSpec(vocab_size=300), [Path(os.__file__).read_text("utf-8")], silent)
     cases = [(str(_folder(tmp_path_factory.mktemp("case"), pieces)), closed, args) for closed, args in CASES]
     command = [*BOUND, sys.executable, "-c", PROGRAM, json.dumps(cases)]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert said.returncode == 0, said.stderr
-    return [Ended(*each) for each in json.loads(said.stdout.splitlines()[-1])]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert completed.returncode == 0, completed.stderr
+    return [Result(*each) for each in json.loads(completed.stdout.splitlines()[-1])]
 
 
 def _folder(folder: Path, pieces: bytes) -> Path:
@@ -108,10 +108,8 @@ def _folder(folder: Path, pieces: bytes) -> Path:
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{args[0]} {closed}" for closed, args in CASES])
-def test_what_may_not_be_read_or_written_is_told_in_one_line_with_path_and_remedy(
-    ended: list[Ended], number: int
-) -> None:
-    this, closed = ended[number], CASES[number][0]
+def test_a_path_without_permissions_is_reported_in_one_line_with_its_path(results: list[Result], number: int) -> None:
+    this, closed = results[number], CASES[number][0]
     assert this.code == 1, this
     line = this.err.splitlines()[-1]  # on a slow machine, progress comes before it
     assert line.startswith("error: ")

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             ["run", "smoke", "--root", "closed"],
@@ -41,28 +41,28 @@ pytestmark = pytest.mark.skipif(
         ),
     ],
 )
-def test_a_root_that_cannot_be_written_is_told_in_one_line_before_any_work(
-    tmp_path: Path, arguments: list[str], said: str
+def test_a_read_only_root_is_reported_in_one_line_before_any_work(
+    tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o500)
     command = [*BOUND, sys.executable, "-c", PROGRAM, *arguments]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 1
-    assert ended.stderr.startswith(f"error: {closed}")
-    assert ended.stderr.endswith(f"{closed}{said}\n")
-    assert ended.stderr.count("\n") == 1
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: {closed}")
+    assert result.stderr.endswith(f"{closed}{message}\n")
+    assert result.stderr.count("\n") == 1
     assert list(closed.iterdir()) == []
 
 
 @pytest.mark.parametrize(("closed", "verb"), [("prefect", "written"), ("runs", "created")])
-def test_a_part_of_the_root_that_cannot_be_written_is_named(tmp_path: Path, closed: str, verb: str) -> None:
+def test_a_read_only_folder_under_the_root_is_named(tmp_path: Path, closed: str, verb: str) -> None:
     (tmp_path / closed).mkdir(mode=0o500)
     command = [*BOUND, sys.executable, "-c", PROGRAM, "run", "smoke", "--root", str(tmp_path)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 1
-    last = ended.stderr.splitlines()[-1]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
     assert last.startswith(f"error: {tmp_path / closed}")
     assert last.endswith(f" cannot be {verb}: Permission denied; choose another root (--root)")
-    assert "Traceback" not in ended.stderr
+    assert "Traceback" not in result.stderr

@@ -8,7 +8,7 @@ from flows.cli import terminal
 from flows.cli.terminal import stage_display
 
 
-def test_what_the_library_logs_is_seen_while_a_stage_runs_and_not_afterwards(
+def test_library_log_lines_are_shown_only_while_a_stage_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     log = logging.getLogger("t5train.checkpoint.resume")
@@ -22,7 +22,7 @@ def test_what_the_library_logs_is_seen_while_a_stage_runs_and_not_afterwards(
     )
 
 
-def test_what_a_store_or_a_host_said_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_escape_sequences_from_stores_and_hosts_are_removed_from_output(capsys: pytest.CaptureFixture[str]) -> None:
     hostile = "b\x1b[2Jucket\x1b]0;title\x07 \x9b5mis\r gone\x08\n\tfor good"
     with stage_display():
         logging.getLogger("t5train.records.stage_records").warning("%s", hostile)

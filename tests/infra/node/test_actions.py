@@ -91,32 +91,32 @@ class HostSession:
         self._channel = Channel(self.process.stdout, self.process.stdin)  # type: ignore[arg-type] # both are pipes
         self._channel.send(Watch(RUN_ID, offsets))
 
-    def say(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         self._channel.send(Instruction(order))
 
-    def hear(self, kind: type[T]) -> T:
+    def receive(self, kind: type[T]) -> T:
         """Return the next message of that class, skipping each Alive that names no rank."""
         while (message := self._channel.receive(Report)) is not None:
             if isinstance(message, kind) and message != Alive(()):
                 return message
-        raise AssertionError(f"the window ended without {kind}")
+        raise AssertionError(f"the session ended without {kind}")
 
 
 @pytest.fixture
-def window(local_hosts: Hosts) -> Iterator[Callable[..., HostSession]]:
+def open_session(local_hosts: Hosts) -> Iterator[Callable[..., HostSession]]:
     opened: list[HostSession] = []
 
-    def window(offsets: dict[str, int] | None = None) -> HostSession:
+    def open_session(offsets: dict[str, int] | None = None) -> HostSession:
         opened.append(HostSession(local_hosts.command("a", ["watch"]), offsets if offsets is not None else {}))
         return opened[-1]
 
-    yield window
-    for one in opened:
-        one.process.kill()
-        one.process.communicate()
+    yield open_session
+    for session in opened:
+        session.process.kill()
+        session.process.communicate()
 
 
-def test_an_attempt_is_prepared_once_with_all_that_its_ranks_are_to_know(prepared: Path, act: Act) -> None:
+def test_preparing_an_attempt_writes_its_private_files_and_works_only_once(prepared: Path, act: Act) -> None:
     assert attempt.read(prepared).host == "a"
     assert json.loads((prepared / "environment.json").read_text()) == {"A": "1"}
     assert {path.name: path.stat().st_mode & 0o077 for path in prepared.iterdir()} == dict.fromkeys(
@@ -128,7 +128,7 @@ def test_an_attempt_is_prepared_once_with_all_that_its_ranks_are_to_know(prepare
     assert type(failed.value.__cause__) is StorageError
 
 
-def test_no_ranks_are_prepared_for_a_run_that_another_head_has_taken_over(
+def test_no_attempt_is_prepared_for_a_run_that_another_head_has_taken_over(
     local_hosts: Hosts, act: Act, tmp_path: Path
 ) -> None:
     owner = {"unique_id": "2" * 32, "head": "other", "root": "/root", "since": "then", "lease_seconds": 60.0}
@@ -140,73 +140,75 @@ def test_no_ranks_are_prepared_for_a_run_that_another_head_has_taken_over(
     assert not local_hosts.attempt_folder("a", RUN_ID).exists()
 
 
-def test_a_window_tells_of_lines_errors_and_ends_and_goes_on_where_the_last_one_was(
-    prepared: Path, window: Callable[..., HostSession]
+def test_a_session_reports_lines_errors_and_ends_and_resumes_where_the_last_one_stopped(
+    prepared: Path, open_session: Callable[..., HostSession]
 ) -> None:
     (prepared / "rank-00000.log").write_text("step 1\nstep 2\nhal")
     (prepared / "rank-00001.log").write_text("chatter\nsomething WARNING of rank 1\n")
     (prepared / "rank-00001.error.json").write_text('{"type": "DiskFull", "message": "full"}')
     record = ExitRecord("rank-00001", 1, Cause.EXITED, "exited", "then", "now", "a")
     attempt.read(prepared).write_exit(record)
-    first = window()
-    assert first.hear(Hello).boot_id
-    assert first.hear(RankError) == RankError("rank-00001", "DiskFull", "full")
-    assert first.hear(RankEnded) == RankEnded(record)
+    first = open_session()
+    assert first.receive(Hello).boot_id
+    assert first.receive(RankError) == RankError("rank-00001", "DiskFull", "full")
+    assert first.receive(RankEnded) == RankEnded(record)
     with open(prepared / "rank-00000.log", "a") as log:
         log.write("f\nstep 3\n")
-    second = window({"rank-00000": 14, "rank-00001": 0})
-    assert sorted(second.hear(NewLines).lines) == [
+    second = open_session({"rank-00000": 14, "rank-00001": 0})
+    assert sorted(second.receive(NewLines).lines) == [
         RankLine("rank-00000", "half"),
         RankLine("rank-00000", "step 3"),
         RankLine("rank-00001", "something WARNING of rank 1"),
     ]
 
 
-def test_a_flood_of_lines_is_bounded_and_what_is_left_out_is_counted(
-    prepared: Path, window: Callable[..., HostSession]
+def test_a_flood_of_log_lines_is_limited_and_omitted_lines_are_counted(
+    prepared: Path, open_session: Callable[..., HostSession]
 ) -> None:
     (prepared / "rank-00000.log").write_text("chatter\n" * 5000)
-    one = window()
-    assert one.hear(NewLines).left_out >= 4900
+    session = open_session()
+    assert session.receive(NewLines).left_out >= 4900
 
 
-def test_the_lease_lives_by_the_heads_word_alone(
-    prepared: Path, window: Callable[..., HostSession], until: Until
+def test_the_lease_is_renewed_only_when_the_head_orders_it(
+    prepared: Path, open_session: Callable[..., HostSession], until: Until
 ) -> None:
-    one = window()
-    one.hear(Hello)
+    session = open_session()
+    session.receive(Hello)
     before = (prepared / "lease").read_text()
     time.sleep(1.2)
     assert (prepared / "lease").read_text() == before
-    one.say(Order.RENEW)
+    session.send(Order.RENEW)
     until(lambda: (prepared / "lease").read_text() != before)
 
 
-def test_a_window_without_a_head_ends_when_the_lease_does(prepared: Path, window: Callable[..., HostSession]) -> None:
+def test_a_session_without_a_head_ends_when_the_lease_expires(
+    prepared: Path, open_session: Callable[..., HostSession]
+) -> None:
     this = attempt.read(prepared)
     Attempt(**{**vars(this), "lease_seconds": 0.5}).write()
-    assert window().process.wait(10) == -signal.SIGALRM
+    assert open_session().process.wait(10) == -signal.SIGALRM
 
 
-def test_a_rank_whose_guard_was_killed_is_told_as_gone(
-    prepared: Path, window: Callable[..., HostSession], start: Callable[..., subprocess.Popen[bytes]]
+def test_a_rank_whose_guard_was_killed_is_reported_as_gone(
+    prepared: Path, open_session: Callable[..., HostSession], start: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     guard = start("-c", "import time; time.sleep(600)")
     identity = ProcessIdentity.of(guard.pid)
     attempt.read(prepared).write_process("rank-00003", identity, identity)
     guard.kill()
     guard.wait()
-    assert window().hear(Alive) == Alive(("rank-00003",))
+    assert open_session().receive(Alive) == Alive(("rank-00003",))
 
 
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
 
 
-@pytest.mark.parametrize("by", ["action", "window"])
-def test_the_end_leaves_neither_guards_nor_ranks_nor_launchers_of_that_attempt_and_no_others_touched(
+@pytest.mark.parametrize("by", ["action", "session"])
+def test_ending_an_attempt_ends_its_ranks_and_launchers_and_no_other_processes(
     prepared: Path,
     act: Act,
-    window: Callable[..., HostSession],
+    open_session: Callable[..., HostSession],
     start: Callable[..., subprocess.Popen[bytes]],
     survivors: Callable[[str], set[int]],
     by: str,
@@ -219,10 +221,10 @@ def test_the_end_leaves_neither_guards_nor_ranks_nor_launchers_of_that_attempt_a
     if by == "action":
         assert act(EndAttempt(RUN_ID)) == Survivors(())
     else:
-        one = window()
-        one.say(Order.END)
-        assert one.hear(Ended) == Ended(())
-        assert one.process.wait(5) == 0
+        session = open_session()
+        session.send(Order.END)
+        assert session.receive(Ended) == Ended(())
+        assert session.process.wait(5) == 0
     assert time.monotonic() - began < 8
     assert rank.wait(1) == -signal.SIGKILL
     assert launcher.wait(1) == -signal.SIGTERM
@@ -231,12 +233,12 @@ def test_the_end_leaves_neither_guards_nor_ranks_nor_launchers_of_that_attempt_a
     assert not (prepared / "lease").exists()
 
 
-def test_a_window_on_an_ended_attempt_renews_nothing(
-    prepared: Path, act: Act, window: Callable[..., HostSession]
+def test_a_session_on_an_ended_attempt_ends_without_renewing_the_lease(
+    prepared: Path, act: Act, open_session: Callable[..., HostSession]
 ) -> None:
     act(EndAttempt(RUN_ID))
-    one = window()
-    assert one.hear(Ended) == Ended(())
+    session = open_session()
+    assert session.receive(Ended) == Ended(())
     assert not (prepared / "lease").exists()
 
 
@@ -245,7 +247,7 @@ def test_ending_another_attempt_leaves_this_one_alone(prepared: Path, act: Act) 
     assert (prepared / "lease").exists()
 
 
-def test_logs_are_packed_without_the_environment_and_removed_when_told(prepared: Path, act: Act) -> None:
+def test_logs_are_packed_without_the_environment_and_the_attempt_can_be_removed(prepared: Path, act: Act) -> None:
     (prepared / "rank-00000.log").write_text("step 1\n")
     answer: PackedFiles = act(PackLogs(RUN_ID))
     with tarfile.open(fileobj=io.BytesIO(answer.content)) as packed:
@@ -257,13 +259,13 @@ def test_logs_are_packed_without_the_environment_and_removed_when_told(prepared:
     assert not prepared.exists()
 
 
-def test_actions_start_in_an_instant() -> None:
+def test_importing_infra_node_loads_no_large_package() -> None:
     heavy = "import sys, infra.node; sys.exit(bool({'torch', 'pydantic', 'numpy', 'prefect'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", heavy], env=os.environ, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("name", ACTIONS)
-def test_the_request_of_each_action_names_it_and_its_answer(name: str) -> None:
+def test_each_actions_request_class_names_the_action_and_its_answer(name: str) -> None:
     function = function_of(name)
     request = request_type(function)
     answer = get_type_hints(function)["return"]

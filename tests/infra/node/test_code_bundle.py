@@ -27,7 +27,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_equal_code_is_equal_bytes_whatever_lies_beside_it_and_whenever_it_was_written(
+def test_the_bundle_depends_on_modules_and_not_on_times_modes_or_other_files(
     checkout: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     first = bundle(checkout)
@@ -56,17 +56,17 @@ def test_equal_code_is_equal_bytes_whatever_lies_beside_it_and_whenever_it_was_w
         lambda folder: (folder / "infra/more.py").touch(),
     ],
 )
-def test_any_other_module_is_other_code(checkout: Path, change: Callable[[Path], object]) -> None:
+def test_any_change_to_the_modules_changes_the_digest(checkout: Path, change: Callable[[Path], object]) -> None:
     first = bundle(checkout)
     change(checkout)
     assert bundle(checkout).digest != first.digest
 
 
-def test_this_projects_bundle_holds_every_file_of_what_nodes_import() -> None:
+def test_this_projects_bundle_contains_every_file_of_t5train_and_infra() -> None:
     sources = json.loads(own_bundle().content)
     found = {path for top in ("t5train", "infra") for path in (ROOT / top).rglob("*") if path.is_file()}
     found = {path for path in found if "__pycache__" not in path.parts}
-    assert {ROOT / name for name in sources} == found, "what is no module is not sent to hosts"
+    assert {ROOT / name for name in sources} == found, "files that are not modules are not sent to hosts"
     assert sources["infra/node/attempts/process_guard.py"] == (ROOT / "infra/node/attempts/process_guard.py").read_text(
         "utf-8"
     )

@@ -41,7 +41,7 @@ def test_the_lock_of_a_live_compile_stays(tmp_path: Path, lock: Path, start: Sta
     assert lock.exists()
 
 
-def test_a_lock_that_its_compile_removes_between_two_looks_is_not_touched(
+def test_a_lock_that_its_compile_removes_between_two_checks_is_not_reported_as_removed(
     tmp_path: Path, lock: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock.touch()
@@ -73,12 +73,12 @@ def test_a_lock_that_another_machine_may_hold_stays(
     assert shared_locks(environment) == [lock]
 
 
-def test_the_disk_of_this_machine_is_told_from_others() -> None:
+def test_local_disks_are_distinguished_from_other_file_systems() -> None:
     assert compiled_operators.is_on_local_disk(Path("/dev/shm"))  # noqa: S108 - looked at
     assert not compiled_operators.is_on_local_disk(Path("/proc/self"))
 
 
-def test_what_lies_compiled_is_not_missing(tmp_path: Path) -> None:
+def test_compiled_operators_are_not_reported_as_missing(tmp_path: Path) -> None:
     (tmp_path / "cpu_adam").mkdir()
     (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
     environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}

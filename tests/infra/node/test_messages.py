@@ -58,11 +58,11 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         return st.dictionaries(TEXT, values(arguments[1]), max_size=3)
     if arguments:
         return st.one_of(*map(values, arguments))
-    return st.sampled_from(kind) if issubclass(kind, StrEnum) else made(kind)
+    return st.sampled_from(kind) if issubclass(kind, StrEnum) else instances(kind)
 
 
 @cache
-def made(kind: Any) -> st.SearchStrategy[Any]:
+def instances(kind: Any) -> st.SearchStrategy[Any]:
     hints = get_type_hints(kind)
     names = [one.name for one in fields(kind)] if is_dataclass(kind) else kind._fields
     return st.builds(kind, **{name: values(hints[name]) for name in names})
@@ -76,7 +76,7 @@ def test_the_names_of_messages_are_distinct() -> None:
 @settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(data=st.data())
 def test_every_message_arrives_as_it_was_sent(kind: type[Any], data: st.DataObject) -> None:
-    message = data.draw(made(kind))
+    message = data.draw(instances(kind))
     line = encode(message)
     assert line.endswith(b"\n")
     assert b"\n" not in line[:-1]
@@ -86,26 +86,26 @@ def test_every_message_arrives_as_it_was_sent(kind: type[Any], data: st.DataObje
 @pytest.mark.parametrize("kind", MESSAGES)
 @settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(data=st.data())
-def test_a_message_with_another_form_is_refused_with_the_name_of_the_field(
+def test_a_message_with_a_wrong_field_is_rejected_with_the_name_of_that_field(
     kind: type[Any], data: st.DataObject
 ) -> None:
-    document = json.loads(encode(data.draw(made(kind))))
+    document = json.loads(encode(data.draw(instances(kind))))
     where, inner, names = data.draw(st.sampled_from(list(objects(kind.__name__, kind, document[kind.__name__]))))
     before = deepcopy(document)
     inner["novelty"] = 1
-    refused(document, kind, where, "'novelty'")
+    assert_rejected(document, kind, where, "'novelty'")
     del inner["novelty"]
     if names:
         name = data.draw(st.sampled_from(names))
         value = inner.pop(name)
-        refused(document, kind, where, repr(name))
+        assert_rejected(document, kind, where, repr(name))
         inner[name] = [{"no": "field", "has": "this form"}]
-        refused(document, kind, f"{where}.{name}")
+        assert_rejected(document, kind, f"{where}.{name}")
         inner[name] = value
     assert document == before
 
 
-def refused(document: dict[str, Any], kind: type[Any], *words: str) -> None:
+def assert_rejected(document: dict[str, Any], kind: type[Any], *words: str) -> None:
     with pytest.raises(BadMessage) as caught:
         decode(json.dumps(document).encode(), kind)
     assert all(word in str(caught.value) for word in words), (words, caught.value)
@@ -137,7 +137,7 @@ class Sample:
 GOOD: dict[str, Any] = {"point": {"x": 1, "y": 2}, "named": {"a": [1]}, "pair": ["b", True], "maybe": None}
 
 
-def test_an_integer_stands_for_a_number_and_nothing_else_stands_for_another() -> None:
+def test_an_integer_is_accepted_for_a_float_field() -> None:
     assert decode(json.dumps({"Sample": GOOD}).encode(), Sample) == Sample(Point(1.0, 2), {"a": [1]}, ("b", True), None)
 
 
@@ -156,7 +156,7 @@ def test_an_integer_stands_for_a_number_and_nothing_else_stands_for_another() ->
         ({"x" * 999: 1}, "has the unknown field"),
     ],
 )
-def test_an_error_names_the_field_the_value_and_what_is_expected(change: dict[str, Any], words: str) -> None:
+def test_an_error_names_the_field_the_value_and_the_expected_type(change: dict[str, Any], words: str) -> None:
     with pytest.raises(BadMessage) as caught:
         decode(json.dumps({"Sample": GOOD | change}).encode(), Sample)
     assert words in str(caught.value)
@@ -164,23 +164,23 @@ def test_an_error_names_the_field_the_value_and_what_is_expected(change: dict[st
 
 
 @pytest.mark.parametrize("line", [b"", b"Welcome!", b"\xff", b"[1]", b"NaN", b"[" * 100_000, b'{"Sample": NaN}'])
-def test_what_is_no_message_is_told_from_another_message(line: bytes) -> None:
+def test_a_line_that_is_not_a_message_is_reported_as_such(line: bytes) -> None:
     with pytest.raises(NotAMessage, match="instead of a message"):
         decode(line, Sample)
 
 
 @pytest.mark.parametrize("line", [b"{}", b'{"a": 1, "b": 2}'])
-def test_what_other_versions_send_is_a_message_of_another_form(line: bytes) -> None:
+def test_an_object_that_does_not_name_one_message_is_rejected_as_invalid(line: bytes) -> None:
     with pytest.raises(BadMessage, match="is not a valid message"):
         decode(line, Sample)
 
 
-def test_another_message_than_expected_is_named() -> None:
+def test_an_unexpected_message_is_rejected_with_its_name() -> None:
     with pytest.raises(BadMessage, match="got the message 'Failure' instead of Sample"):
         decode(encode(Failure("SpecError", "x")), Sample)
 
 
-def test_a_type_that_no_message_can_have_is_an_error_of_its_class() -> None:
+def test_a_message_class_with_an_unsupported_field_type_raises_type_error() -> None:
     @dataclass(frozen=True)
     class Wrong:
         value: int | str

@@ -31,25 +31,25 @@ def test_a_folder_that_the_user_has_chosen_is_used_as_it_is(folder: Folder, tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_the_same_environment_has_the_same_folder_wherever_its_home_is(folder: Folder, tmp_path: Path) -> None:
+def test_the_folder_does_not_depend_on_the_home_folder(folder: Folder, tmp_path: Path) -> None:
     assert folder(HOME="/a") == folder(HOME="/b", XDG_CACHE_HOME="/c")
     assert folder().parent == node_folders.node_path("operators")
     assert folder().is_relative_to(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["CXX", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST"])
-def test_another_compiler_has_another_folder(folder: Folder, name: str) -> None:
+def test_each_compiler_configuration_has_its_own_folder(folder: Folder, name: str) -> None:
     assert folder(**{name: "x"}) != folder()
 
 
-def test_another_python_environment_has_another_folder(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_python_environment_has_its_own_folder(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Paths of the environment are in the compile commands, so ninja would recompile what another environment uses."""
     before = folder()
     monkeypatch.setattr(sys, "prefix", "/another/.venv")
     assert folder() != before
 
 
-def test_other_processor_flags_have_another_folder(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_set_of_cpu_flags_has_its_own_folder(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     before = folder()
     monkeypatch.setattr(operator_folder, "_flags", lambda: iter(["another flag"]))
     assert folder() != before
@@ -58,7 +58,9 @@ def test_other_processor_flags_have_another_folder(folder: Folder, monkeypatch: 
 @pytest.mark.parametrize(
     "line", ["deepspeed/ops/csrc/x.cpp,sha256=new,1", "deepspeed/ops/op_builder/x.py,sha256=new,1"]
 )
-def test_other_sources_have_another_folder(folder: Folder, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+def test_other_deepspeed_sources_have_their_own_folder(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
     before = folder()
     kind = type(operator_folder.distribution("deepspeed"))
     read_text = kind.read_text
@@ -71,7 +73,7 @@ def test_other_sources_have_another_folder(folder: Folder, monkeypatch: pytest.M
     assert folder() != before
 
 
-def test_operators_are_not_loaded_from_where_others_can_write(folder: Folder) -> None:
+def test_operators_are_not_loaded_from_a_folder_that_others_can_write_to(folder: Folder) -> None:
     folder()
     node_folders.node_path("operators").chmod(0o777)
     with pytest.raises(StorageError, match="operators is not a folder that only user"):

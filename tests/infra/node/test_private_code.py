@@ -49,7 +49,7 @@ def run() -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", stdin=subprocess.DEVNULL)
 
 
-def test_code_in_folders_of_ones_own_is_run(planted: Path) -> None:
+def test_code_in_the_users_private_folders_is_run(planted: Path) -> None:
     assert run().returncode == 0
     assert planted.exists()
 
@@ -77,11 +77,11 @@ def test_code_in_a_folder_that_others_could_have_written_is_not_run(
     planted: Path, names: tuple[str, ...], change: Callable[[Path], None]
 ) -> None:
     change(node_path(*names))
-    ended = run()
+    result = run()
     assert not planted.exists()
-    assert ended.returncode == 1
-    assert f"{node_path(*names)} is not a folder that only user {os.getuid()} can access" in ended.stderr
-    assert "Move that folder away" in ended.stderr
+    assert result.returncode == 1
+    assert f"{node_path(*names)} is not a folder that only user {os.getuid()} can access" in result.stderr
+    assert "Move that folder away" in result.stderr
 
 
 def test_a_parent_in_which_others_can_rename_is_refused(planted: Path, parent: Path) -> None:
@@ -90,18 +90,18 @@ def test_a_parent_in_which_others_can_rename_is_refused(planted: Path, parent: P
     assert not planted.exists()
 
 
-def test_code_that_is_not_there_is_named() -> None:
+def test_the_path_of_missing_code_is_named() -> None:
     assert f"{node_path()} cannot be examined (No such file or directory)" in run().stderr
 
 
-def test_the_error_of_such_a_host_shows_no_program_text() -> None:
+def test_the_error_of_a_failed_node_command_does_not_show_its_program_text() -> None:
     shown = str(ssh.failure_of("a", node_command("facts", DIGEST), 1, b"said"))
     assert "-m infra.node" in shown or "..." in shown
     assert "\\n" not in shown
 
 
 @as_root
-def test_a_host_where_another_user_has_the_folder_is_named_and_left_out(
+def test_a_host_whose_node_folder_belongs_to_another_user_is_named_and_left_out(
     parent: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     node_path().mkdir(mode=0o700)

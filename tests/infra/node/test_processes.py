@@ -7,7 +7,7 @@ import pytest
 from infra.node import processes
 
 
-def test_a_process_of_another_user_is_never_meant_by_its_arguments(
+def test_processes_of_other_users_are_not_found_by_their_arguments(
     start: Callable[..., subprocess.Popen[bytes]], until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = f"/somewhere/{os.getpid()}"

@@ -26,7 +26,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
     return programs
 
 
-def test_who_is_not_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_root_can_start_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(TestClusterError, match="only root can make namespaces"):
         Cluster.up("never")
@@ -38,7 +38,7 @@ def test_missing_packages_are_named_once_each(programs: Programs) -> None:
     assert namespaces.what_is_missing() == "Debian packages are missing: apt-get install openssh-client pdsh"
 
 
-def test_a_container_without_the_right_is_told_what_it_lacks(programs: Programs) -> None:
+def test_in_an_unprivileged_container_the_error_names_the_missing_option(programs: Programs) -> None:
     all_programs = dict.fromkeys(namespaces.PACKAGES, "")
     programs(all_programs | {"unshare": "echo unshare failed: Operation not permitted >&2; exit 1"})
     reason = namespaces.what_is_missing()
@@ -48,6 +48,6 @@ def test_a_container_without_the_right_is_told_what_it_lacks(programs: Programs)
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "Ä", "x" * 41])
-def test_a_name_that_is_no_folder_of_its_own_is_refused(name: str) -> None:
+def test_an_invalid_cluster_name_is_refused(name: str) -> None:
     with pytest.raises(TestClusterError, match="is not a valid name"):
         registry.end(name)

@@ -1,4 +1,4 @@
-"""Archives get the CRC-32 that torch would have given them."""
+"""``fill_in`` writes the same CRC-32s as torch."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from t5train.checkpoint.archive_checksums import fill_in, no_checksums
 from t5train.errors import StorageError
 
-SERIALIZATION_ID = "archive/.data/serialization_id"  # made of checksums, and read by nobody
+SERIALIZATION_ID = "archive/.data/serialization_id"  # derived from the checksums; nothing reads it
 
 
 def checksums(path: Path) -> dict[str, int]:
@@ -27,7 +27,7 @@ def test_they_are_what_torch_writes_and_what_is_in_the_archive(
     folder = tmp_path_factory.mktemp("archives")
     tensors = [torch.arange(size, dtype=torch.bfloat16) for size in sizes]
     state = {"tensors": tensors, "text": text}
-    theirs, ours = folder / "theirs" / "archive.pt", folder / "ours" / "archive.pt"  # the name is in the archive
+    theirs, ours = folder / "theirs" / "archive.pt", folder / "ours" / "archive.pt"  # archives store their name
     for path in (theirs, ours):
         path.parent.mkdir()
     torch.save(state, theirs)
@@ -73,6 +73,6 @@ def test_a_disk_that_takes_no_more_is_an_error_and_no_signal(tmp_path: Path, mon
         raise OSError("No space left on device")
 
     torch.save({"tensor": torch.ones(3)}, tmp_path / "state.pt")
-    monkeypatch.setattr(os, "pwrite", full)  # a mapping that is written cannot be refused
+    monkeypatch.setattr(os, "pwrite", full)  # writing through a memory map would raise SIGBUS
     with pytest.raises(OSError, match="No space left"):
         fill_in(tmp_path / "state.pt")

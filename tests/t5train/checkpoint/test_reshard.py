@@ -1,4 +1,4 @@
-"""A run that goes on in another layout: over four ranks what two began, and back."""
+"""Continuing a run in another layout: from two ranks to four, and back."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from tests.support.training.launched import Trained, launch, spec_of
 
 pytestmark = pytest.mark.slow
 
-PAIRS = {  # the layout of two ranks: that of four
+PAIRS = {  # layout of two ranks: layout of four ranks
     "zero0-fp32": "zero3-fp32",
     "zero2-fp32-offload": "zero1-fp32",
     "zero1-bf16": "zero2-bf16",
@@ -36,7 +36,7 @@ PAIRS = {  # the layout of two ranks: that of four
 }
 if torch.ops.mkldnn._is_mkldnn_fp16_supported():
     PAIRS |= {"zero2-fp16": "zero3-fp16", "zero3-fp16": "zero1-fp16"}
-# First loss scales, as powers of two, with which fp16 drops some of three steps, and all of them.
+# Initial loss scales, as powers of two, at which fp16 skips some or all of the first three steps.
 SCALES = {"zero2-fp16": 18, "zero3-fp16": 21}
 SKIPPED = {"zero2-fp16": 2, "zero3-fp16": 3}
 TAG = "step-00000003"
@@ -45,7 +45,7 @@ FILES = ("model", "exp_avg", "exp_avg_sq")
 
 def _job(root: Path, name: str, layout: str, ranks: int, **more: Any) -> dict[str, Any]:
     pair, _ = name.split(".")
-    # Nothing is drawn by lot: neither dropout nor which tokens an expert has no place for.
+    # Nothing is random: there is no dropout, and experts have the capacity for all tokens.
     settings: dict[str, Any] = {"model.dropout_rate": 0.0, "model.moe.capacity_factor": 4.0}
     settings["optimizer.initial_scale_power"] = SCALES.get(pair, 16)
     spec = spec_of(layout, num_steps=6, ranks=ranks, saved_every=3).with_settings(settings)
@@ -56,7 +56,7 @@ def _job(root: Path, name: str, layout: str, ranks: int, **more: Any) -> dict[st
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards) -> Trained:
-    """Every pair: two ranks to the end, four from their checkpoint of step 3, and two again from that of the four."""
+    """Every pair: two ranks to the end, four from the two's checkpoint of step 3, and two again from the four's."""
     root = tmp_path_factory.mktemp("relayout")
     launches: list[tuple[int, list[dict[str, Any]]]] = [(2, []), (4, []), (2, [])]
     for layout, other in PAIRS.items():
@@ -140,7 +140,7 @@ def test_a_head_has_a_checkpoint_of_another_layout_consolidated_once(
     assert first.consolidated.clock.optimizer_steps == 3
     model = first.consolidated.folder / "model.safetensors"
     made = model.stat()
-    assert _told(other, pydocs_shards, tmp_path) == first  # as after a kill before a checkpoint of the new layout
+    assert _told(other, pydocs_shards, tmp_path) == first  # as after a kill before the new layout saved
     assert model.stat().st_ino == made.st_ino
     content = model.read_bytes()
     model.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))

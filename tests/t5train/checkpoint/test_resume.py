@@ -1,4 +1,4 @@
-"""What a run's folder lets the next attempt begin from."""
+"""Which checkpoint in a run's folder the next attempt begins from."""
 
 import errno
 import json
@@ -40,7 +40,7 @@ def shards(tmp_path: Path) -> TokenShards:
 
 
 def _checkpoint(spec: RunSpec, step: int, fingerprint: str, content: bytes = b"state") -> Path:
-    """A complete checkpoint of two ranks, as far as its sidecars can tell."""
+    """A checkpoint of two ranks that is complete according to its sidecars."""
     folder = spec.run_folder / "checkpoints" / tag_of(step)
     folder.mkdir(parents=True)
     (folder / "mp_rank_00_model_states.pt").write_bytes(content)
@@ -94,7 +94,7 @@ MODEL = "mp_rank_00_model_states.pt"
 
 
 def _loop(path: Path) -> None:
-    """A link to itself: the operating system says that it cannot be opened, not that it is absent."""
+    """Replace a file by a link to itself, which the operating system reports as unreadable, not as absent."""
     path.unlink(missing_ok=True)
     path.symlink_to(path.name)
 

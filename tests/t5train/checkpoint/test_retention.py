@@ -1,4 +1,4 @@
-"""The newest checkpoint is always kept, and others as far as they are wanted and there is room."""
+"""The newest checkpoint is always kept; others are kept as the settings and the disk space allow."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""A checkpoint that torch cannot write is explained by the path and by what the disk says."""
+"""If torch cannot write a checkpoint, the error names the path and the disk's reason."""
 
 import json
 from pathlib import Path

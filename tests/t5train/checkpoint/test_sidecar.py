@@ -139,7 +139,7 @@ def test_an_altered_sidecar_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_cannot_read_its_sidecar_names_it(tmp_path: Path) -> None:
     folder = save(tmp_path, 400)
     (folder / "rank-00001.json").unlink()
-    (folder / "rank-00001.json").symlink_to("/proc/self/mem")  # whose first page no process can read
+    (folder / "rank-00001.json").symlink_to("/proc/self/mem")  # no process can read its first page
     with pytest.raises(Unreadable, match=r"rank-00001\.json cannot be read now \(Input/output error\): check the disk"):
         sidecar.read(folder, 1)
     with pytest.raises(Unreadable, match=r"rank-00001\.json"):

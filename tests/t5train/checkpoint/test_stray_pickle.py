@@ -1,4 +1,4 @@
-"""Why a checkpoint with a pickle that no rank recorded is refused: what DeepSpeed itself does with one."""
+"""A checkpoint with a pickle that no rank recorded is refused, because DeepSpeed would run the pickle's code."""
 
 import subprocess
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from t5train.errors import UnlistedFile
 
 pytestmark = pytest.mark.slow
 
-STRAY = "mp_rank_000_model_states.pt"  # before DeepSpeed's own mp_rank_00_model_states.pt in the order of names
+STRAY = "mp_rank_000_model_states.pt"  # sorts before DeepSpeed's own mp_rank_00_model_states.pt
 LOADS_A_TAG_WITH_A_STRAY = """
 import contextlib
 import os

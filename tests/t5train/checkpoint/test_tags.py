@@ -1,4 +1,4 @@
-"""Which files a rank's node must have. What DeepSpeed opens in truth is traced in train/test_node_local.py."""
+"""Which files a rank's node must have. train/test_node_local.py traces the files that DeepSpeed actually opens."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ ORIGINAL = FileDigest(sha256="a" * 64, size=1)
 
 
 def _sidecars(folder: Path, wrote: list[list[str]], **places: list[int]) -> list[Sidecar]:
-    """One for each rank, which wrote these files and stands in these places."""
+    """A sidecar for each rank, with the files it wrote and its positions in the layout."""
     saved = sidecar.read_all(save(folder, 400, ranks=len(wrote)))
     return [
         one.model_copy(

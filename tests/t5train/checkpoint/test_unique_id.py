@@ -1,4 +1,4 @@
-"""Every run is told apart from others of its name and settings."""
+"""The unique id distinguishes runs with the same name and settings."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_runs_of_one_name_and_settings_under_two_roots_have_ids_of_their_own(
 ) -> None:
     specs = [spec_in(tmp_path / root) for root in "ab"]
     assert unique_id(specs[0].run_folder) is None
-    for spec in specs * 2:  # the second time they go on
+    for spec in specs * 2:  # the second time, the runs exist
         open_run(spec, shards)
     ids = [unique_id(spec.run_folder) for spec in specs]
     assert [len(bytes.fromhex(each or "")) * 8 for each in ids] == [128, 128]

@@ -155,6 +155,6 @@ def test_a_disk_too_small_is_told_before_a_shard_is_begun(
     made: DataChain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=int(made.corpus.counts["text_bytes"]) // 3))
-    with pytest.raises(StorageError, match="the token shards needs"):
+    with pytest.raises(StorageError, match="are needed for the token shards"):
         build(made, tmp_path / "out")
     assert contents(tmp_path / "out") == {}

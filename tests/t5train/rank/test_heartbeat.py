@@ -10,7 +10,7 @@ import pytest
 from t5train.files.run_folder import RANK_FILES
 from t5train.rank import heartbeat
 from t5train.rank.heartbeat import Beat, Heartbeat
-from t5train.rank.preemption import Told
+from t5train.rank.preemption import StopRequest
 from t5train.spec.cluster_spec import DeadlinesSpec
 
 DEADLINES = DeadlinesSpec(start_seconds=1, compile_seconds=2, step_seconds=3, save_seconds=4, validate_seconds=5)
@@ -77,7 +77,7 @@ def test_a_sign_that_is_half_written_is_none(tmp_path: Path) -> None:
 
 
 def test_a_rank_hears_sigterm_and_ends_by_it_no_more_than_it_wants() -> None:
-    program = "from t5train.rank.preemption import Told; import os, signal\nwith Told() as told:\n"
+    program = "from t5train.rank.preemption import StopRequest; import os, signal\nwith StopRequest() as told:\n"
     program += " before = told(); os.kill(os.getpid(), signal.SIGTERM); print(before, told())"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == (
         "False True\n"
@@ -86,7 +86,7 @@ def test_a_rank_hears_sigterm_and_ends_by_it_no_more_than_it_wants() -> None:
 
 def test_what_was_done_on_sigterm_before_is_done_again_afterwards() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with Told() as told:
+    with StopRequest() as told:
         os.kill(os.getpid(), signal.SIGTERM)
         assert told()
     assert signal.getsignal(signal.SIGTERM) == before

@@ -1,4 +1,4 @@
-"""Combine the module's states and the optimizer's masters: each parameter once, with the copies it must match."""
+"""Plan from the module's states and the optimizer's masters: each parameter once, with the copies it must match."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ def assemble(module: ModuleStates, groups: Sequence[ParameterGroup], moments: Se
 
 
 def _joined(found: Iterable[Mapping[str, Master]], module: ModuleStates) -> dict[str, Master]:
-    """Merge the masters of all groups. If several pipeline stages hold a master, the other stages' are its copies."""
+    """Merge the masters of all groups. If several stages hold one, the others are the first one's copies."""
     joined: dict[str, Master] = {}
     for name, master in (item for masters in found for item in masters.items()):
         first = joined.setdefault(name, master)

@@ -70,12 +70,13 @@ def _layout_of(checkpoint: OpenedCheckpoint) -> Layout:
         seen = [*foreign, *(kind.value for kind in StateFile if kind in kinds), *(f"the file {n}" for n in strangers)]
         raise UnknownLayout(
             f"{checkpoint.folder} holds {', '.join(seen) or 'no DeepSpeed checkpoint'} "
-            f"({', '.join(sorted(checkpoint.names)[:6])}): this layout is not supported. Supported layouts: {_known()}"
+            f"({', '.join(sorted(checkpoint.names)[:6])}): this layout is not supported. Supported "
+            f"layouts: {_supported_layouts()}"
         )
     return LAYOUTS[kinds]
 
 
-def _known() -> str:
+def _supported_layouts() -> str:
     return "; ".join(_described(kinds) for kinds in LAYOUTS)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from t5train.checkpoint.consolidate.consistency import progress_of, require_same
 from t5train.checkpoint.consolidate.layouts import zero12
 from t5train.checkpoint.consolidate.layouts.experts import ExpertName, ExpertRanks, expert_layers, expert_parallel_size
 from t5train.checkpoint.consolidate.layouts.module_states import MODEL_STATES, ModuleStates, model_states
@@ -22,8 +23,6 @@ from t5train.checkpoint.consolidate.opened_checkpoint import (
     OpenedCheckpoint,
     StateFile,
     numbered,
-    progress_of,
-    require_same,
 )
 from t5train.checkpoint.consolidate.torch_file import StoredTensor
 from t5train.errors import IncompleteCheckpoint, UnknownLayout
@@ -84,7 +83,7 @@ def _sizes(optimizer: Mapping[str, Any]) -> list[int | None]:
 def _sources(checkpoint: OpenedCheckpoint, optimizers: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, int]]:
     """The file and index of every distinct parameter group.
 
-    A dense group is read from the first file, a group of experts once for each expert-parallel rank.
+    A dense group is read once, from the first file; a group of experts, once for each expert-parallel rank.
     """
     ranks, writers = ExpertRanks.of(model_states(checkpoint, MODEL_STATES)), _writers(checkpoint)
     return [
@@ -121,7 +120,7 @@ def _in_module_order(checkpoint: OpenedCheckpoint, module: ModuleStates, held: M
     """
     sizes = _sizes(checkpoint.read(next(iter(held)))["optimizer"])
     if sizes.count(None) != 1 or len(set(sizes)) != 2:
-        raise _untold(
+        raise _undeterminable(
             checkpoint,
             f"{sizes.count(None)} dense parameter groups and the expert-parallel sizes "
             f"{sorted({size for size in sizes if size is not None})} (needed: one of each)",
@@ -137,7 +136,7 @@ def _in_module_order(checkpoint: OpenedCheckpoint, module: ModuleStates, held: M
             shapes = [(name, trained[name]) for name in names if name in trained]
             cut = _cut(shapes, [sum(master.num_elements for master in groups[index]) for index in indices])
             if cut is None:
-                raise _untold(
+                raise _undeterminable(
                     checkpoint, f"{len(shapes)} parameters whose sizes do not match the parameter groups {indices}"
                 )
             layouts |= {(file, index): slots for index, slots in zip(indices, cut, strict=True)}
@@ -171,7 +170,7 @@ def _cut(shapes: Sequence[tuple[str, tuple[int, ...]]], sizes: Sequence[int]) ->
     return None if left else cut
 
 
-def _untold(checkpoint: OpenedCheckpoint, seen: str) -> UnknownLayout:
+def _undeterminable(checkpoint: OpenedCheckpoint, seen: str) -> UnknownLayout:
     return UnknownLayout(
         f"{checkpoint.folder} was saved with ZeRO 0 and has no sidecars, but has {seen}: the positions of its "
         "parameters cannot be determined. Save the checkpoint with ZeRO 1"
@@ -179,7 +178,7 @@ def _untold(checkpoint: OpenedCheckpoint, seen: str) -> UnknownLayout:
 
 
 def partitioned_groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> list[FlatGroup]:
-    """The parameter groups of a ZeRO 1 or 2 optimizer: groups of experts once for each expert-parallel rank."""
+    """The parameter groups of a ZeRO 1 or 2 optimizer, with each group of experts once per expert-parallel rank."""
     model = model_states(checkpoint, MODEL_STATES)
     ranks = ExpertRanks.of(model)
     states = zero12.optimizer_states(checkpoint, ranks.size)
@@ -209,17 +208,17 @@ def _expert_parallel_size(
     cut_over = int(_entry(state.get("partition_count"), index) or 0)
     size = num_ranks // cut_over if cut_over and num_ranks % cut_over == 0 else 0
     of_experts = {ExpertName.parse(slot.name) is not None for slot in slots}
-    told = _told(state, index)
-    if not size or len(of_experts) != 1 or (size > 1 and of_experts == {False}) or told not in (None, size):
+    recorded = _recorded_size(state, index)
+    if not size or len(of_experts) != 1 or (size > 1 and of_experts == {False}) or recorded not in (None, size):
         raise UnknownLayout(
             f"{checkpoint.folder}: the records of parameter group {index} contradict each other. The group is "
-            f"partitioned over {cut_over} of {num_ranks} ranks, the optimizer records the expert-parallel size {told}, "
-            f"and the group holds {[slot.name for slot in slots][:3]}; choose another tag"
+            f"partitioned over {cut_over} of {num_ranks} ranks, the optimizer records the expert-parallel size "
+            f"{recorded}, and the group holds {[slot.name for slot in slots][:3]}; choose another tag"
         )
     return size
 
 
-def _told(state: Mapping[str, Any], index: int) -> int | None:
+def _recorded_size(state: Mapping[str, Any], index: int) -> int | None:
     inner = state.get("base_optimizer_state")
     group = _entry(inner.get("param_groups") if isinstance(inner, Mapping) else None, index)
     return expert_parallel_size(group) if isinstance(group, Mapping) else None

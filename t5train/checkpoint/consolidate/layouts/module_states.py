@@ -89,7 +89,7 @@ def buffer_names(checkpoint: OpenedCheckpoint, model: Mapping[str, Any]) -> froz
 def tied_names(
     checkpoint: OpenedCheckpoint, model: Mapping[str, Any], weights: Mapping[str, StoredTensor]
 ) -> dict[str, str]:
-    """The owner of each alias: the recorded ones, and names of the module that share one storage."""
+    """The owner of each alias: recorded aliases, and names of the module that share their storage."""
     recorded = checkpoint.sidecars[0].aliases if checkpoint.sidecars else model.get("shared_params") or {}
     left_out = ties_left_out(checkpoint, model)
     aliases = {alias: owner for alias, owner in recorded.items() if alias not in left_out}

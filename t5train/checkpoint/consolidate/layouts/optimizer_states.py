@@ -10,8 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
+from t5train.checkpoint.consolidate.consistency import progress_of, require_same
 from t5train.checkpoint.consolidate.layouts.module_states import ModuleStates
-from t5train.checkpoint.consolidate.opened_checkpoint import OpenedCheckpoint, progress_of, require_same
+from t5train.checkpoint.consolidate.opened_checkpoint import OpenedCheckpoint
 from t5train.checkpoint.consolidate.plan import Source
 from t5train.checkpoint.consolidate.torch_file import StoredTensor
 from t5train.errors import ConsolidationError, UnknownLayout
@@ -155,7 +156,7 @@ def _files(partitions: Sequence[Partition]) -> str:
 
 @dataclass(frozen=True)
 class OptimizerKeys:
-    """The keys under which a file stores the flat masters and the state of the optimizer that DeepSpeed's wraps."""
+    """The keys of a file's flat masters, and of the state of torch's optimizer, which DeepSpeed wraps."""
 
     masters: str
     inner: str

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from t5train.checkpoint.consolidate.consistency import require_same
 from t5train.checkpoint.consolidate.layouts import zero12
 from t5train.checkpoint.consolidate.layouts.module_states import ModuleStates, Weight, model_states, step_of, tensors_of
 from t5train.checkpoint.consolidate.opened_checkpoint import (
@@ -21,7 +22,6 @@ from t5train.checkpoint.consolidate.opened_checkpoint import (
     StateFile,
     kind_of,
     numbered,
-    require_same,
 )
 from t5train.checkpoint.consolidate.span_reader import repeated_element
 from t5train.checkpoint.consolidate.torch_file import StoredTensor, content_of
@@ -177,6 +177,6 @@ def _aliases(
     for name in held.keys() - trained - aliases.keys():
         weight = held[name][0]
         owner = owners.get(content_of(weight))
-        if owner and repeated_element(weight.source()) is None:  # two norms of ones are not tied
+        if owner and repeated_element(weight.source()) is None:  # constants, such as norms of ones, are not tied
             aliases[name] = owner
     return aliases

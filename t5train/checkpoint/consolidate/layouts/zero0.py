@@ -84,7 +84,7 @@ def master_groups(optimizer: Any) -> list[Sequence[StoredTensor]]:
 
 
 def partition_groups(optimizer: Any) -> list[list[Partition]]:
-    """The masters of each parameter group, with their state from the optimizer that DeepSpeed's wraps."""
+    """The masters of each parameter group, with their state in torch's optimizer, which DeepSpeed wraps."""
     held = master_groups(optimizer)
     states = iter(inner_states(optimizer.get("optimizer_state_dict"), sum(map(len, held))) if held else [])
     return [[Partition(master, next(states)) for master in masters] for masters in held]

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from t5train.checkpoint.consolidate.consistency import require_same
 from t5train.checkpoint.consolidate.layouts.module_states import (
     ModuleStates,
     Weight,
@@ -31,7 +32,7 @@ from t5train.checkpoint.consolidate.layouts.optimizer_states import (
     partition_of,
     read_optimizers,
 )
-from t5train.checkpoint.consolidate.opened_checkpoint import OpenedCheckpoint, StateFile, require_same
+from t5train.checkpoint.consolidate.opened_checkpoint import OpenedCheckpoint, StateFile
 from t5train.checkpoint.consolidate.plan import Extent, Source
 from t5train.checkpoint.consolidate.torch_file import StoredTensor
 from t5train.errors import ConsolidationError, IncompleteCheckpoint, UnknownLayout

@@ -76,9 +76,9 @@ def test_a_head_that_starts_anew_renews_the_lease_at_once_and_ends_what_nobody_a
     with hold_run(tmp_path / "run") as run:
         until(lambda: head_lease.age_seconds(launcher.folder) < 1, 1)
         assert launcher.is_alive
-        assert run.hosts_at_work == Hosts((Host("localhost", (0,)),))
+        assert run.running_hosts == Hosts((Host("localhost", (0,)),))
     assert not launcher.is_alive
-    assert run.hosts_at_work is None
+    assert run.running_hosts is None
 
 
 def test_ranks_that_were_adopted_are_their_adopters(

@@ -73,7 +73,12 @@ CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
     ({"cause": Cause.PHASE, "reason": "took 61 s"}, 'File "/v/numpy/x.py", line 1 in f', RankStopped, "took 61 s"),
     ({"cause": Cause.PHASE, "reason": "took 61 s"}, 'File "/v/torch/distributed/c.py", line 1', CollectiveTimeout, ""),
     ({"cause": Cause.HEAD, "reason": "no message from the head for 61 s"}, "", HostLost, "no message from the head"),
-    ({"cause": Cause.TOLD, "reason": "SIGTERM; it was still running after 30 s"}, "", Preempted, "last checkpoint"),
+    (
+        {"cause": Cause.REQUESTED, "reason": "SIGTERM; it was still running after 30 s"},
+        "",
+        Preempted,
+        "last checkpoint",
+    ),
 ]
 
 
@@ -145,7 +150,7 @@ def test_the_first_rank_that_failed_is_named_with_its_last_words(this: Attempt) 
 
 
 def test_a_rank_ended_by_its_guard_is_no_cause(this: Attempt) -> None:
-    ended(this, 0, -15, Cause.TOLD)
+    ended(this, 0, -15, Cause.REQUESTED)
     ended(this, 1, 3)
     assert "rank 1 of 2 ended with exit code 3" in str(failure_of(this, 2))
 

@@ -13,13 +13,13 @@ import pytest
 
 from infra.head.preflight.all_reduce_check import Outcome, all_reduce, judge_outcomes
 from infra.head.preflight.launch_requirements import LaunchRequirements
-from infra.head.preflight.rendezvous import Meeting
+from infra.head.preflight.rendezvous import Rendezvous
 from infra.node import ports, processes
 from infra.node.inspection.all_reduce import Stage, unreachable
 
-NEEDS = LaunchRequirements(slots={"near": (0,), "far": (0,)}, root=Path("/"), accelerator="cpu")
+REQUIREMENTS = LaunchRequirements(slots={"near": (0,), "far": (0,)}, root=Path("/"), accelerator="cpu")
 Ranks = Callable[[], set[int]]
-HERE = Meeting("127.0.0.1", {"near": "lo", "far": "lo"})
+HERE = Rendezvous("127.0.0.1", {"near": "lo", "far": "lo"})
 
 
 class Here:
@@ -58,7 +58,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[int]]:
 
 @pytest.mark.slow
 def test_ranks_of_two_hosts_meet_and_agree_on_the_sum(ranks: Ranks) -> None:
-    assert list(all_reduce(NEEDS, Here(), HERE, ports.free_port())) == []
+    assert list(all_reduce(REQUIREMENTS, Here(), HERE, ports.free_port())) == []
     assert not ranks()
 
 
@@ -79,7 +79,7 @@ def test_a_rank_that_is_killed_is_named_at_once_and_no_rank_is_left(ranks: Ranks
 
 @pytest.mark.slow
 def test_ranks_that_wait_in_vain_are_ended_at_the_deadline(ranks: Ranks) -> None:
-    (text,) = all_reduce(NEEDS, WithoutTheFar(), HERE, ports.free_port(), deadline_seconds=6)
+    (text,) = all_reduce(REQUIREMENTS, WithoutTheFar(), HERE, ports.free_port(), deadline_seconds=6)
     assert text.startswith("near: rank 0 timed out after 6 s waiting for ")
     assert not ranks()
 

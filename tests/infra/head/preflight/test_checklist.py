@@ -8,7 +8,7 @@ from infra.head.preflight.findings import Finding
 from infra.head.preflight.launch_requirements import LaunchRequirements
 from infra.node.inspection.facts import Facts, Route
 from t5train.errors import HostError, HostKeyMismatch, HostUnreachable, RemoteFailed
-from tests.support.host_facts import HOSTS, NEEDS, NONCE, SOFTWARE, facts, reply, with_
+from tests.support.host_facts import HOSTS, NONCE, REQUIREMENTS, SOFTWARE, facts, reply, with_
 
 Change = Callable[[Facts], Facts]
 ON_A_NETWORK_OF_ITS_OWN = with_(
@@ -16,8 +16,8 @@ ON_A_NETWORK_OF_ITS_OWN = with_(
 )
 
 
-def findings(changes: dict[str, Change], needs: LaunchRequirements = NEEDS) -> list[Finding]:
-    return judge(reply(changes), needs, SOFTWARE, NONCE).findings
+def findings(changes: dict[str, Change], requirements: LaunchRequirements = REQUIREMENTS) -> list[Finding]:
+    return judge(reply(changes), requirements, SOFTWARE, NONCE).findings
 
 
 def test_hosts_that_agree_and_have_everything_pass_every_check() -> None:
@@ -137,39 +137,49 @@ CULPRITS: list[tuple[str, str, Change, str]] = [
         with_("devices", error="torch cannot be imported: libgomp: cannot allocate memory in static TLS block"),
         "node1: torch cannot be imported: libgomp: cannot allocate memory in static TLS block: set LD_PRELOAD",
     ),
-    ("root", "node3", with_("room", nonce=None), "node3: /shared/t5 is not shared with the head, but on node0, n"),
-    ("root", "node3", with_("room", nonce="another"), "node3: /shared/t5 is not shared with the head, but on node0, n"),
+    ("root", "node3", with_("resources", nonce=None), "node3: /shared/t5 is not shared with the head, but on node0, n"),
     (
         "root",
         "node3",
-        with_("room", root_error="Read-only file system"),
+        with_("resources", nonce="another"),
+        "node3: /shared/t5 is not shared with the head, but on node0, n",
+    ),
+    (
+        "root",
+        "node3",
+        with_("resources", root_error="Read-only file system"),
         "node3: /shared/t5 cannot be written (Read-only",
     ),
     (
         "disks",
         "node3",
-        with_("room", root_free_bytes=1),
+        with_("resources", root_free_bytes=1),
         "node3: /shared/t5 has 0.0 MB free, but a run needs at least 1.0 GB",
     ),
-    ("disks", "node3", with_("room", node_folder_free_bytes=1), "0 has 0.0 MB free, but logs need"),
-    ("disks", "node3", with_("room", node_folder_error="/x is a link: move it"), "node3: /x is a"),
+    ("disks", "node3", with_("resources", node_folder_free_bytes=1), "0 has 0.0 MB free, but logs need"),
+    ("disks", "node3", with_("resources", node_folder_error="/x is a link: move it"), "node3: /x is a"),
     (
         "disks",
         "node3",
-        with_("room", node_folder="/disk/t5-pretrain-7"),
+        with_("resources", node_folder="/disk/t5-pretrain-7"),
         "the user has a different user id there. Give",
     ),
-    ("memory", "node0", with_("room", memory_bytes=1 << 30), "node0: 1.1 GB of memory, but its ranks need 8.6 GB. Giv"),
+    (
+        "memory",
+        "node0",
+        with_("resources", memory_bytes=1 << 30),
+        "node0: 1.1 GB of memory are available, but the ranks need 8.6 GB",
+    ),
     (
         "shared memory",
         "node3",
-        with_("room", shared_memory_free_bytes=3 << 20),
+        with_("resources", shared_memory_free_bytes=3 << 20),
         "node3: /dev/shm has 3 of 64 MiB free, but its ranks' collectives need 20 MiB: enlarge it (docker run --shm",
     ),
     (
         "open files",
         "node0",
-        with_("room", open_files=256),
+        with_("resources", open_files=256),
         "node0: 256 open files are allowed, but 8 ranks need 576. Raise",
     ),
     (
@@ -199,7 +209,7 @@ def test_a_culprit_is_found_and_named_with_the_remedy(check: str, host: str, cha
 
 def apart(scratch_mark: str, **room: object) -> Change:
     return with_(
-        "room",
+        "resources",
         **{"nonce": None, "scratch": "/disk/scratch", "scratch_free_bytes": 1 << 40, **room},
         scratch_mark=scratch_mark,
     )
@@ -207,13 +217,15 @@ def apart(scratch_mark: str, **room: object) -> Change:
 
 def test_hosts_that_share_nothing_pass_whatever_the_root_is_on_them() -> None:
     changes = {host: apart(host, root_error="No such file or directory", root_free_bytes=0) for host in HOSTS}
-    for of_first, is_head in ((changes["node0"], False), (with_("room"), True)):
-        judged = judge(reply(changes | {"node0": of_first}), NEEDS, SOFTWARE, NONCE, facts(0).identity * is_head)
+    for of_first, is_head in ((changes["node0"], False), (with_("resources"), True)):
+        judged = judge(reply(changes | {"node0": of_first}), REQUIREMENTS, SOFTWARE, NONCE, facts(0).identity * is_head)
         assert judged.is_node_local
         (remark,) = judged.findings
         assert not remark.is_problem
         assert "share no storage with the head" in remark.text
-    assert not judge(reply(changes | {"node0": with_("room")}), NEEDS, SOFTWARE, NONCE, "another").is_node_local
+    assert not judge(
+        reply(changes | {"node0": with_("resources")}), REQUIREMENTS, SOFTWARE, NONCE, "another"
+    ).is_node_local
 
 
 @pytest.mark.parametrize(
@@ -230,9 +242,9 @@ def test_a_host_without_a_disk_of_its_own_is_named(check: str, change: Change, t
 
 
 def test_checkpoints_and_shards_that_will_not_fit_beside_what_gives_way_to_them_are_told() -> None:
-    needs = replace(NEEDS, checkpoint_bytes=dict.fromkeys(HOSTS, 30 * 10**9), staged_bytes=10**9)
+    requirements = replace(REQUIREMENTS, checkpoint_bytes=dict.fromkeys(HOSTS, 30 * 10**9), staged_bytes=10**9)
     full = {host: apart(host, scratch_free_bytes=12 * 10**9) for host in HOSTS}
-    (found,) = (one for one in findings(full, needs) if one.is_problem)
+    (found,) = (one for one in findings(full, requirements) if one.is_problem)
     assert found.text == (
         "node0, node1, node2, node3: /disk/scratch has 12.0 GB free, but the checkpoints and token shards "
         "that go there need 31.3 GB. Free some space, keep fewer checkpoints (storage.keep_last, "
@@ -242,7 +254,7 @@ def test_checkpoints_and_shards_that_will_not_fit_beside_what_gives_way_to_them_
         host: apart(host, scratch_free_bytes=12 * 10**9, scratch_yielding_bytes=size)
         for host, size in zip(HOSTS, (20 * 10**9, 20 * 10**9, 20 * 10**9, 19 * 10**9), strict=True)
     }
-    (found,) = (one for one in findings(goes_on, needs) if one.is_problem)
+    (found,) = (one for one in findings(goes_on, requirements) if one.is_problem)
     assert found.text.startswith("node3: /disk/scratch has 12.0 GB free and 19.0 GB that can be freed, but the")
 
 
@@ -277,14 +289,14 @@ def test_a_lock_on_a_disk_that_machines_share_is_a_remark_with_a_remedy() -> Non
 
 @pytest.mark.parametrize("given", ["9.0a", "Hopper", "8.0,9.0", "9", "8.0+ptx"])
 def test_architectures_that_deepspeed_cannot_read_are_found(given: str) -> None:
-    (found,) = findings({}, replace(NEEDS, environment={"TORCH_CUDA_ARCH_LIST": f"8.0;{given}"}))
+    (found,) = findings({}, replace(REQUIREMENTS, environment={"TORCH_CUDA_ARCH_LIST": f"8.0;{given}"}))
     assert found.check == "architectures"
     assert f"cannot read {given}" in found.text
 
 
 @pytest.mark.parametrize("given", ["", "9.0", "8.0;9.0+PTX", "8.6 9.0;10.0"])
 def test_architectures_that_deepspeed_can_read_are_not(given: str) -> None:
-    assert findings({}, replace(NEEDS, environment={"TORCH_CUDA_ARCH_LIST": given})) == []
+    assert findings({}, replace(REQUIREMENTS, environment={"TORCH_CUDA_ARCH_LIST": given})) == []
 
 
 def test_hosts_with_the_same_fault_share_a_line() -> None:
@@ -293,24 +305,26 @@ def test_hosts_with_the_same_fault_share_a_line() -> None:
 
 
 def test_of_two_hosts_that_differ_the_one_unlike_the_head_is_the_culprit() -> None:
-    needs = replace(NEEDS, slots={"node0": (0,), "node1": (0,)})
+    requirements = replace(REQUIREMENTS, slots={"node0": (0,), "node1": (0,)})
     two = {
-        host: one for host, one in reply({"node0": with_("software", python="3.12.1")}).items() if host in needs.slots
+        host: one
+        for host, one in reply({"node0": with_("software", python="3.12.1")}).items()
+        if host in requirements.slots
     }
-    (found,) = judge(two, needs, SOFTWARE, NONCE).findings
+    (found,) = judge(two, requirements, SOFTWARE, NONCE).findings
     assert found.text.startswith("node0: Python 3.12.1, others have 3.11.9")
 
 
 def test_a_clock_within_the_time_that_the_answer_took_is_right() -> None:
     slow = {"node0": replace(reply()["node0"], asked_at=900.0, answered_at=1100.0)}
-    needs = replace(NEEDS, slots={"node0": (0, 1)})
-    assert judge(slow, needs, SOFTWARE, NONCE).findings == []
+    requirements = replace(REQUIREMENTS, slots={"node0": (0, 1)})
+    assert judge(slow, requirements, SOFTWARE, NONCE).findings == []
 
 
 def test_ranks_on_the_cpu_want_no_accelerator() -> None:
     change = with_("devices", kind="cpu", count=0)
-    assert findings(dict.fromkeys(HOSTS, change), replace(NEEDS, accelerator=None)) == []
-    assert findings(dict.fromkeys(HOSTS, change), replace(NEEDS, accelerator="cpu")) == []
+    assert findings(dict.fromkeys(HOSTS, change), replace(REQUIREMENTS, accelerator=None)) == []
+    assert findings(dict.fromkeys(HOSTS, change), replace(REQUIREMENTS, accelerator="cpu")) == []
     (found,) = findings(dict.fromkeys(HOSTS, change))
     assert "node0, node1, node2, node3: torch can use 0 accelerators, but slot 1 is requested" in found.text
 
@@ -319,13 +333,13 @@ def test_ranks_on_the_cpu_want_no_accelerator() -> None:
     ("error", "check"), [(HostUnreachable, "reachable"), (HostKeyMismatch, "host key"), (RemoteFailed, "program")]
 )
 def test_a_host_that_does_not_answer_is_found_with_its_error(error: type[HostError], check: str) -> None:
-    found = Finding(check, "node2: no", hosts=("node2",), can_pass=error is HostUnreachable)
+    found = Finding(check, "node2: no", hosts=("node2",), is_transient=error is HostUnreachable)
     assert of_error(error("node2: no", ["node2"])) == found
     remaining = {host: one for host, one in reply().items() if host != "node2"}
-    assert judge(remaining, NEEDS, SOFTWARE, NONCE).findings == []
+    assert judge(remaining, REQUIREMENTS, SOFTWARE, NONCE).findings == []
 
 
 def test_where_the_first_host_does_not_answer_there_is_no_meeting() -> None:
     remaining = {host: one for host, one in reply().items() if host != "node0"}
-    found = judge(remaining, NEEDS, SOFTWARE, NONCE)
-    assert (found.meeting, found.port) == (None, None)
+    found = judge(remaining, REQUIREMENTS, SOFTWARE, NONCE)
+    assert (found.rendezvous, found.port) == (None, None)

@@ -39,7 +39,7 @@ def needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchRequirements
 
 def test_the_table_has_a_line_for_every_check_and_every_finding() -> None:
     found = [Finding("ninja", "node1: no ninja"), Finding("ninja", "node2: no"), Finding("clock", "late", False)]
-    rows = Report(Judgement(found, None, None, {"python": "3.11"}), [], has_met=False).rows()
+    rows = Report(Judgement(found, None, None, {"python": "3.11"}), [], all_reduce_checked=False).rows()
     assert {check for check, _, _ in rows} == set(CHECKS)
     assert [row for row in rows if row[0] == "ninja"] == [
         ["ninja", "PROBLEM", "node1: no ninja"],
@@ -50,49 +50,49 @@ def test_the_table_has_a_line_for_every_check_and_every_finding() -> None:
     assert rows[-1] == ["all-reduce", "not tried", "fix the problems above first"]
 
 
-def test_hosts_that_cannot_be_reached_may_be_so_later(needs: LaunchRequirements) -> None:
+def test_hosts_that_cannot_be_reached_may_be_so_later(requirements: LaunchRequirements) -> None:
     with pytest.raises(HostUnreachable, match="near: connection refused: start sshd there"):
-        require_fit(needs, Says(REFUSES))
+        require_fit(requirements, Says(REFUSES))
 
 
-def test_before_anything_begins_every_problem_is_in_one_error(needs: LaunchRequirements) -> None:
+def test_before_anything_begins_every_problem_is_in_one_error(requirements: LaunchRequirements) -> None:
     with pytest.raises(
         PreflightError, match="preflight checks failed:\n  reachable: near: it rejects this user's SSH keys"
     ):
-        require_agreement(needs, Says(DENIES))
-    assert not list(needs.root.iterdir())
+        require_agreement(requirements, Says(DENIES))
+    assert not list(requirements.root.iterdir())
 
 
 def test_hosts_that_may_answer_another_time_are_told_unless_there_are_other_problems(
-    needs: LaunchRequirements, tmp_path: Path
+    requirements: LaunchRequirements, tmp_path: Path
 ) -> None:
-    assert list(require_agreement(needs, Says(REFUSES))) == ["near"]
+    assert list(require_agreement(requirements, Says(REFUSES))) == ["near"]
     (tmp_path / "bin" / "pdsh").write_text("#!/bin/sh\necho 'rcmd modules: exec,rsh'\n", "utf-8")
     with pytest.raises(PreflightError, match=r"launcher: pdsh .*\n  reachable: near: connection refused"):
-        require_agreement(needs, Says(REFUSES))
+        require_agreement(requirements, Says(REFUSES))
 
 
-def test_an_answer_of_other_code_is_told(needs: LaunchRequirements) -> None:
-    (found,) = survey(needs, Says("echo '{}'")).findings
+def test_an_answer_of_other_code_is_told(requirements: LaunchRequirements) -> None:
+    (found,) = survey(requirements, Says("echo '{}'")).findings
     assert found.text.startswith("near runs another version of this package: '{}\\n' is not a valid message")
     assert found.text.endswith("or have it sent with --ship-code")
 
 
-def test_a_host_that_cannot_take_the_code_is_asked_nothing_else(needs: LaunchRequirements) -> None:
-    found = survey(replace(needs, code="c0de"), Says("echo no room >&2; exit 1")).findings
+def test_a_host_that_cannot_take_the_code_is_asked_nothing_else(requirements: LaunchRequirements) -> None:
+    found = survey(replace(requirements, code="c0de"), Says("echo no room >&2; exit 1")).findings
     assert [(one.check, one.text.rpartition(". ")[2]) for one in found] == [("program", "It said: no room")]
 
 
-def test_a_login_shell_that_prints_something_is_told_as_that(needs: LaunchRequirements) -> None:
+def test_a_login_shell_that_prints_something_is_told_as_that(requirements: LaunchRequirements) -> None:
     with pytest.raises(PreflightError, match=r"program: near: got 'Welcome\\n\{\}\\n' .*\. Make the login shell there"):
-        require_agreement(needs, Says("echo Welcome; echo '{}'"))
+        require_agreement(requirements, Says("echo Welcome; echo '{}'"))
 
 
 @pytest.mark.parametrize(
     ("modules", "text"), [("exec,rsh", "no module for ssh"), (None, "pdsh is not installed on this machine")]
 )
 def test_pdsh_must_be_on_the_head_and_know_ssh(
-    needs: LaunchRequirements, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, modules: str | None, text: str
+    requirements: LaunchRequirements, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, modules: str | None, text: str
 ) -> None:
     pdsh = tmp_path / "bin" / "pdsh"
     if modules is None:
@@ -101,4 +101,4 @@ def test_pdsh_must_be_on_the_head_and_know_ssh(
     else:
         pdsh.write_text(f"#!/bin/sh\necho 'rcmd modules: {modules}'\n", "utf-8")
     with pytest.raises(PreflightError, match=text):
-        require_agreement(needs, Says("echo '{}'"))
+        require_agreement(requirements, Says("echo '{}'"))

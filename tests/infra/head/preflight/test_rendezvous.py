@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from infra.head.preflight.rendezvous import Meeting, meeting
+from infra.head.preflight.rendezvous import Rendezvous, choose_rendezvous
 from infra.node.inspection.facts import Network, Route
 from t5train.errors import PreflightError
 from tests.support.host_facts import network
@@ -15,12 +15,12 @@ def changed(host: str, **changes: object) -> dict[str, Network]:
 
 
 def test_ranks_meet_where_the_heads_ssh_came_in() -> None:
-    assert meeting(TWO, "node0") == Meeting("10.0.0.0", {"node0": "eth0", "node1": "eth0"})
+    assert choose_rendezvous(TWO, "node0") == Rendezvous("10.0.0.0", {"node0": "eth0", "node1": "eth0"})
 
 
 def test_an_address_that_several_hosts_have_is_nobodys() -> None:
     for ssh_address in ("172.17.0.1", "127.0.0.1", None):
-        assert meeting(changed("node0", ssh_address=ssh_address), "node0").address == "10.0.0.0"
+        assert choose_rendezvous(changed("node0", ssh_address=ssh_address), "node0").address == "10.0.0.0"
 
 
 def test_a_network_that_the_hosts_share_is_preferred_to_one_that_they_are_routed_to() -> None:
@@ -28,7 +28,7 @@ def test_a_network_that_the_hosts_share_is_preferred_to_one_that_they_are_routed
         "node0", ssh_address=None, interfaces={"wan0": ["192.0.2.1/24"], "eth0": ["10.0.0.7/24"], "lo": ["127.0.0.1/8"]}
     )
     other = replace(routed["node1"], routes=[*routed["node1"].routes, Route("0.0.0.0/0", "eth0", 0)])
-    assert meeting({**routed, "node1": other}, "node0").address == "10.0.0.7"
+    assert choose_rendezvous({**routed, "node1": other}, "node0").address == "10.0.0.7"
 
 
 def test_each_host_takes_the_interface_of_its_own_longest_and_cheapest_route() -> None:
@@ -38,25 +38,25 @@ def test_each_host_takes_the_interface_of_its_own_longest_and_cheapest_route() -
         Route("10.0.0.0/24", "ib0", 100),
         Route("10.0.0.0/8", "other0", 0),
     ]
-    found = meeting(changed("node1", interfaces={"ib0": ["10.0.0.1/24"]}, routes=routes), "node0")
+    found = choose_rendezvous(changed("node1", interfaces={"ib0": ["10.0.0.1/24"]}, routes=routes), "node0")
     assert found.interfaces == {"node0": "eth0", "node1": "ib0"}
 
 
 def test_a_given_address_or_name_must_be_the_first_hosts() -> None:
     given = changed("node0", master_addresses=["10.0.0.0"])
-    assert meeting(given, "node0", "master").address == "10.0.0.0"
+    assert choose_rendezvous(given, "node0", "master").address == "10.0.0.0"
     for resolved in ([], ["127.0.1.1"], ["10.0.0.1"]):
         with pytest.raises(PreflightError, match=r"'master'.*node0, the first host.*leave it out"):
-            meeting(changed("node0", master_addresses=resolved), "node0", "master")
+            choose_rendezvous(changed("node0", master_addresses=resolved), "node0", "master")
 
 
 def test_hosts_without_a_way_to_the_first_are_named() -> None:
     with pytest.raises(PreflightError, match="there is no route to any of them from node1"):
-        meeting(changed("node1", interfaces={"eth0": ["10.5.0.1/24"]}, routes=[]), "node0")
+        choose_rendezvous(changed("node1", interfaces={"eth0": ["10.5.0.1/24"]}, routes=[]), "node0")
 
 
 def test_a_lone_host_meets_itself_on_loopback() -> None:
-    assert meeting({"node0": network(0)}, "node0") == Meeting("127.0.0.1", {"node0": "lo"})
+    assert choose_rendezvous({"node0": network(0)}, "node0") == Rendezvous("127.0.0.1", {"node0": "lo"})
 
 
 def test_addresses_of_the_newer_protocol_serve_too() -> None:
@@ -69,4 +69,4 @@ def test_addresses_of_the_newer_protocol_serve_too() -> None:
         )
         for number in (0, 1)
     }
-    assert meeting(six, "node0") == Meeting("fd00::1", {"node0": "ib0", "node1": "ib0"})
+    assert choose_rendezvous(six, "node0") == Rendezvous("fd00::1", {"node0": "ib0", "node1": "ib0"})

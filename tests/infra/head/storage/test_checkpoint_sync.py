@@ -110,10 +110,10 @@ def test_a_follower_that_fails_tries_again_and_ends_at_once(
         monkeypatch.setattr(checkpoint_sync, seconds, 0.05)
     cut = Cut(site.transport)
     site.save(8)
-    follower = CheckpointSync(replace(run, nodes=replace(run.nodes, transport=cut)), lambda: 2)
+    sync = CheckpointSync(replace(run, nodes=replace(run.nodes, transport=cut)), lambda: 2)
     wait_for(lambda: "cannot collect metrics" in caplog.text)
     cut.is_cut = False
     wait_for(lambda: sidecar.complete_tags(run.checkpoints) == [tag_of(8)])
     started = time.monotonic()
-    follower.end()
+    sync.end()
     assert time.monotonic() - started < 10

@@ -81,11 +81,11 @@ def die(site: Site, head: Head) -> None:
     """Leave everything as if the head had been killed long ago: its lease on all hosts has expired."""
     head.claim.end()
     for host in site.nodes.hosts:
-        (site.scratch(host) / head.run.place / LEASE).write_text(f"{time.monotonic() - 61:<24.3f}")
+        (site.scratch(host) / head.run.relative_path / LEASE).write_text(f"{time.monotonic() - 61:<24.3f}")
 
 
 def owners(site: Site, run: NodeRun) -> list[str]:
-    files = [site.scratch(host) / run.place / OWNER for host in site.nodes.hosts]
+    files = [site.scratch(host) / run.relative_path / OWNER for host in site.nodes.hosts]
     return [json.loads(file.read_text())["unique_id"] for file in files if file.exists()]
 
 
@@ -112,14 +112,17 @@ def test_nothing_of_another_heads_run_is_read_or_written_on_its_hosts(
     queries: list[Query[Any]] = [
         ListCheckpoints(nodes.store, run.name),
         PruneCheckpoints(nodes.store, run.name, (tag_of(8),)),
-        ListFiles(nodes.store, run.place, ("metrics.jsonl",)),
+        ListFiles(nodes.store, run.relative_path, ("metrics.jsonl",)),
     ]
     for query in queries:
         for answer in nodes.ask(query, 20).values():
             assert isinstance(answer, RemoteFailed)
             assert isinstance(answer.__cause__, RunOwned)
             assert "belongs to head this-head" in str(answer)
-    for request in (SendFiles(nodes.store, run.place), ReceiveFiles(nodes.store, run.name, run.place, (), ())):
+    for request in (
+        SendFiles(nodes.store, run.relative_path),
+        ReceiveFiles(nodes.store, run.name, run.relative_path, (), ()),
+    ):
         with pytest.raises(RemoteFailed, match="belongs to head this-head"):
             until_it_ends(nodes, "a", request)
     assert all(isinstance(error, HostError) for error in release(nodes, run.name).values())
@@ -137,7 +140,7 @@ def test_a_dead_heads_run_is_adopted_with_its_checkpoints_and_the_dead_head_stay
         raise StopIteration(tags.complete_tags(second.run.checkpoints))
 
     storage = NodeLocalStorage(second.run, write_job, silent, adopt=True)
-    storage.claim(are_ranks_at_work=False)
+    storage.claim(are_ranks_running=False)
     with pytest.raises(StopIteration, match=tag_of(8)):
         storage.make_ready(tmp_path)
     said = (
@@ -156,7 +159,7 @@ def test_a_head_that_lacks_a_host_of_the_run_it_adopts_does_not_begin_at_step_0(
     site.save(8)
     die(site, first)
     some = replace(second.run, hosts=Hosts(second.run.hosts.all[:1]), nodes=second.run.nodes.on("a"))
-    NodeLocalStorage(some, Path, silent, adopt=True).claim(are_ranks_at_work=False)
+    NodeLocalStorage(some, Path, silent, adopt=True).claim(are_ranks_running=False)
     for _ in range(2):  # the second time, this head owns the run
         with pytest.raises(NothingVerifies, match=rf"{tag_of(8)} lacks rank-00001\.json .*--begin-again"):
             recover(some, silent)
@@ -167,7 +170,7 @@ def test_a_head_that_is_superseded_while_it_works_notices_it(site: Site, first: 
     first.run = quick(first.run)
     first.claimed()
     first.claim.require_kept()
-    path = site.scratch("b") / first.run.place / OWNER
+    path = site.scratch("b") / first.run.relative_path / OWNER
     path.write_text(json.dumps(json.loads(path.read_text()) | {"unique_id": "2" * 32, "head": "other-head"}))
     until(lambda: _is_lost(first.claim))
     with pytest.raises(RunOwned, match="on b are owned by head other-head"):
@@ -226,7 +229,7 @@ def test_ranks_that_outlive_their_head_keep_the_run(
     this = Attempt(local_hosts.attempt_folder("a", "id"), "id", "smoke", 1, None, 60.0)
     this.folder.mkdir(parents=True, mode=0o700)
     this.folder.parent.chmod(0o700)
-    job = {"node_local": True, "run_folder": str(site.scratch("a") / first.run.place)}
+    job = {"node_local": True, "run_folder": str(site.scratch("a") / first.run.relative_path)}
     (this.folder / "spec.json").write_text(json.dumps(job))
     this.write()
     guard = start("-c", "import time; time.sleep(600)")

@@ -25,7 +25,7 @@ from infra.node.attempts import head_lease
 from infra.node.attempts.attempt import Attempt
 from infra.node.attempts.run_lock import run_lock
 from infra.node.attempts.run_ownership import Owner
-from infra.node.node_folders import aside_place, run_place
+from infra.node.node_folders import run_path, set_aside_path
 from infra.node.storage.garbage import Garbage
 from infra.node.storage.left_attempts import KnownAttempts
 from infra.node.storage.pull import listed
@@ -45,7 +45,7 @@ OWN = Owner("1" * 32, "this-head", "/root", "2026-01-01", 60.0)
 
 def own(site: Site, owner: Owner = OWN) -> None:
     for host in site.nodes.hosts:
-        folder = site.scratch(host) / run_place(RUN)
+        folder = site.scratch(host) / run_path(RUN)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "owner.json").write_text(json.dumps(asdict(owner)))
 
@@ -85,12 +85,12 @@ def test_a_finished_run_and_what_no_run_uses_are_freed_on_all_nodes(
     assert [run.name for run in finished] == [RUN]
     stage(site, tmp_path)
     found = found_on(site, finished)
-    assert [[each.place for each in found[host]] for host in "ab"] == [[run_place(RUN)]] * 2, "shards are pinned"
+    assert [[each.place for each in found[host]] for host in "ab"] == [[run_path(RUN)]] * 2, "shards are pinned"
     let_go(site)
     found = found_on(site, finished)
     assert [[(each.place, each.size) for each in found[host]][:1] for host in "ab"] == [[(PLACE, 1000)]] * 2
-    assert free_on(site.nodes, finished, NOBODYS, found) == {host: [PLACE, run_place(RUN)] for host in "ab"}
-    assert not any((site.scratch(host) / place).exists() for host in "ab" for place in (PLACE, run_place(RUN)))
+    assert free_on(site.nodes, finished, NOBODYS, found) == {host: [PLACE, run_path(RUN)] for host in "ab"}
+    assert not any((site.scratch(host) / place).exists() for host in "ab" for place in (PLACE, run_path(RUN)))
 
 
 def test_a_run_that_this_head_does_not_know_is_left(site: Site, finished: list[FinishedRun]) -> None:
@@ -109,24 +109,24 @@ def test_another_heads_run_of_the_same_name_and_settings_is_neither_listed_nor_f
 
 
 def test_a_run_whose_lease_is_renewed_is_left(site: Site, finished: list[FinishedRun]) -> None:
-    head_lease.begin(site.scratch("a") / run_place(RUN))
+    head_lease.begin(site.scratch("a") / run_path(RUN))
     assert [len(found) for found in found_on(site, finished).values()] == [0, 1]
 
 
 def test_what_nobody_has_claimed_is_listed_and_kept(site: Site, finished: list[FinishedRun]) -> None:
-    (site.scratch("a") / run_place(RUN) / "owner.json").unlink()
+    (site.scratch("a") / run_path(RUN) / "owner.json").unlink()
     found = found_on(site, finished)
     assert [(each.is_kept, each.why.split(",")[0]) for each in found["a"]] == [(True, "kept: no head has claimed it")]
-    assert free_on(site.nodes, finished, NOBODYS, found) == {"a": [], "b": [run_place(RUN)]}
+    assert free_on(site.nodes, finished, NOBODYS, found) == {"a": [], "b": [run_path(RUN)]}
 
 
 def test_what_was_moved_aside_is_listed_and_kept(site: Site, finished: list[FinishedRun]) -> None:
-    aside = site.scratch("a") / aside_place(RUN) / "step-00000004.0123abcd"
+    aside = site.scratch("a") / set_aside_path(RUN) / "step-00000004.0123abcd"
     aside.mkdir(parents=True)
     (aside / "left.pt").write_bytes(bytes(100))
     found = found_on(site, finished)
-    assert [(each.place, each.size) for each in found["a"] if each.is_kept] == [(aside_place(RUN), 100)]
-    assert free_on(site.nodes, finished, NOBODYS, found) == {host: [run_place(RUN)] for host in "ab"}
+    assert [(each.place, each.size) for each in found["a"] if each.is_kept] == [(set_aside_path(RUN), 100)]
+    assert free_on(site.nodes, finished, NOBODYS, found) == {host: [run_path(RUN)] for host in "ab"}
     assert (aside / "left.pt").exists()
 
 

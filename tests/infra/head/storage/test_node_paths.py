@@ -20,26 +20,26 @@ def job(**facts: object) -> TrainJob:
 
 
 def test_ranks_on_nodes_are_told_their_own_paths(run: NodeRun) -> None:
-    told = run.told(job(resume_tag="step-00000008", start_fingerprint="5" * 64))
+    told = run.job_on_nodes(job(resume_tag="step-00000008", start_fingerprint="5" * 64))
     scratch = node_path("scratch")
     assert told.node_local
     assert told.run_folder == scratch / "runs" / run.name
     assert told.shards_folder == scratch / "shards/pydocs-1"
     assert told.spec == recipe("smoke")
     chosen = replace(run, nodes=replace(run.nodes, scratch=Path("/nvme")))
-    assert chosen.told(job()).run_folder == Path("/nvme/runs", run.name)
+    assert chosen.job_on_nodes(job()).run_folder == Path("/nvme/runs", run.name)
 
 
 def test_what_an_attempt_begins_from_is_named_where_it_is_staged(run: NodeRun) -> None:
     consolidated = Consolidated(
         folder=Path("/root/w/relayout/step-8"), fingerprint="c" * 64, clock=TrainingProgress(step=8)
     )
-    told = run.told(job(consolidated=consolidated))
+    told = run.job_on_nodes(job(consolidated=consolidated))
     assert told.consolidated == consolidated.model_copy(
         update={"folder": node_path("scratch/staged/step-8-cccccccccccc")}
     )
     spec = recipe("smoke").with_settings({"model.start_from": '"/models/t5"'})
-    told = run.told(job(spec=spec, start_fingerprint="5" * 64))
+    told = run.job_on_nodes(job(spec=spec, start_fingerprint="5" * 64))
     assert told.spec.model.start_from == str(node_path("scratch/staged/t5-555555555555"))
 
 

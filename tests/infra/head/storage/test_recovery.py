@@ -121,7 +121,7 @@ def test_a_host_that_is_back_after_the_run_has_begun_again_keeps_what_it_has_fro
 ) -> None:
     site.save(8)
     checkpoint_record.note(run.folder, site.newest())
-    owner = site.scratch("b") / run.place / "owner.json"
+    owner = site.scratch("b") / run.relative_path / "owner.json"
     owner.write_text("{")  # which makes every request to this host fail
     alone = replace(run, hosts=Hosts((Host("a", (0, 1)),)), nodes=run.nodes.on("a"))
     ask_to_begin_again(run.folder)
@@ -166,7 +166,7 @@ def test_what_is_nowhere_any_more_is_named_with_where_it_was_last_seen(run: Node
 
 def test_only_steps_that_the_head_has_not_heard_of_are_taken_from_a_node(run: NodeRun, site: Site) -> None:
     site.save(8)
-    theirs, ours = site.scratch("a") / run.place / "metrics.jsonl", run.folder / "metrics.jsonl"
+    theirs, ours = site.scratch("a") / run.relative_path / "metrics.jsonl", run.folder / "metrics.jsonl"
     steps(ours, 6)
     for told, expected in ((8, 8), (3, 8)):
         steps(theirs, told)

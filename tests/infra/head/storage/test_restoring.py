@@ -4,7 +4,7 @@ import shutil
 
 from infra.head.storage.gather import gather
 from infra.head.storage.provisioning import part, restore
-from infra.node.node_folders import tag_place
+from infra.node.node_folders import tag_path
 from t5train.checkpoint.tags import files_read_by
 from t5train.files.run_folder import tag_of
 from tests.support.simulated_nodes import RUN, Site
@@ -15,7 +15,7 @@ def restored(site: Site, rank: int) -> int:
     tag = site.newest()
     gather(site.nodes, RUN, tag, site.checkpoints)
     wanted = part(tag, files_read_by(rank, tag.sidecars), [rank])
-    place, parts = tag_place(RUN, tag.name), {site.nodes.hosts[rank]: wanted}
+    place, parts = tag_path(RUN, tag.name), {site.nodes.hosts[rank]: wanted}
     restore(site.nodes, RUN, place, parts, site.checkpoints / tag.name, recorded=tag.files)
     return len(wanted)
 

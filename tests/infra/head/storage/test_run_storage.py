@@ -23,7 +23,7 @@ def test_what_ranks_saved_that_were_told_to_end_is_gathered_before_their_hosts_g
     run: NodeRun, site: Site, error: BaseException, gathered: list[str]
 ) -> None:
     def train(storage: NodeLocalStorage) -> None:
-        with storage.following(lambda: 0):
+        with storage.syncing(lambda: 0):
             site.save(8)
             raise error
 

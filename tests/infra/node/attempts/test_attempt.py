@@ -11,7 +11,7 @@ from infra.node.processes import ProcessIdentity
 from t5train.errors import StorageError
 
 
-def test_attempts_count_up_and_stay(tmp_path: Path) -> None:
+def test_attempts_are_numbered_in_order_and_have_unique_run_ids(tmp_path: Path) -> None:
     head = ProcessIdentity.of(os.getpid())
     made = [attempt.begin(tmp_path / "run", head) for _ in range(3)]
     assert [one.folder.name for one in made] == ["0001", "0002", "0003"]
@@ -22,7 +22,7 @@ def test_an_attempt_is_read_back_from_its_folder(this: Attempt) -> None:
     assert attempt.read(this.folder) == this
 
 
-def test_an_attempt_over_hosts_is_read_back_with_what_its_machines_are_told(tmp_path: Path) -> None:
+def test_an_attempt_over_hosts_and_its_copy_on_a_host_are_read_back_unchanged(tmp_path: Path) -> None:
     slots = {"node9": (0, 1), "node10": (3,)}
     this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts=slots, accelerator="cpu", grace_seconds=5.0)
     assert (found := attempt.read(this.folder)) == this
@@ -33,9 +33,7 @@ def test_an_attempt_over_hosts_is_read_back_with_what_its_machines_are_told(tmp_
     assert attempt.read(there.folder) == there
 
 
-def test_an_exit_record_is_written_also_when_the_disk_has_become_full(
-    this: Attempt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exit_record_is_written_even_if_the_disk_is_full(this: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise StorageError("no room")
 

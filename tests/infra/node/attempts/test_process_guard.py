@@ -59,7 +59,7 @@ def guarded(start: Start, this: Attempt, program: str) -> subprocess.Popen[bytes
     return start(*argv, RANK="0", T5_RUN_ID=this.run_id)
 
 
-def ended(this: Attempt) -> tuple[Cause, str, int | None]:
+def recorded_exit(this: Attempt) -> tuple[Cause, str, int | None]:
     record = this.exit_record("rank-00000")
     assert record is not None
     return record.cause, record.reason, record.returncode
@@ -82,7 +82,7 @@ def running(this: Attempt, start_guard: Start, until: Until) -> Callable[[str], 
     return running
 
 
-def test_output_and_exit_code_of_a_rank_are_kept(this: Attempt, start_guard: Start) -> None:
+def test_the_output_and_exit_code_of_a_rank_are_recorded(this: Attempt, start_guard: Start) -> None:
     guard = start_guard("import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)")
     assert guard.wait(20) == 1
     assert sorted(this.log("rank-00000").read_text().split()) == ["err", "out"]
@@ -92,7 +92,7 @@ def test_output_and_exit_code_of_a_rank_are_kept(this: Attempt, start_guard: Sta
     assert record.started_at < record.ended_at
 
 
-def test_a_rank_that_does_its_work_has_a_good_record(this: Attempt, start_guard: Start) -> None:
+def test_a_rank_that_exits_with_0_is_recorded_as_succeeded(this: Attempt, start_guard: Start) -> None:
     assert start_guard("pass").wait(20) == 0
     record = this.exit_record("rank-00000")
     assert record is not None
@@ -119,7 +119,7 @@ def test_killing_the_guard_kills_its_rank(this: Attempt, running: Start, until: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_guard_told_to_end_ends_its_rank_and_says_so(
+def test_a_guard_that_gets_sigint_or_sighup_kills_its_rank_and_records_the_signal(
     this: Attempt, running: Start, number: signal.Signals, survivors: Survivors
 ) -> None:
     guard = running(SLEEP)
@@ -131,15 +131,15 @@ def test_a_guard_told_to_end_ends_its_rank_and_says_so(
     assert (record.reason, record.returncode) == (number.name, -signal.SIGKILL)
 
 
-def test_a_rank_told_to_end_has_time_to_save(this: Attempt, running: Start) -> None:
+def test_sigterm_to_a_guard_gives_its_rank_time_to_save(this: Attempt, running: Start) -> None:
     guard = running(SAVING)
     guard.terminate()
     assert guard.wait(20) == 1
     assert this.log("rank-00000").read_text().endswith("saved\n")
-    assert ended(this) == (Cause.TOLD, "SIGTERM", 1)
+    assert recorded_exit(this) == (Cause.REQUESTED, "SIGTERM", 1)
 
 
-def test_a_rank_that_does_not_end_in_that_time_is_killed_with_its_children(
+def test_a_rank_still_running_after_the_grace_period_is_killed_with_its_children(
     this: Attempt, running: Start, survivors: Survivors
 ) -> None:
     replace(this, grace_seconds=1.0).write()
@@ -147,30 +147,30 @@ def test_a_rank_that_does_not_end_in_that_time_is_killed_with_its_children(
     guard.terminate()
     assert guard.wait(20) == 1
     assert survivors(this.run_id) == set()
-    assert ended(this) == (Cause.TOLD, "SIGTERM; it was still running after 1 s", -signal.SIGKILL)
+    assert recorded_exit(this) == (Cause.REQUESTED, "SIGTERM; it was still running after 1 s", -signal.SIGKILL)
 
 
-def test_there_is_no_time_to_save_when_a_fellow_failed(this: Attempt, running: Start) -> None:
+def test_a_rank_gets_no_time_to_save_if_a_peer_failed(this: Attempt, running: Start) -> None:
     guard = running(STUBBORN)
     this.write_process("rank-00001", ProcessIdentity(1, 0), ProcessIdentity(1, 0))
     this.write_exit(ExitRecord("rank-00001", -9, Cause.EXITED, "exited", now(), now()))
     guard.terminate()
     assert guard.wait(10) == 1
-    assert ended(this) == (Cause.TOLD, "rank-00001 failed", -signal.SIGKILL)
+    assert recorded_exit(this) == (Cause.REQUESTED, "rank-00001 failed", -signal.SIGKILL)
 
 
-def test_a_stopped_rank_is_found(this: Attempt, running: Start, survivors: Survivors) -> None:
+def test_a_rank_stopped_by_sigstop_is_detected_and_killed(this: Attempt, running: Start, survivors: Survivors) -> None:
     replace(this, beat_seconds=1.0).write()
     guard = running(SLEEP)
     os.kill(rank_pid(this), signal.SIGSTOP)
     assert guard.wait(10) == 1
     assert survivors(this.run_id) == set()
-    cause, reason, _ = ended(this)
+    cause, reason, _ = recorded_exit(this)
     assert cause == Cause.BEAT
     assert reason.startswith("no sign of life for 2 s")
 
 
-def test_a_rank_that_never_gave_a_sign_of_life_is_found(this: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_a_first_heartbeat_is_detected(this: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infra.node.attempts.watchdog._FIRST_BEAT_SECONDS", 0.0)
     launcher, rank = Watchdog(this, "launcher", os.getpid(), None), Watchdog(this, "rank-00000", os.getpid(), None)
     assert launcher.look() is None
@@ -181,7 +181,7 @@ def test_a_rank_that_never_gave_a_sign_of_life_is_found(this: Attempt, monkeypat
     assert rank.look() is None
 
 
-def test_a_rank_whose_interpreter_hangs_is_found_and_one_that_computes_without_a_beat_is_not(
+def test_a_rank_without_heartbeats_is_ended_if_it_sleeps_but_not_if_it_computes(
     tmp_path: Path, start: Start, until: Until
 ) -> None:
     for number, work in enumerate(("time.sleep(600)", "while True: pass")):
@@ -190,24 +190,24 @@ def test_a_rank_whose_interpreter_hangs_is_found_and_one_that_computes_without_a
         until(this.rank_files("rank-00000").with_suffix(".beat").exists)
         if number == 0:
             assert guard.wait(10) == 1
-            assert ended(this)[0] == Cause.BEAT
+            assert recorded_exit(this)[0] == Cause.BEAT
         else:
             time.sleep(3)
             assert guard.poll() is None
 
 
-def test_a_phase_that_takes_longer_than_its_deadline_ends_the_rank_that_tells_where_it_hangs(
+def test_a_rank_that_exceeds_a_phase_deadline_is_ended_and_its_log_shows_where_it_hangs(
     this: Attempt, running: Start
 ) -> None:
     assert running(HANGING).wait(10) == 1
-    cause, reason, _ = ended(this)
+    cause, reason, _ = recorded_exit(this)
     assert cause == Cause.PHASE
     assert reason.startswith("phase 'save' of step 7 took ")
     assert reason.endswith("its deadline is 1 s")
     assert "in hangs_here" in this.log("rank-00000").read_text()
 
 
-def test_a_launcher_told_to_end_goes_on_and_has_the_head_tell_the_ranks(
+def test_sigterm_to_a_launchers_guard_orders_a_stop_and_leaves_the_launcher_running(
     this: Attempt, start: Start, until: Until
 ) -> None:
     guard = start(
@@ -230,7 +230,7 @@ def leased(tmp_path: Path) -> Attempt:
     return this
 
 
-def test_a_rank_lives_as_long_as_its_lease_is_renewed(
+def test_a_rank_runs_until_its_lease_is_no_longer_renewed(
     leased: Attempt, start: Start, until: Until, survivors: Survivors
 ) -> None:
     guard = guarded(start, leased, SLEEP)
@@ -239,13 +239,15 @@ def test_a_rank_lives_as_long_as_its_lease_is_renewed(
         time.sleep(0.2)
     assert guard.poll() is None
     assert guard.wait(10) == 1
-    cause, reason, _ = ended(leased)
+    cause, reason, _ = recorded_exit(leased)
     assert cause == Cause.HEAD
     assert reason.startswith("no message from the head for ")
     assert survivors(leased.run_id) == set()
 
 
-def test_a_launcher_over_hosts_outlives_its_head_and_not_its_lease(leased: Attempt, start: Start, until: Until) -> None:
+def test_a_launcher_over_hosts_outlives_its_head_but_ends_when_its_lease_expires(
+    leased: Attempt, start: Start, until: Until
+) -> None:
     argv = ["-m", "infra.node.attempts.process_guard", "--launcher", str(leased.folder), sys.executable, "-c", SLEEP]
     head = start("-c", f"import subprocess, sys; subprocess.run([sys.executable, *{argv!r}])")
     until((leased.folder / "launcher.pid").exists)
@@ -258,19 +260,21 @@ def test_a_launcher_over_hosts_outlives_its_head_and_not_its_lease(leased: Attem
     until(lambda: leased.exit_record("launcher"), 10)
 
 
-def test_a_lease_that_is_taken_away_ends_the_rank_at_once(leased: Attempt, start: Start, until: Until) -> None:
+def test_a_rank_whose_lease_was_removed_is_killed_at_once_and_cannot_be_started_again(
+    leased: Attempt, start: Start, until: Until
+) -> None:
     guard = guarded(start, leased, STUBBORN)
     until(lambda: leased.log("rank-00000").exists() and b"ready" in leased.log("rank-00000").read_bytes())
     (leased.folder / head_lease.LEASE).unlink()
     guard.terminate()
     assert guard.wait(1.5) == 1
-    assert ended(leased)[:2] == (Cause.TOLD, "the head ended the run")
+    assert recorded_exit(leased)[:2] == (Cause.REQUESTED, "the head ended the run")
     again = guarded(start, leased, SLEEP)
     assert again.wait(10) == 1
-    assert ended(leased)[0] == Cause.REFUSED
+    assert recorded_exit(leased)[0] == Cause.REFUSED
 
 
-def test_a_rank_over_hosts_sees_what_the_head_gave_and_what_is_this_machines_own(leased: Attempt, start: Start) -> None:
+def test_a_rank_over_hosts_gets_variables_of_the_head_and_of_its_own_machine(leased: Attempt, start: Start) -> None:
     program = "import json, os; print(json.dumps(dict(os.environ)))"
     numbers = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "MASTER_PORT": "29500"}
     argv = ("-m", "infra.node.attempts.process_guard", str(leased.folder), sys.executable, "-c", program)
@@ -281,13 +285,15 @@ def test_a_rank_over_hosts_sees_what_the_head_gave_and_what_is_this_machines_own
     assert "STRAY" not in seen
 
 
-def test_children_that_a_rank_leaves_behind_are_ended(this: Attempt, start_guard: Start, survivors: Survivors) -> None:
+def test_child_processes_that_a_rank_leaves_behind_are_ended(
+    this: Attempt, start_guard: Start, survivors: Survivors
+) -> None:
     assert start_guard("import os, time; os.fork() or time.sleep(600)").wait(20) == 0
     assert survivors(this.run_id) == set()
 
 
 @pytest.mark.parametrize("delay_seconds", [0.0, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.12, 0.15])
-def test_a_signal_at_any_moment_of_the_start_is_not_lost(
+def test_a_signal_at_any_moment_of_startup_is_not_lost(
     this: Attempt, start_guard: Start, delay_seconds: float, survivors: Survivors
 ) -> None:
     guard = start_guard(SLEEP)
@@ -332,7 +338,9 @@ def test_the_rank_ends_when_the_guards_parent_is_killed(
 
 
 @pytest.mark.parametrize("ticks", [-1, 1])
-def test_nothing_starts_when_the_heads_pid_belongs_to_another_process(tmp_path: Path, start: Start, ticks: int) -> None:
+def test_no_rank_starts_if_the_heads_pid_now_belongs_to_another_process(
+    tmp_path: Path, start: Start, ticks: int
+) -> None:
     alive = ProcessIdentity.of(os.getpid())
     this = attempt.begin(tmp_path / "run", ProcessIdentity(alive.pid, alive.start_time + ticks))
     guard = start("-m", "infra.node.attempts.process_guard", str(this.folder), sys.executable, "-c", SLEEP, RANK="0")
@@ -359,7 +367,7 @@ def test_the_rank_itself_holds_the_ranks_lock(this: Attempt, running: Start) -> 
     assert str(this.folder.parent.parent / "ranks.lock") in held
 
 
-def test_a_rank_sees_the_devices_its_user_chose(this: Attempt, start: Start) -> None:
+def test_a_rank_sees_the_devices_that_its_user_chose(this: Attempt, start: Start) -> None:
     program = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
     environment = {"RANK": "0", "CUDA_VISIBLE_DEVICES": "0,1", "T5_VISIBLE_DEVICES": "GPU-a,GPU-b"}
     start(

@@ -36,13 +36,13 @@ def test_no_secret_of_the_parent_reaches_a_rank(this: Attempt) -> None:
     assert "s3cret" not in " ".join(environment(this, **SECRETS).values())
 
 
-def test_what_seems_secret_is_not_told_however_its_name_is_written() -> None:
-    told = "hidden-one hidden-two http://me:hidden-three@host hidden-four"
+def test_redact_removes_passwords_in_urls_and_values_of_variables_with_secret_names() -> None:
+    text = "hidden-one hidden-two http://me:hidden-three@host hidden-four"
     secret = {"HF_TOKEN": "hidden-one", "db_password": "hidden-two", "PREFECT_API_AUTH_STRING": "hidden-four"}
-    assert "hidden" not in redact(told, secret)
+    assert "hidden" not in redact(text, secret)
 
 
-def test_what_a_rank_needs_is_let_through(this: Attempt) -> None:
+def test_variables_that_a_rank_needs_are_passed_on(this: Attempt) -> None:
     needed = {
         "HOME": "/h", "LANG": "C.UTF-8", "LC_ALL": "C", "LD_LIBRARY_PATH": "/l", "PYTHONPATH": "/p", "CUDA_HOME": "/c",
         "NCCL_DEBUG": "INFO", "TORCH_EXTENSIONS_DIR": "/t", "XDG_CACHE_HOME": "/x", "TMPDIR": "/m",
@@ -50,7 +50,7 @@ def test_what_a_rank_needs_is_let_through(this: Attempt) -> None:
     assert environment(this, **needed).items() >= needed.items()
 
 
-def test_ranks_keep_compiled_operators_on_a_disk_of_their_machine(this: Attempt) -> None:
+def test_compiled_operators_are_in_the_node_folder_whatever_home_is(this: Attempt) -> None:
     folder = environment(this, HOME="/h")["TORCH_EXTENSIONS_DIR"]
     assert Path(folder).parent == node_path("operators")
     assert environment(this, HOME="/other")["TORCH_EXTENSIONS_DIR"] == folder
@@ -73,31 +73,33 @@ def test_cores_are_divided_among_the_ranks(this: Attempt, monkeypatch: pytest.Mo
     assert environment(this, num_ranks=4, OMP_NUM_THREADS="7")["OMP_NUM_THREADS"] == "7"
 
 
-def test_programs_of_an_environment_that_is_not_activated_are_found(this: Attempt) -> None:
+def test_programs_of_the_python_environment_are_found_even_if_it_is_not_activated(this: Attempt) -> None:
     first, *rest = environment(this, PATH="/usr/bin:/bin")["PATH"].split(":")
     assert os.path.samefile(first, os.path.dirname(sys.executable))  # noqa: PTH120, PTH121 - plain text from PATH
     assert rest == ["/usr/bin", "/bin"]
 
 
 @pytest.mark.parametrize("devices", ["3,5", ""])
-def test_chosen_devices_travel_under_a_name_the_launcher_does_not_overwrite(this: Attempt, devices: str) -> None:
+def test_visible_devices_are_passed_in_a_variable_that_the_launcher_does_not_overwrite(
+    this: Attempt, devices: str
+) -> None:
     seen = environment(this, CUDA_VISIBLE_DEVICES=devices)
     assert "CUDA_VISIBLE_DEVICES" not in seen
     assert seen["T5_VISIBLE_DEVICES"] == devices
 
 
-def test_the_accelerator_is_the_specs_or_found_by_deepspeed(this: Attempt) -> None:
+def test_the_accelerator_is_the_specs_or_else_left_to_deepspeed(this: Attempt) -> None:
     assert environment(this, accelerator="cpu", DS_ACCELERATOR="cuda")["DS_ACCELERATOR"] == "cpu"
     assert "DS_ACCELERATOR" not in environment(this)
 
 
-def test_a_module_in_the_current_folder_shadows_nothing(this: Attempt) -> None:
+def test_modules_in_the_current_folder_do_not_shadow_those_of_a_guard(this: Attempt) -> None:
     (this.folder / "infra.py").write_text("raise SystemExit('shadowed')")
     argv = [sys.executable, "-m", "infra.node.attempts.process_guard", str(this.folder), sys.executable, "-c", "pass"]
     subprocess.run(argv, cwd=this.folder, env={**environment(this, **os.environ), "RANK": "0"}, check=True)
 
 
-def test_over_hosts_settings_travel_and_nothing_else_that_was_not_asked_for(this: Attempt) -> None:
+def test_hosts_get_settings_and_requested_variables_of_the_head_and_no_others(this: Attempt) -> None:
     head = SECRETS | {
         "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "7", "CUDA_HOME": "/c", "HOME": "/h",
         "PATH": "/p", "LD_LIBRARY_PATH": "/l", "TMPDIR": "/t", "RANK": "5", "STRAY": "1", "MY_MODE": "offline",
@@ -121,15 +123,17 @@ def test_over_hosts_settings_travel_and_nothing_else_that_was_not_asked_for(this
 
 @pytest.mark.parametrize("names", [("RANK", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_LOCALID"),
                                    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")])  # fmt: skip
-def test_a_ranks_numbers_are_those_of_whoever_started_it(this: Attempt, names: tuple[str, str]) -> None:
+def test_rank_and_local_rank_are_read_from_the_variables_of_each_launcher(
+    this: Attempt, names: tuple[str, str]
+) -> None:
     seen = variables_of_rank(this, {names[0]: "13", names[1]: "5"})
     assert (seen["RANK"], seen["LOCAL_RANK"]) == ("13", "5")
 
 
-def test_deepspeeds_numbers_come_before_those_of_a_job_around_it(this: Attempt) -> None:
+def test_deepspeeds_rank_takes_precedence_over_that_of_an_enclosing_slurm_job(this: Attempt) -> None:
     assert variables_of_rank(this, {"RANK": "2", "SLURM_PROCID": "0"})["RANK"] == "2"
 
 
-def test_a_guard_that_nobody_gave_a_number_says_who_may(this: Attempt) -> None:
+def test_a_missing_rank_number_is_an_error_that_names_the_accepted_variables(this: Attempt) -> None:
     with pytest.raises(LaunchError, match="neither RANK nor SLURM_PROCID nor OMPI_COMM_WORLD_RANK"):
         variables_of_rank(this, {})

@@ -49,7 +49,7 @@ def local_flock(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lease, "_RENEW_SECONDS", 0.2)
     monkeypatch.setattr(run_lease, "_GLANCE_SECONDS", 3.0)
     monkeypatch.setattr(run_lease, "LEASE_SECONDS", 2.0)
@@ -60,7 +60,7 @@ def run_elsewhere(local_flock: dict[str, str], code: str, run: Path, lease: floa
     return subprocess.run(argv, env=os.environ | local_flock, capture_output=True, text=True, check=False, timeout=60)
 
 
-def test_a_head_on_another_machine_is_refused_with_who_holds_the_run(
+def test_a_head_on_another_machine_is_refused_with_the_name_of_the_holder(
     tmp_path: Path, local_flock: dict[str, str]
 ) -> None:
     run = tmp_path / "run"
@@ -73,9 +73,7 @@ def test_a_head_on_another_machine_is_refused_with_who_holds_the_run(
     assert seen.stdout.startswith(f"process {os.getpid()} on "), "status and gc see a holder on another machine, too"
 
 
-def test_a_run_that_was_released_is_free_for_another_machine_at_once(
-    tmp_path: Path, local_flock: dict[str, str]
-) -> None:
+def test_another_machine_can_take_a_released_run_at_once(tmp_path: Path, local_flock: dict[str, str]) -> None:
     with run_lock(tmp_path):
         pass
     began = time.monotonic()
@@ -84,7 +82,7 @@ def test_a_run_that_was_released_is_free_for_another_machine_at_once(
     assert time.monotonic() - began < 30
 
 
-def test_the_run_of_a_dead_head_on_another_machine_is_taken_over_after_the_lease_and_no_earlier(
+def test_the_run_of_a_dead_head_on_another_machine_is_taken_over_only_after_the_lease(
     tmp_path: Path, start: Start, until: Until, local_flock: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     dead = start("-c", HOLD.replace("sys.stdin.read()", "time.sleep(600)"), str(tmp_path), "2", **local_flock)
@@ -98,7 +96,7 @@ def test_the_run_of_a_dead_head_on_another_machine_is_taken_over_after_the_lease
     assert f"is taken over: process {dead.pid} on" in caplog.text
 
 
-def test_a_restart_after_a_kill_on_the_same_machine_waits_for_no_lease(
+def test_a_restart_on_the_same_machine_does_not_wait_for_a_killed_heads_lease(
     tmp_path: Path, start: Start, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_lease, "LEASE_SECONDS", 600.0)
@@ -113,7 +111,7 @@ def test_a_restart_after_a_kill_on_the_same_machine_waits_for_no_lease(
         pass
 
 
-def test_a_head_that_slept_through_its_lease_notices_that_another_has_the_run(
+def test_a_head_notices_that_another_head_has_taken_over_its_run(
     tmp_path: Path, start: Start, until: Until, local_flock: dict[str, str]
 ) -> None:
     with run_lock(tmp_path) as lease:
@@ -128,7 +126,7 @@ def test_a_head_that_slept_through_its_lease_notices_that_another_has_the_run(
     assert not left["is_released"]
 
 
-def test_a_stopped_head_does_not_keep_the_run_and_is_told_when_it_goes_on(
+def test_a_stopped_head_loses_the_run_and_gets_an_error_when_it_resumes(
     tmp_path: Path, start: Start, until: Until, local_flock: dict[str, str]
 ) -> None:
     stopped = start("-c", HOLD.replace("sys.stdin.read()", "time.sleep(5)"), str(tmp_path), "2", **local_flock)
@@ -141,7 +139,7 @@ def test_a_stopped_head_does_not_keep_the_run_and_is_told_when_it_goes_on(
     assert f"was taken over by process {os.getpid()} on" in (tmp_path / "output.txt").read_text()
 
 
-def test_a_record_that_cannot_be_read_is_no_reason_to_take_the_run(tmp_path: Path) -> None:
+def test_a_run_whose_holder_record_cannot_be_read_is_not_taken_over(tmp_path: Path) -> None:
     (tmp_path / "holder.json").mkdir()
     with pytest.raises(StorageError, match=r"holder\.json cannot be read .*unknown whether another machine is using"):
         run_lock(tmp_path).__enter__()

@@ -32,7 +32,7 @@ def test_a_second_start_is_refused_within_one_process_too(tmp_path: Path) -> Non
         pool.submit(lambda: run_lock(tmp_path).__enter__()).result()
 
 
-def test_a_run_can_be_held_again_once_it_is_released(tmp_path: Path) -> None:
+def test_a_released_run_can_be_locked_again(tmp_path: Path) -> None:
     with run_lock(tmp_path):
         assert holder(tmp_path)
     assert holder(tmp_path) is None
@@ -40,7 +40,7 @@ def test_a_run_can_be_held_again_once_it_is_released(tmp_path: Path) -> None:
         assert holder(tmp_path)
 
 
-def test_a_killed_holder_leaves_the_run_free(tmp_path: Path, start: Start, until: Until) -> None:
+def test_killing_the_holder_releases_the_run(tmp_path: Path, start: Start, until: Until) -> None:
     holding = start("-c", HOLD.format("run_lock"), str(tmp_path))
     until((tmp_path / "held").exists)
     holding.kill()
@@ -68,7 +68,9 @@ def test_a_new_head_waits_for_ranks_of_the_old_one(tmp_path: Path, caplog: pytes
     assert "waiting up to 30 s for ranks" in caplog.text
 
 
-def test_ranks_that_stay_are_named(this: Attempt, start_guard: Start, until: Until) -> None:
+def test_the_error_names_processes_of_ranks_that_are_still_running(
+    this: Attempt, start_guard: Start, until: Until
+) -> None:
     guard = start_guard("import time; time.sleep(600)")
     until((this.folder / "rank-00000.pid").exists)
     with pytest.raises(RunLocked, match=rf"processes: .*\b{guard.pid}\b.*kill -9"):

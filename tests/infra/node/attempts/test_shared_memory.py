@@ -8,11 +8,11 @@ from infra.node.attempts.shared_memory import RANK_BYTES, SEGMENTS
 from tests.support.small_disk import run_with_disk
 
 REFUSED = """
-from infra.node.attempts.shared_memory import require_room
+from infra.node.attempts.shared_memory import require_free_space
 from t5train.errors import StorageError
-require_room(1)
+require_free_space(1)
 try:
-    require_room(2)
+    require_free_space(2)
 except StorageError as error:
     print(error)
 """
@@ -56,22 +56,22 @@ def left(folder: Path) -> list[str]:
     return sorted(path.name.removeprefix("deepspeed_allreduce_buffer_") for path in folder.iterdir())
 
 
-def test_a_rank_loses_its_own_segment_only(segments: Path) -> None:
+def test_only_the_ranks_own_segment_is_removed(segments: Path) -> None:
     user = os.getuid()
     make(segments, *(f"{user}_127.0.0.1_2{port}_{rank}" for port in (10, 100) for rank in (1, 10)))
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "210", "RANK": "1"}
     shared_memory.remove_of_rank(environment)
     shared_memory.remove_of_rank(environment)  # already removed
-    assert left(segments) == [f"{user}_127.0.0.1_{place}" for place in ("2100_1", "2100_10", "210_10")]
+    assert left(segments) == [f"{user}_127.0.0.1_{suffix}" for suffix in ("2100_1", "2100_10", "210_10")]
 
 
-def test_a_launcher_which_is_no_rank_removes_nothing(segments: Path) -> None:
+def test_a_launcher_removes_no_segment(segments: Path) -> None:
     make(segments, f"{os.getuid()}_127.0.0.1_210_0")
     shared_memory.remove_of_rank({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "210"})
     assert left(segments)
 
 
-def test_all_segments_of_a_meeting_place_go_and_no_other(segments: Path) -> None:
+def test_all_segments_of_a_rendezvous_are_removed_and_no_others(segments: Path) -> None:
     user = os.getuid()
     other = [f"{user}_127.0.0.1_2100_0", f"{user + 1}_127.0.0.1_210_0", f"{user}_10.0.0.1_210_0"]
     make(segments, *other, *(f"{user}_127.0.0.1_210_{rank}" for rank in range(3)))
@@ -79,19 +79,19 @@ def test_all_segments_of_a_meeting_place_go_and_no_other(segments: Path) -> None
     assert left(segments) == sorted(other)
 
 
-def test_too_little_for_the_ranks_of_this_machine_is_told_before_they_start() -> None:
-    ended = run_with_disk(SEGMENTS, f"{2 * RANK_BYTES - 4096}", REFUSED)
-    assert ended.stdout.startswith(
+def test_too_little_shared_memory_for_the_ranks_is_reported_before_they_start() -> None:
+    result = run_with_disk(SEGMENTS, f"{2 * RANK_BYTES - 4096}", REFUSED)
+    assert result.stdout.startswith(
         "this machine: /dev/shm has 133 of 133 MiB free, but its ranks' collectives need 134 MiB"
     )
-    assert "docker run --shm-size=1g" in ended.stdout, ended.stderr
+    assert "docker run --shm-size=1g" in result.stdout, result.stderr
 
 
 @pytest.mark.slow
-def test_shared_memory_that_runs_full_is_the_headline_of_ranks_that_die_of_it(tmp_path: Path) -> None:
+def test_full_shared_memory_is_reported_first_when_ranks_die_of_it(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
-    ended = run_with_disk(SEGMENTS, "160m", LAUNCHED, str(tmp_path))
-    kind, _, text = ended.stdout.partition("|")
-    assert kind == "DiskFull", ended.stdout + ended.stderr
+    result = run_with_disk(SEGMENTS, "160m", LAUNCHED, str(tmp_path))
+    kind, _, text = result.stdout.partition("|")
+    assert kind == "DiskFull", result.stdout + result.stderr
     assert f"{SEGMENTS} on " in text.partition("\n")[0]
     assert "is full (0 of 160 MiB free): enlarge it" in text.partition("\n")[0]

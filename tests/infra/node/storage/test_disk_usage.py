@@ -14,7 +14,15 @@ from infra.node import node_folders
 from infra.node.attempts import attempt
 from infra.node.processes import ProcessIdentity
 from infra.node.storage import disk_usage
-from infra.node.storage.disk_usage import pin, remove_unused, require_room, staged_places, staging_lock, unpin, users
+from infra.node.storage.disk_usage import (
+    pin,
+    remove_unused,
+    require_disk_space,
+    staged_paths,
+    staging_lock,
+    unpin,
+    users,
+)
 from t5train.errors import StorageError
 from tests.support.simulated_nodes import RUN
 
@@ -69,21 +77,23 @@ def disk(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_usage.shutil, "disk_usage", free)
 
 
-def test_the_least_recently_used_goes_and_no_more_than_must(scratch: Path, disk: None) -> None:
-    require_room(scratch, 1_000_000, "shards/next")
+def test_the_least_recently_used_folders_are_removed_and_no_more_than_needed(scratch: Path, disk: None) -> None:
+    require_disk_space(scratch, 1_000_000, "shards/next")
     assert left(scratch) == {"held", "new"}
-    require_room(scratch, 1_000_000, "shards/next", beside_bytes=1_000_000)
+    require_disk_space(scratch, 1_000_000, "shards/next", beside_bytes=1_000_000)
     assert left(scratch) == {"new"}
 
 
-def test_what_a_run_uses_or_somebody_stages_stays(scratch: Path, disk: None, holder: subprocess.Popen[str]) -> None:
+def test_folders_that_are_pinned_or_being_staged_are_kept(
+    scratch: Path, disk: None, holder: subprocess.Popen[str]
+) -> None:
     pin(scratch, "shards/old", RUN)
     with pytest.raises(StorageError, match="in use"):
-        require_room(scratch, 3_000_000, "shards/next")
+        require_disk_space(scratch, 3_000_000, "shards/next")
     assert left(scratch) == {"old", "held"}
 
 
-def test_two_do_not_stage_one_folder_and_one_that_was_killed_is_in_nobodys_way(
+def test_a_folder_is_staged_by_one_process_and_a_killed_one_does_not_block_it(
     scratch: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infra.node.storage.disk_usage._LOCK_WAIT_SECONDS", 0.2)
@@ -96,7 +106,7 @@ def test_two_do_not_stage_one_folder_and_one_that_was_killed_is_in_nobodys_way(
         pass
 
 
-def test_a_pin_counts_no_longer_than_its_run_lives(scratch: Path) -> None:
+def test_a_pin_is_ignored_once_its_run_is_gone(scratch: Path) -> None:
     pin(scratch, "shards/old", RUN)
     pinned = scratch / "pins" / "shards~old" / RUN
     assert users(scratch, "shards/old") == [RUN]
@@ -107,14 +117,14 @@ def test_a_pin_counts_no_longer_than_its_run_lives(scratch: Path) -> None:
     own.folder.mkdir(mode=0o700)
     own.write()
     own.write_process("rank-00000", ProcessIdentity.of(os.getpid()), ProcessIdentity.of(os.getpid()))
-    assert users(scratch, "shards/old") == [RUN], "its guard lives"
+    assert users(scratch, "shards/old") == [RUN], "its guard is alive"
     pinned.write_text("of another boot")
     assert users(scratch, "shards/old") == []
 
 
-def test_what_a_run_has_let_go_of_can_be_removed(scratch: Path) -> None:
+def test_a_folder_can_be_removed_after_it_is_unpinned(scratch: Path) -> None:
     pin(scratch, "shards/old", RUN)
     assert not remove_unused(scratch, "shards/old")
     unpin(scratch, RUN)
     assert remove_unused(scratch, "shards/old")
-    assert staged_places(scratch) == ["shards/held", "shards/new"]
+    assert staged_paths(scratch) == ["shards/held", "shards/new"]

@@ -43,7 +43,7 @@ def relay_threads() -> int:
     return sum(thread.name == "relay" for thread in threading.enumerate())
 
 
-def test_200_silent_connections_take_few_threads_and_a_peer_is_served_at_once(
+def test_200_silent_connections_use_few_threads_and_do_not_delay_a_peer(
     threads_before: int, server: Endpoint, strangers: list[socket.socket]
 ) -> None:
     started = time.monotonic()
@@ -55,7 +55,7 @@ def test_200_silent_connections_take_few_threads_and_a_peer_is_served_at_once(
     assert len(strangers) == 200
 
 
-def test_a_peer_that_is_being_served_is_not_hung_up_on(server: Endpoint) -> None:
+def test_new_connections_do_not_disconnect_a_peer_that_is_being_served(server: Endpoint) -> None:
     channel = connect(server, TOKEN)
     with ExitStack() as strangers:
         for _ in range(3 * peer_connection._MOST_HANDSHAKES):
@@ -64,7 +64,7 @@ def test_a_peer_that_is_being_served_is_not_hung_up_on(server: Endpoint) -> None
     channel.close()
 
 
-def test_a_handshake_that_drags_on_is_broken_off(
+def test_a_slow_handshake_is_aborted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]
 ) -> None:
     monkeypatch.setattr(peer_connection, "_HANDSHAKE_SECONDS", 1.0)

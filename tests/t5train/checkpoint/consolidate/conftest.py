@@ -1,4 +1,4 @@
-"""Checkpoints to consolidate: written as files, in DeepSpeed's layout, or by DeepSpeed itself."""
+"""Checkpoints to consolidate: generated files in DeepSpeed's layout, or files that DeepSpeed itself saved."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ from tests.support.checkpoints.sidecar_files import write
 
 @pytest.fixture
 def zero12(tmp_path: Path) -> Callable[..., Written]:
-    """Writes a ZeRO 2 checkpoint into a new folder: ``zero12(groups=..., ranks=..., sidecars=True)``."""
+    """A function that writes a ZeRO 2 checkpoint to a new folder: ``zero12(groups=..., ranks=..., sidecars=True)``."""
     counter = iter(range(1_000_000))
 
     def make(*, sidecars: bool = False, **settings: Any) -> Written:
@@ -35,7 +35,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engines_on_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same for a few layouts on four ranks."""
+    """Checkpoints of real DeepSpeed runs on four ranks, for a few dense layouts."""
     return _launch("deepspeed_checkpoints", tmp_path_factory.mktemp("four"), 4, "zero2-bf16", "zero3-bf16")
 
 
@@ -47,7 +47,7 @@ def pipeline_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def expert_engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """``expert_engines(4)``: checkpoints of real DeepSpeed runs with experts on as many ranks; run once."""
+    """``expert_engines(4)`` gives checkpoints of real DeepSpeed runs with experts on four ranks. Runs once."""
     return cache(
         lambda ranks: _launch("deepspeed_moe_checkpoints", tmp_path_factory.mktemp("experts"), num_ranks=ranks)
     )
@@ -55,7 +55,7 @@ def expert_engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], 
 
 @pytest.fixture(scope="session")
 def accelerated(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``accelerated("deepspeed_checkpoints", 4, "zero2-fp16")``: checkpoints of ranks on accelerators."""
+    """``accelerated("deepspeed_checkpoints", 4, "zero2-fp16")`` gives checkpoints of four ranks on accelerators."""
     return lambda program, *rest: _launch(program, tmp_path_factory.mktemp("gpu"), *rest, accelerator=None)
 
 
@@ -63,8 +63,8 @@ _ROOT = Path(__file__).parents[4]
 
 
 def _launch(program: str, folder: Path, num_ranks: int, *arguments: str, accelerator: str | None = "cpu") -> Path:
-    """Run a program of tests.support.checkpoints on so many ranks; it writes to ``folder``."""
-    ranks, port = [], os.getpid()  # which names the ranks' shared memory and nothing else
+    """Run a program of tests.support.checkpoints on ``num_ranks`` ranks. It writes to ``folder``."""
+    ranks, port = [], os.getpid()  # the port only names the ranks' shared memory
     for rank in range(num_ranks):
         environment = os.environ | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_SIZE": str(num_ranks),

@@ -1,4 +1,4 @@
-"""Checkpoints of engines on accelerators, in the precisions trained there, against what the engines held."""
+"""Checkpoints of engines on accelerators, in the precisions used there, compared with the engines' own tensors."""
 
 import re
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def require_live(found: Path, held: dict[str, dict[str, torch.Tensor]]) -> None:
 
 
 def joined(files: list[Path], rename: Callable[[str], str]) -> dict[str, dict[str, torch.Tensor]]:
-    """What all ranks or stages held."""
+    """The tensors of all ranks or stages."""
     held: dict[str, dict[str, Any]] = {}
     for path in files:
         for kind, tensors in torch.load(path, weights_only=True).items():

@@ -1,4 +1,4 @@
-"""What users pass as ``client_state``, which stands in the model states beside DeepSpeed's own."""
+"""Values that users pass as ``client_state``, which DeepSpeed stores in the model states beside its own."""
 
 import argparse
 import datetime

@@ -1,4 +1,4 @@
-"""What real DeepSpeed engines saved, against what they held."""
+"""Checkpoints of real DeepSpeed engines, compared with the engines' own tensors."""
 
 import re
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_moments_that_nothing_names_are_refused_and_nothing_is_written(engines: 
 def test_round_robin_gradients_give_masters_that_round_to_every_live_weight(
     engines: Path, tmp_path: Path, owner: str
 ) -> None:
-    """DeepSpeed's own safe_get_full_fp32_param answers wrongly here, so that the weights are the reference."""
+    """DeepSpeed's own safe_get_full_fp32_param returns wrong values here, so the weights are the reference."""
     layout = "zero2-bf16-round-robin"
     consolidate(engines / owner / layout, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")

@@ -1,4 +1,4 @@
-"""What real DeepSpeed engines with experts saved, against what they held."""
+"""Checkpoints of real DeepSpeed engines with experts, compared with the engines' own tensors."""
 
 import re
 from collections.abc import Callable
@@ -32,7 +32,7 @@ Engines = Callable[[int], Path]
 
 
 def live(folder: Path, layout: str) -> dict[str, dict[str, torch.Tensor]]:
-    """What all ranks held; a tensor that several ranks held must have been the same on each."""
+    """The tensors of all ranks. A tensor that several ranks hold must be equal on all of them."""
     held: dict[str, dict[str, torch.Tensor]] = {}
     for path in (folder / "live" / layout).iterdir():
         for kind, tensors in torch.load(path, weights_only=True).items():
@@ -42,7 +42,7 @@ def live(folder: Path, layout: str) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def published(name: str) -> str:
-    """Hugging Face's name, as Switch Transformers has it."""
+    """The name in Hugging Face's Switch Transformers."""
     name = re.sub(r"moe\.(\d)\.deepspeed_moe\.experts\.deepspeed_experts\.", r"block.\1.mlp.experts.expert_", name)
     return re.sub(r"moe\.(\d)\.deepspeed_moe\.gate\.wg\.", r"block.\1.mlp.router.classifier.", name)
 
@@ -59,7 +59,7 @@ def test_our_experts_are_the_live_masters_by_hugging_face_names(
     expert_engines: Engines, tmp_path: Path, ranks: int, layout: str
 ) -> None:
     folder = expert_engines(ranks)
-    with_moments = layout != "zero0-fp32"  # there the optimizer's own order is that of the moments, and not recorded
+    with_moments = layout != "zero0-fp32"  # there the moments' order is the optimizer's own and is not recorded
     consolidate(folder / "ours" / layout, tmp_path / "out", moments=with_moments)
     held = live(folder, layout)
     wanted = {published(name): tensor for name, tensor in (held["masters"] | held["buffers"]).items()}
@@ -77,7 +77,7 @@ def test_somebody_elses_experts_are_the_live_masters_numbered_over_all_ranks(
     consolidate(folder / "theirs" / layout, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     held = live(folder, layout)
-    if layout == "zero0-fp32":  # DeepSpeed saves a tie as two tensors here, and says nowhere that it was one
+    if layout == "zero0-fp32":  # here DeepSpeed saves a tie as two tensors and does not record it
         assert torch.equal(found.pop("decoder.weight"), held["masters"]["shared.weight"])
     require_equal(found, held["masters"] | held["buffers"])
 
@@ -86,7 +86,7 @@ def test_somebody_elses_experts_are_the_live_masters_numbered_over_all_ranks(
 def test_round_robin_gradients_give_masters_that_round_to_every_live_weight(
     expert_engines: Engines, tmp_path: Path, owner: str
 ) -> None:
-    """DeepSpeed's own safe_get_full_fp32_param answers wrongly here, so that the weights are the reference."""
+    """DeepSpeed's own safe_get_full_fp32_param returns wrong values here, so the weights are the reference."""
     folder, layout = expert_engines(4), "zero2-bf16-round-robin"
     consolidate(folder / owner / layout, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")

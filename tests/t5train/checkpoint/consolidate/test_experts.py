@@ -1,4 +1,4 @@
-"""Mixtures of experts, written as files: what is kept, and what contradicts itself."""
+"""Consolidating generated checkpoints of mixtures of experts: names, ties, and refusals of contradictory files."""
 
 import re
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Edit = Callable[[dict[str, Any]], Any]
 
 
 def checkpoint(folder: Path, *, sidecars: bool = False, **settings: Any) -> Written:
-    """Four ranks, a layer of four experts over two expert-parallel ranks and one of as many over four."""
+    """A checkpoint of four ranks with two layers of four experts: one over two expert-parallel ranks, one over four."""
     layout = {"groups": [[(5, 3)]], "ranks": 4, "experts": [(4, 2), (4, 4)]} | settings
     return write(folder / "in", Layout(**layout), sidecars=sidecars)
 
@@ -31,7 +31,7 @@ def expert_file(layer: int, expert: int) -> str:
 
 
 def edit(tag: Path, name: str, change: Edit) -> None:
-    """Save a file again, changed."""
+    """Change the content of a file."""
     content = torch.load(tag / name, weights_only=False)  # a file that this test wrote
     change(content)
     torch.save(content, tag / name)
@@ -147,7 +147,7 @@ def test_a_tie_that_leaves_an_expert_is_refused(tmp_path: Path) -> None:
 
 
 def test_masters_of_experts_that_are_another_ranks_contradict_the_weights(tmp_path: Path) -> None:
-    """What takes a checkpoint with use_data_before_expert_parallelism for one without, or the other way round."""
+    """A checkpoint without use_data_before_expert_parallelism must not be read as one with it."""
     written = checkpoint(tmp_path, experts=[(4, 2)])
     edit(written.tag, MODEL, lambda model: model.update(ds_config={"use_data_before_expert_parallelism": True}))
     refuse(T5TrainError, "another checkpoint|differs from the weight", written, tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Checkpoints saved with ``exclude_frozen_parameters``, as those of adapters are."""
+"""Checkpoints saved with ``exclude_frozen_parameters``, as is usual for adapters."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from t5train.checkpoint.consolidate import consolidate
 def test_a_frozen_tie_whose_first_name_was_left_out_stands_under_another_if_its_values_do(
     zero12: Callable[..., Any], tmp_path: Path, stage: int
 ) -> None:
-    """DeepSpeed deletes the first name alone: the aliases stay, with values at ZeRO 1 and 2, empty at ZeRO 3."""
+    """DeepSpeed deletes only the first name. The aliases stay, with values at ZeRO 1 and 2, and empty at ZeRO 3."""
     written = zero12(stage=stage, frozen=[(3, 2)])
     owner = "frozen0"
     weight = written.expected.pop(owner).bfloat16()

@@ -1,4 +1,4 @@
-"""Ties inside a layer that no file records, found by content alone."""
+"""Ties inside a layer that no file records are found by content."""
 
 import tracemalloc
 from pathlib import Path
@@ -15,7 +15,7 @@ LAYER = "layer_02-model_states.pt"
 
 
 def tag_with(folder: Path, embedding: tuple[int, int], **more: Any) -> Path:
-    """A pipeline of two stages with more tensors (or others in place of ``w0``) in the file of its last layer."""
+    """A pipeline of two stages. ``more`` adds tensors to the file of its last layer, or replaces its ``w0``."""
     layers = Pipeline([[[(3, 2)]], [[(4,)]]], Layout((), stage=1), embedding=embedding)
     tag = write_pipeline(folder, layers, sidecars=False).tag
     torch.save(torch.load(tag / LAYER) | more, tag / LAYER)

@@ -1,4 +1,4 @@
-"""What real DeepSpeed pipelines saved, against what their stages held."""
+"""Checkpoints of real DeepSpeed pipelines, compared with the tensors of their stages."""
 
 import shutil
 from pathlib import Path
@@ -21,7 +21,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def live(engines: Path, layout: str, kind: str) -> Tensors:
-    """What all stages held; a tied parameter must have been the same in each."""
+    """The tensors of all stages. A tied parameter must be equal in all of its stages."""
     held: Tensors = {}
     for path in sorted((engines / "live").glob(f"{layout}.*.pt")):
         for name, tensor in torch.load(path, weights_only=True)[kind].items():
@@ -30,7 +30,7 @@ def live(engines: Path, layout: str, kind: str) -> Tensors:
 
 
 def published(tensors: Tensors) -> Tensors:
-    """By Hugging Face's names."""
+    """The tensors by Hugging Face's names."""
     return {
         f"{path}{name.removeprefix(layer)}": tensor
         for name, tensor in tensors.items()
@@ -122,7 +122,7 @@ def test_what_a_stage_holds_and_never_moves_is_not_missed_where_nothing_names_th
 
 @pytest.fixture
 def tag(pipeline_engines: Path, tmp_path: Path) -> Path:
-    """A copy of somebody else's checkpoint, to be changed."""
+    """A copy of a checkpoint without sidecars, for a test to change."""
     source = pipeline_engines / "theirs" / "zero1-bf16" / "global_step3"
     return Path(shutil.copytree(source, tmp_path / "in" / "global_step3"))
 

@@ -1,4 +1,4 @@
-"""What is refused where no second copy of a weight tells a wrong file: at ZeRO 3, and of moments."""
+"""Refusals where no second copy of a weight could reveal a wrong file: at ZeRO 3, and for moments."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ MODEL1 = "zero_pp_rank_1_mp_rank_00_model_states.pt"
 
 @pytest.fixture
 def copy(engines: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """A copy of a tag of somebody else's, to be spoilt."""
+    """Copy a tag without sidecars, for a test to damage."""
 
     def make(layout: str) -> Path:
         return Path(shutil.copytree(engines / "theirs" / layout / "global_step3", tmp_path / "in"))

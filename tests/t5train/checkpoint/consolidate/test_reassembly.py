@@ -1,4 +1,4 @@
-"""Layouts written as files, and put together again."""
+"""Consolidating generated checkpoints of every layout gives the tensors that they were made from."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ PRECISIONS = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 
 @st.composite
 def layouts(draw: st.DrawFn, stages: Sequence[int], *, sidecars: bool) -> Layout:
-    """Any layout that can be told from its files: at ZeRO 0 that is not every one where there are no sidecars."""
+    """Any layout that can be determined from its files. At ZeRO 0 without sidecars, some layouts cannot."""
     stage, ranks = draw(st.sampled_from(stages)), draw(st.sampled_from([1, 2, 3, 4, 6]))
     layout = Layout(
         groups=draw(GROUPS),
@@ -55,7 +55,7 @@ def layouts(draw: st.DrawFn, stages: Sequence[int], *, sidecars: bool) -> Layout
 
 
 def experts(ranks: int) -> st.SearchStrategy[list[tuple[int, int]]]:
-    """MoE layers: number of experts, and over how many of the ranks they are spread."""
+    """MoE layers: the number of experts, and the number of ranks they are spread over."""
     sizes = st.sampled_from([size for size in range(1, ranks + 1) if ranks % size == 0])
     layer = st.tuples(st.integers(1, 3), sizes).map(lambda drawn: (drawn[0] * drawn[1], drawn[1]))
     return st.lists(layer, max_size=3)
@@ -83,7 +83,7 @@ def test_any_layout_is_put_together_bit_for_bit(data: st.DataObject, stages: Seq
 
 
 def require_moments(out: Path, expected: dict[str, torch.Tensor]) -> None:
-    """Half and a quarter of each trained parameter's master, as the files were written."""
+    """Moments must be half and a quarter of each trained parameter's master, as in the generated files."""
     trained = {name: tensor for name, tensor in expected.items() if "frozen" not in name and "buffer" not in name}
     for key, part in (("exp_avg", 0.5), ("exp_avg_sq", 0.25)):
         require_equal(load_file(out / f"{key}.safetensors"), {name: part * tensor for name, tensor in trained.items()})
@@ -91,7 +91,7 @@ def require_moments(out: Path, expected: dict[str, torch.Tensor]) -> None:
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> Pipeline:
-    """Two to four stages; layers with weights of every rank, some without any."""
+    """Two to four stages. Layers have weights of zero to three dimensions, or none at all."""
     layers = st.lists(st.lists(SHAPES, max_size=3), min_size=1, max_size=3)
     layout = Layout(
         groups=(),

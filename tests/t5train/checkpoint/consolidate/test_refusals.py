@@ -1,4 +1,4 @@
-"""What must not be turned into weights, and that nothing is left behind when it is not."""
+"""Checkpoints that must not be consolidated are refused, and a refusal leaves no files behind."""
 
 import random
 import shutil
@@ -62,7 +62,7 @@ def test_a_flipped_bit_in_somebody_elses_files_is_refused_or_changes_nothing(
 def test_a_flipped_bit_of_a_master_that_rounding_hides_is_found(
     zero12: Callable[..., Any], tmp_path: Path, bit: int
 ) -> None:
-    """The lowest bits of a master do not show in bf16; the archive's checksum of the record does."""
+    """The lowest bits of a master do not affect its bf16 weight, but the archive's checksum detects a change."""
     written = zero12()
     path = written.tag / RANK1
     master = torch_file.read_metadata(path)["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]

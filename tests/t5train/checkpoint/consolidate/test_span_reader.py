@@ -1,4 +1,4 @@
-"""CRC-32 of bytes end to end."""
+"""The CRC-32 of concatenated bytes."""
 
 import zlib
 

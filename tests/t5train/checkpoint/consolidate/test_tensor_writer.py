@@ -1,4 +1,4 @@
-"""Writing: whatever the sizes of tensors and pieces are, the bytes are those of the source, and readable by anyone."""
+"""Tensors of any size are written with the bytes of their source, to files that safetensors can read."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ CONTENT = torch.randint(0, 256, (300_000,), dtype=torch.uint8, generator=torch.G
 
 
 def planned(folder: Path, tensors: Sequence[tuple[str, int, int]]) -> list[TensorPlan]:
-    """Tensors of a type and size, each from an offset of a file of random bytes on, in two extents."""
+    """Plan tensors of the given types, offsets and sizes. Each lies in a file of random bytes, in two extents."""
     file = folder / "source"
     file.write_bytes(CONTENT.numpy().tobytes())
     item = {"F32": 4, "U8": 1}

@@ -1,4 +1,4 @@
-"""The structure of a torch checkpoint file is read without running anything that it asks for."""
+"""The structure of a torch checkpoint file is read without running any of its code."""
 
 from collections.abc import Callable
 from pathlib import Path
