@@ -50,31 +50,31 @@ lint: setup ## ruff: rules and format
 types: setup ## mypy, strict
 	@$(BIN)/mypy
 
-bench: setup ## Every benchmark of the CPU, one after the other
+bench: setup ## Run all CPU benchmarks, one after the other
 	@for benchmark in tokenise span_corruption sample_order reading saving consolidate preflight; do $(BIN)/python -m "benchmarks.$$benchmark"; done
 
-corruptions: setup ## 10,000 faults in small checkpoints: each refused before anything is unpickled
+corruptions: setup ## Damage small checkpoints in 10,000 ways; each must be refused before anything is unpickled
 	@$(BIN)/python -m tests.acceptance.corruptions
 
-certificate-faults: setup ## Up to 600 single faults in published files, sealed in before certification: each refused
+certificate-faults: setup ## Change exports before certification, one fault at a time, up to 600; each must be refused
 	@$(BIN)/python -m tests.acceptance.certificate_faults
 
-bench-consolidate: setup ## Consolidation of 1.1 billion parameters beside cp and zero_to_fp32, then 3 billion alone; 50 GB of disk
+bench-consolidate: setup ## Compare consolidation of 1.1 billion parameters with cp and zero_to_fp32, then 3 billion alone; 50 GB of disk
 	@$(BIN)/python -m benchmarks.consolidate --parameters 1.1e9 --rounds 5 --alone 0.25e9 1.1e9 3e9
 
-variants-table: setup ## Every layout trained beside plain data parallelism: the table in docs/variants.md
+variants-table: setup ## Train every layout and plain data parallelism, and write the table in docs/variants.md
 	@$(BIN)/python -m tests.acceptance.layout_equality --into docs/variants.md
 
-faults: setup ## All that can happen to a run over hosts, done on the test cluster (root): the table in docs/faults.md
+faults: setup ## Inject every fault into runs on the test cluster (needs root), and write the table in docs/faults.md
 	@$(BIN)/python -m tests.acceptance.fault_table --into docs/faults.md
 
-resumes: setup ## All that can have become of checkpoints when a run goes on (root): the table in docs/resumes.md
+resumes: setup ## Resume runs after every kind of damage (needs root), and write the table in docs/resumes.md
 	@$(BIN)/python -m tests.acceptance.resume_table --into docs/resumes.md
 
-kills: setup ## 200 kills of processes that save, gather, consolidate and publish, at random moments
+kills: setup ## Kill processes that save, gather, consolidate and publish, 200 times at random moments
 	@$(BIN)/python -m tests.acceptance.kills.kill_all
 
-io-faults: setup ## Every system call on a file fails in turn; continues where it was interrupted (io-faults.jsonl)
+io-faults: setup ## Make every system call on a file fail in turn; continues where it was interrupted (io-faults.jsonl)
 	@$(BIN)/python -m tests.acceptance.io_faults
 
 up: setup ## Prefect server, pool and worker for this machine

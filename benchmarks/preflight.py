@@ -34,8 +34,8 @@ SLOTS = 8
 UNWELL = {
     1: Fault(change=lambda facts: replace(facts, software=_with_torch(facts.software, "2.12.0"))),
     2: Fault(change=lambda facts: replace(facts, build=replace(facts.build, ninja=None))),
-    3: Fault(ssh_says="ssh: connect to host node003 port 22: Connection timed out", seconds=5.0),
-    4: Fault(ssh_says="Host key verification failed."),
+    3: Fault(ssh_error="ssh: connect to host node003 port 22: Connection timed out", seconds=5.0),
+    4: Fault(ssh_error="Host key verification failed."),
 }
 NAMED = {"packages": "node001", "ninja": "node002", "reachable": "node003", "host key": "node004"}
 

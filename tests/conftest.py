@@ -31,7 +31,7 @@ os.environ[VARIABLE] = str(operator_folder())
 SHOWN_FILES, SHOWN_SECONDS = 40, 3.0
 GOLDEN = Path(__file__).parent / "golden"
 WEED = Path(sys.executable).with_name("weed")
-ENDING_WITH_US = """
+DIE_WITH_PARENT = """
 import os, signal, sys
 from infra.node.processes import die_with_parent
 
@@ -63,9 +63,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked gpu or cluster, with the reason, if this machine cannot run them."""
     for marker, missing in (("gpu", _why_no_accelerator), ("cluster", namespaces.what_is_missing)):
-        wanting = [item for item in items if item.get_closest_marker(marker)]
-        if wanting and (reason := missing()):
-            for item in wanting:
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if marked and (reason := missing()):
+            for item in marked:
                 item.add_marker(pytest.mark.skip(reason=f"{marker}: {reason}"))
 
 
@@ -102,11 +102,11 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 @pytest.fixture
-def record_alone() -> Callable[..., None]:
-    """``record_alone(tag, names, slots, zero_stage=0)`` writes the sidecar of a run's only rank."""
+def record_only_rank() -> Callable[..., None]:
+    """``record_only_rank(tag, names, slots, zero_stage=0)`` writes the sidecar of a run's only rank."""
 
     def record(tag: Path, names: list[str], slots: list[ParameterSlot], zero_stage: Literal[0, 1] = 0) -> None:
-        alone = Sidecar(
+        only_rank = Sidecar(
             run_fingerprint="a" * 64,
             step=3,
             tag=tag.name,
@@ -118,7 +118,7 @@ def record_alone() -> Callable[..., None]:
             huggingface_config={"model_type": "t5"},
             data=DataState(samples_consumed=3, shards_fingerprint="b" * 64),
         )
-        sidecar.write(tag, alone)
+        sidecar.write(tag, only_rank)
 
     return record
 
@@ -143,7 +143,7 @@ def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectSto
     store = _client_settings(ports["s3.port"])
     with open(folder / "log", "wb") as log:
         server = subprocess.Popen(
-            [sys.executable, "-c", ENDING_WITH_US, str(WEED), "mini", *_server_options(folder, ports)],
+            [sys.executable, "-c", DIE_WITH_PARENT, str(WEED), "mini", *_server_options(folder, ports)],
             env={**os.environ, **store.environment, "TMPDIR": str(folder)},
             stdout=log,
             stderr=log,

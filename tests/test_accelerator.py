@@ -58,7 +58,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fp16-zero1": {"optimizer__precision": "fp16", "layout__zero_stage": 1},
     "fp16-zero2": {"optimizer__precision": "fp16", "layout__zero_stage": 2},
 }
-IN_EITHER: dict[str, dict[str, Any]] = {
+IN_BF16_AND_FP16: dict[str, dict[str, Any]] = {
     "zero1-offload": {"layout__zero_stage": 1, "layout__offload": "optimizer"},
     "zero2-offload": {"layout__zero_stage": 2, "layout__offload": "optimizer", "layout__pin_memory": True},
     "zero3": {"layout__zero_stage": 3},
@@ -71,7 +71,7 @@ IN_EITHER: dict[str, dict[str, Any]] = {
 LAYOUTS |= {
     f"{precision}-{name}": {"optimizer__precision": precision, **settings}
     for precision in ("bf16", "fp16")
-    for name, settings in IN_EITHER.items()
+    for name, settings in IN_BF16_AND_FP16.items()
 }
 
 
@@ -107,7 +107,7 @@ def _losses(spec: RunSpec) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_was_trained_on_an_accelerator_is_certified_there(
+def test_a_model_trained_on_an_accelerator_is_certified_there(
     tmp_path: Path, data: tuple[TokenizerFiles, TokenShards], layout: str
 ) -> None:
     tokenizer, shards = data
@@ -140,7 +140,7 @@ def test_fp16_that_cannot_train_ends_with_a_clear_error(
 
 
 @pytest.mark.parametrize("layout", ["bf16-zero2", "bf16-zero3-offload-all", "bf16-experts-spread", "bf16-pipeline"])
-def test_a_rank_that_is_killed_ends_the_others_and_the_run_goes_on_where_it_stood(
+def test_a_killed_rank_ends_the_others_and_the_run_resumes_from_its_last_checkpoint(
     tmp_path: Path, data: tuple[TokenizerFiles, TokenShards], layout: str
 ) -> None:
     spec = _spec(tmp_path, **LAYOUTS[layout], optimizer__num_steps=80)
@@ -155,10 +155,10 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_run_goes_on_where_it_stoo
     with hold_run(spec.run_folder) as run, pytest.raises(LaunchError, match="SIGKILL"):
         train_run(spec, data[1], run, kill_after_a_checkpoint)
     assert not find(in_run(read(attempt).run_id))
-    lost = _losses(spec)
+    first_losses = _losses(spec)
     assert _train(spec, data[1]).step == 80
-    again = json.loads((attempt_folder(spec.run_folder, 2) / "spec.json").read_text())
-    resumed = int(again["resume_tag"].removeprefix("step-"))
-    repeated = {step: loss for step, loss in lost.items() if step > resumed}
+    second_job = json.loads((attempt_folder(spec.run_folder, 2) / "spec.json").read_text())
+    resumed = int(second_job["resume_tag"].removeprefix("step-"))
+    repeated = {step: loss for step, loss in first_losses.items() if step > resumed}
     # Accelerator kernels sum in no fixed order, so losses are not bit-identical.
     assert {step: _losses(spec)[step] for step in repeated} == pytest.approx(repeated, rel=0.01)

@@ -26,17 +26,17 @@ ABOVE = {  # packages of its own layer that each package may not import
 }
 RUNS_ON_NODES = ("infra.node", "t5train.files", "t5train.rank", "t5train.errors", "t5train.progress")
 RUNS_ON_NODES += ("t5train.host_resources",)
-LATER = {  # imported only inside functions, when the head or a rank needs it
+LAZY_IMPORTS = {  # imported only inside functions, when the head or a rank needs it
     "infra.node.compiled_operators": {"deepspeed"},
     "infra.node.inspection.accelerators": {"torch"},
     "infra.node.inspection.all_reduce": {"torch"},
     "infra.node.inspection.software": {"t5train.spec", "t5train.records.identity"},
     "infra.node.inspection.network_interfaces": {"psutil"},
 }
-MOST_MODULES = 16
+MAX_MODULES = 16
 WATCHED = {*LAYERS, "prefect"}
-NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
-MOST_LINES = 400
+VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
+MAX_LINES = 400
 CONTAINERS = {"list", "dict", "set", "deque", "defaultdict", "Counter", "ExitStack"}
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
@@ -70,12 +70,12 @@ def imported(name: str) -> Iterator[str]:
                 yield submodule if submodule in MODULES else node.module
 
 
-def test_imports_run_one_way() -> None:
+def test_each_layer_imports_only_itself_and_the_layers_below() -> None:
     upward = {name: ({layer(each) for each in imported(name)} & WATCHED) - LAYERS[layer(name)] for name in MODULES}
     assert not {name: layers for name, layers in upward.items() if layers}
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_modules_form_no_import_cycle() -> None:
     graph = {name: {module for module in imported(name) if module in MODULES} for name in MODULES}
     try:
         TopologicalSorter(graph).prepare()
@@ -98,7 +98,7 @@ def children_of(package: str) -> dict[str, set[str]]:
 PACKAGES = sorted({name.rpartition(".")[0] for name in MODULES if "." in name})
 
 
-def test_siblings_form_no_cycle() -> None:
+def test_siblings_in_a_package_form_no_import_cycle() -> None:
     cycles = {}
     for package in PACKAGES:
         try:
@@ -108,7 +108,7 @@ def test_siblings_form_no_cycle() -> None:
     assert not cycles
 
 
-def test_lower_packages_import_none_above_them() -> None:
+def test_lower_packages_do_not_import_higher_ones() -> None:
     upward = {
         name: {each for each in imported(name) if each.startswith(above)}
         for package, above in ABOVE.items()
@@ -145,7 +145,7 @@ def is_on_nodes(module: str) -> bool:
     )
 
 
-def test_what_runs_on_nodes_needs_the_standard_library_alone() -> None:
+def test_code_that_runs_on_nodes_needs_only_the_standard_library() -> None:
     leaving = {
         name: found
         for name in MODULES
@@ -156,33 +156,33 @@ def test_what_runs_on_nodes_needs_the_standard_library_alone() -> None:
                 for module, at_top in imports_of(TREES[name])
                 if not is_standard(module)
                 and not is_on_nodes(module)
-                and (at_top or not module.startswith(tuple(LATER.get(name, ()))))
+                and (at_top or not module.startswith(tuple(LAZY_IMPORTS.get(name, ()))))
             }
         )
     }
     assert not leaving
 
 
-def test_a_name_stands_for_one_module() -> None:
+def test_module_names_are_unique() -> None:
     stems = [path.stem for path in MODULES.values() if not path.stem.startswith("__")]
     assert not [stem for stem, count in Counter(stems).items() if count > 1]
 
 
-def test_a_package_is_small_enough_to_be_read() -> None:
-    assert not {package: names for package in PACKAGES if len(names := children_of(package)) > MOST_MODULES}
+def test_no_package_has_too_many_modules() -> None:
+    assert not {package: names for package in PACKAGES if len(names := children_of(package)) > MAX_MODULES}
 
 
-def test_every_package_says_what_belongs_elsewhere() -> None:
+def test_every_package_docstring_says_what_belongs_elsewhere() -> None:
     packages = [name for name, path in MODULES.items() if path.stem == "__init__"]
     assert not [name for name in packages if "Not here:" not in (ast.get_docstring(TREES[name]) or "")]
 
 
-def test_every_module_says_what_it_is_and_stays_small() -> None:
+def test_every_module_has_a_docstring_a_specific_name_and_few_lines() -> None:
     assert not [name for name in MODULES if not ast.get_docstring(TREES[name])], "these have no docstring"
-    assert not [name for name, path in MODULES.items() if path.stem in NAMES_THAT_SAY_NOTHING]
+    assert not [name for name, path in MODULES.items() if path.stem in VAGUE_NAMES]
     lines = {name: len(path.read_text("utf-8").splitlines()) for name, path in MODULES.items()}
-    too_long = {name: count for name, count in lines.items() if count > MOST_LINES}
-    assert not too_long, "an idea in each of these wants its own module"
+    too_long = {name: count for name, count in lines.items() if count > MAX_LINES}
+    assert not too_long, "split each of these modules"
 
 
 def module_state(tree: ast.Module) -> Iterator[str]:
@@ -201,11 +201,13 @@ def module_state(tree: ast.Module) -> Iterator[str]:
 
 def test_no_module_keeps_state() -> None:
     kept = {name: list(module_state(TREES[name])) for name in MODULES}
-    assert not {name: state for name, state in kept.items() if state}, "let its owner hold it, and pass it on"
+    assert not {name: state for name, state in kept.items() if state}, (
+        "keep this state in an object, and pass the object on"
+    )
 
 
 @pytest.mark.parametrize("code", ["x = {}", "x: dict[str, int] = {}", "x = set[str]()", "x = ContextVar('x')"])
-def test_state_of_a_module_is_found(code: str) -> None:
+def test_module_state_is_detected(code: str) -> None:
     assert list(module_state(ast.parse(code)))
 
 
@@ -220,13 +222,13 @@ def device_bound(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
-def test_the_library_is_bound_to_no_one_kind_of_accelerator() -> None:
+def test_the_library_is_not_bound_to_one_vendors_accelerators() -> None:
     bound = {name: list(device_bound(TREES[name])) for name in LIBRARY}
     assert not {name: lines for name, lines in bound.items() if lines}
 
 
 @pytest.mark.parametrize("code", ["torch.cuda.synchronize()", "x.cuda()", "import torch.cuda", "f(backend='nccl')"])
-def test_a_device_bound_line_is_found(code: str) -> None:
+def test_a_device_bound_line_is_detected(code: str) -> None:
     assert list(device_bound(ast.parse(code)))
 
 
@@ -250,11 +252,11 @@ def import_without(run_python: RunPython, blocked: str, modules: list[str]) -> N
     assert result.returncode == 0, result.stderr
 
 
-def test_the_library_is_imported_where_prefect_is_not_installed(run_python: RunPython) -> None:
+def test_the_library_can_be_imported_without_prefect(run_python: RunPython) -> None:
     import_without(run_python, "prefect", [name for name in LIBRARY if name in RUNNABLE])
 
 
-def test_the_orchestrating_host_imports_no_torch(run_python: RunPython) -> None:
+def test_the_head_does_not_import_torch(run_python: RunPython) -> None:
     light = ("t5train.spec", "t5train.records", "t5train.data", "t5train.files", "t5train.rank")
     light += tuple(f"t5train.release.{name}" for name in ("publication", "verification", "certificate"))
     light += tuple(f"t5train.checkpoint.{name}" for name in ("sidecar", "tags", "retention", "resume", "resume_point"))
@@ -263,6 +265,6 @@ def test_the_orchestrating_host_imports_no_torch(run_python: RunPython) -> None:
     import_without(run_python, "torch,deepspeed,transformers", modules)
 
 
-def test_a_blocked_import_is_noticed(run_python: RunPython) -> None:
+def test_a_blocked_import_is_detected(run_python: RunPython) -> None:
     result = run_python(IMPORT_BLOCKING, "json", "t5train.spec")
     assert "json is blocked" in result.stderr

@@ -50,7 +50,7 @@ def test_every_package_that_is_needed_is_constrained() -> None:
     assert wanted - constrained - chosen_by_torch <= {"t5-pretrain"}
 
 
-def test_no_constraint_is_left_over() -> None:
+def test_every_constraint_is_for_a_needed_package() -> None:
     wanted = set(needed(Requirement("t5-pretrain[flows,s3,dev]"), set()))
     assert {canonicalize_name(constraint.name) for constraint in APPLICABLE} <= wanted
 
@@ -83,7 +83,7 @@ def third_party_imports() -> set[str]:
     return {canonicalize_name(found[name][0]) for name in imported if name in found} - {"t5-pretrain"}
 
 
-def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
+def test_imported_packages_are_exactly_the_declared_ones() -> None:
     requirements = (Requirement(line) for line in distribution("t5-pretrain").requires or [])
     declared = {canonicalize_name(requirement.name) for requirement in requirements}
     assert third_party_imports() == declared - NEVER_IMPORTED

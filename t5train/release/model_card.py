@@ -45,13 +45,13 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 
 ## Verify
 
-`certificate.json` says how a fresh process held this folder against what the training engine recorded of its own
-fp32 weights; `manifest.json` holds size and sha256 of every file. `t5-pretrain verify FOLDER_OR_URL` compares them.
+`certificate.json` records how a new process compared this folder with what the training engine recorded of its own
+fp32 weights. `manifest.json` has the size and sha256 of every file, and `t5-pretrain verify FOLDER_OR_URL` checks them.
 
 ## Data and licence
 
 Trained on {source}{revision}. The licence of this model follows from the licence of that text, which this tool
-does not know: state it wherever you share the model (this folder is to stay as it was certified).
+does not know. State it wherever you share the model, but not in this folder: a changed file no longer verifies.
 
 ## Held-out measurements at the last step
 
@@ -146,13 +146,13 @@ def _scalar(value: Any) -> str:
 def _family(witness: Witness) -> str:
     model = witness.trained.settings["model"]
     experts = model.get("moe", {}).get("num_experts", 0)
-    return f"Switch Transformer (T5 with {experts} experts a sparse layer)" if experts else f"T5 {model['version']}"
+    return f"Switch Transformer (T5 with {experts} experts per sparse layer)" if experts else f"T5 {model['version']}"
 
 
 def _origin(witness: Witness) -> str:
     """Return what training started from. The lineage has the fingerprint of the folder's content."""
     start = witness.trained.start_from
-    return f"from the weights of `{start}` on (`start_from` under Lineage)" if start else "from scratch"
+    return f"starting from the weights of `{start}` (`start_from` under Lineage)" if start else "from scratch"
 
 
 def _table(heading: str, values: Mapping[str, Any]) -> str:

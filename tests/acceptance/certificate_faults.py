@@ -32,7 +32,7 @@ FAMILIES = {"v1.0": 1, "v1.1": 1, "switch": 3}
 """The model versions, and the number of weight files of each."""
 
 
-class Sound(NamedTuple):
+class IntactExport(NamedTuple):
     """An export without a fault, and its witness."""
 
     exported: Export
@@ -45,39 +45,39 @@ Table = dict[tuple[str, str], Counter[str]]
 
 def campaign(folder: Path, trials: int, seed: int, only: str | None = None) -> tuple[Table, list[str]]:
     """Plant the faults; return the counts, and a description of every fault that was certified."""
-    sound = {version: _sound(folder / version, version, files) for version, files in FAMILIES.items()}
-    for one in sound.values():
-        certify(one.exported.path, one.witness)
-        (one.exported.path / "certificate.json").unlink()
+    intact = {version: _make_intact(folder / version, version, files) for version, files in FAMILIES.items()}
+    for each in intact.values():
+        certify(each.exported.path, each.witness)
+        (each.exported.path / "certificate.json").unlink()
     generator = random.Random(seed)
     table: Table = {}
     missed = []
-    choices = _choices(sound, only)
+    choices = _choices(intact, only)
     for trial in range(trials):
         version, name, kind = choices[trial % len(choices)]
-        with _planted(sound[version].exported, name, kind, generator) as described:
+        with _planted(intact[version].exported, name, kind, generator) as described:
             if described is None:
                 continue
             count = table.setdefault((_file_kind(name), kind), Counter(planted=0, refused=0))
             count["planted"] += 1
-            refused = _is_refused(sound[version])
+            refused = _is_refused(intact[version])
             count["refused"] += refused
         if not refused:
             missed.append(f"trial {trial}, {version}, {name}, {kind}: {described}")
     return table, missed
 
 
-def _sound(folder: Path, version: str, num_files: int) -> Sound:
+def _make_intact(folder: Path, version: str, num_files: int) -> IntactExport:
     trained = make_trained(folder, version, num_files)
-    return Sound(export(*trained, folder / "export"), trained.witness)
+    return IntactExport(export(*trained, folder / "export"), trained.witness)
 
 
-def _choices(sound: dict[str, Sound], only: str | None) -> list[tuple[str, str, str]]:
+def _choices(intact: dict[str, IntactExport], only: str | None) -> list[tuple[str, str, str]]:
     """Every kind of fault in every file of every export."""
     return [
         (version, name, kind)
-        for version, one in sound.items()
-        for name in sorted(one.exported.files)
+        for version, each in intact.items()
+        for name in sorted(each.exported.files)
         for kind in FAULTS[_file_kind(name)]
         if only is None or name == only
     ]
@@ -94,9 +94,9 @@ def _planted(exported: Export, name: str, kind: str, generator: random.Random) -
     Yields its description, or None if nothing changed.
     """
     path, manifest = exported.path / name, exported.path / "manifest.json"
-    kept, sealed = path.read_bytes(), manifest.read_bytes()
-    content, described = FAULTS[_file_kind(name)][kind](kept, generator)
-    if parsed(name, content) == parsed(name, kept):
+    original, original_manifest = path.read_bytes(), manifest.read_bytes()
+    content, described = FAULTS[_file_kind(name)][kind](original, generator)
+    if parsed(name, content) == parsed(name, original):
         yield None
         return
     try:
@@ -105,17 +105,17 @@ def _planted(exported: Export, name: str, kind: str, generator: random.Random) -
         exported.model_copy(update={"files": exported.files | {name: digest_file(path)}}).commit()
         yield described
     finally:
-        path.write_bytes(kept)
-        manifest.write_bytes(sealed)
+        path.write_bytes(original)
+        manifest.write_bytes(original_manifest)
 
 
-def _is_refused(sound: Sound) -> bool:
+def _is_refused(intact: IntactExport) -> bool:
     """Whether certification refuses the export. Any other error is a bug of this project, and is raised."""
     try:
-        certify(sound.exported.path, sound.witness)
+        certify(intact.exported.path, intact.witness)
     except (CertificationError, InputError):
         return True
-    (sound.exported.path / "certificate.json").unlink()
+    (intact.exported.path / "certificate.json").unlink()
     return False
 
 
@@ -132,7 +132,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", help="a file, such as tokenizer.json")
+    parser.add_argument("--only", help="change only this file, such as tokenizer.json")
     arguments = parser.parse_args()
     logging.disable()
     os.environ["HF_HUB_OFFLINE"] = "1"

@@ -33,53 +33,53 @@ class Checkpoint:
 Fault = Callable[[Checkpoint, random.Random], Files]
 
 
-def _any(checkpoint: Checkpoint, chance: random.Random) -> tuple[str, bytearray]:
-    name = chance.choice(sorted(checkpoint.files))
+def _any_file(checkpoint: Checkpoint, rng: random.Random) -> tuple[str, bytearray]:
+    name = rng.choice(sorted(checkpoint.files))
     return name, bytearray(checkpoint.files[name])
 
 
-def flipped_bit(checkpoint: Checkpoint, chance: random.Random) -> Files:
-    name, content = _any(checkpoint, chance)
-    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+def flipped_bit(checkpoint: Checkpoint, rng: random.Random) -> Files:
+    name, content = _any_file(checkpoint, rng)
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     return {name: bytes(content)}
 
 
-def truncated(checkpoint: Checkpoint, chance: random.Random) -> Files:
-    name, content = _any(checkpoint, chance)
-    return {name: bytes(content[: chance.randrange(len(content) - 1)])}
+def truncated(checkpoint: Checkpoint, rng: random.Random) -> Files:
+    name, content = _any_file(checkpoint, rng)
+    return {name: bytes(content[: rng.randrange(len(content) - 1)])}
 
 
-def zeroed_range(checkpoint: Checkpoint, chance: random.Random) -> Files:
-    name, content = _any(checkpoint, chance)
-    start = chance.choice([place for place, byte in enumerate(content) if byte])
-    end = min(len(content), start + chance.randrange(1, 512))
+def zeroed_range(checkpoint: Checkpoint, rng: random.Random) -> Files:
+    name, content = _any_file(checkpoint, rng)
+    start = rng.choice([position for position, byte in enumerate(content) if byte])
+    end = min(len(content), start + rng.randrange(1, 512))
     content[start:end] = bytes(end - start)
     return {name: bytes(content)}
 
 
-def appended_bytes(checkpoint: Checkpoint, chance: random.Random) -> Files:
-    name, content = _any(checkpoint, chance)
-    return {name: bytes(content) + b"\0" + chance.randbytes(chance.randrange(100))}
+def appended_bytes(checkpoint: Checkpoint, rng: random.Random) -> Files:
+    name, content = _any_file(checkpoint, rng)
+    return {name: bytes(content) + b"\0" + rng.randbytes(rng.randrange(100))}
 
 
-def missing(checkpoint: Checkpoint, chance: random.Random) -> Files:
-    return {_any(checkpoint, chance)[0]: None}
+def missing(checkpoint: Checkpoint, rng: random.Random) -> Files:
+    return {_any_file(checkpoint, rng)[0]: None}
 
 
-def swapped(checkpoint: Checkpoint, chance: random.Random) -> Files:
+def swapped(checkpoint: Checkpoint, rng: random.Random) -> Files:
     """Two files of the same kind, with their contents swapped."""
     endings = ("model_states.pt", "optim_states.pt", ".json")
     alike = [[name for name in sorted(checkpoint.files) if name.endswith(end)] for end in endings]
     pairs = [names for names in alike if len(names) > 1]
     if not pairs:
         return {}
-    one, other = chance.sample(chance.choice(pairs), 2)
+    one, other = rng.sample(rng.choice(pairs), 2)
     return {one: checkpoint.files[other], other: checkpoint.files[one]}
 
 
-def stale(checkpoint: Checkpoint, chance: random.Random) -> Files:
+def stale(checkpoint: Checkpoint, rng: random.Random) -> Files:
     """A file of another step of the same run. None if the tag has only one file: replacing that is no damage."""
-    name = chance.choice(sorted(checkpoint.files))
+    name = rng.choice(sorted(checkpoint.files))
     return {name: checkpoint.later[name]} if len(checkpoint.files) > 1 else {}
 
 
@@ -93,49 +93,49 @@ class Hostile:
         return Path.touch, (self.target,)
 
 
-def hostile_pickle(checkpoint: Checkpoint, chance: random.Random) -> Files:
-    name = chance.choice([name for name in sorted(checkpoint.files) if name.endswith(".pt")])
+def hostile_pickle(checkpoint: Checkpoint, rng: random.Random) -> Files:
+    name = rng.choice([name for name in sorted(checkpoint.files) if name.endswith(".pt")])
     return {name: _hostile(checkpoint, name)}
 
 
-def stranger(checkpoint: Checkpoint, chance: random.Random) -> Files:
+def extra_pickle(checkpoint: Checkpoint, rng: random.Random) -> Files:
     """An extra pickle that no rank wrote, under a name that DeepSpeed would load."""
-    name = f"mp_rank_{chance.randrange(1, 99):02d}_model_states.pt"
+    name = f"mp_rank_{rng.randrange(1, 99):02d}_model_states.pt"
     return {name: _hostile(checkpoint, name)}
 
 
 def _hostile(checkpoint: Checkpoint, name: str) -> bytes:
     with tempfile.TemporaryDirectory() as scratch:
-        torch.save({"module": Hostile(ran(checkpoint))}, Path(scratch) / name)
+        torch.save({"module": Hostile(unpickling_marker(checkpoint))}, Path(scratch) / name)
         return (Path(scratch) / name).read_bytes()
 
 
-def edited_sidecar(checkpoint: Checkpoint, chance: random.Random) -> Files:
+def edited_sidecar(checkpoint: Checkpoint, rng: random.Random) -> Files:
     """A sidecar with one value changed."""
-    name, document = _sidecar(checkpoint, chance)
-    holder, key = chance.choice(list(_leaves(document)))
-    holder[key] = {"changed": repr(holder[key])} if chance.random() < 0.3 else _other(holder[key])
+    name, document = _sidecar(checkpoint, rng)
+    holder, key = rng.choice(list(_leaves(document)))
+    holder[key] = {"changed": repr(holder[key])} if rng.random() < 0.3 else _other_value(holder[key])
     return {name: json.dumps(document).encode()}
 
 
-def forged_sidecar(checkpoint: Checkpoint, chance: random.Random) -> Files:
+def forged_sidecar(checkpoint: Checkpoint, rng: random.Random) -> Files:
     """A sidecar of another run, step or rank, with a correct sha256 of its own content."""
-    name, document = _sidecar(checkpoint, chance)
-    key = chance.choice(["run_fingerprint", "step", "tag", "rank", "world_size"])
-    return {name: _sealed(document | {key: _other(document[key])})}
+    name, document = _sidecar(checkpoint, rng)
+    key = rng.choice(["run_fingerprint", "step", "tag", "rank", "world_size"])
+    return {name: _sealed(document | {key: _other_value(document[key])})}
 
 
-def forged_digest(checkpoint: Checkpoint, chance: random.Random) -> Files:
+def forged_digest(checkpoint: Checkpoint, rng: random.Random) -> Files:
     """A sidecar with a wrong size or digest of a file.
 
     Nothing shows which of the two is damaged, so both are returned.
     """
-    name, document = _sidecar(checkpoint, chance)
+    name, document = _sidecar(checkpoint, rng)
     if not document["files"]:
         return {}
-    file = chance.choice(sorted(document["files"]))
-    key = chance.choice(["size", "sha256"])
-    document["files"][file][key] = _other(document["files"][file][key])
+    file = rng.choice(sorted(document["files"]))
+    key = rng.choice(["size", "sha256"])
+    document["files"][file][key] = _other_value(document["files"][file][key])
     return {name: _sealed(document), file: checkpoint.files[file]}
 
 
@@ -153,16 +153,16 @@ FAULTS: dict[str, Fault] = {
     "files swapped": swapped,
     "file of another step": stale,
     "hostile pickle": hostile_pickle,
-    "file too many": stranger,
+    "extra file": extra_pickle,
     "sidecar edited": edited_sidecar,
     "sidecar forged": forged_sidecar,
     "digest forged": forged_digest,
 }
-OF_SIDECARS = {"sidecar edited", "sidecar forged", "digest forged"}
+SIDECAR_FAULTS = {"sidecar edited", "sidecar forged", "digest forged"}
 
 
-def _sidecar(checkpoint: Checkpoint, chance: random.Random) -> tuple[str, dict[str, Any]]:
-    name = chance.choice([name for name in sorted(checkpoint.files) if name.endswith(".json")])
+def _sidecar(checkpoint: Checkpoint, rng: random.Random) -> tuple[str, dict[str, Any]]:
+    name = rng.choice([name for name in sorted(checkpoint.files) if name.endswith(".json")])
     return name, json.loads(checkpoint.files[name])
 
 
@@ -176,11 +176,11 @@ def _leaves(value: Any) -> Iterator[tuple[Any, Any]]:
             yield value, key
 
 
-def _other(value: Any) -> Any:
+def _other_value(value: Any) -> Any:
     if isinstance(value, int):
         return value + 1
     return value[:-1] + ("0" if value[-1:] != "0" else "1") if isinstance(value, str) else "other"
 
 
-def ran(checkpoint: Checkpoint) -> Path:
+def unpickling_marker(checkpoint: Checkpoint) -> Path:
     return checkpoint.tag.parent / "the-pickle-ran"

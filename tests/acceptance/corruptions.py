@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 
 from t5train.checkpoint.consolidate import consolidate
 from t5train.errors import T5TrainError
-from tests.acceptance.checkpoint_faults import FAULTS, OF_SIDECARS, Checkpoint, Files, ran
+from tests.acceptance.checkpoint_faults import FAULTS, SIDECAR_FAULTS, Checkpoint, Files, unpickling_marker
 from tests.support.checkpoints.deepspeed_files import Layout, Written
 from tests.support.checkpoints.pipeline_files import Pipeline, write_pipeline
 from tests.support.checkpoints.sidecar_files import write
@@ -87,13 +87,15 @@ def refusal(checkpoint: Checkpoint, out: Path) -> str | None:
     try:
         consolidate(checkpoint.tag, out)
     except T5TrainError as error:
-        if sorted(out.parent.iterdir()) != before or ran(checkpoint).exists():
-            raise AssertionError(f"a refusal left files, or a hostile pickle ran: {error}") from error
+        if sorted(out.parent.iterdir()) != before or unpickling_marker(checkpoint).exists():
+            raise AssertionError(
+                f"consolidation was refused but left files or ran a hostile pickle: {error}"
+            ) from error
         return str(error)
     return None
 
 
-def make(folder: Path, layout: Layout | Pipeline, *, sidecars: bool) -> Checkpoint:
+def make_checkpoint(folder: Path, layout: Layout | Pipeline, *, sidecars: bool) -> Checkpoint:
     """Write a checkpoint, and another of the same run a step later, whose files serve as stale ones."""
     written = _write(folder / "checkpoint", layout, 0, sidecars=sidecars)
     later = _write(folder / "later", layout, 1, sidecars=sidecars)
@@ -117,15 +119,16 @@ Table = dict[str, dict[str, Counter[str]]]
 
 def with_sidecars(folder: Path, trials: int, seed: int) -> Table:
     """Count faults with sidecars: tried, refused before any unpickling, and with the damaged file named."""
-    made = {
-        name: make(folder / str(index), layout, sidecars=True) for index, (name, layout) in enumerate(LAYOUTS.items())
+    checkpoints = {
+        name: make_checkpoint(folder / str(index), layout, sidecars=True)
+        for index, (name, layout) in enumerate(LAYOUTS.items())
     }
-    for checkpoint in made.values():
-        require_sound(checkpoint, folder)
+    for checkpoint in checkpoints.values():
+        require_intact(checkpoint, folder)
     table: Table = defaultdict(lambda: defaultdict(Counter))
-    for kind, layout, files in _faults(made, list(FAULTS), trials, seed):
-        with damaged(made[layout], files), no_unpickling():
-            message = refusal(made[layout], folder / "out" / "weights")
+    for kind, layout, files in _faults(checkpoints, list(FAULTS), trials, seed):
+        with damaged(checkpoints[layout], files), no_unpickling():
+            message = refusal(checkpoints[layout], folder / "out" / "weights")
         table[kind][layout] += Counter(
             tried=1,
             refused=message is not None,
@@ -134,7 +137,7 @@ def with_sidecars(folder: Path, trials: int, seed: int) -> Table:
     return table
 
 
-def require_sound(checkpoint: Checkpoint, folder: Path) -> None:
+def require_intact(checkpoint: Checkpoint, folder: Path) -> None:
     """Require that the undamaged checkpoint is consolidated, and that the trap works.
 
     Otherwise trials prove nothing.
@@ -146,50 +149,53 @@ def require_sound(checkpoint: Checkpoint, folder: Path) -> None:
             refusal(checkpoint, folder / "out" / "weights")
         except Unpickled:
             return
-    raise AssertionError("consolidation got past the trap for unpickling")
+    raise AssertionError("consolidation of an intact checkpoint did not trigger the unpickling trap")
 
 
 def without_sidecars(folder: Path, trials: int, seed: int) -> Table:
     """Count faults without sidecars: which check noticed each, or whether the result was right anyway."""
-    made = {
-        name: make(folder / str(index), layout, sidecars=False) for index, (name, layout) in enumerate(LAYOUTS.items())
+    checkpoints = {
+        name: make_checkpoint(folder / str(index), layout, sidecars=False)
+        for index, (name, layout) in enumerate(LAYOUTS.items())
     }
     (folder / "out").mkdir()
     table: Table = defaultdict(lambda: defaultdict(Counter))
-    for kind, layout, files in _faults(made, [kind for kind in FAULTS if kind not in OF_SIDECARS], trials, seed):
-        with damaged(made[layout], files):
-            found = outcome(made[layout], folder / "out")
+    for kind, layout, files in _faults(
+        checkpoints, [kind for kind in FAULTS if kind not in SIDECAR_FAULTS], trials, seed
+    ):
+        with damaged(checkpoints[layout], files):
+            found = outcome(checkpoints[layout], folder / "out")
         table[kind]["tried"]["tried"] += 1
         table[kind][found][layout] += 1
     return table
 
 
 def _faults(
-    made: Mapping[str, Checkpoint], kinds: Sequence[str], trials: int, seed: int
+    checkpoints: Mapping[str, Checkpoint], kinds: Sequence[str], trials: int, seed: int
 ) -> Iterator[tuple[str, str, Files]]:
     """Yield the kind, layout and changed files of each trial.
 
     Each kind is tried with each layout that has such files.
     """
-    pairs = [(kind, layout) for kind in kinds for layout in made]
+    pairs = [(kind, layout) for kind in kinds for layout in checkpoints]
     tried = 0
-    for turn, (kind, layout) in enumerate(itertools.cycle(pairs)):
+    for number, (kind, layout) in enumerate(itertools.cycle(pairs)):
         if tried == trials:
             return
-        files = FAULTS[kind](made[layout], random.Random(f"{seed} {turn}"))
+        files = FAULTS[kind](checkpoints[layout], random.Random(f"{seed} {number}"))
         if files:
             tried += 1
             yield kind, layout, files
 
 
-NOTICED = {
+DETECTED_BY = {
     "name in the archive": r"was written under the name",
     "low-precision copy": r"rounded to",
     "CRC-32": r"CRC-32",
     "unreadable archive": r"truncated|damaged|cannot be read|not a torch checkpoint",
     "code in the pickle": r"is not loaded",
-    "disagreement of files": r"differ in|different (positions|numbers)|was renamed|another checkpoint|is of step",
-    "files missing or too many": r"lacks|missing|too many|is not supported|holds no checkpoint",
+    "files disagree": r"differ in|different (positions|numbers)|was renamed|another checkpoint|is of step",
+    "files missing or extra": r"lacks|missing|too many|is not supported|holds no checkpoint",
 }
 
 
@@ -197,7 +203,7 @@ def outcome(checkpoint: Checkpoint, out: Path) -> str:
     """Return the check that noticed a fault; if none did, "right" or "wrong", depending on the result."""
     message = refusal(checkpoint, out / "weights")
     if message is not None:
-        return next((what for what, pattern in NOTICED.items() if re.search(pattern, message)), "another check")
+        return next((what for what, pattern in DETECTED_BY.items() if re.search(pattern, message)), "another check")
     found = load_file(out / "weights" / "model.safetensors")
     shutil.rmtree(out / "weights")
     same = found.keys() == checkpoint.expected.keys() and all(
@@ -210,20 +216,25 @@ def main() -> None:
     """Run the trials and print both tables; exit with 1 if a fault with sidecars was not refused and named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=10_000, help="faults in checkpoints with sidecars")
-    parser.add_argument("--without-sidecars", type=int, default=2_000, help="faults in checkpoints without")
+    parser.add_argument("--without-sidecars", type=int, default=2_000, help="faults in checkpoints without sidecars")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as scratch:
-        ours = with_sidecars(Path(scratch) / "ours", arguments.trials, arguments.seed)
-        theirs = without_sidecars(Path(scratch) / "theirs", arguments.without_sidecars, arguments.seed)
+        table_with = with_sidecars(Path(scratch) / "ours", arguments.trials, arguments.seed)
+        table_without = without_sidecars(Path(scratch) / "theirs", arguments.without_sidecars, arguments.seed)
     print(f"With sidecars, seed {arguments.seed}: tried / refused before unpickling / file named\n")
-    print(rows(list(LAYOUTS), {kind: {name: cell(count) for name, count in row.items()} for kind, row in ours.items()}))
-    total: Counter[str] = sum((count for row in ours.values() for count in row.values()), Counter())
-    print(f"\nin all {cell(total)}\n\nWithout sidecars, seed {arguments.seed}: what noticed the fault\n")
-    columns = ["tried", *NOTICED, "another check", "right", "wrong"]
-    print(rows(columns, {kind: {k: str(c.total()) for k, c in row.items()} for kind, row in theirs.items()}))
-    for kind, row in theirs.items():
+    print(
+        rows(
+            list(LAYOUTS),
+            {kind: {name: cell(count) for name, count in row.items()} for kind, row in table_with.items()},
+        )
+    )
+    total: Counter[str] = sum((count for row in table_with.values() for count in row.values()), Counter())
+    print(f"\ntotal {cell(total)}\n\nWithout sidecars, seed {arguments.seed}: which check detected the fault\n")
+    columns = ["tried", *DETECTED_BY, "another check", "right", "wrong"]
+    print(rows(columns, {kind: {k: str(c.total()) for k, c in row.items()} for kind, row in table_without.items()}))
+    for kind, row in table_without.items():
         if row["wrong"]:
             print(f"wrong: {kind}: {dict(row['wrong'])}")
     sys.exit(len(set(total.values())) > 1)

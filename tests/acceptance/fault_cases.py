@@ -17,7 +17,7 @@ from pathlib import Path
 
 from infra.testcluster import host_files
 from infra.testcluster.host_files import HOME, HOSTFILE
-from tests.support.cluster_runs import Stage, Started
+from tests.support.cluster_runs import ClusterRunner, Started
 
 LEASE_SECONDS = 10
 _AGAIN_SECONDS = 0.3
@@ -26,8 +26,8 @@ SECRET = "s3cr3t-f0r-n0b0dy"  # noqa: S105 - a made-up secret
 QUOTED = """it's "quoted" $(touch executed) `touch executed`; touch executed #"""
 RANK, LAUNCHER, PDSH, HEAD = "t5train.train", "deepspeed.launcher.runner", "pdsh", "t5-pretrain"
 
-Strike = Callable[[Stage, Started], None]
-Wrong = Callable[[Stage], AbstractContextManager[None]]
+Strike = Callable[[ClusterRunner, Started], None]
+Wrong = Callable[[ClusterRunner], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -63,104 +63,104 @@ class Fault:
 def signalled(host: str, program: str, number: signal.Signals) -> Strike:
     """Send a signal to one of the run's programs on a host."""
 
-    def strike(stage: Stage, _: Started) -> None:
-        found = pids(stage, host, program)
-        assert found, f"no {program} on {host}: {stage.cluster.processes(host)}"
+    def strike(runner: ClusterRunner, _: Started) -> None:
+        found = pids(runner, host, program)
+        assert found, f"no {program} on {host}: {runner.cluster.processes(host)}"
         for pid in found:
             os.kill(pid, number)
 
     return strike
 
 
-def pids(stage: Stage, host: str, program: str) -> list[int]:
+def pids(runner: ClusterRunner, host: str, program: str) -> list[int]:
     """Return the process ids of one of the run's programs on a host, found by file or module name, without guards."""
     found = []
-    for process in stage.cluster.processes(host):
+    for process in runner.cluster.processes(host):
         names = {Path(argument).name for argument in process.argv[:3]}
         if program in names and "infra.node.attempts.process_guard" not in names:
             found.append(process.pid)
     return found
 
 
-def interrupted_twice(stage: Stage, started: Started) -> None:
+def interrupted_twice(runner: ClusterRunner, started: Started) -> None:
     """Press Ctrl-C, and press it again while the head is ending the ranks."""
     for _ in range(2):
-        signalled("head", HEAD, signal.SIGINT)(stage, started)
+        signalled("head", HEAD, signal.SIGINT)(runner, started)
         time.sleep(_AGAIN_SECONDS)
 
 
-def power_cut(stage: Stage, _: Started) -> None:
+def power_cut(runner: ClusterRunner, _: Started) -> None:
     """Cut the second node's power."""
-    stage.cluster.power_cut("node1")
+    runner.cluster.power_cut("node1")
 
 
-def link_down(stage: Stage, _: Started) -> None:
+def link_down(runner: ClusterRunner, _: Started) -> None:
     """Pull the second node's network cable."""
-    stage.cluster.set_link("node1", "down")
+    runner.cluster.set_link("node1", "down")
 
 
-def sshd_down(stage: Stage, _: Started) -> None:
+def sshd_down(runner: ClusterRunner, _: Started) -> None:
     """Stop the second node's sshd: existing connections stay, new ones are refused."""
-    stage.cluster.stop_sshd("node1")
+    runner.cluster.stop_sshd("node1")
 
 
-def is_literal(stage: Stage, _: Started) -> None:
+def is_literal(runner: ClusterRunner, _: Started) -> None:
     """Assert that every rank's environment has the value exactly as it was given."""
-    for host in stage.cluster.nodes:
-        for pid in pids(stage, host, RANK):
+    for host in runner.cluster.nodes:
+        for pid in pids(runner, host, RANK):
             assert f"T5_QUOTED={QUOTED}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
-def is_hidden(stage: Stage, _: Started) -> None:
+def is_hidden(runner: ClusterRunner, _: Started) -> None:
     """Assert that the secret is in no command line, and in no process's environment except on the head."""
-    for host, process in stage.processes():
+    for host, process in runner.processes():
         assert SECRET not in " ".join(process.argv)
         assert host == "head" or SECRET.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
 
 
 @contextmanager
-def booted_again(stage: Stage) -> Iterator[None]:
+def booted_again(runner: ClusterRunner) -> Iterator[None]:
     """Boot the second node again afterwards."""
     yield
-    stage.cluster.boot("node1")
+    runner.cluster.boot("node1")
 
 
 @contextmanager
-def linked_again(stage: Stage) -> Iterator[None]:
+def linked_again(runner: ClusterRunner) -> Iterator[None]:
     """Plug the second node's network cable in again afterwards."""
     yield
-    stage.cluster.set_link("node1", "up")
+    runner.cluster.set_link("node1", "up")
 
 
 @contextmanager
-def sshd_again(stage: Stage) -> Iterator[None]:
+def sshd_again(runner: ClusterRunner) -> Iterator[None]:
     """Start the second node's sshd again afterwards."""
     yield
-    stage.cluster.start_sshd("node1")
+    runner.cluster.start_sshd("node1")
 
 
 @contextmanager
-def without_sshd(stage: Stage) -> Iterator[None]:
+def without_sshd(runner: ClusterRunner) -> Iterator[None]:
     """Stop the second node's sshd during the run."""
-    stage.cluster.stop_sshd("node1")
-    with sshd_again(stage):
+    runner.cluster.stop_sshd("node1")
+    with sshd_again(runner):
         yield
 
 
 @contextmanager
-def other_key(stage: Stage) -> Iterator[None]:
+def other_key(runner: ClusterRunner) -> Iterator[None]:
     """Change the second node's host key during the run, and add the new key to known_hosts afterwards."""
-    stage.cluster.rekey("node1")
+    runner.cluster.rekey("node1")
     yield
-    stage.cluster.rekey("node1", trusted=True)
+    runner.cluster.rekey("node1", trusted=True)
 
 
 @contextmanager
-def port_taken(stage: Stage) -> Iterator[None]:
+def port_taken(runner: ClusterRunner) -> Iterator[None]:
     """Let another program listen on the rendezvous port on the first node."""
-    server = stage.cluster.start("node0", ["python", "-m", "http.server", str(MASTER_PORT)])
+    server = runner.cluster.start("node0", ["python", "-m", "http.server", str(MASTER_PORT)])
     yield
-    for pid in pids(stage, "node0", "http.server"):
+    for pid in pids(runner, "node0", "http.server"):
         os.kill(pid, signal.SIGKILL)
     server.wait()
 
@@ -169,30 +169,30 @@ def hostfile(text: str) -> Wrong:
     """Use another hostfile for the run."""
 
     @contextmanager
-    def wrong(stage: Stage) -> Iterator[None]:
-        stage.cluster.disk("head", HOSTFILE).write_text(text)
+    def wrong(runner: ClusterRunner) -> Iterator[None]:
+        runner.cluster.disk("head", HOSTFILE).write_text(text)
         yield
-        stage.cluster.disk("head", HOSTFILE).write_text(stage.cluster.hostfile())
+        runner.cluster.disk("head", HOSTFILE).write_text(runner.cluster.hostfile())
 
     return wrong
 
 
 @contextmanager
-def other_torch(stage: Stage) -> Iterator[None]:
+def other_torch(runner: ClusterRunner) -> Iterator[None]:
     """Make the second node report another version of torch."""
     torch = distribution("torch")
     metadata = str(torch.locate_file(f"torch-{torch.version}.dist-info/METADATA"))
     other = re.sub("^Version: .*$", "Version: 2.0.1", Path(metadata).read_text("utf-8"), count=1, flags=re.MULTILINE)
-    stage.cluster.disk("node1", f"{HOME}/METADATA").write_text(other, "utf-8")
-    stage.cluster.exec("node1", ["mount", "--bind", f"{HOME}/METADATA", metadata]).check_returncode()
+    runner.cluster.disk("node1", f"{HOME}/METADATA").write_text(other, "utf-8")
+    runner.cluster.exec("node1", ["mount", "--bind", f"{HOME}/METADATA", metadata]).check_returncode()
     yield
-    stage.cluster.exec("node1", ["umount", metadata]).check_returncode()
+    runner.cluster.exec("node1", ["umount", metadata]).check_returncode()
 
 
 @contextmanager
-def stale_lock(stage: Stage) -> Iterator[None]:
+def stale_lock(runner: ClusterRunner) -> Iterator[None]:
     """Leave the lock of a killed compilation on the second node, and assert that the run removes it."""
-    (folder,) = stage.cluster.disk("node1", host_files.OPERATORS).rglob("deepspeed_shm_comm")
+    (folder,) = runner.cluster.disk("node1", host_files.OPERATORS).rglob("deepspeed_shm_comm")
     lock = folder / "lock"
     lock.touch()
     yield
@@ -200,19 +200,19 @@ def stale_lock(stage: Stage) -> Iterator[None]:
 
 
 @contextmanager
-def nothing_executed(stage: Stage) -> Iterator[None]:
+def nothing_executed(runner: ClusterRunner) -> Iterator[None]:
     """Assert afterwards that no shell on any host executed the text."""
     yield
-    for host in stage.cluster.hosts:
-        assert not list(stage.cluster.host(host).disk.rglob("executed"))
+    for host in runner.cluster.hosts:
+        assert not list(runner.cluster.host(host).disk.rglob("executed"))
 
 
 @contextmanager
-def nothing_written(stage: Stage) -> Iterator[None]:
+def nothing_written(runner: ClusterRunner) -> Iterator[None]:
     """Assert afterwards that no file contains the secret, on any host's disk or in the run's root."""
     yield
-    disks = [stage.cluster.host(host).disk for host in stage.cluster.hosts]
-    found = subprocess.run(["grep", "-rlF", SECRET, *disks, stage.root], capture_output=True, text=True, check=False)
+    disks = [runner.cluster.host(host).disk for host in runner.cluster.hosts]
+    found = subprocess.run(["grep", "-rlF", SECRET, *disks, runner.root], capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout) == (1, "")
 
 

@@ -22,7 +22,7 @@ from infra.testcluster.host import Process
 from infra.testcluster.host_files import HOME, HOSTFILE
 from t5train.files.run_folder import WITNESS_FOLDER
 from tests.acceptance.fault_cases import FAULTS, LEASE_SECONDS, RANK, Fault, pids
-from tests.support.cluster_runs import Ended, Stage, Started, prepare, weights
+from tests.support.cluster_runs import ClusterRunner, Ended, Started, prepare, weights
 
 STRIKE_AT, SLOW = 25, "8mbit"
 SETTINGS = {
@@ -64,75 +64,75 @@ class Outcome:
         return f"| {name} | {ranks} | {seconds} | {message} | {self.exit_code} | {left} | {equal} |"
 
 
-def inject(stage: Stage, fault: Fault) -> Outcome:
+def inject(runner: ClusterRunner, fault: Fault) -> Outcome:
     """Start a run, inject the fault, and record how the run ends and which processes are left."""
-    with fault.wrong(stage):
-        others = stage.processes()
+    with fault.wrong(runner):
+        others = runner.processes()
         at = time.monotonic()
-        run = _start(stage, fault)
+        run = _start(runner, fault)
         if fault.strike:
             run.await_step(STRIKE_AT, LONGEST_SECONDS)
             if fault.ends_ranks or fault.started_again:
-                stage.cluster.set_rate("node0", SLOW)  # or training might finish before the fault is noticed
+                runner.cluster.set_rate("node0", SLOW)  # or training might finish before the fault is noticed
             at = time.monotonic()
-            fault.strike(stage, run)
-        ended, ranks_gone_at = _follow(stage, fault, run)
-        left = _await_nothing_left(stage, others)
-        stage.cluster.set_rate("node0", None)
-    message = ended.message.replace(str(stage.root), "{root}")
+            fault.strike(runner, run)
+        ended, ranks_gone_at = _follow(runner, fault, run)
+        left = _await_nothing_left(runner, others)
+        runner.cluster.set_rate("node0", None)
+    message = ended.message.replace(str(runner.root), "{root}")
     return Outcome(fault, ranks_gone_at - at, ended.at - at, ended.exit_code, message, left)
 
 
-def final_weights(stage: Stage, fault: Fault) -> Any:
+def final_weights(runner: ClusterRunner, fault: Fault) -> Any:
     """Return the digests of the run's final weights, after restarting the run if it did not finish.
 
     Raises AssertionError if the restarted run fails.
     """
-    folder = stage.root / fault.root / "runs" / fault.run
+    folder = runner.root / fault.root / "runs" / fault.run
     if not (folder / WITNESS_FOLDER).exists():
-        ended = _start(stage, fault).wait(LONGEST_SECONDS)
+        ended = _start(runner, fault).wait(LONGEST_SECONDS)
         assert ended.exit_code == 0, ended.output[-4000:]
     return weights(folder)
 
 
-def undisturbed_weights(stage: Stage) -> Any:
+def undisturbed_weights(runner: ClusterRunner) -> Any:
     """Return the digests of the final weights of a run without a fault. Raises AssertionError if the run fails."""
-    run = stage.start("train", "undisturbed", _OPTIONS)
+    run = runner.start("train", "undisturbed", _OPTIONS)
     ended = run.wait(LONGEST_SECONDS)
     assert ended.exit_code == 0, ended.output[-4000:]
     return weights(run.run_folder)
 
 
-def _start(stage: Stage, fault: Fault) -> Started:
-    (shards,) = (stage.root / "shards").iterdir()
+def _start(runner: ClusterRunner, fault: Fault) -> Started:
+    (shards,) = (runner.root / "shards").iterdir()
     options = [*_OPTIONS, "--shards", str(shards), *(part for each in fault.settings for part in ("--set", each))]
-    return stage.start("train", fault.run, options, fault.environment, stage.root / fault.root)
+    return runner.start("train", fault.run, options, fault.environment, runner.root / fault.root)
 
 
-def _follow(stage: Stage, fault: Fault, run: Started) -> tuple[Ended, float]:
+def _follow(runner: ClusterRunner, fault: Fault, run: Started) -> tuple[Ended, float]:
     """Wait until the command and its last rank have ended. Return the command's end and the time of the last rank's."""
     if fault.started_again:
         run.wait(LONGEST_SECONDS)
-        stage.cluster.set_rate("node0", None)
-        run = _start(stage, fault)
+        runner.cluster.set_rate("node0", None)
+        run = _start(runner, fault)
     if fault.ends_ranks:
-        await_no_ranks(stage)
+        await_no_ranks(runner)
     ranks_gone_at = time.monotonic()
     return run.wait(LONGEST_SECONDS), ranks_gone_at
 
 
-def await_no_ranks(stage: Stage) -> None:
+def await_no_ranks(runner: ClusterRunner) -> None:
     """Wait until no rank is running on any host. Raises AssertionError if that takes too long."""
     deadline = time.monotonic() + LONGEST_SECONDS
-    while any(pids(stage, host, RANK) for host in stage.cluster.nodes):
-        assert time.monotonic() < deadline, f"ranks are still running: {stage.processes()}"
+    while any(pids(runner, host, RANK) for host in runner.cluster.nodes):
+        assert time.monotonic() < deadline, f"ranks are still running: {runner.processes()}"
         time.sleep(0.1)
 
 
-def _await_nothing_left(stage: Stage, others: list[tuple[str, Process]]) -> list[str]:
+def _await_nothing_left(runner: ClusterRunner, others: list[tuple[str, Process]]) -> list[str]:
     """Wait for the run's processes to end. Return those that still run on any host after ALLOWED_SECONDS."""
     deadline = time.monotonic() + ALLOWED_SECONDS
-    while (left := [one for one in stage.processes() if one not in others]) and time.monotonic() < deadline:
+    while (left := [one for one in runner.processes() if one not in others]) and time.monotonic() < deadline:
         time.sleep(0.1)
     return [f"{host}: {' '.join(process.argv)}" for host, process in left]
 
@@ -143,10 +143,10 @@ def main() -> None:
     parser.add_argument("--only", choices=[fault.name for fault in FAULTS])
     parser.add_argument("--into", type=Path, help="replace the table in this document")
     chosen = parser.parse_args()
-    with staged() as stage:
-        undisturbed = undisturbed_weights(stage)
-        outcomes = [_shown(inject(stage, fault)) for fault in FAULTS if chosen.only in {None, fault.name}]
-        ends = {outcome.fault.run: final_weights(stage, outcome.fault) for outcome in outcomes}
+    with staged() as runner:
+        undisturbed = undisturbed_weights(runner)
+        outcomes = [_shown(inject(runner, fault)) for fault in FAULTS if chosen.only in {None, fault.name}]
+        ends = {outcome.fault.run: final_weights(runner, outcome.fault) for outcome in outcomes}
         rows = [outcome.row("yes" if ends[outcome.fault.run] == undisturbed else "NO") for outcome in outcomes]
     print(_HEADER + "\n".join(rows))
     if chosen.into:
@@ -160,14 +160,14 @@ def _shown(outcome: Outcome) -> Outcome:
 
 
 @contextmanager
-def staged() -> Iterator[Stage]:
+def staged() -> Iterator[ClusterRunner]:
     """Boot a head and two nodes, and prepare the text, vocabulary and token shards."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         with Cluster.temporary(f"faults-{os.getpid()}", nodes=2, share=root) as cluster:
-            stage = Stage(cluster, root, SETTINGS)
+            runner = ClusterRunner(cluster, root, SETTINGS)
             prepare(root)
-            yield stage
+            yield runner
 
 
 def write_table(document: Path, header: str, rows: list[str]) -> None:

@@ -11,7 +11,7 @@ import yaml
 from sentencepiece import sentencepiece_model_pb2
 
 Change = Callable[[bytes, random.Random], tuple[bytes, str]]
-Place = tuple[dict[str, Any] | list[Any], Any]
+Slot = tuple[dict[str, Any] | list[Any], Any]
 """A container and one of its keys."""
 GENERATION = {
     "forced_bos_token_id": 7, "forced_eos_token_id": 1, "suppress_tokens": [5, 6], "begin_suppress_tokens": [4],
@@ -43,22 +43,22 @@ def _exact(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _places(value: Any) -> Iterator[Place]:
+def _slots(value: Any) -> Iterator[Slot]:
     """Yield every leaf, and every container below the top."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in items:
         yield value, key
-        yield from _places(each)
+        yield from _slots(each)
 
 
-def _leaf(document: Any, generator: random.Random) -> Place:
+def _leaf(document: Any, generator: random.Random) -> Slot:
     """Choose a leaf, mostly from small objects: otherwise, nearly every choice would be in the vocabulary."""
-    places = [each for each in _places(document) if not isinstance(each[0][each[1]], dict | list)]
-    few = [each for each in places if len(each[0]) < 1000 and not isinstance(each[0], list)]
-    return generator.choice(few if few and generator.random() < 0.7 else places)
+    slots = [each for each in _slots(document) if not isinstance(each[0][each[1]], dict | list)]
+    in_small_objects = [each for each in slots if len(each[0]) < 1000 and not isinstance(each[0], list)]
+    return generator.choice(in_small_objects if in_small_objects and generator.random() < 0.7 else slots)
 
 
-def _other(value: Any, generator: random.Random) -> Any:
+def _other_value(value: Any, generator: random.Random) -> Any:
     """Another value of the same type; null becomes a number."""
     match value:
         case bool():
@@ -76,7 +76,7 @@ def _other(value: Any, generator: random.Random) -> Any:
 def _change_leaf(document: Any, generator: random.Random) -> str:
     container, key = _leaf(document, generator)
     before = container[key]
-    container[key] = _other(before, generator)
+    container[key] = _other_value(before, generator)
     return f"{key!r}: {before!r} -> {container[key]!r}"[:200]
 
 
@@ -89,7 +89,7 @@ def _change_type(document: Any, generator: random.Random) -> str:
 
 def _delete(document: Any, generator: random.Random) -> str:
     container, key = (
-        generator.choice(list(_places(document))) if generator.random() < 0.5 else _leaf(document, generator)
+        generator.choice(list(_slots(document))) if generator.random() < 0.5 else _leaf(document, generator)
     )
     before = container[key]
     del container[key]
@@ -98,7 +98,7 @@ def _delete(document: Any, generator: random.Random) -> str:
 
 def _swap(document: Any, generator: random.Random) -> str:
     """Swap two values of one container."""
-    containers = [document, *(each[0][each[1]] for each in _places(document))]
+    containers = [document, *(each[0][each[1]] for each in _slots(document))]
     chosen = generator.choice([each for each in containers if isinstance(each, dict | list) and len(each) > 1])
     keys = list(chosen) if isinstance(chosen, dict) else range(len(chosen))
     one, other = generator.sample(list(keys), 2)
@@ -107,12 +107,12 @@ def _swap(document: Any, generator: random.Random) -> str:
 
 
 def _duplicate(document: Any, generator: random.Random) -> str:
-    lists = [each[0][each[1]] for each in _places(document) if isinstance(each[0][each[1]], list) and each[0][each[1]]]
+    lists = [each[0][each[1]] for each in _slots(document) if isinstance(each[0][each[1]], list) and each[0][each[1]]]
     if not lists:
         return "nothing"
     chosen = generator.choice(lists)
     chosen.append(copy.deepcopy(generator.choice(chosen)))
-    return f"{chosen[-1]!r} twice"[:200]
+    return f"{chosen[-1]!r} duplicated"[:200]
 
 
 def _add(values: dict[str, Any]) -> Callable[[Any, random.Random], str]:
@@ -173,49 +173,49 @@ def _in_header(change: Callable[[dict[str, Any], bytes, random.Random], tuple[by
     return changed
 
 
-def _tensor(header: dict[str, Any], generator: random.Random) -> str:
+def _choose_tensor(header: dict[str, Any], generator: random.Random) -> str:
     return generator.choice([name for name in header if name != "__metadata__"])
 
 
 def _flip_bit(header: dict[str, Any], data: bytes, generator: random.Random) -> tuple[bytes, str]:
-    place, bit = generator.randrange(len(data)), generator.randrange(8)
-    return data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :], f"bit {bit} of byte {place}"
+    position, bit = generator.randrange(len(data)), generator.randrange(8)
+    return data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :], f"bit {bit} of byte {position}"
 
 
-def _zero(header: dict[str, Any], data: bytes, generator: random.Random) -> tuple[bytes, str]:
-    name = _tensor(header, generator)
+def _overwrite(header: dict[str, Any], data: bytes, generator: random.Random) -> tuple[bytes, str]:
+    name = _choose_tensor(header, generator)
     start, end = header[name]["data_offsets"]
     return data[:start] + bytes([1]) * (end - start) + data[end:], f"{name} overwritten"
 
 
 def _rename(header: dict[str, Any], data: bytes, generator: random.Random) -> tuple[bytes, str]:
-    name = _tensor(header, generator)
+    name = _choose_tensor(header, generator)
     header[name + generator.choice(["", "s"]) + "x"] = header.pop(name)
     return data, f"{name} renamed"
 
 
 def _exchange(header: dict[str, Any], data: bytes, generator: random.Random) -> tuple[bytes, str]:
     """Exchange two tensors of the same shape. Changes nothing if both are the same tensor."""
-    name = _tensor(header, generator)
-    alike = [each for each in header if header[each].get("shape") == header[name]["shape"]]
-    other = generator.choice(alike)
+    name = _choose_tensor(header, generator)
+    same_shape = [each for each in header if header[each].get("shape") == header[name]["shape"]]
+    other = generator.choice(same_shape)
     header[name], header[other] = header[other], header[name]
     return data, f"{name} and {other} exchanged"
 
 
 def _reshape(header: dict[str, Any], data: bytes, generator: random.Random) -> tuple[bytes, str]:
-    name = _tensor(header, generator)
+    name = _choose_tensor(header, generator)
     header[name]["shape"] = [*reversed(header[name]["shape"]), 1]
     return data, f"{name} reshaped"
 
 
 def _retype(header: dict[str, Any], data: bytes, generator: random.Random) -> tuple[bytes, str]:
-    name = _tensor(header, generator)
+    name = _choose_tensor(header, generator)
     header[name]["dtype"] = generator.choice(["I32", "U32"])
-    return data, f"{name} of another type"
+    return data, f"{name} retyped"
 
 
-def _alias(header: dict[str, Any], data: bytes, generator: random.Random) -> tuple[bytes, str]:
+def _add_tensor(header: dict[str, Any], data: bytes, generator: random.Random) -> tuple[bytes, str]:
     """Add a tensor, for instance one that the files of a tied model may hold twice."""
     name = generator.choice(["lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "more"])
     name = f"{name}.copy" if name in header else name
@@ -234,10 +234,10 @@ def _metadata(header: dict[str, Any], data: bytes, generator: random.Random) -> 
     return data, f"metadata {header['__metadata__']}"
 
 
-def _in_spiece(content: bytes, generator: random.Random) -> tuple[bytes, str]:
+def _change_spiece(content: bytes, generator: random.Random) -> tuple[bytes, str]:
     model = sentencepiece_model_pb2.ModelProto.FromString(content)
-    place = generator.randrange(3, len(model.pieces))
-    one, other = model.pieces[place], model.pieces[generator.randrange(3, len(model.pieces))]
+    position = generator.randrange(3, len(model.pieces))
+    one, other = model.pieces[position], model.pieces[generator.randrange(3, len(model.pieces))]
     what = generator.choice(["score", "piece", "swap", "normalizer"])
     if what == "score":
         one.score += 0.25
@@ -247,7 +247,7 @@ def _in_spiece(content: bytes, generator: random.Random) -> tuple[bytes, str]:
         one.piece, other.piece = other.piece, one.piece
     else:
         model.normalizer_spec.add_dummy_prefix = False
-    return model.SerializeToString(), f"{what} of piece {place}"
+    return model.SerializeToString(), f"{what} of piece {position}"
 
 
 _IN_DOCUMENTS = {
@@ -255,19 +255,19 @@ _IN_DOCUMENTS = {
     "type changed": _change_type,
     "value deleted": _delete,
     "values swapped": _swap,
-    "item twice": _duplicate,
+    "item duplicated": _duplicate,
 }
 _JSON = {kind: _in_json(change) for kind, change in _IN_DOCUMENTS.items()}
 _TOKENIZER = _JSON | {"key added": _in_json(_add(LOADED))}
 FAULTS: dict[str, dict[str, Change]] = {
     "weights": {
         "bit flipped": _in_header(_flip_bit),
-        "tensor overwritten": _in_header(_zero),
+        "tensor overwritten": _in_header(_overwrite),
         "tensor renamed": _in_header(_rename),
         "tensors exchanged": _in_header(_exchange),
         "tensor reshaped": _in_header(_reshape),
         "tensor retyped": _in_header(_retype),
-        "tensor added": _in_header(_alias),
+        "tensor added": _in_header(_add_tensor),
         "tensor dropped": _in_header(_drop),
         "metadata changed": _in_header(_metadata),
     },
@@ -277,7 +277,7 @@ FAULTS: dict[str, dict[str, Change]] = {
     "tokenizer.json": _TOKENIZER | {"pieces shuffled": _in_json(_shuffle)},
     "tokenizer_config.json": _TOKENIZER,
     "special_tokens_map.json": _TOKENIZER,
-    "spiece.model": {"vocabulary changed": _in_spiece},
+    "spiece.model": {"vocabulary changed": _change_spiece},
     "README.md": {
         **{kind: _in_card(change) for kind, change in _IN_DOCUMENTS.items()},
         **{f"fact: {kind}": _in_facts(change) for kind, change in _IN_DOCUMENTS.items()},

@@ -159,7 +159,7 @@ def _cell(found: Difference) -> str:
     return f"{weights} ({found.losses:.0e})" if found.losses else weights
 
 
-def put_into(path: Path, text: str) -> None:
+def replace_between_markers(path: Path, text: str) -> None:
     """Replace what is between the two marker lines. Raises SystemExit if one is missing."""
     before, begin, rest = path.read_text("utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -170,14 +170,14 @@ def put_into(path: Path, text: str) -> None:
 
 def measure(steps: int, ranks: Sequence[int]) -> str:
     """Train and compare; return a line about date and hardware, then the tables."""
-    about = f"{time.strftime('%Y-%m-%d')}, {hardware()}, torch {torch.__version__}, {steps} steps."
+    heading = f"{time.strftime('%Y-%m-%d')}, {hardware()}, torch {torch.__version__}, {steps} steps."
     with tempfile.TemporaryDirectory() as scratch:
         root, spec = Path(scratch), spec_of(PLAIN, "one pass a step", 2, steps)
         corpus = build_corpus(spec.corpus, root)
         tokenizer = build_tokenizer(spec.tokenizer, spec.corpus, corpus, root)
         shards = build_shards(spec.shards, spec.corpus, corpus, tokenizer, root)
         tables = [table(compare(train_all(root, shards, count, steps)), count) for count in ranks]
-    return "\n\n".join([about, *tables])
+    return "\n\n".join([heading, *tables])
 
 
 def main() -> None:
@@ -185,12 +185,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=[2, 4])
-    parser.add_argument("--into", type=Path, help="a file that has the lines between which the tables belong")
+    parser.add_argument("--into", type=Path, help="write the tables into this file, between the marker lines")
     options = parser.parse_args()
     text = measure(options.steps, options.ranks)
     print(text)
     if options.into:
-        put_into(options.into, text)
+        replace_between_markers(options.into, text)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from infra.testcluster import host_files
 from infra.testcluster.host_files import HOSTFILE
 from tests.acceptance.fault_cases import RANK, pids
 from tests.support.cluster_runs import Started
-from tests.support.unshared_runs import NODE_FOLDER, SCRATCH, SLOW, TWO_NODES, UnsharedHosts, await_truth
+from tests.support.unshared_runs import NODE_FOLDER, SCRATCH, SLOW, TWO_NODES, UnsharedHosts, await_condition
 
 SEED, NUM_CUTS, LONGEST_SAVE_SECONDS = 6, 10, 0.04
 SHARD = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -97,8 +97,8 @@ def cut_while_saving(host: str, seconds: float) -> Strike:
     """Cut a node's power this long after it begins to save, and boot it again at once."""
 
     def strike(hosts: UnsharedHosts, run: Started) -> str:
-        await_truth(run, lambda: bool(pids(hosts.stage, host, RANK)))
-        ranks = pids(hosts.stage, host, RANK)
+        await_condition(run, lambda: bool(pids(hosts.runner, host, RANK)))
+        ranks = pids(hosts.runner, host, RANK)
         tag = hosts.await_saving(run, host)
         time.sleep(seconds)
         for pid in ranks:
@@ -122,7 +122,7 @@ def cuts() -> tuple[Strike, ...]:
 
 def lost_for_good(hosts: UnsharedHosts, run: Started) -> str:
     """Cut the second node's power as soon as its rank runs, and leave it off."""
-    await_truth(run, lambda: bool(pids(hosts.stage, "node1", RANK)))
+    await_condition(run, lambda: bool(pids(hosts.runner, "node1", RANK)))
     hosts.cluster.power_cut("node1")
     return ""
 
@@ -130,10 +130,10 @@ def lost_for_good(hosts: UnsharedHosts, run: Started) -> str:
 def head_lost_while_gathering(hosts: UnsharedHosts, run: Started) -> str:
     """Cut the head's power when it has gathered part of a new checkpoint, and boot it again at once."""
     gathered = hosts.checkpoints("head")
-    await_truth(run, lambda: bool(pids(hosts.stage, "node1", RANK)))
+    await_condition(run, lambda: bool(pids(hosts.runner, "node1", RANK)))
     hosts.await_saving(run)
     hosts.cluster.set_rate("node0", SLOW)
-    await_truth(run, lambda: any(path.stat().st_size for path in gathered.glob("step-*/.*.part")))
+    await_condition(run, lambda: any(path.stat().st_size for path in gathered.glob("step-*/.*.part")))
     hosts.cluster.power_cut("head")
     parts = list(gathered.glob("step-*/.*.part"))
     hosts.cluster.boot("head")
@@ -154,7 +154,7 @@ def on_a_small_disk(hosts: UnsharedHosts) -> None:
 
 def disk_full(hosts: UnsharedHosts, run: Started) -> str:
     """Fill the second node's disk while it trains."""
-    await_truth(run, lambda: bool(pids(hosts.stage, "node1", RANK)))
+    await_condition(run, lambda: bool(pids(hosts.runner, "node1", RANK)))
     hosts.cluster.exec("node1", ["dd", "if=/dev/zero", f"of={_FILLER}", "bs=1M"])  # ends when the disk is full
     return ""
 

@@ -63,7 +63,7 @@ def _row(hosts: UnsharedHosts, case: Case, undisturbed: Any) -> str:
 
 def carry_out(hosts: UnsharedHosts, case: Case, undisturbed: Any) -> Outcome:
     """Restore the interrupted run, do the damage, and continue the run until it has finished."""
-    hosts.put_disks_back()
+    hosts.restore_disks()
     case.harm(hosts)
     before, details, messages = hosts.files(), list[str](), list[str]()
     for strike in case.strikes:
@@ -116,7 +116,7 @@ def main() -> None:
     with unshared_hosts() as hosts:
         undisturbed = undisturbed_weights(hosts)
         interrupt(hosts)
-        hosts.keep_disks()
+        hosts.back_up_disks()
         for case in CASES:
             if chosen.only in {None, case.name}:
                 rows.append(_row(hosts, case, undisturbed))

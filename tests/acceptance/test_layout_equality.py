@@ -12,7 +12,7 @@ from tests.acceptance.layout_equality import (
     LAYOUTS,
     Difference,
     Trained,
-    put_into,
+    replace_between_markers,
     spec_of,
     table,
 )
@@ -28,7 +28,7 @@ def test_a_difference_is_the_largest_of_any_element() -> None:
     assert (found.weights, found.losses, found.norms) == (0.5, 0.0, 0.25)
 
 
-def test_bit_equal_is_said_of_equal_weights_and_losses_alone() -> None:
+def test_a_cell_says_bit_equal_for_equal_weights_and_adds_different_losses() -> None:
     cells = {(layout, condition): Difference(0.0, 0.0, 1e-6) for layout in LAYOUTS for condition in CONDITIONS}
     cells["ZeRO 2", "four passes"] = Difference(1e-5, 2e-8, 1e-6)
     cells["ZeRO 3", "four passes"] = Difference(0.0, 2e-8, 1e-6)
@@ -40,16 +40,16 @@ def test_bit_equal_is_said_of_equal_weights_and_losses_alone() -> None:
 
 @pytest.mark.parametrize("condition", CONDITIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_differ_in_nothing_that_decides_what_is_trained(layout: str, condition: str) -> None:
+def test_all_layouts_have_the_same_fingerprint(layout: str, condition: str) -> None:
     assert spec_of(layout, condition, 4, 50).fingerprint() == spec_of("ZeRO 0", condition, 2, 50).fingerprint()
 
 
-def test_tables_are_put_between_their_lines_alone(tmp_path: Path) -> None:
+def test_tables_replace_only_the_text_between_the_markers(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n")
-    put_into(path, "new")
+    replace_between_markers(path, "new")
     assert path.read_text() == f"above\n{BEGIN}\nnew\n{END}\nbelow\n"
     path.write_text("nothing to replace")
     with pytest.raises(SystemExit, match="lacks a line"):
-        put_into(path, "new")
+        replace_between_markers(path, "new")
     assert path.read_text() == "nothing to replace"

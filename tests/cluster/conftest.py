@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from infra.testcluster import Cluster
-from tests.support.cluster_runs import Stage, prepare, weights
+from tests.support.cluster_runs import ClusterRunner, prepare, weights
 
 
 @pytest.fixture(scope="session")
@@ -27,15 +27,15 @@ def cluster(share: Path) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def on(cluster: Cluster) -> Callable[..., str]:
-    """``on(host, *argv)`` runs a program, which must succeed, on a host of ``cluster`` and returns its output."""
+def run_on(cluster: Cluster) -> Callable[..., str]:
+    """``run_on(host, *argv)`` runs a program, which must succeed, on a host of ``cluster`` and returns its output."""
 
-    def on(host: str, *argv: str) -> str:
+    def run_on(host: str, *argv: str) -> str:
         result = cluster.exec(host, list(argv), timeout=60)
         assert result.returncode == 0, f"{argv} on {host}: {result.stderr}"
         return result.stdout
 
-    return on
+    return run_on
 
 
 @pytest.fixture(scope="session")
@@ -47,22 +47,22 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def stage(cluster: Cluster, share: Path, prepared: Path) -> Stage:
+def runner(cluster: Cluster, share: Path, prepared: Path) -> ClusterRunner:
     """``cluster``, with shards in the folder that its hosts share."""
     shutil.copytree(prepared, share, dirs_exist_ok=True)
-    return Stage(cluster, share)
+    return ClusterRunner(cluster, share)
 
 
 @pytest.fixture(scope="session")
-def train(stage: Stage) -> Callable[[str, str, list[str]], Any]:
+def train(runner: ClusterRunner) -> Callable[[str, str, list[str]], Any]:
     """``train(command, name, options)`` trains a run and returns the digests of its final weights."""
 
     def train(command: str, name: str, options: list[str]) -> Any:
-        started = stage.start(command, name, options)
+        started = runner.start(command, name, options)
         ended = started.wait(240)
         assert ended.exit_code == 0, ended.output[-4000:]
         assert "FutureWarning" not in ended.output  # users cannot act on it
-        assert not stage.processes()
+        assert not runner.processes()
         return weights(started.run_folder)
 
     return train

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from infra.testcluster.host_files import HOSTFILE
-from tests.support.cluster_runs import ENVIRONMENT, SETTINGS, Stage, last_step
+from tests.support.cluster_runs import ENVIRONMENT, SETTINGS, ClusterRunner, last_step
 
 pytestmark = pytest.mark.cluster
 
@@ -19,8 +19,8 @@ URL = "http://127.0.0.1:4200/api"
 NAME = "cancelled"
 SECONDS = 180.0  # ample, in case the machine is busy
 LONG = {"optimizer.num_steps": 1_000_000, "storage.checkpoint_every_steps": 1_000_000}
-OVER_HOSTS = {"cluster.hostfile": HOSTFILE, "cluster.num_nodes": 2, "storage.validate_every_steps": 1_000_000}
-ASK = """
+ON_TWO_HOSTS = {"cluster.hostfile": HOSTFILE, "cluster.num_nodes": 2, "storage.validate_every_steps": 1_000_000}
+API_CLIENT = """
 import base64, json, pathlib, sys, urllib.request
 api_url, key_file, path, method, body = sys.argv[1:]
 key = base64.b64encode(pathlib.Path(key_file).read_bytes().strip()).decode()
@@ -37,17 +37,17 @@ print(ask(path, body.encode() or None, method))
 class Prefect:
     """The Prefect server and worker on the head, and a client on the head that sends the requests of a browser."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, runner: ClusterRunner) -> None:
         """Start the server and the worker."""
-        self._stage, self._log = stage, stage.root / "up.log"
+        self._runner, self._log = runner, runner.root / "up.log"
         with open(self._log, "wb") as output:
-            argv = ["t5-pretrain", "up", "--root", str(stage.root)]
-            self._process = stage.cluster.start("head", argv, output.fileno(), ENVIRONMENT)
+            argv = ["t5-pretrain", "up", "--root", str(runner.root)]
+            self._process = runner.cluster.start("head", argv, output.fileno(), ENVIRONMENT)
         self._await(lambda: "To start a run, type" in self._log.read_text("utf-8"))
 
     def end(self) -> None:
         """Stop the server and the worker, as a service manager does."""
-        for process in self._stage.cluster.processes("head"):
+        for process in self._runner.cluster.processes("head"):
             if "up" in process.argv:
                 os.kill(process.pid, signal.SIGTERM)
         self._process.wait(120)
@@ -55,7 +55,7 @@ class Prefect:
     def run(self) -> str:
         """Start a run of the deployment and return its id."""
         (deployment,) = (each for each in self.ask("deployments/filter", {}) if each["name"] == "smoke")
-        parameters = {"run_name": NAME, "settings": {**SETTINGS, **LONG, **OVER_HOSTS}}
+        parameters = {"run_name": NAME, "settings": {**SETTINGS, **LONG, **ON_TWO_HOSTS}}
         return str(self.ask(f"deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})["id"])
 
     def cancel(self, run: str) -> None:
@@ -70,9 +70,9 @@ class Prefect:
 
     def ask(self, path: str, body: dict[str, object] | None = None) -> Any:
         """Return the API's answer to a GET, or to a POST if there is a ``body``."""
-        argv = ["python", "-c", ASK, URL, str(self._stage.root / "prefect/api-key"), path]
+        argv = ["python", "-c", API_CLIENT, URL, str(self._runner.root / "prefect/api-key"), path]
         argv += ["GET", ""] if body is None else ["POST", json.dumps(body)]
-        answer = self._stage.cluster.exec("head", argv, timeout=60)
+        answer = self._runner.cluster.exec("head", argv, timeout=60)
         assert answer.returncode == 0, answer.stderr
         return json.loads(answer.stdout)
 
@@ -84,23 +84,23 @@ class Prefect:
 
 
 @pytest.fixture
-def prefect(stage: Stage) -> Iterator[Prefect]:
-    prefect = Prefect(stage)
+def prefect(runner: ClusterRunner) -> Iterator[Prefect]:
+    prefect = Prefect(runner)
     try:
         yield prefect
     finally:
         prefect.end()
 
 
-def test_a_run_that_is_cancelled_or_whose_worker_is_stopped_saves_ends_everywhere_and_goes_on(
-    prefect: Prefect, stage: Stage
+def test_a_run_that_is_cancelled_or_whose_worker_stops_saves_ends_everywhere_and_resumes(
+    prefect: Prefect, runner: ClusterRunner
 ) -> None:
-    folder = stage.root / "runs" / NAME
+    folder = runner.root / "runs" / NAME
     first = prefect.run()
     prefect.await_step(folder, 20)
     prefect.cancel(first)
     prefect.await_state(first, "CANCELLED")
-    assert not [host for host, _ in stage.processes() if host != "head"]
+    assert not [host for host, _ in runner.processes() if host != "head"]
     saved = last_step(folder)
     assert (folder / "checkpoints" / f"step-{saved:08d}").is_dir()
     prefect.run()
@@ -108,5 +108,5 @@ def test_a_run_that_is_cancelled_or_whose_worker_is_stopped_saves_ends_everywher
     second = json.loads((folder / "attempts" / "0002" / "spec.json").read_text("utf-8"))
     assert second["resume_tag"] == f"step-{saved:08d}"
     prefect.end()
-    assert not stage.processes()
+    assert not runner.processes()
     assert (folder / "checkpoints" / f"step-{last_step(folder):08d}").is_dir()

@@ -44,24 +44,24 @@ release(nodes, "smoke")
 """
 
 
-def test_shards_go_to_nodes_and_checkpoints_come_to_the_head_and_go_back(
-    cluster: Cluster, on: Callable[..., str]
+def test_shards_are_staged_to_nodes_and_checkpoints_are_gathered_and_restored(
+    cluster: Cluster, run_on: Callable[..., str]
 ) -> None:
-    place = f"{SCRATCH}/{tag_path('smoke', tag_of(8))}"
+    tag_folder = f"{SCRATCH}/{tag_path('smoke', tag_of(8))}"
     nodes = cluster.nodes[:2]
     for rank, node in enumerate(nodes):
-        folder, content = cluster.disk(node, place), bytes([rank]) * 3_000_000
+        folder, content = cluster.disk(node, tag_folder), bytes([rank]) * 3_000_000
         folder.mkdir(parents=True)
         (folder / f"part-{rank}.pt").write_bytes(content)
         sidecar.write(folder, make_sidecar(rank, 8, {f"part-{rank}.pt": digest(content)}))
-    on("head", sys.executable, "-c", ON_HEAD, SCRATCH)
+    run_on("head", sys.executable, "-c", ON_HEAD, SCRATCH)
     shards = [cluster.disk(node, f"{SCRATCH}/shards/some/train.bin").read_bytes() for node in nodes]
     assert shards == [bytes(range(256)) * 40_000] * 2
     tags.require_complete(cluster.disk("head", f"/var/tmp/head/checkpoints/{tag_of(8)}"))
-    assert (cluster.disk("node0", place) / "part-1.pt").read_bytes() == bytes([1]) * 3_000_000
+    assert (cluster.disk("node0", tag_folder) / "part-1.pt").read_bytes() == bytes([1]) * 3_000_000
     gc = ["gc", "--root", "/var/tmp/head", "--hostfile", HOSTFILE, "--include", "node0@node1"]
-    said = on("head", PROGRAM, *gc, "--set", f"storage.scratch={SCRATCH}", "--free")
-    assert said.splitlines()[-1] == "2 removed", said
+    output = run_on("head", PROGRAM, *gc, "--set", f"storage.scratch={SCRATCH}", "--free")
+    assert output.splitlines()[-1] == "2 removed", output
     assert not any(cluster.disk(node, f"{SCRATCH}/shards/some").exists() for node in nodes)
     for host, folder in (("head", "/var/tmp/head"), *((node, SCRATCH) for node in nodes)):
-        on(host, "rm", "-r", folder)
+        run_on(host, "rm", "-r", folder)

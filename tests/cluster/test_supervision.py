@@ -9,7 +9,7 @@ import pytest
 
 from infra.testcluster import Cluster
 from infra.testcluster.host_files import HOSTFILE
-from tests.support.cluster_runs import Stage, Started
+from tests.support.cluster_runs import ClusterRunner, Started
 
 pytestmark = pytest.mark.cluster
 
@@ -44,57 +44,59 @@ def await_rank(cluster: Cluster, host: str, attempt: str, seconds: float = 120.0
     raise AssertionError(f"no rank of {attempt} on {host} in {seconds} s")
 
 
-def start(stage: Stage, name: str, **changes: object) -> Started:
-    return stage.start("train", name, [*OPTIONS, *settings(**{"cluster.lease_seconds": 30} | changes)])
+def start(runner: ClusterRunner, name: str, **changes: object) -> Started:
+    return runner.start("train", name, [*OPTIONS, *settings(**{"cluster.lease_seconds": 30} | changes)])
 
 
 def attempts(started: Started) -> list[str]:
     return sorted(path.name for path in (started.run_folder / "attempts").iterdir())
 
 
-def told_to_end(stage: Stage, started: Started) -> str:
+def end_with_sigterm(runner: ClusterRunner, started: Started) -> str:
     """Send SIGTERM to the head, wait for the run to end everywhere, and return its output."""
-    kill_head(stage.cluster, signal.SIGTERM)
+    kill_head(runner.cluster, signal.SIGTERM)
     ended = started.wait(60)
     assert ended.exit_code == 128 + signal.SIGTERM
-    assert not stage.processes()
+    assert not runner.processes()
     return ended.output
 
 
-def test_a_head_that_comes_back_finds_its_ranks_and_an_outage_is_lived_through(stage: Stage) -> None:
-    first = start(stage, "attached")
+def test_a_restarted_head_finds_its_ranks_and_they_survive_a_network_outage(runner: ClusterRunner) -> None:
+    first = start(runner, "attached")
     first.await_step(20)
-    kill_head(stage.cluster)
+    kill_head(runner.cluster)
     first.process.wait(10)
-    second = start(stage, "attached")
+    second = start(runner, "attached")
     second.await_step(second.step + 50)
-    stage.cluster.set_link("node1", "down")
+    runner.cluster.set_link("node1", "down")
     await_line(second, "node1 has not responded for")
-    stage.cluster.set_link("node1", "up")
+    runner.cluster.set_link("node1", "up")
     await_line(second, "node1 responds again")
     second.await_step(second.step + 50)
-    output = told_to_end(stage, second)
+    output = end_with_sigterm(runner, second)
     assert "attempt 1 of attached is still at work: continuing it" in output
     assert "is saved" in output
     assert attempts(second) == ["0001"]
     folder = second.run_folder / "attempts" / "0001"
     assert {"rank-00000.log", "rank-00001.exit.json", "launcher.log"} <= {path.name for path in folder.iterdir()}
     for host in ("head", "node0", "node1"):
-        assert not any(stage.cluster.disk(host, "/var/tmp/t5-pretrain-0").glob("[ah]*/*"))
+        assert not any(runner.cluster.disk(host, "/var/tmp/t5-pretrain-0").glob("[ah]*/*"))
 
 
-def test_ranks_at_another_job_are_ended_before_the_next_start_and_a_killed_rank_ends_all(stage: Stage) -> None:
-    first = start(stage, "fenced")
+def test_ranks_with_other_settings_end_before_the_next_attempt_and_a_killed_rank_ends_all(
+    runner: ClusterRunner,
+) -> None:
+    first = start(runner, "fenced")
     first.await_step(20)
-    kill_head(stage.cluster)
+    kill_head(runner.cluster)
     first.process.wait(10)
-    second = start(stage, "fenced", **{"cluster.grace_seconds": 11})
+    second = start(runner, "fenced", **{"cluster.grace_seconds": 11})
     record = second.run_folder / "attempts" / "0001" / "rank-00001.exit.json"
-    rank = await_rank(stage.cluster, "node1", "fenced-0002")
+    rank = await_rank(runner.cluster, "node1", "fenced-0002")
     assert json.loads(record.read_text())["reason"] == "the head ended the run"
     os.kill(rank, signal.SIGKILL)
     ended = second.wait(60)
     assert ended.exit_code == 1
     assert "rank 1 of 2 on node1 was killed by SIGKILL" in ended.output
     assert attempts(second) == ["0001", "0002"]
-    assert not stage.processes()
+    assert not runner.processes()

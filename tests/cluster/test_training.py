@@ -7,7 +7,7 @@ import pytest
 
 from infra.testcluster.host_files import HOME, HOSTFILE
 from t5train.release.verification import verify
-from tests.support.cluster_runs import Stage
+from tests.support.cluster_runs import ClusterRunner
 
 pytestmark = pytest.mark.cluster
 
@@ -20,12 +20,12 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_hosts_train_what_one_host_trains(
-    layout: str, stage: Stage, train: Train, one_host: Callable[[int], Any]
+def test_several_hosts_train_the_same_weights_as_one_host(
+    layout: str, runner: ClusterRunner, train: Train, one_host: Callable[[int], Any]
 ) -> None:
     ranks, options = LAYOUTS[layout]
-    stage.cluster.disk("head", f"{HOME}/two-slots").write_text(stage.cluster.hostfile(slots=2))
+    runner.cluster.disk("head", f"{HOME}/two-slots").write_text(runner.cluster.hostfile(slots=2))
     command = "run" if layout == "two-hosts" else "train"  # `run` goes through Prefect
     assert train(command, layout, options) == one_host(ranks)
     if command == "run":
-        verify(str(stage.root / "published" / layout))
+        verify(str(runner.root / "published" / layout))

@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {
 }
 # The number of threads fixes the order of summation within a rank. The default is the number of the host's cores.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Started:
         while self.step < step:
             alive = self.process.poll() is None and time.monotonic() < deadline
             assert alive, f"no step {step}: {self.log.read_text('utf-8', 'replace')[-4000:]}"
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     @property
     def step(self) -> int:
@@ -85,7 +85,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Stage:
+class ClusterRunner:
     """A cluster, the root that its hosts share, and settings of every run."""
 
     cluster: Cluster
@@ -114,8 +114,8 @@ class Stage:
 
     def processes(self) -> list[tuple[str, Process]]:
         """Processes on all hosts, except sshd, which keeps its end of a connection that was cut."""
-        all_of_them = ((host, process) for host in self.cluster.hosts for process in self.cluster.processes(host))
-        return [found for found in all_of_them if not found[1].argv[0].startswith("sshd:")]
+        processes = ((host, process) for host in self.cluster.hosts for process in self.cluster.processes(host))
+        return [found for found in processes if not found[1].argv[0].startswith("sshd:")]
 
 
 def prepare(root: Path) -> None:

@@ -9,8 +9,8 @@ from t5train.records.stage_records import Corpus, TokenizerFiles, TokenShards
 from t5train.spec import CorpusSpec, ShardsSpec
 
 SYLLABLES = ["ba", "cor", "dine", "el", "fru", "gis", "ha", "il", "jo", "kern", "lum", "mo", "nes", "or", "pet", "qua"]
-_CHANCE = random.Random(0)
-WORDS = ["".join(_CHANCE.choices(SYLLABLES, k=_CHANCE.randint(1, 4))) for _ in range(600)]
+_GENERATOR = random.Random(0)
+WORDS = ["".join(_GENERATOR.choices(SYLLABLES, k=_GENERATOR.randint(1, 4))) for _ in range(600)]
 
 
 class DataChain(NamedTuple):
@@ -25,9 +25,9 @@ class DataChain(NamedTuple):
 
 def write_jsonl(path: Path, documents: int, seed: int = 0) -> Path:
     """Write documents of made-up words as JSON lines, and return the path."""
-    chance = random.Random(seed)
+    generator = random.Random(seed)
     lines = [
-        json.dumps({"id": f"{seed}-{number}", "text": " ".join(chance.choices(WORDS, k=chance.randint(5, 100)))})
+        json.dumps({"id": f"{seed}-{number}", "text": " ".join(generator.choices(WORDS, k=generator.randint(5, 100)))})
         for number in range(documents)
     ]
     path.write_text("\n".join(lines) + "\n", "utf-8")

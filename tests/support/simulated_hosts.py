@@ -31,7 +31,7 @@ class Fault:
     """A fault of a host: changed facts, or an error message of ssh after ``seconds`` (0: the usual latency)."""
 
     change: Change = lambda facts: facts
-    ssh_says: str = ""
+    ssh_error: str = ""
     seconds: float = 0.0
 
 
@@ -46,8 +46,8 @@ class Simulated:
     def command(self, host: str, argv: Sequence[str]) -> list[str]:  # noqa: ARG002 - only ever asked for its facts
         """The command line of a shell that answers as the host would."""
         fault = self.faults.get(host, Fault())
-        if fault.ssh_says:
-            return ["sh", "-c", FAILS, "sh", str(fault.seconds or self.latency_seconds), fault.ssh_says]
+        if fault.ssh_error:
+            return ["sh", "-c", FAILS, "sh", str(fault.seconds or self.latency_seconds), fault.ssh_error]
         return ["sh", "-c", ANSWERS, "sh", str(self.latency_seconds), str(self.folder / host)]
 
 
@@ -60,8 +60,8 @@ def facts_of(names: Sequence[str], faults: Mapping[str, Fault]) -> dict[str, Fac
 
 def write_answers(folder: Path, facts: Mapping[str, Facts]) -> None:
     """Write one file per host, which ``Simulated`` answers with."""
-    for name, said in facts.items():
-        message = json.loads(encode(said))
+    for name, host_facts in facts.items():
+        message = json.loads(encode(host_facts))
         message["Facts"] |= {"started_at": "@NOW@", "ended_at": "@NOW@"}
         message["Facts"]["resources"] |= {"nonce": "@NONCE@", "root_error": ""}
         (folder / name).write_text(json.dumps(message), "utf-8")

@@ -78,14 +78,14 @@ class ThisMachine:
     """A transport to hosts that are all this machine, except for ``lost`` ones, which do not answer."""
 
     def __init__(self, *lost: str) -> None:
-        self.lost, self.asked = lost, list[list[str]]()
+        self.lost, self.sent_commands = lost, list[list[str]]()
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        self.asked.append(list(argv))
+        self.sent_commands.append(list(argv))
         return ["sh", "-c", "exit 255"] if host in self.lost else list(argv)
 
 
-def until_it_ends(nodes: Nodes, host: str, request: Request) -> None:
+def await_end(nodes: Nodes, host: str, request: Request) -> None:
     """Start a conversation, and wait until the node ends it."""
     with conversation(nodes, host, request) as node:
         while node.receive(FromReceiver) is not None:
@@ -117,12 +117,12 @@ class Site:
 
         Rank 0 records the model's file. The other nodes have replicas of it, with other bytes.
         """
-        chosen, contents = random.Random(f"{step} {seed}"), dict[str, bytes]()
+        generator, contents = random.Random(f"{step} {seed}"), dict[str, bytes]()
         for rank, host in enumerate(self.nodes.hosts):
             folder = self.tag(host, step)
             folder.mkdir(parents=True, exist_ok=True)
-            own = {f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt": chosen.randbytes(size)}
-            model = {"mp_rank_00_model_states.pt": chosen.randbytes(size)}
+            own = {f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt": generator.randbytes(size)}
+            model = {"mp_rank_00_model_states.pt": generator.randbytes(size)}
             for name, content in {**own, **model}.items():
                 (folder / name).write_bytes(content)
             replicas = {name: digest(content) for name, content in model.items()} if rank else {}

@@ -92,13 +92,13 @@ def _weights(folder: Path, parameters: dict[str, torch.Tensor], num_files: int) 
     files = ["model.safetensors"]
     if num_files > 1:
         files = [f"model-{index + 1:05d}-of-{num_files:05d}.safetensors" for index in range(num_files)]
-    place = {name: files[index % num_files] for index, name in enumerate(names)}
+    file_of = {name: files[index % num_files] for index, name in enumerate(names)}
     for file in files:
-        tensors = {name: parameters[name].detach() for name in names if place[name] == file}
+        tensors = {name: parameters[name].detach() for name in names if file_of[name] == file}
         save_file(tensors, folder / file, metadata={"format": "pt"})
     if num_files > 1:
         total = 4 * sum(parameter.numel() for parameter in parameters.values())
-        index = {"metadata": {"total_size": total}, "weight_map": place}
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
         (folder / index_name("model")).write_text(json.dumps(index))
     (folder / "model.tensors.json").write_text("{}")
     digests = {path.name: digest_file(path) for path in folder.iterdir()}

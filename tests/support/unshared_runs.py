@@ -16,10 +16,10 @@ from infra.testcluster.host_files import HOSTFILE, ROOT
 from t5train.checkpoint import tags
 from t5train.files.run_folder import ATTEMPT_SPEC, ATTEMPTS, CHECKPOINTS, WITNESS_FOLDER
 from t5train.spec.rank_job import TrainJob
-from tests.support.cluster_runs import Ended, Stage, Started, prepare
+from tests.support.cluster_runs import ClusterRunner, Ended, Started, prepare
 
 RUN = "resumed"
-NODE_FOLDER = str(node_folders.place())
+NODE_FOLDER = str(node_folders.node_path())
 SCRATCH = f"{NODE_FOLDER}/scratch"
 SETTINGS: dict[str, Any] = {
     "optimizer.num_steps": 90,
@@ -33,7 +33,7 @@ TWO_NODES = ("--hostfile", HOSTFILE, "--num-nodes", "2")
 SECONDS = 400
 SLOW = "8mbit"
 """Rate of a network link at which a step takes a second and a gather a few seconds."""
-_LOOK_SECONDS = 0.002
+_POLL_SECONDS = 0.002
 
 Files = Mapping[tuple[str, str, str], int]
 """Inodes of files, by host, tag and name. A file that is copied again gets another inode."""
@@ -44,13 +44,13 @@ class UnsharedHosts:
     """A cluster whose hosts share no storage, and the run."""
 
     cluster: Cluster
-    stage: Stage
-    kept: Path
-    """The folder to which ``keep_disks`` copies."""
+    runner: ClusterRunner
+    backup: Path
+    """The folder to which ``back_up_disks`` copies."""
 
     def start(self, command: str = "train", options: tuple[str, ...] = TWO_NODES, name: str = RUN) -> Started:
         """Start or resume the run on the head."""
-        return self.stage.start(command, name, options, root=Path(ROOT))
+        return self.runner.start(command, name, options, root=Path(ROOT))
 
     def folder(self, name: str = RUN) -> Path:
         """The run's folder on the head."""
@@ -94,7 +94,7 @@ class UnsharedHosts:
         The node's rank is running at that moment.
         """
         folder, since = self.checkpoints(host), time.time_ns()
-        await_truth(run, lambda: _newer(folder, since) is not None)
+        await_condition(run, lambda: _newer(folder, since) is not None)
         return str(_newer(folder, since))
 
     def power_cycle(self) -> None:
@@ -103,18 +103,18 @@ class UnsharedHosts:
         for host in self.cluster.hosts:
             self.cluster.boot(host)
 
-    def keep_disks(self) -> None:
+    def back_up_disks(self) -> None:
         """Copy the run's files from each disk."""
         for host in self.cluster.hosts:
             for folder in self._folders(host):
-                _copy(folder, self.kept / folder.relative_to(folder.anchor))
+                _copy(folder, self.backup / folder.relative_to(folder.anchor))
 
-    def put_disks_back(self) -> None:
-        """Cut the power of all hosts, and boot them with their disks as ``keep_disks`` copied them."""
+    def restore_disks(self) -> None:
+        """Cut the power of all hosts, and boot them with their disks as ``back_up_disks`` copied them."""
         self._switch_off()
         for host in self.cluster.hosts:
             for folder in self._folders(host):
-                _copy(self.kept / folder.relative_to(folder.anchor), folder)
+                _copy(self.backup / folder.relative_to(folder.anchor), folder)
             self.cluster.boot(host)
 
     def _switch_off(self) -> None:
@@ -129,20 +129,20 @@ class UnsharedHosts:
 def unshared_hosts() -> Iterator[UnsharedHosts]:
     """A head, two nodes and a spare, with text, tokenizer and token shards on the head."""
     with TemporaryDirectory() as folder, Cluster.temporary(f"resumes-{os.getpid()}", nodes=3) as cluster:
-        prepared, kept = Path(folder, "prepared"), Path(folder, "kept")
+        prepared, backup = Path(folder, "prepared"), Path(folder, "kept")
         prepared.mkdir()
-        stage = Stage(cluster, prepared, SETTINGS)
+        runner = ClusterRunner(cluster, prepared, SETTINGS)
         prepare(prepared)
         _copy(prepared, cluster.disk("head", ROOT))
-        yield UnsharedHosts(cluster, stage, kept)
+        yield UnsharedHosts(cluster, runner, backup)
 
 
 def interrupt(hosts: UnsharedHosts) -> None:
     """Start the run, and power-cycle all hosts once it has saved at least twice and all checkpoints are gathered."""
     run = hosts.start()
-    await_truth(run, lambda: bool(hosts.tags("node0")))
+    await_condition(run, lambda: bool(hosts.tags("node0")))
     hosts.cluster.set_rate("node0", SLOW)
-    await_truth(
+    await_condition(
         run, lambda: len(hosts.tags("node0")) > 1 and hosts.tags("node0") == hosts.tags("node1") == _complete(hosts)
     )
     hosts.power_cycle()
@@ -153,15 +153,15 @@ def _complete(hosts: UnsharedHosts) -> set[str]:
     return set(tags.complete_tags(hosts.checkpoints("head")))
 
 
-def await_truth(run: Started, holds: Callable[[], bool]) -> None:
-    """Wait until ``holds()``. Raises AssertionError with the run's output if it ends first or takes too long."""
+def await_condition(run: Started, condition: Callable[[], bool]) -> None:
+    """Wait until ``condition()``. Raises AssertionError with the run's output if it ends first or takes too long."""
     deadline = time.monotonic() + SECONDS
-    while not holds():
+    while not condition():
         alive = run.process.poll() is None and time.monotonic() < deadline
         assert alive, (
             f"the run ended or timed out before the condition held: {run.log.read_text('utf-8', 'replace')[-4000:]}"
         )
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def require_success(ended: Ended) -> None:

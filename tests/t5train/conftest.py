@@ -68,7 +68,7 @@ def pydocs_tokenizer(pydocs: tuple[TokenizerFiles, TokenShards]) -> TokenizerFil
 
 
 @pytest.fixture
-def own_threads() -> Iterator[None]:
+def restore_torch_threads() -> Iterator[None]:
     """Restore torch's number of threads in this process after the test."""
     before = torch.get_num_threads()
     yield
@@ -76,7 +76,7 @@ def own_threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> DataChain:
+def data_chain(tmp_path_factory: pytest.TempPathFactory) -> DataChain:
     """The results of the data stages. Tests must not write into them."""
     root = tmp_path_factory.mktemp("made")
     corpus_spec = CorpusSpec(source=str(write_jsonl(root / "text.jsonl", 3000)), split=(800, 150, 50))

@@ -28,14 +28,14 @@ SMALLER = {
 }
 
 
-def test_the_api_is_imported_without_what_it_needs_later(run_python: Callable[..., CompletedProcess[str]]) -> None:
+def test_importing_the_api_does_not_import_torch_or_pydantic(run_python: Callable[..., CompletedProcess[str]]) -> None:
     loaded = run_python("import sys, t5train; print(*sys.modules); print(dir(t5train))").stdout
     assert not {"torch", "pydantic", "fsspec", "t5train.errors"} & set(loaded.split())
     assert "'build_corpus'" in loaded
 
 
 @pytest.mark.parametrize("name", t5train.__all__)
-def test_every_public_function_says_what_it_takes_returns_and_raises(name: str) -> None:
+def test_every_public_function_documents_its_parameters_result_and_errors(name: str) -> None:
     found: Any = getattr(t5train, name)
     if inspect.isclass(found):
         return
@@ -46,7 +46,7 @@ def test_every_public_function_says_what_it_takes_returns_and_raises(name: str) 
     assert "\nRaises:\n" in described
 
 
-def test_a_name_that_the_api_lacks_is_an_attribute_error() -> None:
+def test_an_unknown_name_of_the_api_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'build_model'"):
         _ = t5train.build_model  # type: ignore[attr-defined]
 

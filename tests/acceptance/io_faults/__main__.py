@@ -19,29 +19,29 @@ from pathlib import Path
 
 from tests.acceptance.io_faults import campaign, outcome_table
 from tests.acceptance.io_faults.operations import NAMES
-from tests.acceptance.io_faults.workers import started
+from tests.acceptance.io_faults.workers import start_workers
 
 _REPORT_SECONDS = 60.0
 
 
 def main() -> int:
     """Run the command."""
-    given = _arguments()
+    arguments = _arguments()
     try:
-        journal = campaign.Journal(given.journal)
-    except campaign.OtherCode as error:
+        journal = campaign.Journal(arguments.journal)
+    except campaign.DifferentCode as error:
         sys.stderr.write(f"{error}\n")
         return 1
     began = reported = time.monotonic()
-    with started(given.workers, given.operations) as workers:
-        plan = campaign.planned(workers, given.operations)
-        plan = {name: [t for t in trials if t.error in given.errors] for name, trials in plan.items()}
-        trials = campaign.shuffled(plan, given.seed, given.sample)
+    with start_workers(arguments.workers, arguments.operations) as workers:
+        plan = campaign.plan_trials(workers, arguments.operations)
+        plan = {name: [t for t in trials if t.error in arguments.errors] for name, trials in plan.items()}
+        trials = campaign.shuffled(plan, arguments.seed, arguments.sample)
         sys.stderr.write("".join(f"{name}: {len(each)} trials\n" for name, each in plan.items()))
         for done, _ in enumerate(campaign.run(workers, trials, journal), 1):
             if (now := time.monotonic()) - reported > _REPORT_SECONDS:
                 reported = now
-                sys.stderr.write(f"{done} trials in {now - began:.0f} s; {len(trials)} are wanted\n")
+                sys.stderr.write(f"{done} trials in {now - began:.0f} s; {len(trials)} in total\n")
     outcomes = {trial: journal.outcomes[trial] for trial in sorted(trials)}
     print(outcome_table.table(outcomes))
     for fault in outcome_table.faults(outcomes):
@@ -58,14 +58,14 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--operations", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--errors", nargs="+", choices=campaign.ERRORS, default=list(campaign.ERRORS))
-    parser.add_argument("--sample", type=int, metavar="N", help="only so many trials of each operation")
+    parser.add_argument("--sample", type=int, metavar="N", help="run only N trials of each operation")
     parser.add_argument("--seed", type=int, default=0, help="decides the order and the sample")
-    parser.add_argument("--workers", type=int, default=2, help="trials at a time")
+    parser.add_argument("--workers", type=int, default=2, help="number of trials at the same time")
     parser.add_argument(
         "--journal",
         type=Path,
         default=Path("io-faults.jsonl"),
-        help="outcomes; what is in it is not tried again",
+        help="file of outcomes; trials that it contains are not repeated",
     )
     return parser.parse_args()
 

@@ -15,7 +15,7 @@ from tests.acceptance.io_faults.workers import Workers
 
 ERRORS = ("EIO", "ESTALE", "EACCES", "EMFILE", "ENOSPC")
 MODES: tuple[Mode, ...] = ("once", "permanently")
-_GOES = 3
+_ATTEMPTS = 3
 """How often a fault is tried while it is not reached: threads may make other calls the next time."""
 _ROOT = Path(__file__).parents[3]
 
@@ -34,16 +34,16 @@ class Trial:
         return [self.operation, [self.call.kind, self.call.path, self.call.ordinal], self.error, self.mode]
 
     @classmethod
-    def of_json(cls, told: Sequence[Any]) -> "Trial":
+    def of_json(cls, values: Sequence[Any]) -> "Trial":
         """Read what ``to_json`` made."""
-        operation, call, error, mode = told
+        operation, call, error, mode = values
         return cls(operation, Call(*call), error, mode)
 
 
 Outcome = dict[str, Any]
 
 
-class OtherCode(Exception):
+class DifferentCode(Exception):
     """The journal was written by another version of the code."""
 
 
@@ -58,32 +58,34 @@ class Journal:
         if path.exists():
             first, *lines = path.read_text("utf-8").splitlines() or [""]
             if not first or json.loads(first)["code"] != code:
-                raise OtherCode(f"{path} is of other code than this: remove it, or name another with --journal")
+                raise DifferentCode(
+                    f"{path} was written by different code: remove it, or choose another file with --journal"
+                )
             for line in lines:
-                self._take(line)
+                self._read_line(line)
         self._path = path
         if not path.exists():
             self._write({"code": code})
 
-    def note(self, trial: Trial, outcome: Outcome) -> None:
+    def record(self, trial: Trial, outcome: Outcome) -> None:
         """Record an outcome. Thread-safe."""
         with self._writing:
             self.outcomes[trial] = outcome
             self._write({"trial": trial.to_json(), **outcome})
 
-    def _take(self, line: str) -> None:
+    def _read_line(self, line: str) -> None:
         try:
-            told = json.loads(line)
+            values = json.loads(line)
         except ValueError:  # a torn last line: the disk was full, or the machine went down
             return
-        self.outcomes[Trial.of_json(told.pop("trial"))] = told
+        self.outcomes[Trial.of_json(values.pop("trial"))] = values
 
-    def _write(self, told: Any) -> None:
+    def _write(self, values: Any) -> None:
         with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(told) + "\n")
+            file.write(json.dumps(values) + "\n")
 
 
-def planned(workers: Workers, operations: Iterable[str]) -> dict[str, list[Trial]]:
+def plan_trials(workers: Workers, operations: Iterable[str]) -> dict[str, list[Trial]]:
     """Every trial of each operation, from the calls that it makes when none fails."""
     found = {}
     for name in operations:
@@ -107,16 +109,16 @@ def shuffled(plan: dict[str, list[Trial]], seed: int, per_operation: int | None 
 
 def run(workers: Workers, trials: Sequence[Trial], journal: Journal) -> Iterator[tuple[Trial, Outcome]]:
     """Run the trials that the journal lacks, and yield each outcome."""
-    left = [trial for trial in trials if trial not in journal.outcomes]
-    for trial, outcome in workers.map(lambda worker, trial: (trial, _outcome(worker, trial)), left):
-        journal.note(trial, outcome)
+    remaining = [trial for trial in trials if trial not in journal.outcomes]
+    for trial, outcome in workers.map(lambda worker, trial: (trial, _outcome(worker, trial)), remaining):
+        journal.record(trial, outcome)
         yield trial, outcome
 
 
 def _outcome(worker: Any, trial: Trial) -> Outcome:
     operation, call, error, mode = trial.to_json()
     outcome: Outcome = {}
-    for _ in range(_GOES):
+    for _ in range(_ATTEMPTS):
         outcome = worker.ask("outcome", operation, call, getattr(errno, error), mode)
         if outcome["fired"]:
             break

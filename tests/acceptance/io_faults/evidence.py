@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-_ON_ITS_WAY_OUT = re.compile(r"removed-.*|\..*\.discarded")
+_BEING_REMOVED = re.compile(r"removed-.*|\..*\.discarded")
 Tree = Mapping[str, str]
 """The sha256 of every file of a folder, by relative name."""
 
@@ -27,17 +27,19 @@ def missing(before: Mapping[str, Tree], folder: Path) -> list[str]:
 
     A folder may have gained files. A folder that is being removed does not count.
     """
-    return [name for name, files in before.items() if not any(_holds(each, files) for each in _places(name, folder))]
+    return [
+        name for name, files in before.items() if not any(_has_files(each, files) for each in _candidates(name, folder))
+    ]
 
 
-def _places(name: str, folder: Path) -> Iterator[Path]:
+def _candidates(name: str, folder: Path) -> Iterator[Path]:
     yield folder / name
     for parent, folders, _ in os.walk(folder):
-        folders[:] = [each for each in folders if not _ON_ITS_WAY_OUT.fullmatch(each)]
+        folders[:] = [each for each in folders if not _BEING_REMOVED.fullmatch(each)]
         yield from (Path(parent, each) for each in folders if Path(name).name in each)
 
 
-def _holds(folder: Path, files: Tree) -> bool:
+def _has_files(folder: Path, files: Tree) -> bool:
     found = tree(folder)
     return files.items() <= found.items()
 
@@ -52,9 +54,9 @@ def _is_complete(tag: Path) -> bool:
         sidecars = [json.loads(path.read_text("utf-8")) for path in sorted(tag.glob("rank-*.json"))]
     except ValueError:
         return False
-    if [one["rank"] for one in sidecars] != list(range(sidecars[0]["world_size"] if sidecars else 1)):
+    if [sidecar["rank"] for sidecar in sidecars] != list(range(sidecars[0]["world_size"] if sidecars else 1)):
         return False
-    if len({one["saving"] for one in sidecars}) != 1 or any(one["tag"] != tag.name for one in sidecars):
+    if len({sidecar["saving"] for sidecar in sidecars}) != 1 or any(sidecar["tag"] != tag.name for sidecar in sidecars):
         return False
     found = tree(tag)
-    return all(found.get(name) == each["sha256"] for one in sidecars for name, each in one["files"].items())
+    return all(found.get(name) == each["sha256"] for sidecar in sidecars for name, each in sidecar["files"].items())

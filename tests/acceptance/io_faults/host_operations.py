@@ -28,7 +28,7 @@ from t5train.spec import StorageSpec
 from tests.acceptance.io_faults.evidence import complete_tags, missing, tree
 from tests.acceptance.io_faults.small_run import SmallRun
 from tests.acceptance.io_faults.stand_in import LocalHosts
-from tests.acceptance.io_faults.trial import Complained, Ending
+from tests.acceptance.io_faults.trial import Ending, ReportedFailure
 from tests.support.simulated_nodes import RUN, Site, digest, make_sidecar
 
 _OLD, _NEWEST, _UNFINISHED = 4, 8, 12
@@ -44,8 +44,8 @@ class _OnHosts:
 
     hosts = "ab"
 
-    def __init__(self, made: SmallRun) -> None:
-        self._made = made
+    def __init__(self, small_run: SmallRun) -> None:
+        self._small_run = small_run
 
     def _site(self, folder: Path) -> Site:
         """The simulated head and hosts in a folder."""
@@ -87,27 +87,29 @@ class _OnHosts:
             owner=_OURS,
         )
 
-    def _lost(self, folder: Path, template: Path, places: list[Path]) -> list[str]:
-        before = {str(place.relative_to(folder)): tree(template / place.relative_to(folder)) for place in places}
+    def _lost(self, folder: Path, template: Path, paths: list[Path]) -> list[str]:
+        before = {str(path.relative_to(folder)): tree(template / path.relative_to(folder)) for path in paths}
         return [f"lost: {name}" for name in missing(before, folder)]
 
 
 class _OnOneRun(_OnHosts):
     """An operation that brings the newest checkpoint to the head."""
 
-    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation
+    def problems(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation
         """The newest checkpoint stays on the hosts.
 
         On success, it is on the head, and only then may the older one be gone.
         """
         site, template = self._site(folder), self._template(folder)
         found = self._lost(folder, template, [site.tag(host, _NEWEST) for host in self.hosts])
-        whole = complete_tags(site.checkpoints)
-        if tag_of(_NEWEST) not in whole:
+        complete = complete_tags(site.checkpoints)
+        if tag_of(_NEWEST) not in complete:
             found += self._lost(folder, template, [site.checkpoints / tag_of(_OLD)])
             found += [f"wrong: {tag_of(_NEWEST)} is not on the head"] * ending.succeeded
-        taken = tags.complete_tags(site.checkpoints)
-        return found + [f"wrong: {tag} is taken for complete, and is not" for tag in taken if tag not in whole]
+        taken_for_complete = tags.complete_tags(site.checkpoints)
+        return found + [
+            f"wrong: {tag} is treated as complete but is not" for tag in taken_for_complete if tag not in complete
+        ]
 
     def _template(self, folder: Path) -> Path:
         return folder.parent.parent / self.name
@@ -120,7 +122,7 @@ class Recover(_OnOneRun):
 
     name = "recover"
 
-    def enter(self, folder: Path) -> Callable[[], Any]:
+    def set_up(self, folder: Path) -> Callable[[], Any]:
         """A call of the operation on the run."""
         from infra.head.storage.recovery import recover
 
@@ -133,7 +135,7 @@ class Gather(_OnOneRun):
 
     name = "gather"
 
-    def enter(self, folder: Path) -> Callable[[], Any]:
+    def set_up(self, folder: Path) -> Callable[[], Any]:
         """A call of the operation on the run."""
         from infra.head.storage.checkpoint_sync import keep_up
 
@@ -162,11 +164,11 @@ class Gc(_OnHosts):
         damaged = site.root / RUNS / "damaged"
         shutil.copytree(site.checkpoints.parent, damaged)
         next(damaged.glob(f"{CHECKPOINTS}/*/*.pt")).write_bytes(bytes(_BYTES))
-        going = site.root / RUNS / "going" / CHECKPOINTS
+        unfinished = site.root / RUNS / "going" / CHECKPOINTS
         for step in (2, _OLD):
-            _save_alone(going / tag_of(step), step)
-        (going / tag_of(2) / sidecar.sidecar_name(0)).unlink()
-        (going / f".{tag_of(1)}.discarded").mkdir()
+            _save_alone(unfinished / tag_of(step), step)
+        (unfinished / tag_of(2) / sidecar.sidecar_name(0)).unlink()
+        (unfinished / f".{tag_of(1)}.discarded").mkdir()
         for host in self.hosts:
             _claim(site.scratch(host) / run_path(_OTHER), _THEIRS)
             _save_alone(site.scratch(host) / tag_path(_OTHER, tag_of(_OLD)), _OLD)
@@ -174,7 +176,7 @@ class Gc(_OnHosts):
             (site.scratch(host) / "shards" / "deadbeef" / "train.bin").write_bytes(bytes(100))
         (site.scratch("a") / tag_path(_OTHER, f".{tag_of(2)}.discarded")).mkdir()
 
-    def enter(self, folder: Path) -> Callable[[], Any]:
+    def set_up(self, folder: Path) -> Callable[[], Any]:
         """The command as a user types it, except that hosts are not reached by ssh."""
         from flows.cli import gc_command
 
@@ -183,16 +185,16 @@ class Gc(_OnHosts):
 
         def collect() -> None:
             ssh = mock.Mock(configured=lambda *_: site.transport)
-            said = io.StringIO()
-            with redirect_stderr(said), redirect_stdout(io.StringIO()), mock.patch.object(gc_command, "Ssh", ssh):
+            output = io.StringIO()
+            with redirect_stderr(output), redirect_stdout(io.StringIO()), mock.patch.object(gc_command, "Ssh", ssh):
                 try:
                     gc_command.gc(root=site.root, hostfile=hostfile, free=True)
                 except typer.Exit as ended:
-                    raise Complained(said.getvalue()) from ended
+                    raise ReportedFailure(output.getvalue()) from ended
 
         return collect
 
-    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation
+    def problems(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation
         """What is still needed must stay.
 
         That is, on the head, the newest checkpoints of the ended and the unfinished run; on the host, those of the run
@@ -200,15 +202,15 @@ class Gc(_OnHosts):
         verified, the host's copy stays too.
         """
         site, template = self._site(folder), folder.parent.parent / self.name
-        going = site.root / RUNS / "going" / CHECKPOINTS
-        needed = [site.checkpoints / tag_of(_NEWEST), going / tag_of(_OLD)]
+        unfinished = site.root / RUNS / "going" / CHECKPOINTS
+        needed = [site.checkpoints / tag_of(_NEWEST), unfinished / tag_of(_OLD)]
         needed += [site.scratch(host) / tag_path(_OTHER, tag_of(_OLD)) for host in self.hosts]
         needed += [site.scratch(host) / tag_path(_DAMAGED, tag_of(_NEWEST)) for host in self.hosts]
         if self._cannot_be_verified(site, failed):
             needed += [site.tag(host, _NEWEST) for host in self.hosts]
         found = self._lost(folder, template, needed)
         if not failed and any(site.tag(host, _NEWEST).exists() for host in self.hosts):
-            found.append("wrong: what hosts have of a finished run was not freed")
+            found.append("wrong: the hosts' copy of a finished run was not freed")
         return found
 
     @staticmethod

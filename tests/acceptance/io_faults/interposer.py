@@ -82,7 +82,7 @@ class Region:
         """Let every call succeed, and record it."""
         self._prepare(_RECORD)
 
-    def plant(self, fault: Fault) -> None:
+    def inject(self, fault: Fault) -> None:
         """Make one call fail."""
         self._prepare(_MODES[fault.mode])
         self._shared.error, self._shared.ordinal = fault.error, fault.call.ordinal
@@ -107,7 +107,7 @@ class Region:
     def calls(self) -> list[Call]:
         """The recorded calls."""
         size = self._shared.log_used
-        assert size <= _LOG_BYTES, "more calls were made than the region holds"
+        assert size <= _LOG_BYTES, "the log of calls is full"
         start = _Layout.log.offset  # type: ignore[attr-defined]
         lines = self._memory[start : start + size].decode("utf-8", "surrogateescape").splitlines()
         counts = Counter(tuple(line.split("\t", 1)) for line in lines)

@@ -11,11 +11,11 @@ NAMES = (
 )  # fmt: skip
 
 
-def operation(name: str, made: "SmallRun") -> "Operation":
+def operation(name: str, small_run: "SmallRun") -> "Operation":
     """Make an operation of ``NAMES`` on the small run. Imports what all operations need."""
     from tests.acceptance.io_faults.host_operations import Gather, Gc, Recover
     from tests.acceptance.io_faults.release_operations import Certify, Consolidate, ExportAgain, ExportWeights, Publish
     from tests.acceptance.io_faults.run_operations import Prune, Save, Select
 
     kinds = (Select, Save, Prune, Recover, Gather, Gc, Consolidate, ExportWeights, Certify, ExportAgain, Publish)
-    return next(each for each in kinds if each.name == name)(made)
+    return next(each for each in kinds if each.name == name)(small_run)

@@ -7,7 +7,7 @@ from itertools import groupby, product
 from tests.acceptance.io_faults.campaign import ERRORS, MODES, Outcome, Trial
 
 COLUMNS = (
-    "trials", "succeeded rightly", "failed, path named", "failed, path not named", "deleted a good one",
+    "trials", "succeeded, result correct", "failed, path named", "failed, path not named", "good data lost",
     "wrong result", "hung", "not reached",
 )  # fmt: skip
 FAULTS = COLUMNS[3:7]
@@ -17,17 +17,17 @@ _MOST_TEXT = 300
 
 def column_of(outcome: Outcome) -> str:
     """The column that an outcome counts in; the worst one if it fits several."""
-    wrongs = [each.partition(":")[0] for each in outcome["wrongs"]]
-    if "lost" in wrongs:
-        return "deleted a good one"
+    problems = [each.partition(":")[0] for each in outcome["problems"]]
+    if "lost" in problems:
+        return "good data lost"
     if outcome["result"] == "hang":
         return "hung"
-    if wrongs:
+    if problems:
         return "wrong result"
     if not outcome["fired"]:
         return "not reached"
     return {
-        "success": "succeeded rightly", "named": "failed, path named", "unnamed": "failed, path not named",
+        "success": "succeeded, result correct", "named": "failed, path named", "unnamed": "failed, path not named",
     }[outcome["result"]]  # fmt: skip
 
 
@@ -64,8 +64,8 @@ def faults(outcomes: Mapping[Trial, Outcome]) -> Iterator[str]:
 
 def _paragraph(head: str, group: list[tuple[Trial, Outcome]]) -> str:
     trial, outcome = group[0]
-    said = "; ".join(outcome["wrongs"]) or outcome["text"].strip()[-_MOST_TEXT:]
-    return f"{head}: {len(group)} trials, e.g. #{trial.call.ordinal} {trial.error} {trial.mode}: {said}"
+    text = "; ".join(outcome["problems"]) or outcome["text"].strip()[-_MOST_TEXT:]
+    return f"{head}: {len(group)} trials, e.g. #{trial.call.ordinal} {trial.error} {trial.mode}: {text}"
 
 
 def summary(outcomes: Iterable[Outcome]) -> str:

@@ -18,42 +18,42 @@ class _Stages:
     """Some of the stages after training, in order. The stages before them have run already."""
 
     name: str
-    done: ClassVar[tuple[str, ...]]
+    earlier_stages: ClassVar[tuple[str, ...]]
     """Stages that have run already."""
     stages: ClassVar[tuple[str, ...]]
     """The stages of the operation."""
-    changed: ClassVar[frozenset[str]] = frozenset({"certify.log"})
+    may_change: ClassVar[frozenset[str]] = frozenset({"certify.log"})
     """Existing files that the operation may change."""
 
-    def __init__(self, made: SmallRun) -> None:
-        self._made = made
+    def __init__(self, small_run: SmallRun) -> None:
+        self._small_run = small_run
 
     def prepare(self, folder: Path) -> None:
         """Copy a finished run, and run the stages before the operation."""
-        self._made.copy_to(folder, without=("shards", "tensorboard", "step-00000002", "step-00000004"))
-        self._do(folder, self.done)
+        self._small_run.copy_to(folder, without=("shards", "tensorboard", "step-00000002", "step-00000004"))
+        self._do(folder, self.earlier_stages)
 
-    def enter(self, folder: Path) -> Callable[[], Any]:
+    def set_up(self, folder: Path) -> Callable[[], Any]:
         """Run the stages as the flow does."""
         return lambda: self._do(folder, self.stages)
 
-    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation
+    def problems(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation
         """Existing files are unchanged, and what has a manifest is whole. On success, every result is there."""
         template = folder.parent.parent / self.name
         found = [
             f"lost: {name}"
             for name, each in tree(template).items()
-            if name not in self.changed and digest_of(folder / name) != each
+            if name not in self.may_change and digest_of(folder / name) != each
         ]
         for name in (_WEIGHTS, _EXPORT, _PUBLISHED):
             if (folder / name / MANIFEST).exists():
-                found += _why_not_whole(folder / name)
+                found += _verification_problems(folder / name)
         if ending.succeeded:
-            made = {"consolidate": _WEIGHTS, "export": _EXPORT, "certify": _EXPORT, "publish": _PUBLISHED}
+            results = {"consolidate": _WEIGHTS, "export": _EXPORT, "certify": _EXPORT, "publish": _PUBLISHED}
             found += [
-                f"wrong: {made[each]} is not there"
+                f"wrong: {results[each]} is missing"
                 for each in self.stages
-                if not (folder / made[each] / MANIFEST).exists()
+                if not (folder / results[each] / MANIFEST).exists()
             ]
             if "certify" in self.stages and CERTIFICATE not in Export.load(folder / _EXPORT).files:
                 found.append("wrong: the export is not certified")
@@ -68,7 +68,7 @@ class Consolidate(_Stages):
     """Consolidate the last checkpoint into weights."""
 
     name = "consolidate"
-    done = ()
+    earlier_stages = ()
     stages = ("consolidate",)
 
 
@@ -76,7 +76,7 @@ class ExportWeights(_Stages):
     """Export weights and vocabulary to a Hugging Face folder."""
 
     name = "export"
-    done = ("consolidate",)
+    earlier_stages = ("consolidate",)
     stages = ("export",)
 
 
@@ -84,24 +84,24 @@ class Certify(_Stages):
     """Prove in a fresh process that the export is the model that was trained."""
 
     name = "certify"
-    done = ("consolidate", "export")
+    earlier_stages = ("consolidate", "export")
     stages = ("certify",)
-    changed = frozenset({"certify.log", f"{_EXPORT}/{MANIFEST}"})
+    may_change = frozenset({"certify.log", f"{_EXPORT}/{MANIFEST}"})
 
 
 class ExportAgain(_Stages):
     """Consolidate, export and certify again when all results exist."""
 
     name = "export again"
-    done = ("consolidate", "export", "certify")
-    stages = done
+    earlier_stages = ("consolidate", "export", "certify")
+    stages = earlier_stages
 
 
 class Publish(_Stages):
     """Publish a certified export to a local folder, and verify it there."""
 
     name = "publish"
-    done = ("consolidate", "export", "certify")
+    earlier_stages = ("consolidate", "export", "certify")
     stages = ("publish",)
 
 
@@ -132,7 +132,7 @@ def _publish(folder: Path) -> None:
     verify(str(folder / _PUBLISHED))
 
 
-def _why_not_whole(result: Path) -> list[str]:
+def _verification_problems(result: Path) -> list[str]:
     from t5train.release.verification import verify
 
     try:

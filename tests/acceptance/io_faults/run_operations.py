@@ -7,8 +7,8 @@ from typing import Any
 from unittest import mock
 
 from tests.acceptance.io_faults.evidence import complete_tags, missing, tree
-from tests.acceptance.io_faults.small_run import STEPS, UNFINISHED, SmallRun, be_alone, trained_a_step
-from tests.acceptance.io_faults.trial import Ending, complaining
+from tests.acceptance.io_faults.small_run import STEPS, UNFINISHED, SmallRun, become_only_rank, train_one_step
+from tests.acceptance.io_faults.trial import Ending, warnings_as_errors
 
 _KEPT_BY_PRUNING = STEPS[-2:]
 
@@ -16,13 +16,13 @@ _KEPT_BY_PRUNING = STEPS[-2:]
 class _OnTags:
     """An operation on the checkpoints of the small run."""
 
-    def __init__(self, made: SmallRun) -> None:
-        self._made = made
-        self._tags = {step: tree(made.tag(step)) for step in STEPS}
+    def __init__(self, small_run: SmallRun) -> None:
+        self._small_run = small_run
+        self._tags = {step: tree(small_run.tag(step)) for step in STEPS}
 
     def prepare(self, folder: Path) -> None:
         """Make several complete checkpoints, and one whose save was killed."""
-        run = self._made.copy_to(folder, without=("witness", "weights", "tensorboard"))
+        run = self._small_run.copy_to(folder, without=("witness", "weights", "tensorboard"))
         run.leave_unfinished()
 
     def _lost(self, folder: Path, steps: tuple[int, ...] = STEPS) -> list[str]:
@@ -41,14 +41,14 @@ class Select(_OnTags):
         super().prepare(folder)
         self._attempt(folder).mkdir(parents=True)
 
-    def enter(self, folder: Path) -> Callable[[], Any]:
+    def set_up(self, folder: Path) -> Callable[[], Any]:
         """Load the shards beforehand: the stage that made or reused them has verified them."""
         from t5train.checkpoint.resume import write_job
 
         run, shards = SmallRun(folder), SmallRun(folder).shards
         return lambda: write_job(run.spec, shards, self._attempt(folder)) and None
 
-    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation
+    def problems(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation
         """The job names the newest complete checkpoint."""
         from t5train.files.run_folder import tag_of
         from t5train.spec.rank_job import TrainJob
@@ -68,28 +68,28 @@ class Save(_OnTags):
 
     name = "save"
 
-    def enter(self, folder: Path) -> Callable[[], Any]:
+    def set_up(self, folder: Path) -> Callable[[], Any]:
         """Train one step, so that the engine has something to save."""
         from t5train.checkpoint import saving
 
         job = SmallRun(folder).job()
-        be_alone()
-        trainer = trained_a_step(job)
+        become_only_rank()
+        trainer = train_one_step(job)
         return lambda: saving.save(
             trainer.engine, job, UNFINISHED, trainer.huggingface_config, trainer.shards.fingerprint
         )
 
-    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation
+    def problems(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation
         """If the save succeeded, the checkpoint is complete. The project takes it for complete only if it is."""
         from t5train.checkpoint import tags
         from t5train.files.run_folder import tag_of
 
         run, tag = SmallRun(folder), tag_of(UNFINISHED)
-        found, whole = self._lost(folder), complete_tags(run.checkpoints)
-        if ending.succeeded and tag not in whole:
-            found.append(f"wrong: {tag} was saved, and is not complete")
-        if tag in tags.complete_tags(run.checkpoints) and tag not in whole:
-            found.append(f"wrong: {tag} is taken for complete, and is not")
+        found, complete = self._lost(folder), complete_tags(run.checkpoints)
+        if ending.succeeded and tag not in complete:
+            found.append(f"wrong: {tag} was saved but is not complete")
+        if tag in tags.complete_tags(run.checkpoints) and tag not in complete:
+            found.append(f"wrong: {tag} is treated as complete but is not")
         return found
 
 
@@ -108,7 +108,7 @@ class Prune(_OnTags):
         (run.folder / "relayout" / "step-00000002-0123456789ab").mkdir(parents=True)
         (run.folder / "relayout" / "step-00000002-0123456789ab" / "model.safetensors").write_bytes(bytes(100))
 
-    def enter(self, folder: Path) -> Callable[[], Any]:
+    def set_up(self, folder: Path) -> Callable[[], Any]:
         """Prune as after the save of the last step."""
         from t5train.checkpoint import saving
 
@@ -117,12 +117,12 @@ class Prune(_OnTags):
         job = run.job(resume_step=STEPS[-2]).model_copy(update={"spec": spec})
 
         def prune() -> None:
-            with mock.patch.object(saving, "rank", return_value=0), complaining(saving.__name__):
+            with mock.patch.object(saving, "rank", return_value=0), warnings_as_errors(saving.__name__):
                 saving.prune(job, STEPS[-1])
 
         return prune
 
-    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation
+    def problems(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:  # noqa: ARG002 - part of Operation
         """Checkpoints to keep and the user's copy are still there.
 
         If pruning succeeded, no interrupted removal is left.
@@ -131,6 +131,6 @@ class Prune(_OnTags):
         found = self._lost(folder, _KEPT_BY_PRUNING)
         copy = str((run.checkpoints / "step-00000002-good").relative_to(folder))
         found += [f"lost: {name}" for name in missing({copy: self._tags[STEPS[0]]}, folder)]
-        if ending.succeeded and (left := sorted(run.checkpoints.glob("removed-*"))):
-            found.append(f"wrong: {left[0].name} is left")
+        if ending.succeeded and (remaining := sorted(run.checkpoints.glob("removed-*"))):
+            found.append(f"wrong: {remaining[0].name} was not removed")
         return found

@@ -106,7 +106,7 @@ class SmallRun:
         tokenizer = build_tokenizer(spec.tokenizer, spec.corpus, corpus, self.root)
         shards = build_shards(spec.shards, spec.corpus, corpus, tokenizer, self.root)
         open_run(spec, shards)
-        be_alone()
+        become_only_rank()
         Trainer(self.job()).run()
         conclude(spec, shards)
 
@@ -124,12 +124,12 @@ class SmallRun:
 
 def write_text(path: Path) -> None:
     """Write random text of few different words."""
-    chosen = random.Random(0)
-    words = ["".join(chosen.choices("abcdefghijklmnopqrstuvwxyz", k=chosen.randint(2, 9))) for _ in range(500)]
-    path.write_text("".join(" ".join(chosen.choices(words, k=30)) + "\n\n" for _ in range(600)), "utf-8")
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(500)]
+    path.write_text("".join(" ".join(rng.choices(words, k=30)) + "\n\n" for _ in range(600)), "utf-8")
 
 
-def be_alone() -> None:
+def become_only_rank() -> None:
     """Become the only rank, with torch's fake backend for tests: its collectives copy, and need no thread."""
     import deepspeed
     from torch import distributed
@@ -143,7 +143,7 @@ def be_alone() -> None:
     shared_memory.remove_of_rank()
 
 
-def trained_a_step(job: TrainJob) -> Any:
+def train_one_step(job: TrainJob) -> Any:
     """A rank's trainer after its first step, which gives it weights, masters and moments to save."""
     from t5train.data.loader import Prefetched
     from t5train.train.loop import Trainer, micro_batches

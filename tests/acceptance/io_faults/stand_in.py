@@ -24,7 +24,7 @@ NODE_PARENT = "T5_IO_FAULTS_NODE_PARENT"
 NODE_PYTHON = "node-python"
 """The program that stands in for the hosts' Python; it lies beside the other one."""
 _SOURCE = Path(__file__).with_suffix(".c")
-_DIED = 71
+_CLIENT_DIED = 71
 Main = Callable[[list[str]], int]
 
 
@@ -94,37 +94,37 @@ def _serve(listener: socket.socket, mains: dict[str, Main]) -> None:
 def _answer(client: socket.socket, mains: dict[str, Main]) -> None:
     """Act as the program that the client was started as."""
     length, streams, _, _ = socket.recv_fds(client, 8, 3)
-    message = _received(client, int.from_bytes(length, sys.byteorder))
+    message = _receive(client, int.from_bytes(length, sys.byteorder))
     if not message:  # the client was killed before it sent anything
-        os._exit(_DIED)
-    told = message.removesuffix(b"\0").split(b"\0")
+        os._exit(_CLIENT_DIED)
+    fields = message.removesuffix(b"\0").split(b"\0")
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115 - descriptors
-    os.chdir(told[0])
-    end = told.index(b"")
+    os.chdir(fields[0])
+    end = fields.index(b"")
     os.environ.clear()
-    for name, _, value in (each.partition(b"=") for each in told[end + 1 :]):
+    for name, _, value in (each.partition(b"=") for each in fields[end + 1 :]):
         os.environb[name] = value
-    threading.Thread(target=_end_with, args=(client,), daemon=True).start()
-    code = _run([os.fsdecode(each) for each in told[1:end]], mains)
+    threading.Thread(target=_exit_when_closed, args=(client,), daemon=True).start()
+    code = _run([os.fsdecode(each) for each in fields[1:end]], mains)
     for text in (sys.stdout, sys.stderr):
         text.flush()
     client.sendall(bytes([code]))
     os._exit(code)
 
 
-def _received(client: socket.socket, count: int) -> bytes:
+def _receive(client: socket.socket, count: int) -> bytes:
     content = b""
     while len(content) < count and (more := client.recv(count - len(content))):
         content += more
     return content
 
 
-def _end_with(client: socket.socket) -> None:
+def _exit_when_closed(client: socket.socket) -> None:
     client.recv(1)
-    os._exit(_DIED)
+    os._exit(_CLIENT_DIED)
 
 
 def _run(argv: list[str], mains: dict[str, Main]) -> int:

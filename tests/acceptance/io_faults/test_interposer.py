@@ -18,9 +18,9 @@ from tests.acceptance.io_faults.trial import Trials
 
 class Everything:
     name = "everything"
-    def enter(self, folder):
+    def set_up(self, folder):
         return lambda: self.work(folder)
-    def wrongs(self, folder, ending, failed):
+    def problems(self, folder, ending, failed):
         return []
     def work(self, folder):
         with open(folder / "file", "r+b") as file:
@@ -64,19 +64,21 @@ def library(tmp_path: Path) -> Path:
     return interposer.build(tmp_path)
 
 
-def test_each_call_fails_in_turn_with_the_error_that_was_asked_for(library: Path, tmp_path: Path) -> None:
+def test_each_call_fails_in_turn_with_the_injected_error(library: Path, tmp_path: Path) -> None:
     for name in ("template", "folder"):
         (tmp_path / name).mkdir()
     (tmp_path / "template" / "file").write_bytes(b"content")
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "template"), str(tmp_path / "folder")]
     environment = os.environ | {"LD_PRELOAD": str(library)}
-    said = subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300).stdout
-    found = json.loads(said)
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300).stdout
+    found = json.loads(output)
     assert {call.split(" ")[0] for call, *_ in found} == KINDS
     for call, mode, fired, error, is_errno in found:
         assert fired >= 1, f"{call} {mode} was not reached"
         if not call.startswith("stat "):  # Python ignores some errors of its own stat calls
-            assert (error, is_errno) == ("OSError", True), f"{call} {mode} did not fail as it should"
+            assert (error, is_errno) == ("OSError", True), (
+                f"{call} {mode} did not raise OSError with the injected error"
+            )
     assert {call.split(" ")[0] for call, _, _, error, _ in found if error} == KINDS
 
 
@@ -92,12 +94,14 @@ def test_each_call_fails_in_turn_with_the_error_that_was_asked_for(library: Path
         ("smoke-f00df00df00d/notes-fourteen", "smoke-f00df00df00d/notes-fourteen"),
     ],
 )
-def test_of_a_path_the_random_parts_do_not_matter(library: Path, tmp_path: Path, path: str, normalised: str) -> None:
+def test_random_parts_of_a_path_are_replaced_by_asterisks(
+    library: Path, tmp_path: Path, path: str, normalised: str
+) -> None:
     code = "import os, sys; from pathlib import Path; from tests.acceptance.io_faults.interposer import *; " + (
         "region = Region(Path(sys.argv[1], 'region'), Path(sys.argv[1])); region.record(); attach(region.path); "
         "os.path.exists(os.path.join(sys.argv[1], sys.argv[2])); detach(); print(*[c.path for c in region.calls()])"
     )
     environment = os.environ | {"LD_PRELOAD": str(library)}
     command = [sys.executable, "-c", code, str(tmp_path), path]
-    said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=60).stdout
-    assert said.split() == [normalised]
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert output.split() == [normalised]

@@ -13,22 +13,22 @@ from tests.acceptance.io_faults.traced_calls import calls_below, strace
 from tests.acceptance.io_faults.workers import Workers
 
 pytestmark = pytest.mark.slow
-_SEED, _OF_EACH = 1, 10
+_SEED, _TRIALS_PER_OPERATION = 1, 10
 
 
-def test_no_fault_of_a_sample_loses_a_checkpoint_chooses_a_wrong_one_or_fails_without_its_path(
+def test_no_sampled_fault_loses_data_selects_a_wrong_checkpoint_or_hides_its_path(
     workers: Workers, tmp_path: Path
 ) -> None:
     segments = set(SEGMENTS.glob("deepspeed*"))
     journal = campaign.Journal(tmp_path / "journal")
-    trials = campaign.shuffled(campaign.planned(workers, NAMES), _SEED, _OF_EACH)
+    trials = campaign.shuffled(campaign.plan_trials(workers, NAMES), _SEED, _TRIALS_PER_OPERATION)
     assert {trial.operation for trial in trials} == set(NAMES)
     for _ in campaign.run(workers, trials, journal):
         pass
-    assert len(journal.outcomes) == _OF_EACH * len(NAMES)
+    assert len(journal.outcomes) == _TRIALS_PER_OPERATION * len(NAMES)
     assert list(outcome_table.faults(journal.outcomes)) == []
     columns = Counter(outcome_table.column_of(each) for each in journal.outcomes.values())
-    assert columns["failed, path named"] > len(trials) / 3, "faults are planted"
+    assert columns["failed, path named"] > len(trials) / 3, "too few injected faults made an operation fail"
     assert columns["not reached"] < len(trials) / 20
     assert set(SEGMENTS.glob("deepspeed*")) <= segments
 
@@ -49,6 +49,6 @@ def test_the_library_sees_every_call_that_strace_sees(workers: Workers, tmp_path
     assert kernel["open", "root"] + kernel.total() > 100
     for kind, path in library.keys() | kernel.keys():
         # opendir and fdopendir also stat what they have opened, inside libc, where the library cannot see it.
-        beyond = library["open", path] if kind == "stat" else 0
+        inside_libc = library["open", path] if kind == "stat" else 0
         seen, made = library[kind, path], kernel[kind, path]
-        assert seen <= made <= seen + beyond, f"{kind} {path}: {made} calls were made, and {seen} seen"
+        assert seen <= made <= seen + inside_libc, f"{kind} {path}: strace saw {made} calls, the library {seen}"

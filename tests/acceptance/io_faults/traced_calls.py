@@ -33,11 +33,11 @@ _COPIES = {"sendfile": ("write", "read"), "copy_file_range": ("read", "write")}
 """What these calls do with their descriptors, in order."""
 _KIND_OF = {call: kind for kind, calls in _KINDS.items() for call in calls}
 _FORKS = ("clone", "clone3", "fork", "vfork")
-_OF_DESCRIPTORS = {
+_DESCRIPTOR_CALLS = {
     *_KINDS["read"], *_KINDS["write"], *_KINDS["mmap"], *_KINDS["fsync"], *_KINDS["lock"],
     *_KINDS["readdir"], "ftruncate", "fallocate", "fstat", "fchmod", "fstatfs",
 }  # fmt: skip
-_BETWEEN = re.compile(r"\b\d+<([^>]*)>")
+_DESCRIPTOR_PATHS = re.compile(r"\b\d+<([^>]*)>")
 _DESCRIPTOR = re.compile(r"^[^\"]*?\b\d+<(/[^>]*)>")
 _NAME = re.compile(r'(?:(?:\d+|AT_FDCWD)<(?P<folder>[^>]*)>(?:\(deleted\))?, )?"(?P<name>(?:[^"\\]|\\.)*)"')
 _LINE = re.compile(r"(?P<thread>\d+) +(?P<call>\w+)\((?P<rest>.*)")
@@ -56,8 +56,8 @@ def strace(process: int, output: Path) -> Iterator[None]:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
         assert tracer.stderr is not None
         for _ in attached.split(","):
-            if "attached" not in (said := tracer.stderr.readline()):
-                raise PermissionError(f"strace cannot attach: {said}")
+            if "attached" not in (answer := tracer.stderr.readline()):
+                raise PermissionError(f"strace cannot attach: {answer}")
         try:
             yield
         finally:
@@ -71,14 +71,14 @@ def calls_below(folder: Path, region: Path, trace: Path) -> Counter[tuple[str, s
     from their start.
     """
     attached, found = set[str](), Counter[tuple[str, str]]()
-    for _, thread, call, rest in _whole_calls(trace.read_text("utf-8", "surrogateescape").splitlines()):
-        _note(thread, call, rest, attached, str(region))
+    for _, thread, call, rest in _complete_calls(trace.read_text("utf-8", "surrogateescape").splitlines()):
+        _track_attached(thread, call, rest, attached, str(region))
         if thread in attached:
             found.update(_kinds_and_paths(call, rest, folder))
     return found
 
 
-def _whole_calls(lines: Iterable[str]) -> list[tuple[int, str, str, str]]:
+def _complete_calls(lines: Iterable[str]) -> list[tuple[int, str, str, str]]:
     """The start, thread, name and rest of each call, sorted by start.
 
     Calls that lines of other threads interrupt are put together, so that a thread's start comes before what it does.
@@ -100,12 +100,12 @@ def _whole_calls(lines: Iterable[str]) -> list[tuple[int, str, str, str]]:
 
 def _kinds_and_paths(call: str, rest: str, folder: Path) -> Iterator[tuple[str, str]]:
     if call in _COPIES:
-        for kind, path in zip(_COPIES[call], _BETWEEN.findall(rest), strict=False):
+        for kind, path in zip(_COPIES[call], _DESCRIPTOR_PATHS.findall(rest), strict=False):
             if _is_below(path, folder):
-                yield kind, _shown(path, folder)
+                yield kind, _normalised(path, folder)
     elif call in _KIND_OF:
         kind = "rmdir" if call == "unlinkat" and "AT_REMOVEDIR" in rest else _KIND_OF[call]
-        if names := [_shown(path, folder) for path in _paths(call, rest) if _is_below(path, folder)]:
+        if names := [_normalised(path, folder) for path in _paths(call, rest) if _is_below(path, folder)]:
             yield kind, " > ".join(names) if kind in {"rename", "link"} else names[-1]
 
 
@@ -113,29 +113,29 @@ def _is_below(path: str, folder: Path) -> bool:
     return path == str(folder) or path.startswith(f"{folder}/")
 
 
-def _note(thread: str, call: str, rest: str, attached: set[str], region: str) -> None:
+def _track_attached(thread: str, call: str, rest: str, attached: set[str], region: str) -> None:
     if call in _FORKS and thread in attached and (match := re.search(r"= (\d+)", rest)):
         attached.add(match[1])
     if call == "openat" and f'"{region}"' in rest and "O_RDWR" in rest:
         attached.add(thread)
 
 
-def _shown(path: str, folder: Path) -> str:
+def _normalised(path: str, folder: Path) -> str:
     """The path relative to the folder, with its random parts replaced by ``*``."""
     return _RANDOM.sub("*", str(Path(path).relative_to(folder)))
 
 
 def _paths(call: str, rest: str) -> list[str]:
     """The absolute paths that the arguments name, or the path that a descriptor is open at."""
-    if call in _OF_DESCRIPTORS:
+    if call in _DESCRIPTOR_CALLS:
         return [match[1].removesuffix("(deleted)").rstrip()] if (match := _DESCRIPTOR.search(rest)) else []
     found = []
     for match in _NAME.finditer(rest):
-        folder, name = match["folder"], _plain(match["name"])
+        folder, name = match["folder"], _unquoted(match["name"])
         found.append(name if name.startswith("/") else f"{folder}/{name}".rstrip("/"))
     return found[-1:] if call.startswith("symlink") else found[:1] if call.startswith("readlink") else found
 
 
-def _plain(quoted: str) -> str:
+def _unquoted(quoted: str) -> str:
     """Decode a name that strace has quoted."""
     return quoted.encode("latin-1", "replace").decode("unicode_escape")

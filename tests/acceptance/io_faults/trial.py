@@ -49,13 +49,13 @@ class Operation(Protocol):
     def prepare(self, folder: Path) -> None:
         """Make the files that it works on, in an empty folder, which is then moved and copied."""
 
-    def enter(self, folder: Path) -> Callable[[], Any]:
+    def set_up(self, folder: Path) -> Callable[[], Any]:
         """Do the setup that is not under test, once for all trials in that folder; return the operation itself.
 
         It must start no threads, because processes are forked afterwards.
         """
 
-    def wrongs(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:
+    def problems(self, folder: Path, ending: Ending, failed: list[str]) -> list[str]:
         """What is wrong after calls on the paths ``failed`` failed; each text begins with "lost: " or "wrong: "."""
 
 
@@ -66,81 +66,81 @@ class Trials:
         self.operation, self._template, self._folder = operation, template, folder
         self._trial = folder / "trial"
         self._region = Region(folder / "region", self._trial)
-        self._work: Callable[[], Any] | None = None
+        self._operate: Callable[[], Any] | None = None
 
     def calls(self) -> list[Call]:
         """The calls that it makes when none fails. Raises AssertionError if it then fails or goes wrong."""
         self._region.record()
-        with self._fresh():
-            ending = self._ending()
-            wrongs = self.operation.wrongs(self._trial, ending, self._region.failed_paths)
+        with self._fresh_copy():
+            ending = self._run_operation()
+            problems = self.operation.problems(self._trial, ending, self._region.failed_paths)
         assert ending.succeeded, f"{self.operation.name} fails without a fault: {ending.text}"
-        assert not wrongs, f"{self.operation.name} goes wrong without a fault: {wrongs}"
+        assert not problems, f"{self.operation.name} goes wrong without a fault: {problems}"
         return self._region.calls()
 
     def outcome(self, fault: Fault) -> dict[str, Any]:
         """Run a trial with a fault; return its outcome, in the form of a journal line."""
         began = time.monotonic()
-        self._region.plant(fault)
-        with self._fresh():
-            ending = self._ending()
-            wrongs = self.operation.wrongs(self._trial, ending, self._region.failed_paths)
+        self._region.inject(fault)
+        with self._fresh_copy():
+            ending = self._run_operation()
+            problems = self.operation.problems(self._trial, ending, self._region.failed_paths)
         named = names_a_path(ending.text, self._region.failed_paths, self._trial.resolve())
         return {
             "fired": self._region.fired,
             "result": _result(ending, named),
-            "wrongs": wrongs,
+            "problems": problems,
             "error": ending.error,
             "text": ending.text[-2000:],
             "seconds": round(time.monotonic() - began, 3),
         }
 
     @contextmanager
-    def _fresh(self) -> Iterator[None]:
+    def _fresh_copy(self) -> Iterator[None]:
         shutil.rmtree(self._trial, ignore_errors=True)
         shutil.copytree(self._template, self._trial, symlinks=True)
         yield
         shutil.rmtree(self._trial)
 
-    def _ending(self) -> Ending:
-        if self._work is None:
-            self._work = self.operation.enter(self._trial)
+    def _run_operation(self) -> Ending:
+        if self._operate is None:
+            self._operate = self.operation.set_up(self._trial)
             gc.freeze()  # otherwise, a collection in a fork would write to most memory pages, and so copy them
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
             os.close(read)
-            _be_the_trial(self._work, self._region.path, write)
+            _run_trial(self._operate, self._region.path, write)
         os.close(write)
         content = _read_until(read, time.monotonic() + SECONDS)
         if content is None:
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            return Ending(hung=True, text=f"had not ended after {SECONDS:g} s")
+            return Ending(hung=True, text=f"still running after {SECONDS:g} s")
         _, status = os.waitpid(child, 0)
         if not content:
-            return Ending(error="died", text=f"its process ended with {os.waitstatus_to_exitcode(status)}")
+            return Ending(error="died", text=f"its process exited with {os.waitstatus_to_exitcode(status)}")
         return Ending(**json.loads(content))
 
 
-class Complained(T5TrainError):
+class ReportedFailure(T5TrainError):
     """The operation was not done; a line on standard error or in the log says why."""
 
 
 @contextmanager
-def complaining(logger: str) -> Iterator[None]:
-    """Raise Complained for warnings of a module that continues after a failure, as training does after pruning."""
-    said = list[str]()
+def warnings_as_errors(logger: str) -> Iterator[None]:
+    """Raise ReportedFailure for warnings of a module that continues after a failure, as training does after pruning."""
+    messages = list[str]()
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.disable(logging.NOTSET)
     logging.getLogger(logger).addHandler(handler)
     yield
-    if said:
-        raise Complained("\n".join(said))
+    if messages:
+        raise ReportedFailure("\n".join(messages))
 
 
-def in_a_child(work: Callable[[], None]) -> None:
+def run_in_child(work: Callable[[], None]) -> None:
     """Do work in a forked process, so that this one stays as it is. Raises AssertionError if it fails."""
     child = os.fork()
     if child == 0:
@@ -187,7 +187,7 @@ def _result(ending: Ending, named: bool) -> str:
     return "named" if named and ending.is_deliberate else "unnamed"
 
 
-def _be_the_trial(work: Callable[[], Any], region: Path, told: int) -> None:
+def _run_trial(work: Callable[[], Any], region: Path, descriptor: int) -> None:
     os.setpgid(0, 0)
     quiet = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -205,7 +205,7 @@ def _be_the_trial(work: Callable[[], Any], region: Path, told: int) -> None:
         ending = Ending(error=type(error).__name__, text=text, is_deliberate=deliberate)
     interposer.detach()
     content = json.dumps(ending.__dict__).encode()
-    with os.fdopen(told, "wb") as file:
+    with os.fdopen(descriptor, "wb") as file:
         file.write(content)
     os._exit(0)
 
@@ -216,8 +216,8 @@ def _read_until(descriptor: int, deadline: float) -> bytes | None:
 
     content = b""
     with os.fdopen(descriptor, "rb", buffering=0) as file:
-        while (left := deadline - time.monotonic()) > 0:
-            if select.select([file], [], [], left)[0]:
+        while (seconds_left := deadline - time.monotonic()) > 0:
+            if select.select([file], [], [], seconds_left)[0]:
                 more = file.read(1 << 16)
                 if not more:
                     return content

@@ -18,7 +18,7 @@ from tests.acceptance.io_faults import stand_in
 from tests.acceptance.io_faults.interposer import Call, Fault
 from tests.acceptance.io_faults.operations import operation
 from tests.acceptance.io_faults.stand_in import NODE_PARENT, Main, StandIn
-from tests.acceptance.io_faults.trial import Operation, Trials, in_a_child
+from tests.acceptance.io_faults.trial import Operation, Trials, run_in_child
 
 _ON_NODES = [f"infra.node.storage.{name}" for name in ("stored_checkpoints", "chain_copy", "garbage")]
 _IMPORTED = [
@@ -52,36 +52,36 @@ class Worker:
         built = stand_in.build(self._folder)
         self._nodes = StandIn(built, stand_in.NODE_PYTHON, _node)  # forked while this process is still small
         import_everything()
-        self._others = StandIn(built, "python", _certifier)
+        self._python = StandIn(built, "python", _certifier)
         self._trials: dict[str, Trials] = {}
 
     def prepare(self, names: list[str]) -> None:
         """Make the small run and the operations' templates, in child processes, so that this process stays small."""
         from tests.acceptance.io_faults.small_run import SmallRun
 
-        in_a_child(SmallRun(self._shared / "made").make)
-        sys.executable = str(self._others.program)
+        run_in_child(SmallRun(self._shared / "made").make)
+        sys.executable = str(self._python.program)
         for name in names:
             folder = self._folder / "trial"  # the path that trials use, because records may hold absolute paths
             folder.mkdir()
-            in_a_child(partial(self._operation(name).prepare, folder))
+            run_in_child(partial(self._operation(name).prepare, folder))
             folder.rename(self._shared / name)
 
     def calls(self, name: str) -> list[list[Any]]:
         """The calls of an operation."""
-        return [[each.kind, each.path, each.ordinal] for each in self._of(name).calls()]
+        return [[each.kind, each.path, each.ordinal] for each in self._trials_of(name).calls()]
 
     def outcome(self, name: str, call: list[Any], error: int, mode: Any) -> dict[str, Any]:
         """The outcome of a fault."""
-        return self._of(name).outcome(Fault(Call(*call), error, mode))
+        return self._trials_of(name).outcome(Fault(Call(*call), error, mode))
 
     def close(self) -> None:
         """End the stand-ins."""
-        for each in (self._nodes, self._others):
+        for each in (self._nodes, self._python):
             each.close()
 
-    def _of(self, name: str) -> Trials:
-        sys.executable = str(self._others.program)
+    def _trials_of(self, name: str) -> Trials:
+        sys.executable = str(self._python.program)
         if name not in self._trials:
             self._trials[name] = Trials(self._operation(name), self._shared / name, self._folder)
         return self._trials[name]

@@ -59,7 +59,7 @@ class Worker:
         self._process.stdin.write(json.dumps([action, arguments]) + "\n")
         self._process.stdin.flush()
         if not (line := self._process.stdout.readline()):
-            raise RuntimeError(f"a worker died of {action} {arguments}")
+            raise RuntimeError(f"a worker process died while handling {action} {arguments}")
         return json.loads(line)
 
     def close(self) -> None:
@@ -85,19 +85,19 @@ class Workers:
         finally:
             self._idle.put(worker)
 
-    def map(self, work: Callable[[Worker, T], R], over: Iterable[T]) -> Iterator[R]:
+    def map(self, work: Callable[[Worker, T], R], items: Iterable[T]) -> Iterator[R]:
         """Yield the result of each item, in order, using all workers at once."""
 
-        def by_an_idle_one(one: T) -> R:
+        def on_idle_worker(item: T) -> R:
             worker = self._idle.get()
             try:
-                return work(worker, one)
+                return work(worker, item)
             finally:
                 self._idle.put(worker)
 
         pending: deque[Future[R]] = deque()
-        for one in over:
-            pending.append(self._threads.submit(by_an_idle_one, one))
+        for item in items:
+            pending.append(self._threads.submit(on_idle_worker, item))
             if len(pending) > 2 * len(self.all):
                 yield pending.popleft().result()
         while pending:
@@ -111,7 +111,7 @@ class Workers:
 
 
 @contextmanager
-def started(number: int, operations: Sequence[str]) -> Iterator[Workers]:
+def start_workers(number: int, operations: Sequence[str]) -> Iterator[Workers]:
     """Start workers, and prepare the operations."""
     folder = Path(tempfile.mkdtemp(prefix="io-faults-", dir=_fast_folder()))
     workers = None

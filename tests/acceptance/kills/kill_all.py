@@ -25,27 +25,27 @@ from t5train.checkpoint.resume import conclude, open_run
 from t5train.records.stage_records import Export, TokenizerFiles
 from t5train.release.certification import certify_in_fresh_process
 from t5train.release.export import export
-from tests.acceptance.kills.kill_saves import finish, kill_saves, otherwise_saved, undisturbed
-from tests.acceptance.kills.kill_site import Site, made
-from tests.acceptance.kills.kill_stages import Consolidated, Gathered, Published, contents, kill_stage
+from tests.acceptance.kills.kill_saves import different_saves, finish, kill_saves, train_undisturbed
+from tests.acceptance.kills.kill_site import Site, make_site
+from tests.acceptance.kills.kill_stages import ConsolidateTrial, GatherTrial, PublishTrial, contents, kill_stage
 from tests.acceptance.kills.kill_tally import HEADER, Tally
 
 # Set this before anything asks for an accelerator. Each rank has one core.
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0"}
 
 
-def killed_saves(site: Site, folder: Path, seed: int, kills: int) -> Tally:
+def train_with_kills(site: Site, folder: Path, seed: int, kills: int) -> Tally:
     """Train the run to its end, with kills during saves."""
-    seconds, saved = undisturbed(_opened(site.elsewhere(folder / "undisturbed")))
+    seconds, saved = train_undisturbed(_open(site.in_folder(folder / "undisturbed")))
     tally = Tally("save", seconds, seed)
-    kill_saves(_opened(site), saved, tally, kills)
+    kill_saves(_open(site), saved, tally, kills)
     finish(site)
-    tally.note_faults("at the end", {"ended otherwise": otherwise_saved(site, saved)})
+    tally.record_faults("at the end", {"different result": different_saves(site, saved)})
     print(tally.row(), flush=True)
     return tally
 
 
-def certified(site: Site, tokenizer: TokenizerFiles, folder: Path) -> Export:
+def certify_run(site: Site, tokenizer: TokenizerFiles, folder: Path) -> Export:
     """Gather, consolidate, export and certify the run without kills."""
     site.storage.take_home()
     conclude(site.spec, site.shards)
@@ -55,20 +55,20 @@ def certified(site: Site, tokenizer: TokenizerFiles, folder: Path) -> Export:
 
 def kill_all(folder: Path, seed: int, kills: int) -> list[Tally]:
     """Run the stages in order, each on the results of the previous one; return their tallies."""
-    site, tokenizer = made(folder, num_steps=3 * kills // 2 + 6)
-    tallies, trial = [killed_saves(site, folder, seed, kills)], folder / "trial"
-    tallies.append(kill_stage("gather", seed, kills, trial, lambda into: Gathered(site, into)))
-    exported = certified(site, tokenizer, folder)
-    before = contents(site.places)
-    tallies.append(kill_stage("consolidate", seed, kills, trial, lambda into: Consolidated(site, before, into)))
+    site, tokenizer = make_site(folder, num_steps=3 * kills // 2 + 6)
+    tallies, trial = [train_with_kills(site, folder, seed, kills)], folder / "trial"
+    tallies.append(kill_stage("gather", seed, kills, trial, lambda into: GatherTrial(site, into)))
+    exported = certify_run(site, tokenizer, folder)
+    before = contents(site.checkpoint_folders)
+    tallies.append(kill_stage("consolidate", seed, kills, trial, lambda into: ConsolidateTrial(site, before, into)))
     before = contents([exported.path])
-    for to_store, what in ((False, "publish, to a folder"), (True, "publish, to a store")):
-        begin = partial(Published, site, exported, before, to_store=to_store)
-        tallies.append(kill_stage(what, seed, -(-kills // 2) if to_store else kills // 2, trial, begin))
+    for to_store, stage in ((False, "publish, to a folder"), (True, "publish, to a store")):
+        new_trial = partial(PublishTrial, site, exported, before, to_store=to_store)
+        tallies.append(kill_stage(stage, seed, -(-kills // 2) if to_store else kills // 2, trial, new_trial))
     return tallies
 
 
-def _opened(site: Site) -> Site:
+def _open(site: Site) -> Site:
     open_run(site.spec, site.shards)
     return site
 
@@ -85,9 +85,9 @@ def main() -> None:
     print(HEADER + "\n".join(tally.row() for tally in tallies))
     for tally in tallies:
         if late := tally.drawn - len(tally.moments):
-            print(f"{tally.stage}: {late} kills came after the end, and were drawn anew")
-        if tally.left_over:
-            print(f"{tally.stage}: {tally.left_over} kills left a folder, half removed, to gc")
+            print(f"{tally.stage}: {late} kills came after the end of the stage and were drawn again")
+        if tally.partly_removed:
+            print(f"{tally.stage}: {tally.partly_removed} kills left a partly removed folder, which gc removes")
     sys.exit(any(tally.faults for tally in tallies))
 
 

@@ -23,7 +23,7 @@ from t5train.records.stage_records import TokenizerFiles, TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 from t5train.spec.recipes import recipe
-from tests.acceptance.kills.independent_tags import whole_tags
+from tests.acceptance.kills.independent_tags import find_complete_tags
 
 HOSTS = ("a", "b")
 SETTINGS = {
@@ -101,42 +101,42 @@ class Site:
         return self.run.checkpoints
 
     @property
-    def places(self) -> list[Path]:
+    def checkpoint_folders(self) -> list[Path]:
         """All folders with checkpoints of the run: the gathered copy, and each host's."""
         on_hosts = [self.transport.scratch(host) / self.run.place / CHECKPOINTS for host in HOSTS]
         return [self.checkpoints, *on_hosts]
 
-    def job_of(self, rank: int, told: TrainJob) -> TrainJob:
+    def job_of(self, rank: int, job: TrainJob) -> TrainJob:
         """The job of a rank, with the paths of its host's folder."""
         scratch = self.transport.scratch(HOSTS[rank])
-        folders = {name: getattr(told, name) for name in ("run_folder", "shards_folder")}
+        folders = {name: getattr(job, name) for name in ("run_folder", "shards_folder")}
         default = node_folders.place("scratch")
-        return told.model_copy(update={name: scratch / path.relative_to(default) for name, path in folders.items()})
+        return job.model_copy(update={name: scratch / path.relative_to(default) for name, path in folders.items()})
 
-    def elsewhere(self, folder: Path) -> "Site":
+    def in_folder(self, folder: Path) -> "Site":
         """The same run, in another folder."""
         return Site(folder, self.spec.with_settings({"storage.root": str(folder / "root")}), self.shards)
 
 
-def chosen_by_all(site: Site) -> str | None:
+def chosen_by_launch(site: Site) -> str | None:
     """The newest complete tag on hosts and head, as a launch would choose it before it gathers."""
     found = complete_tags(survey(site.run.nodes, site.run.name, site.checkpoints).found)
     return found[0].name if found else None
 
 
-def wrongly_chosen(site: Site) -> list[str]:
+def wrong_choices(site: Site) -> list[str]:
     """Wrong choices, by hosts and head together or by the head alone: any tag that is not the newest whole one."""
     wrong = []
-    choices = {"hosts and head": (chosen_by_all(site), site.places)}
+    choices = {"hosts and head": (chosen_by_launch(site), site.checkpoint_folders)}
     choices["the head"] = (newest_verified_tag(site.spec.run_folder, silent), [site.checkpoints])
-    for where, (chosen, places) in choices.items():
-        newest = max(whole_tags(places), default=None)
+    for where, (chosen, checkpoint_folders) in choices.items():
+        newest = max(find_complete_tags(checkpoint_folders), default=None)
         if chosen != newest:
-            wrong.append(f"of {where} {chosen} was chosen, and {newest} is the newest that is whole")
+            wrong.append(f"on {where}, {chosen} was chosen, but the newest complete tag is {newest}")
     return wrong
 
 
-def made(folder: Path, num_steps: int) -> tuple[Site, TokenizerFiles]:
+def make_site(folder: Path, num_steps: int) -> tuple[Site, TokenizerFiles]:
     """A run that has not begun, with token shards of Python's documentation, and its vocabulary."""
     from t5train.data.corpus import build_corpus
     from t5train.data.shards import build_shards

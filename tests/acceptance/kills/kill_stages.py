@@ -16,15 +16,15 @@ from t5train.errors import T5TrainError
 from t5train.progress import silent
 from t5train.records.stage_records import MANIFEST, Export
 from t5train.release.publication import publish
-from tests.acceptance.kills.independent_tags import tree, whole_tags
-from tests.acceptance.kills.kill_site import Site, wrongly_chosen
-from tests.acceptance.kills.kill_tally import Found, Tally
-from tests.acceptance.kills.killed_process import Work, await_quiet, is_struck, seconds_of
+from tests.acceptance.kills.independent_tags import find_complete_tags, tree
+from tests.acceptance.kills.kill_site import Site, wrong_choices
+from tests.acceptance.kills.kill_tally import FoundFaults, Tally
+from tests.acceptance.kills.killed_process import Work, await_end_of_processes, measure_seconds, was_killed
 from tests.acceptance.kills.object_folder import URL
 
-_WHEN_MADE = ("provenance", "seal")
+_VOLATILE_FIELDS = ("provenance", "seal")
 """Fields of a manifest that differ each time: when it was made, and a digest over the whole manifest."""
-_TIMED = 3
+_TIMED_RUNS = 3
 Content = Mapping[str, Any]
 
 
@@ -38,83 +38,87 @@ class Trial(Protocol):
         """What the stage has made so far where others would look for it, by name."""
         ...
 
-    def after_the_kill(self, expected: Content) -> Found:
+    def check_after_kill(self, expected: Content) -> FoundFaults:
         """Return what is wrong after the kill."""
         ...
 
-    def again(self) -> None:
+    def repeat(self) -> None:
         """Run the stage again, to its end."""
         ...
 
 
-def kill_stage(stage: str, seed: int, kills: int, folder: Path, begin: Callable[[Path], Trial]) -> Tally:
-    """Kill a stage ``kills`` times, each time in a new trial that ``begin`` makes in the folder."""
-    seconds, contents_then = zip(*(_undisturbed(folder, begin) for _ in range(_TIMED)), strict=True)
-    tally, expected = Tally(stage, statistics.median(seconds), seed), contents_then[0]
-    assert not any(_differences(each, expected) for each in contents_then)
+def kill_stage(stage: str, seed: int, kills: int, folder: Path, new_trial: Callable[[Path], Trial]) -> Tally:
+    """Kill a stage ``kills`` times, each time in a new trial that ``new_trial`` makes in the folder."""
+    seconds, undisturbed_contents = zip(*(_run_undisturbed(folder, new_trial) for _ in range(_TIMED_RUNS)), strict=True)
+    tally, expected = Tally(stage, statistics.median(seconds), seed), undisturbed_contents[0]
+    assert not any(_differences(each, expected) for each in undisturbed_contents)
     while len(tally.moments) < kills:
-        with _emptied(folder):
-            trial, moment = begin(folder), tally.draw()
-            if not is_struck(trial.work, *trial.arguments, moment=moment):
+        with _fresh_folder(folder):
+            trial, moment = new_trial(folder), tally.draw()
+            if not was_killed(trial.work, *trial.arguments, moment=moment):
                 continue
-            await_quiet(folder)
-            tally.note(moment, trial.after_the_kill(expected) | _again(trial, expected))
-            tally.left_over += any(folder.rglob(".*.discarded"))
+            await_end_of_processes(folder)
+            tally.record(moment, trial.check_after_kill(expected) | _repeat_and_compare(trial, expected))
+            tally.partly_removed += any(folder.rglob(".*.discarded"))
     print(tally.row(), flush=True)
     return tally
 
 
-def _undisturbed(folder: Path, begin: Callable[[Path], Trial]) -> tuple[float, Content]:
-    with _emptied(folder):
-        trial = begin(folder)
-        return seconds_of(trial.work, *trial.arguments), trial.content()
+def _run_undisturbed(folder: Path, new_trial: Callable[[Path], Trial]) -> tuple[float, Content]:
+    with _fresh_folder(folder):
+        trial = new_trial(folder)
+        return measure_seconds(trial.work, *trial.arguments), trial.content()
 
 
 @contextmanager
-def _emptied(folder: Path) -> Iterator[None]:
+def _fresh_folder(folder: Path) -> Iterator[None]:
     folder.mkdir()
     yield
-    await_quiet(folder)
+    await_end_of_processes(folder)
     shutil.rmtree(folder)
 
 
-def _again(trial: Trial, expected: Content) -> Found:
+def _repeat_and_compare(trial: Trial, expected: Content) -> FoundFaults:
     try:
-        trial.again()
+        trial.repeat()
     except T5TrainError as error:
-        return {"cannot go on": [f"{type(error).__name__}: {error}"]}
-    return {"ended otherwise": _differences(trial.content(), expected)}
+        return {"cannot resume": [f"{type(error).__name__}: {error}"]}
+    return {"different result": _differences(trial.content(), expected)}
 
 
-class Gathered:
+class GatherTrial:
     """The head gathers the newest checkpoints from the hosts, and older ones are pruned."""
 
     def __init__(self, template: Site, folder: Path) -> None:
         for name in ("hosts", "root/runs"):
-            shutil.copytree(template.folder / name, folder / name, copy_function=_linked)
+            shutil.copytree(template.folder / name, folder / name, copy_function=_hard_link)
         self._site = template.elsewhere(folder)
         self.work, self.arguments = keep_up, (self._site.run, silent)
-        self._kept = sorted(whole_tags(self._site.places))[-template.spec.storage.keep_last :]
+        self._kept = sorted(find_complete_tags(self._site.checkpoint_folders))[-template.spec.storage.keep_last :]
 
     def content(self) -> Content:
         """All checkpoints, on head and hosts."""
-        return {f"{place}/{name}": each for place in self._site.places for name, each in _seen(place).items()}
+        return {
+            f"{folder}/{name}": each
+            for folder in self._site.checkpoint_folders
+            for name, each in _visible_files(folder).items()
+        }
 
-    def after_the_kill(self, expected: Content) -> Found:  # noqa: ARG002 - part of Trial
+    def check_after_kill(self, expected: Content) -> FoundFaults:  # noqa: ARG002 - part of Trial
         """Checkpoints to keep are whole on some machine, and the head alone still has a whole one."""
-        lost = sorted(set(self._kept) - whole_tags(self._site.places))
-        lost += [] if whole_tags([self._site.checkpoints]) else ["what the head had gathered before"]
-        return {"incomplete chosen": wrongly_chosen(self._site), "complete lost": lost}
+        lost = sorted(set(self._kept) - find_complete_tags(self._site.checkpoint_folders))
+        lost += [] if find_complete_tags([self._site.checkpoints]) else ["the gathered copy"]
+        return {"incomplete chosen": wrong_choices(self._site), "complete lost": lost}
 
-    def again(self) -> None:
+    def repeat(self) -> None:
         """Do what the next launch and its checkpoint sync do."""
         recover(self._site.run, silent)
         if (tag := newest_verified_tag(self._site.spec.run_folder, silent)) != self._kept[-1]:
-            raise T5TrainError(f"{tag} would be resumed, not {self._kept[-1]}")
+            raise T5TrainError(f"the run would resume from {tag} instead of {self._kept[-1]}")
         keep_up(self._site.run, silent)
 
 
-class _OfTheRun:
+class _StageOfRun:
     """A stage that reads what the run has made, and must not change it."""
 
     def __init__(self, site: Site, sources: Sequence[Path], before: Content) -> None:
@@ -124,56 +128,56 @@ class _OfTheRun:
         """What the stage has made."""
         raise NotImplementedError
 
-    def is_there(self) -> bool:
+    def looks_finished(self) -> bool:
         """Whether its result would be taken for finished."""
         raise NotImplementedError
 
-    def after_the_kill(self, expected: Content) -> Found:
+    def check_after_kill(self, expected: Content) -> FoundFaults:
         """A result that is there is whole, and what it was made from is unchanged."""
-        half = _differences(self.content(), expected) if self.is_there() else []
+        incomplete = _differences(self.content(), expected) if self.looks_finished() else []
         changed = _differences(contents(self._sources), self._before)
-        return {"incomplete chosen": [*wrongly_chosen(self._site), *half], "complete lost": changed}
+        return {"incomplete chosen": [*wrong_choices(self._site), *incomplete], "complete lost": changed}
 
 
-class Consolidated(_OfTheRun):
+class ConsolidateTrial(_StageOfRun):
     """The head's newest checkpoint is consolidated into fp32 weights and moments."""
 
     def __init__(self, site: Site, before: Content, folder: Path) -> None:
-        super().__init__(site, site.places, before)
+        super().__init__(site, site.checkpoint_folders, before)
         self._out = folder / "weights"
         self.work, self.arguments = _consolidate, (site.checkpoints, self._out)
 
     def content(self) -> Content:
         """Files and manifest."""
-        return _seen(self._out)
+        return _visible_files(self._out)
 
-    def is_there(self) -> bool:
+    def looks_finished(self) -> bool:
         """The folder exists only when the result is finished."""
         return self._out.exists()
 
-    def again(self) -> None:
+    def repeat(self) -> None:
         """Run it in this process."""
         _consolidate(*self.arguments)
 
 
-class Published(_OfTheRun):
+class PublishTrial(_StageOfRun):
     """A certified export is published to a folder or an object store."""
 
     def __init__(self, site: Site, export: Export, before: Content, folder: Path, *, to_store: bool) -> None:
         super().__init__(site, [export.path], before)
-        self._to_store, self._place = to_store, folder / "published" / "t5"
+        self._to_store, self._destination = to_store, folder / "published" / "t5"
         self.work = publish
-        self.arguments = (export, f"{URL}{self._place}" if to_store else str(self._place), silent)
+        self.arguments = (export, f"{URL}{self._destination}" if to_store else str(self._destination), silent)
 
     def content(self) -> Content:
         """Files and manifest."""
-        return _seen(self._place)
+        return _visible_files(self._destination)
 
-    def is_there(self) -> bool:
+    def looks_finished(self) -> bool:
         """In a store, the manifest marks a finished result; elsewhere, the folder does."""
-        return (self._place / MANIFEST if self._to_store else self._place).exists()
+        return (self._destination / MANIFEST if self._to_store else self._destination).exists()
 
-    def again(self) -> None:
+    def repeat(self) -> None:
         """Run it in this process."""
         publish(*self.arguments)
 
@@ -182,7 +186,7 @@ def _consolidate(checkpoints: Path, out: Path) -> None:
     consolidate(checkpoints, out, moments=True)
 
 
-def _linked(source: str, target: str) -> None:
+def _hard_link(source: str, target: str) -> None:
     """Make a hard link. This is safe, because no stage writes into an existing file: each replaces or removes it."""
     Path(target).hardlink_to(source)
 
@@ -192,17 +196,17 @@ def contents(folders: Sequence[Path]) -> Content:
     return {f"{folder}/{name}": each for folder in folders for name, each in tree(folder).items()}
 
 
-def _seen(folder: Path) -> Content:
+def _visible_files(folder: Path) -> Content:
     """The sha256 of every file that is not hidden or in a hidden folder; for a manifest, its content."""
-    shown = {name: each for name, each in tree(folder).items() if not f"/{name}".count("/.")}
-    if MANIFEST in shown:
-        shown[MANIFEST] = _said((folder / MANIFEST).read_text("utf-8"))
-    return shown
+    files = {name: each for name, each in tree(folder).items() if not f"/{name}".count("/.")}
+    if MANIFEST in files:
+        files[MANIFEST] = _manifest_content((folder / MANIFEST).read_text("utf-8"))
+    return files
 
 
-def _said(text: str) -> Any:
-    said = json.loads(text)
-    return {name: value for name, value in said.items() if name not in _WHEN_MADE}
+def _manifest_content(text: str) -> Any:
+    content = json.loads(text)
+    return {name: value for name, value in content.items() if name not in _VOLATILE_FIELDS}
 
 
 def _differences(found: Content, expected: Content) -> list[str]:

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Fault = Literal["incomplete chosen", "cannot go on", "complete lost", "ended otherwise"]
-Found = Mapping[Fault, Sequence[str]]
-FAULTS: tuple[Fault, ...] = ("incomplete chosen", "cannot go on", "complete lost", "ended otherwise")
+Fault = Literal["incomplete chosen", "cannot resume", "complete lost", "different result"]
+FoundFaults = Mapping[Fault, Sequence[str]]
+FAULTS: tuple[Fault, ...] = ("incomplete chosen", "cannot resume", "complete lost", "different result")
 HEADER = """\
-| killed in | kills | undisturbed, s | killed after, s | of these in each fifth of that time | incomplete tag chosen | \
-could not go on | complete tag lost | ended otherwise |
+| stage killed | kills | undisturbed, s | killed after, s | kills in each fifth of that time | incomplete tag chosen | \
+could not resume | complete tag lost | different result |
 |---|---|---|---|---|---|---|---|---|
 """
 
@@ -27,24 +27,24 @@ class Tally:
     """Seconds from the start of the stage to each kill."""
     faults: list[tuple[Fault, str]] = field(default_factory=list)
     drawn: int = 0
-    left_over: int = 0
+    partly_removed: int = 0
     """Kills that left a partly removed folder, which gc removes."""
 
     def __post_init__(self) -> None:
-        self._chance = random.Random(f"{self.seed} {self.stage}")
+        self._rng = random.Random(f"{self.seed} {self.stage}")
 
     def draw(self) -> float:
         """Draw the time of the next kill."""
         self.drawn += 1
-        return self._chance.uniform(0, self.seconds)
+        return self._rng.uniform(0, self.seconds)
 
-    def note(self, moment: float, found: Found, *, counts: bool = True) -> None:
+    def record(self, moment: float, found: FoundFaults, *, counts: bool = True) -> None:
         """Record what was found after a kill. A kill after the end of the stage does not count."""
         self.moments += [moment] if counts else []
         print(f"{self.stage}: kill {len(self.moments)} after {moment:.3f} s", flush=True)
-        self.note_faults(f"killed after {moment:.3f} s", found)
+        self.record_faults(f"killed after {moment:.3f} s", found)
 
-    def note_faults(self, when: str, found: Found) -> None:
+    def record_faults(self, when: str, found: FoundFaults) -> None:
         """Record what was found, and print it at once."""
         for fault, texts in found.items():
             for text in texts:

@@ -20,53 +20,53 @@ _IMPORTED = [
         "infra.head.storage.run_storage",
     ),
 ]
-_QUIET_SECONDS = 30.0
+_LONGEST_WAIT_SECONDS = 30.0
 Work = Callable[..., None]
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(_IMPORTED)
 
 
-def seconds_of(work: Work, *arguments: Any) -> float:
+def measure_seconds(work: Work, *arguments: Any) -> float:
     """How many seconds the work takes in its own process. Raises AssertionError if it fails."""
-    process, ours = _begun(work, *arguments)
-    began, ended = ours.recv(), ours.recv()
+    process, receiver = _start(work, *arguments)
+    began, ended = receiver.recv(), receiver.recv()
     process.join()
-    assert process.exitcode == 0, f"{work.__name__} ended with {process.exitcode}"
+    assert process.exitcode == 0, f"{work.__name__} exited with {process.exitcode}"
     return float(ended - began)
 
 
-def is_struck(work: Work, *arguments: Any, moment: float) -> bool:
+def was_killed(work: Work, *arguments: Any, moment: float) -> bool:
     """Run work in its own process, and kill it after ``moment`` seconds; False if it had already ended."""
-    process, ours = _begun(work, *arguments)
-    ours.recv()
+    process, receiver = _start(work, *arguments)
+    receiver.recv()
     time.sleep(moment)
     process.kill()
     process.join()
     return process.exitcode == -signal.SIGKILL
 
 
-def await_quiet(folder: Path) -> None:
+def await_end_of_processes(folder: Path) -> None:
     """Wait until no process has the folder in its command line: a killed process may have started others."""
-    deadline, me, wanted = time.monotonic() + _QUIET_SECONDS, str(os.getpid()), os.fsencode(folder)
-    while any(wanted in _command_line(each) for each in Path("/proc").glob("[0-9]*") if each.name != me):
-        assert time.monotonic() < deadline, f"processes of {folder} do not end"
+    deadline, own_pid, wanted = time.monotonic() + _LONGEST_WAIT_SECONDS, str(os.getpid()), os.fsencode(folder)
+    while any(wanted in _command_line(each) for each in Path("/proc").glob("[0-9]*") if each.name != own_pid):
+        assert time.monotonic() < deadline, f"processes that use {folder} are still running"
         time.sleep(0.02)
 
 
-def _begun(work: Work, *arguments: Any) -> tuple[Any, Connection]:
-    ours, theirs = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=_do, args=(theirs, work, arguments), daemon=True)
+def _start(work: Work, *arguments: Any) -> tuple[Any, Connection]:
+    receiver, sender = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_run, args=(sender, work, arguments), daemon=True)
     process.start()
-    theirs.close()
-    return process, ours
+    sender.close()
+    return process, receiver
 
 
-def _do(told: Connection, work: Work, arguments: tuple[Any, ...]) -> None:
+def _run(connection: Connection, work: Work, arguments: tuple[Any, ...]) -> None:
     logging.disable(logging.WARNING)
-    told.send(time.monotonic())
+    connection.send(time.monotonic())
     work(*arguments)
-    told.send(time.monotonic())
+    connection.send(time.monotonic())
 
 
 def _command_line(process: Path) -> bytes:

@@ -26,7 +26,7 @@ def training_flops(shape: T5Shape, input_tokens: int, target_tokens: int) -> int
     return 6 * weights + 12 * shape.inner * pairs
 
 
-def flops_a_token(shape: T5Shape, objective: ObjectiveSpec) -> float:
+def flops_per_token(shape: T5Shape, objective: ObjectiveSpec) -> float:
     """Training FLOPs per token, counting the tokens of encoder and decoder alike, as tokens/s does."""
     target_tokens = geometry(objective).target_tokens
     tokens = objective.input_tokens + target_tokens

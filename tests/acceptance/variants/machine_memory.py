@@ -5,7 +5,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_BETWEEN_SAMPLES = 0.5
 
 
 def memory_bytes(key: str) -> int:
@@ -21,18 +21,18 @@ class PeakMemory:
     """
 
     def __init__(self) -> None:
-        self._before = self._least = memory_bytes("MemAvailable")
-        self._over = threading.Event()
+        self._before = self._minimum = memory_bytes("MemAvailable")
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     @property
     def rise(self) -> int:
         """The largest fall, in bytes."""
-        return self._before - self._least
+        return self._before - self._minimum
 
     def _watch(self) -> None:
-        while not self._over.wait(SECONDS_BETWEEN_LOOKS):
-            self._least = min(self._least, memory_bytes("MemAvailable"))
+        while not self._stopped.wait(SECONDS_BETWEEN_SAMPLES):
+            self._minimum = min(self._minimum, memory_bytes("MemAvailable"))
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -41,5 +41,5 @@ class PeakMemory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._stopped.set()
         self._thread.join()

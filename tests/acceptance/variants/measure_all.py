@@ -80,53 +80,57 @@ def _run(results: Results, out: Path, options: argparse.Namespace) -> dict[str, 
     runner = Runner((options.root or out / "work").absolute(), tiny=options.tiny, keep=options.keep)
     deadline = None if options.until_seconds is None else time.monotonic() + options.until_seconds
     runner.tokenize(options.corpus, options.tokenizer)
-    skipped, done = {}, {row["name"] for row in results.rows()}
-    with ThreadPoolExecutor(max_workers=1) as beside:
-        proofs: list[Future[None]] = []
+    skipped, finished = {}, {row["name"] for row in results.rows()}
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        certifications: list[Future[None]] = []
         for case in CASES:
-            if case.name in done or (options.only and case.name not in options.only):
+            if case.name in finished or (options.only and case.name not in options.only):
                 continue
-            if reason := _obstacle(case, runner, deadline):
+            if reason := _reason_to_skip(case, runner, deadline):
                 skipped[case.name] = reason
                 continue
             row = {**runner.train(case, deadline), "machine": _machine(), "date": time.strftime("%Y-%m-%d")}
-            proofs.append(beside.submit(_prove, runner, case, row, results.append))
+            certifications.append(executor.submit(_certify, runner, case, row, results.append))
             if not options.beside:
-                proofs[-1].result()
-        for proof in proofs:
-            proof.result()
+                certifications[-1].result()
+        for certification in certifications:
+            certification.result()
     return skipped
 
 
-def _prove(runner: Runner, case: Case, row: Row, append: Callable[[Row], None]) -> None:
-    append(runner.prove(case, row))
+def _certify(runner: Runner, case: Case, row: Row, append: Callable[[Row], None]) -> None:
+    append(runner.certify(case, row))
 
 
-def _obstacle(case: Case, runner: Runner, deadline: float | None) -> str:
+def _reason_to_skip(case: Case, runner: Runner, deadline: float | None) -> str:
     """Why a case cannot be run here and now; empty if it can."""
     try:
         runner.spec(case)
     except SpecError as error:
         return str(error)
-    if deadline is not None and case.seconds > (left := deadline - time.monotonic()):
-        return f"out of time: it takes about {case.seconds} s, and {left:.0f} are left"
-    return "" if runner.tiny else _lack(case, runner.root)
+    if deadline is not None and case.seconds > (seconds_left := deadline - time.monotonic()):
+        return f"not enough time: it needs about {case.seconds} s, and {seconds_left:.0f} s are left"
+    return "" if runner.tiny else _missing_resources(case, runner.root)
 
 
-def _lack(case: Case, root: Path) -> str:
+def _missing_resources(case: Case, root: Path) -> str:
     """What this machine lacks for a case."""
-    has = {
+    needs = {
         "accelerators": (case.ranks, torch.accelerator.device_count()),
         "GB of host memory": (case.host_gigabytes, memory_bytes("MemAvailable") // 10**9),
-        "GB of disk": (case.disk_gigabytes, shutil.disk_usage(root).free // 10**9),
+        "GB of disk space": (case.disk_gigabytes, shutil.disk_usage(root).free // 10**9),
     }
-    lacks = [f"it takes {needed} {what}, and {here} are free" for what, (needed, here) in has.items() if needed > here]
-    return "; ".join(lacks)
+    missing = [
+        f"it needs {needed} {what}, and {available} are available"
+        for what, (needed, available) in needs.items()
+        if needed > available
+    ]
+    return "; ".join(missing)
 
 
 def _machine() -> str:
-    here = torch.accelerator.device_count()
-    kind = f"{here} {torch.get_device_module().get_device_name(0)}, " if here else ""
+    available = torch.accelerator.device_count()
+    kind = f"{available} {torch.get_device_module().get_device_name(0)}, " if available else ""
     return f"{kind}{hardware()}, torch {torch.__version__}"
 
 
@@ -134,19 +138,21 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", help="text: path, pattern or URL")
     parser.add_argument("--tokenizer", help="a spiece.model or a Hugging Face folder")
-    parser.add_argument("--out", type=Path, default=Path("work/variants"), help="where results.jsonl is, or will be")
-    parser.add_argument("--root", type=Path, help="where runs lie while they last; OUT/work when left out")
+    parser.add_argument("--out", type=Path, default=Path("work/variants"), help="folder of results.jsonl")
+    parser.add_argument("--root", type=Path, help="folder for runs in progress (default: OUT/work)")
     parser.add_argument("--only", nargs="+", default=[], choices=[case.name for case in CASES], metavar="NAME")
     parser.add_argument("--list", action="store_true", help="show the cases and about how long they take")
     parser.add_argument("--table", action="store_true", help="show the lines of OUT/results.jsonl, and run nothing")
-    parser.add_argument("--beside", action="store_true", help="prove each model while the next is trained")
-    parser.add_argument("--tiny", action="store_true", help="models of the demo's size on the CPU: a trial of this")
+    parser.add_argument("--beside", action="store_true", help="certify each model while the next one is trained")
+    parser.add_argument(
+        "--tiny", action="store_true", help="try this program with models of the demo's size on the CPU"
+    )
     parser.add_argument("--keep", action="store_true", help="remove nothing")
-    parser.add_argument("--until-seconds", type=float, help="start nothing that ends later")
-    parser.add_argument("--peak-teraflops", type=float, default=H200_TERAFLOPS, help="of one accelerator in bf16")
+    parser.add_argument("--until-seconds", type=float, help="start no case that would end later than this")
+    parser.add_argument("--peak-teraflops", type=float, default=H200_TERAFLOPS, help="peak of one accelerator in bf16")
     options = parser.parse_args()
     if not (options.list or options.table or (options.corpus and options.tokenizer)):
-        parser.error("--corpus and --tokenizer say which text and vocabulary to train on")
+        parser.error("--corpus and --tokenizer are required: the text and the vocabulary to train on")
     return options
 
 

@@ -10,11 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
 from t5train.spec.recipes import recipe
-from tests.acceptance.variants.flops import flops_a_token, training_flops
+from tests.acceptance.variants.flops import flops_per_token, training_flops
 
 
 @pytest.mark.parametrize("settings", [{}, {"model.version": "v1.0", "model.num_decoder_layers": 3}])
-def test_the_flops_are_those_that_torch_counts(settings: dict[str, Any]) -> None:
+def test_flops_agree_with_the_count_of_torch(settings: dict[str, Any]) -> None:
     shape = resolve(recipe("smoke").with_settings(settings).model, 500)
     model = T5(shape, decoder_start_id=0)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -23,14 +23,14 @@ def test_the_flops_are_those_that_torch_counts(settings: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(("tokens_per_second", "mfu"), [(181e3, 0.156), (351e3, 0.302), (391e3, 0.336)])
-def test_base_has_the_mfu_that_was_counted_for_it_elsewhere(tokens_per_second: float, mfu: float) -> None:
+def test_the_mfu_of_base_agrees_with_independent_figures(tokens_per_second: float, mfu: float) -> None:
     """The peak is 790 TFLOP/s; sequences have 512 + 114 tokens."""
     spec = recipe("base")
-    found = tokens_per_second * flops_a_token(resolve(spec.model, 32_100), spec.objective) / 790e12
+    found = tokens_per_second * flops_per_token(resolve(spec.model, 32_100), spec.objective) / 790e12
     assert found == pytest.approx(mfu, abs=1e-3)
 
 
-def test_a_token_passes_one_expert_however_many_there_are() -> None:
+def test_flops_of_experts_depend_on_top_k_and_not_on_their_number() -> None:
     dense = recipe("base").with_settings({"model.version": "v1.0"})
     sparse = dense.with_settings({"model.moe.num_experts": 64, "model.compile": False, "layout.zero_stage": 1})
     two = sparse.with_settings({"model.moe.top_k": 2})

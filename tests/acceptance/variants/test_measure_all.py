@@ -25,11 +25,11 @@ def test_a_case_is_a_valid_run(case: Case, tiny: bool) -> None:
     assert spec.optimizer.num_steps > spec.optimizer.warmup_steps
 
 
-def test_a_case_has_a_name_of_its_own() -> None:
+def test_case_names_are_unique() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-def test_a_line_that_a_kill_cut_off_is_no_result_and_does_not_spoil_the_next(tmp_path: Path) -> None:
+def test_a_line_cut_off_by_a_kill_is_ignored_and_the_next_one_is_intact(tmp_path: Path) -> None:
     results = Results(tmp_path / "results.jsonl")
     results.append({"name": "a", "passed": True})
     with open(tmp_path / "results.jsonl", "ab") as file:
@@ -39,7 +39,7 @@ def test_a_line_that_a_kill_cut_off_is_no_result_and_does_not_spoil_the_next(tmp
     assert [row["name"] for row in results.rows()] == ["a", "c"]
 
 
-def test_a_table_shows_what_failed_and_with_which_error() -> None:
+def test_the_table_shows_failed_cases_with_their_errors() -> None:
     ran = {"name": "zero2-4", "ranks": 4, "tiny": False, "tokens_per_second": 1502e3 * 1.5, "flops_per_second": 4e14}
     ran |= {"passed": True, "seconds": {"train": 9.6, "certify": 3.2}, "loss": [10.0, 5.0], "skipped_steps": 0}
     failed = {"name": "moe-4", "ranks": 4, "tiny": False, "passed": False, "seconds": {}, "error": "error: no | room"}
@@ -50,7 +50,7 @@ def test_a_table_shows_what_failed_and_with_which_error() -> None:
 
 
 @pytest.mark.slow
-def test_a_case_is_run_to_its_certificate_once_and_what_is_not_run_has_a_reason(tmp_path: Path) -> None:
+def test_a_case_is_run_once_to_its_certificate_and_a_skipped_one_has_a_reason(tmp_path: Path) -> None:
     spec = recipe("smoke").with_settings({"tokenizer.vocab_size": 500})
     vocabulary = build_tokenizer(spec.tokenizer, spec.corpus, build_corpus(spec.corpus, tmp_path), tmp_path)
     command = [sys.executable, "-m", "tests.acceptance.variants.measure_all", "--tiny"]

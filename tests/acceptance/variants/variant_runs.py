@@ -15,7 +15,7 @@ from t5train.model.model_shape import resolve
 from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
-from tests.acceptance.variants.flops import flops_a_token
+from tests.acceptance.variants.flops import flops_per_token
 from tests.acceptance.variants.machine_memory import PeakMemory
 from tests.acceptance.variants.variant_cases import CLEAR_ERRORS, Case
 
@@ -57,20 +57,28 @@ class Runner:
 
     def train(self, case: Case, deadline: float | None) -> Row:
         """Train to the last step, or to the expected error; return the first part of the case's row."""
-        asked = self.spec(case).optimizer
+        optimizer = self.spec(case).optimizer
         row: Row = {"name": case.name, "recipe": case.recipe, "ranks": case.ranks, "precision": case.precision}
-        row |= {"steps": asked.num_steps, "batch": asked.global_batch_sequences, "tiny": self.tiny, "seconds": {}}
-        left = None if deadline is None else max(1.0, deadline - time.monotonic())
+        row |= {
+            "steps": optimizer.num_steps,
+            "batch": optimizer.global_batch_sequences,
+            "tiny": self.tiny,
+            "seconds": {},
+        }
+        seconds_left = None if deadline is None else max(1.0, deadline - time.monotonic())
         try:
             with PeakMemory() as memory:
-                stage(row["seconds"], "train", *self._words(case), timeout=left)
+                stage(row["seconds"], "train", *self._arguments(case), timeout=seconds_left)
         except StageFailed as error:
             return row | {"error": str(error), "passed": case.must_fail and self._reported(case) in CLEAR_ERRORS}
         if case.must_fail:
-            return row | {"error": f"it was to end with one of {', '.join(CLEAR_ERRORS)}, and trained", "passed": False}
+            return row | {
+                "error": f"expected one of {', '.join(CLEAR_ERRORS)}, but training succeeded",
+                "passed": False,
+            }
         return row | {"machine_memory_bytes": memory.rise, **self._measured(case)}
 
-    def prove(self, case: Case, row: Row) -> Row:
+    def certify(self, case: Case, row: Row) -> Row:
         """Consolidate, export and certify the model; return the complete row.
 
         Removes the files of a case that passed.
@@ -85,7 +93,7 @@ class Runner:
             shutil.rmtree(self._run(case))
         return row
 
-    def _words(self, case: Case) -> list[object]:
+    def _arguments(self, case: Case) -> list[object]:
         settings = [f"{key}={json.dumps(value)}" for key, value in case.all_settings(tiny=self.tiny).items()]
         where = ["--root", self.root, "--name", case.name, "--shards", self._data / "shards"]
         return [case.recipe, *(word for setting in settings for word in ("--set", setting)), *where]
@@ -116,7 +124,7 @@ class Runner:
         rate = statistics.median(_floats(steps[len(steps) // 2 :], "tokens_per_second"))
         return {
             "tokens_per_second": rate,
-            "flops_per_second": rate * flops_a_token(resolve(spec.model, vocabulary), spec.objective),
+            "flops_per_second": rate * flops_per_token(resolve(spec.model, vocabulary), spec.objective),
             "accelerator_memory_bytes": max(_floats(steps, "memory_bytes")),
             "host_memory_bytes": max(_floats(steps, "host_memory_bytes")),
             "loss": [steps[0]["loss"], steps[-1]["loss"]],

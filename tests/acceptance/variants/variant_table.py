@@ -20,7 +20,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def listing(cases: Sequence[Case]) -> str:
     """A Markdown table with a row for each case, and the total seconds for each number of ranks."""
-    lines = [f"| {'case | recipe | ranks | precision | steps | about, s'} |", "|---|---|---|---|---|---|"]
+    lines = [f"| {'case | recipe | ranks | precision | steps | approx. s'} |", "|---|---|---|---|---|---|"]
     totals: dict[int, int] = defaultdict(int)
     for case in cases:
         totals[case.ranks] += case.seconds
@@ -58,8 +58,8 @@ def _certificate(row: Row) -> str:
 
 
 def _outcome(row: Row) -> str:
-    said = row.get("error", "").replace("|", "/")
-    return f"{'passed' if row['passed'] else 'FAILED'} {said[:120]}".strip()
+    error = row.get("error", "").replace("|", "/")
+    return f"{'passed' if row['passed'] else 'FAILED'} {error[:120]}".strip()
 
 
 def _seconds(row: Row) -> str:
@@ -76,10 +76,10 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "case": lambda row: row["name"],
     "tokens/s": _number("tokens_per_second", ",.0f"),
     "MFU": _number("mfu", ".1%"),
-    "beside (on H200)": _peer,
+    "relative to (on H200)": _peer,
     "accelerator GiB": _number("accelerator_memory_bytes", ".1f", GIB),
-    "host GiB a rank": _number("host_memory_bytes", ".1f", GIB),
-    "host GiB in all": _number("machine_memory_bytes", ".1f", GIB),
+    "host GiB per rank": _number("host_memory_bytes", ".1f", GIB),
+    "host GiB in total": _number("machine_memory_bytes", ".1f", GIB),
     "loss": _loss,
     "skipped": _number("skipped_steps", ".0f"),
     "certificate": _certificate,

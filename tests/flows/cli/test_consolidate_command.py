@@ -29,9 +29,9 @@ def write_tag(tag: Path, record: Record) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def test_moments_are_written_only_on_request(
-    t5_pretrain: Callable[..., int], record_alone: Record, tmp_path: Path
+    t5_pretrain: Callable[..., int], record_only_rank: Record, tmp_path: Path
 ) -> None:
-    held = write_tag(tmp_path / "checkpoints/step-00000003", record_alone)
+    held = write_tag(tmp_path / "checkpoints/step-00000003", record_only_rank)
     assert t5_pretrain("consolidate", "checkpoints", "plain") == 0
     assert t5_pretrain("consolidate", "checkpoints", "out", "--moments") == 0
     assert sorted(path.stem for path in (tmp_path / "plain").glob("*.safetensors")) == ["model"]

@@ -26,7 +26,7 @@ class Hostile:
 @pytest.mark.parametrize("key", ["module", "optimizer", "elsewhere"])
 def test_a_pickle_that_would_run_code_is_refused_by_name_and_nothing_is_written(
     t5_pretrain: Callable[..., int],
-    record_alone: Callable[..., None],
+    record_only_rank: Callable[..., None],
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     with_sidecar: bool,
@@ -37,7 +37,7 @@ def test_a_pickle_that_would_run_code_is_refused_by_name_and_nothing_is_written(
     state: dict[str, Any] = {"module": {"shared.weight": torch.ones(3, 2)}, "optimizer": None, "global_steps": 3}
     torch.save(state | {key: Hostile(marker)}, tag / MODEL)
     if with_sidecar:
-        record_alone(tag, [MODEL], [ParameterSlot.of("shared.weight", (3, 2), 0)])
+        record_only_rank(tag, [MODEL], [ParameterSlot.of("shared.weight", (3, 2), 0)])
     assert t5_pretrain("consolidate", str(tag), "out") == 1
     output = capsys.readouterr().err
     assert output.startswith("error: ")

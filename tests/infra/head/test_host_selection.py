@@ -18,7 +18,7 @@ from t5train.records.stage_records import Checkpoint
 from t5train.spec import RunSpec
 from t5train.spec.recipes import recipe
 
-Asked = tuple[list[tuple[str, ...]], set[str]]
+AskedHosts = tuple[list[tuple[str, ...]], set[str]]
 
 
 @pytest.fixture
@@ -36,26 +36,26 @@ def spec(tmp_path: Path) -> Callable[[int], RunSpec]:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+def asked_hosts(monkeypatch: pytest.MonkeyPatch) -> AskedHosts:
     """The hosts asked in each call of ``require_agreement``, and the set of hosts that do not answer."""
-    times: list[tuple[str, ...]] = []
+    calls: list[tuple[str, ...]] = []
     down = set[str]()
 
-    def require_agreement(needs: LaunchRequirements, _: Any) -> dict[str, str]:
-        times.append(tuple(needs.slots))
-        return {host: f"{host}: no answer" for host in needs.slots if host in down}
+    def require_agreement(requirements: LaunchRequirements, _: Any) -> dict[str, str]:
+        calls.append(tuple(requirements.slots))
+        return {host: f"{host}: no answer" for host in requirements.slots if host in down}
 
     monkeypatch.setattr(host_selection, "require_agreement", require_agreement)
-    return times, down
+    return calls, down
 
 
-def test_a_spare_that_answers_takes_the_place_of_a_host_that_does_not(
-    spec: Callable[[int], RunSpec], asked: Asked, caplog: pytest.LogCaptureFixture
+def test_a_host_that_does_not_answer_is_replaced_by_a_spare_that_does(
+    spec: Callable[[int], RunSpec], asked_hosts: AskedHosts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    times, down = asked
+    calls, down = asked_hosts
     down.update("bc")
     silent = require_hosts(spec(2), require_possible(spec(2)), 0)
-    assert times == [("a", "b"), ("a", "c"), ("a", "d")]
+    assert calls == [("a", "b"), ("a", "c"), ("a", "d")]
     assert caplog.messages[0] == "b: no answer"
     assert caplog.messages[-1] == "b does not answer: d takes its place"
     assert silent == {"b", "c"}
@@ -63,39 +63,39 @@ def test_a_spare_that_answers_takes_the_place_of_a_host_that_does_not(
 
 
 def test_without_a_spare_that_answers_the_run_is_refused_with_what_to_do(
-    spec: Callable[[int], RunSpec], asked: Asked
+    spec: Callable[[int], RunSpec], asked_hosts: AskedHosts
 ) -> None:
-    times, down = asked
+    calls, down = asked_hosts
     down.update("bd")
     with pytest.raises(PreflightError, match=r"b: no answer\n  d: no answer\nFix .*--exclude.*--spares"):
         require_hosts(spec(1), require_possible(spec(1)), 0)
-    assert times == [("a", "b", "c"), ("a", "d", "c")]
+    assert calls == [("a", "b", "c"), ("a", "d", "c")]
     down.clear()
     require_hosts(spec(1), require_possible(spec(1)), 0)
 
 
 @pytest.mark.parametrize("spares", [0, 1])
-def test_hosts_whose_ranks_are_at_work_are_not_given_up_for_a_moment_without_an_answer(
-    spec: Callable[[int], RunSpec], asked: Asked, spares: int
+def test_hosts_with_running_ranks_are_kept_even_if_they_do_not_answer(
+    spec: Callable[[int], RunSpec], asked_hosts: AskedHosts, spares: int
 ) -> None:
-    times, down = asked
+    calls, down = asked_hosts
     down.add("b")
     hosts = training_hosts(spec(spares))
     require_hosts(spec(spares), require_possible(spec(spares)), 0, at_work=hosts)
-    assert times == []
+    assert calls == []
     assert training_hosts(spec(spares), at_work=hosts) == hosts
 
 
-def test_hosts_are_not_asked_by_a_run_that_has_been_trained(spec: Callable[[int], RunSpec], asked: Asked) -> None:
-    times, _ = asked
+def test_a_completed_run_does_not_check_its_hosts(spec: Callable[[int], RunSpec], asked_hosts: AskedHosts) -> None:
+    calls, _ = asked_hosts
     require_ready(spec(1))
-    assert len(times) == 1
+    assert len(calls) == 1
     begin(spec(1).run_folder, spec(1), "f00d")
     require_ready(spec(1))
-    assert len(times) == 2
+    assert len(calls) == 2
     Checkpoint(path=spec(1).run_folder, fingerprint="f00d", files={}, step=1, tag="step-00000001").commit()
     require_ready(spec(1))
-    assert len(times) == 2
+    assert len(calls) == 2
 
 
 def begin(run_folder: Path, spec: RunSpec, fingerprint: str) -> None:

@@ -19,7 +19,7 @@ def lost(host: str, seconds: int) -> HostLost:
     return HostLost(f"{host} has not responded for {seconds} s", [host])
 
 
-def test_the_third_failure_that_differs_in_numbers_alone_is_not_tried_again(tmp_path: Path) -> None:
+def test_the_third_failure_that_differs_only_in_numbers_is_not_retried(tmp_path: Path) -> None:
     first, second = judged(tmp_path, lost("a", 61)), judged(tmp_path, lost("a", 60))
     assert first.retryable
     assert second.retryable
@@ -30,7 +30,7 @@ def test_the_third_failure_that_differs_in_numbers_alone_is_not_tried_again(tmp_
 
 
 @pytest.mark.parametrize("between", ["another error", "another host", "a checkpoint"])
-def test_failures_with_something_else_in_between_are_tried_again(tmp_path: Path, between: str) -> None:
+def test_identical_failures_with_something_else_in_between_are_retried(tmp_path: Path, between: str) -> None:
     for seconds in (60, 61):
         judged(tmp_path, lost("a", seconds))
     if between == "another error":
@@ -42,13 +42,13 @@ def test_failures_with_something_else_in_between_are_tried_again(tmp_path: Path,
     assert judged(tmp_path, lost("a", 62)).retryable
 
 
-def test_a_host_that_failed_twice_is_named_and_replaced_by_a_spare_with_slots_enough(tmp_path: Path) -> None:
+def test_a_host_that_failed_twice_is_named_and_replaced_by_a_spare_with_enough_slots(tmp_path: Path) -> None:
     judged(tmp_path, lost("a", 60))
     assert unfit(tmp_path) == {}
     judged(tmp_path, DiskFull("rank 3 of 4 on b", ["b"]))  # no attempt follows this failure
-    told = judged(tmp_path, HostUnreachable("a: no answer", ["a"]))
-    assert isinstance(told, HostUnreachable)
-    assert str(told) == (
+    error = judged(tmp_path, HostUnreachable("a: no answer", ["a"]))
+    assert isinstance(error, HostUnreachable)
+    assert str(error) == (
         "a has failed 2 times (HostLost, HostUnreachable); use --exclude a, or --spares to replace hosts: a: no answer"
     )
     assert unfit(tmp_path) == {"a": "has failed twice"}
@@ -72,7 +72,7 @@ def failed_command(run_folder: Path, *replaced: str) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().split("|")
 
 
-def test_a_host_that_runs_out_of_memory_in_two_commands_is_named_and_done_without(tmp_path: Path) -> None:
+def test_a_host_that_runs_out_of_memory_in_two_commands_is_named_and_replaced(tmp_path: Path) -> None:
     assert failed_command(tmp_path) == ["OutOfMemory", "False", "[]", "rank 0 of 4 on a"]
     kind, again, hosts, text = failed_command(tmp_path)
     assert (kind, again, hosts) == ("OutOfMemory", "False", "['a']")
@@ -80,14 +80,14 @@ def test_a_host_that_runs_out_of_memory_in_two_commands_is_named_and_done_withou
     assert failed_command(tmp_path, "a")[:3] == ["HostReplaced", "True", "['a']"]
 
 
-def test_failures_of_other_commands_do_not_count_as_tries_of_this_one(tmp_path: Path) -> None:
+def test_failures_of_other_commands_do_not_count_as_retries_of_this_one(tmp_path: Path) -> None:
     for _ in range(MOST_ALIKE):
         assert failed_command(tmp_path)[0] == "OutOfMemory"
     first = judged(tmp_path, lost("a", 60))
     assert first.retryable
 
 
-def test_a_failure_of_a_host_is_forgotten_after_a_week_and_a_torn_line_at_once(tmp_path: Path) -> None:
+def test_a_hosts_failures_expire_after_a_week_and_a_truncated_line_is_ignored(tmp_path: Path) -> None:
     for _ in range(2):
         judged(tmp_path, lost("a", 60))
     assert unfit(tmp_path) == {"a": "has failed twice"}

@@ -27,7 +27,7 @@ def test_a_signal_takes_effect_when_the_block_is_done(number: signal.Signals, la
         assert process.stdout.readline() == b"begun\n"
         for _ in range(2):
             process.send_signal(number)
-        said, complained = process.communicate(timeout=60)
-    assert said.decode() == f"done\n{last}"
-    assert complained.decode().startswith("ending the ranks: please wait\n")
+        stdout, stderr = process.communicate(timeout=60)
+    assert stdout.decode() == f"done\n{last}"
+    assert stderr.decode().startswith("ending the ranks: please wait\n")
     assert process.returncode == (0 if last else -number)

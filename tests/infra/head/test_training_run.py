@@ -22,15 +22,15 @@ CHECKPOINT = 16 * PARAMETERS
 REST = 3 * 4 * PARAMETERS + (512 << 20)
 
 
-def needed(root: Path, **storage: Any) -> int:
+def required_bytes(root: Path, **storage: Any) -> int:
     """The bytes that must be free under the root."""
     settings = {f"storage.{name}": json.dumps(value) for name, value in storage.items()}
     with (
-        patch.object(training_run, "require_space", side_effect=StorageError("full")) as asked,
+        patch.object(training_run, "require_space", side_effect=StorageError("full")) as require_space,
         pytest.raises(StorageError),
     ):
         require_ready(_spec(root).with_settings(settings))
-    _, size_bytes, _ = asked.call_args.args
+    _, size_bytes, _ = require_space.call_args.args
     return int(size_bytes)
 
 
@@ -38,16 +38,16 @@ def _spec(root: Path) -> RunSpec:
     return SMOKE.with_settings(RUN | {"storage.root": json.dumps(str(root)), "name": "it"})
 
 
-def test_a_run_needs_room_for_as_many_checkpoints_as_it_will_keep(tmp_path: Path) -> None:
-    assert needed(tmp_path) == 3 * CHECKPOINT + REST
-    assert needed(tmp_path, keep_every_steps=20) == 6 * CHECKPOINT + REST
-    assert needed(tmp_path, keep_every_steps=20, checkpoint_gigabytes=0.1) == 100_000_000 + REST
-    assert needed(tmp_path, keep_every_steps=20, checkpoint_gigabytes=0.01) == 2 * CHECKPOINT + REST
-    assert needed(tmp_path, checkpoint_every_steps=100) == CHECKPOINT + REST
+def test_a_run_needs_disk_space_for_the_checkpoints_that_it_will_keep(tmp_path: Path) -> None:
+    assert required_bytes(tmp_path) == 3 * CHECKPOINT + REST
+    assert required_bytes(tmp_path, keep_every_steps=20) == 6 * CHECKPOINT + REST
+    assert required_bytes(tmp_path, keep_every_steps=20, checkpoint_gigabytes=0.1) == 100_000_000 + REST
+    assert required_bytes(tmp_path, keep_every_steps=20, checkpoint_gigabytes=0.01) == 2 * CHECKPOINT + REST
+    assert required_bytes(tmp_path, checkpoint_every_steps=100) == CHECKPOINT + REST
 
 
-def test_a_run_that_goes_on_is_not_asked_for_the_room_of_what_it_has(tmp_path: Path) -> None:
+def test_a_resumed_run_needs_no_disk_space_for_the_checkpoints_that_it_has(tmp_path: Path) -> None:
     folder = tmp_path / "runs/it/checkpoints/step-00000010"
     folder.mkdir(parents=True)
     (folder / "file").write_bytes(bytes(1_000_000))
-    assert needed(tmp_path) == 3 * CHECKPOINT + REST - 1_000_000
+    assert required_bytes(tmp_path) == 3 * CHECKPOINT + REST - 1_000_000

@@ -24,7 +24,7 @@ from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.engine.parameter_layout import describe
 from t5train.records.digests import digest_files
 from tests.support.checkpoints.live_moments import live_moments
-from tests.support.checkpoints.toy_ranks import in_fp16, meet, on_cpu
+from tests.support.checkpoints.toy_ranks import in_fp16, join_ranks, on_cpu
 
 ALIASES = {"decoder.weight": "shared.weight"}
 STEPS = 3
@@ -167,7 +167,7 @@ def save_ours(engine: Any, folder: Path, name: str, tied: bool) -> None:
 
 
 def main(folder: Path, *layouts: str) -> None:
-    meet(folder)
+    join_ranks(folder)
     for name in layouts or LAYOUTS:
         kind, settings = LAYOUTS[name.replace("fp16", "bf16")]
         engine = train(kind, in_fp16(settings) if "fp16" in name else settings)

@@ -176,7 +176,7 @@ def holders(layout: Layout, size: int) -> list[list[int]]:
     return [list(range(first, layout.ranks, size)) for first in range(size)]
 
 
-def place(layout: Layout, group: Group, rank: int) -> tuple[int, int]:
+def expert_rank_and_position(layout: Layout, group: Group, rank: int) -> tuple[int, int]:
     """The expert-parallel rank of data-parallel rank ``rank``, and its position among ranks with the same experts."""
     return next(
         (e, held.index(rank)) for e, held in enumerate(holders(layout, group.expert_parallel_size)) if rank in held
@@ -198,7 +198,7 @@ def paddings(layout: Layout, shapes: Sequence[Shape]) -> list[int]:
 
 def partition(layout: Layout, model: Model, group: Group, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A rank's partition of a flat group: as the file stores masters, and with the padding that moments keep."""
-    expert_rank, position = place(layout, group, rank)
+    expert_rank, position = expert_rank_and_position(layout, group, rank)
     tensors = [model.masters[name] for name in group.names[expert_rank]]
     gaps = paddings(layout, [tuple(tensor.shape) for tensor in tensors])
     flat = torch.cat(
@@ -329,7 +329,10 @@ def _zero0(layout: Layout, model: Model) -> dict[str, Any]:
 
 def _replicated(layout: Layout, model: Model, rank: int) -> dict[str, Any]:
     """A rank's optimizer state at ZeRO 0. In low precision, DeepSpeed wraps torch's state and adds the masters."""
-    held = [[model.masters[name] for name in group.names[place(layout, group, rank)[0]]] for group in model.groups]
+    held = [
+        [model.masters[name] for name in group.names[expert_rank_and_position(layout, group, rank)[0]]]
+        for group in model.groups
+    ]
     flat = [torch.cat([tensor.reshape(-1) for tensor in group]) for group in held]
     adam = _adam(layout, flat, _named(model))
     if layout.precision == torch.float32:

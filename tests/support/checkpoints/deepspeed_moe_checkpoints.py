@@ -32,7 +32,7 @@ from t5train.engine.parameter_layout import describe
 from t5train.model.parameters import ExpertLayer, ParameterSlot
 from t5train.records.digests import digest_files
 from tests.support.checkpoints.live_moments import live_moments
-from tests.support.checkpoints.toy_ranks import in_fp16, meet, on_cpu
+from tests.support.checkpoints.toy_ranks import in_fp16, join_ranks, on_cpu
 
 STEPS, MOMENTS = 3, ("exp_avg", "exp_avg_sq")
 _EXPERT = re.compile(r"(.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.*)")
@@ -209,7 +209,7 @@ def save_ours(engine: Any, layout: Layout, folder: Path) -> None:
         ExpertLayer(path=f"block.{index}.mlp", module=f"moe.{index}", num_experts=count, expert_parallel_size=size)
         for index, (count, size) in enumerate(zip(layout.num_experts, layout.expert_parallel_sizes, strict=True))
     ]
-    place = ParallelLayout(
+    parallel_layout = ParallelLayout(
         zero_stage=layout.stage,  # type: ignore[arg-type]  # pydantic checks it
         precision=layout.precision,  # type: ignore[arg-type]  # pydantic checks it
         data_parallel_rank=rank,
@@ -223,7 +223,7 @@ def save_ours(engine: Any, layout: Layout, folder: Path) -> None:
             tag=tag,
             rank=rank,
             world_size=engine.world_size,
-            layout=place,
+            layout=parallel_layout,
             files=digest_files(folder / tag, [p.name for p in (folder / tag).glob("*.pt") if writer(p.name) == rank]),
             groups=[[published(engine, slot, layers) for slot in group] for group in describe(engine)],
             aliases={} if layout.plain else {"decoder.weight": "shared.weight"},
@@ -248,7 +248,7 @@ def published(engine: Any, slot: ParameterSlot, layers: list[ExpertLayer]) -> Pa
 
 
 def main(folder: Path, *names: str) -> None:
-    meet(folder)
+    join_ranks(folder)
     known = layouts(torch.distributed.get_world_size())
     for name in names or known:
         layout = replace(known[name.replace("fp16", "bf16")], precision=name.split("-")[1])

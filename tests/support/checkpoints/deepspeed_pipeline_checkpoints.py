@@ -25,7 +25,7 @@ from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
 from t5train.engine.parameter_layout import describe
 from t5train.records.digests import digest_files
 from tests.support.checkpoints.live_moments import live_moments
-from tests.support.checkpoints.toy_ranks import in_fp16, meet, on_cpu
+from tests.support.checkpoints.toy_ranks import in_fp16, join_ranks, on_cpu
 
 STEPS = 3
 HUGGINGFACE = {
@@ -38,7 +38,7 @@ class Embedding(nn.Embedding):
     """The embedding in the first layer, and the classifier in the last."""
 
 
-class PlacedEmbedding(nn.Module):
+class PositionalEmbedding(nn.Module):
     """An embedding with positions. The classifier does not use them, so its copy of them is never updated."""
 
     def __init__(self, rows: int, width: int) -> None:
@@ -64,8 +64,8 @@ class Block(nn.Module):
         return hidden + self.outer(torch.relu(self.inner(hidden))) * self.scale
 
 
-def classify(embedding: Embedding | PlacedEmbedding, hidden: torch.Tensor) -> torch.Tensor:
-    words = embedding.word if isinstance(embedding, PlacedEmbedding) else embedding
+def classify(embedding: Embedding | PositionalEmbedding, hidden: torch.Tensor) -> torch.Tensor:
+    words = embedding.word if isinstance(embedding, PositionalEmbedding) else embedding
     return hidden @ words.weight.T
 
 
@@ -75,7 +75,7 @@ def loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def pipeline(num_stages: int, *, partly_tied: bool) -> PipelineModule:
     torch.manual_seed(7)
-    embedding, tied = (PlacedEmbedding, ["word.weight"]) if partly_tied else (Embedding, ["weight"])
+    embedding, tied = (PositionalEmbedding, ["word.weight"]) if partly_tied else (Embedding, ["weight"])
     return PipelineModule(
         [
             TiedLayerSpec("embed", embedding, 17, 9, tied_weight_attr=tied),
@@ -182,7 +182,7 @@ def save_ours(engine: Any, folder: Path, name: str) -> None:
 
 
 def main(folder: Path, *layouts: str) -> None:
-    meet(folder)
+    join_ranks(folder)
     for name in layouts or LAYOUTS:
         settings = LAYOUTS[name.replace("fp16", "bf16")]
         engine = train(in_fp16(settings) if "fp16" in name else settings, name)

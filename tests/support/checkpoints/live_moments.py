@@ -34,11 +34,11 @@ def _gathered(engine: Any, key: str) -> dict[str, torch.Tensor]:
         groups, flats = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
         offsets = [[sum(p.numel() for p in held[:index]) for index in range(len(held))] for held in groups]
     found = {}
-    for held, places, flat, ranks in zip(groups, offsets, flats, optimizer.real_dp_process_group, strict=True):
+    for held, starts, flat, ranks in zip(groups, offsets, flats, optimizer.real_dp_process_group, strict=True):
         moment = optimizer.optimizer.state[flat][key].to(get_accelerator().current_device_name())
         parts = [torch.zeros_like(moment) for _ in range(torch.distributed.get_world_size(ranks))]
         torch.distributed.all_gather(parts, moment, ranks)
         whole = torch.cat(parts)
-        for parameter, place in zip(held, places, strict=True):
-            found[engine.param_names[parameter]] = whole[place : place + parameter.numel()].reshape(parameter.shape)
+        for parameter, start in zip(held, starts, strict=True):
+            found[engine.param_names[parameter]] = whole[start : start + parameter.numel()].reshape(parameter.shape)
     return found

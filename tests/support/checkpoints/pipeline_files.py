@@ -110,8 +110,8 @@ def _write_sidecars(tag: Path, pipeline: Pipeline, models: Sequence[Model]) -> N
             files = [path.name for path in tag.glob("*.pt") if _writer(path.name, size) == rank]
             one = rank_sidecar(tag, replace(pipeline.layout, prefix=""), model, data_rank, files)
             groups = [[slot.model_copy(update={"name": _published(slot.name)}) for slot in g] for g in one.groups]
-            place = one.layout.model_copy(update={"pipeline_rank": stage, "pipeline_size": count})
-            changed = {"rank": rank, "world_size": size * count, "layout": place, "groups": groups}
+            parallel_layout = one.layout.model_copy(update={"pipeline_rank": stage, "pipeline_size": count})
+            changed = {"rank": rank, "world_size": size * count, "layout": parallel_layout, "groups": groups}
             sidecar.write(tag, one.model_copy(update=changed | {"pipeline_layers": layers}))
 
 

@@ -17,9 +17,9 @@ from tests.support.checkpoints.deepspeed_files import (
     Model,
     Written,
     expected,
+    expert_rank_and_position,
     make_model,
     paddings,
-    place,
     sub_groups,
     write_files,
 )
@@ -88,7 +88,7 @@ def _slots(layout: Layout, model: Model, rank: int) -> list[list[ParameterSlot]]
         return []
     if layout.stage == 3:
         return [_packed(layout, model, names, _shard_sizes(layout)) for names in sub_groups(layout, model)]
-    names = [group.names[place(layout, group, rank)[0]] for group in model.groups]
+    names = [group.names[expert_rank_and_position(layout, group, rank)[0]] for group in model.groups]
     return [_packed(layout, model, group, _flat_sizes(layout)) for group in names]
 
 

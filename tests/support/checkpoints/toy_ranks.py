@@ -9,7 +9,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 
-def meet(folder: Path) -> None:
+def join_ranks(folder: Path) -> None:
     """Join the other ranks through a file in ``folder``. RANK and WORLD_SIZE must be in the environment."""
     accelerator, rank, world_size = get_accelerator(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if accelerator.device_name() != "cpu":

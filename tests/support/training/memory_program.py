@@ -34,14 +34,14 @@ def main(jobs: Path) -> None:
     for entry in json.loads(jobs.read_text()):
         groups._EXPERT_PARALLEL_GROUP.clear()
         groups._EXPERT_DATA_PARALLEL_GROUP.clear()
-        found = _most(entry)
+        found = _peak_bytes(entry)
         if comm.get_rank() == 0:
             jobs.with_name(f"{entry['name']}.bytes").write_text(str(found))
         comm.barrier()
     comm.destroy_process_group()
 
 
-def _most(entry: dict[str, Any]) -> int:
+def _peak_bytes(entry: dict[str, Any]) -> int:
     """The peak of bytes in live tensors, beyond those that were live before the trainer was made.
 
     It is sampled in one step: after gradients are summed, before they are reduced, and when the optimizer starts.
@@ -72,11 +72,11 @@ def _most(entry: dict[str, Any]) -> int:
 def _watched(owner: type, name: str, seen: list[int], earlier: Tensors) -> Any:
     original: Callable[..., Any] = getattr(owner, name)
 
-    def look_first(*arguments: Any, **options: Any) -> Any:
+    def sample_first(*arguments: Any, **options: Any) -> Any:
         seen.append(_live_bytes(earlier))
         return original(*arguments, **options)
 
-    return mock.patch.object(owner, name, look_first)
+    return mock.patch.object(owner, name, sample_first)
 
 
 def _tensors() -> list[torch.Tensor]:

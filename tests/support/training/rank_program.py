@@ -99,7 +99,7 @@ def _enter_node(entry: dict[str, Any]) -> None:
             _gather(source)
         comm.barrier()
         if local_rank == 0:
-            _bring(source / tag, entry["run_folder"] / tag, entry["ranks_a_node"])
+            _restore(source / tag, entry["run_folder"] / tag, entry["ranks_a_node"])
             if node == entry["intact"]:
                 shutil.copytree(source / f"node-{node}" / tag, entry["run_folder"] / tag, dirs_exist_ok=True)
     comm.barrier()
@@ -115,7 +115,7 @@ def _gather(run: Path) -> None:
                 shutil.copyfile(folder / name, into / name)
 
 
-def _bring(gathered: Path, into: Path, ranks_a_node: int) -> None:
+def _restore(gathered: Path, into: Path, ranks_a_node: int) -> None:
     """Copy to a node's folder the files that its ranks read, and nothing else."""
     into.mkdir(parents=True)
     for rank in range(comm.get_rank(), comm.get_rank() + ranks_a_node):
@@ -139,13 +139,13 @@ def _consolidated(entry: dict[str, Any]) -> Consolidated | None:
         return None
     folder = Path(entry["other_layout"])
     spec = build(entry["spec"]).with_settings({"storage.root": str(folder.parent.parent), "name": folder.name})
-    told = folder / "told.json"
+    result_file = folder / "told.json"
     if comm.get_rank() == 0:
         found = consolidated_for(spec, entry["other_tag"], silent)
         assert found is not None
-        told.write_text(found.model_dump_json())
+        result_file.write_text(found.model_dump_json())
     comm.barrier()
-    return Consolidated.model_validate_json(told.read_text())
+    return Consolidated.model_validate_json(result_file.read_text())
 
 
 def _stop_after(trainer: loop.Trainer, step: int) -> None:
@@ -185,7 +185,7 @@ def _loss_becomes_nan() -> Iterator[None]:
         yield
 
 
-class _Spoil(torch.autograd.Function):
+class _NanGradients(torch.autograd.Function):
     """The identity, with gradients that are NaN."""
 
     @staticmethod
@@ -208,7 +208,7 @@ def _gradients_of_step_3_become_nan() -> Iterator[None]:
 
     def spoiled(self: RMSNorm, hidden: torch.Tensor) -> torch.Tensor:
         normed = norm(self, hidden)
-        return _Spoil.apply(normed) if steps[-1] == 3 and comm.get_rank() == 0 else normed
+        return _NanGradients.apply(normed) if steps[-1] == 3 and comm.get_rank() == 0 else normed
 
     with mock.patch.object(loop.Trainer, "_take_step", counted), mock.patch.object(RMSNorm, "forward", spoiled):
         yield
@@ -266,7 +266,7 @@ def _optimizer_does_nothing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _part_of_rank_0_is_of_unused_pieces() -> Iterator[None]:
+def _rank_0_has_only_unused_rows() -> Iterator[None]:
     """Zero the gradients of rank 0. With five or more ranks, a partition can consist of unused embedding rows only."""
     update = AdamWRms._update
 
@@ -291,12 +291,12 @@ def _every_step_is_skipped() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _rank_one_is_told_nothing() -> Iterator[None]:
+def _rank_one_has_no_resume_tag() -> Iterator[None]:
     original = saving.resume
 
     def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
-        told = job if comm.get_rank() == 0 else job.model_copy(update={"resume_tag": None})
-        return original(engine, told, stored)
+        own_job = job if comm.get_rank() == 0 else job.model_copy(update={"resume_tag": None})
+        return original(engine, own_job, stored)
 
     with mock.patch.object(saving, "resume", resume):
         yield
@@ -312,9 +312,9 @@ FAULTS: dict[str | None, Callable[[], contextlib.AbstractContextManager[None]]] 
     "one-batch": _all_passes_of_a_step_take_one_batch,
     "short-epochs": _epochs_of_three_samples,
     "frozen": _optimizer_does_nothing,
-    "unused": _part_of_rank_0_is_of_unused_pieces,
+    "unused": _rank_0_has_only_unused_rows,
     "skipped": _every_step_is_skipped,
-    "disagree": _rank_one_is_told_nothing,
+    "disagree": _rank_one_has_no_resume_tag,
 }
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def checksums(path: Path) -> dict[str, int]:
 
 
 @given(sizes=st.lists(st.integers(0, 3000), max_size=5), text=st.text(max_size=50))
-def test_they_are_what_torch_writes_and_what_is_in_the_archive(
+def test_checksums_equal_those_that_torch_writes_and_match_the_content(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], text: str
 ) -> None:
     folder = tmp_path_factory.mktemp("archives")
@@ -44,13 +44,13 @@ def test_they_are_what_torch_writes_and_what_is_in_the_archive(
     assert all(torch.equal(one, other) for one, other in zip(loaded["tensors"], tensors, strict=True))
 
 
-def test_torch_computes_them_again_after_a_save_that_failed() -> None:
+def test_torch_computes_checksums_again_after_a_failed_save() -> None:
     with pytest.raises(OSError, match="full"), no_checksums():
         raise OSError("the disk is full")
     assert torch.serialization.get_crc32_options()
 
 
-def test_another_kind_of_archive_is_left_alone(tmp_path: Path) -> None:
+def test_an_archive_not_written_by_torch_is_refused_and_left_unchanged(tmp_path: Path) -> None:
     with ZipFile(tmp_path / "other.pt", "w") as archive:
         archive.writestr("name", b"content")
     before = (tmp_path / "other.pt").read_bytes()
@@ -60,7 +60,7 @@ def test_another_kind_of_archive_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"something else"])
-def test_what_is_no_archive_is_told_by_its_name(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_an_archive_is_refused_by_name_and_left_unchanged(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "state.pt"
     path.write_bytes(content)
     with pytest.raises(StorageError, match=r"state\.pt is not a torch archive: File is not a zip file"):
@@ -68,7 +68,7 @@ def test_what_is_no_archive_is_told_by_its_name(tmp_path: Path, content: bytes) 
     assert path.read_bytes() == content
 
 
-def test_a_disk_that_takes_no_more_is_an_error_and_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_raises_an_error_instead_of_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError("No space left on device")
 

@@ -75,16 +75,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
 
 
 @pytest.mark.parametrize("layout", PAIRS)
-def test_another_layout_begins_with_the_same_masters_and_moments_bit_for_bit(
-    trained: Trained, layout: str, tmp_path: Path
-) -> None:
+def test_resharding_keeps_masters_and_moments_bit_for_bit(trained: Trained, layout: str, tmp_path: Path) -> None:
     runs = trained.root / "runs"
     again = tmp_path / "again"
-    told = Path(json.loads((runs / f"{layout}.whole/told.json").read_text())["folder"])
+    consolidated = Path(json.loads((runs / f"{layout}.whole/told.json").read_text())["folder"])
     moments = SKIPPED.get(layout) != 3
     consolidate(runs / f"{layout}.other/checkpoints", again, tag=TAG, moments=moments)
     names = FILES if moments else FILES[:1]
-    before, after = ([load_file(place / f"{name}.safetensors") for name in names] for place in (told, again))
+    before, after = ([load_file(folder / f"{name}.safetensors") for name in names] for folder in (consolidated, again))
     for first, second in zip(before, after, strict=True):
         assert first.keys() == second.keys()
         assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
@@ -93,7 +91,7 @@ def test_another_layout_begins_with_the_same_masters_and_moments_bit_for_bit(
 
 
 @pytest.mark.parametrize("layout", PAIRS)
-def test_another_layout_begins_as_far_as_training_was(trained: Trained, layout: str) -> None:
+def test_resharding_keeps_the_step_skipped_steps_loss_scale_and_data_position(trained: Trained, layout: str) -> None:
     runs = trained.root / "runs"
     before, after = (read_all(runs / f"{layout}.{run}/checkpoints/{TAG}")[0] for run in ("whole", "other"))
     for what in ("step", "skipped_steps", "loss_scaler", "data"):
@@ -102,14 +100,14 @@ def test_another_layout_begins_as_far_as_training_was(trained: Trained, layout: 
 
 
 @pytest.mark.parametrize("layout", PAIRS)
-def test_there_and_back_again_a_run_ends_bit_equal_to_one_that_stayed(trained: Trained, layout: str) -> None:
+def test_a_run_resharded_and_back_ends_bit_identical_to_one_never_resharded(trained: Trained, layout: str) -> None:
     whole, back = trained.found(f"{layout}.whole"), trained.found(f"{layout}.back")
     assert whole["step"] == back["step"] == 6
     assert whole["masters"] == back["masters"]
 
 
 @pytest.mark.parametrize("layout", PAIRS)
-def test_what_another_layout_goes_on_to_train_is_the_same_up_to_rounding(trained: Trained, layout: str) -> None:
+def test_losses_after_resharding_equal_those_without_it_up_to_rounding(trained: Trained, layout: str) -> None:
     whole, other = (read(trained.root / f"runs/{layout}.{name}/metrics.jsonl") for name in ("whole", "other"))
     losses = [[line["loss"] for line in lines if "loss" in line] for lines in (whole, other)]
     assert losses[1] == pytest.approx(losses[0][3:], rel=1e-6 if "fp32" in layout else 1e-3)
@@ -126,49 +124,49 @@ def run(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ru
     )
 
 
-def _told(spec: RunSpec, shards: TokenShards, tmp_path: Path) -> TrainJob:
+def _train_job(spec: RunSpec, shards: TokenShards, tmp_path: Path) -> TrainJob:
     return TrainJob.read(run_module.write_job(spec, shards, tmp_path))
 
 
-def test_a_head_has_a_checkpoint_of_another_layout_consolidated_once(
+def test_a_checkpoint_of_another_layout_is_consolidated_once_and_again_if_damaged(
     run: RunSpec, pydocs_shards: TokenShards, tmp_path: Path
 ) -> None:
     other = run.with_settings({"layout.zero_stage": 3})
-    first = _told(other, pydocs_shards, tmp_path)
+    first = _train_job(other, pydocs_shards, tmp_path)
     assert first.resume_tag is None
     assert first.consolidated is not None
     assert first.consolidated.clock.optimizer_steps == 3
     model = first.consolidated.folder / "model.safetensors"
     made = model.stat()
-    assert _told(other, pydocs_shards, tmp_path) == first  # as after a kill before the new layout saved
+    assert _train_job(other, pydocs_shards, tmp_path) == first  # as after a kill before the new layout saved
     assert model.stat().st_ino == made.st_ino
     content = model.read_bytes()
     model.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert _told(other.with_settings({"cluster.ranks": 4}), pydocs_shards, tmp_path) != first
+    assert _train_job(other.with_settings({"cluster.ranks": 4}), pydocs_shards, tmp_path) != first
     assert model.read_bytes() == content
 
 
-def test_what_was_consolidated_goes_when_the_newest_checkpoint_has_the_layout_asked_for(
+def test_consolidated_files_are_removed_once_the_newest_checkpoint_has_the_requested_layout(
     run: RunSpec, pydocs_shards: TokenShards, tmp_path: Path, trained: Trained
 ) -> None:
     other = run.with_settings({"layout.zero_stage": 2, "cluster.ranks": 4})
-    assert _told(other, pydocs_shards, tmp_path).consolidated is not None
+    assert _train_job(other, pydocs_shards, tmp_path).consolidated is not None
     newest = run.run_folder / "checkpoints/step-00000006"
     shutil.copytree(trained.root / "runs/zero1-bf16.other/checkpoints/step-00000006", newest)
-    again = _told(other, pydocs_shards, tmp_path)
+    again = _train_job(other, pydocs_shards, tmp_path)
     assert (again.resume_tag, again.consolidated) == ("step-00000006", None)
     assert not (run.run_folder / "relayout").exists()
-    back = _told(run, pydocs_shards, tmp_path).consolidated
+    back = _train_job(run, pydocs_shards, tmp_path).consolidated
     assert back is not None
     assert back.clock.step == 6
     (newest / "rank-00003.json").unlink()
-    assert _told(run, pydocs_shards, tmp_path).resume_tag == TAG
+    assert _train_job(run, pydocs_shards, tmp_path).resume_tag == TAG
 
 
-def test_a_disk_without_room_for_another_layout_is_refused_before_anything_is_written(
+def test_resharding_without_enough_disk_space_is_refused_before_anything_is_written(
     run: RunSpec, pydocs_shards: TokenShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1))
     with pytest.raises(StorageError, match="consolidating step-00000003 of run 'run' and saving the next one needs"):
-        _told(run.with_settings({"layout.zero_stage": 2}), pydocs_shards, tmp_path)
+        _train_job(run.with_settings({"layout.zero_stage": 2}), pydocs_shards, tmp_path)
     assert not (run.run_folder / "relayout").exists()

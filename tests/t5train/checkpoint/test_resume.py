@@ -80,7 +80,7 @@ def test_a_damaged_run_file_is_named(spec: RunSpec, shards: TokenShards, damage:
             look()
 
 
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
+def test_a_run_resumes_from_the_previous_checkpoint_if_the_newest_is_damaged(
     spec: RunSpec, shards: TokenShards, tmp_path: Path
 ) -> None:
     own = run_fingerprint(spec, shards)
@@ -93,7 +93,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
 MODEL = "mp_rank_00_model_states.pt"
 
 
-def _loop(path: Path) -> None:
+def _make_unreadable(path: Path) -> None:
     """Replace a file by a link to itself, which the operating system reports as unreadable, not as absent."""
     path.unlink(missing_ok=True)
     path.symlink_to(path.name)
@@ -104,14 +104,14 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", [MODEL, "rank-00001.json"])
-def test_a_file_that_cannot_be_read_now_stops_the_start_and_costs_no_checkpoint(
+def test_an_unreadable_file_stops_the_start_and_no_checkpoint_is_lost(
     spec: RunSpec, shards: TokenShards, tmp_path: Path, name: str
 ) -> None:
     own = run_fingerprint(spec, shards)
     _checkpoint(spec, 100, own)
     newest = _checkpoint(spec, 200, own)
     content = (newest / name).read_bytes()
-    _loop(newest / name)
+    _make_unreadable(newest / name)
     before = _contents(spec.run_folder)
     with pytest.raises(Unreadable, match=rf"{tag_of(200)}/{name} cannot be read now \(Too many levels"):
         write_job(spec, shards, tmp_path)
@@ -121,7 +121,7 @@ def test_a_file_that_cannot_be_read_now_stops_the_start_and_costs_no_checkpoint(
     assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(200)
 
 
-def test_a_process_without_descriptors_does_not_take_checkpoints_for_damaged(
+def test_checkpoints_do_not_count_as_damaged_if_file_descriptors_run_out(
     spec: RunSpec, shards: TokenShards, tmp_path: Path
 ) -> None:
     _checkpoint(spec, 100, run_fingerprint(spec, shards))
@@ -136,7 +136,7 @@ def test_a_process_without_descriptors_does_not_take_checkpoints_for_damaged(
 
 
 @pytest.mark.parametrize("reason", [errno.EIO, errno.ESTALE, errno.EACCES])
-def test_a_disk_that_fails_while_a_checkpoint_is_verified_is_named(
+def test_a_read_error_while_a_checkpoint_is_verified_names_the_file(
     spec: RunSpec, shards: TokenShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: int
 ) -> None:
     def fails(path: Path) -> FileDigest:
@@ -149,11 +149,11 @@ def test_a_disk_that_fails_while_a_checkpoint_is_verified_is_named(
         write_job(spec, shards, tmp_path)
 
 
-def test_a_folder_of_checkpoints_that_cannot_be_listed_is_not_an_empty_one(
+def test_an_unreadable_checkpoints_folder_is_refused_and_not_taken_for_empty(
     spec: RunSpec, shards: TokenShards, tmp_path: Path
 ) -> None:
     spec.run_folder.mkdir(parents=True)
-    _loop(spec.run_folder / "checkpoints")
+    _make_unreadable(spec.run_folder / "checkpoints")
     with pytest.raises(Unreadable, match="checkpoints cannot be read now"):
         write_job(spec, shards, tmp_path)
 
@@ -174,7 +174,7 @@ def test_a_sidecar_of_another_version_stops_the_start(
         write_job(spec, shards, tmp_path)
 
 
-def test_a_checkpoint_with_a_file_that_no_rank_recorded_is_neither_loaded_nor_passed_over(
+def test_a_checkpoint_with_a_file_that_no_rank_recorded_is_refused_and_not_skipped(
     spec: RunSpec, shards: TokenShards, tmp_path: Path
 ) -> None:
     own = run_fingerprint(spec, shards)
@@ -199,7 +199,9 @@ def test_a_run_whose_only_checkpoint_is_damaged_begins_again_only_when_asked_to(
     assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag is None
     (aside,) = (spec.run_folder / "set-aside").iterdir()
     assert _contents(aside) == kept
-    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag is None, "asked for once, done once"
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag is None, (
+        "one request must start the run over only once"
+    )
     _checkpoint(spec, 100, run_fingerprint(spec, shards))
     assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
 
@@ -207,7 +209,7 @@ def test_a_run_whose_only_checkpoint_is_damaged_begins_again_only_when_asked_to(
 def test_a_run_with_a_checkpoint_that_cannot_be_read_can_begin_again(
     spec: RunSpec, shards: TokenShards, tmp_path: Path
 ) -> None:
-    _loop(_checkpoint(spec, 100, run_fingerprint(spec, shards)) / "rank-00001.json")
+    _make_unreadable(_checkpoint(spec, 100, run_fingerprint(spec, shards)) / "rank-00001.json")
     with pytest.raises(Unreadable):
         write_job(spec, shards, tmp_path)
     ask_to_begin_again(spec.run_folder)
@@ -239,7 +241,7 @@ def test_a_run_that_was_killed_in_its_first_save_begins_at_step_0(
         write_job(spec, shards, tmp_path)
 
 
-def test_damaged_checkpoints_that_are_newer_than_the_one_resumed_from_are_moved_aside(
+def test_damaged_checkpoints_newer_than_the_one_resumed_from_are_set_aside(
     spec: RunSpec, shards: TokenShards, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = run_fingerprint(spec, shards)
@@ -281,17 +283,17 @@ def test_pruning_never_deletes_a_checkpoint_newer_than_the_one_training_resumed_
     assert _contents(aside) == kept
 
 
-def test_pruning_leaves_everything_while_something_cannot_be_read(
+def test_pruning_removes_nothing_while_a_checkpoint_cannot_be_read(
     spec: RunSpec, shards: TokenShards, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = run_fingerprint(spec, shards)
     tags = [_checkpoint(spec, step, own) for step in (1, 2, 3, 4)]
-    _loop(tags[1] / MODEL)
+    _make_unreadable(tags[1] / MODEL)
     assert _prune(spec, own, None, 4) == [tag_of(step) for step in (1, 2, 3, 4)]
     assert f"{tag_of(2)}/{MODEL} cannot be read now" in caplog.text
 
 
-def test_pruning_removes_old_and_unfinished_checkpoints_and_what_was_consolidated_and_nobodys_copies(
+def test_pruning_removes_old_unfinished_and_consolidated_checkpoints_but_no_user_copies(
     spec: RunSpec, shards: TokenShards, tmp_path: Path
 ) -> None:
     own = run_fingerprint(spec, shards)
@@ -324,7 +326,7 @@ def _model(folder: Path, seed: int) -> None:
     T5ForConditionalGeneration(T5Config(vocab_size=256, **sizes)).save_pretrained(folder)
 
 
-def test_a_run_is_of_the_weights_it_began_with_and_not_of_their_folder(
+def test_a_run_is_identified_by_its_starting_weights_and_not_by_their_path(
     spec: RunSpec, shards: TokenShards, tmp_path: Path
 ) -> None:
     _model(tmp_path / "here", seed=1)
@@ -346,16 +348,16 @@ def test_a_run_is_of_the_weights_it_began_with_and_not_of_their_folder(
 
 
 @pytest.mark.parametrize("recorded", [None, 1, 99])
-def test_a_run_with_another_order_of_samples_is_refused_by_name(
+def test_a_run_with_another_sample_order_is_refused_and_both_versions_are_named(
     spec: RunSpec, shards: TokenShards, recorded: int | None
 ) -> None:
     open_run(spec, shards)
     path = spec.run_folder / "run.json"
-    begun = json.loads(path.read_text())
-    assert begun["identity"].pop("order_version") == ORDER_VERSION
+    run_record = json.loads(path.read_text())
+    assert run_record["identity"].pop("order_version") == ORDER_VERSION
     if recorded:
-        begun["identity"]["order_version"] = recorded
-    path.write_text(json.dumps(begun))
+        run_record["identity"]["order_version"] = recorded
+    path.write_text(json.dumps(run_record))
     before = path.read_bytes()
     what = rf"'run' was started with version {recorded or 1} of the sample order, and .* has version {ORDER_VERSION}"
     for look in (lambda: require_same_settings(spec), lambda: open_run(spec, shards)):
@@ -365,7 +367,9 @@ def test_a_run_with_another_order_of_samples_is_refused_by_name(
     assert path.read_bytes() == before
 
 
-def test_a_model_that_does_not_fit_its_tokens_begins_no_run(spec: RunSpec, shards: TokenShards, tmp_path: Path) -> None:
+def test_a_starting_model_whose_vocabulary_is_too_small_starts_no_run(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path
+) -> None:
     _model(tmp_path / "model", seed=1)
     shards = shards.model_copy(update={"counts": {"vocab_size": 300}, "inputs": {"vocabulary": "6" * 64}})
     starting = spec.with_settings({"model.version": "v1.0", "model.start_from": str(tmp_path / "model")})
@@ -374,7 +378,7 @@ def test_a_model_that_does_not_fit_its_tokens_begins_no_run(spec: RunSpec, shard
     assert not starting.run_folder.exists()
 
 
-def test_what_a_killed_removal_left_of_a_consolidated_checkpoint_goes_with_the_next(spec: RunSpec) -> None:
+def test_leftovers_of_a_killed_removal_are_deleted_by_the_next_one(spec: RunSpec) -> None:
     left = spec.run_folder / ".relayout.discarded"
     left.mkdir(parents=True)
     (left / "exp_avg.safetensors").write_bytes(b"half of it")

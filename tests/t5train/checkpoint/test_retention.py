@@ -21,7 +21,7 @@ STEPS = dict.fromkeys((4, 8, 12, 16, 20), 10)
         ({"keep_last": 3, "most_bytes": 1}, {20}),
     ],
 )
-def test_what_is_kept(settings: dict[str, int], steps: set[int]) -> None:
+def test_the_settings_decide_which_checkpoints_are_kept(settings: dict[str, int], steps: set[int]) -> None:
     assert kept(STEPS, **settings) == steps
 
 
@@ -31,7 +31,7 @@ def test_what_is_kept(settings: dict[str, int], steps: set[int]) -> None:
     keep_every=st.none() | st.integers(1, 9),
     most_bytes=st.none() | st.integers(1, 500),
 )
-def test_the_newest_is_kept_and_the_rest_fits_with_the_next(
+def test_the_newest_is_kept_and_older_ones_only_if_another_checkpoint_still_fits(
     sizes: dict[int, int], keep_last: int, keep_every: int | None, most_bytes: int | None
 ) -> None:
     found = kept(sizes, keep_last, keep_every, most_bytes)
@@ -48,7 +48,7 @@ def test_the_newest_is_kept_and_the_rest_fits_with_the_next(
     keep_last=st.integers(1, 4),
     keep_every=st.none() | st.integers(1, 20),
 )
-def test_no_more_are_held_than_is_said_and_at_the_last_step_so_many(
+def test_the_computed_maximum_of_checkpoints_equals_that_of_a_simulated_run(
     num_steps: int, save_every: int, keep_last: int, keep_every: int | None
 ) -> None:
     held, most = set[int](), 0

@@ -42,12 +42,12 @@ def test_the_report_names_the_folder_and_the_reason(
     folder.mkdir()
     ended = run_with_disk(folder, "1m", SAVE, str(folder), str(tmp_path / "rank-00000"), disk)
     assert ended.returncode == 0, ended.stderr
-    told = error_report.read(tmp_path / "rank-00000")
-    assert type(told) is kind, json.loads((tmp_path / "rank-00000.error.json").read_text())
-    assert str(told).startswith(f"{folder}: {words}")
+    reported = error_report.read(tmp_path / "rank-00000")
+    assert type(reported) is kind, json.loads((tmp_path / "rank-00000.error.json").read_text())
+    assert str(reported).startswith(f"{folder}: {words}")
 
 
-def test_a_disk_that_failed_for_a_moment_is_told_with_what_torch_said(tmp_path: Path) -> None:
+def test_a_transient_disk_error_is_reported_with_torchs_message(tmp_path: Path) -> None:
     with (
         pytest.raises(DiskFailed, match=r"torch could not write.*unexpected pos 704.*can be written now"),
         naming_folder(tmp_path),

@@ -26,7 +26,7 @@ def test_a_tag_whose_ranks_agree_and_whose_files_verify_is_complete(tmp_path: Pa
     assert seen[-1] == (200, 200)
 
 
-def test_complete_tags_come_newest_step_first_and_leave_out_the_unfinished(tmp_path: Path) -> None:
+def test_complete_tags_are_sorted_newest_first_and_exclude_unfinished_ones(tmp_path: Path) -> None:
     for step in (900, 1000, 200, 1100):
         save(tmp_path, step)
     (tmp_path / "step-00001100" / "rank-00001.json").unlink()
@@ -45,7 +45,7 @@ def test_a_tag_renamed_to_be_removed_is_not_complete(tmp_path: Path) -> None:
     assert complete_tags(tmp_path) == ["step-00000400"]
 
 
-def test_a_tag_without_sidecars_was_never_finished(tmp_path: Path) -> None:
+def test_a_tag_without_sidecars_is_reported_as_never_finished(tmp_path: Path) -> None:
     folder = save(tmp_path, 400)
     for path in folder.glob("rank-*.json"):
         path.unlink()
@@ -53,7 +53,7 @@ def test_a_tag_without_sidecars_was_never_finished(tmp_path: Path) -> None:
         require_complete(folder)
 
 
-def test_a_save_folder_that_is_not_there_has_no_tags(tmp_path: Path) -> None:
+def test_a_missing_save_folder_has_no_tags(tmp_path: Path) -> None:
     assert complete_tags(tmp_path / "nothing") == []
 
 
@@ -64,7 +64,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
         require_complete(folder)
 
 
-def test_a_flipped_bit_is_named_by_its_file(tmp_path: Path) -> None:
+def test_a_file_with_a_flipped_bit_is_named(tmp_path: Path) -> None:
     folder = save(tmp_path, 400)
     content = bytearray((folder / "part1.pt").read_bytes())
     content[17] ^= 4
@@ -86,7 +86,9 @@ def test_a_flipped_bit_is_named_by_its_file(tmp_path: Path) -> None:
         ("layout", ParallelLayout(zero_stage=2, precision="bf16", data_parallel_rank=1, data_parallel_size=2)),
     ],
 )
-def test_ranks_of_different_checkpoints_do_not_make_one(tmp_path: Path, field: str, value: object) -> None:
+def test_a_tag_whose_sidecars_disagree_is_incomplete_and_the_field_is_named(
+    tmp_path: Path, field: str, value: object
+) -> None:
     folder = save(tmp_path, 400, **{field: value})
     with pytest.raises(IncompleteCheckpoint, match=field):
         require_complete(folder)
@@ -107,7 +109,7 @@ def test_a_pickle_that_no_rank_wrote_is_refused(tmp_path: Path) -> None:
         ("rank-00001.json", r"rank-00001\.json and rank-00000\.json differ in step, tag, data"),
     ],
 )
-def test_a_file_of_an_older_step_in_the_place_of_the_newer_is_named(tmp_path: Path, name: str, words: str) -> None:
+def test_a_file_copied_from_an_older_checkpoint_is_named(tmp_path: Path, name: str, words: str) -> None:
     older, newer = save(tmp_path, 400), save(tmp_path, 800)
     (newer / name).write_bytes((older / name).read_bytes())
     with pytest.raises(IncompleteCheckpoint, match=words):
@@ -115,14 +117,14 @@ def test_a_file_of_an_older_step_in_the_place_of_the_newer_is_named(tmp_path: Pa
     require_complete(older)
 
 
-def test_a_renamed_sidecar_does_not_speak_for_another_rank(tmp_path: Path) -> None:
+def test_a_sidecar_renamed_to_another_rank_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, 400)
     (folder / "rank-00000.json").rename(folder / "rank-00002.json")
     with pytest.raises(IncompleteCheckpoint, match="is the sidecar of rank 0"):
         require_complete(folder)
 
 
-def test_an_unreadable_sidecar_is_named(tmp_path: Path) -> None:
+def test_a_truncated_sidecar_is_named(tmp_path: Path) -> None:
     folder = save(tmp_path, 400)
     (folder / "rank-00001.json").write_text('{"schema_version": 1')
     with pytest.raises(IncompleteCheckpoint, match=r"rank-00001\.json is not a sidecar"):
@@ -136,7 +138,7 @@ def test_an_altered_sidecar_is_named(tmp_path: Path) -> None:
         require_complete(path.parent)
 
 
-def test_a_rank_that_cannot_read_its_sidecar_names_it(tmp_path: Path) -> None:
+def test_a_sidecar_that_cannot_be_read_is_named_and_not_taken_for_missing(tmp_path: Path) -> None:
     folder = save(tmp_path, 400)
     (folder / "rank-00001.json").unlink()
     (folder / "rank-00001.json").symlink_to("/proc/self/mem")  # no process can read its first page
@@ -149,7 +151,7 @@ def test_a_rank_that_cannot_read_its_sidecar_names_it(tmp_path: Path) -> None:
         sidecar.read(folder, 1)
 
 
-def test_an_intact_sidecar_with_an_unknown_field_is_of_another_version_and_not_damaged(tmp_path: Path) -> None:
+def test_an_intact_sidecar_with_an_unknown_field_is_refused_as_another_version(tmp_path: Path) -> None:
     path = save(tmp_path, 400) / "rank-00000.json"
     document = json.loads(path.read_text()) | {"optimizer_rank": 3}
     path.write_text(json.dumps(document))
@@ -170,12 +172,12 @@ def test_a_sidecar_cannot_point_outside_its_folder(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("tag", ["../step-00000001", "/etc", "..", "a/b"])
-def test_a_sidecar_cannot_be_of_a_tag_outside_its_folder(tmp_path: Path, tag: str) -> None:
+def test_a_sidecar_cannot_name_a_tag_outside_its_folder(tmp_path: Path, tag: str) -> None:
     with pytest.raises(ValidationError, match="the sidecar names"):
         save(tmp_path, 2, tag=tag)
 
 
-def test_two_ranks_cannot_claim_one_file_with_different_content(tmp_path: Path) -> None:
+def test_two_ranks_cannot_record_different_digests_of_one_file(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     second = sidecar.read_all(folder)[1]
     files = second.files | {"part0.pt": second.files["part1.pt"]}
@@ -184,13 +186,13 @@ def test_two_ranks_cannot_claim_one_file_with_different_content(tmp_path: Path) 
         require_complete(folder)
 
 
-def test_a_slot_holds_as_many_elements_as_its_shape(tmp_path: Path) -> None:
+def test_a_parameter_slot_must_have_as_many_elements_as_its_shape(tmp_path: Path) -> None:
     assert ParameterSlot.of("a", (5, 7), 3).numel == math.prod((5, 7))
     with pytest.raises(ValidationError, match="but numel is 34"):
         ParameterSlot(name="a", shape=(5, 7), offset=0, numel=34)
 
 
-def test_a_layers_experts_are_shared_evenly_by_ranks_that_divide_the_world(tmp_path: Path) -> None:
+def test_expert_layers_must_divide_evenly_over_ranks_and_be_distinct(tmp_path: Path) -> None:
     layer = {"path": "encoder.block.1.layer.1.mlp", "module": "encoder.block.1.layer.1.mlp.moe", "num_experts": 6}
     with pytest.raises(ValidationError, match="num_experts is 6: it must be a multiple of expert_parallel_size"):
         ExpertLayer.model_validate(layer | {"expert_parallel_size": 4})
@@ -206,7 +208,7 @@ LAYERS = {"0": "shared", "tied_modules.embed": "shared", "3": "encoder.block.2",
 
 
 @pytest.mark.parametrize(
-    ("stored", "published"),
+    ("stored", "expected"),
     [
         ("0.weight", "shared.weight"),
         ("tied_modules.embed.weight", "shared.weight"),
@@ -214,8 +216,8 @@ LAYERS = {"0": "shared", "tied_modules.embed": "shared", "3": "encoder.block.2",
         ("7.lm_head.weight", "lm_head.weight"),
     ],
 )
-def test_a_layer_of_a_pipeline_has_a_path_in_hugging_faces_model(stored: str, published: str) -> None:
-    assert huggingface_name(f"module.{stored}", "module.", LAYERS) == published
+def test_pipeline_parameter_names_are_mapped_to_hugging_face_names(stored: str, expected: str) -> None:
+    assert huggingface_name(f"module.{stored}", "module.", LAYERS) == expected
 
 
 @pytest.mark.parametrize("stored", ["1.weight", "tied_modules.other.weight", "shared.weight", "3"])
@@ -224,7 +226,7 @@ def test_a_name_outside_the_recorded_layers_is_refused(stored: str) -> None:
         huggingface_name(stored, "", LAYERS)
 
 
-def test_stages_without_named_layers_and_layers_of_no_pipeline_are_refused(tmp_path: Path) -> None:
+def test_pipeline_stages_without_layers_and_invalid_layer_names_are_refused(tmp_path: Path) -> None:
     stages = ParallelLayout(zero_stage=1, precision="bf16", data_parallel_rank=1, data_parallel_size=2, pipeline_size=2)
     with pytest.raises(ValidationError, match="pipeline_layers is empty, but must name the layers of 2"):
         save(tmp_path / "a", 400, layout=stages)
@@ -232,7 +234,7 @@ def test_stages_without_named_layers_and_layers_of_no_pipeline_are_refused(tmp_p
         save(tmp_path / "b", 400, pipeline_layers={"embed": "shared"})
 
 
-def test_a_sidecar_from_before_there_were_replicas_is_read(tmp_path: Path) -> None:
+def test_a_sidecar_without_the_replicas_field_is_read(tmp_path: Path) -> None:
     path = save(tmp_path, 400) / "rank-00000.json"
     document = json.loads(path.read_text())
     del document["replicas"], document["sha256"]

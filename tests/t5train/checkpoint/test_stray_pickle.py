@@ -14,7 +14,7 @@ from t5train.errors import UnlistedFile
 pytestmark = pytest.mark.slow
 
 STRAY = "mp_rank_000_model_states.pt"  # sorts before DeepSpeed's own mp_rank_00_model_states.pt
-LOADS_A_TAG_WITH_A_STRAY = """
+LOAD_A_TAG_WITH_A_STRAY_FILE = """
 import contextlib
 import os
 import sys
@@ -43,16 +43,16 @@ with contextlib.suppress(Exception):
 
 
 def test_deepspeed_unpickles_a_stray_file_and_a_tag_that_holds_one_is_refused(
-    run_python: Callable[..., subprocess.CompletedProcess[str]], record_alone: Callable[..., None], tmp_path: Path
+    run_python: Callable[..., subprocess.CompletedProcess[str]], record_only_rank: Callable[..., None], tmp_path: Path
 ) -> None:
     port = free_port()
-    ended = run_python(LOADS_A_TAG_WITH_A_STRAY, str(tmp_path), STRAY, str(port))
+    ended = run_python(LOAD_A_TAG_WITH_A_STRAY_FILE, str(tmp_path), STRAY, str(port))
     shared_memory.remove_all("127.0.0.1", port)
     assert ended.returncode == 0, ended.stderr
-    assert (tmp_path / "the-code-ran").exists(), "DeepSpeed does not look at such a file any more"
+    assert (tmp_path / "the-code-ran").exists(), "DeepSpeed no longer loads a stray file"
     tag = tmp_path / "tag"
     own = [path.name for path in tag.iterdir() if path.name != STRAY]
-    record_alone(tag, own, [], zero_stage=1)
+    record_only_rank(tag, own, [], zero_stage=1)
     with pytest.raises(UnlistedFile, match=f"holds {STRAY}, a file that no rank recorded"):
         tags.require_complete(tag)
     (tag / STRAY).unlink()

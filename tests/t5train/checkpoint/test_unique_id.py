@@ -20,7 +20,7 @@ def spec_in(root: Path) -> RunSpec:
     return recipe("smoke").with_settings({"storage.root": str(root), "name": "run"})
 
 
-def test_runs_of_one_name_and_settings_under_two_roots_have_ids_of_their_own(
+def test_runs_with_the_same_name_and_settings_under_two_roots_have_different_ids(
     tmp_path: Path, shards: TokenShards
 ) -> None:
     specs = [spec_in(tmp_path / root) for root in "ab"]
@@ -32,15 +32,15 @@ def test_runs_of_one_name_and_settings_under_two_roots_have_ids_of_their_own(
     assert ids[0] != ids[1]
     assert len({begun_fingerprint(spec.run_folder) for spec in specs}) == 1
     again = unique_id(specs[0].run_folder)
-    assert again == ids[0], "an id stays for good"
+    assert again == ids[0], "the unique id of a run must not change"
 
 
 def test_a_run_of_an_earlier_version_gets_an_id_at_its_next_start(tmp_path: Path, shards: TokenShards) -> None:
     spec = spec_in(tmp_path)
     open_run(spec, shards)
     path = spec.run_folder / "run.json"
-    begun = json.loads(path.read_text())
-    del begun["unique_id"]
-    path.write_text(json.dumps(begun))
+    run_record = json.loads(path.read_text())
+    del run_record["unique_id"]
+    path.write_text(json.dumps(run_record))
     open_run(spec, shards)
-    assert json.loads(path.read_text()) == begun | {"unique_id": unique_id(spec.run_folder)}
+    assert json.loads(path.read_text()) == run_record | {"unique_id": unique_id(spec.run_folder)}

@@ -73,7 +73,7 @@ def test_no_jobs_need_no_processes() -> None:
     assert run("double", jobs=0) == []
 
 
-def test_a_deliberate_error_crosses_over_whole() -> None:
+def test_an_error_of_this_project_is_passed_on_unchanged() -> None:
     with pytest.raises(InputError, match=r"^é is wrong with 0$"):
         run("refuse", jobs=1)
 

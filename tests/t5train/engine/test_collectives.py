@@ -20,12 +20,17 @@ print(gather_objects({f"é{rank()}" * 100 * rank(): [rank(), 2.5, None]}) == [
 """
 
 
-def test_objects_of_other_ranks_are_exact_and_never_unpickled() -> None:
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}
+def test_objects_gathered_from_other_ranks_are_exact_and_never_unpickled() -> None:
+    rendezvous = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "DS_ACCELERATOR": "cpu",
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK],
-            env=os.environ | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
+            env=os.environ | rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE,
             text=True,
         )

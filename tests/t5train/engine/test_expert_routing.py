@@ -24,37 +24,37 @@ def model(monkeypatch: pytest.MonkeyPatch) -> T5:
     return T5(resolve(ModelSpec(preset="smoke", version="v1.0", moe=moe), 300), decoder_start_id=0)
 
 
-def choose(model: T5, encoder: list[int], decoder: list[int], overflow: int = 0) -> None:
+def set_token_counts(model: T5, encoder: list[int], decoder: list[int], overflow: int = 0) -> None:
     """Set how many tokens have chosen each expert of each layer."""
     for (_, layer), counts in zip(model.sparse_layers(), (encoder, decoder), strict=True):
         layer.tokens, layer.overflow = torch.tensor(counts), torch.tensor(overflow)
 
 
 def test_a_starving_expert_is_named_and_counted(model: T5, caplog: pytest.LogCaptureFixture) -> None:
-    watched = Routing(model)
+    routing = Routing(model)
     for _ in range(2):
-        choose(model, [100, 100, 100, 100], [196, 100, 95, 9])
-        watched.of_step(0.0)
+        set_token_counts(model, [100, 100, 100, 100], [196, 100, 95, 9])
+        routing.of_step(0.0)
     with caplog.at_level(logging.WARNING, "t5train.engine.expert_routing"):
-        values = watched.of_experts()
+        values = routing.of_experts()
     assert values["starving_experts"] == 1
     assert values[f"tokens/{ENCODER}/expert_2"] == 200
     assert values[f"tokens/{DECODER}/expert_3"] == 18
     assert caplog.messages[0].endswith(f"even share: {DECODER}.experts.expert_3")
-    choose(model, [1, 1, 1, 1], [1, 1, 1, 1])
-    watched.of_step(0.0)
-    assert watched.of_experts()["starving_experts"] == 0
+    set_token_counts(model, [1, 1, 1, 1], [1, 1, 1, 1])
+    routing.of_step(0.0)
+    assert routing.of_experts()["starving_experts"] == 0
 
 
 def test_the_share_of_dropped_tokens_is_that_of_one_step(model: T5) -> None:
-    watched = Routing(model)
-    choose(model, [80, 0, 0, 0], [20, 0, 0, 0], overflow=10)
-    assert watched.of_step(0.5) == {"router_loss": 0.5, "dropped_tokens": 0.2}
-    choose(model, [25, 25, 25, 25], [25, 25, 25, 25])
-    assert watched.of_step(0.5)["dropped_tokens"] == 0
+    routing = Routing(model)
+    set_token_counts(model, [80, 0, 0, 0], [20, 0, 0, 0], overflow=10)
+    assert routing.of_step(0.5) == {"router_loss": 0.5, "dropped_tokens": 0.2}
+    set_token_counts(model, [25, 25, 25, 25], [25, 25, 25, 25])
+    assert routing.of_step(0.5)["dropped_tokens"] == 0
 
 
-def test_nothing_is_told_of_a_dense_model() -> None:
+def test_a_dense_model_reports_no_routing_values() -> None:
     dense = Routing(T5(resolve(ModelSpec(preset="smoke"), 300), decoder_start_id=0))
     assert dense.paid() == 0
     assert dense.of_step(0.0) == dense.of_validation() == dense.of_experts() == {}

@@ -11,7 +11,7 @@ from t5train.spec.recipes import recipe
 
 
 @given(st.integers(1, 128), st.integers(0, 1000), st.sampled_from([torch.bfloat16, torch.float16]))
-def test_any_number_of_passes_is_rounded_once(passes: int, seed: int, dtype: torch.dtype) -> None:
+def test_the_sum_of_any_number_of_passes_is_rounded_once(passes: int, seed: int, dtype: torch.dtype) -> None:
     torch.manual_seed(seed)
     layer = nn.Linear(8, 4, bias=False, dtype=dtype)
     sums, exact = Fp32Sums(layer), torch.zeros(4, 8)
@@ -25,7 +25,7 @@ def test_any_number_of_passes_is_rounded_once(passes: int, seed: int, dtype: tor
     assert layer.weight.grad.equal(exact.to(dtype))
 
 
-def test_a_step_begins_at_zero() -> None:
+def test_every_step_starts_from_a_zero_sum() -> None:
     layer = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
     sums, found = Fp32Sums(layer), []
     for _ in range(2):
@@ -38,7 +38,7 @@ def test_a_step_begins_at_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision", "micro", "apart"),
+    ("stage", "precision", "micro", "summed_in_fp32"),
     [
         (1, "bf16", 16, True),
         (1, "fp16", 16, True),
@@ -47,9 +47,9 @@ def test_a_step_begins_at_zero() -> None:
         (2, "bf16", 16, False),
     ],
 )
-def test_gradients_are_summed_apart_where_deepspeed_does_not_do_it(
-    stage: int, precision: str, micro: int, apart: bool
+def test_gradients_are_summed_in_fp32_only_where_deepspeed_does_not_do_it(
+    stage: int, precision: str, micro: int, summed_in_fp32: bool
 ) -> None:
     settings = {"layout.zero_stage": stage, "optimizer.precision": precision, "layout.micro_batch_sequences": micro}
     spec = recipe("smoke").with_settings(settings)
-    assert (sums_of(nn.Linear(1, 1), spec) is not None) == apart
+    assert (sums_of(nn.Linear(1, 1), spec) is not None) == summed_in_fp32

@@ -39,7 +39,7 @@ def _steps(optimizer: AdamWRms, flat: Tensor, numbers: range) -> None:
 
 
 @pytest.mark.parametrize("relative", [True, False])
-def test_it_moves_weights_as_torchs_operators_do(relative: bool) -> None:
+def test_host_adam_updates_weights_as_torchs_operators_do(relative: bool) -> None:
     """The results agree to one fp32 rounding of the largest weight per step."""
     ours, theirs = _weights(), _weights()
     _steps(_optimizer(ours, HostAdam(), relative), ours, range(10))
@@ -50,7 +50,7 @@ def test_it_moves_weights_as_torchs_operators_do(relative: bool) -> None:
     assert not ours[-PADDING:].any()
 
 
-def test_a_step_is_exact_to_a_millionth_of_itself() -> None:
+def test_an_update_has_a_relative_error_below_one_in_a_million() -> None:
     """From zero, the first step is as long as the rate, so that a misreading of the operator's betas shows."""
     weights = torch.zeros(1000)
     gradient = torch.randn(1000, generator=torch.Generator().manual_seed(3))
@@ -59,7 +59,7 @@ def test_a_step_is_exact_to_a_millionth_of_itself() -> None:
     torch.testing.assert_close(weights, -gradient.sign(), rtol=1e-6, atol=0)
 
 
-def test_a_resumed_run_rounds_as_one_that_never_stopped() -> None:
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one() -> None:
     """Even when another optimizer shares the operator."""
     whole, resumed, other = _weights(), _weights(), _weights()
     _steps(_optimizer(whole, HostAdam()), whole, range(8))
@@ -73,12 +73,12 @@ def test_a_resumed_run_rounds_as_one_that_never_stopped() -> None:
 
 
 @pytest.mark.parametrize("numel", [1, 8191, 8192, 100_000])
-def test_sums_of_squares_are_exact_to_a_ten_millionth(numel: int) -> None:
+def test_sums_of_squares_have_a_relative_error_below_one_in_ten_million(numel: int) -> None:
     part = torch.randn(numel, generator=torch.Generator().manual_seed(2))
     assert sum_of_squares(part).item() == pytest.approx(part.double().square().sum().item(), rel=1e-7)
 
 
-def test_an_operator_that_cannot_be_compiled_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_that_cannot_be_compiled_is_reported_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoCompiler:
         def load(self, **_: bool) -> None:
             raise RuntimeError("c++: not found")

@@ -35,16 +35,16 @@ def live_bytes(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenSha
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_live_tensors_take_what_the_formula_says_and_no_more(
+def test_the_memory_estimate_agrees_with_the_live_tensors(
     live_bytes: dict[str, int], layout: str, pydocs_shards: TokenShards
 ) -> None:
     spec = spec_of(layout).with_settings(LARGE)
     held = held_by_a_rank(spec, resolve(spec.model, int(pydocs_shards.counts["vocab_size"])))
-    said = sum(one.accelerator + one.host for one in held if one.what not in (PROCESS, WITNESS, FETCHED))
-    assert 0.7 * said < live_bytes[layout] < 1.01 * said  # the formula adds up different moments of a step
+    estimated = sum(one.accelerator + one.host for one in held if one.what not in (PROCESS, WITNESS, FETCHED))
+    assert 0.7 * estimated < live_bytes[layout] < 1.01 * estimated  # the formula adds up different moments of a step
 
 
-def test_more_ranks_hold_less_each() -> None:
+def test_more_ranks_hold_less_memory_each() -> None:
     spec = recipe("t5_3b_one_gpu")
     shape = resolve(spec.model, 32_100)
     on_four = spec.with_settings({"cluster.ranks": 4, "layout.micro_batch_sequences": 32})
@@ -56,7 +56,7 @@ def test_more_ranks_hold_less_each() -> None:
 @pytest.mark.parametrize(
     ("name", "gigabytes"), [("base", 3), ("zero3", 8), ("t5_3b_one_gpu", 70), ("t5_11b_one_gpu", 291)]
 )
-def test_recipes_take_the_host_memory_that_their_description_says(name: str, gigabytes: int) -> None:
+def test_recipes_need_the_expected_host_memory(name: str, gigabytes: int) -> None:
     spec = recipe(name)
     assert gigabytes - 1 < host_bytes(spec, resolve(spec.model, 32_100)) / 1e9 < gigabytes + 1
     assert RECIPES[name].__doc__

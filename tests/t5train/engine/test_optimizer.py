@@ -31,7 +31,7 @@ def _gradients(sizes: list[int]) -> list[list[Tensor]]:
     return [[torch.randn(size, generator=generator) for size in sizes] for _ in range(STEPS)]
 
 
-def test_without_rms_it_is_torchs_adamw() -> None:
+def test_without_rms_scaling_the_optimizer_equals_torchs_adamw() -> None:
     ours, theirs = torch.linspace(-1, 1, 50), torch.linspace(-1, 1, 50)
     optimizer = _optimizer([ours], relative=False, weight_decay=0.1)
     optimizer.attach(_whole([ours]), None)
@@ -43,7 +43,7 @@ def test_without_rms_it_is_torchs_adamw() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_a_step_is_in_proportion_to_the_tensors_rms() -> None:
+def test_a_step_is_proportional_to_the_rms_of_its_tensor() -> None:
     small, large = torch.full((64,), 0.01), torch.full((64,), 10.0)
     optimizer = _optimizer([small, large])
     optimizer.attach(_whole([small, large]), None)
@@ -53,7 +53,7 @@ def test_a_step_is_in_proportion_to_the_tensors_rms() -> None:
     torch.testing.assert_close(large, torch.full((64,), 9.0))
 
 
-def test_a_tensor_of_zeros_still_moves() -> None:
+def test_a_tensor_of_zeros_is_still_updated() -> None:
     zeros = torch.zeros(8)
     optimizer = _optimizer([zeros])
     optimizer.attach(_whole([zeros]), None)
@@ -62,7 +62,7 @@ def test_a_tensor_of_zeros_still_moves() -> None:
     torch.testing.assert_close(zeros, torch.full((8,), -0.1 * MINIMAL_RMS))
 
 
-def test_before_it_is_attached_a_step_only_allocates() -> None:
+def test_a_step_before_attach_only_allocates_state() -> None:
     tensor = torch.ones(4)
     optimizer = _optimizer([tensor])
     tensor.grad = torch.ones(4)
@@ -76,7 +76,9 @@ def test_before_it_is_attached_a_step_only_allocates() -> None:
     num_ranks=st.integers(1, 4),
     alignment=st.integers(0, 3),
 )
-def test_however_tensors_are_cut_over_ranks_they_move_alike(sizes: list[int], num_ranks: int, alignment: int) -> None:
+def test_updates_do_not_depend_on_how_tensors_are_partitioned_over_ranks(
+    sizes: list[int], num_ranks: int, alignment: int
+) -> None:
     generator = torch.Generator().manual_seed(7)
     whole = [torch.randn(size, generator=generator) * 10.0**index for index, size in enumerate(sizes)]
     slots, offset = [], 0
@@ -87,18 +89,18 @@ def test_however_tensors_are_cut_over_ranks_they_move_alike(sizes: list[int], nu
     flat = torch.zeros(numel * num_ranks)
     gradients = [torch.zeros_like(flat) for _ in range(STEPS)]
     for index, slot in enumerate(slots):
-        place = slice(slot.offset, slot.offset + slot.numel)
-        flat[place] = whole[index]
+        span = slice(slot.offset, slot.offset + slot.numel)
+        flat[span] = whole[index]
         for step, found in enumerate(_gradients(sizes)):
-            gradients[step][place] = found[index]
+            gradients[step][span] = found[index]
     parts = [part.clone() for part in flat.split(numel)]
 
     _step_whole(whole, _gradients(sizes))
     _step_parts(parts, slots, gradients)
 
-    moved = torch.cat(parts)
+    updated = torch.cat(parts)
     for index, slot in enumerate(slots):
-        torch.testing.assert_close(moved[slot.offset : slot.offset + slot.numel], whole[index], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(updated[slot.offset : slot.offset + slot.numel], whole[index], rtol=1e-5, atol=1e-7)
 
 
 def _step_whole(tensors: list[Tensor], gradients: list[list[Tensor]]) -> None:
@@ -141,7 +143,7 @@ def test_segments_cover_a_partition_without_its_padding() -> None:
     assert _cut_joined(slots, 1, 4) == [Segment(0, 1, 0, 5, 4), Segment(2, 4, 1, 4, 0)]
 
 
-def test_pieces_of_parameters_cut_one_by_one_are_covered_without_their_padding() -> None:
+def test_segments_cover_individually_partitioned_parameters_without_their_padding() -> None:
     slots = [
         ParameterSlot(name="a", shape=(5,), offset=0, numel=5),
         ParameterSlot(name="b", shape=(1,), offset=2, numel=1),
@@ -151,7 +153,7 @@ def test_pieces_of_parameters_cut_one_by_one_are_covered_without_their_padding()
     assert _cut_one_by_one(slots, 2, 3) == [Segment(0, 1, 0, 5, 4), Segment(3, 5, 2, 6, 4)]
 
 
-def test_its_state_survives_saving_and_loading() -> None:
+def test_the_optimizer_state_survives_saving_and_loading() -> None:
     first, second = torch.ones(6), torch.ones(6)
     optimizer = _optimizer([first])
     optimizer.attach(_whole([first]), None)
@@ -168,7 +170,7 @@ def test_its_state_survives_saving_and_loading() -> None:
     assert torch.equal(first, second)
 
 
-def test_a_gradient_that_is_absent_moves_nothing() -> None:
+def test_a_missing_gradient_changes_nothing() -> None:
     tensor = torch.ones(3)
     optimizer = _optimizer([tensor])
     optimizer.attach(_whole([tensor]), None)

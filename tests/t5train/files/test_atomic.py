@@ -42,15 +42,15 @@ with atomic.replacing(path) as file:
 
 
 @pytest.mark.parametrize(
-    ("place", "found"),
+    ("killed_at", "found"),
     [("half-way", b"old"), ("fsync", b"old"), ("rename", b"old"), ("after rename", b"new" * 100_000)],
 )
-def test_a_writer_killed_anywhere_leaves_a_whole_file(
-    place: str, found: bytes, tmp_path: Path, run_python: RunPython
+def test_a_writer_killed_at_any_step_leaves_a_complete_file(
+    killed_at: str, found: bytes, tmp_path: Path, run_python: RunPython
 ) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    result = run_python(KILLED_AT, place, str(path))
+    result = run_python(KILLED_AT, killed_at, str(path))
     assert result.returncode == -signal.SIGKILL, result.stderr
     assert path.read_bytes() == found
 
@@ -65,7 +65,7 @@ for count in itertools.count():
 
 
 @pytest.mark.parametrize("seconds", [0.01, 0.05, 0.11])
-def test_a_writer_killed_at_any_time_leaves_a_whole_file(seconds: float, tmp_path: Path) -> None:
+def test_a_writer_killed_at_any_time_leaves_a_complete_file(seconds: float, tmp_path: Path) -> None:
     path = tmp_path / "file"
     with subprocess.Popen([sys.executable, "-c", FOREVER, str(path)]) as writer:
         deadline = time.monotonic() + 60
@@ -103,13 +103,13 @@ def test_two_writers_of_one_file_do_not_mix(tmp_path: Path) -> None:
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
-def test_text_is_written_as_it_is(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_text_is_written_unchanged(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("text") / "file"
     write_text(path, text)
     assert path.read_bytes() == text.encode("utf-8")
 
 
-def test_json_that_others_could_not_read_is_refused_and_the_old_file_stays(tmp_path: Path) -> None:
+def test_a_value_that_is_not_json_compliant_is_refused_and_the_old_file_stays(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     write_json(path, {"b": 1, "a": "ü"})
     assert json.loads(path.read_text("utf-8")) == {"a": "ü", "b": 1}
@@ -118,7 +118,9 @@ def test_json_that_others_could_not_read_is_refused_and_the_old_file_stays(tmp_p
     assert json.loads(path.read_text("utf-8")) == {"a": "ü", "b": 1}
 
 
-def test_a_full_disk_is_told_in_words_and_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_with_a_remedy_and_the_old_file_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -31,7 +31,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_name_that_is_no_path_within_the_folder_is_refused_by_source_and_name(name: str) -> None:
+def test_an_unsafe_name_is_refused_with_its_source(name: str) -> None:
     with pytest.raises(InputError, match=BAD[name]) as caught:
         confined(Path("/cache"), name, "the index", InputError)
     assert str(caught.value).startswith(f"the index names {ascii(name)[:120]}")
@@ -43,7 +43,7 @@ def test_a_name_within_the_folder_is_joined_to_it(name: str) -> None:
     assert confined(Path("/cache"), name, "the index") == Path("/cache") / name
 
 
-def test_a_plain_name_has_no_folders() -> None:
+def test_a_plain_name_must_not_contain_a_folder() -> None:
     assert child(Path("/tag"), "a.pt", "the sidecar") == Path("/tag/a.pt")
     with pytest.raises(StorageError, match=r"the sidecar names 'a/b\.pt', which is not the plain name"):
         child(Path("/tag"), "a/b.pt", "the sidecar")
@@ -52,7 +52,7 @@ def test_a_plain_name_has_no_folders() -> None:
 @pytest.mark.parametrize(
     "names", [["A.txt", "a.txt"], ["caf\u00e9", "cafe\u0301"], ["stra\u00dfe", "STRASSE"], ["same", "same"]]
 )
-def test_names_that_a_file_system_may_keep_as_one_are_refused(names: list[str]) -> None:
+def test_names_that_some_file_systems_treat_as_equal_are_refused(names: list[str]) -> None:
     with pytest.raises(StorageError, match="the bucket names both"):
         require_distinct(names, "the bucket")
     require_distinct(["a.txt", "b.txt"], "the bucket")

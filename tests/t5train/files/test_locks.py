@@ -12,7 +12,7 @@ from t5train.errors import StorageError
 from t5train.files.locks import file_system, is_locked, is_network_file_system, try_lock
 
 
-def test_a_lock_is_had_once_and_seen_by_others(tmp_path: Path) -> None:
+def test_a_lock_has_one_holder_and_others_see_that_it_is_held(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     assert not is_locked(path)
     with open(path, "wb") as first, open(path, "rb") as second:
@@ -22,7 +22,7 @@ def test_a_lock_is_had_once_and_seen_by_others(tmp_path: Path) -> None:
     assert not is_locked(path)
 
 
-def test_a_lock_that_is_shared_for_an_instant_is_waited_for(tmp_path: Path) -> None:
+def test_a_briefly_shared_lock_is_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     path.touch()
     looking = threading.Event()
@@ -65,7 +65,7 @@ def test_the_file_system_of_a_path_is_that_of_the_innermost_mount() -> None:
     assert file_system(Path("/dev/shm")) == "tmpfs"  # noqa: S108 - it is only looked at
 
 
-def test_mounts_with_spaces_and_of_the_network_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mounts_with_spaces_and_network_mounts_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(
         "1 0 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:9 / /my\\040data rw - nfs4 server:/ rw\n"

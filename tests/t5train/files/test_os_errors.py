@@ -69,56 +69,56 @@ def _too_many_files(folder: Path) -> None:
         (lambda folder: (folder / "absent").read_text(), "absent", "No such file or directory; check the path"),
     ],
 )
-def test_an_error_is_told_with_path_and_remedy(
+def test_an_error_is_reported_with_path_and_remedy(
     tmp_path: Path, act: Callable[[Path], object], path: str, words: str
 ) -> None:
-    with pytest.raises(StorageError) as told, as_storage_errors():
+    with pytest.raises(StorageError) as caught, as_storage_errors():
         act(tmp_path)
-    line = str(told.value)
+    line = str(caught.value)
     assert path in line
     assert words in line
     assert "/" in line.partition(":")[0]
     assert "\n" not in line
-    cause = cause_of(told.value)
+    cause = cause_of(caught.value)
     assert cause is not None
     assert explain(cause) == line
 
 
-def test_a_file_that_cannot_be_replaced_is_named_and_not_its_temporary(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_replaced_is_named_instead_of_its_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "folder" / "entry").mkdir(parents=True)
-    with pytest.raises(IsADirectoryError) as told:
+    with pytest.raises(IsADirectoryError) as caught:
         write_text(tmp_path / "folder", "text")
-    assert explain(told.value).startswith(f"{tmp_path / 'folder'}: Is a directory; ")
+    assert explain(caught.value).startswith(f"{tmp_path / 'folder'}: Is a directory; ")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def test_an_error_of_the_network_is_not_one_of_storage() -> None:
+def test_a_network_error_is_not_reported_as_a_storage_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
-    with pytest.raises(ConnectionRefusedError) as told, as_storage_errors():
+    with pytest.raises(ConnectionRefusedError) as caught, as_storage_errors():
         socket.create_connection(address)
-    assert explain(told.value) == "Connection refused"
+    assert explain(caught.value) == "Connection refused"
 
 
-def test_an_error_of_a_library_that_has_no_number_is_told_as_it_is() -> None:
+def test_a_library_error_without_errno_is_reported_unchanged() -> None:
     assert explain(OSError('Not found: "x":\n No such thing')) == 'Not found: "x": No such thing'
 
 
-def test_a_read_that_fails_names_the_file_and_not_the_function_that_reads() -> None:
+def test_a_failed_read_names_the_file() -> None:
     memory = Path("/proc/self/mem")
     for digest in (digest_file, digest_safetensors):
-        with pytest.raises(OSError, match="Input/output error") as told:
+        with pytest.raises(OSError, match="Input/output error") as caught:
             digest(memory)
-        assert told.value.filename == str(memory)
+        assert caught.value.filename == str(memory)
 
 
-def test_an_error_about_another_file_stays_as_it_is(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError) as told, naming(tmp_path / "this"):
+def test_an_error_about_another_file_keeps_that_files_name(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught, naming(tmp_path / "this"):
         (tmp_path / "other").read_text()
-    assert told.value.filename == str(tmp_path / "other")
+    assert caught.value.filename == str(tmp_path / "other")
 
 
-def test_whatever_a_library_raises_about_its_files_names_their_folder(tmp_path: Path) -> None:
+def test_an_error_of_a_library_about_its_files_names_their_folder(tmp_path: Path) -> None:
     with (
         pytest.raises(StorageError, match=rf"{tmp_path}: tokenizers failed.*\(Exception: Stale file handle"),
         library_errors("tokenizers", tmp_path),
@@ -128,8 +128,8 @@ def test_whatever_a_library_raises_about_its_files_names_their_folder(tmp_path: 
         raise DigestMismatch("it differs")
 
 
-def test_a_file_that_cannot_be_removed_is_named_with_its_whole_path() -> None:
+def test_a_file_that_cannot_be_removed_is_named_with_its_full_path() -> None:
     """procfs lets nobody remove anything, not even root."""
-    with pytest.raises(PermissionError) as told:
+    with pytest.raises(PermissionError) as caught:
         remove_folder(Path("/proc/self/fdinfo"))
-    assert Path(told.value.filename).parent == Path("/proc/self/fdinfo")
+    assert Path(caught.value.filename).parent == Path("/proc/self/fdinfo")

@@ -37,7 +37,7 @@ def _gradients(model: T5) -> list[Tensor]:
     return [torch.rand(1), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
 
 
-def _runs(model: T5) -> Counter[str]:
+def _run_counts(model: T5) -> Counter[str]:
     """How often each module runs in a pass forward and backward."""
     counts: Counter[str] = Counter()
     for name, module in model.named_modules():
@@ -47,16 +47,16 @@ def _runs(model: T5) -> Counter[str]:
 
 
 @pytest.mark.parametrize("version", ["v1.0", "v1.1"])
-def test_gradients_are_bit_equal_also_with_dropout(version: str) -> None:
+def test_gradients_are_bit_equal_with_activation_checkpointing_and_dropout(version: str) -> None:
     kept, recomputed = (_gradients(_model(recompute, version=version)) for recompute in (False, True))
     assert len(kept) == len(recomputed) > 40
     assert all(map(torch.equal, kept, recomputed))
 
 
-def test_every_block_is_run_again_and_nothing_else() -> None:
-    again = _runs(_model(recomputed=True)) - _runs(_model(recomputed=False))
+def test_exactly_the_modules_within_blocks_are_recomputed() -> None:
+    recomputed_modules = _run_counts(_model(recomputed=True)) - _run_counts(_model(recomputed=False))
     within = {name for name, _ in _model(recomputed=False).named_modules() if _is_within_a_block(name)}
-    assert again == dict.fromkeys(within, 1)
+    assert recomputed_modules == dict.fromkeys(within, 1)
 
 
 def _is_within_a_block(name: str) -> bool:
@@ -64,7 +64,7 @@ def _is_within_a_block(name: str) -> bool:
     return ".layer." in name and not name.endswith("relative_attention_bias")
 
 
-def test_a_pass_without_gradients_keeps_nothing_to_run_again() -> None:
+def test_a_forward_pass_without_gradients_saves_no_tensors_for_recomputation() -> None:
     model = _model(recomputed=True)
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(_refuse, _refuse):
         model.eval().logits(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))
@@ -74,7 +74,7 @@ def _refuse(tensor: Tensor) -> Tensor:
     raise AssertionError("a pass that has no backward saves a tensor for it")
 
 
-def test_a_compiler_takes_it_in_one_graph() -> None:
+def test_a_model_with_activation_checkpointing_compiles_to_one_graph() -> None:
     kept, recomputed = (_model(recompute, dropout_rate=0.0) for recompute in (False, True))
     recomputed.compile(backend="aot_eager", fullgraph=True)
     for ours, theirs in zip(_gradients(recomputed), _gradients(kept), strict=True):
@@ -83,7 +83,7 @@ def test_a_compiler_takes_it_in_one_graph() -> None:
 
 
 @pytest.mark.slow
-def test_experts_are_run_once_and_pay_for_their_router() -> None:
+def test_experts_keep_router_loss_and_token_counts_with_activation_checkpointing() -> None:
     settings: dict[str, Any] = {"version": "v1.0", "moe": ExpertsSpec(num_experts=4), "dropout_rate": 0.1}
     kept, recomputed = (_model(recompute, **settings) for recompute in (False, True))
     assert all(map(torch.equal, _gradients(kept), _gradients(recomputed)))

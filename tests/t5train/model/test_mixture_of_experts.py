@@ -51,7 +51,7 @@ def _load_with_transformers(model: T5, folder: Path) -> SwitchTransformersForCon
 
 
 @pytest.mark.parametrize(("every_n_layers", "num_layers"), [(1, 2), (2, 5), (3, 6)])
-def test_logits_are_those_of_switch_transformers(every_n_layers: int, num_layers: int, tmp_path: Path) -> None:
+def test_logits_match_switch_transformers(every_n_layers: int, num_layers: int, tmp_path: Path) -> None:
     model = _model(_shape(num_layers, every_n_layers=every_n_layers)).eval()
     loaded = _load_with_transformers(model, tmp_path)
     inputs, decoder_inputs = _ids(3, 150), _ids(3, 40)
@@ -64,7 +64,7 @@ def test_logits_are_those_of_switch_transformers(every_n_layers: int, num_layers
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_evaluation_draws_no_lots_and_drops_no_tokens(top_k: int) -> None:
+def test_evaluation_is_deterministic_and_drops_no_tokens(top_k: int) -> None:
     model = _model(_shape(top_k=top_k, eval_capacity_factor=0.01)).eval()
     inputs, decoder_inputs = _ids(4, 60), _ids(4, 20)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def test_tokens_beyond_capacity_are_counted_and_dropped_while_training() -> None
     assert not layer.tokens.any()
 
 
-def test_the_routers_losses_are_added_with_their_weights() -> None:
+def test_auxiliary_and_z_losses_are_added_with_their_weights() -> None:
     hidden = torch.randn(2, 32, 128, generator=torch.Generator().manual_seed(1))
     losses = {}
     for aux_loss, z_loss in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (0.5, 0.25)):
@@ -101,28 +101,28 @@ def test_the_routers_losses_are_added_with_their_weights() -> None:
     assert losses[0.0, 1.0] == pytest.approx(math.log(4) ** 2, rel=0.3)
 
 
-def test_the_training_loss_is_cross_entropy_and_what_routers_pay() -> None:
+def test_the_training_loss_is_cross_entropy_plus_router_losses() -> None:
     model = _model(_shape(capacity_factor=100)).train()
     inputs, targets = _ids(2, 30), _ids(2, 9)
     loss = model(inputs, targets)
-    paid = sum(layer.router_loss for _, layer in model.sparse_layers())
-    torch.testing.assert_close(loss - paid, model.token_losses(inputs, targets).mean())
+    router_losses = sum(layer.router_loss for _, layer in model.sparse_layers())
+    torch.testing.assert_close(loss - router_losses, model.token_losses(inputs, targets).mean())
 
 
-def test_experts_start_as_they_are_numbered_over_all_ranks() -> None:
+def test_initial_values_of_experts_follow_their_global_numbers() -> None:
     shape = _shape()
     whole = _model(shape)
     names = huggingface_names(whole, expert_rank=0)
     values = {names[name]: parameter for name, parameter in whole.named_parameters()}
     half = T5(shape, decoder_start_id=0, expert_parallel_size=2)
     names = huggingface_names(half, expert_rank=1)
-    held = [name for name in names.values() if ".experts." in name]
-    assert {name.split(".")[-3] for name in held} == {"expert_2", "expert_3"}
+    expert_names = [name for name in names.values() if ".experts." in name]
+    assert {name.split(".")[-3] for name in expert_names} == {"expert_2", "expert_3"}
     for name, parameter in half.named_parameters():
         assert torch.equal(first_value(names[name], parameter.shape, shape, seed=3), values[names[name]])
 
 
-def test_experts_and_routers_start_with_a_tenth_of_the_variance() -> None:
+def test_experts_are_initialised_with_a_tenth_of_the_variance() -> None:
     model, shape = _model(_shape()), _shape()
     names = huggingface_names(model, expert_rank=0)
     values = {names[name]: parameter for name, parameter in model.named_parameters()}
@@ -132,12 +132,14 @@ def test_experts_and_routers_start_with_a_tenth_of_the_variance() -> None:
     assert values["decoder.block.0.layer.2.mlp.wi.weight"].std().item() == pytest.approx(shape.d_model**-0.5, rel=0.05)
 
 
-def test_the_configuration_is_read_back_with_the_same_sparse_layers() -> None:
+def test_transformers_reads_the_same_sparse_layers_from_the_configuration() -> None:
     config = AutoConfig.for_model(**huggingface_config(_shape(5), pad_id=0, eos_id=1))
     assert (config.encoder_sparse_step, config.num_sparse_encoder_layers, config.expert_capacity) == (2, 2, 1 << 30)
 
 
 @pytest.mark.parametrize(("num_layers", "every_n_layers"), [(1, 2), (7, 4), (2, 3)])
-def test_sparse_layers_that_switch_transformers_cannot_count_are_refused(num_layers: int, every_n_layers: int) -> None:
+def test_sparse_layers_that_switch_transformers_cannot_express_are_refused(
+    num_layers: int, every_n_layers: int
+) -> None:
     with pytest.raises(SpecError, match=rf"every_n_layers is {every_n_layers} and model\.num_layers {num_layers}: "):
         _shape(num_layers, every_n_layers=every_n_layers)

@@ -20,7 +20,7 @@ def _base(**settings: object) -> T5Shape:
 
 
 @given(costs=st.lists(st.integers(0, 50), min_size=1, max_size=9), data=st.data())
-def test_no_other_cut_has_a_cheaper_costliest_stage(costs: list[int], data: st.DataObject) -> None:
+def test_the_split_minimises_the_cost_of_the_costliest_stage(costs: list[int], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(costs)))
     bounds = balanced(costs, parts)
     assert (bounds[0], bounds[-1], len(bounds)) == (0, len(costs), parts + 1)
@@ -34,12 +34,12 @@ def _costliest(costs: list[int], bounds: list[int] | tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
-def test_stages_of_base_take_about_as_long(stages: int) -> None:
+def test_stages_of_the_base_model_have_similar_costs(stages: int) -> None:
     costs = unit_costs(_base(), SAMPLE)
     assert _costliest(costs, stage_bounds(_base(), stages, SAMPLE)) < 1.25 * sum(costs) / stages
 
 
-def test_the_decoder_is_cheaper_than_the_encoder_where_it_sees_fewer_tokens() -> None:
+def test_the_split_counts_decoder_layers_as_cheaper_than_encoder_layers() -> None:
     assert stage_bounds(_base(), 2, SAMPLE)[1] < 12
     assert stage_bounds(_base(num_decoder_layers=36), 2, SAMPLE)[1] > 12
 
@@ -52,7 +52,7 @@ def test_more_stages_than_layers_are_refused_with_both_numbers() -> None:
 
 
 @pytest.mark.parametrize("version", ["v1.0", "v1.1"])
-def test_stages_have_the_models_parameters_and_the_last_one_a_copy_of_a_tied_embedding(version: str) -> None:
+def test_stages_add_up_to_the_model_plus_a_copy_of_a_tied_embedding(version: str) -> None:
     shape = _base(version=version)
     assert stage_parameters(shape, 1, SAMPLE) == [count_parameters(shape)]
     first, last = stage_parameters(shape, 2, SAMPLE)

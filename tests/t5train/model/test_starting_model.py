@@ -57,10 +57,10 @@ def _spec(folder: Path, values: dict[str, Any]) -> ModelSpec:
 
 
 def _values(spec: ModelSpec, ids: int = IDS) -> dict[str, torch.Tensor]:
-    places = tensors_of(spec, resolve(spec, ids))
-    assert places is not None
-    stored = StoredTensors(places)
-    return {name: stored.whole(name) for name in places}
+    locations = tensors_of(spec, resolve(spec, ids))
+    assert locations is not None
+    stored = StoredTensors(locations)
+    return {name: stored.whole(name) for name in locations}
 
 
 def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -70,7 +70,7 @@ def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) 
 
 
 @pytest.mark.parametrize(("make", "values"), [(_t5, V10), (_gated, V11), (_switch, SWITCH)])
-def test_a_model_of_transformers_is_read_as_transformers_has_it(
+def test_weights_saved_by_transformers_are_read_unchanged(
     tmp_path: Path, make: Callable[[Path], Any], values: dict[str, Any]
 ) -> None:
     model, spec = make(tmp_path), _spec(tmp_path, values)
@@ -80,7 +80,7 @@ def test_a_model_of_transformers_is_read_as_transformers_has_it(
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_shards_of_16_bits_are_read_as_fp32(tmp_path: Path) -> None:
+def test_16_bit_weights_in_several_files_are_read_as_fp32(tmp_path: Path) -> None:
     model = _gated(tmp_path / "one").bfloat16()
     model.save_pretrained(tmp_path / "several", max_shard_size="20KB")
     assert len(list((tmp_path / "several").glob("model-*.safetensors"))) > 1
@@ -89,7 +89,7 @@ def test_shards_of_16_bits_are_read_as_fp32(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
 
 
-def test_stretches_are_those_of_the_whole(tmp_path: Path) -> None:
+def test_a_range_read_from_a_tensor_equals_that_range_of_the_whole(tmp_path: Path) -> None:
     save_file({"x": torch.arange(35).reshape(5, 7).half()}, tmp_path / "model.safetensors")
     stored = StoredTensors(list_tensors([tmp_path / "model.safetensors"]))
     whole = stored.whole("x").flatten()
@@ -99,7 +99,7 @@ def test_stretches_are_those_of_the_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_a_number_that_is_not_finite_is_named_with_its_tensor_when_it_is_read(tmp_path: Path, number: float) -> None:
+def test_a_non_finite_value_is_refused_with_the_name_of_its_tensor(tmp_path: Path, number: float) -> None:
     save_file({"sound": torch.ones(3), "spoilt": torch.tensor([1.0, number])}, tmp_path / "model.safetensors")
     stored = StoredTensors(list_tensors([tmp_path / "model.safetensors"]))
     assert torch.equal(stored.whole("sound"), torch.ones(3))
@@ -107,7 +107,7 @@ def test_a_number_that_is_not_finite_is_named_with_its_tensor_when_it_is_read(tm
         stored.whole("spoilt")
 
 
-def test_what_old_checkpoints_hold_beside_is_passed_over(tmp_path: Path) -> None:
+def test_redundant_tensors_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     _t5(tmp_path)
 
     def as_published(tensors: dict[str, torch.Tensor]) -> None:
@@ -124,7 +124,7 @@ def test_what_old_checkpoints_hold_beside_is_passed_over(tmp_path: Path) -> None
     assert torch.equal(_values(_spec(tmp_path, V10))[SHARED], before[SHARED])
 
 
-def test_an_output_that_the_files_leave_out_is_the_embedding(tmp_path: Path) -> None:
+def test_a_missing_output_weight_is_taken_from_the_embedding(tmp_path: Path) -> None:
     _gated(tmp_path)
     _rewrite(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
     found = _values(_spec(tmp_path, V11))
@@ -140,7 +140,7 @@ def test_an_output_that_the_files_leave_out_is_the_embedding(tmp_path: Path) -> 
         (V10 | {"vocab_size": 256}, "vocab_size: 256 -> 128", "set model.vocab_size=128"),
     ],
 )  # fmt: skip
-def test_another_model_than_the_settings_ask_for_is_refused_with_what_to_set(
+def test_a_model_that_differs_from_the_settings_is_refused_with_the_settings_to_use(
     tmp_path: Path, values: dict[str, Any], differs: str, remedy: str
 ) -> None:
     _t5(tmp_path)
@@ -150,7 +150,7 @@ def test_another_model_than_the_settings_ask_for_is_refused_with_what_to_set(
     assert remedy in str(refused.value)
 
 
-def test_a_published_shape_is_named_by_its_preset(tmp_path: Path) -> None:
+def test_the_refusal_of_a_published_model_names_its_preset(tmp_path: Path) -> None:
     config = T5Config(vocab_size=32128, d_model=512, d_kv=64, d_ff=2048, num_heads=8, num_layers=6).to_dict()
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     for left_out in ("scale_decoder_outputs", "relative_attention_max_distance", "num_decoder_layers"):
@@ -162,7 +162,7 @@ def test_a_published_shape_is_named_by_its_preset(tmp_path: Path) -> None:
         require_fit(_spec(tmp_path, {"preset": "small", "version": "v1.0"}), 32100)
 
 
-def test_a_switch_transformer_tells_how_many_experts_to_set(tmp_path: Path) -> None:
+def test_the_refusal_of_a_switch_transformer_names_its_number_of_experts(tmp_path: Path) -> None:
     _switch(tmp_path)
     with pytest.raises(SpecError, match=r"model\.moe\.num_experts=3 model\.moe\.every_n_layers=2"):
         require_fit(_spec(tmp_path, V10), IDS)
@@ -185,7 +185,7 @@ def _of_integers(folder: Path) -> None:
     _rewrite(folder, lambda tensors: tensors.update({SHARED: tensors[SHARED].to(torch.int8)}))
 
 
-def _misshapen(folder: Path) -> None:
+def _with_wrong_shape(folder: Path) -> None:
     _rewrite(folder, lambda tensors: tensors.update({SHARED: tensors[SHARED][:64]}))
 
 
@@ -193,7 +193,7 @@ def _untied(folder: Path) -> None:
     _rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[SHARED] + 1}))
 
 
-def _leading_out(folder: Path) -> None:
+def _with_path_outside(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     index = {"weight_map": {SHARED: "../other.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -203,7 +203,7 @@ def _of_another_family(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "bart"}))
 
 
-def _of_another_form(folder: Path) -> None:
+def _with_unsupported_setting(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 0.1}))
 
@@ -216,33 +216,33 @@ def _of_another_form(folder: Path) -> None:
         (_pickled, r"pytorch_model\.bin, which can run code .* save_pretrained"),
         (_truncated, "cannot be read as safetensors"),
         (_of_integers, r"shared\.weight are not 16-bit or 32-bit floating-point numbers"),
-        (_misshapen, r"shared\.weight have another shape"),
+        (_with_wrong_shape, r"shared\.weight have another shape"),
         (_untied, r"lm_head\.weight is tied to shared\.weight, but the files hold different values"),
-        (_leading_out, "names '../other.safetensors', which is not the plain name"),
+        (_with_path_outside, "names '../other.safetensors', which is not the plain name"),
         (_of_another_family, "model.start_from is a 'bart' model"),
-        (_of_another_form, "no settings describe such a model"),
+        (_with_unsupported_setting, "no settings describe such a model"),
     ],
 )
-def test_what_cannot_be_continued_from_is_refused(tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
+def test_an_unusable_starting_model_is_refused(tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
     _t5(tmp_path / "model")
     damage(tmp_path / "model")
     with pytest.raises(T5TrainError, match=message):
         require_fit(_spec(tmp_path / "model", V10), IDS)
 
 
-def test_a_tokenizer_of_more_ids_than_the_embedding_has_rows_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_with_more_ids_than_embedding_rows_is_refused(tmp_path: Path) -> None:
     _t5(tmp_path)
     with pytest.raises(SpecError, match="with a vocabulary of 128, but the tokenizer has 600 ids: set tokenizer"):
         require_fit(_spec(tmp_path, V10), 600)
 
 
-def test_another_vocabulary_of_the_same_size_is_refused(tmp_path: Path) -> None:
+def test_a_vocabulary_other_than_the_starting_models_is_refused(tmp_path: Path) -> None:
     (tmp_path / "spiece.model").write_bytes(b"pieces")
     with pytest.raises(SpecError, match=f"set tokenizer.path={tmp_path}"):
         require_vocabulary(_spec(tmp_path, V10), "0" * 64)
 
 
-def test_a_start_is_identified_by_its_content_wherever_it_lies(tmp_path: Path) -> None:
+def test_a_starting_model_is_identified_by_its_content_and_not_its_path(tmp_path: Path) -> None:
     _t5(tmp_path / "here")
     shutil.copytree(tmp_path / "here", tmp_path / "there")
     here, there = (_spec(tmp_path / name, V10) for name in ("here", "there"))
@@ -254,7 +254,7 @@ def test_a_start_is_identified_by_its_content_wherever_it_lies(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("version", "values"), [("v1.1", V11), ("v1.0", V10), ("switch", SWITCH)])
-def test_our_own_exports_are_continued_from_and_held_against_their_manifest(
+def test_an_export_of_this_project_can_be_started_from_and_is_verified_against_its_manifest(
     make_export: Callable[..., Export], version: str, values: dict[str, Any]
 ) -> None:
     folder = make_export(version, certified=False).path

@@ -24,7 +24,7 @@ def digest_of(content: bytes, folder: Path) -> SafetensorsDigest:
     return digest_safetensors(path)
 
 
-def test_it_is_the_sha256_of_the_sha256s_of_the_header_and_each_tensor(tmp_path: Path) -> None:
+def test_the_digest_is_the_sha256_of_the_sha256s_of_the_header_and_each_tensor(tmp_path: Path) -> None:
     content = save({"one": TENSORS["b"]})
     pieces = [content[:-24], content[-24:]]
     joined = b"".join(hashlib.sha256(piece).digest() for piece in pieces)
@@ -33,22 +33,22 @@ def test_it_is_the_sha256_of_the_sha256s_of_the_header_and_each_tensor(tmp_path:
     )
 
 
-def test_every_bit_of_a_file_counts(tmp_path: Path) -> None:
+def test_flipping_any_bit_changes_the_digest(tmp_path: Path) -> None:
     whole = digest_of(FILE, tmp_path)
-    for place in range(8 * len(FILE)):
+    for bit in range(8 * len(FILE)):
         damaged = bytearray(FILE)
-        damaged[place // 8] ^= 1 << place % 8
-        assert digest_of(bytes(damaged), tmp_path) != whole, place
+        damaged[bit // 8] ^= 1 << bit % 8
+        assert digest_of(bytes(damaged), tmp_path) != whole, bit
 
 
-@given(size=st.integers(0, len(FILE) - 1), behind=st.binary(min_size=1, max_size=40))
-def test_a_cut_or_longer_file_has_another_digest(
-    tmp_path_factory: pytest.TempPathFactory, size: int, behind: bytes
+@given(size=st.integers(0, len(FILE) - 1), appended=st.binary(min_size=1, max_size=40))
+def test_a_truncated_or_extended_file_has_another_digest(
+    tmp_path_factory: pytest.TempPathFactory, size: int, appended: bytes
 ) -> None:
     folder = tmp_path_factory.mktemp("digest")
     whole = digest_of(FILE, folder)
     assert digest_of(FILE[:size], folder) != whole
-    assert digest_of(FILE + behind, folder) != whole
+    assert digest_of(FILE + appended, folder) != whole
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_cut_or_longer_file_has_another_digest(
         8,
     ],
 )
-def test_a_header_that_does_not_account_for_every_byte_makes_one_piece_of_the_file(
+def test_a_file_whose_header_does_not_cover_every_byte_is_digested_as_one_piece(
     tmp_path: Path, entries: object
 ) -> None:
     head = json.dumps(entries).encode()

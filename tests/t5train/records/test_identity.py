@@ -26,7 +26,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 @given(VALUES, VALUES)
-def test_texts_are_equal_exactly_when_values_are(left: Any, right: Any) -> None:
+def test_canonical_texts_are_equal_exactly_when_values_are(left: Any, right: Any) -> None:
     assert (canonical_json(left) == canonical_json(right)) == same(left, right)
 
 
@@ -55,13 +55,13 @@ def test_a_fingerprint_is_the_same_on_every_machine() -> None:
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_not_finite_is_refused_with_its_place(number: float) -> None:
+def test_a_number_that_is_not_finite_is_refused_with_its_path(number: float) -> None:
     with pytest.raises(ValueError, match=r"value\.rates\[1\] is .*(nan|inf)"):
         canonical_json({"rates": [1.0, number]})
 
 
 @pytest.mark.parametrize("value", [{1}, frozenset(), b"x", bytearray(), object(), 1j])
-def test_what_has_no_canonical_form_is_refused_with_its_place(value: Any) -> None:
+def test_a_value_without_a_canonical_form_is_refused_with_its_path(value: Any) -> None:
     with pytest.raises(TypeError, match=r"value\.a\[0\] is a \w+: it has no canonical JSON form"):
         canonical_json({"a": [value]})
 

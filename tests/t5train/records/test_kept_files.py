@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return out
 
 
-def test_added_edited_and_linked_files_are_somebodys_and_those_as_listed_are_not(folder: Path) -> None:
+def test_added_edited_and_linked_files_count_as_changed_and_unchanged_ones_do_not(folder: Path) -> None:
     assert not changed_files(Export.load(folder))
     (folder / "one").write_text("edited")
     (folder / "results").mkdir()
@@ -33,7 +33,7 @@ def test_added_edited_and_linked_files_are_somebodys_and_those_as_listed_are_not
     assert unlisted_files(Export.load(folder)) == ["broken", "results/mine"]
 
 
-def test_an_edited_file_is_kept_before_its_stage_writes_it_again(
+def test_an_edited_file_is_moved_aside_before_its_stage_writes_it_again(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in (1, 2):
@@ -52,12 +52,12 @@ def test_an_edited_file_is_kept_before_its_stage_writes_it_again(
     ]
 
 
-def test_what_is_in_the_way_of_being_moved_aside_is_an_error_that_names_both(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_moved_aside_is_an_error_that_names_both_paths(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"gone cannot be moved to .*gone\.aside-1: .*move it away yourself"):
         rename_aside(tmp_path / "gone")
 
 
-def test_a_stage_removes_no_hidden_file_but_its_own_halves(tmp_path: Path) -> None:
+def test_a_stage_removes_only_its_own_temporary_files(tmp_path: Path) -> None:
     with making(tmp_path / "stage", "f"):
         for name in (".shard.bin.0badcafe.tmp", ".notes.tmp"):
             (tmp_path / "stage" / name).touch()

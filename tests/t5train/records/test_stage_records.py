@@ -30,7 +30,7 @@ def finished(folder: Path) -> Corpus:
     return Corpus(path=folder, fingerprint=FINGERPRINT, files=files, counts={"rows": 2, "words": 4}).commit()
 
 
-def test_what_was_committed_is_what_is_loaded(tmp_path: Path) -> None:
+def test_a_loaded_record_equals_the_committed_one(tmp_path: Path) -> None:
     corpus = finished(tmp_path / "corpus")
     assert Corpus.load(tmp_path / "corpus") == corpus
     corpus.verify()
@@ -91,7 +91,7 @@ def test_a_record_is_reused_only_for_an_equal_fingerprint(tmp_path: Path) -> Non
     assert reusable(Corpus, tmp_path / "corpus", "e" * 64) is None
 
 
-def test_that_a_record_was_reused_is_not_written_down(tmp_path: Path) -> None:
+def test_the_reused_flag_is_not_saved_in_the_manifest(tmp_path: Path) -> None:
     finished(tmp_path / "corpus")
     found = reusable(Corpus, tmp_path / "corpus", FINGERPRINT)
     assert found is not None
@@ -107,7 +107,7 @@ def test_a_damaged_manifest_is_named(content: str, tmp_path: Path) -> None:
     assert reusable(Corpus, tmp_path, FINGERPRINT) is None
 
 
-def test_a_number_altered_in_a_manifest_is_noticed(tmp_path: Path) -> None:
+def test_a_number_altered_in_a_manifest_is_detected(tmp_path: Path) -> None:
     counts = {"first_sentinel_id": 32099, "rows": 2}
     made = finished(tmp_path / "corpus").model_copy(update={"counts": counts}).commit()
     assert Corpus.load(tmp_path / "corpus") == made
@@ -123,7 +123,7 @@ def test_a_count_is_a_whole_number(tmp_path: Path) -> None:
         Corpus.model_validate({"path": tmp_path, "fingerprint": FINGERPRINT, "files": {}, "counts": {"share": 0.25}})
 
 
-def test_a_folder_in_the_place_of_a_file_is_damage(tmp_path: Path) -> None:
+def test_a_folder_in_place_of_a_file_counts_as_damage(tmp_path: Path) -> None:
     corpus = finished(tmp_path / "corpus")
     name, digest = next(iter(corpus.files.items()))
     (tmp_path / "corpus" / name).unlink()
@@ -135,7 +135,7 @@ def test_a_folder_in_the_place_of_a_file_is_damage(tmp_path: Path) -> None:
     assert reusable(Corpus, tmp_path / "corpus", FINGERPRINT) is None
 
 
-def test_what_cannot_be_read_now_is_not_made_again(tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_read_now_is_not_made_again(tmp_path: Path) -> None:
     corpus = finished(tmp_path / "corpus")
     for name in (*corpus.files, MANIFEST):
         path = corpus.path / name
@@ -200,7 +200,7 @@ def test_a_manifest_of_a_later_schema_is_refused(tmp_path: Path) -> None:
         Corpus.load(tmp_path / "corpus")
 
 
-def test_an_intact_manifest_of_another_version_is_neither_damaged_nor_made_again(tmp_path: Path) -> None:
+def test_an_intact_manifest_of_another_version_is_refused_and_not_made_again(tmp_path: Path) -> None:
     finished(tmp_path / "corpus")
     manifest = tmp_path / "corpus" / MANIFEST
     document = json.loads(manifest.read_text()) | {"schema_version": 2, "languages": ["en"]}
@@ -213,17 +213,17 @@ def test_an_intact_manifest_of_another_version_is_neither_damaged_nor_made_again
         TokenShards.load(manifest.parent)
 
 
-def test_progress_is_told_in_bytes_up_to_the_total(tmp_path: Path) -> None:
+def test_progress_is_reported_in_bytes_up_to_the_total(tmp_path: Path) -> None:
     corpus = finished(tmp_path / "corpus")
-    told: list[tuple[int, int | None]] = []
-    corpus.verify(lambda _, done, total: told.append((done, total)))
+    reported: list[tuple[int, int | None]] = []
+    corpus.verify(lambda _, done, total: reported.append((done, total)))
     total = sum(digest.size for digest in corpus.files.values())
-    assert told[-1] == (total, total)
-    assert told == sorted(told)
+    assert reported[-1] == (total, total)
+    assert reported == sorted(reported)
 
 
 @pytest.mark.parametrize("size", [0, 1, (8 << 20) - 1, 8 << 20, (8 << 20) + 1])
-def test_a_file_is_digested_whole_whatever_its_size(size: int, tmp_path: Path) -> None:
+def test_a_file_of_any_size_is_digested_completely(size: int, tmp_path: Path) -> None:
 
     content = bytes(size)
     (tmp_path / "file").write_bytes(content)

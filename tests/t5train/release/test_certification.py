@@ -35,23 +35,25 @@ def reseal(exported: Export, name: str) -> None:
     exported.model_copy(update={"files": files}).commit()
 
 
-def restate_weights(exported: Export) -> None:
+def update_card_digest(exported: Export) -> None:
     """Make the model card state the digest of the current weights."""
     card, now = exported.path / "README.md", Export.load(exported.path)
-    told = card.read_text().replace(exported.files["model.safetensors"].sha256, now.files["model.safetensors"].sha256)
+    document = card.read_text().replace(
+        exported.files["model.safetensors"].sha256, now.files["model.safetensors"].sha256
+    )
     card.unlink()
-    card.write_text(told)
+    card.write_text(document)
     reseal(now, "README.md")
 
 
 def shuffle_vocabulary(path: Path) -> None:
-    told = json.loads(path.read_text())
-    pieces = told["model"]["vocab"]
+    document = json.loads(path.read_text())
+    pieces = document["model"]["vocab"]
     plain = pieces[3:-100]
     random.Random(0).shuffle(plain)
-    told["model"]["vocab"] = [*pieces[:3], *plain, *pieces[-100:]]
+    document["model"]["vocab"] = [*pieces[:3], *plain, *pieces[-100:]]
     path.unlink()
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(document))
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -91,7 +93,7 @@ def test_logits_of_experts_may_differ_by_rounding_and_those_of_dense_models_may_
     assert not certificate.probes["random"].bit_equal
 
 
-def test_a_folder_that_is_no_witness_is_refused(make_export: MakeExport, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_witness_is_refused(make_export: MakeExport, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"witness\.json does not exist: name the folder"):
         certify_in_fresh_process(make_export(), tmp_path)
 
@@ -114,7 +116,7 @@ def test_a_fresh_process_certifies_the_model_that_was_trained(
     assert {"tensors compared", "probes compared"} <= steps
 
 
-def test_a_certificate_that_holds_is_kept_and_one_of_another_witness_is_not(
+def test_a_valid_certificate_is_reused_and_one_of_another_witness_is_not(
     make_trained: MakeTrained, make_export: MakeExport
 ) -> None:
     exported = make_export()
@@ -136,7 +138,7 @@ def test_a_certificate_that_cannot_be_read_now_is_not_made_again(make_export: Ma
     assert manifest.read_bytes() == before
 
 
-def test_a_witness_of_another_run_is_refused_and_withdraws_no_certificate(make_export: MakeExport) -> None:
+def test_a_witness_of_another_run_is_refused_and_the_existing_certificate_stays(make_export: MakeExport) -> None:
     exported = make_export()
     witness = exported.path.parent / "witness"
     rewrite_json(witness / "witness.json", run_fingerprint="9" * 64)
@@ -146,14 +148,14 @@ def test_a_witness_of_another_run_is_refused_and_withdraws_no_certificate(make_e
     Export.load(exported.path).verify()
 
 
-def test_a_certificate_is_not_kept_for_files_that_changed_on_disk(make_export: MakeExport) -> None:
+def test_a_certificate_is_not_reused_for_files_that_changed_on_disk(make_export: MakeExport) -> None:
     exported = make_export()
     (exported.path / "config.json").write_text("{}")
     with pytest.raises(DigestMismatch, match=r"config\.json"):
         certify_in_fresh_process(Export.load(exported.path), exported.path.parent / "witness")
 
 
-def test_one_changed_bit_of_one_weight_is_refused_by_name(make_export: MakeExport) -> None:
+def test_one_flipped_bit_of_a_weight_is_refused_with_the_name_of_its_tensor(make_export: MakeExport) -> None:
     exported = make_export(certified=False)
     name = "decoder.block.0.layer.0.SelfAttention.q.weight"
 
@@ -161,7 +163,7 @@ def test_one_changed_bit_of_one_weight_is_refused_by_name(make_export: MakeExpor
         tensors[name].view(torch.int32)[0, 0] ^= 1
 
     change_tensors(exported.path, flip_lowest_bit)
-    restate_weights(exported)
+    update_card_digest(exported)
     with pytest.raises(CertificationError, match=f"1 tensors are not the recorded fp32 masters: {name}"):
         certify_in_fresh_process(Export.load(exported.path), exported.path.parent / "witness")
     assert not (exported.path / "certificate.json").exists()
@@ -170,7 +172,7 @@ def test_one_changed_bit_of_one_weight_is_refused_by_name(make_export: MakeExpor
     assert failed["differences"]
 
 
-def test_a_failed_certification_withdraws_the_certificate_there_was(make_export: MakeExport) -> None:
+def test_a_failed_certification_removes_the_existing_certificate(make_export: MakeExport) -> None:
     exported = make_export()
     witness = exported.path.parent / "witness"
     rewrite_json(witness / "witness.json", num_parameters=1)
@@ -187,7 +189,7 @@ def test_a_missing_tensor_is_refused_by_name(make_export: MakeExport) -> None:
         certify(exported.path, exported.path.parent / "witness")
 
 
-def test_a_tensor_too_many_is_refused_by_name(make_export: MakeExport) -> None:
+def test_an_extra_tensor_is_refused_by_name(make_export: MakeExport) -> None:
     exported = make_export(certified=False)
     change_tensors(exported.path, lambda tensors: tensors.update(stowaway=torch.zeros(2)))
     with pytest.raises(CertificationError, match=r"stowaway F32 \[2\] is not a recorded fp32 tensor"):
@@ -221,7 +223,7 @@ def test_a_file_changed_since_the_export_is_named(make_export: MakeExport) -> No
         certify(exported.path, exported.path.parent / "witness")
 
 
-def test_a_certificate_vouches_for_these_files_of_this_export_only(make_export: MakeExport) -> None:
+def test_a_certificate_is_valid_only_for_the_files_of_its_own_export(make_export: MakeExport) -> None:
     exported = make_export()
     path = exported.path / "certificate.json"
     certificate = Certificate.parse(path.read_bytes(), str(path))
@@ -236,12 +238,12 @@ def test_a_certificate_vouches_for_these_files_of_this_export_only(make_export: 
             certificate.require_vouching(fingerprint, files, str(path))
 
 
-def test_a_certificate_of_an_earlier_version_says_so() -> None:
+def test_a_certificate_of_an_earlier_version_is_refused_with_both_versions() -> None:
     with pytest.raises(CertificationError, match="has schema version 1, but this version of t5-pretrain reads 2"):
         Certificate.parse(b'{"schema_version": 1, "passed": true}', "certificate.json")
 
 
-def test_another_kind_of_device_is_held_to_a_tolerance_and_says_so(make_export: MakeExport) -> None:
+def test_certification_on_another_kind_of_device_uses_and_records_a_tolerance(make_export: MakeExport) -> None:
     exported = make_export(certified=False)
     witness = exported.path.parent / "witness"
     rewrite_json(witness / "witness.json", device_type="abacus")
@@ -250,7 +252,7 @@ def test_another_kind_of_device_is_held_to_a_tolerance_and_says_so(make_export: 
     assert certificate.relative_tolerance == 1e-3
 
 
-def test_a_shuffled_tokenizer_is_refused_and_the_passages_alone_would_tell(make_export: MakeExport) -> None:
+def test_a_shuffled_tokenizer_is_refused_and_the_passages_alone_would_detect_it(make_export: MakeExport) -> None:
     exported = make_export(certified=False)
     witness = exported.path.parent / "witness"
     shuffle_vocabulary(exported.path / "tokenizer.json")
@@ -280,18 +282,18 @@ def test_a_file_that_does_not_belong_to_an_export_is_refused_before_anything_is_
         certify(exported.path, exported.path.parent / "witness")
 
 
-def test_a_witness_of_an_earlier_version_is_refused_with_what_remains_possible(make_export: MakeExport) -> None:
+def test_a_witness_of_an_earlier_version_is_refused_with_a_remedy(make_export: MakeExport) -> None:
     exported = make_export(certified=False)
     witness = exported.path.parent / "witness"
-    told = json.loads((witness / "witness.json").read_text())
+    document = json.loads((witness / "witness.json").read_text())
     for name in ("passages", "generation_config", "trained"):
-        del told[name]
-    (witness / "witness.json").write_text(json.dumps(told | {"schema_version": 1}))
+        del document[name]
+    (witness / "witness.json").write_text(json.dumps(document | {"schema_version": 1}))
     with pytest.raises(InputError, match=r"schema version 1, .* needs 2: .*train again under another --name"):
         certify(exported.path, witness)
 
 
-def test_an_export_of_another_transformers_is_refused_by_both_versions(make_export: MakeExport) -> None:
+def test_an_export_by_another_version_of_transformers_is_refused_with_both_versions(make_export: MakeExport) -> None:
     exported = make_export(certified=False)
     versions = exported.provenance.versions | {"transformers": "5.0.1"}
     exported.model_copy(update={"provenance": exported.provenance.model_copy(update={"versions": versions})}).commit()
@@ -299,7 +301,7 @@ def test_an_export_of_another_transformers_is_refused_by_both_versions(make_expo
         certify(exported.path, exported.path.parent / "witness")
 
 
-def test_what_ends_the_fresh_process_is_passed_on(make_export: MakeExport) -> None:
+def test_an_error_that_ends_the_fresh_process_is_reported(make_export: MakeExport) -> None:
     exported = make_export(certified=False)
     witness = exported.path.parent / "witness"
     os.truncate(witness / "witness.safetensors", 100)
@@ -310,7 +312,7 @@ def test_what_ends_the_fresh_process_is_passed_on(make_export: MakeExport) -> No
     assert "SafetensorError" in (exported.path.parent / "certify.log").read_text()
 
 
-def test_a_fresh_process_that_ends_without_a_word_is_told_by_its_exit_code(
+def test_a_fresh_process_that_ends_without_a_message_is_reported_with_its_exit_code(
     make_export: MakeExport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported = make_export(certified=False)

@@ -43,7 +43,7 @@ def test_plain_transformers_loads_every_tensor_and_nothing_else(
             assert torch.equal(parameters[name], tensor), name
 
 
-def test_moments_beside_the_weights_are_left_out(make_trained: MakeTrained, tmp_path: Path) -> None:
+def test_optimizer_moments_are_not_exported(make_trained: MakeTrained, tmp_path: Path) -> None:
     trained = make_trained("v1.1", 3)
     folder = trained.weights.path
     for name in ("exp_avg.safetensors", "exp_avg_sq-00001-of-00002.safetensors", "exp_avg_sq.safetensors.index.json"):
@@ -56,7 +56,7 @@ def test_moments_beside_the_weights_are_left_out(make_trained: MakeTrained, tmp_
 
 
 @pytest.mark.parametrize(("version", "scaled"), [("v1.0", True), ("v1.1", False)])
-def test_the_configuration_ties_and_scales_as_the_version_does(
+def test_the_configuration_records_the_tying_and_scaling_of_the_version(
     make_trained: MakeTrained, tmp_path: Path, version: str, scaled: bool
 ) -> None:
     folder = export(*make_trained(version), tmp_path / "out").path
@@ -67,7 +67,9 @@ def test_the_configuration_ties_and_scales_as_the_version_does(
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is scaled
 
 
-def test_the_folder_generates_and_tokenises_as_it_is(make_trained: MakeTrained, tmp_path: Path) -> None:
+def test_transformers_tokenises_and_generates_with_the_exported_folder(
+    make_trained: MakeTrained, tmp_path: Path
+) -> None:
     folder = export(*make_trained(), tmp_path / "out").path
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     generated = model.generate(**tokenizer("the <extra_id_0>", return_tensors="pt"), max_new_tokens=3)
@@ -83,7 +85,7 @@ def test_experts_are_exported_as_switch_transformers_that_drop_no_token(
     assert config["expert_capacity"] == 1 << 30
 
 
-def test_a_model_whose_tokens_choose_two_experts_is_not_exported(make_trained: MakeTrained, tmp_path: Path) -> None:
+def test_a_model_with_top_2_routing_is_not_exported(make_trained: MakeTrained, tmp_path: Path) -> None:
     *trained, spec = make_trained("switch")
     with pytest.raises(SpecError, match=r"model\.moe\.top_k is 2: .*set model\.moe\.top_k=1"):
         export(*trained, spec.with_settings({"model.moe.top_k": 2}), tmp_path / "out")
@@ -120,7 +122,7 @@ def test_a_damaged_export_is_made_again(make_trained: MakeTrained, tmp_path: Pat
     again.verify()
 
 
-def test_an_export_of_other_weights_takes_the_place_of_the_old_one(make_trained: MakeTrained, tmp_path: Path) -> None:
+def test_an_export_of_other_weights_replaces_the_old_one(make_trained: MakeTrained, tmp_path: Path) -> None:
     trained = make_trained()
     old = export(*trained, tmp_path / "out")
     changed = trained._replace(weights=trained.weights.model_copy(update={"fingerprint": "f" * 64}))
@@ -143,7 +145,7 @@ def test_files_that_somebody_added_or_edited_are_never_removed(
     assert not changed_files(Export.load(out))
 
 
-def test_what_was_moved_aside_is_not_written_over(make_trained: MakeTrained, tmp_path: Path) -> None:
+def test_folders_that_were_moved_aside_are_not_overwritten(make_trained: MakeTrained, tmp_path: Path) -> None:
     trained = make_trained()
     for number in (1, 2):
         (export(*trained, tmp_path / "out").path / "config.json").write_text(str(number))
@@ -160,7 +162,9 @@ def test_an_export_without_a_readable_manifest_is_moved_aside_whole(make_trained
     assert not out.exists()
 
 
-def test_an_export_of_another_run_is_left_alone_and_both_are_named(make_trained: MakeTrained, tmp_path: Path) -> None:
+def test_an_export_of_another_run_is_left_alone_and_both_runs_are_named(
+    make_trained: MakeTrained, tmp_path: Path
+) -> None:
     trained = make_trained()
     theirs = export(*trained, tmp_path / "out")
     _change_witness(trained, run_fingerprint="9" * 64)
@@ -173,7 +177,7 @@ def test_an_export_of_another_run_is_left_alone_and_both_are_named(make_trained:
 
 
 @pytest.mark.parametrize("changed", [{"inputs": {"run": "9" * 64}}, {"counts": {"step": 3}}])
-def test_weights_that_the_witness_says_nothing_of_are_refused(
+def test_weights_that_the_witness_does_not_describe_are_refused(
     make_trained: MakeTrained, tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     trained = make_trained()
@@ -183,7 +187,7 @@ def test_weights_that_the_witness_says_nothing_of_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_removal_that_was_killed_leaves_nothing_in_the_way(make_trained: MakeTrained, tmp_path: Path) -> None:
+def test_a_killed_removal_does_not_block_a_new_export(make_trained: MakeTrained, tmp_path: Path) -> None:
     trained = make_trained()
     made = export(*trained, tmp_path / "out")
     made.path.rename(tmp_path / ".out.discarded")  # what a killed removal leaves
@@ -193,7 +197,7 @@ def test_a_removal_that_was_killed_leaves_nothing_in_the_way(make_trained: MakeT
     assert not (tmp_path / ".out.discarded").exists()
 
 
-def test_a_folder_that_is_no_export_is_left_alone(make_trained: MakeTrained, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_an_export_is_left_alone(make_trained: MakeTrained, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.txt").write_text("mine")
     with pytest.raises(StorageError, match="in the way"):
@@ -211,7 +215,7 @@ def test_damaged_weights_are_named_and_leave_nothing_behind(make_trained: MakeTr
     assert not list((tmp_path / "there").iterdir())
 
 
-def test_a_witness_that_is_none_is_refused(make_trained: MakeTrained, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_witness_is_refused(make_trained: MakeTrained, tmp_path: Path) -> None:
     trained = make_trained()
     (trained.witness / "witness.json").write_text('{"schema_version": 2}')
     with pytest.raises(InputError, match="not a witness"):
@@ -225,7 +229,7 @@ def test_a_witness_that_is_none_is_refused(make_trained: MakeTrained, tmp_path: 
         ("/home/someone/private/text.jsonl", "text.jsonl"),
     ],
 )
-def test_a_corpus_source_is_shared_without_users_or_local_folders(source: str, shown: str) -> None:
+def test_a_shared_corpus_source_omits_users_and_local_folders(source: str, shown: str) -> None:
     assert shareable_source(source) == shown
 
 
@@ -237,7 +241,7 @@ def test_the_card_states_the_measurements_and_the_lineage(make_trained: MakeTrai
 
 
 @pytest.mark.parametrize("loss", [4.5678, 1e-05, 3.0, 1.5e22])
-def test_programs_read_the_facts_in_the_front_matter_as_they_were_recorded(
+def test_the_front_matter_of_the_card_has_the_recorded_facts(
     make_trained: MakeTrained, tmp_path: Path, loss: float
 ) -> None:
     trained = make_trained()
@@ -251,14 +255,14 @@ def test_programs_read_the_facts_in_the_front_matter_as_they_were_recorded(
     assert facts["sha256"] == {name: digest.sha256 for name, digest in exported.files.items() if name != "README.md"}
 
 
-def test_the_card_names_what_was_continued_from(make_trained: MakeTrained, tmp_path: Path) -> None:
+def test_the_card_names_the_starting_model(make_trained: MakeTrained, tmp_path: Path) -> None:
     trained = make_trained()
     witness = trained.witness / "witness.json"
-    told = json.loads(witness.read_text())
-    told["trained"]["start_from"] = "t5-base"
-    witness.write_text(json.dumps(told | {"inputs": told["inputs"] | {"start_from": "7" * 64}}))
+    document = json.loads(witness.read_text())
+    document["trained"]["start_from"] = "t5-base"
+    witness.write_text(json.dumps(document | {"inputs": document["inputs"] | {"start_from": "7" * 64}}))
     exported = export(*trained, tmp_path / "out")
     card = (exported.path / "README.md").read_text()
-    assert "pre-trained from the weights of `t5-base` on" in card
+    assert "pre-trained starting from the weights of `t5-base` " in card
     assert f"| start_from | `{'7' * 64}` |" in card
     assert exported.inputs["start_from"] == "7" * 64

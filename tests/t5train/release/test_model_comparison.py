@@ -25,7 +25,7 @@ from t5train.release.tokenizer_comparison import differing_tokenizer
 MakeExport = Callable[..., Export]
 
 
-def test_equal_bits_are_asked_for_unless_a_tolerance_is_given() -> None:
+def test_logits_must_be_bit_equal_unless_a_tolerance_is_given() -> None:
     logits = torch.linspace(-5, 5, 24).reshape(1, 4, 6)
     near = {"probe": compare_logits(logits * (1 + 1e-6), logits)}
     assert differing_probes(near, 0.0)
@@ -37,14 +37,14 @@ def test_equal_bits_are_asked_for_unless_a_tolerance_is_given() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_model_that_computes_no_numbers_is_not_certified_even_if_it_does_so_again(value: float) -> None:
+def test_non_finite_logits_are_a_difference_even_if_they_are_reproduced(value: float) -> None:
     logits = torch.full((1, 2, 3), value)
     assert compare_logits(logits, logits.clone()).bit_equal
     (found,) = differing_probes({"probe": compare_logits(logits, logits.clone())}, 0.0)
     assert "not finite" in found
 
 
-def test_broken_and_unwanted_ties_are_told_apart(make_export: MakeExport) -> None:
+def test_missing_and_unwanted_ties_are_reported_separately(make_export: MakeExport) -> None:
     exported = make_export("v1.1", certified=False)
     witness = Witness.load(exported.path.parent / "witness")
     model = AutoModelForSeq2SeqLM.from_pretrained(exported.path)
@@ -60,22 +60,25 @@ def test_broken_and_unwanted_ties_are_told_apart(make_export: MakeExport) -> Non
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda told: (told["model"]["vocab"].pop(), told["added_tokens"].pop()), "the tokenizer has 399 ids"),
-        (lambda told: told.update(post_processor=None), "does not end a text with a single </s>"),
-        (lambda told: told["pre_tokenizer"].update(type="Whitespace"), "held-out passages have other ids"),
-        (lambda told: told.update(normalizer={"type": "Lowercase"}), "held-out passages have other ids"),
-        (lambda told: told["decoder"].update(replacement="_"), "are decoded to another text"),
+        (
+            lambda document: (document["model"]["vocab"].pop(), document["added_tokens"].pop()),
+            "the tokenizer has 399 ids",
+        ),
+        (lambda document: document.update(post_processor=None), "does not end a text with a single </s>"),
+        (lambda document: document["pre_tokenizer"].update(type="Whitespace"), "held-out passages have other ids"),
+        (lambda document: document.update(normalizer={"type": "Lowercase"}), "held-out passages have other ids"),
+        (lambda document: document["decoder"].update(replacement="_"), "are decoded to another text"),
     ],
 )
-def test_what_a_changed_tokenizer_does_to_text_is_noticed_by_itself(
+def test_a_changed_tokenizer_is_detected_by_its_ids_and_text_alone(
     make_export: MakeExport, change: Callable[[dict[str, Any]], None], complaint: str
 ) -> None:
     exported = make_export(certified=False)
     path = exported.path / "tokenizer.json"
-    told = json.loads(path.read_text())
-    change(told)
+    document = json.loads(path.read_text())
+    change(document)
     path.unlink()
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(document))
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path), **special)
     witness = Witness.load(exported.path.parent / "witness")
@@ -86,7 +89,7 @@ def test_what_a_changed_tokenizer_does_to_text_is_noticed_by_itself(
 @pytest.mark.parametrize(
     "changes", [{"decoder_start_token_id": 5}, {"forced_bos_token_id": 7}, {"suppress_tokens": "the first"}]
 )
-def test_settings_that_change_what_is_generated_are_noticed_by_generating(
+def test_settings_that_change_the_generated_text_are_detected_by_generating(
     make_export: MakeExport, version: str, changes: dict[str, Any]
 ) -> None:
     exported = make_export(version, certified=False)
@@ -104,7 +107,7 @@ def test_settings_that_change_what_is_generated_are_noticed_by_generating(
     assert any("generation configuration differs" in each for each in differing_settings(model, witness))
 
 
-def test_a_close_choice_may_fall_differently_and_a_clear_one_may_not(make_export: MakeExport, tmp_path: Path) -> None:
+def test_a_generated_token_may_differ_only_where_the_margin_is_tiny(make_export: MakeExport, tmp_path: Path) -> None:
     exported = make_export(certified=False)
     folder = exported.path.parent / "witness"
     witness, model = Witness.load(folder), AutoModelForSeq2SeqLM.from_pretrained(exported.path)

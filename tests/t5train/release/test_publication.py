@@ -36,7 +36,7 @@ def store() -> Iterator[MemoryFileSystem]:
 
 
 @pytest.fixture(params=["folder", "store"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, store: MemoryFileSystem) -> str:
+def destination(request: pytest.FixtureRequest, tmp_path: Path, store: MemoryFileSystem) -> str:
     """A local folder, and a store."""
     return str(tmp_path / "published/t5") if request.param == "folder" else STORE
 
@@ -47,74 +47,74 @@ def certified(exported: Export, witness: Path) -> Export:
     return exported.model_copy(update={"files": files}).commit()
 
 
-def names(place: str) -> set[str]:
-    filesystem, path = fsspec.core.url_to_fs(place)
+def names(destination: str) -> set[str]:
+    filesystem, path = fsspec.core.url_to_fs(destination)
     return {Path(name).name for name in filesystem.find(path)}
 
 
-def test_what_is_published_is_the_certified_files_and_a_manifest(make_export: MakeExport, place: str) -> None:
+def test_a_publication_is_the_certified_files_and_a_manifest(make_export: MakeExport, destination: str) -> None:
     exported = make_export()
-    published = publish(exported, place)
-    assert names(place) == {*exported.files, "manifest.json"}
-    assert published.url == place
-    verified = verify(place)
+    published = publish(exported, destination)
+    assert names(destination) == {*exported.files, "manifest.json"}
+    assert published.url == destination
+    verified = verify(destination)
     assert isinstance(verified, Publication)
     assert verified.files == exported.files
     assert verified.inputs["export"] == exported.fingerprint
     assert verified.inputs["run"] == exported.inputs["run"]
 
 
-def test_publishing_again_verifies_and_reuses(make_export: MakeExport, place: str) -> None:
+def test_publishing_again_reuses_the_publication(make_export: MakeExport, destination: str) -> None:
     exported = make_export()
-    publish(exported, place)
-    again = publish(exported, place)
+    publish(exported, destination)
+    again = publish(exported, destination)
     assert again.reused
-    assert again.url == place
+    assert again.url == destination
 
 
-def test_the_manifest_names_no_place_on_this_machine(make_export: MakeExport, tmp_path: Path) -> None:
+def test_the_manifest_names_no_path_on_this_machine(make_export: MakeExport, tmp_path: Path) -> None:
     publish(make_export(), str(tmp_path / "published"))
     assert str(tmp_path) not in (tmp_path / "published/manifest.json").read_text()
 
 
-def test_an_export_without_certificate_is_not_published(make_export: MakeExport, place: str) -> None:
+def test_an_export_without_certificate_is_not_published(make_export: MakeExport, destination: str) -> None:
     with pytest.raises(PublicationError, match="no certificate"):
-        publish(make_export(certified=False), place)
-    assert not names(place)
+        publish(make_export(certified=False), destination)
+    assert not names(destination)
 
 
-def test_a_certificate_for_other_files_does_not_open_the_way(make_export: MakeExport, place: str) -> None:
+def test_a_certificate_for_other_files_blocks_publishing(make_export: MakeExport, destination: str) -> None:
     exported = make_export()
     (exported.path / "README.md").write_text("something else")
     changed = exported.files | digest_files(exported.path, ["README.md"])
     with pytest.raises(PublicationError, match=r"does not certify the present README\.md"):
-        publish(exported.model_copy(update={"files": changed}).commit(), place)
-    assert not names(place)
+        publish(exported.model_copy(update={"files": changed}).commit(), destination)
+    assert not names(destination)
 
 
-def test_a_failed_certificate_does_not_open_the_way(make_export: MakeExport, place: str) -> None:
+def test_a_failed_certificate_blocks_publishing(make_export: MakeExport, destination: str) -> None:
     exported = make_export()
     path = exported.path / "certificate.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"passed": False, "differences": ["all"]}))
     changed = exported.files | digest_files(exported.path, ["certificate.json"])
     with pytest.raises(PublicationError, match="has not passed: all"):
-        publish(exported.model_copy(update={"files": changed}).commit(), place)
-    assert not names(place)
+        publish(exported.model_copy(update={"files": changed}).commit(), destination)
+    assert not names(destination)
 
 
-def test_a_file_changed_after_certification_is_not_published(make_export: MakeExport, place: str) -> None:
+def test_a_file_changed_after_certification_is_not_published(make_export: MakeExport, destination: str) -> None:
     exported = make_export()
     with open(exported.path / "model.safetensors", "r+b") as file:
         file.seek(-2, os.SEEK_END)
         file.write(b"\x01")
     with pytest.raises(PublicationError, match=r"model\.safetensors has sha256"):
-        publish(exported, place)
-    assert not names(place)
+        publish(exported, destination)
+    assert not names(destination)
 
 
 @pytest.mark.parametrize("name", ["README.md", "certificate.json", "manifest.json"])
-def test_a_file_of_an_older_export_in_the_place_of_the_newer_is_named(
-    make_trained: Callable[..., Any], tmp_path: Path, place: str, name: str
+def test_a_file_copied_from_an_older_export_is_refused_by_name(
+    make_trained: Callable[..., Any], tmp_path: Path, destination: str, name: str
 ) -> None:
     trained = make_trained()
     weights = trained.weights.model_copy(update={"fingerprint": "f" * 64})
@@ -122,42 +122,42 @@ def test_a_file_of_an_older_export_in_the_place_of_the_newer_is_named(
     newer = certified(export(*trained._replace(weights=weights), tmp_path / "newer"), trained.witness)
     (newer.path / name).write_bytes((older.path / name).read_bytes())
     with pytest.raises(PublicationError, match="README.md" if name == "manifest.json" else name):
-        publish(Export.load(newer.path), place)
-    assert not names(place)
+        publish(Export.load(newer.path), destination)
+    assert not names(destination)
 
 
-def test_another_publication_is_left_alone(make_export: MakeExport, place: str) -> None:
+def test_another_publication_is_left_alone(make_export: MakeExport, destination: str) -> None:
     exported = make_export()
-    first = publish(exported, place)
-    filesystem, path = fsspec.core.url_to_fs(place)
+    first = publish(exported, destination)
+    filesystem, path = fsspec.core.url_to_fs(destination)
     other = first.model_copy(update={"path": Path(), "url": ".", "fingerprint": "e" * 64}).sealed()
     filesystem.pipe_file(f"{path}/manifest.json", (other.model_dump_json(indent=1) + "\n").encode())
     with pytest.raises(PublicationError, match=r"another publication .eeeeeeeeeeee.*publish to another destination"):
-        publish(exported, place)
+        publish(exported, destination)
 
 
-def test_a_damaged_publication_is_named_and_left_for_the_user(make_export: MakeExport, place: str) -> None:
+def test_a_damaged_publication_is_refused_and_not_overwritten(make_export: MakeExport, destination: str) -> None:
     exported = make_export()
-    publish(exported, place)
-    filesystem, path = fsspec.core.url_to_fs(place)
+    publish(exported, destination)
+    filesystem, path = fsspec.core.url_to_fs(destination)
     filesystem.pipe_file(f"{path}/config.json", b"{}")
     with pytest.raises(PublicationError, match=r"damaged copy of this publication: .*config\.json"):
-        publish(exported, place)
+        publish(exported, destination)
     assert filesystem.cat_file(f"{path}/config.json") == b"{}"
 
 
-def test_what_somebody_else_put_there_is_never_overwritten(make_export: MakeExport, place: str) -> None:
-    filesystem, path = fsspec.core.url_to_fs(place)
+def test_files_of_others_at_the_destination_are_never_overwritten(make_export: MakeExport, destination: str) -> None:
+    filesystem, path = fsspec.core.url_to_fs(destination)
     filesystem.makedirs(path, exist_ok=True)
     filesystem.pipe_file(f"{path}/config.json", b"mine")
     with pytest.raises(PublicationError, match="publish to another"):
-        publish(make_export(), place)
-    assert names(place) == {"config.json"}
+        publish(make_export(), destination)
+    assert names(destination) == {"config.json"}
     assert filesystem.cat_file(f"{path}/config.json") == b"mine"
 
 
 @pytest.mark.parametrize("survivors", range(6))
-def test_an_upload_cut_off_anywhere_is_completed(
+def test_an_upload_interrupted_at_any_file_can_be_completed(
     make_export: MakeExport, store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, survivors: int
 ) -> None:
     exported = make_export()
@@ -186,7 +186,7 @@ def test_an_unfinished_upload_of_another_export_is_left_alone(make_export: MakeE
         publish(exported, STORE)
 
 
-def test_a_manifest_that_appears_meanwhile_is_not_overwritten(
+def test_a_manifest_that_appears_during_the_upload_is_not_overwritten(
     make_export: MakeExport, store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_file = MemoryFileSystem.put_file
@@ -201,29 +201,29 @@ def test_a_manifest_that_appears_meanwhile_is_not_overwritten(
     assert store.cat_file("/bucket/models/t5/manifest.json") == b"theirs"
 
 
-def test_a_store_that_garbles_is_found_out_before_the_manifest(
+def test_a_store_that_corrupts_files_is_detected_before_the_manifest_is_written(
     make_export: MakeExport, store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_file = MemoryFileSystem.put_file
 
-    def garble(self: MemoryFileSystem, local: str, remote: str, **settings: Any) -> None:
+    def corrupt(self: MemoryFileSystem, local: str, remote: str, **settings: Any) -> None:
         put_file(self, local, remote, **settings)
         if remote.endswith("config.json"):
             self.pipe_file(remote, b"garbled")
 
-    monkeypatch.setattr(MemoryFileSystem, "put_file", garble)
+    monkeypatch.setattr(MemoryFileSystem, "put_file", corrupt)
     with pytest.raises(DigestMismatch, match=r"config\.json has 7 bytes"):
         publish(make_export(), STORE)
     assert "manifest.json" not in names(STORE)
 
 
-def test_of_two_at_once_the_second_is_refused(make_export: MakeExport, tmp_path: Path) -> None:
+def test_of_two_publishers_at_once_the_second_is_refused(make_export: MakeExport, tmp_path: Path) -> None:
     exported = make_export()
     with filling(tmp_path / "published"), pytest.raises(StorageError, match="another process"):
         publish(exported, str(tmp_path / "published"))
 
 
-def test_what_a_killed_publication_left_is_cleared(make_export: MakeExport, tmp_path: Path) -> None:
+def test_files_left_by_a_killed_publication_are_removed(make_export: MakeExport, tmp_path: Path) -> None:
     (tmp_path / ".published.partial").mkdir()
     (tmp_path / ".published.partial/config.json").write_text("half")
     publish(make_export(), str(tmp_path / "published"))
@@ -231,7 +231,9 @@ def test_what_a_killed_publication_left_is_cleared(make_export: MakeExport, tmp_
     assert not (tmp_path / ".published.partial").exists()
 
 
-def test_a_failed_copy_leaves_nothing(make_export: MakeExport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_leaves_no_files(
+    make_export: MakeExport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -242,20 +244,20 @@ def test_a_failed_copy_leaves_nothing(make_export: MakeExport, tmp_path: Path, m
     assert not list((tmp_path / "there").iterdir())
 
 
-def test_a_disk_that_garbles_is_found_out_before_the_folder_appears(
+def test_a_disk_that_corrupts_files_is_detected_before_the_folder_appears(
     make_export: MakeExport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def garble(_: Path, target: Path) -> None:
+    def corrupt(_: Path, target: Path) -> None:
         target.write_text("garbled")
 
     exported = make_export()
-    monkeypatch.setattr("t5train.release.publication.copy_durably", garble)
+    monkeypatch.setattr("t5train.release.publication.copy_durably", corrupt)
     with pytest.raises(DigestMismatch, match="has 7 bytes"):
         publish(exported, str(tmp_path / "published"))
     assert not (tmp_path / "published").exists()
 
 
-def test_secrets_of_a_url_appear_nowhere(
+def test_secrets_of_a_url_are_in_no_log_manifest_or_error(
     make_export: MakeExport, store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(_: MemoryFileSystem, path: str) -> bool:
@@ -266,20 +268,20 @@ def test_secrets_of_a_url_appear_nowhere(
     with caplog.at_level(logging.DEBUG, "t5train"):
         published = publish(exported, url)
     assert published.url == "memory://bucket/t5"
-    said = caplog.text + store.cat_file("/user:hunter2@bucket/t5?token=xyzzy/manifest.json").decode()
+    output = caplog.text + store.cat_file("/user:hunter2@bucket/t5?token=xyzzy/manifest.json").decode()
     monkeypatch.setattr(MemoryFileSystem, "exists", fails)
     with pytest.raises(PublicationError) as caught:
         publish(exported, url)
-    said += str(caught.value)
-    assert "hunter2" not in said
-    assert "xyzzy" not in said
+    output += str(caught.value)
+    assert "hunter2" not in output
+    assert "xyzzy" not in output
     assert caught.value.__suppress_context__
 
 
-def test_progress_counts_bytes(make_export: MakeExport, place: str) -> None:
+def test_progress_counts_bytes(make_export: MakeExport, destination: str) -> None:
     exported = make_export()
     seen: dict[str, tuple[int, int | None]] = {}
-    publish(exported, place, lambda what, done, total: seen.update({what: (done, total)}))
+    publish(exported, destination, lambda what, done, total: seen.update({what: (done, total)}))
     moved = {what: at for what, at in seen.items() if "published" in what or "sent" in what}
     assert moved
     assert all(done == total for done, total in moved.values()), moved
@@ -288,19 +290,19 @@ def test_progress_counts_bytes(make_export: MakeExport, place: str) -> None:
 class TestCheckDestination:
     """What ``check_destination`` refuses before anything is trained."""
 
-    def test_a_free_place_passes_and_is_left_as_it_was(self, place: str) -> None:
-        check_destination(place)
-        assert not names(place)
-        assert not names(os.path.dirname(place))  # noqa: PTH120 - also of URLs
+    def test_a_free_destination_passes_and_stays_unchanged(self, destination: str) -> None:
+        check_destination(destination)
+        assert not names(destination)
+        assert not names(os.path.dirname(destination))  # noqa: PTH120 - also of URLs
 
-    def test_a_publication_of_the_same_spec_passes_and_of_another_does_not(
-        self, make_export: MakeExport, place: str
+    def test_a_publication_of_the_same_spec_passes_and_one_of_another_does_not(
+        self, make_export: MakeExport, destination: str
     ) -> None:
         exported = make_export()
-        publish(exported, place)
-        check_destination(place, spec_fingerprint=exported.inputs["spec"])
+        publish(exported, destination)
+        check_destination(destination, spec_fingerprint=exported.inputs["spec"])
         with pytest.raises(PublicationError, match="another publication"):
-            check_destination(place, spec_fingerprint="f" * 64)
+            check_destination(destination, spec_fingerprint="f" * 64)
 
     @pytest.mark.parametrize(
         ("url", "remedy"), [("s3://bucket/t5", "pip install 's3fs>="), ("gs://bucket/t5", "pip install gcsfs")]
@@ -327,31 +329,31 @@ class TestCheckDestination:
         with pytest.raises(PublicationError, match=r"holds no publication \(thesis\.txt"):
             check_destination(STORE)
 
-    def test_an_upload_that_was_cut_off_is_no_obstacle(self, make_export: MakeExport, store: MemoryFileSystem) -> None:
+    def test_an_interrupted_upload_passes(self, make_export: MakeExport, store: MemoryFileSystem) -> None:
         publish(make_export(), STORE)
         store.rm_file("/bucket/models/t5/manifest.json")
         check_destination(STORE)
 
-    def test_a_file_in_the_way_is_refused(self, tmp_path: Path) -> None:
+    def test_a_destination_that_is_a_file_or_under_a_file_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("mine")
         for inside in ("file", "file/t5"):
             with pytest.raises(PublicationError):
                 check_destination(str(tmp_path / inside))
 
     @pytest.mark.parametrize("target", ["empty", "nothing"])
-    def test_a_link_is_refused_as_nothing_can_take_its_place(self, tmp_path: Path, target: str) -> None:
+    def test_a_symbolic_link_is_refused(self, tmp_path: Path, target: str) -> None:
         (tmp_path / "empty").mkdir()
         (tmp_path / "link").symlink_to(tmp_path / target)
         with pytest.raises(PublicationError, match="is a symbolic link or a mount point"):
             check_destination(str(tmp_path / "link"))
 
-    def test_a_place_that_cannot_be_written_is_refused(self, store: MemoryFileSystem) -> None:
+    def test_a_destination_that_cannot_be_written_is_refused(self, store: MemoryFileSystem) -> None:
         with pytest.raises(PublicationError, match="not writable"):
             check_destination("/proc/self/t5")
         store.pipe_file("/bucket", b"a file where a folder would have to be")
         with pytest.raises(PublicationError, match="cannot be written"):
             check_destination(STORE)
 
-    def test_too_small_a_disk_is_refused(self, tmp_path: Path) -> None:
+    def test_too_little_disk_space_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="needs 1,000,000,000,000,000,000 bytes"):
             check_destination(str(tmp_path / "t5"), needed_bytes=10**18)

@@ -32,51 +32,51 @@ def as_url(folder: Path) -> str:
     return "memory://verified"
 
 
-def places(folder: Path) -> list[str]:
+def locations_of(folder: Path) -> list[str]:
     return [str(folder), as_url(folder)]
 
 
-def test_an_untouched_publication_verifies_wherever_it_was_moved(published: Path, tmp_path: Path) -> None:
+def test_an_unchanged_publication_verifies_after_it_was_moved(published: Path, tmp_path: Path) -> None:
     moved = published.rename(tmp_path / "moved")
-    for place in places(moved):
-        record = verify(place)
-        assert getattr(record, "url") == place  # noqa: B009 - only publications have one
+    for location in locations_of(moved):
+        record = verify(location)
+        assert getattr(record, "url") == location  # noqa: B009 - only publications have one
 
 
-def test_any_flipped_byte_is_found_and_its_file_named(published: Path) -> None:
-    chance = random.Random(0)
+def test_any_flipped_bit_is_detected_and_its_file_named(published: Path) -> None:
+    rng = random.Random(0)
     for path in sorted(published.iterdir()):
         content = path.read_bytes()
-        for at in {0, len(content) - 1, *(chance.randrange(len(content)) for _ in range(10))}:
+        for at in {0, len(content) - 1, *(rng.randrange(len(content)) for _ in range(10))}:
             path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-            for place in places(published):
+            for location in locations_of(published):
                 with pytest.raises((DigestMismatch, RecordError), match=path.name):
-                    verify(place)
+                    verify(location)
         path.write_bytes(content)
     verify(published)
 
 
-def test_a_cut_or_missing_file_is_named(published: Path) -> None:
+def test_a_truncated_or_missing_file_is_named(published: Path) -> None:
     path = published / "model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[:-1])
-    for place in places(published):
+    for location in locations_of(published):
         with pytest.raises(DigestMismatch, match=rf"model\.safetensors has {len(content) - 1} bytes"):
-            verify(place)
+            verify(location)
     path.unlink()
-    for place in places(published):
+    for location in locations_of(published):
         with pytest.raises(DigestMismatch, match=r"model\.safetensors is missing"):
-            verify(place)
+            verify(location)
 
 
 def test_a_file_that_was_not_published_is_an_error(published: Path) -> None:
     (published / "pytorch_model.bin").write_bytes(b"run me")
-    for place in places(published):
+    for location in locations_of(published):
         with pytest.raises(PublicationError, match=r"pytorch_model\.bin, which was not published"):
-            verify(place)
+            verify(location)
 
 
-def test_a_link_to_a_folder_is_no_part_of_a_publication(published: Path, tmp_path: Path) -> None:
+def test_a_link_to_a_folder_is_refused(published: Path, tmp_path: Path) -> None:
     """transformers would read templates from such a folder."""
     (tmp_path / "templates").mkdir()
     (published / "additional_chat_templates").symlink_to(tmp_path / "templates")
@@ -84,19 +84,19 @@ def test_a_link_to_a_folder_is_no_part_of_a_publication(published: Path, tmp_pat
         verify(str(published))
 
 
-def test_a_manifest_made_to_fit_still_needs_the_certificate(published: Path) -> None:
+def test_a_manifest_forged_to_match_a_changed_file_fails_the_certificate_check(published: Path) -> None:
     (published / "README.md").write_text("The best model there is.")
     record = Publication.load(published)
     forged = record.model_copy(
         update={"path": Path(), "files": record.files | digest_files(published, ["README.md"])}
     ).sealed()
     (published / "manifest.json").write_text(forged.model_dump_json(indent=1) + "\n")
-    for place in places(published):
+    for location in locations_of(published):
         with pytest.raises(PublicationError, match=r"does not certify the present README\.md"):
-            verify(place)
+            verify(location)
 
 
-def test_any_stage_is_verified(make_export: MakeExport, tmp_path: Path) -> None:
+def test_the_result_of_any_stage_can_be_verified(make_export: MakeExport, tmp_path: Path) -> None:
     exported = make_export()
     assert isinstance(verify(exported.path), Export)
     (tmp_path / "corpus").mkdir()
@@ -109,10 +109,10 @@ def test_any_stage_is_verified(make_export: MakeExport, tmp_path: Path) -> None:
         verify(tmp_path / "corpus")
 
 
-def test_where_nothing_was_finished_there_is_nothing_to_verify(tmp_path: Path) -> None:
-    for place in (str(tmp_path), str(tmp_path / "nowhere"), "memory://nothing"):
+def test_a_location_without_a_finished_result_is_refused(tmp_path: Path) -> None:
+    for location in (str(tmp_path), str(tmp_path / "nowhere"), "memory://nothing"):
         with pytest.raises(RecordError, match=r"manifest\.json"):
-            verify(place)
+            verify(location)
 
 
 @pytest.mark.parametrize(
@@ -126,17 +126,17 @@ def test_where_nothing_was_finished_there_is_nothing_to_verify(tmp_path: Path) -
         b'{"kind": "soup", "path": ".", "fingerprint": "", "files": {}}',
     ],
 )
-def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "manifest.json").write_bytes(content)
     with pytest.raises(RecordError, match=r"manifest\.json") as caught:
         verify(tmp_path)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("place", ["folder", "store"])
+@pytest.mark.parametrize("location", ["folder", "store"])
 @pytest.mark.parametrize("name", ["../secret.txt", "{tmp_path}/secret.txt", "a/../../secret.txt"])
 def test_a_manifest_cannot_name_files_outside_its_folder(
-    published: Path, tmp_path: Path, place: str, name: str
+    published: Path, tmp_path: Path, location: str, name: str
 ) -> None:
     (tmp_path / "secret.txt").write_text("not published")
     outside = {name.format(tmp_path=tmp_path): digest_file(tmp_path / "secret.txt")}
@@ -144,7 +144,7 @@ def test_a_manifest_cannot_name_files_outside_its_folder(
     forged = record.model_copy(update={"path": Path(), "files": record.files | outside}).sealed()
     (published / "manifest.json").write_text(forged.manifest_text())
     with pytest.raises(RecordError, match=r"names .*, which (leads out of its folder|is not a relative path)"):
-        verify(published if place == "folder" else as_url(published))
+        verify(published if location == "folder" else as_url(published))
 
 
 def test_a_publication_whose_manifest_leaves_out_the_certificate_is_refused(published: Path) -> None:
@@ -153,13 +153,13 @@ def test_a_publication_whose_manifest_leaves_out_the_certificate_is_refused(publ
     files = {name: digest for name, digest in record.files.items() if name != "certificate.json"}
     forged = record.model_copy(update={"path": Path(), "files": files}).sealed()
     (published / "manifest.json").write_text(forged.manifest_text())
-    for place in places(published):
+    for location in locations_of(published):
         with pytest.raises(PublicationError, match=r"lists no certificate\.json"):
-            verify(place)
+            verify(location)
 
 
 @pytest.mark.parametrize("name", ["../secret.txt", "/etc/hostname"])
-def test_a_manifest_from_afar_cannot_name_text_used_in_place(name: str) -> None:
+def test_a_remote_manifest_cannot_name_local_text(name: str) -> None:
     files = {name: FileDigest(size=1, sha256="0" * 64)}
     record = Corpus(path=Path(), fingerprint="0" * 64, files={}).model_copy(update={"files": files})
     fsspec.filesystem("memory").pipe_file("/afar/manifest.json", record.sealed().manifest_text().encode())

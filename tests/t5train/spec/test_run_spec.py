@@ -136,7 +136,7 @@ def experts() -> RunSpec:
     return smoke().with_settings({"model.version": "v1.0", "model.moe.num_experts": 4})
 
 
-def test_every_setting_has_another_value_to_test_with() -> None:
+def test_every_setting_has_a_second_value_in_this_file() -> None:
     assert set(EVERY) == set(setting_names())
 
 
@@ -163,12 +163,12 @@ def test_execution_names_are_settings_of_their_part() -> None:
         assert part.execution <= part.model_fields.keys()
 
 
-def test_what_trains_a_vocabulary_has_no_say_where_one_is_given() -> None:
+def test_training_settings_of_a_given_vocabulary_do_not_change_the_fingerprint() -> None:
     given = smoke().with_settings({"tokenizer.path": "spiece.model"})
     assert given.with_settings({"tokenizer.vocab_size": 5000}).fingerprint() == given.fingerprint()
 
 
-def test_what_is_said_of_experts_has_no_say_in_a_dense_model() -> None:
+def test_expert_settings_do_not_change_the_fingerprint_of_a_dense_model() -> None:
     assert smoke().with_settings({"model.moe.capacity_factor": 3}).fingerprint() == smoke().fingerprint()
 
 
@@ -180,14 +180,14 @@ def test_the_fingerprint_of_a_spec_is_the_same_on_every_machine_and_in_every_ver
     golden(f"{name}.fingerprint", recipe(name).fingerprint() + "\n")
 
 
-def test_with_settings_changes_what_it_is_told_and_nothing_else() -> None:
+def test_with_settings_changes_only_the_given_settings() -> None:
     changed = smoke().with_settings({"optimizer.seed": "7", "corpus.split": "[900, 60, 40]"})
     assert changed.optimizer.seed == 7
     assert changed.corpus.split == (900, 60, 40)
     assert changed.with_settings({"optimizer.seed": 0, "corpus.split": [950, 30, 20]}) == smoke()
 
 
-def test_text_that_looks_like_a_number_stays_text_where_text_is_wanted() -> None:
+def test_text_that_looks_like_a_number_stays_text_in_a_text_setting() -> None:
     changed = smoke().with_settings({"name": "007", "corpus.revision": "2", "storage.publish_to": "null"})
     assert (changed.name, changed.corpus.revision, changed.storage.publish_to) == ("007", "2", None)
 
@@ -213,18 +213,18 @@ def test_settings_survive_text_and_json(settings: set[str], tmp_path_factory: py
         ("cluster.rank", "cluster.ranks"),
     ],
 )
-def test_an_unknown_setting_gets_the_nearest_name(unknown: str, meant: str) -> None:
+def test_an_unknown_setting_is_refused_with_the_nearest_name(unknown: str, meant: str) -> None:
     with pytest.raises(SpecError, match=rf"unknown setting '{unknown}' \(did you mean '{meant}'\?\)"):
         smoke().with_settings({unknown: 1})
 
 
 @pytest.mark.parametrize("unknown", ["", ".", "optimizer", "optimizer.", "optimizer.betas.0", "__class__"])
-def test_what_is_no_setting_is_refused(unknown: str) -> None:
+def test_a_name_that_is_not_a_setting_is_refused(unknown: str) -> None:
     with pytest.raises(SpecError, match="unknown setting"):
         smoke().with_settings({unknown: 1})
 
 
-def test_an_unknown_name_in_a_spec_file_gets_the_nearest_one(tmp_path: Path) -> None:
+def test_an_unknown_name_in_a_spec_file_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
     values = smoke().model_dump(mode="json")
     values["optimizer"]["num_step"] = 5
     (tmp_path / "spec.json").write_text(json.dumps(values))
@@ -256,7 +256,7 @@ def test_an_unknown_name_in_a_spec_file_gets_the_nearest_one(tmp_path: Path) -> 
         ("name", "", "name is ''"),
     ],
 )
-def test_a_wrong_value_is_named_with_its_constraint(setting: str, value: Any, words: str) -> None:
+def test_an_invalid_value_is_refused_with_its_constraint(setting: str, value: Any, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         smoke().with_settings({setting: value})
 
@@ -277,7 +277,7 @@ def test_a_wrong_value_is_named_with_its_constraint(setting: str, value: Any, wo
         ({"model.moe.num_experts": 0, "layout.expert_parallel_size": 2}, "a dense model has no experts to spread"),
     ],
 )
-def test_experts_are_refused_where_they_cannot_be(settings: dict[str, Any], words: str) -> None:
+def test_experts_are_refused_with_incompatible_settings(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         experts().with_settings(settings)
 
@@ -293,22 +293,22 @@ def test_experts_are_refused_where_they_cannot_be(settings: dict[str, Any], word
         ({"cluster.ranks": 6}, r"pipeline_stages \(32 x 3 = 96\)"),
     ],
 )
-def test_pipelines_are_refused_where_they_cannot_be(settings: dict[str, Any], words: str) -> None:
+def test_pipelines_are_refused_with_incompatible_settings(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         smoke().with_settings({"layout.pipeline_stages": 2, **settings})
 
 
-def test_hosts_are_chosen_in_one_way_alone() -> None:
+def test_exclude_and_num_nodes_cannot_be_combined() -> None:
     with pytest.raises(SpecError, match=r"cluster\.exclude and cluster\.num_nodes cannot be combined"):
         base("cluster.exclude").with_settings({"cluster.exclude": "node1", "cluster.num_nodes": 1})
 
 
-def test_stages_of_a_pipeline_share_one_share_of_the_batch() -> None:
+def test_the_stages_of_a_pipeline_are_one_data_parallel_replica() -> None:
     spec = smoke().with_settings({"layout.pipeline_stages": 2, "layout.micro_batch_sequences": 16})
     assert (spec.data_parallel_size, spec.gradient_accumulation) == (1, 4)
 
 
-def test_a_compiled_model_is_refused_where_hooks_gather_its_parameters() -> None:
+def test_a_compiled_model_is_refused_at_zero_3() -> None:
     with pytest.raises(SpecError, match=r"model\.compile is true and layout\.zero_stage 3: .*set model\.compile=false"):
         smoke().with_settings({"model.compile": True, "layout.zero_stage": 3})
 
@@ -317,13 +317,13 @@ def test_a_compiled_model_is_refused_where_hooks_gather_its_parameters() -> None
     ("setting", "value"),
     [("optimizer.global_batch_sequences", 65), ("layout.micro_batch_sequences", 31), ("cluster.ranks", 3)],
 )
-def test_a_batch_that_does_not_divide_is_refused_with_the_sum(setting: str, value: int) -> None:
+def test_a_batch_that_does_not_divide_evenly_is_refused_with_the_divisor(setting: str, value: int) -> None:
     with pytest.raises(SpecError, match=r"global_batch_sequences is \d+: it must be a multiple of .* = \d+\)"):
         smoke().with_settings({setting: value})
 
 
 @given(passes=st.integers(1, 8), micro_batch=st.integers(1, 64), ranks=st.integers(1, 8))
-def test_a_global_batch_is_whole_passes_of_every_rank(passes: int, micro_batch: int, ranks: int) -> None:
+def test_a_global_batch_is_a_whole_number_of_passes_of_every_rank(passes: int, micro_batch: int, ranks: int) -> None:
     spec = smoke().with_settings(
         {
             "optimizer.global_batch_sequences": passes * micro_batch * ranks,
@@ -334,7 +334,7 @@ def test_a_global_batch_is_whole_passes_of_every_rank(passes: int, micro_batch: 
     assert spec.gradient_accumulation == passes
 
 
-def test_everything_that_is_wrong_is_said_at_once() -> None:
+def test_all_invalid_settings_are_reported_at_once() -> None:
     values = smoke().model_dump(mode="json")
     values["optimizer"]["num_steps"] = 0
     values["cluster"]["ranks"] = "two"
@@ -345,7 +345,7 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b"null", b'"smoke"'])
-def test_a_file_that_is_no_spec_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_spec_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "spec.json").write_bytes(content)
     with pytest.raises(SpecError):
         read(tmp_path / "spec.json")
@@ -365,7 +365,7 @@ def test_differences_name_the_field_and_both_values() -> None:
 
 
 @given(pieces=st.integers(1, 300_000))
-def test_a_padded_vocabulary_is_the_least_multiple_of_128_that_holds_all(pieces: int) -> None:
+def test_a_vocabulary_is_padded_to_the_next_multiple_of_128(pieces: int) -> None:
     padded = pad_vocabulary(pieces)
     assert padded % 128 == 0
     assert padded - 128 < pieces <= padded
@@ -375,7 +375,7 @@ def test_a_padded_vocabulary_is_the_least_multiple_of_128_that_holds_all(pieces:
 @pytest.mark.parametrize(
     "url", ["s3://key:s3cret@bucket/x", "https://host/x.jsonl?token=s3cret", "simplecache::ftp://u:s3cret@h/x"]
 )
-def test_a_url_with_a_secret_is_refused_without_telling_it(setting: str, url: str) -> None:
+def test_a_url_with_a_secret_is_refused_without_repeating_the_secret(setting: str, url: str) -> None:
     with pytest.raises(SpecError, match=setting) as caught:
         recipe("smoke").with_settings({setting: url})
     assert "s3cret" not in str(caught.value)
@@ -393,7 +393,7 @@ def test_a_value_that_is_not_utf8_is_refused(value: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_spec_knows_the_accelerators_that_deepspeed_knows() -> None:
+def test_the_accelerators_of_a_spec_are_those_that_deepspeed_supports() -> None:
     from deepspeed.accelerator.real_accelerator import SUPPORTED_ACCELERATOR_LIST
 
     assert set(get_args(Accelerator)) == set(SUPPORTED_ACCELERATOR_LIST)

@@ -38,13 +38,13 @@ def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "node" / "locks"
 
 
-def use(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def simulate_accelerator(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     device = SimpleNamespace(device_name=lambda: kind, visible_devices_envs=lambda: ["VISIBLE"])
     monkeypatch.setattr(accelerator_lock, "get_accelerator", lambda: device)
 
 
-def test_an_accelerator_is_one_runs_until_that_rank_ends(locks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, "xpu")
+def test_an_accelerator_belongs_to_one_rank_until_it_ends(locks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate_accelerator(monkeypatch, "xpu")
     with subprocess.Popen([sys.executable, "-c", HOLD, "xpu"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
         assert rank.stdout is not None
         while b"held" not in rank.stdout.readline():
@@ -59,7 +59,7 @@ def test_an_accelerator_is_one_runs_until_that_rank_ends(locks: Path, monkeypatc
     lock_accelerator()
 
 
-def test_the_cpu_is_shared(locks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, "cpu")
+def test_the_cpu_is_not_locked(locks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate_accelerator(monkeypatch, "cpu")
     lock_accelerator()
     assert not locks.exists()

@@ -40,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_cut_off_between_checkpoints_resumes_bit_equal(trained: Trained, layout: str) -> None:
+def test_a_run_killed_between_checkpoints_resumes_bit_equal(trained: Trained, layout: str) -> None:
     assert trained.found(f"{layout}.killed")["error"] == "StopTraining"
     whole = trained.found(f"{layout}.whole")
     assert whole == trained.found(f"{layout}.resumed")
@@ -52,10 +52,10 @@ def test_consolidation_gives_the_live_masters_bit_for_bit(trained: Trained, layo
     assert trained.consolidated(f"{layout}.whole", tmp_path) == trained.found(f"{layout}.whole")["masters"]
 
 
-def test_a_stage_vouches_for_the_layers_that_it_wrote(trained: Trained) -> None:
+def test_the_sidecars_of_a_pipeline_list_the_layers_that_each_rank_wrote(trained: Trained) -> None:
     sidecars = read_all(trained.root / "zero1-fp32-pp2-tied.whole/checkpoints/step-00000004")
-    places = [(one.layout.pipeline_rank, one.layout.data_parallel_rank) for one in sidecars]
-    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    positions = [(one.layout.pipeline_rank, one.layout.data_parallel_rank) for one in sidecars]
+    assert positions == [(0, 0), (0, 1), (1, 0), (1, 1)]
     layers = [{name for name in one.files if name.startswith("layer_")} for one in sidecars]
     assert "layer_00-model_states.pt" in layers[0]
     assert layers[2]
@@ -65,7 +65,7 @@ def test_a_stage_vouches_for_the_layers_that_it_wrote(trained: Trained) -> None:
     assert {"shared.weight"} <= held[0] & held[2]
 
 
-def test_a_rank_vouches_for_the_experts_that_it_wrote(trained: Trained) -> None:
+def test_the_sidecar_of_a_rank_lists_the_experts_that_it_wrote(trained: Trained) -> None:
     sidecars = read_all(trained.root / f"{EXPERTS}.whole/checkpoints/step-00000004")
     experts = [{int(name.split("_")[3]) for name in one.files if name.startswith("layer_")} for one in sidecars]
     assert experts == [{0, 1}, {2, 3}, set(), set()]

@@ -34,7 +34,7 @@ dist.destroy_process_group()
 LOOPBACK = "0100007F"
 
 
-def test_ranks_of_one_machine_listen_on_loopback_alone() -> None:
+def test_ranks_of_one_machine_listen_only_on_loopback() -> None:
     common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
@@ -43,7 +43,7 @@ def test_ranks_of_one_machine_listen_on_loopback_alone() -> None:
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=120)[0].split() for rank in ranks]
+    outputs = [rank.communicate(timeout=120)[0].split() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
-    assert len(said[0]) >= 1
-    assert all(address.startswith(f"{LOOPBACK}:") for addresses in said for address in addresses), said
+    assert len(outputs[0]) >= 1
+    assert all(address.startswith(f"{LOOPBACK}:") for addresses in outputs for address in addresses), outputs

@@ -28,7 +28,9 @@ def job(tmp_path: Path) -> Path:
     return tmp_path / "spec.json"
 
 
-def test_a_rank_that_fails_reports_why_and_waits_for_nobody(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_rank_reports_its_error_and_ends_without_waiting_for_others(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise WeightsDidNotMove("3 steps, same weights")
 

@@ -70,19 +70,17 @@ def test_an_intact_node_and_one_that_was_wiped_resume_bit_equal(
 
 
 @pytest.mark.parametrize(("layout", "ranks_a_node"), CASES)
-def test_deepspeed_opens_the_files_that_a_rank_is_said_to_read(
-    trained: OnNodes, layout: str, ranks_a_node: int
-) -> None:
+def test_files_read_by_lists_the_files_that_deepspeed_opens(trained: OnNodes, layout: str, ranks_a_node: int) -> None:
     sidecars = trained.sidecars(layout, TAG)
     for rank in range(2 * ranks_a_node):
-        said, opened = files_read_by(rank, sidecars), trained.found(f"{layout}.resumed", rank)["opened"]
+        expected, opened = files_read_by(rank, sidecars), trained.found(f"{layout}.resumed", rank)["opened"]
         # Of the stages' mp_rank files, DeepSpeed opens two, and only counts the others.
         two = {f"mp_rank_{stage:02d}_model_states.pt" for stage in (0, sidecars[rank].layout.pipeline_rank)}
-        assert opened == [name for name in said if not name.startswith("mp_rank_") or name in two]
+        assert opened == [name for name in expected if not name.startswith("mp_rank_") or name in two]
 
 
 @pytest.mark.parametrize(("layout", "ranks_a_node"), CASES)
-def test_what_nodes_answer_for_is_together_the_checkpoint_of_one_disk(
+def test_the_files_of_all_nodes_together_are_a_complete_checkpoint(
     trained: OnNodes, layout: str, ranks_a_node: int, tmp_path: Path
 ) -> None:
     gathered = trained.root / f"{layout}.whole/checkpoints"
@@ -94,7 +92,7 @@ def test_what_nodes_answer_for_is_together_the_checkpoint_of_one_disk(
 
 
 @pytest.mark.parametrize(("layout", "ranks_a_node"), CASES)
-def test_every_file_of_a_node_is_answered_for_by_one_of_its_ranks(
+def test_every_file_of_a_node_is_listed_by_exactly_one_of_its_ranks(
     trained: OnNodes, layout: str, ranks_a_node: int
 ) -> None:
     for node in (0, 1):
@@ -109,7 +107,7 @@ def test_every_file_of_a_node_is_answered_for_by_one_of_its_ranks(
 
 
 @pytest.mark.parametrize(("layout", "ranks_a_node"), CASES)
-def test_a_checkpoint_takes_the_room_on_a_node_that_the_formula_says(
+def test_a_checkpoint_takes_about_the_estimated_disk_space_on_each_node(
     trained: OnNodes, layout: str, ranks_a_node: int, pydocs_shards: TokenShards
 ) -> None:
     once = {"optimizer.num_steps": 1, "optimizer.warmup_steps": 0}
@@ -118,11 +116,11 @@ def test_a_checkpoint_takes_the_room_on_a_node_that_the_formula_says(
     for node in (0, 1):
         folder = trained.root / f"{layout}.whole/node-{node}/checkpoints/{LAST}"
         takes = sum(path.stat().st_size for path in folder.glob("*.pt"))
-        said = bytes_held(spec, shape, range(node * ranks_a_node, (node + 1) * ranks_a_node))
-        assert 0.95 * takes < said < 2 * takes  # names and shapes add to the files of such a small model
+        expected = bytes_held(spec, shape, range(node * ranks_a_node, (node + 1) * ranks_a_node))
+        assert 0.95 * takes < expected < 2 * takes  # names and shapes add to the files of such a small model
 
 
-def test_ranks_leave_it_to_the_head_to_prune(trained: OnNodes) -> None:
+def test_ranks_on_node_local_storage_do_not_prune(trained: OnNodes) -> None:
     for node in (0, 1):
         kept = (trained.root / f"zero2-bf16.whole/node-{node}/checkpoints").iterdir()
         assert sorted(path.name for path in kept if path.is_dir()) == [TAG, LAST]

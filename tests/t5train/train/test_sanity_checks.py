@@ -21,11 +21,11 @@ def test_a_gradient_norm_that_is_not_finite_is_an_error() -> None:
         sanity_checks.require_finite(7, 1.0, math.nan)
 
 
-def test_a_step_the_scaler_skipped_has_no_norm_and_is_no_error() -> None:
+def test_a_skipped_step_without_a_gradient_norm_is_allowed() -> None:
     sanity_checks.require_finite(7, 1.0, None)
 
 
-def test_scaling_down_from_the_largest_first_scale_is_honest() -> None:
+def test_steps_skipped_while_the_largest_initial_loss_scale_falls_are_allowed() -> None:
     sanity_checks.require_few_skips(step=32, skipped=32)
 
 
@@ -35,7 +35,7 @@ def test_too_many_skipped_steps_are_an_error_with_both_numbers(step: int, skippe
         sanity_checks.require_few_skips(step, skipped)
 
 
-def test_two_ranks_with_one_batch_are_named() -> None:
+def test_two_ranks_with_the_same_batch_are_an_error_that_names_them() -> None:
     with pytest.raises(DuplicateBatch, match="ranks 1 and 3"):
         sanity_checks.require_distinct_batches(5, [10, 11, 12, 11], data_parallel_size=4)
 
@@ -46,47 +46,51 @@ def test_stages_of_a_pipeline_must_have_the_same_batch() -> None:
         sanity_checks.require_distinct_batches(5, [10, 11, 10, 12], data_parallel_size=2)
 
 
-def alone(values: Sequence[int]) -> list[list[int]]:
+def gather_alone(values: Sequence[int]) -> list[list[int]]:
     return [list(values)]
 
 
-def beside(*others: list[int]) -> sanity_checks.Gather:
+def gather_with(*others: list[int]) -> sanity_checks.Gather:
     """What a rank gathers when its peers report ``others``."""
     return lambda values: [list(values), *others]
 
 
-def test_weights_that_stay_are_an_error_only_if_steps_were_applied() -> None:
-    movement = sanity_checks.Movement([[torch.ones(10)]], 3, data_parallel_size=1, gather=alone)
+def test_unchanged_weights_are_an_error_only_if_steps_were_applied() -> None:
+    movement = sanity_checks.Movement([[torch.ones(10)]], 3, data_parallel_size=1, gather=gather_alone)
     movement.require(step=9, applied_steps=3)
     with pytest.raises(WeightsDidNotMove, match="2 optimizer steps up to step 11"):
         movement.require(step=11, applied_steps=5)
 
 
-def test_the_smallest_change_of_a_sampled_weight_is_movement() -> None:
+def test_the_smallest_change_of_a_sampled_weight_counts_as_movement() -> None:
     weights = [torch.ones(10)]
-    movement = sanity_checks.Movement([weights], 0, data_parallel_size=1, gather=alone)
+    movement = sanity_checks.Movement([weights], 0, data_parallel_size=1, gather=gather_alone)
     weights[0][3] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
     movement.require(step=1, applied_steps=1)
 
 
-def test_a_rank_whose_part_stays_is_no_error_where_another_part_of_the_group_moved() -> None:
+def test_an_unchanged_part_is_allowed_if_another_part_of_its_group_moved() -> None:
     parts = [[torch.ones(10)]]
-    sanity_checks.Movement(parts, 0, data_parallel_size=3, gather=beside([0], [1])).require(step=1, applied_steps=1)
+    sanity_checks.Movement(parts, 0, data_parallel_size=3, gather=gather_with([0], [1])).require(
+        step=1, applied_steps=1
+    )
     with pytest.raises(WeightsDidNotMove, match="on ranks 0 to 2"):
-        sanity_checks.Movement(parts, 0, data_parallel_size=3, gather=beside([0], [0])).require(step=1, applied_steps=1)
+        sanity_checks.Movement(parts, 0, data_parallel_size=3, gather=gather_with([0], [0])).require(
+            step=1, applied_steps=1
+        )
 
 
-def test_experts_that_stay_on_all_ranks_are_an_error_though_the_rest_moves() -> None:
+def test_experts_unchanged_on_all_ranks_are_an_error_even_if_the_rest_moves() -> None:
     dense, experts = torch.ones(10), torch.ones(10)
-    movement = sanity_checks.Movement([[dense], [experts]], 0, data_parallel_size=2, gather=beside([1, 0]))
+    movement = sanity_checks.Movement([[dense], [experts]], 0, data_parallel_size=2, gather=gather_with([1, 0]))
     dense += 1
     with pytest.raises(WeightsDidNotMove, match="of a parameter group"):
         movement.require(step=1, applied_steps=1)
 
 
-def test_a_stage_of_a_pipeline_that_stays_is_an_error_though_the_others_move() -> None:
+def test_an_unchanged_pipeline_stage_is_an_error_even_if_the_others_move() -> None:
     weights = torch.ones(10)
-    movement = sanity_checks.Movement([[weights]], 0, data_parallel_size=2, gather=beside([1], [0], [0]))
+    movement = sanity_checks.Movement([[weights]], 0, data_parallel_size=2, gather=gather_with([1], [0], [0]))
     weights += 1
     with pytest.raises(WeightsDidNotMove, match="on ranks 2 to 3"):
         movement.require(step=1, applied_steps=1)

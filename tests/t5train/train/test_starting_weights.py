@@ -92,7 +92,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_masters_begin_as_the_files_have_them_bit_for_bit(trained: Trained, layout: str, tmp_path: Path) -> None:
+def test_initial_masters_are_bit_equal_to_the_files(trained: Trained, layout: str, tmp_path: Path) -> None:
     expected = {name: tensor.detach() for name, tensor in _model(LAYOUTS[layout]).named_parameters()}
     digests = {name: digest64(tensor.numpy().tobytes()) for name, tensor in expected.items()}
     assert all(trained.found(layout, rank)["begun"] == digests for rank in (0, 1))
@@ -103,7 +103,7 @@ def test_masters_begin_as_the_files_have_them_bit_for_bit(trained: Trained, layo
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_every_layout_goes_on_from_there(trained: Trained) -> None:
+def test_every_layout_has_the_same_losses_from_the_same_starting_weights(trained: Trained) -> None:
     for family in ("v1.0", "v1.1", "switch"):
         runs = [read(trained.root / f"{layout}/metrics.jsonl") for layout, of in LAYOUTS.items() if of == family]
         losses = [[line["loss"] for line in run] for run in runs]
@@ -111,11 +111,11 @@ def test_every_layout_goes_on_from_there(trained: Trained) -> None:
         assert all(each == pytest.approx(losses[0], rel=5e-3) for each in losses)
 
 
-def test_a_run_that_was_killed_resumes_from_its_checkpoint_and_not_from_the_start(trained: Trained) -> None:
+def test_a_killed_run_resumes_from_its_checkpoint_and_not_from_the_starting_weights(trained: Trained) -> None:
     assert trained.found("killed")["error"] == "StopTraining"
     assert trained.found("whole")["masters"] == trained.found("resumed")["masters"]
 
 
-def test_the_witness_tells_what_was_started_from(trained: Trained) -> None:
+def test_the_witness_records_the_starting_model(trained: Trained) -> None:
     witness = json.loads((trained.root / "whole/witness/witness.json").read_text())
     assert witness["inputs"]["start_from"] == "5" * 64

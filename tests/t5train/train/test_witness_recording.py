@@ -83,5 +83,5 @@ def test_transformers_generates_what_the_witness_recorded(
     assert torch.all(generated[:, 0] == 0)
     card = (tmp_path / "export/README.md").read_text()
     assert "Trained on `text.jsonl`" in card
-    assert "pre-trained from the weights of `t5-base` on" in card
+    assert "pre-trained starting from the weights of `t5-base` " in card
     assert "somebody" not in card

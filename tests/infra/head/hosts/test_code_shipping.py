@@ -41,46 +41,48 @@ def hold(digest: str, content: bytes = b"") -> bool:
     return code_receiver.hold(os.getuid(), node_folders.node_path(), digest, content)
 
 
-def left() -> list[str]:
+def stored() -> list[str]:
     return sorted(path.name for path in node_folders.node_path("code").iterdir())
 
 
-def test_a_host_that_lacks_the_code_gets_it_and_one_that_has_it_is_only_asked() -> None:
+def test_code_is_sent_only_to_a_host_that_lacks_it() -> None:
     hosts = ThisMachine()
     assert not ship(hosts, ["a"])
-    assert len(hosts.asked) == 2
+    assert len(hosts.sent_commands) == 2
     folder = code_folder(own_bundle().digest)
     sent_at = (folder / "infra/node/attempts/process_guard.py").stat().st_ctime_ns
     assert not ship(hosts, ["a"])
-    assert len(hosts.asked) == 3
+    assert len(hosts.sent_commands) == 3
     assert (folder / "infra/node/attempts/process_guard.py").stat().st_ctime_ns == sent_at
     assert code_bundle.bundle(folder) == own_bundle()
 
 
-def test_what_was_sent_is_what_a_host_runs(tmp_path: Path) -> None:
+def test_a_host_runs_the_code_that_was_sent(tmp_path: Path) -> None:
     assert not ship(ThisMachine(), ["a"])
     program = "import infra, t5train; print(infra.__file__, t5train.__file__)"
     command = node_client.node_command("facts", own_bundle().digest)
     argv = [*command[: command.index("-m")], "-c", program]
-    said = subprocess.run(argv, capture_output=True, text=True, check=True, cwd="/").stdout.split()
-    assert said == [str(code_folder(own_bundle().digest) / name / "__init__.py") for name in ("infra", "t5train")]
+    output = subprocess.run(argv, capture_output=True, text=True, check=True, cwd="/").stdout.split()
+    assert output == [str(code_folder(own_bundle().digest) / name / "__init__.py") for name in ("infra", "t5train")]
 
 
-def test_a_host_that_is_lost_does_not_keep_others_from_the_code() -> None:
+def test_a_lost_host_does_not_stop_others_from_receiving_the_code() -> None:
     failed = ship(ThisMachine("b"), ["a", "b"])
     assert list(failed) == ["b"]
     assert isinstance(failed["b"], HostUnreachable)
     assert code_folder(own_bundle().digest).is_dir()
 
 
-def test_the_command_is_the_same_whatever_is_sent(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
+def test_the_receiver_command_is_the_same_for_every_code_bundle(
+    monkeypatch: pytest.MonkeyPatch, checkout: Path
+) -> None:
     hosts = ThisMachine()
     ship(hosts, ["a"])
     monkeypatch.setattr("infra.head.hosts.code_shipping.own_bundle", lambda: code_bundle.bundle(checkout))
     ship(hosts, ["a"])
-    assert len({tuple(argv[3:]) for argv in hosts.asked}) == 1  # the words before that are those of `timeout`
+    assert len({tuple(argv[3:]) for argv in hosts.sent_commands}) == 1  # the words before that are those of `timeout`
     assert not any(str(node_folders.node_path()) in word or own_bundle().digest in word for word in COMMAND)
-    assert len(left()) == 2
+    assert len(stored()) == 2
 
 
 @pytest.fixture
@@ -92,7 +94,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("content", [b"{}", b"\0", packed(SOURCES)[1][:-9], packed(SOURCES)[1] + b" "])
-def test_bytes_that_are_not_the_promised_ones_leave_nothing(content: bytes) -> None:
+def test_content_that_does_not_match_its_digest_is_not_stored(content: bytes) -> None:
     with pytest.raises(SystemExit, match=r"arrived damaged .*: start the command again"):
         hold(packed(SOURCES)[0], content)
     assert not node_folders.node_path().exists()
@@ -112,23 +114,23 @@ def test_bytes_that_are_not_the_promised_ones_leave_nothing(content: bytes) -> N
         "",
     ],
 )
-def test_a_name_that_is_not_of_a_module_leaves_nothing(name: str) -> None:
+def test_a_bundle_with_an_invalid_module_path_is_not_stored(name: str) -> None:
     with pytest.raises(SystemExit, match="which is not a valid module path"):
         hold(*packed({**SOURCES, name: ""}))
     assert not node_folders.node_path().exists()
 
 
-def spoil(folder: Path) -> Path:
+def guard_module(folder: Path) -> Path:
     return folder / "infra/node/attempts/process_guard.py"
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda folder: spoil(folder).write_text("x = 1\n"),
-        lambda folder: spoil(folder).unlink(),
+        lambda folder: guard_module(folder).write_text("x = 1\n"),
+        lambda folder: guard_module(folder).unlink(),
         lambda folder: (folder / "torch.py").touch(),
-        lambda folder: (spoil(folder).unlink(), spoil(folder).symlink_to("/etc/hostname")),
+        lambda folder: (guard_module(folder).unlink(), guard_module(folder).symlink_to("/etc/hostname")),
         lambda folder: (folder / "t5train").symlink_to("/"),
         lambda folder: os.mkfifo(folder / "infra/pipe"),
         lambda folder: folder.chmod(0o755),
@@ -146,7 +148,7 @@ def test_code_that_somebody_has_changed_counts_as_missing_and_is_replaced(change
     assert {path.name for path in code_folder(digest).rglob("*.py")} == {"__init__.py", "process_guard.py"}
 
 
-def test_what_python_compiles_there_changes_nothing() -> None:
+def test_bytecode_caches_in_the_code_folder_do_not_count_as_changes() -> None:
     digest, content = packed(SOURCES)
     assert hold(digest, content)
     subprocess.run(
@@ -158,7 +160,7 @@ def test_what_python_compiles_there_changes_nothing() -> None:
     assert hold(digest)
 
 
-def test_a_place_that_others_can_reach_is_refused(parent: Path) -> None:
+def test_a_node_folder_that_other_users_can_access_is_refused(parent: Path) -> None:
     digest, content = packed(SOURCES)
     node_folders.node_path().mkdir(mode=0o755)
     with pytest.raises(SystemExit, match=r"is not a folder that only user .* can access: move it away"):
@@ -171,13 +173,13 @@ def test_a_place_that_others_can_reach_is_refused(parent: Path) -> None:
     assert not list((parent / "elsewhere").iterdir())
 
 
-def test_another_users_id_is_refused_before_its_folder_is_made(parent: Path) -> None:
+def test_a_different_user_id_is_refused_before_the_folder_is_made(parent: Path) -> None:
     with pytest.raises(SystemExit, match=r"user id is \d+ on this host and \d+ on the head"):
         code_receiver.hold(os.getuid() + 1, parent / "of-another", *packed(SOURCES))
     assert not (parent / "of-another").exists()
 
 
-def test_a_place_that_cannot_be_written_is_an_error_of_that_host(parent: Path) -> None:
+def test_a_code_folder_that_cannot_be_written_is_an_error_of_that_host(parent: Path) -> None:
     node_folders.node_path().mkdir(mode=0o700)
     node_folders.node_path("code").touch()
     found = ship(ThisMachine(), ["a"])["a"]
@@ -185,7 +187,7 @@ def test_a_place_that_cannot_be_written_is_an_error_of_that_host(parent: Path) -
     assert "cannot be stored in" in str(found)
 
 
-def test_what_breaks_off_while_it_is_written_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_leaves_no_code_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     digest, content = packed(SOURCES)
 
     def full(path: Path, content: bytes) -> None:
@@ -197,13 +199,13 @@ def test_what_breaks_off_while_it_is_written_has_no_name(monkeypatch: pytest.Mon
         patched.setattr(code_receiver, "_write", full)
         with pytest.raises(OSError, match="No space left"):
             hold(digest, content)
-    assert left() == []
+    assert stored() == []
     node_folders.node_path("code", f".{digest}.partial", "infra").mkdir(parents=True)  # of a receiver that was killed
     assert hold(digest, content)
-    assert left() == [digest]
+    assert stored() == [digest]
 
 
-def test_many_heads_at_once_are_harmless() -> None:
+def test_several_heads_can_send_the_same_code_at_once() -> None:
     digest, content = packed(SOURCES | {f"infra/module_{number}.py": "x = 1\n" for number in range(20)})
     request = encode(Delivery(os.getuid(), str(node_folders.node_path()), digest))
     ended: list[subprocess.CompletedProcess[bytes]] = []
@@ -220,10 +222,10 @@ def test_many_heads_at_once_are_harmless() -> None:
     for head in heads:
         head.join()
     assert [decode(each.stdout, Held) for each in ended] == [Held(is_held=True)] * 6, [each.stderr for each in ended]
-    assert left() == [digest]
+    assert stored() == [digest]
 
 
-def test_hosts_have_their_code_installed_unless_it_is_to_be_sent(tmp_path: Path) -> None:
+def test_hosts_use_installed_code_unless_code_is_shipped(tmp_path: Path) -> None:
     assert shipped_code(ClusterSpec()) is None
     assert path_to(None) == {}
     sent = shipped_code(ClusterSpec(ship_code=True, hostfile=tmp_path / "hosts"))

@@ -39,7 +39,7 @@ def choices(draw: st.DrawFn, hosts: Hosts) -> str:
     return "@".join(draw(st.permutations(parts)))
 
 
-def deepspeeds(hosts: Hosts, include: str = "", exclude: str = "", num_nodes: int = -1) -> Hosts:
+def chosen_by_deepspeed(hosts: Hosts, include: str = "", exclude: str = "", num_nodes: int = -1) -> Hosts:
     """The hosts and slots that DeepSpeed's launcher chooses from a hostfile with these options."""
     from deepspeed.launcher import runner
 
@@ -59,7 +59,7 @@ def test_a_hostfile_has_a_line_for_each_host() -> None:
     assert (hosts.num_ranks, hosts.names[0]) == (11, "node1")
 
 
-def test_ranks_are_counted_through_the_hosts() -> None:
+def test_ranks_are_numbered_host_by_host() -> None:
     assert list(TWO.ranks()) == [range(2), range(2, 6)]
 
 
@@ -94,7 +94,7 @@ def test_ranks_are_counted_through_the_hosts() -> None:
         ("2130706433 slots=2", "'2130706433' is not an IPv4 address"),
     ],
 )
-def test_what_is_no_host_is_refused_with_its_line(line: str, words: str) -> None:
+def test_an_invalid_line_is_refused_with_its_number(line: str, words: str) -> None:
     with pytest.raises(SpecError, match=f"hosts, line 2: .*{words}"):
         parse(f"node1 slots=2\n{line}\n", "hosts")
 
@@ -106,15 +106,15 @@ def test_a_hostfile_without_hosts_is_refused(text: str) -> None:
 
 
 @given(data=st.data(), hosts=HOSTS)
-def test_include_means_what_it_means_to_deepspeed(data: st.DataObject, hosts: Hosts) -> None:
+def test_include_selects_the_same_slots_as_deepspeed(data: st.DataObject, hosts: Hosts) -> None:
     include = data.draw(choices(hosts))
-    assert select(hosts, include=include) == deepspeeds(hosts, include=include)
+    assert select(hosts, include=include) == chosen_by_deepspeed(hosts, include=include)
 
 
 @given(data=st.data(), hosts=HOSTS)
-def test_exclude_means_what_it_means_to_deepspeed(data: st.DataObject, hosts: Hosts) -> None:
+def test_exclude_selects_the_same_slots_as_deepspeed(data: st.DataObject, hosts: Hosts) -> None:
     exclude = data.draw(choices(hosts))
-    expected = deepspeeds(hosts, exclude=exclude)
+    expected = chosen_by_deepspeed(hosts, exclude=exclude)
     if expected.all:
         assert select(hosts, exclude=exclude) == expected
     else:
@@ -123,15 +123,15 @@ def test_exclude_means_what_it_means_to_deepspeed(data: st.DataObject, hosts: Ho
 
 
 @given(data=st.data(), hosts=HOSTS)
-def test_a_number_of_nodes_means_what_it_means_to_deepspeed(data: st.DataObject, hosts: Hosts) -> None:
+def test_num_nodes_selects_the_same_hosts_as_deepspeed(data: st.DataObject, hosts: Hosts) -> None:
     num_nodes = data.draw(st.integers(1, len(hosts.all)))
-    assert select(hosts, num_nodes=num_nodes) == deepspeeds(hosts, num_nodes=num_nodes)
+    assert select(hosts, num_nodes=num_nodes) == chosen_by_deepspeed(hosts, num_nodes=num_nodes)
 
 
 @given(data=st.data(), hosts=HOSTS)
-def test_what_was_chosen_can_be_told_to_deepspeed(data: st.DataObject, hosts: Hosts) -> None:
+def test_the_include_argument_makes_deepspeed_choose_the_same_slots(data: st.DataObject, hosts: Hosts) -> None:
     chosen = select(hosts, include=data.draw(choices(hosts)))
-    assert deepspeeds(chosen, include=include_argument(chosen)) == chosen
+    assert chosen_by_deepspeed(chosen, include=include_argument(chosen)) == chosen
 
 
 @pytest.mark.parametrize(
@@ -142,17 +142,17 @@ def test_what_was_chosen_can_be_told_to_deepspeed(data: st.DataObject, hosts: Ho
     ],
 )
 @pytest.mark.parametrize("setting", ["include", "exclude"])
-def test_a_choice_that_makes_no_sense_is_refused(setting: str, choice: str) -> None:
+def test_an_invalid_include_or_exclude_is_refused(setting: str, choice: str) -> None:
     with pytest.raises(SpecError, match=rf"cluster\.{setting} is '"):
         select(TWO, **{setting: choice})
 
 
-def test_more_nodes_than_there_are_are_refused() -> None:
+def test_more_nodes_than_the_hostfile_has_are_refused() -> None:
     with pytest.raises(SpecError, match=r"cluster\.num_nodes is 3, but the hostfile has 2 hosts\. Request fewer"):
         select(TWO, num_nodes=3)
 
 
-def test_settings_name_the_hostfile_and_the_choice(tmp_path: Path) -> None:
+def test_hosts_are_read_and_chosen_as_the_settings_say(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("node1 slots=2\nnode2 slots=4\n")
     cluster = ClusterSpec(hostfile=tmp_path / "hosts", include="node2:1,3", ranks=2)
     assert chosen_hosts(cluster) == read_hosts(cluster) == Hosts((Host("node2", (1, 3)),))
@@ -172,7 +172,7 @@ def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path, content: bytes 
         chosen_hosts(ClusterSpec(hostfile=tmp_path / "hosts"))
 
 
-def test_the_last_hosts_that_are_chosen_wait_as_spares(tmp_path: Path) -> None:
+def test_the_last_chosen_hosts_are_the_spares(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\nc slots=2\n", "utf-8")
     cluster = ClusterSpec(hostfile=tmp_path / "hosts", exclude="a:1", spares=1, ranks=3)
     assert read_hosts(cluster) == Hosts((Host("a", (0,)), Host("b", (0, 1))))

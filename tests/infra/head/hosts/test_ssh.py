@@ -24,8 +24,8 @@ from t5train.errors import HostKeyMismatch, HostTimeout, HostUnreachable, Remote
 from t5train.spec import ClusterSpec
 
 HERE = "127.0.0.1"
-TELL = ("printf", r"%s\0")
-NASTY = [
+PRINT_ARGUMENTS = ("printf", r"%s\0")
+SPECIAL_ARGUMENTS = [
     "",
     " ",
     "a  b",
@@ -56,51 +56,54 @@ class Shell:
         return [self.shell, "-c", quoted(argv)]
 
 
-def told(answer: Output) -> list[str]:
+def printed_arguments(answer: Output) -> list[str]:
     return [os.fsdecode(each) for each in answer.stdout.split(b"\0")[:-1]]
 
 
 @pytest.mark.parametrize("shell", [shell for shell in ("sh", "bash", "zsh", "dash", "ksh") if shutil.which(shell)])
 @given(arguments=st.lists(st.binary().map(lambda text: os.fsdecode(text.replace(b"\0", b""))), min_size=1, max_size=5))
-def test_a_shell_takes_a_quoted_line_for_exactly_the_arguments(shell: str, arguments: list[str]) -> None:
-    line = quoted([*TELL, *arguments])
-    said = subprocess.run([shell, "-c", line], check=True, capture_output=True).stdout
-    assert said == b"".join(os.fsencode(argument) + b"\0" for argument in arguments)
+def test_a_shell_splits_a_quoted_line_into_exactly_the_arguments(shell: str, arguments: list[str]) -> None:
+    line = quoted([*PRINT_ARGUMENTS, *arguments])
+    output = subprocess.run([shell, "-c", line], check=True, capture_output=True).stdout
+    assert output == b"".join(os.fsencode(argument) + b"\0" for argument in arguments)
 
 
 @pytest.mark.parametrize("name", ["if", "A=b", "~", "-x", "a b", "$(x)", "time"])
-def test_the_first_word_is_a_program_whatever_it_is_to_a_shell(name: str, tmp_path: Path) -> None:
+def test_the_first_word_runs_as_a_program_even_if_it_is_shell_syntax(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("#!/bin/sh\necho it ran\n")
     (tmp_path / name).chmod(0o700)
     shell = ["/bin/sh", "-c", quoted([name])]
     assert subprocess.run(shell, check=False, capture_output=True, env={"PATH": str(tmp_path)}).stdout == b"it ran\n"
 
 
-def test_ssh_hands_over_arguments_input_and_output_byte_by_byte(sshd: Sshd) -> None:
+def test_ssh_passes_arguments_input_and_output_unchanged(sshd: Sshd) -> None:
     ssh = sshd()
-    assert told(run(ssh, HERE, [*TELL, *NASTY], deadline_seconds=10)) == NASTY
+    assert (
+        printed_arguments(run(ssh, HERE, [*PRINT_ARGUMENTS, *SPECIAL_ARGUMENTS], deadline_seconds=10))
+        == SPECIAL_ARGUMENTS
+    )
     every_byte = bytes(range(256)) * 999
     assert run(ssh, HERE, ["cat"], stdin=every_byte, deadline_seconds=10).stdout == every_byte
 
 
-def test_no_variable_of_this_machine_goes_along(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_environment_variable_of_this_machine_is_sent(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LC_TOKEN", "s3cret")  # Debian's ssh sends it by default, and this server accepts it
     assert b"s3cret" not in run(sshd(), HERE, ["env"], deadline_seconds=10).stdout
 
 
-def test_a_host_with_another_key_is_refused_with_what_to_remove(sshd: Sshd, tmp_path: Path) -> None:
+def test_a_changed_host_key_is_refused_with_the_command_that_removes_the_old_one(sshd: Sshd, tmp_path: Path) -> None:
     ssh = sshd(known="another")
     with pytest.raises(HostKeyMismatch, match=r"its host key has changed\. .*`ssh-keygen -R '\[127\.0\.0\.1\]:\d+'`"):
         run(ssh, HERE, ["touch", str(tmp_path / "ran")], deadline_seconds=10)
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_host_with_a_key_that_nobody_knows_is_refused_with_how_to_add_it(sshd: Sshd) -> None:
+def test_an_unknown_host_key_is_refused_with_the_command_that_adds_it(sshd: Sshd) -> None:
     with pytest.raises(HostKeyMismatch, match=r"`ssh-keyscan -p \d+ 127\.0\.0\.1 >> ~/\.ssh/known_hosts`"):
         run(sshd(known=None), HERE, ["true"], deadline_seconds=10)
 
 
-def test_a_user_without_a_key_there_is_told_so(sshd: Sshd) -> None:
+def test_a_user_whose_key_is_rejected_is_told_to_run_ssh_copy_id(sshd: Sshd) -> None:
     with pytest.raises(HostUnreachable, match=r"rejects this user's SSH keys: run `ssh-copy-id 127\.0\.0\.1`"):
         run(sshd(identity="host"), HERE, ["true"], deadline_seconds=10)
 
@@ -118,26 +121,26 @@ def test_a_host_that_cannot_be_reached_is_named_with_a_remedy(host: str, words: 
         run(ssh, host, ["true"], deadline_seconds=10)
 
 
-def test_a_name_that_is_an_option_to_ssh_runs_nothing(tmp_path: Path) -> None:
+def test_a_host_name_that_looks_like_an_ssh_option_runs_no_command(tmp_path: Path) -> None:
     ssh = Ssh.configured(ClusterSpec(), tmp_path)
     with pytest.raises(HostUnreachable):
         run(ssh, f"-oProxyCommand=touch {tmp_path}/ran", ["true"], deadline_seconds=10)
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_command_that_fails_is_told_with_its_code_and_last_words(sshd: Sshd) -> None:
+def test_a_failed_command_is_reported_with_its_exit_code_and_last_output(sshd: Sshd) -> None:
     with pytest.raises(RemoteFailed, match=r"ended with exit code 3\. It said: bad") as caught:
         run(sshd(), HERE, ["sh", "-c", "echo bad >&2; exit 3"], deadline_seconds=10)
     assert not caught.value.retryable
 
 
-def test_a_program_that_is_missing_there_is_to_be_installed(sshd: Sshd) -> None:
+def test_a_missing_program_is_reported_with_the_advice_to_install_it(sshd: Sshd) -> None:
     with pytest.raises(RemoteFailed, match="code 127: install the package there"):
         run(sshd(), HERE, ["/nowhere/python"], deadline_seconds=10)
 
 
 @pytest.mark.parametrize("stubborn", ["", "trap '' TERM; "])
-def test_a_command_that_hangs_is_ended_there_too(sshd: Sshd, until: Callable[..., None], stubborn: str) -> None:
+def test_a_command_that_hangs_is_also_ended_on_the_host(sshd: Sshd, until: Callable[..., None], stubborn: str) -> None:
     run_id, started = secrets.token_hex(8), time.monotonic()
     hanging = ["env", f"{processes.RUN_ID_VARIABLE}={run_id}", "sh", "-c", f"{stubborn}echo begun >&2; sleep 600"]
     with pytest.raises(HostTimeout, match=r"127\.0\.0\.1: .* timed out after 3 s\. .* It said: begun"):
@@ -146,13 +149,15 @@ def test_a_command_that_hangs_is_ended_there_too(sshd: Sshd, until: Callable[...
     until(lambda: not processes.find(processes.in_run(run_id)), seconds=10)
 
 
-def test_a_connection_that_breaks_is_told(sshd: Sshd) -> None:
-    server_of_it = 'p=$PPID; until grep -q ^sshd /proc/$p/comm; do p=$(cut -d" " -f4 /proc/$p/stat); done; kill -9 $p'
+def test_a_broken_connection_is_reported(sshd: Sshd) -> None:
+    kill_its_server = (
+        'p=$PPID; until grep -q ^sshd /proc/$p/comm; do p=$(cut -d" " -f4 /proc/$p/stat); done; kill -9 $p'
+    )
     with pytest.raises(HostUnreachable, match=r"the connection was lost.* ssh said: .*closed"):
-        run(sshd(), HERE, ["sh", "-c", server_of_it], deadline_seconds=10)
+        run(sshd(), HERE, ["sh", "-c", kill_its_server], deadline_seconds=10)
 
 
-def test_all_hosts_are_asked_at_once_and_answer_in_their_order() -> None:
+def test_all_hosts_are_asked_in_parallel_and_replies_keep_their_order() -> None:
     hosts = [f"node{number}" for number in range(64)]
     seen: list[tuple[str, threading.Thread]] = []
     started = time.monotonic()
@@ -172,7 +177,7 @@ def test_all_hosts_are_asked_at_once_and_answer_in_their_order() -> None:
     assert {thread for _, thread in seen} == {threading.current_thread()}
 
 
-def test_what_still_runs_is_ended_when_the_one_who_asked_is_interrupted(sshd: Sshd) -> None:
+def test_running_commands_are_ended_when_the_caller_is_interrupted(sshd: Sshd) -> None:
     def interrupt(host: str, _reply: ssh_module.Reply) -> None:
         assert host == HERE
         raise KeyboardInterrupt
@@ -196,7 +201,7 @@ def test_a_machine_without_ssh_says_what_to_install(monkeypatch: pytest.MonkeyPa
         run(Ssh(tmp_path / "config"), "node1", ["true"], deadline_seconds=1)
 
 
-def test_the_node_program_runs_by_this_python_and_its_absolute_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_node_program_runs_with_this_python_and_absolute_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:some/where")
     path = f"PYTHONPATH={Path.cwd()}:{Path.cwd()}/some/where"
     assert node_client.node_command("facts", None) == [
@@ -206,14 +211,14 @@ def test_the_node_program_runs_by_this_python_and_its_absolute_path(monkeypatch:
     assert not any(word.startswith("PYTHONPATH") for word in node_client.node_command("facts", None))
 
 
-def test_code_that_was_sent_comes_before_all_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_code_comes_before_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     checkout = Path(code_shipping.__file__).parents[3]
     monkeypatch.setenv("PYTHONPATH", f"{checkout}:/torch")
-    said = [word for word in node_client.node_command("facts", "c0de") if word.startswith("PYTHONPATH=")]
-    assert said == [f"PYTHONPATH={node_path('code', 'c0de')}:/torch"]
+    paths = [word for word in node_client.node_command("facts", "c0de") if word.startswith("PYTHONPATH=")]
+    assert paths == [f"PYTHONPATH={node_path('code', 'c0de')}:/torch"]
 
 
-def test_a_host_without_the_package_is_told_from_one_without_python() -> None:
+def test_a_missing_package_is_distinguished_from_a_missing_python() -> None:
     missing = b"/usr/bin/python3: Error while finding module specification for 'infra.node' (No module named 'infra')"
     assert "or have its code sent with --ship-code" in str(ssh_module.failure_of("a", ["python"], 1, missing))
     assert "--ship-code" not in str(ssh_module.failure_of("a", ["python"], 1, b"No module named 'infrared'"))
@@ -221,13 +226,13 @@ def test_a_host_without_the_package_is_told_from_one_without_python() -> None:
 
 
 @given(lease_seconds=st.floats(5, 1e6))
-def test_a_silent_connection_is_given_up_when_ranks_give_up(lease_seconds: float) -> None:
+def test_a_silent_connection_is_closed_about_when_the_lease_expires(lease_seconds: float) -> None:
     lines = dict(line.split(" ", 1) for line in ssh_config(ClusterSpec(lease_seconds=lease_seconds)).splitlines())
     silent = int(lines["ServerAliveInterval"]) * int(lines["ServerAliveCountMax"])
     assert lease_seconds <= silent <= 1.4 * lease_seconds + 1
 
 
-def test_the_users_own_configuration_cannot_loosen_what_must_be(tmp_path: Path) -> None:
+def test_the_users_ssh_config_cannot_weaken_our_security_settings(tmp_path: Path) -> None:
     if shutil.which("ssh") is None:
         pytest.skip("no ssh on this machine")
     loose = tmp_path / "loose"
@@ -236,8 +241,8 @@ def test_the_users_own_configuration_cannot_loosen_what_must_be(tmp_path: Path) 
     cluster = ClusterSpec(ssh_user="trainer", ssh_port=2222, known_hosts=tmp_path / "known hosts")
     config = tmp_path / "config"
     config.write_text(ssh_config(cluster).replace("Include ~/.ssh/config", f"Include {loose}"))
-    said = subprocess.run(["ssh", "-G", "-F", config, "node1"], check=True, capture_output=True, text=True).stdout
-    found = dict(line.partition(" ")[::2] for line in said.splitlines())
+    output = subprocess.run(["ssh", "-G", "-F", config, "node1"], check=True, capture_output=True, text=True).stdout
+    found = dict(line.partition(" ")[::2] for line in output.splitlines())
     assert (found["stricthostkeychecking"], found["forwardagent"], found["controlmaster"]) == ("true", "no", "false")
     assert (found["user"], found["port"], found["batchmode"]) == ("trainer", "2222", "yes")
     assert "remotecommand" not in found
@@ -245,7 +250,7 @@ def test_the_users_own_configuration_cannot_loosen_what_must_be(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["absent", 'a"b', "a%b", "${HOME}"])
-def test_known_hosts_that_ssh_could_not_be_told_of_are_refused(name: str, tmp_path: Path) -> None:
+def test_a_known_hosts_path_that_ssh_cannot_use_is_refused(name: str, tmp_path: Path) -> None:
     if name != "absent":
         (tmp_path / name).touch()
     with pytest.raises(SpecError, match=r"cluster\.known_hosts is "):

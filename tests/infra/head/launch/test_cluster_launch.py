@@ -48,7 +48,7 @@ def launch(launcher: ClusterLauncher, this: Attempt, tmp_path: Path, until: Unti
     until((tmp_path / "environment").exists)
 
 
-def test_the_launcher_has_nothing_that_it_could_spread_and_ends_by_sigkill_alone(
+def test_the_launcher_has_a_minimal_environment_and_is_ended_only_by_sigkill(
     launcher: ClusterLauncher, this: Attempt, tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "$(touch spread)")
@@ -68,7 +68,7 @@ def test_the_launcher_has_nothing_that_it_could_spread_and_ends_by_sigkill_alone
     assert record.returncode == -9
 
 
-def test_a_head_that_starts_anew_renews_the_lease_at_once_and_ends_what_nobody_adopts(
+def test_a_restarted_head_renews_the_lease_at_once_and_ends_ranks_that_are_not_adopted(
     launcher: ClusterLauncher, this: Attempt, tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch(launcher, this, tmp_path, until)
@@ -81,7 +81,7 @@ def test_a_head_that_starts_anew_renews_the_lease_at_once_and_ends_what_nobody_a
     assert run.running_hosts is None
 
 
-def test_ranks_that_were_adopted_are_their_adopters(
+def test_ranks_are_adopted_only_once_and_then_keep_running(
     launcher: ClusterLauncher, this: Attempt, tmp_path: Path, until: Until
 ) -> None:
     launch(launcher, this, tmp_path, until)
@@ -93,7 +93,7 @@ def test_ranks_that_were_adopted_are_their_adopters(
     assert launcher.is_alive
 
 
-def test_hosts_of_ranks_that_are_gone_on_with_get_the_code_of_the_head_that_came_back(
+def test_hosts_of_adopted_ranks_are_sent_the_code_of_the_restarted_head(
     this: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[str, ...]] = []
@@ -106,7 +106,7 @@ def test_hosts_of_ranks_that_are_gone_on_with_get_the_code_of_the_head_that_came
     assert sent == [("localhost",)]
 
 
-def test_ranks_whose_lease_is_over_are_not_gone_on_with(
+def test_ranks_whose_lease_has_expired_are_not_adopted(
     launcher: ClusterLauncher, this: Attempt, tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch(launcher, this, tmp_path, until)

@@ -23,7 +23,7 @@ from t5train.spec import ClusterSpec
 
 EQUAL = parse("node1 slots=2\nnode2 slots=2\n", "hosts")
 CHOSEN = Hosts((Host("node2", (1, 3)), Host("node1", (0,))))
-SENT = code_folder(own_bundle().digest)
+SHIPPED_CODE = code_folder(own_bundle().digest)
 MASTER = ("10.0.0.1", 29500)
 PROGRAM = ("infra.node.attempts.process_guard", "/nodes/folder", sys.executable, "-m", "t5train.train")
 # Runs DeepSpeed's launcher up to the point where it would start srun, mpirun or pdsh.
@@ -70,13 +70,13 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return dict(zip(hosts, json.loads((folder / "started.json").read_text()), strict=True))
 
 
-def after(argv: list[str], word: str) -> str:
+def word_after(argv: list[str], word: str) -> str:
     return argv[argv.index(word) + 1]
 
 
 def test_pdsh_starts_the_chosen_slots_in_the_order_of_the_hosts(started: dict[str, dict[str, Any]]) -> None:
     argv = started["pdsh"]["argv"]
-    assert after(argv, "-w") == "node2,node1"
+    assert word_after(argv, "-w") == "node2,node1"
     world = next(word for word in argv if word.startswith("--world_info="))
     assert json.loads(base64.urlsafe_b64decode(world.partition("=")[2])) == {"node2": [1, 3], "node1": [0]}
     assert "--master_addr=10.0.0.1" in argv
@@ -95,20 +95,20 @@ def test_srun_starts_a_rank_for_each_slot_on_the_chosen_hosts(started: dict[str,
 def test_mpirun_starts_a_rank_for_each_slot_of_the_hostfile(started: dict[str, dict[str, Any]]) -> None:
     argv = started["openmpi"]["argv"]
     assert argv[:3] == ["mpirun", "-n", "4"]
-    assert Path(after(argv, "-hostfile")).read_text() == "node1 slots=2\nnode2 slots=2\n"
+    assert Path(word_after(argv, "-hostfile")).read_text() == "node1 slots=2\nnode2 slots=2\n"
     assert argv[argv.index(sys.executable) :] == [sys.executable, "-u", "-m", *PROGRAM]
 
 
-def test_no_file_of_the_user_adds_to_what_is_run(started: dict[str, dict[str, Any]]) -> None:
+def test_the_users_deepspeed_env_file_adds_nothing_to_the_commands(started: dict[str, dict[str, Any]]) -> None:
     assert "SECRET" not in str([one["argv"] for one in started.values()])
 
 
-def test_code_that_was_sent_is_what_every_launcher_starts() -> None:
-    sent = f"{SENT}/infra/node/attempts/process_guard.py"
-    for launcher, program in (("pdsh", PROGRAM[0]), ("openmpi", PROGRAM[0]), ("slurm", sent)):
+def test_every_launcher_starts_the_shipped_code() -> None:
+    shipped_guard = f"{SHIPPED_CODE}/infra/node/attempts/process_guard.py"
+    for launcher, program in (("pdsh", PROGRAM[0]), ("openmpi", PROGRAM[0]), ("slurm", shipped_guard)):
         cluster = ClusterSpec(launcher=launcher, ship_code=True, hostfile=Path("hosts"))
         argv = launch_command(cluster, EQUAL, Path("/nodes/folder"), master=MASTER, program=PROGRAM)
-        assert argv[:3] == ["env", f"PYTHONPATH={SENT}", sys.executable]
+        assert argv[:3] == ["env", f"PYTHONPATH={SHIPPED_CODE}", sys.executable]
         assert program in argv
 
 
@@ -128,7 +128,7 @@ def test_code_that_was_sent_is_what_every_launcher_starts() -> None:
         ),
     ],
 )
-def test_slots_that_a_launcher_cannot_be_told_of_are_refused(launcher: Any, hosts: Hosts, words: str) -> None:
+def test_slots_that_a_launcher_cannot_select_are_refused(launcher: Any, hosts: Hosts, words: str) -> None:
     with pytest.raises(SpecError, match=rf"cluster\.launcher is {words}"):
         launch_command(ClusterSpec(launcher=launcher), hosts, Path("/nodes/folder"), master=MASTER, program=PROGRAM)
 
@@ -145,7 +145,7 @@ def test_a_word_that_a_shell_or_pdsh_would_change_is_refused(word: str) -> None:
         )
 
 
-def test_a_python_that_a_shell_would_not_find_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_path_that_a_shell_would_change_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", "/my programs/python")
         with pytest.raises(SpecError, match=r"/my programs/python. is passed to a shell .* Install Python and"):
@@ -155,7 +155,7 @@ def test_a_python_that_a_shell_would_not_find_is_refused(monkeypatch: pytest.Mon
         require_launchable(ClusterSpec(), EQUAL)
 
 
-def test_pdsh_goes_by_our_configuration_of_ssh_alone(sshd: Callable[..., Ssh]) -> None:
+def test_pdsh_uses_only_our_ssh_configuration(sshd: Callable[..., Ssh]) -> None:
     if shutil.which("pdsh") is None:
         pytest.skip("no pdsh on this machine: apt-get install pdsh")
     environment = {"PATH": os.environ["PATH"], **launcher_variables(sshd().config.parent)}
@@ -163,8 +163,8 @@ def test_pdsh_goes_by_our_configuration_of_ssh_alone(sshd: Callable[..., Ssh]) -
     def pdsh(*arguments: str) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run(["pdsh", "-S", "-w", *arguments], check=False, capture_output=True, env=environment)
 
-    said = pdsh("localhost,127.0.0.1", "echo %n")
-    assert sorted(said.stdout.splitlines()) == [b"127.0.0.1: 1", b"localhost: 0"]
+    result = pdsh("localhost,127.0.0.1", "echo %n")
+    assert sorted(result.stdout.splitlines()) == [b"127.0.0.1: 1", b"localhost: 0"]
     sshd(known="another")
     refused = pdsh("localhost", "echo ran")
     assert (refused.returncode, refused.stdout) == (255, b"")

@@ -54,7 +54,7 @@ def _report(this: Attempt, rank: int, act: object) -> None:
         (lambda: Path("/proc/self/mem/x").read_bytes(), StorageError, "/proc/self/mem/x: Not a directory; "),
     ],
 )
-def test_an_error_of_a_rank_s_disk_names_rank_host_path_and_remedy(
+def test_an_error_of_a_ranks_disk_names_rank_host_path_and_remedy(
     tmp_path: Path, act: object, kind: type[T5TrainError], start: str
 ) -> None:
     this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0,), "node2": (0,)})
@@ -66,12 +66,12 @@ def test_an_error_of_a_rank_s_disk_names_rank_host_path_and_remedy(
     assert error.hosts == ("node2",)
 
 
-def test_a_failed_disk_is_worth_another_try_and_a_full_one_is_not() -> None:
+def test_a_failed_disk_is_retried_and_a_full_disk_is_not() -> None:
     assert DiskFailed.retryable
     assert not DiskFull.retryable
 
 
-def test_a_guard_that_cannot_write_says_so_in_the_launcher_s_log(tmp_path: Path) -> None:
+def test_a_guard_that_cannot_write_reports_it_in_the_launchers_log(tmp_path: Path) -> None:
     folder = tmp_path / "disk"
     folder.mkdir()
     ended = run_with_disk(folder, "8m", GUARD, str(folder), str(tmp_path / "launcher.log"))
@@ -81,9 +81,9 @@ def test_a_guard_that_cannot_write_says_so_in_the_launcher_s_log(tmp_path: Path)
     assert "Read-only file system" in text
 
 
-def test_what_a_guard_says_is_found_behind_the_prefix_of_pdsh(tmp_path: Path) -> None:
-    said = guard_failure.line("rank-00003", OSError(5, os.strerror(5), "/nodes/x"))
-    (tmp_path / "launcher.log").write_text(f"node1: step 7\nnode1: {said}node1: bye\n")
+def test_a_guards_error_is_found_behind_the_prefix_of_pdsh(tmp_path: Path) -> None:
+    line = guard_failure.line("rank-00003", OSError(5, os.strerror(5), "/nodes/x"))
+    (tmp_path / "launcher.log").write_text(f"node1: step 7\nnode1: {line}node1: bye\n")
     (found,) = guard_failure.read(tmp_path / "launcher.log").items()
     assert found[0] == "rank-00003"
     assert type(found[1]) is DiskFailed

@@ -30,36 +30,36 @@ class Hosts(Transport, Protocol):
 class Severed:
     """A transport that cannot reach host b while ``is_cut`` is true."""
 
-    def __init__(self, way: Transport) -> None:
-        self.way, self.is_cut = way, True
+    def __init__(self, transport: Transport) -> None:
+        self.transport, self.is_cut = transport, True
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        return ["sh", "-c", "exit 255"] if host == "b" and self.is_cut else self.way.command(host, argv)
+        return ["sh", "-c", "exit 255"] if host == "b" and self.is_cut else self.transport.command(host, argv)
 
 
 class Slow:
     """A transport that takes a second to reach a host."""
 
-    def __init__(self, way: Transport) -> None:
-        self.way = way
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        return ["sh", "-c", 'sleep 1; exec "$@"', "sh", *self.way.command(host, argv)]
+        return ["sh", "-c", 'sleep 1; exec "$@"', "sh", *self.transport.command(host, argv)]
 
 
 class Recorded:
     """A transport that records each command's PYTHONPATH, or its last argument (the code receiver) if it has none."""
 
-    def __init__(self, way: Transport) -> None:
-        self.way, self.asked = way, list[str]()
+    def __init__(self, transport: Transport) -> None:
+        self.transport, self.recorded = transport, list[str]()
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        self.asked.append(next((word for word in argv if word.startswith("PYTHONPATH=")), argv[-1]))
-        return self.way.command(host, argv)
+        self.recorded.append(next((word for word in argv if word.startswith("PYTHONPATH=")), argv[-1]))
+        return self.transport.command(host, argv)
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _temporary_node_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "head").mkdir()
     monkeypatch.setattr(node_folders, "PARENT", tmp_path / "head")
 
@@ -79,7 +79,7 @@ def this(tmp_path: Path, local_hosts: Hosts) -> Attempt:
     return this
 
 
-def test_what_an_earlier_attempt_left_is_ended_gathered_without_secrets_and_removed(
+def test_an_earlier_attempt_is_ended_its_logs_collected_without_secrets_and_its_files_removed(
     this: Attempt,
     local_hosts: Hosts,
     start: Callable[..., subprocess.Popen[bytes]],
@@ -101,19 +101,19 @@ def test_what_an_earlier_attempt_left_is_ended_gathered_without_secrets_and_remo
     assert not list(earlier_attempts.unended(tmp_path / "run"))
 
 
-def test_an_attempt_whose_code_may_be_gone_is_ended_by_that_of_this_head(
+def test_an_attempt_whose_code_may_be_gone_is_ended_with_this_heads_code(
     this: Attempt, local_hosts: Hosts, tmp_path: Path
 ) -> None:
     replace(this, code="0ld").write()
-    way = Recorded(local_hosts)
-    earlier_attempts.end_earlier(tmp_path / "run", way, lambda: None)
+    transport = Recorded(local_hosts)
+    earlier_attempts.end_earlier(tmp_path / "run", transport, lambda: None)
     assert not list(earlier_attempts.unended(tmp_path / "run"))
-    assert way.asked[:4] == [COMMAND[-1]] * 4  # first, both hosts are asked for the code, and both receive it
+    assert transport.recorded[:4] == [COMMAND[-1]] * 4  # first, both hosts are asked for the code, and both receive it
     path = f"PYTHONPATH={node_folders.code_folder(own_bundle().digest)}"
-    assert way.asked[4:] == [path] * 6  # `end`, `logs` and `remove` on both
+    assert transport.recorded[4:] == [path] * 6  # `end`, `logs` and `remove` on both
 
 
-def test_a_host_that_does_not_answer_is_given_the_time_in_which_ranks_end_by_themselves(
+def test_a_silent_host_is_given_the_time_in_which_its_ranks_end_by_themselves(
     this: Attempt, local_hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(earlier_attempts, "END_SECONDS", 10.0)
@@ -127,12 +127,12 @@ def test_a_host_that_does_not_answer_is_given_the_time_in_which_ranks_end_by_the
     assert local_hosts.attempt_folder("b", this.run_id).exists()  # with the logs that could not be collected
 
 
-def test_a_host_that_is_back_when_its_time_is_over_is_ended_and_gathered(
+def test_a_host_that_answers_again_after_the_wait_is_ended_and_its_logs_are_collected(
     this: Attempt, local_hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(head_lease, "age_seconds", lambda _folder: 25.5)  # of 26: lease 5 + grace 1 + END_SECONDS 20
-    way = Severed(local_hosts)
-    earlier_attempts.end_earlier(tmp_path / "run", way, lambda: setattr(way, "is_cut", False))
+    transport = Severed(local_hosts)
+    earlier_attempts.end_earlier(tmp_path / "run", transport, lambda: setattr(transport, "is_cut", False))
     assert (this.folder / "rank-00001.log").read_text() == "of b\n"
     assert not local_hosts.attempt_folder("b", this.run_id).exists()
 
@@ -146,7 +146,7 @@ def test_an_attempt_that_could_not_be_ended_everywhere_is_ended_by_the_next_head
     assert (this.folder / "rank-00001.log").read_text() == "of b\n"
 
 
-def test_ctrl_c_pressed_again_does_not_keep_ranks_on_hosts_from_being_ended(
+def test_repeated_ctrl_c_does_not_stop_ranks_on_hosts_from_being_ended(
     this: Attempt, local_hosts: Hosts, start: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     rank = start("-c", "import time; time.sleep(600)", T5_RUN_ID=this.run_id)
@@ -165,14 +165,14 @@ def test_a_host_that_did_not_get_the_code_is_not_asked_to_run_it(
 ) -> None:
     """On such a host, the files at the path of the code may belong to another user."""
     shipped = replace(this, code="0" * 64)
-    asked: list[str] = []
+    asked_hosts: list[str] = []
 
     def ended_on(_this: Attempt, _transport: Transport, hosts: list[str]) -> list[str]:
-        asked.extend(hosts)
+        asked_hosts.extend(hosts)
         return []
 
     monkeypatch.setattr(earlier_attempts, "unended", lambda _folder: [shipped])
     monkeypatch.setattr(earlier_attempts, "end_on_hosts", ended_on)
     monkeypatch.setattr(earlier_attempts, "_wait", lambda *_: None)
     earlier_attempts.end_earlier(this.folder.parent.parent, Severed(local_hosts), lambda: None)
-    assert asked == ["a", "a"]
+    assert asked_hosts == ["a", "a"]

@@ -31,7 +31,7 @@ def started(this: Attempt, rank: int) -> None:
     this.write_process(rank_name(rank), ProcessIdentity(1, 0), ProcessIdentity(1, 0))
 
 
-FULL = {"shared_memory_free_bytes": 4096, "shared_memory_bytes": 64 << 20, "host": "node1"}
+FULL_SHARED_MEMORY = {"shared_memory_free_bytes": 4096, "shared_memory_bytes": 64 << 20, "host": "node1"}
 # For each: a rank's exit record, its output, the class of the error, and words of the error's message.
 CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
     (
@@ -49,11 +49,31 @@ CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
     ({"returncode": -9, "oom_kills": 1}, "", OutOfMemory, "host has too little memory"),
     ({"returncode": -9}, "", RankKilled, "was killed by SIGKILL"),
     ({"returncode": -7}, "", RankKilled, "it wrote to a memory-mapped file"),
-    ({"returncode": -7, **FULL}, "", DiskFull, "was killed by SIGBUS: /dev/shm on node1 is full (0 of 64 MiB free): "),
-    ({"returncode": -11, **FULL}, "", DiskFull, "was killed by SIGSEGV: /dev/shm on node1 is full (0 of 64 MiB free)"),
-    ({"returncode": -11, **FULL, "shared_memory_free_bytes": 9 << 20}, "", RankKilled, "was killed by SIGSEGV (att"),
-    (FULL, "Error while creating shared memory segment /dev/shm/nccl-a1b2c3 (size 9637888)", DiskFull, "is full (0 of"),
-    (FULL, "ValueError: something else", LaunchError, "ended with exit code 1 (att"),
+    (
+        {"returncode": -7, **FULL_SHARED_MEMORY},
+        "",
+        DiskFull,
+        "was killed by SIGBUS: /dev/shm on node1 is full (0 of 64 MiB free): ",
+    ),
+    (
+        {"returncode": -11, **FULL_SHARED_MEMORY},
+        "",
+        DiskFull,
+        "was killed by SIGSEGV: /dev/shm on node1 is full (0 of 64 MiB free)",
+    ),
+    (
+        {"returncode": -11, **FULL_SHARED_MEMORY, "shared_memory_free_bytes": 9 << 20},
+        "",
+        RankKilled,
+        "was killed by SIGSEGV (att",
+    ),
+    (
+        FULL_SHARED_MEMORY,
+        "Error while creating shared memory segment /dev/shm/nccl-a1b2c3 (size 9637888)",
+        DiskFull,
+        "is full (0 of",
+    ),
+    (FULL_SHARED_MEMORY, "ValueError: something else", LaunchError, "ended with exit code 1 (att"),
     (
         {},
         "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
@@ -83,7 +103,7 @@ CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
 
 
 @pytest.mark.parametrize(("record", "output", "kind", "words"), CLASSES)
-def test_an_error_is_of_the_class_of_what_happened(
+def test_the_error_class_reflects_what_happened_to_the_rank(
     this: Attempt, record: dict[str, Any], output: str, kind: type[LaunchError], words: str
 ) -> None:
     facts = {"returncode": 1, "cause": Cause.EXITED, "reason": "exited", **record}
@@ -94,14 +114,14 @@ def test_an_error_is_of_the_class_of_what_happened(
     assert words in str(error)
 
 
-def test_who_only_lost_or_awaited_another_is_not_the_cause(this: Attempt) -> None:
+def test_a_rank_that_lost_or_waited_for_a_peer_is_not_the_cause(this: Attempt) -> None:
     for rank, output in enumerate(("Connection closed by peer [10.0.0.2]", "collective operation timeout", "oops")):
         ended(this, rank, 1)
         this.log(rank_name(rank)).write_text(output)
     assert "rank 2 of 3" in str(failure_of(this, 3))
 
 
-def test_ranks_that_saved_as_they_were_told_explain_only_what_nothing_else_does(this: Attempt) -> None:
+def test_preempted_ranks_are_the_cause_only_if_no_other_rank_failed(this: Attempt) -> None:
     for rank in (0, 1):
         ended(this, rank, 1)
         error_report.report(this.rank_files(rank_name(rank)), Preempted("saved step 7"))
@@ -110,7 +130,7 @@ def test_ranks_that_saved_as_they_were_told_explain_only_what_nothing_else_does(
     assert type(failure_of(this, 3)) is RankKilled
 
 
-def test_over_hosts_the_error_names_the_host(tmp_path: Path) -> None:
+def test_the_error_of_a_run_over_hosts_names_the_host(tmp_path: Path) -> None:
     this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0, 1), "node2": (0,)})
     ended(this, 2, -9, host="node2")
     assert "rank 2 of 3 on node2 was killed by SIGKILL" in str(failure_of(this, 3))
@@ -131,14 +151,14 @@ def test_a_launcher_that_was_killed_on_a_host_is_named_before_ranks_that_lost_th
     )
 
 
-def test_a_secret_of_the_head_is_not_repeated(this: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_of_the_head_are_redacted_in_the_error(this: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "hf_abcdef")
     ended(this, 0, 1)
     this.log("rank-00000").write_text("refused: hf_abcdef at s3://me:hunter2@store\n")
     assert "refused: [secret] at s3://me:[secret]@store" in str(failure_of(this, 1))
 
 
-def test_the_first_rank_that_failed_is_named_with_its_last_words(this: Attempt) -> None:
+def test_the_first_rank_that_failed_is_named_with_its_last_output(this: Attempt) -> None:
     ended(this, 1, -9)
     ended(this, 0, 1)  # later, because it lost its peer
     error = failure_of(this, 2)
@@ -149,13 +169,13 @@ def test_the_first_rank_that_failed_is_named_with_its_last_words(this: Attempt) 
     assert "last words of 1" in str(error)
 
 
-def test_a_rank_ended_by_its_guard_is_no_cause(this: Attempt) -> None:
+def test_a_rank_ended_by_its_guard_is_not_the_cause(this: Attempt) -> None:
     ended(this, 0, -15, Cause.REQUESTED)
     ended(this, 1, 3)
     assert "rank 1 of 2 ended with exit code 3" in str(failure_of(this, 2))
 
 
-def test_a_rank_without_a_record_is_the_cause(this: Attempt) -> None:
+def test_a_rank_without_an_exit_record_is_the_cause(this: Attempt) -> None:
     ended(this, 0, 1)
     started(this, 1)
     error = failure_of(this, 2)
@@ -163,12 +183,12 @@ def test_a_rank_without_a_record_is_the_cause(this: Attempt) -> None:
     assert "rank 1 of 2 left no exit record" in str(error)
 
 
-def test_a_rank_that_had_not_started_yet_explains_nothing(this: Attempt) -> None:
+def test_a_rank_that_had_not_started_is_not_the_cause(this: Attempt) -> None:
     ended(this, 0, 1)
     assert "rank 0 of 2 ended with exit code 1" in str(failure_of(this, 2))
 
 
-def test_with_no_failed_rank_the_launcher_is_to_blame(this: Attempt) -> None:
+def test_if_no_rank_failed_the_launcher_is_the_cause(this: Attempt) -> None:
     this.write_exit(ExitRecord("launcher", 0, Cause.EXITED, "exited", now(), now()))
     this.log("launcher").write_text("No module named deepspeed\n")
     message = str(failure_of(this, 2))
@@ -176,7 +196,7 @@ def test_with_no_failed_rank_the_launcher_is_to_blame(this: Attempt) -> None:
     assert "No module named deepspeed" in message
 
 
-def test_a_reported_error_comes_back_as_itself(this: Attempt) -> None:
+def test_an_error_that_a_rank_reported_is_returned_unchanged(this: Attempt) -> None:
     ended(this, 0, 1)
     ended(this, 1, 1)
     error_report.report(this.folder / "rank-00001", NonFiniteLoss("loss is nan at step 7"))
@@ -196,12 +216,12 @@ def test_a_reported_error_comes_back_as_itself(this: Attempt) -> None:
         (b"", "  (nothing)"),
     ],
 )
-def test_a_tail_is_fit_for_a_terminal(this: Attempt, written: bytes, shown: str) -> None:
+def test_a_log_tail_is_cleaned_for_a_terminal(this: Attempt, written: bytes, shown: str) -> None:
     this.log("rank-00000").write_bytes(written)
     assert tail(this.log("rank-00000")) == shown
 
 
-def test_a_tail_is_short_however_long_the_log(this: Attempt) -> None:
+def test_the_tail_of_a_long_log_is_short(this: Attempt) -> None:
     this.log("rank-00000").write_bytes(b"".join(b"%d %s\n" % (n, b"x" * 1000) for n in range(1000)))
     lines = tail(this.log("rank-00000")).splitlines()
     assert len(lines) <= 20

@@ -11,7 +11,7 @@ from infra.node.attempts.attempt import Attempt
 
 
 @dataclass(frozen=True)
-class Runs:
+class FixedCommand:
     """A transport that runs ``argv`` on this machine instead of any command for a host."""
 
     argv: tuple[str, ...]
@@ -27,14 +27,14 @@ class Runs:
         (("/dev/null",), "a: /dev/null cannot be started on this machine: Permission denied"),
     ],
 )
-def test_what_breaks_a_window_is_told_and_it_is_opened_again(argv: tuple[str, ...], words: str, this: Attempt) -> None:
+def test_a_broken_session_reports_the_cause_and_reconnects(argv: tuple[str, ...], words: str, this: Attempt) -> None:
     news = News()
-    window = HostSession(Runs(argv), "a", this, {}, news)
+    session = HostSession(FixedCommand(argv), "a", this, {}, news)
     for _ in range(2):
-        host, heard_at, message = news.get(timeout=10)
+        host, received_at, message = news.get(timeout=10)
         assert host == "a"
-        assert heard_at <= time.monotonic()
+        assert received_at <= time.monotonic()
         assert isinstance(message, SessionBroken)
         assert message.reason.startswith(words)
-    window.close()
-    window.join()
+    session.close()
+    session.join()

@@ -74,7 +74,7 @@ def test_a_port_in_use_is_refused_before_anything_is_made(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_ranks_work_under_deepspeed_and_the_head_ticks(tmp_path: Path, survivors: Survivors) -> None:
+def test_ranks_run_under_deepspeeds_launcher_and_on_tick_is_called(tmp_path: Path, survivors: Survivors) -> None:
     ticks: list[float] = []
     program = "import os; print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'DS_ACCELERATOR')))"
     this = launch(spec(tmp_path, program), on_tick=lambda: ticks.append(time.monotonic()))
@@ -104,7 +104,7 @@ def test_the_first_rank_that_fails_ends_the_others(tmp_path: Path, survivors: Su
 
 
 @pytest.mark.slow
-def test_an_error_of_ours_in_a_rank_is_raised_by_the_head(tmp_path: Path) -> None:
+def test_the_head_raises_the_error_that_a_rank_reported(tmp_path: Path) -> None:
     program = (
         "import os, sys; from pathlib import Path; from t5train import errors; from t5train.rank import error_report\n"
         "error = errors.WeightsDidNotMove('10 steps, same weights')\n"
@@ -127,7 +127,9 @@ def test_interrupting_the_head_ends_the_ranks(tmp_path: Path, survivors: Survivo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["launcher guard", "runner", "launch", "guard", "rank"])
-def test_nothing_survives_a_kill(tmp_path: Path, victim: str, start: Start, until: Until, survivors: Survivors) -> None:
+def test_no_process_or_shared_memory_survives_a_kill(
+    tmp_path: Path, victim: str, start: Start, until: Until, survivors: Survivors
+) -> None:
     spec(tmp_path, RANK)
     head = start("-c", HEAD, str(tmp_path))
     until(lambda: ready(tmp_path) or head.poll() is not None, 60)
@@ -142,7 +144,7 @@ def test_nothing_survives_a_kill(tmp_path: Path, victim: str, start: Start, unti
 
 
 @pytest.mark.slow
-def test_nothing_survives_a_killed_head_and_the_next_start_waits_for_its_ranks(
+def test_nothing_survives_a_killed_head_and_the_next_attempt_waits_for_its_ranks_to_end(
     tmp_path: Path, start: Start, until: Until, survivors: Survivors
 ) -> None:
     spec(tmp_path, RANK)
@@ -161,7 +163,7 @@ def test_nothing_survives_a_killed_head_and_the_next_start_waits_for_its_ranks(
 @pytest.mark.slow
 @pytest.mark.parametrize("delay_seconds", [0.0, 1.0, 2.0, 3.0])
 @pytest.mark.parametrize("victim", ["head", "runner"])
-def test_nothing_survives_a_kill_during_the_start(
+def test_no_process_survives_a_kill_during_the_start(
     tmp_path: Path, victim: str, delay_seconds: float, start: Start, until: Until, survivors: Survivors
 ) -> None:
     spec(tmp_path, RANK)
@@ -201,7 +203,7 @@ def victim_pid(tmp_path: Path, victim: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_head_told_to_end_gives_its_ranks_time_and_then_ends_as_sigterm_would_have_it(
+def test_sigterm_gives_ranks_time_to_save_before_the_head_ends_by_sigterm(
     tmp_path: Path, start: Start, until: Until, survivors: Survivors
 ) -> None:
     saving = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(4), sys.exit('saved')))\n"

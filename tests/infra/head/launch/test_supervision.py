@@ -31,13 +31,13 @@ class Hosts(Transport, Protocol):
 
 
 class Unsteady:
-    """A transport that runs ``instead`` for hosts whose letter is in ``silent``, and uses ``way`` for the others."""
+    """A transport that runs ``instead`` for hosts whose letter is in ``silent``, and ``transport`` for the others."""
 
-    def __init__(self, way: Transport) -> None:
-        self.way, self.silent, self.instead = way, "", ["sleep", "600"]
+    def __init__(self, transport: Transport) -> None:
+        self.transport, self.silent, self.instead = transport, "", ["sleep", "600"]
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        return self.instead if host in self.silent else self.way.command(host, argv)
+        return self.instead if host in self.silent else self.transport.command(host, argv)
 
 
 @pytest.fixture
@@ -49,18 +49,18 @@ def this(tmp_path: Path, local_hosts: Hosts) -> Attempt:
 
 
 @pytest.fixture
-def way(local_hosts: Hosts) -> Unsteady:
+def transport(local_hosts: Hosts) -> Unsteady:
     return Unsteady(local_hosts)
 
 
 @pytest.fixture
-def supervise(this: Attempt, way: Unsteady, tmp_path: Path) -> Iterator[Callable[..., Supervision]]:
+def supervise(this: Attempt, transport: Unsteady, tmp_path: Path) -> Iterator[Callable[..., Supervision]]:
     opened: list[Supervision] = []
 
     def supervise(**boot_ids: str) -> Supervision:
         (tmp_path / "head").mkdir()
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        opened.append(Supervision(this, way, tmp_path / "head", {"a": boot_id, "b": boot_id} | boot_ids))
+        opened.append(Supervision(this, transport, tmp_path / "head", {"a": boot_id, "b": boot_id} | boot_ids))
         return opened[-1]
 
     yield supervise
@@ -77,12 +77,12 @@ def look_until(supervision: Supervision, condition: Callable[[], object], second
     """Process the hosts' messages until the condition holds, and return how many seconds that took."""
     began = time.monotonic()
     while not condition():
-        assert time.monotonic() - began < seconds, f"not in {seconds} s"
+        assert time.monotonic() - began < seconds, f"the condition did not hold within {seconds} s"
         supervision.look(0.1)
     return time.monotonic() - began
 
 
-def test_success_is_a_good_record_of_every_rank(
+def test_a_run_succeeds_when_every_rank_has_a_good_exit_record(
     this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision], tmp_path: Path
 ) -> None:
     supervision = supervise()
@@ -97,7 +97,7 @@ def test_success_is_a_good_record_of_every_rank(
     assert head_lease.age_seconds(tmp_path / "head") < 4
 
 
-def test_a_name_from_a_host_is_no_way_out_of_the_attempts_folder(
+def test_a_rank_name_from_a_host_cannot_escape_the_attempts_folder(
     this: Attempt, supervise: Callable[..., Supervision]
 ) -> None:
     supervision = supervise()
@@ -107,7 +107,7 @@ def test_a_name_from_a_host_is_no_way_out_of_the_attempts_folder(
     assert not supervision.records
 
 
-def test_the_first_bad_record_is_a_failure_and_the_ranks_error_is_there(
+def test_the_first_bad_exit_record_is_a_failure_and_the_ranks_error_is_copied(
     this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]
 ) -> None:
     supervision = supervise()
@@ -118,34 +118,34 @@ def test_the_first_bad_record_is_a_failure_and_the_ranks_error_is_there(
     assert json.loads((this.folder / "rank-00001.error.json").read_text()) == {"type": "DiskFull", "message": "no room"}
 
 
-def test_a_window_that_breaks_is_opened_again_and_nothing_is_lost(
+def test_a_broken_session_reconnects_without_losing_records(
     this: Attempt,
-    way: Unsteady,
+    transport: Unsteady,
     local_hosts: Hosts,
     supervise: Callable[..., Supervision],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host_session, "_SILENT_SECONDS", 2.0)
-    way.silent = "b"  # a first connection without a message is given up after _SILENT_SECONDS
+    transport.silent = "b"  # a first connection without a message is given up after _SILENT_SECONDS
     supervision = supervise()
     end_rank(local_hosts.attempt_folder("a", this.run_id), 0)
     look_until(supervision, lambda: supervision.records)
-    way.silent = ""
+    transport.silent = ""
     end_rank(local_hosts.attempt_folder("b", this.run_id), 1)
     supervision.this = replace(this, lease_seconds=60.0)
     look_until(supervision, lambda: supervision.succeeded)
     assert not supervision.failed
 
 
-def test_a_host_that_is_silent_is_warned_of_and_lost_when_the_lease_is_over(
+def test_a_silent_host_causes_a_warning_and_is_lost_when_the_lease_expires(
     this: Attempt,
-    way: Unsteady,
+    transport: Unsteady,
     supervise: Callable[..., Supervision],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("infra.head.launch.supervision._SILENT_SECONDS", 1.0)
-    way.silent = "b"
+    transport.silent = "b"
     supervision = supervise()
     assert 3 <= look_until(supervision, lambda: supervision.failed) < 5
     assert isinstance(supervision.failure, HostLost)
@@ -154,22 +154,22 @@ def test_a_host_that_is_silent_is_warned_of_and_lost_when_the_lease_is_over(
     assert supervision.silent == ["b"]
 
 
-def test_a_host_that_says_something_else_is_lost_and_what_it_said_is_told(
-    way: Unsteady, supervise: Callable[..., Supervision]
+def test_a_host_that_sends_no_valid_message_is_lost_and_its_output_is_quoted(
+    transport: Unsteady, supervise: Callable[..., Supervision]
 ) -> None:
-    way.silent, way.instead = "b", ["sh", "-c", "echo Welcome!; sleep 600"]
+    transport.silent, transport.instead = "b", ["sh", "-c", "echo Welcome!; sleep 600"]
     supervision = supervise()
     look_until(supervision, lambda: supervision.failed)
     assert "got 'Welcome!' instead of a message" in str(supervision.failure)
 
 
-def test_a_host_that_was_started_anew_is_lost_at_once(supervise: Callable[..., Supervision]) -> None:
+def test_a_restarted_host_is_lost_at_once(supervise: Callable[..., Supervision]) -> None:
     supervision = supervise(b="another")
     look_until(supervision, lambda: supervision.failed, 5)
     assert str(supervision.failure) == "b was restarted while its ranks were running"
 
 
-def test_a_host_that_knows_nothing_of_the_attempt_is_lost_at_once(
+def test_a_host_without_a_record_of_the_attempt_is_lost_at_once(
     this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]
 ) -> None:
     shutil.rmtree(local_hosts.attempt_folder("b", this.run_id))  # as with a new disk
@@ -200,8 +200,8 @@ def test_lines_of_ranks_are_logged_with_their_host_and_without_secrets(
     (local_hosts.attempt_folder("b", this.run_id) / "rank-00001.log").write_text("chatter\nWARNING of b\n")
     supervision = supervise()
     look_until(supervision, lambda: "WARNING of b" in caplog.text and "rank-00000" in caplog.text)
-    told = {record.getMessage(): record.levelname for record in caplog.records}
-    assert told["b rank-00001: WARNING of b"] == "WARNING"
+    levels = {record.getMessage(): record.levelname for record in caplog.records}
+    assert levels["b rank-00001: WARNING of b"] == "WARNING"
     assert "s3cret" not in caplog.text
     assert "chatter" not in caplog.text
 
@@ -216,10 +216,10 @@ def test_the_order_to_end_reaches_all_hosts(
     assert not (local_hosts.attempt_folder("a", this.run_id) / "lease").exists()
 
 
-def test_what_hosts_told_while_nobody_looked_is_heard_before_one_is_called_silent(
-    this: Attempt, way: Unsteady, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_queued_messages_are_read_before_a_host_counts_as_silent(
+    this: Attempt, transport: Unsteady, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Quiet:
+    class SilentSession:
         def __init__(self, *arguments: Any) -> None:
             _, self.host, _, _, self.news = arguments
             opened.append(self)
@@ -227,11 +227,11 @@ def test_what_hosts_told_while_nobody_looked_is_heard_before_one_is_called_silen
         def close(self) -> None: ...
         def join(self) -> None: ...
 
-    opened: list[Quiet] = []
-    monkeypatch.setattr("infra.head.launch.supervision.HostSession", Quiet)
+    opened: list[SilentSession] = []
+    monkeypatch.setattr("infra.head.launch.supervision.HostSession", SilentSession)
     monkeypatch.setattr("infra.head.launch.supervision._SILENT_SECONDS", 0.1)
     (tmp_path / "head").mkdir()
-    supervision = Supervision(replace(this, lease_seconds=0.2), way, tmp_path / "head", None)
+    supervision = Supervision(replace(this, lease_seconds=0.2), transport, tmp_path / "head", None)
     time.sleep(0.4)
     for one in opened:
         one.news.put((one.host, time.monotonic(), Alive(())))
@@ -244,19 +244,19 @@ def test_what_hosts_told_while_nobody_looked_is_heard_before_one_is_called_silen
 def test_a_host_whose_disk_cannot_be_written_is_named_at_once(
     this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]
 ) -> None:
-    supervision, lost = supervise(), local_hosts.attempt_folder("b", this.run_id) / head_lease.LEASE
-    begun = lost.read_text()
-    look_until(supervision, lambda: lost.read_text() != begun)
-    lost.unlink()
-    lost.symlink_to(lost.name)  # a link to itself cannot be opened
+    supervision, lease = supervise(), local_hosts.attempt_folder("b", this.run_id) / head_lease.LEASE
+    begun = lease.read_text()
+    look_until(supervision, lambda: lease.read_text() != begun)
+    lease.unlink()
+    lease.symlink_to(lease.name)  # a link to itself cannot be opened
     look_until(supervision, lambda: supervision.failed)
     assert type(supervision.failure) is DiskFailed
-    assert str(supervision.failure).startswith(f"b: {lost}: Too many levels of symbolic links; ")
+    assert str(supervision.failure).startswith(f"b: {lease}: Too many levels of symbolic links; ")
     assert supervision.failure.hosts == ("b",)
 
 
-def test_hosts_that_are_lost_together_are_all_named(way: Unsteady, supervise: Callable[..., Supervision]) -> None:
-    way.silent = "ab"
+def test_hosts_that_are_lost_together_are_all_named(transport: Unsteady, supervise: Callable[..., Supervision]) -> None:
+    transport.silent = "ab"
     supervision = supervise()
     look_until(supervision, lambda: supervision.failed and supervision.failure and len(supervision.failure.hosts) == 2)
     supervision.look(0.5)
@@ -265,15 +265,15 @@ def test_hosts_that_are_lost_together_are_all_named(way: Unsteady, supervise: Ca
     assert re.fullmatch(r"a has not responded for \d s: .*; b has not .* for \d s: .*", str(supervision.failure))
 
 
-def test_a_host_that_cannot_be_reached_when_another_is_lost_is_named_with_it(
-    way: Unsteady, supervise: Callable[..., Supervision], this: Attempt
+def test_an_unreachable_host_is_named_together_with_a_lost_one(
+    transport: Unsteady, supervise: Callable[..., Supervision], this: Attempt
 ) -> None:
-    way.silent = "b"
+    transport.silent = "b"
     supervision = supervise(a="another")
     supervision.this = replace(this, lease_seconds=60.0)
-    watch = ClusterWatch(supervision, ClusterLauncher(this.run_id), way, lambda: None)
+    watch = ClusterWatch(supervision, ClusterLauncher(this.run_id), transport, lambda: None)
     look_until(supervision, lambda: supervision.failed)
-    way.silent, way.instead = "b", ["sh", "-c", "exit 255"]
+    transport.silent, transport.instead = "b", ["sh", "-c", "exit 255"]
     watch.end()
     failure = watch.failure()
     assert isinstance(failure, HostLost)

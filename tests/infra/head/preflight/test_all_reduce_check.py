@@ -29,7 +29,7 @@ class Here:
         return list(argv)
 
 
-class WithoutTheFar(Here):
+class FarStartsNoRank(Here):
     """Every host is this machine, but host ``far`` starts no rank."""
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
@@ -57,7 +57,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[int]]:
 
 
 @pytest.mark.slow
-def test_ranks_of_two_hosts_meet_and_agree_on_the_sum(ranks: Ranks) -> None:
+def test_ranks_of_two_hosts_connect_and_agree_on_the_sum(ranks: Ranks) -> None:
     assert list(all_reduce(REQUIREMENTS, Here(), HERE, ports.free_port())) == []
     assert not ranks()
 
@@ -78,22 +78,22 @@ def test_a_rank_that_is_killed_is_named_at_once_and_no_rank_is_left(ranks: Ranks
 
 
 @pytest.mark.slow
-def test_ranks_that_wait_in_vain_are_ended_at_the_deadline(ranks: Ranks) -> None:
-    (text,) = all_reduce(REQUIREMENTS, WithoutTheFar(), HERE, ports.free_port(), deadline_seconds=6)
+def test_ranks_that_wait_for_a_missing_rank_are_ended_at_the_deadline(ranks: Ranks) -> None:
+    (text,) = all_reduce(REQUIREMENTS, FarStartsNoRank(), HERE, ports.free_port(), deadline_seconds=6)
     assert text.startswith("near: rank 0 timed out after 6 s waiting for ")
     assert not ranks()
 
 
 @pytest.mark.slow
-def test_a_port_that_was_taken_meanwhile_is_told() -> None:
-    lonely = LaunchRequirements(slots={"near": (0,)}, root=Path("/"), accelerator="cpu")
+def test_a_port_that_was_taken_in_the_meantime_is_reported() -> None:
+    single_host = LaunchRequirements(slots={"near": (0,)}, root=Path("/"), accelerator="cpu")
     with socket.create_server(("127.0.0.1", 0)) as other:
-        (text,) = all_reduce(lonely, Here(), HERE, other.getsockname()[1])
+        (text,) = all_reduce(single_host, Here(), HERE, other.getsockname()[1])
     assert text.startswith("near: rank 0: ")
     assert "EADDRINUSE" in text
 
 
-def test_nothing_is_found_where_all_ranks_have_the_sum(ranks: Ranks) -> None:
+def test_there_is_no_finding_if_all_ranks_have_the_sum(ranks: Ranks) -> None:
     assert judged(("node0", "summed", ""), ("node1", "summed", "")) == []
 
 
@@ -102,19 +102,19 @@ def test_ranks_that_others_wait_for_are_named() -> None:
     assert text.startswith("node1: ranks 1, 2 timed out after 60 s waiting for torch to be imported. Check whether")
 
 
-def test_where_all_ranks_hang_together_the_network_is_suspected() -> None:
+def test_the_network_is_suspected_if_all_ranks_hang_at_the_same_stage() -> None:
     (text,) = judged(("node0", "imported", ""), ("node1", "imported", ""))
     assert text.startswith("node0, node1: ranks 0, 1 timed out after 60 s waiting for all ranks to join. Check wh")
 
 
-def test_what_follows_from_the_first_failure_is_not_told() -> None:
+def test_failures_that_follow_from_the_first_are_not_reported() -> None:
     (text,) = judged(("node0", "met", "RuntimeError: Connection closed by peer"), ("node1", "started", "no route"))
     assert text == "node1: rank 1: no route"
 
 
-def test_a_port_where_nobody_listens_yet_is_reached_all_the_same() -> None:
+def test_a_host_counts_as_reachable_if_nothing_listens_on_the_port_yet() -> None:
     assert unreachable("127.0.0.1", ports.free_port()) == ""
 
 
-def test_an_address_without_a_way_to_it_is_not_reached() -> None:
+def test_an_address_without_a_route_is_unreachable() -> None:
     assert unreachable("255.255.255.255", 1)

@@ -11,9 +11,7 @@ from t5train.errors import HostError, HostKeyMismatch, HostUnreachable, RemoteFa
 from tests.support.host_facts import HOSTS, NONCE, REQUIREMENTS, SOFTWARE, facts, reply, with_
 
 Change = Callable[[Facts], Facts]
-ON_A_NETWORK_OF_ITS_OWN = with_(
-    "network", interfaces={"eth0": ["10.9.9.9/24"]}, routes=[Route("10.9.9.0/24", "eth0", 0)]
-)
+ON_A_SEPARATE_NETWORK = with_("network", interfaces={"eth0": ["10.9.9.9/24"]}, routes=[Route("10.9.9.0/24", "eth0", 0)])
 
 
 def findings(changes: dict[str, Change], requirements: LaunchRequirements = REQUIREMENTS) -> list[Finding]:
@@ -25,7 +23,7 @@ def test_hosts_that_agree_and_have_everything_pass_every_check() -> None:
 
 
 # Check, host, how the host differs, and part of the expected finding: which hosts, what is wrong, and what to do.
-CULPRITS: list[tuple[str, str, Change, str]] = [
+FAULTS: list[tuple[str, str, Change, str]] = [
     (
         "machines",
         "node3",
@@ -36,7 +34,7 @@ CULPRITS: list[tuple[str, str, Change, str]] = [
     (
         "address",
         "node2",
-        ON_A_NETWORK_OF_ITS_OWN,
+        ON_A_SEPARATE_NETWORK,
         "there is no route to any of them from node2. Put the hosts into one net",
     ),
     ("port", "node0", with_("network", port_is_free=False), "node0: another program listens on port 29500. Choose"),
@@ -197,32 +195,30 @@ CULPRITS: list[tuple[str, str, Change, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("check", "host", "change", "text"), CULPRITS, ids=[f"{row[0]}-{row[3][:30]}" for row in CULPRITS]
-)
-def test_a_culprit_is_found_and_named_with_the_remedy(check: str, host: str, change: Change, text: str) -> None:
+@pytest.mark.parametrize(("check", "host", "change", "text"), FAULTS, ids=[f"{row[0]}-{row[3][:30]}" for row in FAULTS])
+def test_a_host_with_a_fault_is_named_with_the_remedy(check: str, host: str, change: Change, text: str) -> None:
     (found,) = findings({host: change})
     assert (found.check, found.is_problem) == (check, True)
     assert text in found.text
     assert check in CHECKS
 
 
-def apart(scratch_mark: str, **room: object) -> Change:
+def unshared(scratch_mark: str, **changes: object) -> Change:
     return with_(
         "resources",
-        **{"nonce": None, "scratch": "/disk/scratch", "scratch_free_bytes": 1 << 40, **room},
+        **{"nonce": None, "scratch": "/disk/scratch", "scratch_free_bytes": 1 << 40, **changes},
         scratch_mark=scratch_mark,
     )
 
 
-def test_hosts_that_share_nothing_pass_whatever_the_root_is_on_them() -> None:
-    changes = {host: apart(host, root_error="No such file or directory", root_free_bytes=0) for host in HOSTS}
+def test_hosts_without_shared_storage_pass_regardless_of_their_root() -> None:
+    changes = {host: unshared(host, root_error="No such file or directory", root_free_bytes=0) for host in HOSTS}
     for of_first, is_head in ((changes["node0"], False), (with_("resources"), True)):
         judged = judge(reply(changes | {"node0": of_first}), REQUIREMENTS, SOFTWARE, NONCE, facts(0).identity * is_head)
         assert judged.is_node_local
-        (remark,) = judged.findings
-        assert not remark.is_problem
-        assert "share no storage with the head" in remark.text
+        (note,) = judged.findings
+        assert not note.is_problem
+        assert "share no storage with the head" in note.text
     assert not judge(
         reply(changes | {"node0": with_("resources")}), REQUIREMENTS, SOFTWARE, NONCE, "another"
     ).is_node_local
@@ -231,71 +227,71 @@ def test_hosts_that_share_nothing_pass_whatever_the_root_is_on_them() -> None:
 @pytest.mark.parametrize(
     ("check", "change", "text"),
     [
-        ("root", apart("node1"), "node1, node3: /disk/scratch is the same folder on these hosts. Choose a storage"),
-        ("root", apart("", scratch_error="/x belongs to user 7: choose"), "node3: /x belongs to user 7: choose"),
-        ("disks", apart("3", scratch_free_bytes=1), "node3: /disk/scratch has 0.0 MB free, but the checkpoints"),
+        ("root", unshared("node1"), "node1, node3: /disk/scratch is the same folder on these hosts. Choose a storage"),
+        ("root", unshared("", scratch_error="/x belongs to user 7: choose"), "node3: /x belongs to user 7: choose"),
+        ("disks", unshared("3", scratch_free_bytes=1), "node3: /disk/scratch has 0.0 MB free, but the checkpoints"),
     ],
 )
-def test_a_host_without_a_disk_of_its_own_is_named(check: str, change: Change, text: str) -> None:
-    found = findings({host: apart(host) for host in HOSTS} | {"node3": change})
+def test_a_host_without_a_usable_scratch_folder_of_its_own_is_named(check: str, change: Change, text: str) -> None:
+    found = findings({host: unshared(host) for host in HOSTS} | {"node3": change})
     assert [(one.check, text in one.text) for one in found if one.is_problem] == [(check, True)]
 
 
-def test_checkpoints_and_shards_that_will_not_fit_beside_what_gives_way_to_them_are_told() -> None:
+def test_too_little_scratch_space_for_checkpoints_and_shards_is_reported() -> None:
     requirements = replace(REQUIREMENTS, checkpoint_bytes=dict.fromkeys(HOSTS, 30 * 10**9), staged_bytes=10**9)
-    full = {host: apart(host, scratch_free_bytes=12 * 10**9) for host in HOSTS}
+    full = {host: unshared(host, scratch_free_bytes=12 * 10**9) for host in HOSTS}
     (found,) = (one for one in findings(full, requirements) if one.is_problem)
     assert found.text == (
         "node0, node1, node2, node3: /disk/scratch has 12.0 GB free, but the checkpoints and token shards "
         "that go there need 31.3 GB. Free some space, keep fewer checkpoints (storage.keep_last, "
         "storage.keep_every_steps, storage.checkpoint_gigabytes), or choose another storage.scratch"
     )
-    goes_on = {
-        host: apart(host, scratch_free_bytes=12 * 10**9, scratch_yielding_bytes=size)
+    resumed = {
+        host: unshared(host, scratch_free_bytes=12 * 10**9, scratch_yielding_bytes=size)
         for host, size in zip(HOSTS, (20 * 10**9, 20 * 10**9, 20 * 10**9, 19 * 10**9), strict=True)
     }
-    (found,) = (one for one in findings(goes_on, requirements) if one.is_problem)
+    (found,) = (one for one in findings(resumed, requirements) if one.is_problem)
     assert found.text.startswith("node3: /disk/scratch has 12.0 GB free and 19.0 GB that can be freed, but the")
 
 
-def test_a_name_that_means_loopback_is_a_remark_where_ranks_are_told_an_interface() -> None:
+def test_a_hostname_on_loopback_is_a_note_if_the_interface_is_known() -> None:
     (found,) = findings({"node1": with_("network", hostname_addresses=["127.0.1.1"])})
     assert not found.is_problem
     assert found.text == "node1: its hostname node1 resolves to 127.0.1.1 there. Ranks will use eth0 instead"
 
 
 @pytest.mark.parametrize("addresses", [["127.0.1.1"], []])
-def test_a_name_that_means_loopback_is_a_problem_where_no_interface_is_known(addresses: list[str]) -> None:
+def test_a_hostname_on_loopback_is_a_problem_if_no_interface_is_known(addresses: list[str]) -> None:
     found = findings(
-        {"node0": ON_A_NETWORK_OF_ITS_OWN, "node1": with_("network", hostname_addresses=addresses)},
+        {"node0": ON_A_SEPARATE_NETWORK, "node1": with_("network", hostname_addresses=addresses)},
     )
     assert [one.check for one in found if one.is_problem] == ["address", "hostname"]
     assert "node1: its hostname node1" in found[1].text
     assert "/etc/hosts" in found[1].text
 
 
-def test_an_operator_that_can_be_compiled_and_a_lock_that_was_removed_are_remarks() -> None:
+def test_an_operator_that_can_be_compiled_and_a_lock_that_was_removed_are_notes() -> None:
     found = findings({"node1": with_("build", compiled=[], cleared_locks=["/c/lock"])})
     assert [(one.check, one.is_problem) for one in found] == [("operators", False), ("compile locks", False)]
     assert "node1: compiles cpu_adam when its ranks start" in found[0].text
     assert "removed /c/lock" in found[1].text
 
 
-def test_a_lock_on_a_disk_that_machines_share_is_a_remark_with_a_remedy() -> None:
+def test_a_compile_lock_on_a_shared_disk_is_a_note_with_a_remedy() -> None:
     (found,) = findings({"node1": with_("build", shared_locks=["/nfs/lock"])})
     assert (found.check, found.is_problem) == ("compile locks", False)
     assert "the compile lock /nfs/lock, on a disk that other machines may use" in found.text
 
 
 @pytest.mark.parametrize("given", ["9.0a", "Hopper", "8.0,9.0", "9", "8.0+ptx"])
-def test_architectures_that_deepspeed_cannot_read_are_found(given: str) -> None:
+def test_architectures_that_deepspeed_cannot_read_are_reported(given: str) -> None:
     (found,) = findings({}, replace(REQUIREMENTS, environment={"TORCH_CUDA_ARCH_LIST": f"8.0;{given}"}))
     assert found.check == "architectures"
     assert f"cannot read {given}" in found.text
 
 
 @pytest.mark.parametrize("given", ["", "9.0", "8.0;9.0+PTX", "8.6 9.0;10.0"])
-def test_architectures_that_deepspeed_can_read_are_not(given: str) -> None:
+def test_architectures_that_deepspeed_can_read_are_accepted(given: str) -> None:
     assert findings({}, replace(REQUIREMENTS, environment={"TORCH_CUDA_ARCH_LIST": given})) == []
 
 
@@ -304,7 +300,7 @@ def test_hosts_with_the_same_fault_share_a_line() -> None:
     assert found.text.startswith("node1, node2, node3: ninja is not on the PATH")
 
 
-def test_of_two_hosts_that_differ_the_one_unlike_the_head_is_the_culprit() -> None:
+def test_of_two_hosts_that_differ_the_one_unlike_the_head_is_named() -> None:
     requirements = replace(REQUIREMENTS, slots={"node0": (0,), "node1": (0,)})
     two = {
         host: one
@@ -315,13 +311,13 @@ def test_of_two_hosts_that_differ_the_one_unlike_the_head_is_the_culprit() -> No
     assert found.text.startswith("node0: Python 3.12.1, others have 3.11.9")
 
 
-def test_a_clock_within_the_time_that_the_answer_took_is_right() -> None:
+def test_a_clock_offset_within_the_reply_time_is_accepted() -> None:
     slow = {"node0": replace(reply()["node0"], asked_at=900.0, answered_at=1100.0)}
     requirements = replace(REQUIREMENTS, slots={"node0": (0, 1)})
     assert judge(slow, requirements, SOFTWARE, NONCE).findings == []
 
 
-def test_ranks_on_the_cpu_want_no_accelerator() -> None:
+def test_ranks_on_the_cpu_need_no_accelerator() -> None:
     change = with_("devices", kind="cpu", count=0)
     assert findings(dict.fromkeys(HOSTS, change), replace(REQUIREMENTS, accelerator=None)) == []
     assert findings(dict.fromkeys(HOSTS, change), replace(REQUIREMENTS, accelerator="cpu")) == []
@@ -332,14 +328,14 @@ def test_ranks_on_the_cpu_want_no_accelerator() -> None:
 @pytest.mark.parametrize(
     ("error", "check"), [(HostUnreachable, "reachable"), (HostKeyMismatch, "host key"), (RemoteFailed, "program")]
 )
-def test_a_host_that_does_not_answer_is_found_with_its_error(error: type[HostError], check: str) -> None:
+def test_a_host_that_does_not_answer_is_reported_with_its_error(error: type[HostError], check: str) -> None:
     found = Finding(check, "node2: no", hosts=("node2",), is_transient=error is HostUnreachable)
     assert of_error(error("node2: no", ["node2"])) == found
     remaining = {host: one for host, one in reply().items() if host != "node2"}
     assert judge(remaining, REQUIREMENTS, SOFTWARE, NONCE).findings == []
 
 
-def test_where_the_first_host_does_not_answer_there_is_no_meeting() -> None:
+def test_there_is_no_rendezvous_if_the_first_host_does_not_answer() -> None:
     remaining = {host: one for host, one in reply().items() if host != "node0"}
     found = judge(remaining, REQUIREMENTS, SOFTWARE, NONCE)
     assert (found.rendezvous, found.port) == (None, None)

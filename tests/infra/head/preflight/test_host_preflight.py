@@ -16,7 +16,7 @@ DENIES = "echo 'me@near: Permission denied (publickey).' >&2; exit 255"
 REFUSES = "echo 'ssh: connect to host near port 22: Connection refused' >&2; exit 255"
 
 
-class Says:
+class Replies:
     """A transport on which every host answers with the output of a shell script."""
 
     def __init__(self, script: str) -> None:
@@ -27,7 +27,7 @@ class Says:
 
 
 @pytest.fixture
-def needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchRequirements:
+def requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchRequirements:
     """Requirements of a run on one host, with pdsh on the head's PATH."""
     pdsh = tmp_path / "bin" / "pdsh"
     pdsh.parent.mkdir()
@@ -50,48 +50,50 @@ def test_the_table_has_a_line_for_every_check_and_every_finding() -> None:
     assert rows[-1] == ["all-reduce", "not tried", "fix the problems above first"]
 
 
-def test_hosts_that_cannot_be_reached_may_be_so_later(requirements: LaunchRequirements) -> None:
+def test_an_unreachable_host_raises_its_own_error_instead_of_a_preflight_error(
+    requirements: LaunchRequirements,
+) -> None:
     with pytest.raises(HostUnreachable, match="near: connection refused: start sshd there"):
-        require_fit(requirements, Says(REFUSES))
+        require_fit(requirements, Replies(REFUSES))
 
 
-def test_before_anything_begins_every_problem_is_in_one_error(requirements: LaunchRequirements) -> None:
+def test_problems_are_raised_in_one_error_before_anything_is_created(requirements: LaunchRequirements) -> None:
     with pytest.raises(
         PreflightError, match="preflight checks failed:\n  reachable: near: it rejects this user's SSH keys"
     ):
-        require_agreement(requirements, Says(DENIES))
+        require_agreement(requirements, Replies(DENIES))
     assert not list(requirements.root.iterdir())
 
 
-def test_hosts_that_may_answer_another_time_are_told_unless_there_are_other_problems(
+def test_unreachable_hosts_are_returned_unless_there_are_other_problems(
     requirements: LaunchRequirements, tmp_path: Path
 ) -> None:
-    assert list(require_agreement(requirements, Says(REFUSES))) == ["near"]
+    assert list(require_agreement(requirements, Replies(REFUSES))) == ["near"]
     (tmp_path / "bin" / "pdsh").write_text("#!/bin/sh\necho 'rcmd modules: exec,rsh'\n", "utf-8")
     with pytest.raises(PreflightError, match=r"launcher: pdsh .*\n  reachable: near: connection refused"):
-        require_agreement(requirements, Says(REFUSES))
+        require_agreement(requirements, Replies(REFUSES))
 
 
-def test_an_answer_of_other_code_is_told(requirements: LaunchRequirements) -> None:
-    (found,) = survey(requirements, Says("echo '{}'")).findings
+def test_a_reply_from_another_version_of_the_code_is_reported(requirements: LaunchRequirements) -> None:
+    (found,) = survey(requirements, Replies("echo '{}'")).findings
     assert found.text.startswith("near runs another version of this package: '{}\\n' is not a valid message")
     assert found.text.endswith("or have it sent with --ship-code")
 
 
-def test_a_host_that_cannot_take_the_code_is_asked_nothing_else(requirements: LaunchRequirements) -> None:
-    found = survey(replace(requirements, code="c0de"), Says("echo no room >&2; exit 1")).findings
+def test_a_host_that_cannot_store_the_code_is_asked_nothing_else(requirements: LaunchRequirements) -> None:
+    found = survey(replace(requirements, code="c0de"), Replies("echo no room >&2; exit 1")).findings
     assert [(one.check, one.text.rpartition(". ")[2]) for one in found] == [("program", "It said: no room")]
 
 
-def test_a_login_shell_that_prints_something_is_told_as_that(requirements: LaunchRequirements) -> None:
+def test_output_of_a_login_shell_is_reported_as_such(requirements: LaunchRequirements) -> None:
     with pytest.raises(PreflightError, match=r"program: near: got 'Welcome\\n\{\}\\n' .*\. Make the login shell there"):
-        require_agreement(requirements, Says("echo Welcome; echo '{}'"))
+        require_agreement(requirements, Replies("echo Welcome; echo '{}'"))
 
 
 @pytest.mark.parametrize(
     ("modules", "text"), [("exec,rsh", "no module for ssh"), (None, "pdsh is not installed on this machine")]
 )
-def test_pdsh_must_be_on_the_head_and_know_ssh(
+def test_the_head_must_have_pdsh_with_its_ssh_module(
     requirements: LaunchRequirements, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, modules: str | None, text: str
 ) -> None:
     pdsh = tmp_path / "bin" / "pdsh"
@@ -101,4 +103,4 @@ def test_pdsh_must_be_on_the_head_and_know_ssh(
     else:
         pdsh.write_text(f"#!/bin/sh\necho 'rcmd modules: {modules}'\n", "utf-8")
     with pytest.raises(PreflightError, match=text):
-        require_agreement(requirements, Says("echo '{}'"))
+        require_agreement(requirements, Replies("echo '{}'"))

@@ -14,16 +14,16 @@ def changed(host: str, **changes: object) -> dict[str, Network]:
     return {**TWO, host: replace(TWO[host], **changes)}  # type: ignore[arg-type] # any field that a test changes
 
 
-def test_ranks_meet_where_the_heads_ssh_came_in() -> None:
+def test_the_rendezvous_is_at_the_address_that_the_heads_ssh_uses() -> None:
     assert choose_rendezvous(TWO, "node0") == Rendezvous("10.0.0.0", {"node0": "eth0", "node1": "eth0"})
 
 
-def test_an_address_that_several_hosts_have_is_nobodys() -> None:
+def test_an_address_that_several_hosts_have_is_not_used() -> None:
     for ssh_address in ("172.17.0.1", "127.0.0.1", None):
         assert choose_rendezvous(changed("node0", ssh_address=ssh_address), "node0").address == "10.0.0.0"
 
 
-def test_a_network_that_the_hosts_share_is_preferred_to_one_that_they_are_routed_to() -> None:
+def test_a_shared_network_is_preferred_to_a_routed_one() -> None:
     routed = changed(
         "node0", ssh_address=None, interfaces={"wan0": ["192.0.2.1/24"], "eth0": ["10.0.0.7/24"], "lo": ["127.0.0.1/8"]}
     )
@@ -31,7 +31,7 @@ def test_a_network_that_the_hosts_share_is_preferred_to_one_that_they_are_routed
     assert choose_rendezvous({**routed, "node1": other}, "node0").address == "10.0.0.7"
 
 
-def test_each_host_takes_the_interface_of_its_own_longest_and_cheapest_route() -> None:
+def test_each_host_uses_the_interface_of_its_most_specific_and_cheapest_route() -> None:
     routes = [
         Route("0.0.0.0/0", "wan0", 0),
         Route("10.0.0.0/24", "slow0", 200),
@@ -42,7 +42,7 @@ def test_each_host_takes_the_interface_of_its_own_longest_and_cheapest_route() -
     assert found.interfaces == {"node0": "eth0", "node1": "ib0"}
 
 
-def test_a_given_address_or_name_must_be_the_first_hosts() -> None:
+def test_a_given_master_address_must_belong_to_the_first_host() -> None:
     given = changed("node0", master_addresses=["10.0.0.0"])
     assert choose_rendezvous(given, "node0", "master").address == "10.0.0.0"
     for resolved in ([], ["127.0.1.1"], ["10.0.0.1"]):
@@ -50,17 +50,17 @@ def test_a_given_address_or_name_must_be_the_first_hosts() -> None:
             choose_rendezvous(changed("node0", master_addresses=resolved), "node0", "master")
 
 
-def test_hosts_without_a_way_to_the_first_are_named() -> None:
+def test_hosts_without_a_route_to_the_first_are_named() -> None:
     with pytest.raises(PreflightError, match="there is no route to any of them from node1"):
         choose_rendezvous(changed("node1", interfaces={"eth0": ["10.5.0.1/24"]}, routes=[]), "node0")
 
 
-def test_a_lone_host_meets_itself_on_loopback() -> None:
+def test_a_single_host_uses_loopback() -> None:
     assert choose_rendezvous({"node0": network(0)}, "node0") == Rendezvous("127.0.0.1", {"node0": "lo"})
 
 
-def test_addresses_of_the_newer_protocol_serve_too() -> None:
-    six = {
+def test_ipv6_addresses_can_be_used() -> None:
+    ipv6 = {
         f"node{number}": replace(
             network(number),
             ssh_address=None,
@@ -69,4 +69,4 @@ def test_addresses_of_the_newer_protocol_serve_too() -> None:
         )
         for number in (0, 1)
     }
-    assert choose_rendezvous(six, "node0") == Rendezvous("fd00::1", {"node0": "ib0", "node1": "ib0"})
+    assert choose_rendezvous(ipv6, "node0") == Rendezvous("fd00::1", {"node0": "ib0", "node1": "ib0"})

@@ -16,8 +16,8 @@ from t5train.checkpoint.sidecar import sidecar_name
 from t5train.files.run_folder import tag_of
 from tests.support.simulated_nodes import digest, make_sidecar
 
-PLACES, RANKS, STEPS, SAVINGS = [HEAD, "a", "b"], (0, 1), (8, 16), ("1", "two")
-Places = dict[tuple[str, int, int], str]
+LOCATIONS, RANKS, STEPS, SAVINGS = [HEAD, "a", "b"], (0, 1), (8, 16), ("1", "two")
+SavesByLocation = dict[tuple[str, int, int], str]
 """The save from which a location has a rank's sidecar, or its file, by location, step and rank."""
 
 
@@ -34,26 +34,28 @@ def file_of(rank: int) -> str:
     return f"part-{rank}.pt"
 
 
-def inventories(sidecars: Places, files: Places) -> dict[str, Inventory]:
-    def copy(place: str, step: int) -> Copy:
+def inventories(sidecars: SavesByLocation, files: SavesByLocation) -> dict[str, Inventory]:
+    def copy(location: str, step: int) -> Copy:
         texts = {
-            sidecar_name(rank): text_of(step, rank, sidecars[place, step, rank])
+            sidecar_name(rank): text_of(step, rank, sidecars[location, step, rank])
             for rank in RANKS
-            if (place, step, rank) in sidecars
+            if (location, step, rank) in sidecars
         }
-        sizes = {file_of(rank): len(files[place, step, rank]) for rank in RANKS if (place, step, rank) in files}
+        sizes = {file_of(rank): len(files[location, step, rank]) for rank in RANKS if (location, step, rank) in files}
         return Copy(texts, sizes)
 
-    return {place: {tag_of(step): copy(place, step) for step in STEPS} for place in PLACES}
+    return {location: {tag_of(step): copy(location, step) for step in STEPS} for location in LOCATIONS}
 
 
 SPREAD = st.dictionaries(
-    st.tuples(st.sampled_from(PLACES), st.sampled_from(STEPS), st.sampled_from(RANKS)), st.sampled_from(SAVINGS)
+    st.tuples(st.sampled_from(LOCATIONS), st.sampled_from(STEPS), st.sampled_from(RANKS)), st.sampled_from(SAVINGS)
 )
 
 
 @given(sidecars=SPREAD, files=SPREAD)
-def test_a_tag_is_complete_just_when_all_of_one_saving_is_there(sidecars: Places, files: Places) -> None:
+def test_a_tag_is_complete_exactly_if_all_files_of_one_save_are_present(
+    sidecars: SavesByLocation, files: SavesByLocation
+) -> None:
     found = complete_tags(inventories(sidecars, files))
     assert [tag.step for tag in found] == sorted((tag.step for tag in found), reverse=True)
     for tag in found:
@@ -62,46 +64,48 @@ def test_a_tag_is_complete_just_when_all_of_one_saving_is_there(sidecars: Places
         for rank in RANKS:
             size = tag.files[file_of(rank)].size
             assert tag.places[file_of(rank)]
-            assert all(len(files[place, tag.step, rank]) == size for place in tag.places[file_of(rank)])
+            assert all(len(files[location, tag.step, rank]) == size for location in tag.places[file_of(rank)])
     complete = {(tag.step, tag.sidecars[0].saving) for tag in found}
     for step in STEPS:
         for saving in SAVINGS:
-            nodes_agree = all(saving == seen for (place, at, _), seen in sidecars.items() if place and at == step)
-            spread = all(any(sidecars.get((place, step, rank)) == saving for place in "ab") for rank in RANKS)
-            there = all(any(files.get((place, step, rank)) == saving for place in PLACES) for rank in RANKS)
-            if nodes_agree and spread and there:
-                assert (step, saving) in complete, "all that nodes have is one saving, and whole"
+            nodes_agree = all(saving == seen for (location, at, _), seen in sidecars.items() if location and at == step)
+            spread = all(any(sidecars.get((location, step, rank)) == saving for location in "ab") for rank in RANKS)
+            present = all(any(files.get((location, step, rank)) == saving for location in LOCATIONS) for rank in RANKS)
+            if nodes_agree and spread and present:
+                assert (step, saving) in complete, (
+                    "the only save on the nodes has all its files, but was not found to be complete"
+                )
 
 
 @given(sidecars=SPREAD, files=SPREAD, keep=st.integers(1, 2))
-def test_what_is_pruned_is_never_the_newest_nor_one_that_may_be_being_written(
-    sidecars: Places, files: Places, keep: int
+def test_pruning_keeps_the_newest_tags_and_any_that_may_still_be_written(
+    sidecars: SavesByLocation, files: SavesByLocation, keep: int
 ) -> None:
     found = inventories(sidecars, files)
     complete = sorted({tag.name for tag in complete_tags(found)}, reverse=True)
-    doomed = prunable(found, keep)
-    assert not set(doomed) & set(complete[:keep])
-    assert set(complete[keep:]) <= set(doomed)
-    assert all(complete and name < complete[0] for name in doomed)
+    pruned = prunable(found, keep)
+    assert not set(pruned) & set(complete[:keep])
+    assert set(complete[keep:]) <= set(pruned)
+    assert all(complete and name < complete[0] for name in pruned)
 
 
-def whole(steps: tuple[int, ...]) -> dict[str, Inventory]:
-    text = {step: Copy({"rank-00000.json": lone(step)}, {"part-0.pt": 1}) for step in steps}
+def complete_inventory(steps: tuple[int, ...]) -> dict[str, Inventory]:
+    text = {step: Copy({"rank-00000.json": single_sidecar(step)}, {"part-0.pt": 1}) for step in steps}
     return {"a": {tag_of(step): copy for step, copy in text.items()}}
 
 
-def lone(step: int) -> str:
+def single_sidecar(step: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         sidecar.write(Path(folder), make_sidecar(0, step, {"part-0.pt": digest(b"1")}, 1))
         return (Path(folder) / "rank-00000.json").read_text("utf-8")
 
 
-def test_the_newest_are_kept_and_those_of_certain_steps() -> None:
-    assert prunable(whole((4, 8, 12, 16, 20)), 2, keep_every=8) == [tag_of(4), tag_of(12)]
+def test_the_newest_tags_and_those_at_multiples_of_keep_every_are_kept() -> None:
+    assert prunable(complete_inventory((4, 8, 12, 16, 20)), 2, keep_every=8) == [tag_of(4), tag_of(12)]
 
 
-def test_what_somebody_else_put_beside_checkpoints_is_left() -> None:
-    found = whole((8, 16))
+def test_folders_that_users_put_beside_checkpoints_are_not_pruned() -> None:
+    found = complete_inventory((8, 16))
     found["a"] = {**found["a"], "a copy": Copy({}, {}), "removed-0123abcd": Copy({}, {})}
     assert prunable(found, 2) == ["removed-0123abcd"]
 
@@ -115,13 +119,15 @@ def test_what_somebody_else_put_beside_checkpoints_is_left() -> None:
         ({("a", 8, 0): "1", ("b", 8, 0): "two"}, {}, r"rank-00000\.json from two different saves, on a and on b"),
     ],
 )
-def test_why_a_tag_is_not_complete_is_told(sidecars: Places, files: Places, why: str) -> None:
-    told = missing_parts(inventories(sidecars, files))
-    assert re.search(why, told[tag_of(8)])
+def test_missing_parts_reports_why_a_tag_is_incomplete(
+    sidecars: SavesByLocation, files: SavesByLocation, why: str
+) -> None:
+    missing = missing_parts(inventories(sidecars, files))
+    assert re.search(why, missing[tag_of(8)])
 
 
-def test_a_tag_of_which_something_cannot_be_read_now_is_not_pruned() -> None:
-    found = whole((8, 16, 24))
-    doubtful = Copy({}, {"part-0.pt": 1}, {"rank-00000.json": "it cannot be read now"})
+def test_a_tag_with_a_file_that_cannot_be_read_now_is_not_pruned() -> None:
+    found = complete_inventory((8, 16, 24))
+    unreadable = Copy({}, {"part-0.pt": 1}, {"rank-00000.json": "it cannot be read now"})
     assert prunable({"a": {**found["a"], tag_of(8): Copy({}, {"part-0.pt": 1})}}, 2) == [tag_of(8)]
-    assert prunable({"a": {**found["a"], tag_of(8): doubtful}}, 2) == []
+    assert prunable({"a": {**found["a"], tag_of(8): unreadable}}, 2) == []

@@ -35,14 +35,16 @@ def tags(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def wait_for(look: Callable[[], Any]) -> None:
+def wait_for(condition: Callable[[], Any]) -> None:
     deadline = time.monotonic() + 60
-    while not look():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def test_the_newest_complete_checkpoint_is_gathered_and_older_ones_go_everywhere(run: NodeRun, site: Site) -> None:
+def test_the_newest_complete_checkpoint_is_gathered_and_older_ones_are_removed_everywhere(
+    run: NodeRun, site: Site
+) -> None:
     for step in (8, 16, 24):
         site.save(step)
     (site.tag("b", 24) / "rank-00001.json").unlink()  # it is still being written
@@ -56,7 +58,7 @@ def test_the_newest_complete_checkpoint_is_gathered_and_older_ones_go_everywhere
     assert tags(site.tag("a", 8).parent) == [tag_of(24)]
 
 
-def test_what_cannot_be_read_now_is_an_error_so_that_it_is_gathered_the_next_time(run: NodeRun, site: Site) -> None:
+def test_a_file_that_cannot_be_read_now_is_an_error_and_is_gathered_the_next_time(run: NodeRun, site: Site) -> None:
     site.save(8)
     site.save(16)
     sidecar_of_b = site.tag("b", 16) / "rank-00001.json"
@@ -72,7 +74,7 @@ def test_what_cannot_be_read_now_is_an_error_so_that_it_is_gathered_the_next_tim
     assert sidecar.complete_tags(run.checkpoints) == [tag_of(16)]
 
 
-def test_what_removals_that_were_killed_have_left_goes_also_where_nothing_else_does(run: NodeRun, site: Site) -> None:
+def test_leftovers_of_killed_removals_are_removed_even_if_nothing_else_is(run: NodeRun, site: Site) -> None:
     site.save(8)
     for checkpoints in (run.checkpoints, site.tag("a", 8).parent):
         (checkpoints / f".{tag_of(8)}.discarded").mkdir(parents=True)
@@ -82,7 +84,7 @@ def test_what_removals_that_were_killed_have_left_goes_also_where_nothing_else_d
         assert [path.name for path in checkpoints.iterdir()] == [tag_of(8)]
 
 
-def test_all_that_are_to_be_kept_are_gathered_also_those_that_were_saved_in_between(run: NodeRun, site: Site) -> None:
+def test_every_checkpoint_to_be_kept_is_gathered_including_those_saved_in_between(run: NodeRun, site: Site) -> None:
     for step in (8, 16, 24):
         site.save(step)
     keep_up(replace(run, keep=StorageSpec(keep_last=2)), silent)
@@ -90,7 +92,7 @@ def test_all_that_are_to_be_kept_are_gathered_also_those_that_were_saved_in_betw
     assert tags(site.tag("b", 8).parent) == [tag_of(16), tag_of(24)]
 
 
-def test_what_the_head_has_stays_until_it_has_the_next(
+def test_the_gathered_checkpoint_is_kept_until_the_next_one_is_gathered(
     run: NodeRun, site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     site.save(8)
@@ -103,7 +105,7 @@ def test_what_the_head_has_stays_until_it_has_the_next(
     assert tags(site.tag("a", 8).parent) == [tag_of(8), tag_of(16)]
 
 
-def test_a_follower_that_fails_tries_again_and_ends_at_once(
+def test_a_failed_sync_is_retried_and_the_sync_ends_promptly(
     run: NodeRun, site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for seconds in ("_LOOK_SECONDS", "_RETRY_SECONDS", "_METRICS_SECONDS"):

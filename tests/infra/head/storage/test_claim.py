@@ -31,7 +31,7 @@ from t5train.checkpoint import tags
 from t5train.errors import HostError, HostUnreachable, NothingVerifies, RemoteFailed, RunOwned
 from t5train.files.run_folder import tag_of
 from t5train.progress import silent
-from tests.support.simulated_nodes import Site, until_it_ends
+from tests.support.simulated_nodes import Site, await_end
 
 Until = Callable[..., None]
 SECONDS = 3.0
@@ -73,11 +73,11 @@ def second(run: NodeRun, tmp_path: Path) -> Iterator[Head]:
     head.claim.end()
 
 
-def quick(run: NodeRun) -> NodeRun:
+def with_short_lease(run: NodeRun) -> NodeRun:
     return replace(run, owner=replace(run.owner, lease_seconds=SECONDS))
 
 
-def die(site: Site, head: Head) -> None:
+def simulate_dead_head(site: Site, head: Head) -> None:
     """Leave everything as if the head had been killed long ago: its lease on all hosts has expired."""
     head.claim.end()
     for host in site.nodes.hosts:
@@ -91,19 +91,23 @@ def owners(site: Site, run: NodeRun) -> list[str]:
 
 def test_a_second_head_is_refused_with_the_owner_and_what_to_do(site: Site, first: Head, second: Head) -> None:
     assert first.claimed() == []
-    said = r"smoke on a, b are owned by head this-head, root /this/root, since 2026-01-01\S*; that head is alive: its "
-    with pytest.raises(RunOwned, match=said + r"lease on [ab] runs for another \d+ s\. Wait .*--adopt.*another --name"):
+    message = (
+        r"smoke on a, b are owned by head this-head, root /this/root, since 2026-01-01\S*; that head is alive: its "
+    )
+    with pytest.raises(
+        RunOwned, match=message + r"lease on [ab] runs for another \d+ s\. Wait .*--adopt.*another --name"
+    ):
         second.claimed()
     with pytest.raises(RunOwned, match="that head is alive"):
         second.claimed(adopt=True)
-    die(site, first)
+    simulate_dead_head(site, first)
     with pytest.raises(RunOwned, match=r"its lease has expired\. Take the run over with --adopt, or choose another"):
         second.claimed()
     assert owners(site, first.run) == [first.run.owner.unique_id] * 2
-    assert first.claimed() == [], "the first one comes back, as it was not replaced"
+    assert first.claimed() == [], "the first head was not replaced, so it needs to adopt the run from nobody"
 
 
-def test_nothing_of_another_heads_run_is_read_or_written_on_its_hosts(
+def test_a_head_cannot_read_or_write_another_heads_run_on_hosts(
     site: Site, first: Head, second: Head, tmp_path: Path
 ) -> None:
     site.save(8)
@@ -124,17 +128,17 @@ def test_nothing_of_another_heads_run_is_read_or_written_on_its_hosts(
         ReceiveFiles(nodes.store, run.name, run.relative_path, (), ()),
     ):
         with pytest.raises(RemoteFailed, match="belongs to head this-head"):
-            until_it_ends(nodes, "a", request)
+            await_end(nodes, "a", request)
     assert all(isinstance(error, HostError) for error in release(nodes, run.name).values())
     assert (site.tag("a", 8)).exists()
 
 
-def test_a_dead_heads_run_is_adopted_with_its_checkpoints_and_the_dead_head_stays_out(
+def test_a_dead_heads_run_is_adopted_with_its_checkpoints_and_the_dead_head_is_refused(
     site: Site, first: Head, second: Head, tmp_path: Path, caplog: pytest.LogCaptureFixture, until: Until
 ) -> None:
     first.claimed()
     site.save(8)
-    die(site, first)
+    simulate_dead_head(site, first)
 
     def write_job(folder: Path) -> Path:
         raise StopIteration(tags.complete_tags(second.run.checkpoints))
@@ -143,31 +147,31 @@ def test_a_dead_heads_run_is_adopted_with_its_checkpoints_and_the_dead_head_stay
     storage.claim(are_ranks_running=False)
     with pytest.raises(StopIteration, match=tag_of(8)):
         storage.make_ready(tmp_path)
-    said = (
+    message = (
         "adopted from head this-head, root /this/root, since 2026-01-01T00:00:00: step-00000008 complete, resuming from"
     )
-    assert said in caplog.text
+    assert message in caplog.text
     assert owners(site, second.run) == [second.run.owner.unique_id] * 2
     with pytest.raises(RunOwned, match="owned by head other-head"):
         first.claimed()
 
 
-def test_a_head_that_lacks_a_host_of_the_run_it_adopts_does_not_begin_at_step_0(
+def test_adopting_a_run_without_one_of_its_hosts_does_not_restart_it_at_step_0(
     site: Site, first: Head, second: Head
 ) -> None:
     first.claimed()
     site.save(8)
-    die(site, first)
-    some = replace(second.run, hosts=Hosts(second.run.hosts.all[:1]), nodes=second.run.nodes.on("a"))
-    NodeLocalStorage(some, Path, silent, adopt=True).claim(are_ranks_running=False)
+    simulate_dead_head(site, first)
+    partial = replace(second.run, hosts=Hosts(second.run.hosts.all[:1]), nodes=second.run.nodes.on("a"))
+    NodeLocalStorage(partial, Path, silent, adopt=True).claim(are_ranks_running=False)
     for _ in range(2):  # the second time, this head owns the run
         with pytest.raises(NothingVerifies, match=rf"{tag_of(8)} lacks rank-00001\.json .*--begin-again"):
-            recover(some, silent)
+            recover(partial, silent)
     assert site.tag("a", 8).exists()
 
 
-def test_a_head_that_is_superseded_while_it_works_notices_it(site: Site, first: Head, until: Until) -> None:
-    first.run = quick(first.run)
+def test_a_head_notices_that_another_head_has_taken_over_its_run(site: Site, first: Head, until: Until) -> None:
+    first.run = with_short_lease(first.run)
     first.claimed()
     first.claim.require_kept()
     path = site.scratch("b") / first.run.relative_path / OWNER
@@ -179,7 +183,7 @@ def test_a_head_that_is_superseded_while_it_works_notices_it(site: Site, first: 
 
 
 def test_the_lease_is_renewed_until_the_claim_is_ended_and_expires_afterwards(first: Head, second: Head) -> None:
-    first.run = quick(first.run)
+    first.run = with_short_lease(first.run)
     first.claimed()
     time.sleep(SECONDS + 1)  # as between two attempts, or while the head verifies checkpoints
     with pytest.raises(RunOwned, match="alive"):
@@ -200,32 +204,36 @@ def test_a_claim_that_one_host_refuses_is_undone_on_the_others(site: Site, first
     first.claim.take(replace(first.run, nodes=first.run.nodes.on("b")), ("b",), (), adopt=False)
     with pytest.raises(RunOwned, match="on b are owned"):
         second.claimed()
-    assert owners(site, second.run) == [first.run.owner.unique_id], "a is still nobody's"
+    assert owners(site, second.run) == [first.run.owner.unique_id], "the claim on host a was not undone"
 
 
-def test_folders_of_earlier_versions_belong_to_the_first_that_comes(site: Site, first: Head, second: Head) -> None:
+def test_folders_without_an_owner_belong_to_the_first_head_that_claims_them(
+    site: Site, first: Head, second: Head
+) -> None:
     site.save(8)
     assert first.claimed() == []
     with pytest.raises(RunOwned):
         second.claimed()
 
 
-def test_the_run_of_a_copied_root_is_refused_while_the_first_is_alive(site: Site, first: Head, tmp_path: Path) -> None:
+def test_the_run_of_a_copied_root_is_refused_while_the_first_head_is_alive(
+    site: Site, first: Head, tmp_path: Path
+) -> None:
     first.claimed()
     owner = replace(first.run.owner, head="copy-head")
     copy = Head(replace(first.run, folder=tmp_path / "copy", owner=owner))
     with pytest.raises(RunOwned, match=r"owned by head this-head.*alive"):
         copy.claimed()
-    die(site, first)
-    assert copy.claimed() == [], "then it has moved"
+    simulate_dead_head(site, first)
+    assert copy.claimed() == [], "a root whose first head is dead counts as moved, not as owned by another head"
     copy.claim.end()
 
 
-def test_ranks_that_outlive_their_head_keep_the_run(
+def test_ranks_that_outlive_their_head_prevent_another_head_from_adopting_the_run(
     site: Site, first: Head, second: Head, local_hosts: Any, until: Until, start: Callable[..., Any]
 ) -> None:
     first.claimed()
-    die(site, first)
+    simulate_dead_head(site, first)
     this = Attempt(local_hosts.attempt_folder("a", "id"), "id", "smoke", 1, None, 60.0)
     this.folder.mkdir(parents=True, mode=0o700)
     this.folder.parent.chmod(0o700)
@@ -242,14 +250,12 @@ def test_ranks_that_outlive_their_head_keep_the_run(
     assert len(second.claimed(adopt=True)) == 1
 
 
-def test_a_host_that_does_not_answer_is_no_obstacle_for_ranks_at_work_and_is_one_before(
-    first: Head, site: Site
-) -> None:
-    class Half:
+def test_a_silent_host_blocks_a_claim_before_training_but_not_while_ranks_run(first: Head, site: Site) -> None:
+    class OnlyHostA:
         def command(self, host: str, argv: Sequence[str]) -> list[str]:
             return ["sh", "-c", "exit 255"] if host == "b" else list(site.transport.command(host, argv))
 
-    first.run = replace(first.run, nodes=replace(first.run.nodes, transport=Half()))
+    first.run = replace(first.run, nodes=replace(first.run.nodes, transport=OnlyHostA()))
     with pytest.raises(HostUnreachable):
         first.claimed()
     assert first.claim.take(first.run, (), first.run.nodes.hosts, adopt=False) == []

@@ -39,7 +39,7 @@ def hostile_tags(text: str) -> dict[str, Any]:
     }
 
 
-def test_tags_and_files_that_a_host_lists_elsewhere_are_left_out(
+def test_tags_and_files_with_paths_outside_the_checkpoints_are_ignored(
     site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = make_sidecar(0, 8, {}, world_size=1).model_dump_json()
@@ -49,13 +49,15 @@ def test_tags_and_files_that_a_host_lists_elsewhere_are_left_out(
     assert list(found["a"]) == ["step-00000008"]
     assert not found["a"]["step-00000008"].sidecars
     assert not found["a"]["step-00000008"].files
-    assert found["a"]["step-00000008"].unreadable == {"": "Input/output error"}, "the folder itself is one of these"
+    assert found["a"]["step-00000008"].unreadable == {"": "Input/output error"}, (
+        'the name "" stands for the folder itself'
+    )
     assert not complete_tags(found)
     assert "ignoring a file in the checkpoints on a: a names '../../escaped'" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["run.json", "../run.json", "tensorboard/../run.json"])
-def test_a_host_cannot_send_other_files_than_were_asked_for(site: Site, tmp_path: Path, name: str) -> None:
+def test_a_host_cannot_send_files_that_were_not_requested(site: Site, tmp_path: Path, name: str) -> None:
     answer = {"FileList": {"files": [{"name": name, "size": 1, "sha256": "0" * 64, "as_good": []}]}}
     with pytest.raises(T5TrainError, match=r"run\.json"):
         collect(Nodes(Answering(tmp_path, answer), ("a",)), "a", "runs/x", ["tensorboard"], tmp_path / "into")
@@ -69,12 +71,12 @@ def test_a_host_cannot_send_other_files_than_were_asked_for(site: Site, tmp_path
         *((count, r"Chunk\.count is .*, not an integer") for count in ("many", None)),
     ],
 )
-def test_a_sender_cannot_send_more_than_was_asked_for(count: object, words: str) -> None:
+def test_a_sender_cannot_send_more_bytes_than_requested(count: object, words: str) -> None:
     sent = io.BytesIO(json.dumps({"Chunk": {"count": count}}).encode() + b"\n" + b"x" * 100)
     with pytest.raises(BrokenOff, match=words):
         list(fetch_over(Channel(sent, io.BytesIO()))("a", 0, 10))
 
 
-def test_what_is_no_message_breaks_the_conversation_off() -> None:
+def test_an_invalid_message_ends_the_conversation() -> None:
     with pytest.raises(BrokenOff, match="instead of a message"):
         Channel(io.BytesIO(b"\xff{\n"), io.BytesIO()).receive(FileRange)

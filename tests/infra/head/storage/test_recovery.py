@@ -22,11 +22,11 @@ from tests.support.simulated_nodes import Site
 PART_OF_B = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
-def steps(path: Path, upto: int) -> None:
+def write_metrics(path: Path, upto: int) -> None:
     path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, upto + 1)))
 
 
-def test_where_nothing_was_ever_complete_the_run_just_begins(run: NodeRun, site: Site) -> None:
+def test_a_run_that_never_had_a_complete_checkpoint_starts_from_the_beginning(run: NodeRun, site: Site) -> None:
     recover(run, silent)
     site.save(8)
     shutil.rmtree(site.tag("b", 8))
@@ -34,7 +34,7 @@ def test_where_nothing_was_ever_complete_the_run_just_begins(run: NodeRun, site:
     assert tags.complete_tags(run.checkpoints) == []
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: NodeRun, site: Site) -> None:
+def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_used(run: NodeRun, site: Site) -> None:
     site.save(8)
     site.save(16)
     (site.tag("b", 16) / PART_OF_B).write_bytes(bytes(300_000))
@@ -50,28 +50,28 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: NodeRun, site: Si
     assert tags.complete_tags(run.checkpoints) == [tag_of(8)]
 
 
-def loop(path: Path) -> None:
+def link_to_itself(path: Path) -> None:
     """Replace a file with a link to itself: opening it then fails with ELOOP, not as if it were absent."""
     path.unlink()
     path.symlink_to(path.name)
 
 
 @pytest.mark.parametrize("name", [PART_OF_B, "rank-00001.json"])
-def test_an_older_checkpoint_does_not_take_the_place_of_one_that_cannot_be_read_now(
+def test_a_checkpoint_that_cannot_be_read_now_is_not_replaced_by_an_older_one(
     run: NodeRun, site: Site, name: str
 ) -> None:
     site.save(8)
     site.save(16)
-    loop(site.tag("b", 16) / name)
+    link_to_itself(site.tag("b", 16) / name)
     with pytest.raises(Unreadable, match=rf"{tag_of(16)} may be complete.* b: .*{name} cannot be read now"):
         recover(run, silent)
     assert site.tag("a", 16).exists()
     assert site.tag("a", 8).exists()
 
 
-def test_pruning_keeps_a_checkpoint_of_which_a_host_cannot_read_something_now(run: NodeRun, site: Site) -> None:
+def test_pruning_keeps_a_checkpoint_with_a_file_that_a_host_cannot_read_now(run: NodeRun, site: Site) -> None:
     site.save(8)
-    loop(site.tag("b", 8) / "rank-00001.json")
+    link_to_itself(site.tag("b", 8) / "rank-00001.json")
     site.save(16)
     keep_up(run, silent)
     assert tags.complete_tags(run.checkpoints) == [tag_of(16)]
@@ -80,18 +80,18 @@ def test_pruning_keeps_a_checkpoint_of_which_a_host_cannot_read_something_now(ru
 
 
 @pytest.mark.parametrize("name", [PART_OF_B, "rank-00001.json"])
-def test_where_the_heads_copy_cannot_be_read_that_of_the_hosts_is_taken(run: NodeRun, site: Site, name: str) -> None:
+def test_a_heads_copy_that_cannot_be_read_is_replaced_from_the_hosts(run: NodeRun, site: Site, name: str) -> None:
     site.save(8)
     site.save(16)
     recover(run, silent)
-    loop(run.checkpoints / tag_of(16) / name)
+    link_to_itself(run.checkpoints / tag_of(16) / name)
     recover(run, silent)
     tags.require_complete(run.checkpoints / tag_of(16))
     (aside,) = (run.folder / "set-aside").iterdir()
     assert aside.name.startswith(f"{tag_of(16)}-{name}.")
 
 
-def test_a_file_that_no_rank_recorded_on_a_host_is_refused_and_named(run: NodeRun, site: Site) -> None:
+def test_a_file_on_a_host_that_no_rank_recorded_is_refused_and_named(run: NodeRun, site: Site) -> None:
     site.save(8)
     site.save(16)
     (site.tag("b", 16) / "mp_rank_01_model_states.pt").write_bytes(b"stray")
@@ -102,7 +102,7 @@ def test_a_file_that_no_rank_recorded_on_a_host_is_refused_and_named(run: NodeRu
     assert (site.tag("b", 16) / "mp_rank_01_model_states.pt").exists()
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_begins_again_only_when_asked_to(run: NodeRun, site: Site) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_begins_again_only_on_request(run: NodeRun, site: Site) -> None:
     site.save(8)
     (site.tag("b", 8) / PART_OF_B).write_bytes(bytes(300_000))
     with pytest.raises(NothingVerifies, match=rf"no intact copy of {PART_OF_B} was found.*--begin-again"):
@@ -113,19 +113,17 @@ def test_a_run_whose_checkpoints_are_all_damaged_begins_again_only_when_asked_to
     assert not any(site.tag(host, 8).exists() for host in "ab")
     assert all(len(list((site.scratch(host) / "set-aside" / run.name).iterdir())) == 1 for host in "ab")
     recover(run, silent)
-    assert resume_tag(run.folder) is None, "the run may be killed before its first checkpoint"
+    assert resume_tag(run.folder) is None, "the run must still begin again if it was killed before its first checkpoint"
 
 
-def test_a_host_that_is_back_after_the_run_has_begun_again_keeps_what_it_has_from_before(
-    run: NodeRun, site: Site
-) -> None:
+def test_old_checkpoints_of_a_host_that_returns_after_begin_again_are_set_aside(run: NodeRun, site: Site) -> None:
     site.save(8)
     checkpoint_record.note(run.folder, site.newest())
     owner = site.scratch("b") / run.relative_path / "owner.json"
     owner.write_text("{")  # which makes every request to this host fail
-    alone = replace(run, hosts=Hosts((Host("a", (0, 1)),)), nodes=run.nodes.on("a"))
+    without_b = replace(run, hosts=Hosts((Host("a", (0, 1)),)), nodes=run.nodes.on("a"))
     ask_to_begin_again(run.folder)
-    recover(alone, silent)
+    recover(without_b, silent)
     assert resume_tag(run.folder) is None
     owner.unlink()
     recover(run, silent)
@@ -134,11 +132,11 @@ def test_a_host_that_is_back_after_the_run_has_begun_again_keeps_what_it_has_fro
     assert [len(list((site.scratch(host) / "set-aside" / run.name).iterdir())) for host in "ab"] == [1, 1]
     site.save(16)
     recover(run, silent)
-    assert resume_tag(run.folder) == tag_of(16), "moved aside once"
+    assert resume_tag(run.folder) == tag_of(16), "checkpoints from after the new start must not be set aside"
 
 
 @pytest.mark.parametrize(("code", "are_sent"), [(None, []), ("c0de", ["b"])])
-def test_hosts_that_have_left_the_run_are_asked_for_their_parts_by_the_code_that_others_were_sent(
+def test_hosts_that_left_the_run_get_the_shipped_code_before_their_parts_are_gathered(
     run: NodeRun, site: Site, monkeypatch: pytest.MonkeyPatch, code: str | None, are_sent: list[str]
 ) -> None:
     sent: list[str] = []
@@ -150,13 +148,13 @@ def test_hosts_that_have_left_the_run_are_asked_for_their_parts_by_the_code_that
     monkeypatch.setattr(recovery, "hosts_with_code", send)
     site.save(8)
     checkpoint_record.note(run.folder, site.newest())
-    alone = replace(run, hosts=Hosts((Host("a", (0, 1)),)), nodes=replace(run.nodes.on("a"), code=code))
-    recover(alone, silent)
+    without_b = replace(run, hosts=Hosts((Host("a", (0, 1)),)), nodes=replace(run.nodes.on("a"), code=code))
+    recover(without_b, silent)
     assert tags.complete_tags(run.checkpoints) == [tag_of(8)]
     assert sent == are_sent
 
 
-def test_what_is_nowhere_any_more_is_named_with_where_it_was_last_seen(run: NodeRun, site: Site) -> None:
+def test_a_lost_file_is_named_with_the_host_that_last_had_it(run: NodeRun, site: Site) -> None:
     site.save(8)
     checkpoint_record.note(run.folder, site.newest())
     shutil.rmtree(site.tag("b", 8))
@@ -164,11 +162,11 @@ def test_what_is_nowhere_any_more_is_named_with_where_it_was_last_seen(run: Node
         recover(run, silent)
 
 
-def test_only_steps_that_the_head_has_not_heard_of_are_taken_from_a_node(run: NodeRun, site: Site) -> None:
+def test_only_metrics_of_steps_that_the_head_lacks_are_copied_from_a_node(run: NodeRun, site: Site) -> None:
     site.save(8)
-    theirs, ours = site.scratch("a") / run.relative_path / "metrics.jsonl", run.folder / "metrics.jsonl"
-    steps(ours, 6)
-    for told, expected in ((8, 8), (3, 8)):
-        steps(theirs, told)
+    node_metrics, head_metrics = site.scratch("a") / run.relative_path / "metrics.jsonl", run.folder / "metrics.jsonl"
+    write_metrics(head_metrics, 6)
+    for on_node, expected in ((8, 8), (3, 8)):
+        write_metrics(node_metrics, on_node)
         recover(run, silent)
-        assert len(ours.read_text().splitlines()) == expected
+        assert len(head_metrics.read_text().splitlines()) == expected

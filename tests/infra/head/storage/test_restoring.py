@@ -15,8 +15,8 @@ def restored(site: Site, rank: int) -> int:
     tag = site.newest()
     gather(site.nodes, RUN, tag, site.checkpoints)
     wanted = part(tag, files_read_by(rank, tag.sidecars), [rank])
-    place, parts = tag_path(RUN, tag.name), {site.nodes.hosts[rank]: wanted}
-    restore(site.nodes, RUN, place, parts, site.checkpoints / tag.name, recorded=tag.files)
+    tag_folder, parts = tag_path(RUN, tag.name), {site.nodes.hosts[rank]: wanted}
+    restore(site.nodes, RUN, tag_folder, parts, site.checkpoints / tag.name, recorded=tag.files)
     return len(wanted)
 
 
@@ -32,14 +32,14 @@ def test_a_node_with_a_new_disk_gets_its_part_of_the_checkpoint(site: Site) -> N
     assert (folder / sidecar).read_bytes() == (site.checkpoints / tag_of(8) / sidecar).read_bytes()
 
 
-def test_a_replica_of_the_nodes_own_is_left(site: Site) -> None:
+def test_a_nodes_own_replica_is_not_replaced(site: Site) -> None:
     site.save(8)
     before = (site.tag("b", 8) / "mp_rank_00_model_states.pt").read_bytes()
     restored(site, 1)
     assert (site.tag("b", 8) / "mp_rank_00_model_states.pt").read_bytes() == before
 
 
-def test_a_flipped_bit_on_a_node_is_mended(site: Site) -> None:
+def test_a_flipped_bit_on_a_node_is_repaired(site: Site) -> None:
     contents = site.save(8)
     name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     gather(site.nodes, RUN, site.newest(), site.checkpoints)
@@ -50,7 +50,7 @@ def test_a_flipped_bit_on_a_node_is_mended(site: Site) -> None:
     assert (site.tag("b", 8) / name).read_bytes() == contents[name]
 
 
-def test_a_copy_on_a_node_that_cannot_be_read_is_replaced_and_kept_and_no_unrecorded_pickle_stays(site: Site) -> None:
+def test_an_unreadable_copy_is_replaced_and_set_aside_and_so_are_unrecorded_pickles(site: Site) -> None:
     contents = site.save(8)
     name, folder = "zero_pp_rank_1_mp_rank_00_optim_states.pt", site.tag("b", 8)
     gather(site.nodes, RUN, site.newest(), site.checkpoints)

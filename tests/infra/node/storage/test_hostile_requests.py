@@ -22,7 +22,7 @@ from infra.node.storage.stored_checkpoints import (
     SendFiles,
 )
 from t5train.errors import HostError, StorageError
-from tests.support.simulated_nodes import RUN, Site, until_it_ends
+from tests.support.simulated_nodes import RUN, Site, await_end
 
 OUT = "../../../outside"
 HERE = NodeStore(None, None)
@@ -62,7 +62,7 @@ def send(site: Site, host: str, request: Request) -> None:
         if isinstance(answer, HostError):
             raise answer
     else:
-        until_it_ends(site.nodes, host, request)
+        await_end(site.nodes, host, request)
 
 
 def test_only_tags_can_be_moved_aside(site: Site) -> None:

@@ -16,8 +16,8 @@ from tests.support.checkpoints.sidecar_files import write
 
 
 @pytest.fixture
-def zero12(tmp_path: Path) -> Callable[..., Written]:
-    """A function that writes a ZeRO 2 checkpoint to a new folder: ``zero12(groups=..., ranks=..., sidecars=True)``."""
+def write_checkpoint(tmp_path: Path) -> Callable[..., Written]:
+    """``write_checkpoint(groups=..., ranks=..., sidecars=True)`` writes a generated checkpoint, ZeRO 2 by default."""
     counter = iter(range(1_000_000))
 
     def make(*, sidecars: bool = False, **settings: Any) -> Written:
@@ -54,8 +54,8 @@ def expert_engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], 
 
 
 @pytest.fixture(scope="session")
-def accelerated(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``accelerated("deepspeed_checkpoints", 4, "zero2-fp16")`` gives checkpoints of four ranks on accelerators."""
+def launch_on_accelerators(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``launch_on_accelerators("deepspeed_checkpoints", 4, "zero2-fp16")`` gives checkpoints of four ranks."""
     return lambda program, *rest: _launch(program, tmp_path_factory.mktemp("gpu"), *rest, accelerator=None)
 
 

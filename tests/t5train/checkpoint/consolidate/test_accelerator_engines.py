@@ -21,24 +21,26 @@ EXPERTS = ["zero0-fp16", "zero1-fp16", "zero2-fp16-every-expert-everywhere", "ze
 EXPERTS_ON_FOUR = ["zero2-fp16-split", "zero2-fp16-offload", "zero1-fp16-mixed-sizes", "zero2-bf16-split"]
 PIPELINES = ["zero1-fp16", "zero1-bf16", "zero1-bf16-fp32-accumulation", "zero0-bf16"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
-Accelerated = Callable[..., Path]
+LaunchOnAccelerators = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def dense(accelerated: Accelerated) -> Path:
-    return accelerated("deepspeed_checkpoints", 2, *DENSE)
+def dense(launch_on_accelerators: LaunchOnAccelerators) -> Path:
+    return launch_on_accelerators("deepspeed_checkpoints", 2, *DENSE)
 
 
 @pytest.fixture(scope="module")
-def experts(accelerated: Accelerated) -> Path:
+def experts(launch_on_accelerators: LaunchOnAccelerators) -> Path:
     ranks = 4 if torch.accelerator.device_count() >= 4 else 2
-    return accelerated("deepspeed_moe_checkpoints", ranks, *EXPERTS, *(EXPERTS_ON_FOUR if ranks == 4 else ()))
+    return launch_on_accelerators(
+        "deepspeed_moe_checkpoints", ranks, *EXPERTS, *(EXPERTS_ON_FOUR if ranks == 4 else ())
+    )
 
 
 @pytest.fixture(scope="module")
-def pipelines(accelerated: Accelerated) -> Path:
+def pipelines(launch_on_accelerators: LaunchOnAccelerators) -> Path:
     _require_four()
-    return accelerated("deepspeed_pipeline_checkpoints", 4, *PIPELINES)
+    return launch_on_accelerators("deepspeed_pipeline_checkpoints", 4, *PIPELINES)
 
 
 def _require_four() -> None:
@@ -66,25 +68,29 @@ def joined(files: list[Path], rename: Callable[[str], str]) -> dict[str, dict[st
 
 
 @pytest.mark.parametrize("layout", DENSE)
-def test_dense_checkpoints_give_the_live_masters_and_moments(dense: Path, tmp_path: Path, layout: str) -> None:
+def test_consolidated_dense_checkpoints_equal_the_engines_masters_and_moments(
+    dense: Path, tmp_path: Path, layout: str
+) -> None:
     consolidate(dense / "ours" / layout, tmp_path / "out", moments=True)
     require_live(tmp_path / "out", torch.load(dense / "live" / f"{layout}.pt", weights_only=True))
 
 
 @pytest.mark.parametrize("layout", [*EXPERTS, *EXPERTS_ON_FOUR])
-def test_experts_give_the_live_masters_and_moments(experts: Path, tmp_path: Path, layout: str) -> None:
+def test_consolidated_experts_equal_the_engines_masters_and_moments(experts: Path, tmp_path: Path, layout: str) -> None:
     if layout in EXPERTS_ON_FOUR:
         _require_four()
     consolidate(experts / "ours" / layout, tmp_path / "out", moments=True)
-    require_live(tmp_path / "out", joined([*(experts / "live" / layout).iterdir()], _switch_name))
+    require_live(tmp_path / "out", joined([*(experts / "live" / layout).iterdir()], _huggingface_name))
 
 
 @pytest.mark.parametrize("layout", PIPELINES)
-def test_pipelines_give_the_live_masters_and_moments(pipelines: Path, tmp_path: Path, layout: str) -> None:
+def test_consolidated_pipelines_equal_the_engines_masters_and_moments(
+    pipelines: Path, tmp_path: Path, layout: str
+) -> None:
     consolidate(pipelines / "theirs" / layout, tmp_path / "out", moments=True)
     require_live(tmp_path / "out", joined([*(pipelines / "live").glob(f"{layout}.[0-9].pt")], str))
 
 
-def _switch_name(name: str) -> str:
+def _huggingface_name(name: str) -> str:
     name = re.sub(r"moe\.(\d)\.deepspeed_moe\.experts\.deepspeed_experts\.", r"block.\1.mlp.experts.expert_", name)
     return re.sub(r"moe\.(\d)\.deepspeed_moe\.gate\.wg\.", r"block.\1.mlp.router.classifier.", name)

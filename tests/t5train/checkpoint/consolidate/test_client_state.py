@@ -28,10 +28,10 @@ def save_client_state(written: Written, **state: object) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_common_values_in_client_state_are_passed_over(
-    zero12: Callable[..., Written], tmp_path: Path, value: object
+def test_common_values_in_client_state_are_ignored(
+    write_checkpoint: Callable[..., Written], tmp_path: Path, value: object
 ) -> None:
-    written = zero12()
+    written = write_checkpoint()
     save_client_state(written, mine=value)
     consolidate(written.folder, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -39,10 +39,10 @@ def test_common_values_in_client_state_are_passed_over(
 
 
 @pytest.mark.parametrize("differ", [False, True])
-def test_learning_rates_of_numpy_are_still_compared_between_ranks(
-    zero12: Callable[..., Written], tmp_path: Path, differ: bool
+def test_numpy_learning_rates_are_still_compared_between_ranks(
+    write_checkpoint: Callable[..., Written], tmp_path: Path, differ: bool
 ) -> None:
-    written = zero12()
+    written = write_checkpoint()
     for rank, path in enumerate(sorted(written.tag.glob("*optim_states.pt"))):
         content = torch.load(path, weights_only=False)  # a file that this test wrote
         content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["lr"] = np.float64(
@@ -57,10 +57,10 @@ def test_learning_rates_of_numpy_are_still_compared_between_ranks(
 
 
 @pytest.mark.parametrize("key", ["global_steps", "dp_world_size"])
-def test_a_counter_that_client_state_replaced_is_refused_by_name(
-    zero12: Callable[..., Written], tmp_path: Path, key: str
+def test_a_counter_overwritten_by_client_state_is_refused_and_named(
+    write_checkpoint: Callable[..., Written], tmp_path: Path, key: str
 ) -> None:
-    written = zero12()
+    written = write_checkpoint()
     save_client_state(written, **{key: np.int64(2)})
     with pytest.raises(UnknownLayout, match=f"{key} is .*, not an integer. A key of the client_state"):
         consolidate(written.folder, tmp_path / "out")

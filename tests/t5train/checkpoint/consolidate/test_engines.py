@@ -18,7 +18,7 @@ TIED = [
     "zero3-fp32", "zero3-bf16", "zero3-bf16-offload",
 ]  # fmt: skip
 UNTIED = ["zero1-bf16-untied", "zero2-bf16-untied", "zero2-fp32-untied", "zero3-bf16-untied"]
-WITHOUT_A_RULE = {"zero0-bf16"}
+NEED_SIDECARS = {"zero0-bf16"}
 
 
 def live(engines: Path, layout: str) -> dict[str, Any]:
@@ -39,13 +39,15 @@ def require_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("layout", TIED + UNTIED)
-def test_our_checkpoints_give_the_live_masters_bit_for_bit(engines: Path, tmp_path: Path, layout: str) -> None:
+def test_checkpoints_with_sidecars_equal_the_engines_masters_bit_for_bit(
+    engines: Path, tmp_path: Path, layout: str
+) -> None:
     consolidate(engines / "ours" / layout, tmp_path / "out")
     require_equal(load_file(tmp_path / "out" / "model.safetensors"), expected(live(engines, layout)))
 
 
-@pytest.mark.parametrize("layout", [name for name in TIED + UNTIED if name not in WITHOUT_A_RULE])
-def test_somebody_elses_checkpoints_give_the_live_masters_bit_for_bit(
+@pytest.mark.parametrize("layout", [name for name in TIED + UNTIED if name not in NEED_SIDECARS])
+def test_checkpoints_without_sidecars_equal_the_engines_masters_bit_for_bit(
     engines: Path, tmp_path: Path, layout: str
 ) -> None:
     consolidate(engines / "theirs" / layout, tmp_path / "out")
@@ -54,7 +56,7 @@ def test_somebody_elses_checkpoints_give_the_live_masters_bit_for_bit(
 
 @pytest.mark.parametrize("owner", ["ours", "theirs"])
 @pytest.mark.parametrize("layout", ["zero2-bf16", "zero3-bf16"])
-def test_four_ranks_give_the_live_masters_and_moments_bit_for_bit(
+def test_checkpoints_of_four_ranks_equal_the_engines_masters_and_moments_bit_for_bit(
     engines_on_four_ranks: Path, tmp_path: Path, layout: str, owner: str
 ) -> None:
     consolidate(engines_on_four_ranks / owner / layout, tmp_path / "out", moments=True)
@@ -65,7 +67,9 @@ def test_four_ranks_give_the_live_masters_and_moments_bit_for_bit(
 
 
 @pytest.mark.parametrize("layout", [*TIED, *UNTIED, "zero2-bf16-round-robin"])
-def test_moments_are_those_of_the_live_optimizer_bit_for_bit(engines: Path, tmp_path: Path, layout: str) -> None:
+def test_moments_of_checkpoints_with_sidecars_equal_the_optimizers_bit_for_bit(
+    engines: Path, tmp_path: Path, layout: str
+) -> None:
     weights = consolidate(engines / "ours" / layout, tmp_path / "out", shard_bytes=700, moments=True)
     held = live(engines, layout)
     for key in ("exp_avg", "exp_avg_sq"):
@@ -74,22 +78,24 @@ def test_moments_are_those_of_the_live_optimizer_bit_for_bit(engines: Path, tmp_
         require_equal({k: v for name in names for k, v in load_file(tmp_path / "out" / name).items()}, held[key])
 
 
-@pytest.mark.parametrize("layout", [name for name in TIED if name not in WITHOUT_A_RULE | {"zero0-fp32"}])
-def test_moments_of_somebody_elses_checkpoints_are_found_too(engines: Path, tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize("layout", [name for name in TIED if name not in NEED_SIDECARS | {"zero0-fp32"}])
+def test_moments_of_checkpoints_without_sidecars_equal_the_optimizers_bit_for_bit(
+    engines: Path, tmp_path: Path, layout: str
+) -> None:
     consolidate(engines / "theirs" / layout, tmp_path / "out", moments=True)
     held = live(engines, layout)
     for key in ("exp_avg", "exp_avg_sq"):
         require_equal(load_file(tmp_path / "out" / f"{key}.safetensors"), held[key])
 
 
-def test_moments_that_nothing_names_are_refused_and_nothing_is_written(engines: Path, tmp_path: Path) -> None:
+def test_moments_whose_positions_are_unknown_are_refused_and_nothing_is_written(engines: Path, tmp_path: Path) -> None:
     with pytest.raises(UnknownLayout, match="cannot determine the positions of exp_avg"):
         consolidate(engines / "theirs" / "zero0-fp32", tmp_path / "out", moments=True)
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("owner", ["ours", "theirs"])
-def test_round_robin_gradients_give_masters_that_round_to_every_live_weight(
+def test_masters_with_round_robin_gradients_round_to_the_engines_weights(
     engines: Path, tmp_path: Path, owner: str
 ) -> None:
     """DeepSpeed's own safe_get_full_fp32_param returns wrong values here, so the weights are the reference."""
@@ -101,21 +107,21 @@ def test_round_robin_gradients_give_masters_that_round_to_every_live_weight(
 
 
 @pytest.mark.parametrize("layout", UNTIED)
-def test_the_result_is_that_of_deepspeeds_own_tool_where_that_works(engines: Path, tmp_path: Path, layout: str) -> None:
+def test_untied_weights_equal_the_output_of_deepspeeds_zero_to_fp32(engines: Path, tmp_path: Path, layout: str) -> None:
     consolidate(engines / "theirs" / layout, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     theirs = live(engines, layout)["zero_to_fp32"]
     require_equal(found, theirs)
 
 
-def test_a_tied_weight_stands_under_its_owners_name_alone(engines: Path, tmp_path: Path) -> None:
+def test_a_tied_weight_is_written_only_under_its_owners_name(engines: Path, tmp_path: Path) -> None:
     consolidate(engines / "ours" / "zero2-bf16", tmp_path / "out")
     names = load_file(tmp_path / "out" / "model.safetensors")
     assert "shared.weight" in names
     assert "decoder.weight" not in names
 
 
-def test_zero_0_with_two_groups_and_no_sidecar_is_refused_rather_than_guessed(engines: Path, tmp_path: Path) -> None:
+def test_zero_0_with_two_parameter_groups_and_no_sidecars_is_refused(engines: Path, tmp_path: Path) -> None:
     with pytest.raises(UnknownLayout, match="It has 2 parameter groups;"):
         consolidate(engines / "theirs" / "zero0-bf16", tmp_path / "out")
     assert not any(tmp_path.iterdir())

@@ -26,7 +26,7 @@ ON_FOUR = [
     "zero2-bf16-data-before-experts",
 ]  # fmt: skip
 LAYOUTS = [(ranks, name) for ranks in (2, 4) for name in (ON_BOTH if ranks == 2 else ON_BOTH + ON_FOUR)]
-UNTOLD = {"zero0-bf16", "zero0-bf16-ep2", "zero0-bf16-mixed-sizes", "zero0-bf16-data-before-experts"}
+NEED_SIDECARS = {"zero0-bf16", "zero0-bf16-ep2", "zero0-bf16-mixed-sizes", "zero0-bf16-data-before-experts"}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Engines = Callable[[int], Path]
 
@@ -41,7 +41,7 @@ def live(folder: Path, layout: str) -> dict[str, dict[str, torch.Tensor]]:
     return held
 
 
-def published(name: str) -> str:
+def huggingface_name(name: str) -> str:
     """The name in Hugging Face's Switch Transformers."""
     name = re.sub(r"moe\.(\d)\.deepspeed_moe\.experts\.deepspeed_experts\.", r"block.\1.mlp.experts.expert_", name)
     return re.sub(r"moe\.(\d)\.deepspeed_moe\.gate\.wg\.", r"block.\1.mlp.router.classifier.", name)
@@ -55,22 +55,22 @@ def require_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
-def test_our_experts_are_the_live_masters_by_hugging_face_names(
+def test_experts_with_sidecars_equal_the_engines_tensors_by_hugging_face_name(
     expert_engines: Engines, tmp_path: Path, ranks: int, layout: str
 ) -> None:
     folder = expert_engines(ranks)
     with_moments = layout != "zero0-fp32"  # there the moments' order is the optimizer's own and is not recorded
     consolidate(folder / "ours" / layout, tmp_path / "out", moments=with_moments)
     held = live(folder, layout)
-    wanted = {published(name): tensor for name, tensor in (held["masters"] | held["buffers"]).items()}
+    wanted = {huggingface_name(name): tensor for name, tensor in (held["masters"] | held["buffers"]).items()}
     require_equal(load_file(tmp_path / "out" / "model.safetensors"), wanted)
     for key in MOMENTS if with_moments else ():
-        moments = {published(name): tensor for name, tensor in held[key].items()}
+        moments = {huggingface_name(name): tensor for name, tensor in held[key].items()}
         require_equal(load_file(tmp_path / "out" / f"{key}.safetensors"), moments)
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(ranks, name) for ranks, name in LAYOUTS if name not in UNTOLD])
-def test_somebody_elses_experts_are_the_live_masters_numbered_over_all_ranks(
+@pytest.mark.parametrize(("ranks", "layout"), [(ranks, name) for ranks, name in LAYOUTS if name not in NEED_SIDECARS])
+def test_experts_without_sidecars_equal_the_engines_tensors_numbered_over_all_ranks(
     expert_engines: Engines, tmp_path: Path, ranks: int, layout: str
 ) -> None:
     folder = expert_engines(ranks)
@@ -83,7 +83,7 @@ def test_somebody_elses_experts_are_the_live_masters_numbered_over_all_ranks(
 
 
 @pytest.mark.parametrize("owner", ["ours", "theirs"])
-def test_round_robin_gradients_give_masters_that_round_to_every_live_weight(
+def test_masters_with_round_robin_gradients_round_to_the_engines_weights(
     expert_engines: Engines, tmp_path: Path, owner: str
 ) -> None:
     """DeepSpeed's own safe_get_full_fp32_param returns wrong values here, so the weights are the reference."""
@@ -93,12 +93,12 @@ def test_round_robin_gradients_give_masters_that_round_to_every_live_weight(
     weights = {}
     for path in (folder / "live" / layout).iterdir():
         weights |= torch.load(path, weights_only=True)["weights"]
-    weights = {published(name) if owner == "ours" else name: weight for name, weight in weights.items()}
+    weights = {huggingface_name(name) if owner == "ours" else name: weight for name, weight in weights.items()}
     require_equal({name: found[name].bfloat16() for name in weights}, weights)
 
 
-@pytest.mark.parametrize("layout", sorted(UNTOLD))
-def test_zero_0_with_ties_or_several_sizes_and_no_sidecar_is_refused_rather_than_guessed(
+@pytest.mark.parametrize("layout", sorted(NEED_SIDECARS))
+def test_zero_0_with_ties_or_several_expert_parallel_sizes_needs_sidecars(
     expert_engines: Engines, tmp_path: Path, layout: str
 ) -> None:
     with pytest.raises(UnknownLayout, match="cannot be determined"):

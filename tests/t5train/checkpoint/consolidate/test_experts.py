@@ -37,7 +37,7 @@ def edit(tag: Path, name: str, change: Edit) -> None:
     torch.save(content, tag / name)
 
 
-def refuse(error: type[T5TrainError], match: str, written: Written, out: Path) -> None:
+def require_refused(error: type[T5TrainError], match: str, written: Written, out: Path) -> None:
     with pytest.raises(error, match=match):
         consolidate(written.tag, out)
     assert not out.exists()
@@ -46,19 +46,19 @@ def refuse(error: type[T5TrainError], match: str, written: Written, out: Path) -
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     written = checkpoint(tmp_path)
     (written.tag / expert_file(1, 2)).unlink()
-    refuse(IncompleteCheckpoint, "expert 2 of layer 1 is missing", written, tmp_path / "out")
+    require_refused(IncompleteCheckpoint, "expert 2 of layer 1 is missing", written, tmp_path / "out")
 
 
 def test_an_expert_that_no_layer_has_is_refused(tmp_path: Path) -> None:
     written = checkpoint(tmp_path)
     torch.save(torch.load(written.tag / expert_file(0, 3)), written.tag / expert_file(0, 4))
-    refuse(IncompleteCheckpoint, "expert 4 of layer 0 is one too many", written, tmp_path / "out")
+    require_refused(IncompleteCheckpoint, "expert 4 of layer 0 is one too many", written, tmp_path / "out")
 
 
-def test_an_expert_in_the_place_of_another_is_named(tmp_path: Path) -> None:
+def test_a_file_that_holds_another_expert_is_named(tmp_path: Path) -> None:
     written = checkpoint(tmp_path)
     torch.save(torch.load(written.tag / expert_file(0, 1)), written.tag / expert_file(0, 2))
-    refuse(
+    require_refused(
         IncompleteCheckpoint,
         rf"{expert_file(0, 2)} should hold expert 2 .*deepspeed_experts\.1",
         written,
@@ -70,60 +70,60 @@ def test_two_layers_with_the_same_experts_are_refused(tmp_path: Path) -> None:
     written = checkpoint(tmp_path)
     for expert in range(4):
         torch.save(torch.load(written.tag / expert_file(0, expert)), written.tag / expert_file(1, expert))
-    refuse(IncompleteCheckpoint, r"layers 0 and 1 both hold the experts of moe\.0", written, tmp_path / "out")
+    require_refused(IncompleteCheckpoint, r"layers 0 and 1 both hold the experts of moe\.0", written, tmp_path / "out")
 
 
-def test_an_optimizer_of_fewer_expert_parallel_ranks_than_there_were_is_refused(tmp_path: Path) -> None:
+def test_a_missing_expert_parallel_optimizer_file_is_refused(tmp_path: Path) -> None:
     written = checkpoint(tmp_path, stage=0)
     (written.tag / "expp_rank_2_mp_rank_00_optim_states.pt").unlink()
-    refuse(IncompleteCheckpoint, r"ranks \[2\] are missing", written, tmp_path / "out")
+    require_refused(IncompleteCheckpoint, r"ranks \[2\] are missing", written, tmp_path / "out")
 
 
-def rename_group(content: dict[str, Any]) -> None:
+def rename_parameter_group(content: dict[str, Any]) -> None:
     content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][1]["name"] = "ep_size_4"
 
 
-def cut_over_three(content: dict[str, Any]) -> None:
+def partition_over_three_ranks(content: dict[str, Any]) -> None:
     content["optimizer_state_dict"]["partition_count"][1] = 3
 
 
-@pytest.mark.parametrize("change", [rename_group, cut_over_three])
-def test_groups_whose_expert_parallel_sizes_contradict_each_other_are_refused(tmp_path: Path, change: Edit) -> None:
+@pytest.mark.parametrize("change", [rename_parameter_group, partition_over_three_ranks])
+def test_a_parameter_group_with_contradictory_expert_parallel_sizes_is_refused(tmp_path: Path, change: Edit) -> None:
     written = checkpoint(tmp_path)
     for rank in range(4):
         edit(written.tag, OPTIMIZER.format(rank), change)
-    refuse(UnknownLayout, "parameter group 1 contradict each other", written, tmp_path / "out")
+    require_refused(UnknownLayout, "parameter group 1 contradict each other", written, tmp_path / "out")
 
 
-def mix(model: dict[str, Any]) -> None:
+def mix_parameter_group(model: dict[str, Any]) -> None:
     dense, experts, *others = model["param_shapes"]
     model["param_shapes"] = [dense, {"layer0.weight0": torch.Size((5, 3)), **experts}, *others]
 
 
-def test_a_group_of_experts_and_others_is_refused(tmp_path: Path) -> None:
+def test_a_parameter_group_that_mixes_experts_and_other_parameters_is_refused(tmp_path: Path) -> None:
     written = checkpoint(tmp_path)
-    edit(written.tag, MODEL, mix)
-    refuse(IncompleteCheckpoint, r"groups of \[1, 5, 2\] parameters", written, tmp_path / "out")
+    edit(written.tag, MODEL, mix_parameter_group)
+    require_refused(IncompleteCheckpoint, r"groups of \[1, 5, 2\] parameters", written, tmp_path / "out")
     for rank in range(4):
         edit(written.tag, OPTIMIZER.format(rank), lambda c: c["optimizer_state_dict"].pop("param_alignment_paddings"))
-    refuse(UnknownLayout, r"the group holds \['layer0", written, tmp_path / "out")
+    require_refused(UnknownLayout, r"the group holds \['layer0", written, tmp_path / "out")
 
 
-def test_a_checkpoint_of_the_time_when_there_was_one_number_of_experts_is_refused(tmp_path: Path) -> None:
+def test_an_old_checkpoint_with_a_single_number_of_experts_is_refused(tmp_path: Path) -> None:
     written = checkpoint(tmp_path)
     edit(written.tag, MODEL, lambda model: model.update(num_experts=4))
-    refuse(UnknownLayout, "has num_experts 4, but it must be a list", written, tmp_path / "out")
+    require_refused(UnknownLayout, "has num_experts 4, but it must be a list", written, tmp_path / "out")
 
 
-def test_expert_parallel_sizes_that_sidecars_do_not_record_are_refused(tmp_path: Path) -> None:
+def test_a_number_of_experts_that_differs_from_the_sidecars_is_refused(tmp_path: Path) -> None:
     written = checkpoint(tmp_path, sidecars=True)
     for one in sidecar.read_all(written.tag):
         layers = [layer.model_copy(update={"num_experts": 8}) for layer in one.expert_layers]
         sidecar.write(written.tag, one.model_copy(update={"expert_layers": layers}))
-    refuse(IncompleteCheckpoint, r"'moe\.0': 4.*in the files, but .*'moe\.0': 8", written, tmp_path / "out")
+    require_refused(IncompleteCheckpoint, r"'moe\.0': 4.*in the files, but .*'moe\.0': 8", written, tmp_path / "out")
 
 
-def test_a_tie_inside_an_expert_is_one_in_every_expert(tmp_path: Path) -> None:
+def test_a_tie_recorded_for_one_expert_applies_to_all_experts_of_the_layer(tmp_path: Path) -> None:
     written = checkpoint(tmp_path)
     ties = {f"moe.1.{EXPERTS}.0.again": f"moe.1.{EXPERTS}.0.w0"}
     edit(written.tag, MODEL, lambda model: model.update(shared_params=ties))
@@ -139,21 +139,21 @@ def test_a_tie_inside_an_expert_is_one_in_every_expert(tmp_path: Path) -> None:
     assert found.keys() == written.expected.keys()
 
 
-def test_a_tie_that_leaves_an_expert_is_refused(tmp_path: Path) -> None:
+def test_a_tie_between_an_expert_and_another_parameter_is_refused(tmp_path: Path) -> None:
     written = checkpoint(tmp_path)
     ties = {f"moe.1.{EXPERTS}.0.w0": "layer0.weight0"}
     edit(written.tag, MODEL, lambda model: model.update(shared_params=ties))
-    refuse(UnknownLayout, "only be tied to weights of the same expert", written, tmp_path / "out")
+    require_refused(UnknownLayout, "only be tied to weights of the same expert", written, tmp_path / "out")
 
 
-def test_masters_of_experts_that_are_another_ranks_contradict_the_weights(tmp_path: Path) -> None:
+def test_expert_masters_assigned_to_the_wrong_ranks_are_refused(tmp_path: Path) -> None:
     """A checkpoint without use_data_before_expert_parallelism must not be read as one with it."""
     written = checkpoint(tmp_path, experts=[(4, 2)])
     edit(written.tag, MODEL, lambda model: model.update(ds_config={"use_data_before_expert_parallelism": True}))
-    refuse(T5TrainError, "another checkpoint|differs from the weight", written, tmp_path / "out")
+    require_refused(T5TrainError, "another checkpoint|differs from the weight", written, tmp_path / "out")
 
 
-def test_sidecars_give_experts_and_their_gates_hugging_faces_names(tmp_path: Path) -> None:
+def test_with_sidecars_experts_and_gates_get_hugging_face_names(tmp_path: Path) -> None:
     written = checkpoint(tmp_path, sidecars=True)
     consolidate(written.tag, tmp_path / "out")
     names = load_file(tmp_path / "out" / "model.safetensors").keys()
@@ -164,7 +164,7 @@ def test_sidecars_give_experts_and_their_gates_hugging_faces_names(tmp_path: Pat
     assert layer.huggingface_name("moe.01.deepspeed_moe.gate.wg.weight").startswith("moe.01")
 
 
-def test_where_only_the_path_of_the_configuration_is_kept_the_default_order_is_supposed_and_borne_out(
+def test_without_a_stored_configuration_the_default_rank_order_is_assumed_and_verified(
     tmp_path: Path,
 ) -> None:
     written = checkpoint(tmp_path / "default")
@@ -174,4 +174,4 @@ def test_where_only_the_path_of_the_configuration_is_kept_the_default_order_is_s
     consolidate(written.tag, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in written.expected.items())
-    refuse(T5TrainError, "another checkpoint|differs from the weight", other, tmp_path / "other")
+    require_refused(T5TrainError, "another checkpoint|differs from the weight", other, tmp_path / "other")

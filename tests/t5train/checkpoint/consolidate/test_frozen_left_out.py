@@ -12,11 +12,11 @@ from t5train.checkpoint.consolidate import consolidate
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_frozen_tie_whose_first_name_was_left_out_stands_under_another_if_its_values_do(
-    zero12: Callable[..., Any], tmp_path: Path, stage: int
+def test_an_excluded_frozen_tied_weight_is_written_under_an_alias_that_has_its_values(
+    write_checkpoint: Callable[..., Any], tmp_path: Path, stage: int
 ) -> None:
     """DeepSpeed deletes only the first name. The aliases stay, with values at ZeRO 1 and 2, and empty at ZeRO 3."""
-    written = zero12(stage=stage, frozen=[(3, 2)])
+    written = write_checkpoint(stage=stage, frozen=[(3, 2)])
     owner = "frozen0"
     weight = written.expected.pop(owner).bfloat16()
     kept = torch.empty(0, dtype=torch.bfloat16) if stage == 3 else weight

@@ -22,7 +22,7 @@ def tag_with(folder: Path, embedding: tuple[int, int], **more: Any) -> Path:
     return tag
 
 
-def test_a_large_tied_weight_is_never_read_whole(tmp_path: Path) -> None:
+def test_a_large_tied_weight_is_never_held_in_memory_whole(tmp_path: Path) -> None:
     embedding = (2000, 3000)
     weight = torch.load(tag_with(tmp_path / "first", embedding) / "layer_00-model_states.pt")["weight"]
     tag = tag_with(tmp_path / "second", embedding, tie=weight.clone())
@@ -35,7 +35,7 @@ def test_a_large_tied_weight_is_never_read_whole(tmp_path: Path) -> None:
     assert "2.tie" not in load_file(tmp_path / "out" / "model.safetensors")
 
 
-def test_weights_that_are_parts_of_one_storage_are_not_taken_for_each_other(tmp_path: Path) -> None:
+def test_different_parts_of_one_storage_are_not_taken_for_tied_weights(tmp_path: Path) -> None:
     w0 = torch.load(tag_with(tmp_path / "first", (5, 3)) / LAYER)["w0"]
     parts = torch.stack([torch.zeros(4), w0.float(), torch.arange(4.0)]).bfloat16()
     consolidate(tag_with(tmp_path / "second", (5, 3), w0=parts[1], frozen=parts[2]), tmp_path / "out")

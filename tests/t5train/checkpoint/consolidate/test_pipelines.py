@@ -29,7 +29,7 @@ def live(engines: Path, layout: str, kind: str) -> Tensors:
     return held
 
 
-def published(tensors: Tensors) -> Tensors:
+def with_huggingface_names(tensors: Tensors) -> Tensors:
     """The tensors by Hugging Face's names."""
     return {
         f"{path}{name.removeprefix(layer)}": tensor
@@ -47,19 +47,19 @@ def require_equal(found: Tensors, wanted: Tensors) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_our_pipelines_give_the_live_masters_by_hugging_face_names(
+def test_pipelines_with_sidecars_equal_the_engines_tensors_by_hugging_face_name(
     pipeline_engines: Path, tmp_path: Path, layout: str
 ) -> None:
     consolidate(pipeline_engines / "ours" / layout, tmp_path / "out", moments=True)
     held = live(pipeline_engines, layout, "masters") | live(pipeline_engines, layout, "buffers")
-    require_equal(load_file(tmp_path / "out" / "model.safetensors"), published(held))
+    require_equal(load_file(tmp_path / "out" / "model.safetensors"), with_huggingface_names(held))
     for key in MOMENTS:
         found = load_file(tmp_path / "out" / f"{key}.safetensors")
-        require_equal(found, published(live(pipeline_engines, layout, key)))
+        require_equal(found, with_huggingface_names(live(pipeline_engines, layout, key)))
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "zero0-fp32"])
-def test_somebody_elses_pipelines_give_the_live_masters_by_layer(
+def test_pipelines_without_sidecars_equal_the_engines_tensors_by_layer(
     pipeline_engines: Path, tmp_path: Path, layout: str
 ) -> None:
     consolidate(pipeline_engines / "theirs" / layout, tmp_path / "out", moments=True)
@@ -70,7 +70,7 @@ def test_somebody_elses_pipelines_give_the_live_masters_by_layer(
 
 
 @pytest.mark.parametrize("owner", ["ours", "theirs"])
-def test_a_parameter_that_one_stage_of_a_tied_module_never_moves_is_taken_from_the_other(
+def test_a_parameter_of_a_tied_module_is_taken_from_the_stage_that_trains_it(
     pipeline_engines: Path, tmp_path: Path, owner: str
 ) -> None:
     consolidate(pipeline_engines / owner / "zero1-bf16-partly-tied", tmp_path / "out", moments=True)
@@ -78,16 +78,21 @@ def test_a_parameter_that_one_stage_of_a_tied_module_never_moves_is_taken_from_t
         torch.load(pipeline_engines / "live" / f"zero1-bf16-partly-tied.{stage}.pt", weights_only=True)
         for stage in (0, 1)
     )
-    places = "tied_modules.embed.places.weight"
-    assert not torch.equal(first["masters"][places], last["masters"][places])
+    positions = "tied_modules.embed.places.weight"
+    assert not torch.equal(first["masters"][positions], last["masters"][positions])
     held = last["masters"] | last["buffers"] | first["masters"] | first["buffers"]
-    require_equal(load_file(tmp_path / "out" / "model.safetensors"), published(held) if owner == "ours" else held)
+    require_equal(
+        load_file(tmp_path / "out" / "model.safetensors"), with_huggingface_names(held) if owner == "ours" else held
+    )
     for key in MOMENTS:
         held = last[key] | first[key]
-        require_equal(load_file(tmp_path / "out" / f"{key}.safetensors"), published(held) if owner == "ours" else held)
+        require_equal(
+            load_file(tmp_path / "out" / f"{key}.safetensors"),
+            with_huggingface_names(held) if owner == "ours" else held,
+        )
 
 
-def test_a_pipeline_without_an_optimizer_of_deepspeeds_calls_a_tied_layer_by_its_file(
+def test_without_a_deepspeed_optimizer_a_tied_layer_is_named_after_its_file(
     pipeline_engines: Path, tmp_path: Path
 ) -> None:
     consolidate(pipeline_engines / "theirs" / "zero0-fp32", tmp_path / "out")
@@ -96,14 +101,14 @@ def test_a_pipeline_without_an_optimizer_of_deepspeeds_calls_a_tied_layer_by_its
     require_equal(load_file(tmp_path / "out" / "model.safetensors"), held)
 
 
-def test_a_missing_layer_is_noticed_where_nothing_names_the_layers(pipeline_engines: Path, tmp_path: Path) -> None:
+def test_a_missing_layer_is_refused_even_if_no_file_names_the_layers(pipeline_engines: Path, tmp_path: Path) -> None:
     source = pipeline_engines / "theirs" / "zero0-fp32" / "global_step3"
     tag = Path(shutil.copytree(source, tmp_path / "in" / "global_step3"))
     (tag / "layer_00-model_states.pt").unlink()
-    refuse(tag, tmp_path / "out", r"1 parameters of shape \(17, 9\), but the layers' files hold 0")
+    require_refused(tag, tmp_path / "out", r"1 parameters of shape \(17, 9\), but the layers' files hold 0")
 
 
-def test_what_a_stage_holds_and_never_moves_is_not_missed_where_nothing_names_the_layers(
+def test_a_parameter_that_a_stage_never_trains_is_not_counted_as_missing(
     pipeline_engines: Path, tmp_path: Path
 ) -> None:
     source = pipeline_engines / "theirs" / "zero0-fp32" / "global_step3"
@@ -127,13 +132,13 @@ def tag(pipeline_engines: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(source, tmp_path / "in" / "global_step3"))
 
 
-def refuse(tag: Path, out: Path, match: str) -> None:
+def require_refused(tag: Path, out: Path, match: str) -> None:
     with pytest.raises(IncompleteCheckpoint, match=match):
         consolidate(tag, out)
     assert not out.exists()
 
 
-def test_a_tie_in_a_stage_that_records_none_is_told_by_its_weight(tag: Path, tmp_path: Path) -> None:
+def test_an_unrecorded_tie_within_a_stage_is_detected_by_equal_weights(tag: Path, tmp_path: Path) -> None:
     path = tag / "layer_04-model_states.pt"
     content = torch.load(path, weights_only=True)
     same_value = torch.full_like(content["weight"], 0.5)
@@ -145,15 +150,15 @@ def test_a_tie_in_a_stage_that_records_none_is_told_by_its_weight(tag: Path, tmp
 
 
 @pytest.mark.parametrize(
-    ("missing", "told"),
+    ("missing", "message"),
     [
         ("layer_02-model_states.pt", "lacks layer_02-model_states.pt"),
         ("bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt", r"ranks \[1\] are missing"),
     ],
 )
-def test_a_missing_layer_or_rank_of_a_stage_is_refused(tag: Path, tmp_path: Path, missing: str, told: str) -> None:
+def test_a_missing_layer_or_rank_of_a_stage_is_refused(tag: Path, tmp_path: Path, missing: str, message: str) -> None:
     (tag / missing).unlink()
-    refuse(tag, tmp_path / "out", told)
+    require_refused(tag, tmp_path / "out", message)
 
 
 def test_a_tied_parameter_that_differs_between_stages_is_refused(tag: Path, tmp_path: Path) -> None:
@@ -161,10 +166,10 @@ def test_a_tied_parameter_that_differs_between_stages_is_refused(tag: Path, tmp_
     content = torch.load(path, weights_only=False)  # a copy of what our own engines wrote
     content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data[3] += 0.25
     torch.save(content, path)
-    refuse(tag, tmp_path / "out", r"tied_modules\.embed\.weight")
+    require_refused(tag, tmp_path / "out", r"tied_modules\.embed\.weight")
 
 
 def test_a_stage_of_another_step_is_refused(tag: Path, tmp_path: Path) -> None:
     path = tag / "mp_rank_01_model_states.pt"
     torch.save(torch.load(path, weights_only=False) | {"global_steps": 4}, path)  # a copy of what our own engines wrote
-    refuse(tag, tmp_path / "out", r"differ in global_steps \(3 and 4\)")
+    require_refused(tag, tmp_path / "out", r"differ in global_steps \(3 and 4\)")

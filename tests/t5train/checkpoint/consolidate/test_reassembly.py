@@ -68,10 +68,10 @@ def require_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor
 
 
 @settings(max_examples=100, deadline=None)
-@pytest.mark.parametrize("sidecars", [False, True], ids=["theirs", "ours"])
+@pytest.mark.parametrize("sidecars", [False, True], ids=["without-sidecars", "with-sidecars"])
 @pytest.mark.parametrize("stages", [(0,), (1, 2), (3,)], ids=["zero0", "zero12", "zero3"])
 @given(data=st.data())
-def test_any_layout_is_put_together_bit_for_bit(data: st.DataObject, stages: Sequence[int], sidecars: bool) -> None:
+def test_any_layout_is_consolidated_bit_for_bit(data: st.DataObject, stages: Sequence[int], sidecars: bool) -> None:
     layout = data.draw(layouts(stages, sidecars=sidecars))
     moments = layout.stage > 0 and data.draw(st.booleans())
     with tempfile.TemporaryDirectory() as scratch:
@@ -106,9 +106,9 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
 
 
 @settings(max_examples=100, deadline=None)
-@pytest.mark.parametrize("sidecars", [False, True], ids=["theirs", "ours"])
+@pytest.mark.parametrize("sidecars", [False, True], ids=["without-sidecars", "with-sidecars"])
 @given(pipeline=pipelines())
-def test_any_pipeline_is_put_together_bit_for_bit(pipeline: Pipeline, sidecars: bool) -> None:
+def test_any_pipeline_is_consolidated_bit_for_bit(pipeline: Pipeline, sidecars: bool) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         written = write_pipeline(Path(scratch) / "checkpoint", pipeline, sidecars=sidecars)
         consolidate(written.folder, Path(scratch) / "out")
@@ -116,8 +116,10 @@ def test_any_pipeline_is_put_together_bit_for_bit(pipeline: Pipeline, sidecars: 
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 40, 100, 10_000])
-def test_shards_hold_what_one_file_holds(zero12: Callable[..., Any], tmp_path: Path, shard_bytes: int) -> None:
-    written = zero12(groups=[[(5, 3), (7,), (40,)], [(4,), (2, 2)]])
+def test_weights_split_into_several_files_equal_those_in_one_file(
+    write_checkpoint: Callable[..., Any], tmp_path: Path, shard_bytes: int
+) -> None:
+    written = write_checkpoint(groups=[[(5, 3), (7,), (40,)], [(4,), (2, 2)]])
     weights = consolidate(written.folder, tmp_path / "out", shard_bytes=shard_bytes)
     names = [name for name in weights.files if name.endswith(".safetensors")]
     tensors = {key: value for name in names for key, value in load_file(tmp_path / "out" / name).items()}
@@ -128,16 +130,20 @@ def test_shards_hold_what_one_file_holds(zero12: Callable[..., Any], tmp_path: P
         assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= shard_bytes
 
 
-def test_the_record_counts_ties_once_and_buffers_not_at_all(zero12: Callable[..., Any], tmp_path: Path) -> None:
-    written = zero12(groups=[[(5, 3)], [(4,)]], frozen=[(2, 2)], buffers=1, ties=1, sidecars=True)
+def test_the_record_counts_tied_parameters_once_and_buffers_not_as_parameters(
+    write_checkpoint: Callable[..., Any], tmp_path: Path
+) -> None:
+    written = write_checkpoint(groups=[[(5, 3)], [(4,)]], frozen=[(2, 2)], buffers=1, ties=1, sidecars=True)
     weights = consolidate(written.folder, tmp_path / "out")
     assert weights.counts == {"parameters": 15 + 4 + 4, "tensors": 4, "bytes": 4 * 23 + 8 * 3, "step": 7}
     assert Weights.load(tmp_path / "out") == weights
     weights.verify()
 
 
-def test_tensors_larger_than_a_buffer_are_whole(zero12: Callable[..., Any], tmp_path: Path) -> None:
-    written = zero12(groups=[[(3_000_001,), (700, 3001)]], ranks=3, frozen=[(2_500_000, 2)])
+def test_tensors_larger_than_the_copy_buffer_are_written_completely(
+    write_checkpoint: Callable[..., Any], tmp_path: Path
+) -> None:
+    written = write_checkpoint(groups=[[(3_000_001,), (700, 3001)]], ranks=3, frozen=[(2_500_000, 2)])
     seen: list[int] = []
     weights = consolidate(written.folder, tmp_path / "out", progress=lambda _what, done, _total: seen.append(done))
     require_equal(load_file(tmp_path / "out" / "model.safetensors"), written.expected)
@@ -146,8 +152,10 @@ def test_tensors_larger_than_a_buffer_are_whole(zero12: Callable[..., Any], tmp_
     assert seen[-1] == weights.counts["bytes"]
 
 
-def test_transposed_weights_are_written_in_row_major_order(zero12: Callable[..., Any], tmp_path: Path) -> None:
-    written = zero12(frozen=[(4, 3, 2)])
+def test_transposed_weights_are_written_in_row_major_order(
+    write_checkpoint: Callable[..., Any], tmp_path: Path
+) -> None:
+    written = write_checkpoint(frozen=[(4, 3, 2)])
     path = written.tag / "mp_rank_00_model_states.pt"
     model = torch.load(path, weights_only=False)  # a file that this test wrote
     frozen = model["module"]["frozen0"].permute(2, 0, 1)
@@ -182,7 +190,7 @@ def test_zero_0_masters_of_one_group_are_found_without_sidecars(
     require_equal(load_file(tmp_path / "out" / "model.safetensors"), masters)
 
 
-def test_zero_0_in_fp32_takes_the_modules_own_weights(tmp_path: Path) -> None:
+def test_zero_0_in_fp32_uses_the_modules_own_weights(tmp_path: Path) -> None:
     module = {"a": torch.randn(5, 3), "b": torch.randn(4)}
     consolidate(zero0(tmp_path / "in", {"state": {}, "param_groups": []}, module), tmp_path / "out")
     require_equal(load_file(tmp_path / "out" / "model.safetensors"), module)

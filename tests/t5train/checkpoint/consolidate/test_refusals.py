@@ -26,24 +26,24 @@ MODEL = "mp_rank_00_model_states.pt"
 RANK1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
-def refuse(error: type[T5TrainError], match: str, checkpoint: Path, out: Path, **how: Any) -> None:
+def require_refused(error: type[T5TrainError], match: str, checkpoint: Path, out: Path, **options: Any) -> None:
     before = sorted(out.parent.iterdir())
     with pytest.raises(error, match=match):
-        consolidate(checkpoint, out, **how)
+        consolidate(checkpoint, out, **options)
     assert sorted(out.parent.iterdir()) == before
 
 
-def test_a_flipped_bit_in_somebody_elses_files_is_refused_or_changes_nothing(
-    zero12: Callable[..., Any], tmp_path: Path
+def test_without_sidecars_a_flipped_bit_is_refused_or_changes_no_tensor(
+    write_checkpoint: Callable[..., Any], tmp_path: Path
 ) -> None:
-    written = zero12(frozen=[(3, 3)], buffers=1)
+    written = write_checkpoint(frozen=[(3, 3)], buffers=1)
     refused = 0
     for seed in range(150):
-        damaged, out, chance = tmp_path / "damaged", tmp_path / "out", random.Random(seed)
+        damaged, out, rng = tmp_path / "damaged", tmp_path / "out", random.Random(seed)
         shutil.copytree(written.tag, damaged)
-        path = chance.choice(sorted(damaged.iterdir()))
+        path = rng.choice(sorted(damaged.iterdir()))
         content = bytearray(path.read_bytes())
-        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
         path.write_bytes(content)
         try:
             consolidate(damaged, out)
@@ -59,38 +59,38 @@ def test_a_flipped_bit_in_somebody_elses_files_is_refused_or_changes_nothing(
 
 
 @pytest.mark.parametrize("bit", [0, 7, 12])
-def test_a_flipped_bit_of_a_master_that_rounding_hides_is_found(
-    zero12: Callable[..., Any], tmp_path: Path, bit: int
+def test_a_flipped_master_bit_that_rounding_hides_is_detected(
+    write_checkpoint: Callable[..., Any], tmp_path: Path, bit: int
 ) -> None:
     """The lowest bits of a master do not affect its bf16 weight, but the archive's checksum detects a change."""
-    written = zero12()
+    written = write_checkpoint()
     path = written.tag / RANK1
     master = torch_file.read_metadata(path)["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
     content = bytearray(path.read_bytes())
     content[master.offset + bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)
-    refuse(IncompleteCheckpoint, rf"{RANK1} is damaged.*CRC-32", written.tag, tmp_path / "out")
+    require_refused(IncompleteCheckpoint, rf"{RANK1} is damaged.*CRC-32", written.tag, tmp_path / "out")
 
 
-def test_a_partition_of_another_step_is_refused_by_the_weights_it_rounds_to(
-    zero12: Callable[..., Any], tmp_path: Path
+def test_an_optimizer_partition_that_does_not_round_to_the_weights_is_refused(
+    write_checkpoint: Callable[..., Any], tmp_path: Path
 ) -> None:
-    written, later = zero12(seed=1), zero12(seed=2)
+    written, later = write_checkpoint(seed=1), write_checkpoint(seed=2)
     shutil.copy(later.tag / RANK1, written.tag / RANK1)
-    refuse(IncompleteCheckpoint, rf"{RANK1}, rounded to BF16, differs from", written.folder, tmp_path / "out")
+    require_refused(IncompleteCheckpoint, rf"{RANK1}, rounded to BF16, differs from", written.folder, tmp_path / "out")
 
 
-def test_a_missing_rank_of_somebody_elses_checkpoint_is_named(zero12: Callable[..., Any], tmp_path: Path) -> None:
-    written = zero12(ranks=4)
+def test_without_sidecars_a_missing_rank_is_named(write_checkpoint: Callable[..., Any], tmp_path: Path) -> None:
+    written = write_checkpoint(ranks=4)
     (written.tag / RANK1).unlink()
-    refuse(IncompleteCheckpoint, r"ranks \[1\] are missing", written.folder, tmp_path / "out")
+    require_refused(IncompleteCheckpoint, r"ranks \[1\] are missing", written.folder, tmp_path / "out")
 
 
-def test_a_truncated_file_of_somebody_elses_checkpoint_is_named(zero12: Callable[..., Any], tmp_path: Path) -> None:
-    written = zero12()
+def test_without_sidecars_a_truncated_file_is_named(write_checkpoint: Callable[..., Any], tmp_path: Path) -> None:
+    written = write_checkpoint()
     content = (written.tag / RANK1).read_bytes()
     (written.tag / RANK1).write_bytes(content[: len(content) // 2])
-    refuse(IncompleteCheckpoint, f"{RANK1} is truncated", written.folder, tmp_path / "out")
+    require_refused(IncompleteCheckpoint, f"{RANK1} is truncated", written.folder, tmp_path / "out")
 
 
 class Hostile:
@@ -101,11 +101,11 @@ class Hostile:
         return Path.touch, (self.target,)
 
 
-def test_a_hostile_pickle_is_refused_and_does_not_run(zero12: Callable[..., Any], tmp_path: Path) -> None:
-    written, target = zero12(), tmp_path / "ran"
+def test_a_hostile_pickle_is_refused_and_does_not_run(write_checkpoint: Callable[..., Any], tmp_path: Path) -> None:
+    written, target = write_checkpoint(), tmp_path / "ran"
     model = torch.load(written.tag / MODEL, weights_only=False)  # a file that this test wrote
     torch.save(model | {"client": Hostile(target)}, written.tag / MODEL)
-    refuse(ConsolidationError, f"{MODEL} is not loaded", written.folder, tmp_path / "out")
+    require_refused(ConsolidationError, f"{MODEL} is not loaded", written.folder, tmp_path / "out")
     assert not target.exists()
 
 
@@ -114,24 +114,30 @@ def save_model(tag: Path, **changed: Any) -> None:
     torch.save(model | changed, tag / MODEL)
 
 
-def test_masters_that_are_not_all_accounted_for_are_refused(zero12: Callable[..., Any], tmp_path: Path) -> None:
-    written = zero12(groups=[[(5, 3), (40,)]], keep_padding=True)
+def test_masters_with_more_elements_than_the_parameters_are_refused(
+    write_checkpoint: Callable[..., Any], tmp_path: Path
+) -> None:
+    written = write_checkpoint(groups=[[(5, 3), (40,)]], keep_padding=True)
     save_model(written.tag, param_shapes=[{"layer0.weight0": torch.Size((5, 3))}])
-    refuse(ConsolidationError, "the parameters need 15", written.folder, tmp_path / "out")
+    require_refused(ConsolidationError, "the parameters need 15", written.folder, tmp_path / "out")
 
 
-def test_a_parameter_without_a_weight_in_the_module_is_refused(zero12: Callable[..., Any], tmp_path: Path) -> None:
-    written = zero12(groups=[[(5, 3)]])
+def test_a_parameter_without_a_weight_in_the_module_is_refused(
+    write_checkpoint: Callable[..., Any], tmp_path: Path
+) -> None:
+    written = write_checkpoint(groups=[[(5, 3)]])
     save_model(written.tag, module={"other": torch.ones(2)})
-    refuse(ConsolidationError, r"an fp32 master of layer0\.weight0, but", written.folder, tmp_path / "out")
+    require_refused(ConsolidationError, r"an fp32 master of layer0\.weight0, but", written.folder, tmp_path / "out")
 
 
-def test_a_tie_that_is_none_is_refused(zero12: Callable[..., Any], tmp_path: Path) -> None:
-    written = zero12(groups=[[(5, 3)]])
+def test_a_recorded_tie_between_different_weights_is_refused(
+    write_checkpoint: Callable[..., Any], tmp_path: Path
+) -> None:
+    written = write_checkpoint(groups=[[(5, 3)]])
     module = torch.load(written.tag / MODEL, weights_only=False)["module"]  # a file that this test wrote
     module["alias"] = module["layer0.weight0"] + 1
     save_model(written.tag, module=module, shared_params={"alias": "layer0.weight0"})
-    refuse(IncompleteCheckpoint, r"layer0\.weight0: the master", written.folder, tmp_path / "out")
+    require_refused(IncompleteCheckpoint, r"layer0\.weight0: the master", written.folder, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -146,52 +152,56 @@ def test_a_tie_that_is_none_is_refused(zero12: Callable[..., Any], tmp_path: Pat
         ([MODEL, "offloaded_tensors/"], "NVMe"),
     ],
 )
-def test_a_layout_without_a_rule_is_refused_by_what_it_looks_like(tmp_path: Path, names: list[str], seen: str) -> None:
+def test_an_unsupported_layout_is_refused_and_named(tmp_path: Path, names: list[str], seen: str) -> None:
     tag = tmp_path / "tag"
     tag.mkdir()
     for name in names:
         (tag / name).mkdir() if name.endswith("/") else torch.save({}, tag / name)
-    refuse(UnknownLayout, seen, tag, tmp_path / "out")
+    require_refused(UnknownLayout, seen, tag, tmp_path / "out")
 
 
 def test_zero_0_in_bf16_without_masters_is_refused(tmp_path: Path) -> None:
     tag = tmp_path / "tag"
     tag.mkdir()
     torch.save({"module": {"a": torch.ones(3, dtype=torch.bfloat16)}, "optimizer": None}, tag / MODEL)
-    refuse(UnknownLayout, "a is BF16 and has no fp32 master", tag, tmp_path / "out")
+    require_refused(UnknownLayout, "a is BF16 and has no fp32 master", tag, tmp_path / "out")
 
 
-def test_latest_is_not_believed_blindly(zero12: Callable[..., Any], tmp_path: Path) -> None:
-    written = zero12()
+def test_an_invalid_or_missing_latest_file_is_refused(write_checkpoint: Callable[..., Any], tmp_path: Path) -> None:
+    written = write_checkpoint()
     for text, message in [("global_step8", "has no tag 'global_step8'"), ("../elsewhere", "not the name of a tag")]:
         (written.folder / "latest").write_text(text)
-        refuse(InputError, message, written.folder, tmp_path / "out")
+        require_refused(InputError, message, written.folder, tmp_path / "out")
     (written.folder / "latest").unlink()
-    refuse(InputError, "no file 'latest'.*global_step7", written.folder, tmp_path / "out")
+    require_refused(InputError, "no file 'latest'.*global_step7", written.folder, tmp_path / "out")
 
 
-def test_the_newest_complete_tag_is_taken_whatever_latest_says(zero12: Callable[..., Any], tmp_path: Path) -> None:
-    older, newer, broken = (zero12(sidecars=True, step=step, seed=step) for step in (7, 8, 9))
+def test_the_newest_complete_tag_is_used_regardless_of_latest(
+    write_checkpoint: Callable[..., Any], tmp_path: Path
+) -> None:
+    older, newer, broken = (write_checkpoint(sidecars=True, step=step, seed=step) for step in (7, 8, 9))
     newer.tag.rename(older.folder / newer.tag.name)
     broken.tag.rename(older.folder / broken.tag.name)
     (older.folder / "global_step9" / RANK1).unlink()
     weights = consolidate(older.folder, tmp_path / "out")
     assert weights.counts["step"] == 8
     assert consolidate(older.folder, tmp_path / "other", tag="global_step7").counts["step"] == 7
-    refuse(IncompleteCheckpoint, RANK1, older.folder, tmp_path / "third", tag="global_step9")
+    require_refused(IncompleteCheckpoint, RANK1, older.folder, tmp_path / "third", tag="global_step9")
 
 
-def test_when_no_tag_is_complete_none_is_taken(zero12: Callable[..., Any], tmp_path: Path) -> None:
-    written = zero12(sidecars=True)
+def test_a_checkpoint_folder_without_a_complete_tag_is_refused(
+    write_checkpoint: Callable[..., Any], tmp_path: Path
+) -> None:
+    written = write_checkpoint(sidecars=True)
     (written.tag / "rank-00000.json").unlink()
-    refuse(IncompleteCheckpoint, "no complete tag", written.folder, tmp_path / "out")
+    require_refused(IncompleteCheckpoint, "no complete tag", written.folder, tmp_path / "out")
 
 
 @pytest.mark.parametrize("sidecars", [True, False])
-def test_the_same_weights_again_are_verified_and_reused(
-    zero12: Callable[..., Any], tmp_path: Path, sidecars: bool
+def test_consolidating_again_verifies_and_reuses_the_existing_weights(
+    write_checkpoint: Callable[..., Any], tmp_path: Path, sidecars: bool
 ) -> None:
-    written = zero12(sidecars=sidecars)
+    written = write_checkpoint(sidecars=sidecars)
     first = consolidate(written.folder, tmp_path / "out")
     inode = (tmp_path / "out" / "model.safetensors").stat().st_ino
     again = consolidate(written.folder, tmp_path / "out")
@@ -200,8 +210,10 @@ def test_the_same_weights_again_are_verified_and_reused(
     assert (tmp_path / "out" / "model.safetensors").stat().st_ino == inode
 
 
-def test_damaged_weights_are_made_again_and_the_damaged_ones_kept(zero12: Callable[..., Any], tmp_path: Path) -> None:
-    written = zero12(sidecars=True)
+def test_damaged_weights_are_set_aside_and_consolidated_again(
+    write_checkpoint: Callable[..., Any], tmp_path: Path
+) -> None:
+    written = write_checkpoint(sidecars=True)
     first = consolidate(written.folder, tmp_path / "out")
     (tmp_path / "out" / "model.safetensors").write_bytes(b"damaged")
     again = consolidate(written.folder, tmp_path / "out")
@@ -211,88 +223,92 @@ def test_damaged_weights_are_made_again_and_the_damaged_ones_kept(zero12: Callab
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint0", "out", "out.aside-1"]
 
 
-def test_a_file_that_somebody_put_beside_damaged_weights_is_not_lost(
-    zero12: Callable[..., Any], tmp_path: Path
+def test_an_unrelated_file_beside_damaged_weights_is_not_removed(
+    write_checkpoint: Callable[..., Any], tmp_path: Path
 ) -> None:
-    written, out = zero12(sidecars=True), tmp_path / "out"
+    written, out = write_checkpoint(sidecars=True), tmp_path / "out"
     consolidate(written.folder, out)
     (out / "thesis.txt").write_text("mine")
     assert consolidate(written.folder, out).reused
     (out / "model.safetensors").write_bytes(b"damaged")
-    refuse(StorageError, "damaged weights and an unrelated file, thesis.txt", written.folder, out)
+    require_refused(StorageError, "damaged weights and an unrelated file, thesis.txt", written.folder, out)
     assert (out / "thesis.txt").read_text() == "mine"
 
 
-def test_a_folder_that_holds_something_else_is_left_alone(zero12: Callable[..., Any], tmp_path: Path) -> None:
-    written, other = zero12(sidecars=True, seed=1), zero12(sidecars=True, seed=2)
+def test_an_output_folder_with_other_content_is_refused_and_left_unchanged(
+    write_checkpoint: Callable[..., Any], tmp_path: Path
+) -> None:
+    written, other = write_checkpoint(sidecars=True, seed=1), write_checkpoint(sidecars=True, seed=2)
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.txt").write_text("mine")
-    refuse(StorageError, "no finished result of `consolidate`", written.folder, out)
+    require_refused(StorageError, "no finished result of `consolidate`", written.folder, out)
     assert (out / "thesis.txt").read_text() == "mine"
     consolidate(other.folder, tmp_path / "others")
-    refuse(StorageError, "holds other weights", written.folder, tmp_path / "others")
+    require_refused(StorageError, "holds other weights", written.folder, tmp_path / "others")
 
 
-def test_weights_that_do_not_fit_are_refused_before_a_byte_is_written(
-    zero12: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_too_little_disk_space_is_refused_before_anything_is_written(
+    write_checkpoint: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Full:
+    class FullDisk:
         free = 1 << 20
 
-    monkeypatch.setattr(out_folder.shutil, "disk_usage", lambda _path: Full)
-    refuse(StorageError, "only 1048576 bytes are free", zero12().folder, tmp_path / "out")
+    monkeypatch.setattr(out_folder.shutil, "disk_usage", lambda _path: FullDisk)
+    require_refused(StorageError, "only 1048576 bytes are free", write_checkpoint().folder, tmp_path / "out")
 
 
-def test_nothing_stays_behind_when_writing_fails(
-    zero12: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_write_leaves_no_files(
+    write_checkpoint: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    refuse(StorageError, "No space left", zero12().folder, tmp_path / "out")
+    require_refused(StorageError, "No space left", write_checkpoint().folder, tmp_path / "out")
 
 
-def test_what_a_killed_consolidation_left_is_cleared(zero12: Callable[..., Any], tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_consolidation_are_removed(write_checkpoint: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / "model.safetensors").write_bytes(b"half")
-    consolidate(zero12().folder, tmp_path / "out").verify()
+    consolidate(write_checkpoint().folder, tmp_path / "out").verify()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint0", "out"]
 
 
-def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_missing_or_holds_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    refuse(InputError, "is not a folder", tmp_path / "nothing", tmp_path / "out")
-    refuse(InputError, "holds no checkpoint", tmp_path / "empty", tmp_path / "out")
+    require_refused(InputError, "is not a folder", tmp_path / "nothing", tmp_path / "out")
+    require_refused(InputError, "holds no checkpoint", tmp_path / "empty", tmp_path / "out")
 
 
-def test_a_tag_that_a_run_removes_meanwhile_is_told(
-    zero12: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_tag_removed_by_a_run_during_consolidation_is_reported(
+    write_checkpoint: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = zero12(sidecars=True)
+    written = write_checkpoint(sidecars=True)
     plan_of = consolidation.plan_of
 
-    def plan_and_lose(*arguments: Any) -> Any:
+    def plan_and_remove_tag(*arguments: Any) -> Any:
         plan = plan_of(*arguments)
         shutil.rmtree(written.tag)
         return plan
 
-    monkeypatch.setattr(consolidation, "plan_of", plan_and_lose)
-    refuse(IncompleteCheckpoint, "removed while .* was read: a run in training", written.folder, tmp_path / "out")
+    monkeypatch.setattr(consolidation, "plan_of", plan_and_remove_tag)
+    require_refused(
+        IncompleteCheckpoint, "removed while .* was read: a run in training", written.folder, tmp_path / "out"
+    )
 
 
-def test_an_output_folder_that_cannot_be_made_is_named(zero12: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_output_folder_that_cannot_be_created_is_named(write_checkpoint: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"file cannot be created: .*File exists; choose another"):
-        consolidate(zero12().folder, tmp_path / "file" / "out")
+        consolidate(write_checkpoint().folder, tmp_path / "file" / "out")
 
 
-def test_frozen_parameters_at_zero_0_without_sidecars_are_refused_with_the_numbers_seen(
-    zero12: Callable[..., Any], tmp_path: Path
+def test_zero_0_frozen_parameters_without_sidecars_are_refused_with_element_counts(
+    write_checkpoint: Callable[..., Any], tmp_path: Path
 ) -> None:
-    written = zero12(stage=0, groups=[[(5, 3)]], frozen=[(2, 2)])
-    refuse(
+    written = write_checkpoint(stage=0, groups=[[(5, 3)]], frozen=[(2, 2)])
+    require_refused(
         UnknownLayout, "masters have 15 elements, and the module's parameters have 19", written.folder, tmp_path / "out"
     )
 
@@ -304,8 +320,8 @@ def test_frozen_parameters_at_zero_0_without_sidecars_are_refused_with_the_numbe
         ("pwrite", StorageError, "out cannot be written: .*Input/output error"),
     ],
 )
-def test_a_bad_disk_is_told_and_nothing_stays_behind(
-    zero12: Callable[..., Any],
+def test_a_disk_error_is_reported_and_leaves_no_files(
+    write_checkpoint: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     call: str,
@@ -315,16 +331,16 @@ def test_a_bad_disk_is_told_and_nothing_stays_behind(
     def fail(*_arguments: object) -> None:
         raise OSError(5, "Input/output error")
 
-    written = zero12()
-    with monkeypatch.context() as bad:
-        bad.setattr(f"os.{call}", fail)
-        refuse(error, match, written.folder, tmp_path / "out")
+    written = write_checkpoint()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"os.{call}", fail)
+        require_refused(error, match, written.folder, tmp_path / "out")
 
 
-def test_what_is_no_tensor_in_a_module_is_named_when_it_is_left_out(
-    zero12: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_module_entries_that_are_not_tensors_are_skipped_and_named_in_the_log(
+    write_checkpoint: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    written = zero12()
+    written = write_checkpoint()
     module = torch.load(written.tag / MODEL, weights_only=False)["module"]  # a file that this test wrote
     save_model(written.tag, module=module | {"layer0._extra_state": {"scale": 1.0}})
     consolidate(written.folder, tmp_path / "out")

@@ -45,7 +45,7 @@ tensors = st.lists(st.tuples(st.sampled_from(["F32", "U8"]), st.integers(0, 99),
 
 @settings(max_examples=40, deadline=None)
 @given(tensors=tensors)
-def test_tensors_of_any_size_are_written_as_they_are(
+def test_tensors_of_any_size_are_written_unchanged(
     tmp_path_factory: pytest.TempPathFactory, tensors: list[tuple[str, int, int]]
 ) -> None:
     folder = tmp_path_factory.mktemp("stream")
@@ -60,51 +60,49 @@ def test_tensors_of_any_size_are_written_as_they_are(
     assert digests["model.safetensors"] == digest_safetensors(folder / "model.safetensors")
 
 
-def test_a_file_system_that_always_goes_through_its_cache_will_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = os.open
+def test_a_file_system_without_direct_io_is_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_open = os.open
 
-    def refuse(path: str | Path, flags: int, mode: int = 0o777) -> int:
+    def open_without_direct_io(path: str | Path, flags: int, mode: int = 0o777) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return opened(path, flags, mode)
+        return real_open(path, flags, mode)
 
-    monkeypatch.setattr("t5train.checkpoint.consolidate.safetensors_files.os.open", refuse)
+    monkeypatch.setattr("t5train.checkpoint.consolidate.safetensors_files.os.open", open_without_direct_io)
     plans = planned(tmp_path, [("F32", 0, 9000), ("U8", 3, 70_000)])
     write_tensors(plans, tmp_path, "model", None, has_digests=True, progress=silent)
     found = load_file(tmp_path / "model.safetensors")
     assert all(found[plan.name].numpy().tobytes() == expected(plan) for plan in plans)
 
 
-def test_what_one_thread_finds_stops_all_and_is_told(tmp_path: Path) -> None:
+def test_an_error_in_one_thread_ends_the_write_and_is_raised(tmp_path: Path) -> None:
     plans = planned(tmp_path, [("F32", 0, 9000)] * 50)
     (tmp_path / "source").write_bytes(b"short")
     with pytest.raises(IncompleteCheckpoint, match="source ends at byte 18000"):
         write_tensors(plans, tmp_path, "model", None, has_digests=True, progress=silent)
 
 
-def num_open() -> int:
+def count_open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_a_tensor_cut_over_very_many_files_is_read_with_few_of_them_open(tmp_path: Path) -> None:
+def test_a_tensor_split_over_many_files_is_read_with_few_files_open(tmp_path: Path) -> None:
     files = [tmp_path / f"rank{rank}" for rank in range(300)]
     for rank, file in enumerate(files):
         file.write_bytes(rank.to_bytes(4, "little"))
     source = Source("F32", tuple(Extent(file, 0, 4) for file in files))
-    buffer, before = memoryview(bytearray(source.size)), num_open()
+    buffer, before = memoryview(bytearray(source.size)), count_open_files()
     with Reader() as reader:
         reader.read(source, 0, buffer)
-        assert num_open() - before <= 16
-    assert num_open() <= before
+        assert count_open_files() - before <= 16
+    assert count_open_files() <= before
     assert buffer.cast("I").tolist() == list(range(300))
 
 
-def test_very_many_shards_are_written_with_few_of_them_open(tmp_path: Path) -> None:
+def test_many_output_files_are_written_with_few_files_open(tmp_path: Path) -> None:
     plans = planned(tmp_path, [("F32", 0, 9)] * 400)
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open() + 200, allowed[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count_open_files() + 200, allowed[1]))
     try:
         files = write_tensors(plans, tmp_path, "model", 36, has_digests=True, progress=silent)
     finally:

@@ -11,21 +11,21 @@ from t5train.checkpoint.consolidate.torch_file import StoredTensor, read_metadat
 from t5train.errors import IncompleteCheckpoint
 
 
-class PickledAsPython3112PicklesEnums:
+class PickledLikePython3112Enum:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
         return getattr, ("the class", "upper")
 
 
-def test_an_enum_of_an_early_python_3_11_is_read_past_and_no_attribute_is_looked_up(tmp_path: Path) -> None:
+def test_an_enum_pickled_by_early_python_3_11_is_skipped_without_attribute_lookup(tmp_path: Path) -> None:
     file = tmp_path / "optim_states.pt"
-    torch.save({"zero_stage": PickledAsPython3112PicklesEnums(), "weight": torch.arange(6.0)}, file)
+    torch.save({"zero_stage": PickledLikePython3112Enum(), "weight": torch.arange(6.0)}, file)
     content = read_metadata(file)
     assert isinstance(content["weight"], StoredTensor)
     assert content["weight"].shape == (6,)
     assert not callable(content["zero_stage"])
 
 
-def test_a_flipped_bit_in_a_name_is_found_by_the_checksum_that_torch_does_not_compare(tmp_path: Path) -> None:
+def test_a_changed_name_is_detected_by_the_checksum_that_torch_ignores(tmp_path: Path) -> None:
     file = tmp_path / "model_states.pt"
     torch.save({"layer0.weight0": torch.arange(6.0)}, file)
     content = file.read_bytes()
