@@ -74,7 +74,7 @@ def explained(url: str, what: str, kind: type[T5TrainError] = PublicationError) 
 
 
 class Counted(Callback):  # type: ignore[misc]  # fsspec has no types
-    """Reports the bytes of a file that fsspec has sent or fetched as progress."""
+    """Reports as progress the bytes of a file that fsspec has sent or fetched."""
 
     def __init__(self, what: str, progress: Progress) -> None:
         super().__init__()

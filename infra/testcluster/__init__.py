@@ -2,7 +2,7 @@
 
 ::
 
-    with Cluster.temporary("try", hosts=2, share=folder) as cluster:
+    with Cluster.temporary("try", nodes=2, share=folder) as cluster:
         cluster.exec("head", ["ssh", "node0", "hostname"])
         cluster.power_cut("node1")
 

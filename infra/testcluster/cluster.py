@@ -29,9 +29,10 @@ class Cluster:
 
     @classmethod
     def up(cls, name: str, nodes: int = 2, share: Path | None = None, temporary: bool = False) -> Self:
-        """Start a cluster that runs until ``down``; a ``temporary`` one ends with the calling thread.
+        """Start a head and ``nodes`` more hosts on this machine, as namespaces. They run until ``down``.
 
-        Every host can read and write the folder ``share`` of this machine, at the same path.
+        A ``temporary`` cluster also ends when the calling thread ends. If ``share`` is given, every host can read and
+        write that folder of this machine, at the same path; otherwise the hosts share no folder.
 
         Raises:
             TestClusterError: this machine cannot run several hosts, or the name is taken.
@@ -57,7 +58,7 @@ class Cluster:
     @classmethod
     @contextmanager
     def temporary(cls, name: str, nodes: int = 2, share: Path | None = None) -> Iterator[Self]:
-        """Run a cluster while the block runs. It also ends when this process does, in whatever way."""
+        """Run a cluster in a ``with`` block. It also ends when the calling thread ends, even if that is killed."""
         cluster = cls.up(name, nodes, share, temporary=True)
         try:
             yield cluster

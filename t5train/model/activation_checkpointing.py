@@ -25,7 +25,10 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 
 def recomputed(part: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
-    """Run ``part(*inputs)``, and run it again in the backward pass."""
+    """Return ``part(*inputs)`` without keeping its activations: the backward pass runs ``part`` again to save memory.
+
+    Dropout repeats, because the state of the random generators is restored.
+    """
     if not torch.is_grad_enabled():
         return part(*inputs)
     output: Tensor = checkpoint(part, *inputs, use_reentrant=False)

@@ -51,7 +51,11 @@ def differing_tensors(model: "torch.nn.Module", witness: Witness, progress: Prog
 
 
 def expected_ties(witness: Witness) -> dict[str, str]:
-    """Return T5's own ties, the output layer's if the configuration has it, and those that the engine recorded."""
+    """Return the parameters that must be tied, as a mapping from each alias to the parameter that it shares.
+
+    These are the ties of every T5, the tie of the output layer if the witness's configuration has it, and the ties that
+    the engine recorded.
+    """
     head = {_HEAD: _SHARED} if witness.huggingface_config.get("tie_word_embeddings", True) else {}
     return dict.fromkeys(_EMBEDDINGS, _SHARED) | head | witness.ties
 

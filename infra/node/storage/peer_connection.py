@@ -109,7 +109,7 @@ class _Handshakes:
             self._began_at[connection] = time.monotonic()
 
     def end(self, connection: socket.socket) -> None:
-        """Remove a connection whose peer knows the token, or that was closed."""
+        """Stop tracking a connection, because its peer has proved that it knows the token, or because it was closed."""
         with self._lock:
             self._began_at.pop(connection, None)
         self._free.release()

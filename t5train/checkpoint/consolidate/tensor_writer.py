@@ -79,9 +79,12 @@ class Copier:
         self._rounding = RoundingCheck(reader, _PIECE_BYTES)
 
     def copy(self, tensor: TensorPlan, place: Place, passed: PassedBytes | None) -> bytes:
-        """Write the tensor's bytes, add the bytes read to ``passed``, and return the sha256 of the bytes written.
+        """Write the tensor's bytes at ``place``, and return their sha256.
 
-        Raises IncompleteCheckpoint if a master does not round to the engine's copy of it, or if a file is too short.
+        The checksums of the bytes that were read are added to ``passed``, unless it is None.
+
+        Raises IncompleteCheckpoint if a file is too short, or if an fp32 master, rounded to 16 bits, differs from the
+        weight in the model states.
         """
         digest, start = hashlib.sha256(), 0
         while start < tensor.source.size:

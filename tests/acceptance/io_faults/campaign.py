@@ -51,7 +51,7 @@ class Journal:
     """Outcomes in a file, one line each. A file that exists is continued."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OtherCode if another version of the code wrote the journal."""
+        """Raises DifferentCode if another version of the code wrote the journal."""
         self.outcomes: dict[Trial, Outcome] = {}
         self._writing = threading.Lock()
         code = code_digest()

@@ -1,4 +1,4 @@
-"""Which checkpoints are whole, judged with json and hashlib alone: nothing here uses the code under test."""
+"""Which checkpoints are complete, judged with json and hashlib alone: nothing here uses the code under test."""
 
 import hashlib
 import json

@@ -8,8 +8,8 @@
 Two DeepSpeed ranks train a small T5 on two hosts, and save after every step. The hosts are folders of this machine; the
 head talks to them with the protocol that it uses over ssh. The seed decides the moments, between 0 and the time that
 the stage takes when nobody is killed. After each kill, hosts and head together, and the head alone, must choose the
-newest whole tag, as judged with json and sha256 alone. No tag that was whole may be lost. Repeating the stage must give
-the same bytes as when nobody is killed. If any of this does not hold, the command prints it and fails.
+newest complete tag, as judged with json and sha256 alone. No tag that was complete may be lost. Repeating the stage
+must give the same bytes as when nobody is killed. If any of this does not hold, the command prints it and fails.
 """
 
 import argparse

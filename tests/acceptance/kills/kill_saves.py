@@ -81,9 +81,8 @@ class Ranks:
         """Wait until the ranks end. Raises AssertionError if one fails."""
         for process in self._processes:
             process.join()
-            assert process.exitcode == 0, (Path(self._rendezvous_folder.name) / "log").read_text("utf-8", "replace")[
-                -4000:
-            ]
+            log = Path(self._rendezvous_folder.name) / "log"
+            assert process.exitcode == 0, log.read_text("utf-8", "replace")[-4000:]
         self._rendezvous_folder.cleanup()
 
 
@@ -147,7 +146,7 @@ def finish(site: Site) -> None:
 
 
 def different_saves(site: Site, saved: Saved) -> list[str]:
-    """Whole tags whose files differ from what is saved when nobody is killed."""
+    """Complete tags whose files differ from what is saved when nobody is killed."""
     complete = find_complete_tags(site.checkpoint_folders)
     return [
         tag for tag in sorted(complete) if files_of([folder / tag for folder in site.checkpoint_folders]) != saved[tag]
@@ -170,11 +169,11 @@ def _train(rank: int, job: str, rendezvous_folder: str, connection: Connection) 
     deepspeed.init_distributed("gloo")
     save = saving.save
 
-    def reportable(engine: Any, job: TrainJob, step: int, *rest: Any) -> str:
+    def save_and_report(engine: Any, job: TrainJob, step: int, *rest: Any) -> str:
         connection.send(("saving", step, time.monotonic()))
         tag = save(engine, job, step, *rest)
         connection.send(("saved", step, time.monotonic()))
         return tag
 
-    with mock.patch.object(saving, "save", reportable):
+    with mock.patch.object(saving, "save", save_and_report):
         loop.Trainer(TrainJob.model_validate_json(job)).run()

@@ -103,14 +103,14 @@ class Site:
     @property
     def checkpoint_folders(self) -> list[Path]:
         """All folders with checkpoints of the run: the gathered copy, and each host's."""
-        on_hosts = [self.transport.scratch(host) / self.run.place / CHECKPOINTS for host in HOSTS]
+        on_hosts = [self.transport.scratch(host) / self.run.relative_path / CHECKPOINTS for host in HOSTS]
         return [self.checkpoints, *on_hosts]
 
     def job_of(self, rank: int, job: TrainJob) -> TrainJob:
         """The job of a rank, with the paths of its host's folder."""
         scratch = self.transport.scratch(HOSTS[rank])
         folders = {name: getattr(job, name) for name in ("run_folder", "shards_folder")}
-        default = node_folders.place("scratch")
+        default = node_folders.node_path("scratch")
         return job.model_copy(update={name: scratch / path.relative_to(default) for name, path in folders.items()})
 
     def in_folder(self, folder: Path) -> "Site":
@@ -125,7 +125,7 @@ def chosen_by_launch(site: Site) -> str | None:
 
 
 def wrong_choices(site: Site) -> list[str]:
-    """Wrong choices, by hosts and head together or by the head alone: any tag that is not the newest whole one."""
+    """Wrong choices, by hosts and head together or by the head alone: any tag that is not the newest complete one."""
     wrong = []
     choices = {"hosts and head": (chosen_by_launch(site), site.checkpoint_folders)}
     choices["the head"] = (newest_verified_tag(site.spec.run_folder, silent), [site.checkpoints])

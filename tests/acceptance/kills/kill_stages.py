@@ -92,7 +92,7 @@ class GatherTrial:
     def __init__(self, template: Site, folder: Path) -> None:
         for name in ("hosts", "root/runs"):
             shutil.copytree(template.folder / name, folder / name, copy_function=_hard_link)
-        self._site = template.elsewhere(folder)
+        self._site = template.in_folder(folder)
         self.work, self.arguments = keep_up, (self._site.run, silent)
         self._kept = sorted(find_complete_tags(self._site.checkpoint_folders))[-template.spec.storage.keep_last :]
 
@@ -105,7 +105,7 @@ class GatherTrial:
         }
 
     def check_after_kill(self, expected: Content) -> FoundFaults:  # noqa: ARG002 - part of Trial
-        """Checkpoints to keep are whole on some machine, and the head alone still has a whole one."""
+        """Checkpoints to keep are complete on some machine, and the head alone still has a complete one."""
         lost = sorted(set(self._kept) - find_complete_tags(self._site.checkpoint_folders))
         lost += [] if find_complete_tags([self._site.checkpoints]) else ["the gathered copy"]
         return {"incomplete chosen": wrong_choices(self._site), "complete lost": lost}
@@ -133,7 +133,7 @@ class _StageOfRun:
         raise NotImplementedError
 
     def check_after_kill(self, expected: Content) -> FoundFaults:
-        """A result that is there is whole, and what it was made from is unchanged."""
+        """A result that looks finished is complete, and what it was made from is unchanged."""
         incomplete = _differences(self.content(), expected) if self.looks_finished() else []
         changed = _differences(contents(self._sources), self._before)
         return {"incomplete chosen": [*wrong_choices(self._site), *incomplete], "complete lost": changed}

@@ -81,9 +81,9 @@ def test_hosts_with_running_ranks_are_kept_even_if_they_do_not_answer(
     calls, down = asked_hosts
     down.add("b")
     hosts = training_hosts(spec(spares))
-    require_hosts(spec(spares), require_possible(spec(spares)), 0, at_work=hosts)
+    require_hosts(spec(spares), require_possible(spec(spares)), 0, running=hosts)
     assert calls == []
-    assert training_hosts(spec(spares), at_work=hosts) == hosts
+    assert training_hosts(spec(spares), running=hosts) == hosts
 
 
 def test_a_completed_run_does_not_check_its_hosts(spec: Callable[[int], RunSpec], asked_hosts: AskedHosts) -> None:

@@ -179,7 +179,7 @@ def test_of_two_publishers_to_an_empty_destination_the_second_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "said"),
+    ("setting", "value", "named_setting"),
     [
         ("AWS_SECRET_ACCESS_KEY", "mistyped", "AWS_SECRET_ACCESS_KEY"),
         ("AWS_ACCESS_KEY_ID", "nobody", "AWS_ACCESS_KEY_ID"),
@@ -187,7 +187,7 @@ def test_of_two_publishers_to_an_empty_destination_the_second_is_refused(
     ],
 )
 def test_wrong_credentials_are_reported_without_their_values(
-    destination: str, monkeypatch: pytest.MonkeyPatch, setting: str, value: str | None, said: str
+    destination: str, monkeypatch: pytest.MonkeyPatch, setting: str, value: str | None, named_setting: str
 ) -> None:
     monkeypatch.delenv(setting) if value is None else monkeypatch.setenv(setting, value)
     S3FileSystem.clear_instance_cache()
@@ -197,7 +197,7 @@ def test_wrong_credentials_are_reported_without_their_values(
         lambda: require_source(f"{destination}/*.txt"),
     ]
     for attempt in attempts:
-        with pytest.raises(T5TrainError, match=said) as caught:
+        with pytest.raises(T5TrainError, match=named_setting) as caught:
             attempt()
         assert destination in str(caught.value)
         assert str(value) not in str(caught.value)

@@ -202,9 +202,9 @@ def test_shipped_code_is_freed_when_nothing_uses_it(site: Site) -> None:
     try:
         found = found_on(site, [])
         assert [(each.relative_path, each.size) for each in found["a"]] == [("code/.1.partial", 10), ("code/0", 10)]
-        assert free_on(site.nodes, [], NO_ATTEMPTS, {"a": [*found["a"], replace(found["a"][0], relative_path="code/4")]})[
-            "a"
-        ] == [
+        assert free_on(
+            site.nodes, [], NO_ATTEMPTS, {"a": [*found["a"], replace(found["a"][0], relative_path="code/4")]}
+        )["a"] == [
             f"code/{partial.name}",
             f"code/{unused.name}",
         ]
@@ -229,6 +229,10 @@ def test_under_the_root_only_files_older_than_a_complete_checkpoint_are_freed(
     for name in (tag_of(4), tag_of(16), "removed-0123abcd", ".step-00000002.discarded", "a copy"):
         (site.checkpoints / name).mkdir()
     found = list(garbage_under(site.root))
-    assert {Path(each.relative_path).name for each in found} == {tag_of(4), "removed-0123abcd", ".step-00000002.discarded"}
+    assert {Path(each.relative_path).name for each in found} == {
+        tag_of(4),
+        "removed-0123abcd",
+        ".step-00000002.discarded",
+    }
     assert len(free_under(site.root, found)) == 3
     assert {path.name for path in site.checkpoints.iterdir()} == {tag_of(8), tag_of(16), "a copy"}

@@ -173,12 +173,12 @@ def test_a_rank_stopped_by_sigstop_is_detected_and_killed(this: Attempt, running
 def test_a_rank_without_a_first_heartbeat_is_detected(this: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infra.node.attempts.watchdog._FIRST_BEAT_SECONDS", 0.0)
     launcher, rank = Watchdog(this, "launcher", os.getpid(), None), Watchdog(this, "rank-00000", os.getpid(), None)
-    assert launcher.look() is None
-    verdict = rank.look()
+    assert launcher.check() is None
+    verdict = rank.check()
     assert verdict is not None
     assert (verdict[0], verdict[1][:24]) == (Cause.BEAT, "no first sign of life af")
     heartbeat.write(heartbeat.beat_file(this.rank_files("rank-00000")), Beat(0.0, "start", time.monotonic(), 600.0, 0))
-    assert rank.look() is None
+    assert rank.check() is None
 
 
 def test_a_rank_without_heartbeats_is_ended_if_it_sleeps_but_not_if_it_computes(

@@ -64,7 +64,7 @@ def test_an_attempt_not_collected_by_its_head_is_listed_with_the_reason_and_can_
     folder = leave_attempt(attempts, begun.run_id)
     known = known_attempts(site.root)
     found = garbage_on(site.nodes, [], known)
-    assert [(each.place, each.why) for each in found["a"]] == [  # type: ignore[union-attr]
+    assert [(each.relative_path, each.why) for each in found["a"]] == [  # type: ignore[union-attr]
         (f"attempts/{begun.run_id}", "left by an attempt that has ended, and not collected by its head")
     ]
     with run_lock(run):
@@ -140,7 +140,7 @@ def test_leftover_attempts_on_the_heads_own_machine_are_freed(
     head_lease.begin(living)
     known = KnownAttempts(idle=("some", "living"))
     found = list(garbage_of_heads(known))
-    assert [each.place for each in found] == [str(folder)]
+    assert [each.relative_path for each in found] == [str(folder)]
     assert free_of_heads(known, found) == [str(folder)]
     assert living.exists()
     assert not folder.exists()
