@@ -59,7 +59,7 @@ class UserProfiles:
         edited = "\n".join(_with_settings(text.splitlines(), settings)) + "\n"
         edited = _activated(edited) if is_free else edited
         if _parse(self.path, edited) != wanted:
-            raise InputError(f"{self.path} has a form that cannot be edited automatically: add profile {NAME} yourself")
+            raise InputError(f"{self.path} cannot be edited automatically. Add profile {NAME} to that file yourself")
         self._replace(edited)
         return not self.overrides and bool(wanted.get("active") == NAME)
 
@@ -69,9 +69,9 @@ class UserProfiles:
         except FileNotFoundError:
             return ""
         except OSError as error:
-            raise StorageError(f"{self.path} cannot be read: {error.strerror}; fix its permissions") from error
+            raise StorageError(f"{self.path} cannot be read: {error.strerror}. Fix its permissions") from error
         except UnicodeDecodeError as error:
-            raise InputError(f"{self.path} is not UTF-8 text: correct the file") from error
+            raise InputError(f"{self.path} is not UTF-8 text. Correct the file") from error
 
     def _replace(self, text: str) -> None:
         try:
@@ -79,14 +79,16 @@ class UserProfiles:
             with atomic.replacing(self.path.resolve(), mode=0o600) as file:  # keeps a symbolic link
                 file.write(text.encode("utf-8"))
         except OSError as error:
-            raise StorageError(f"{self.path} cannot be written: {error.strerror}; fix its permissions") from error
+            raise StorageError(
+                f"{self.path} cannot be written: {error.strerror}. Fix its permissions, or free some disk space"
+            ) from error
 
 
 def _parse(path: Path, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path} is not TOML ({error}): correct it") from error
+        raise InputError(f"{path} is not TOML ({error}). Correct the file") from error
 
 
 def _settings(found: dict[str, Any]) -> dict[str, Any]:

@@ -86,8 +86,8 @@ def join(root: Path, api_url: str) -> None:
     """
     if not answers(api_url):
         raise LaunchError(
-            f"no Prefect server responds at {api_url}: start it, or unset PREFECT_API_URL "
-            "(or `prefect config unset PREFECT_API_URL`) to use an embedded one"
+            f"no Prefect server responds at {api_url}. Start that server, or unset PREFECT_API_URL (in a profile: "
+            "`prefect config unset PREFECT_API_URL`) to use an embedded server"
         )
     home = root / HOME
     if os.access(home, os.R_OK | os.X_OK) and (there := _running(home)) is not None and there.api_url == api_url:
@@ -106,9 +106,9 @@ def _require_admission(api_url: str) -> None:
             if error.response.status_code not in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
                 raise
             raise LaunchError(
-                f"the Prefect server at {api_url} rejects this client (HTTP {error.response.status_code}): set "
+                f"the Prefect server at {api_url} rejects this client (HTTP {error.response.status_code}). Set "
                 "PREFECT_API_AUTH_STRING, use the profile that has it (`prefect profile use NAME`), or give the --root "
-                "of the server"
+                "with which `t5-pretrain up` was started"
             ) from error
 
 

@@ -30,7 +30,7 @@ def require_host_memory(needed_bytes: int, decided_by: str) -> None:
     if (found := host_memory_bytes()) < needed_bytes:
         raise SpecError(
             f"{decided_by} need {format_bytes(needed_bytes)} of host memory, but this machine has "
-            f"{format_bytes(found)}: keep more on the accelerators (layout.offload), or use fewer ranks, a "
+            f"{format_bytes(found)}. Keep more on the accelerators (layout.offload), or use fewer ranks, a "
             "smaller model or a larger machine (--dry-run shows the memory that each part needs)"
         )
 
@@ -51,8 +51,9 @@ def require_space(root: Path, needed_bytes: int, what: str) -> None:
     free_bytes = shutil.disk_usage(root).free
     if free_bytes < needed_bytes:
         raise StorageError(
-            f"{root} has {format_bytes(free_bytes)} free, but {format_bytes(needed_bytes)} are needed for {what}: "
-            f"free {format_bytes(needed_bytes - free_bytes)}, or choose another root (--root or --out)"
+            f"too little disk space for {what}: {root} has {format_bytes(free_bytes)} free, but "
+            f"{format_bytes(needed_bytes)} are needed. Free {format_bytes(needed_bytes - free_bytes)}, or choose "
+            "another root (--root or --out)"
         )
 
 

@@ -55,7 +55,7 @@ def judged(
     failures = _recorded(run_folder)
     last = failures[-MOST_ALIKE:]
     if error.retryable and len(last) == MOST_ALIKE and all(each.is_like(this) for each in last):
-        return RepeatedFailure(f"failed {MOST_ALIKE} times in a row with the same error: {error}", error.hosts)
+        return RepeatedFailure(f"training failed {MOST_ALIKE} times in a row with this error: {error}", error.hosts)
     named = [host for host in _failed_twice(failures) if host in error.hosts]
     if not named:
         return error
@@ -108,5 +108,5 @@ def _newest_tag(run_folder: Path) -> str:
 
 def _blame(failures: Iterable[_Failure], named: list[str]) -> str:
     kinds = {host: [each.kind for each in failures if host in each.hosts] for host in named}
-    blamed = "; ".join(f"{host} has failed {len(kinds[host])} times ({', '.join(kinds[host])})" for host in named)
-    return f"{blamed}; use --exclude {'@'.join(named)}, or --spares to replace hosts"
+    blamed = "; ".join(f"{host} has failed {len(kinds[host])} times in the last week" for host in named)
+    return f"{blamed}. Use --exclude {'@'.join(named)}, or --spares to replace such hosts. The last failure"

@@ -42,7 +42,7 @@ def hold(user: int, place: Path, digest: str, content: bytes) -> bool:
     """Install ``content`` if the host lacks this code; returns whether it has the code now. Exits on failure."""
     if os.getuid() != user:
         sys.exit(
-            f"the user id is {os.getuid()} on this host and {user} on the head: give both accounts the same id, or set "
+            f"the user id is {os.getuid()} on this host and {user} on the head. Give both accounts the same id, or set "
             "cluster.ssh_user"
         )
     sources = _verified(content, digest) if content else {}
@@ -62,11 +62,13 @@ def hold(user: int, place: Path, digest: str, content: bytes) -> bool:
 def _verified(content: bytes, digest: str) -> dict[str, str]:
     """Return the sources by name. The digest is verified before the bytes are parsed."""
     if hashlib.sha256(content).hexdigest() != digest:
-        sys.exit(f"the head's code {digest[:12]} arrived damaged ({len(content)} bytes): start the command again")
+        sys.exit(f"the head's code {digest[:12]} arrived damaged ({len(content)} bytes). Start the command again")
     sources: dict[str, str] = json.loads(content)
     for name in sources:
         if not _MODULE.fullmatch(name):
-            sys.exit(f"the head's code {digest[:12]} contains {name!r}, which is not a valid module path: rename it")
+            sys.exit(
+                f"the head's code {digest[:12]} contains {name!r}, which is not a valid module path. Rename that file"
+            )
     return sources
 
 
@@ -74,7 +76,10 @@ def _private(folder: Path) -> Path:
     """Create a folder for its owner alone; refuse links, other owners and access by others (as t5train.files.locks)."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if not _is_private(folder):
-        sys.exit(f"{folder} is not a folder that only user {os.getuid()} can access: move it away")
+        sys.exit(
+            f"{folder} is not a folder that only user {os.getuid()} can access. Move it away, then start again: a new, "
+            "empty folder is created"
+        )
     return folder
 
 
@@ -147,8 +152,8 @@ def main() -> None:
         held = Held(hold(delivery.user, Path(delivery.place), delivery.digest, content))
     except OSError as error:
         sys.exit(
-            f"the head's code cannot be stored in {delivery.place}: {error}; free some disk space there, or repair "
-            "its permissions"
+            f"the head's code cannot be stored in {delivery.place}: {error}. Free some disk space there, or repair "
+            "the permissions of that folder"
         )
     sys.stdout.write(json.dumps({Held.__name__: asdict(held)}) + "\n")
 

@@ -122,14 +122,14 @@ def _is_stale(lock: Path) -> bool:
         return False
     if not is_on_local_disk(lock):
         _log.warning(
-            "the compile lock %s is on a disk that other machines may use, and one of them may hold the lock: if runs "
+            "the compile lock %s is on a disk that other machines may use, and one of them may hold the lock. If runs "
             "hang at start and no machine is compiling, remove the lock",
             lock,
         )
         return False
     if status.st_uid != os.getuid():
         _log.warning(
-            "the compile lock %s belongs to another user: if runs hang at start, ask that user to remove it", lock
+            "the compile lock %s belongs to another user. If runs hang at start, ask that user to remove it", lock
         )
         return False
     return not any(_opens(process, status) for process in Path("/proc").glob("[0-9]*"))

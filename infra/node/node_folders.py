@@ -98,11 +98,11 @@ def scratch_folder(chosen: Path | None) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     except OSError as error:
-        raise StorageError(f"{folder} cannot be created: {error.strerror}; choose another storage.scratch") from error
+        raise StorageError(f"{folder} cannot be created: {error.strerror}. Choose another storage.scratch") from error
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise StorageError(
             f"{folder} belongs to user {found.st_uid} and has mode {stat.filemode(found.st_mode)}, but storage.scratch "
-            f"must belong to user {os.getuid()} and be writable by that user only: choose a folder within it"
+            f"must belong to user {os.getuid()} and be writable by that user only. Choose a folder within it"
         )
     return folder
 

@@ -23,8 +23,8 @@ def require_free(port: int) -> None:
     """Raise SpecError if something listens on ``port`` on any address of this machine."""
     if not is_free(port):
         raise SpecError(
-            f"cluster.master_port is {port}: another program listens on that port; choose another port, or omit the "
-            f"setting to use a free one"
+            f"cluster.master_port is {port}, but another program listens on that port. Choose another port, or leave "
+            f"the setting out to use a free one"
         )
 
 
@@ -34,7 +34,7 @@ def free_port() -> int:
         if is_free(port):
             return port
     raise LaunchError(
-        f"no free port among 100 tried between {_CANDIDATES.start} and {_CANDIDATES.stop}: set cluster.master_port"
+        f"no free port among 100 tried between {_CANDIDATES.start} and {_CANDIDATES.stop}. Set cluster.master_port"
     )
 
 

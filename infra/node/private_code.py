@@ -30,7 +30,7 @@ def fault(folder: str) -> str | None:
     try:
         return next(filter(None, [*map(_is_open, above), *map(_is_not_private, own)]), None)
     except OSError as error:
-        return f"{error.filename} cannot be examined ({error.strerror})"
+        return f"{error.filename} cannot be examined ({error.strerror}). Start again: the code is then sent again"
 
 
 def _parent(path: str) -> str:
@@ -42,7 +42,10 @@ def _is_not_private(folder: str) -> str | None:
     found = os.lstat(folder)
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
         return None
-    return f"{folder} is not a folder that only user {os.getuid()} can access ({_described(found)})"
+    return (
+        f"{folder} is not a folder that only user {os.getuid()} can access ({_described(found)}). Move that folder "
+        "away, then start again"
+    )
 
 
 def _is_open(folder: str) -> str | None:
@@ -51,7 +54,10 @@ def _is_open(folder: str) -> str | None:
     is_trusted = found.st_uid in {0, os.getuid()}
     if is_trusted and (not found.st_mode & 0o022 or found.st_mode & stat.S_ISVTX):
         return None
-    return f"other users can replace the contents of {folder} ({_described(found)})"
+    return (
+        f"other users can replace the contents of {folder} ({_described(found)}). Make root its owner, and remove the "
+        "write access of others (chmod go-w) or set the sticky bit (chmod +t)"
+    )
 
 
 def _described(found: os.stat_result) -> str:
@@ -62,7 +68,7 @@ def main() -> None:
     """Check the folder, then replace this process with the command."""
     folder, *command = sys.argv[1:]
     if (found := fault(folder)) is not None:
-        sys.stderr.write(f"refusing to run code from {folder}: {found}. Move that folder away, then start again\n")
+        sys.stderr.write(f"refusing to run code from {folder}: {found}\n")
         sys.exit(_NOT_PRIVATE)
     try:
         os.execvp(command[0], command)  # noqa: S606 - an argument list, so that no shell reads it

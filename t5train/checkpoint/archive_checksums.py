@@ -44,7 +44,10 @@ def fill_in(path: Path) -> None:
         with naming(path), open(path, "r+b") as file, ZipFile(file) as archive:
             _fill_in_all(path, file.fileno(), archive)
     except BadZipFile as error:
-        raise StorageError(f"{path} is not a torch archive: {error}") from error
+        raise StorageError(
+            f"{path} was just written, but is not a zip archive as torch.save writes ({error}). Check `dmesg` for disk "
+            "errors, then start again"
+        ) from error
 
 
 def _fill_in_all(path: Path, file: int, archive: ZipFile) -> None:
@@ -62,7 +65,10 @@ def _fill_in(path: Path, file: int, data: mmap.mmap, entry: ZipInfo, entry_offse
     start = _start_of_data(data, entry)
     descriptor = start + entry.file_size
     if data[descriptor : descriptor + 4] != _DESCRIPTOR or data[entry_offset : entry_offset + 4] != _CENTRAL:
-        raise StorageError(f"{path} is not a torch archive: {entry.filename} has no data descriptor")
+        raise StorageError(
+            f"{path} cannot be given checksums, because it lacks the field for the checksum of {entry.filename}. "
+            f"Probably torch {torch.__version__} is not supported: install a version in the range of pyproject.toml"
+        )
     with memoryview(data)[start:descriptor] as record:
         checksum = _CHECKSUM.pack(crc32(record))
     os.pwrite(file, checksum, descriptor + len(_DESCRIPTOR))

@@ -40,8 +40,9 @@ def last_complete(run_folder: Path) -> LastComplete | None:
         return None
     except (ValueError, TypeError) as error:
         raise RecordError(
-            f"{path} is damaged ({error}), so it is unknown whether the run ever had a complete checkpoint. "
-            "Restore the file, or move it away if the newest checkpoint is complete"
+            f"{path} is damaged ({error}). That file records the run's last complete checkpoint. Restore the file, or "
+            "move it to another folder: the run then resumes from the newest checkpoint that is still complete, but "
+            "begins at step 0 if no checkpoint was finished or all are lost"
         ) from error
 
 

@@ -136,8 +136,8 @@ def _require_same_order(name: str, begun: Mapping[str, Any]) -> None:
         raise RunChanged(
             f"run {name!r} was started with version {version} of the sample order, and this installation has version "
             f"{ORDER_VERSION}: continuing would train on some samples twice and skip others. Finish the run with the "
-            "installation that started it, or choose another --name; to continue from its weights there, export the "
-            "run and set model.start_from to the export"
+            f"installation that started it, or choose another --name. To begin that run with the weights of {name!r}, "
+            f"export {name!r} and set model.start_from to the export"
         )
 
 
@@ -147,9 +147,9 @@ def _begun(path: Path, part: Callable[[Any], T]) -> T:
         with reading(path):
             return part(json.loads(path.read_bytes()))
     except ABSENT:
-        raise SpecError(f"{path.parent} is not a run folder: it has no {path.name}") from None
+        raise SpecError(f"{path.parent} is not a run folder: it has no {path.name}. Check the path") from None
     except (ValueError, KeyError, TypeError, SpecError) as error:
-        raise SpecError(f"{path} is damaged ({error}): restore it, or choose another --name") from error
+        raise SpecError(f"{path} is damaged ({error}). Restore the file, or choose another --name") from error
 
 
 def require_same_settings(spec: RunSpec) -> None:
@@ -172,8 +172,8 @@ def _settings(spec: RunSpec) -> dict[str, Any]:
 def _refuse_changes(name: str, changed: list[str]) -> None:
     if changed:
         raise RunChanged(
-            f"run {name!r} was begun with other settings ({'; '.join(changed)}): choose another --name, "
-            "or set them back"
+            f"run {name!r} was begun with other settings ({'; '.join(changed)}). Set these back, or choose another "
+            "--name"
         )
 
 
@@ -259,6 +259,6 @@ def _require_own_checkpoints(spec: RunSpec, shards: TokenShards) -> None:
             continue  # no run resumes from it
         if written[0].run_fingerprint != own:
             raise RunChanged(
-                f"{folder / tag} is a checkpoint of another run, not of {spec.run_name!r}: move it away, or choose "
-                "another --name"
+                f"{folder / tag} is a checkpoint of another run, not of {spec.run_name!r}. Move that folder to "
+                f"another place, so that {spec.run_name!r} resumes from its own checkpoints, or choose another --name"
             )

@@ -118,8 +118,9 @@ def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
     _require_consensus("loaded checkpoint", loaded)
     if path is None or not engine.global_steps == own.step == step or own.run_fingerprint != job.run_fingerprint:
         raise RanksDisagree(
-            f"cannot resume from {job.resume_tag} at step {step}: DeepSpeed loaded {path} at step "
-            f"{engine.global_steps}, so the checkpoint belongs to another run or step"
+            f"cannot resume from {folder}: the files there belong to another run or step. DeepSpeed loaded "
+            f"{path or 'nothing'} at step {engine.global_steps}, but step {step} was expected. Move that folder to "
+            "another place to resume from an older checkpoint"
         )
     _restore_generators(own.generator_states)
     return step
@@ -251,7 +252,8 @@ def _require_consensus(what: str, value: str) -> None:
     everybody = gather([digest64(value)])
     if len({row[0] for row in everybody}) > 1:
         raise RanksDisagree(
-            f"the {what} differs between ranks: rank {rank()} has {value!r}. It must be the same on all ranks"
+            f"the {what} differs between ranks: rank {rank()} has {value!r}, and another rank something else. Start "
+            "the run again. If this happens again, please report it"
         )
 
 

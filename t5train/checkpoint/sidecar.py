@@ -189,9 +189,9 @@ def _read(path: Path) -> Sidecar:
         with reading(path):
             text = path.read_text("utf-8")
     except ABSENT:
-        raise IncompleteCheckpoint(f"{path} is missing: its rank did not finish saving") from None
+        raise IncompleteCheckpoint(f"{path} is missing: the rank that writes it did not finish saving") from None
     except UnicodeError as error:
-        raise IncompleteCheckpoint(f"{path} is not a sidecar: {error}") from error
+        raise IncompleteCheckpoint(f"{path} is damaged, or not a sidecar: {error}") from error
     return parsed(text, path)
 
 
@@ -204,7 +204,7 @@ def parsed(text: str, path: Path) -> Sidecar:
     try:
         document = json.loads(text)
     except ValueError as error:
-        raise IncompleteCheckpoint(f"{path} is not a sidecar: {error}") from error
+        raise IncompleteCheckpoint(f"{path} is damaged, or not a sidecar: {error}") from error
     if not isinstance(document, dict) or not is_sealed(document, _OWN_DIGEST):
         raise IncompleteCheckpoint(f"{path} is damaged: its content does not match the sha256 it was written with")
     del document[_OWN_DIGEST]
@@ -213,5 +213,5 @@ def parsed(text: str, path: Path) -> Sidecar:
     except ValidationError as error:
         raise unknown_version(str(path), error) from error
     if path.name != sidecar_name(sidecar.rank):
-        raise IncompleteCheckpoint(f"{path} is the sidecar of rank {sidecar.rank}: it was renamed or copied")
+        raise IncompleteCheckpoint(f"{path} was renamed or copied: it is the sidecar of rank {sidecar.rank}")
     return sidecar

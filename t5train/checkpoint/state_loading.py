@@ -57,8 +57,9 @@ class StoredState:
         found = Weights.load(consolidated.folder).fingerprint
         if found != consolidated.fingerprint:
             raise InputError(
-                f"{consolidated.folder} holds weights with the fingerprint {found[:12]}, but this attempt needs "
-                f"{consolidated.fingerprint[:12]}: start the run again"
+                f"{consolidated.folder} was changed: it holds weights with the fingerprint {found[:12]}, but this "
+                f"attempt needs {consolidated.fingerprint[:12]}. Start the run again: it then writes these weights "
+                "again"
             )
         stems = ("model", *(MOMENTS if consolidated.clock.has_moments else ()))
         model, *moments = (StoredTensors(list_tensors([consolidated.folder / f"{stem}.safetensors"])) for stem in stems)

@@ -93,7 +93,8 @@ def files_of(sidecars: Sequence[Sidecar]) -> dict[str, FileDigest]:
         for name, digest in sidecar.files.items():
             if files.setdefault(name, digest) != digest:
                 raise IncompleteCheckpoint(
-                    f"tag {sidecar.tag}: rank {sidecar.rank} and a lower rank recorded different digests of {name}"
+                    f"tag {sidecar.tag} mixes sidecars of different checkpoints: rank {sidecar.rank} and a lower rank "
+                    f"recorded different digests of {name}. Choose another tag"
                 )
     return files
 
@@ -118,7 +119,8 @@ def require_agreement(sidecars: list[Sidecar], where: Path | str) -> list[Sideca
     missing = sorted(set(range(first.world_size)) - {sidecar.rank for sidecar in sidecars})
     if missing:
         raise IncompleteCheckpoint(
-            f"{where} lacks {sidecar_name(missing[0])} (ranks {missing} of {first.world_size}): choose another tag"
+            f"{where} lacks {sidecar_name(missing[0])} (ranks {missing} of {first.world_size} have no sidecar). "
+            "Choose another tag"
         )
     return sidecars
 
@@ -129,8 +131,8 @@ def _require_same(where: Path | str, first: Sidecar, other: Sidecar) -> None:
         differing.append("layout")
     if differing:
         raise IncompleteCheckpoint(
-            f"{where}: {sidecar_name(other.rank)} and {sidecar_name(first.rank)} differ in {', '.join(differing)}: "
-            "they belong to different checkpoints; choose another tag"
+            f"{where} mixes sidecars of different checkpoints: {sidecar_name(other.rank)} and "
+            f"{sidecar_name(first.rank)} differ in {', '.join(differing)}. Choose another tag"
         )
 
 
@@ -165,7 +167,10 @@ def files_read_by(rank: int, sidecars: Sequence[Sidecar]) -> list[str]:
     """
     own = next((one for one in sidecars if one.rank == rank), None)
     if own is None:
-        raise IncompleteCheckpoint(f"rank {rank} has no sidecar among the {len(sidecars)} found: gather them first")
+        raise IncompleteCheckpoint(
+            f"rank {rank} has no sidecar among the {len(sidecars)} found, so it is unknown which files that rank "
+            "needs. Gather the sidecars of all ranks first"
+        )
     return sorted(name for writer in sidecars for name in writer.files if _reads(own, writer, name))
 
 

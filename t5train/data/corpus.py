@@ -128,7 +128,8 @@ def _counts(spec: CorpusSpec, files: list[FileSegments]) -> dict[str, int]:
     passages, empty = sum(file.passages for file in files), sum(file.empty_passages for file in files)
     if not passages:
         raise InputError(
-            f"corpus.source {redacted(spec.source)!r} holds no text ({empty} empty passages): name other files"
+            f"corpus.source {redacted(spec.source)!r} holds no text (empty passages: {empty}). Set corpus.source to "
+            "files with text"
         )
     if empty:
         _log.warning("%d of %d passages are empty and are skipped", empty, passages + empty)

@@ -44,15 +44,20 @@ def read_held_out(shards_folder: Path) -> list[EncodedPassage]:
     try:
         passages = HeldOutPassages.model_validate_json(path.read_bytes()).passages
     except FileNotFoundError:
-        raise InputError(f"{path} does not exist: make the token shards again with this version") from None
+        raise InputError(
+            f"{path} does not exist: make the token shards again with this version of t5-pretrain (`run` or `tokenize`)"
+        ) from None
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}): repair the disk or the permissions") from error
     except ValidationError as error:
-        raise InputError(f"{path} is damaged ({error.errors()[0]['msg']}): make the token shards again") from error
+        raise InputError(
+            f"{path} is damaged ({error.errors()[0]['msg']}). Use `t5-pretrain run` or `tokenize` to make the token "
+            "shards again"
+        ) from error
     if not passages:
         raise InputError(
-            f"{path} holds no passage, and without one the published tokenizer cannot be certified: use more text, or "
-            "give validation a larger share (corpus.split)"
+            f"{path} holds no passage, but at least one is needed to certify the published tokenizer. Use more text or "
+            "give validation a larger share (corpus.split), then make the token shards again"
         )
     return passages
 
@@ -68,7 +73,8 @@ def write_held_out(folder: Path, found: Iterable[EncodedPassage], tokenizer_json
     if len(agreed) < _LEAST_AGREEMENT * len(candidates):
         raise InputError(
             f"{tokenizer_json} encodes {len(candidates) - len(agreed)} of {len(candidates)} held-out passages "
-            "differently from the spiece.model beside it: remove that folder and make the tokenizer again"
+            f"differently from the spiece.model in the same folder. Remove {tokenizer_json.parent} and start again: "
+            "the tokenizer is then made again"
         )
     chosen = HeldOutPassages(passages=choose(agreed))
     _log.info("%d of %d held-out passages are recorded for the certificate", len(chosen.passages), len(candidates))
@@ -110,5 +116,8 @@ def _agreeing(candidates: Sequence[EncodedPassage], tokenizer_json: Path) -> lis
     try:
         reference = Tokenizer.from_file(str(tokenizer_json))
     except Exception as error:  # tokenizers raises plain Exception
-        raise InputError(f"{tokenizer_json} cannot be read ({error}): make the tokenizer again") from error
+        raise InputError(
+            f"{tokenizer_json} cannot be read ({error}). Remove {tokenizer_json.parent} and start again: the tokenizer "
+            "is then made again"
+        ) from error
     return [each for each in candidates if reference.encode(each.text).ids == each.ids]

@@ -52,9 +52,9 @@ class Windows:
         self._ends = np.cumsum([len(shard) for shard in self._shards])
         if not self._shards:
             raise InputError(
-                f"the {split} split has {shards.counts[f'{split}_tokens']} tokens in "
-                f"{shards.counts['num_shards']} shards, and no shard has one window of {window_tokens} tokens: add "
-                "text, give the split a larger share (corpus.split), raise shards.shard_tokens or lower "
+                f"the {split} split is too small: a sample needs {window_tokens} consecutive tokens of one shard, but "
+                f"the split has {shards.counts[f'{split}_tokens']} tokens in {shards.counts['num_shards']} shards. Add "
+                "text, give the split a larger share (corpus.split), raise shards.shard_tokens, or lower "
                 "objective.input_tokens"
             )
         self._window_tokens = window_tokens
@@ -78,7 +78,10 @@ class Windows:
         path = folder / tokens_name(split, number)
         tokens = read_description(folder, number).splits[split].tokens
         if path.stat().st_size != tokens * self._dtype.itemsize:
-            raise DigestMismatch(f"{path} has {path.stat().st_size} bytes, not {tokens} tokens: run the shards stage")
+            raise DigestMismatch(
+                f"{path} is damaged: it has {path.stat().st_size} bytes, but {tokens * self._dtype.itemsize} were "
+                "recorded. Use `t5-pretrain run` or `tokenize` to make damaged token shards again"
+            )
         count = tokens // window_tokens
         if not count:
             return np.empty((0, window_tokens), dtype=self._dtype)

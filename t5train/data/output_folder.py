@@ -57,7 +57,10 @@ def _own(claim: TextIO, folder: Path, fingerprint: str) -> None:
     if claim.read() == fingerprint:
         return
     if any(each.name != _CLAIM for each in folder.iterdir()):
-        raise StorageError(f"{folder} holds a result of other inputs or settings: choose another folder")
+        raise StorageError(
+            f"{folder} holds a result of other inputs or settings, which is not overwritten. Choose another folder, or "
+            "remove this one"
+        )
     claim.truncate(0)
     claim.write(fingerprint)
     claim.flush()
@@ -65,4 +68,4 @@ def _own(claim: TextIO, folder: Path, fingerprint: str) -> None:
 
 def _refuse_foreign(folder: Path) -> None:
     if folder.exists() and not (folder / _CLAIM).exists() and any(folder.iterdir()):
-        raise StorageError(f"{folder} is not empty and was not made by this stage: choose another folder")
+        raise StorageError(f"{folder} is not empty and was not made by this stage. Choose another folder")

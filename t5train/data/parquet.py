@@ -18,7 +18,7 @@ def parquet_rows(source: SourceFile, number: int, offset: int) -> Iterator[Row]:
         with pyarrow.parquet.ParquetFile(source.path) as file:
             yield from _rows(source, file, number)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise InputError(f"{source.path} cannot be read as parquet ({error}): fetch or write it again") from error
+        raise InputError(f"{source.path} cannot be read as parquet ({error}). Fetch or write the file again") from error
 
 
 def _rows(source: SourceFile, file: pyarrow.parquet.ParquetFile, number: int) -> Iterator[Row]:
@@ -39,7 +39,10 @@ def _rows(source: SourceFile, file: pyarrow.parquet.ParquetFile, number: int) ->
 def _columns(source: SourceFile, schema: pyarrow.Schema) -> list[str]:
     found = {name: str(schema.field(name).type) for name in _COLUMNS if schema.names.count(name) == 1}
     if found.get("text") not in ("string", "large_string"):
-        raise InputError(f"{source.path} needs one string column named 'text', but has the columns {_types(schema)}")
+        raise InputError(
+            f"{source.path} needs one string column named 'text', but has the columns {_types(schema)}. Write the file "
+            "again with such a column, or choose other files (corpus.source)"
+        )
     return list(found)
 
 

@@ -47,12 +47,15 @@ def rows(source: SourceFile, number: int = 0, offset: int = 0) -> Iterator[Row]:
     if reader is None:
         compressed = ", ".join(_COMPRESSIONS)
         raise InputError(
-            f"{source.path} has an unsupported format: use {', '.join(FORMATS)}, or the first three with {compressed}"
+            f"{source.path} has an unsupported format. Use {', '.join(FORMATS)}, or one of the first three compressed "
+            f"({compressed})"
         )
     try:
         yield from reader(source, number, offset)
     except _DAMAGED as error:
-        raise InputError(f"{source.path} cannot be read to its end ({error}): fetch or write it again") from error
+        raise InputError(
+            f"{source.path} cannot be read to its end ({error}). If the file is damaged, fetch or write it again"
+        ) from error
 
 
 def _txt(source: SourceFile, number: int, offset: int) -> Iterator[Row]:
@@ -71,9 +74,9 @@ def _json_passage(source: SourceFile, row: int, line: str) -> Passage:
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise InputError(f"{source.path} line {row + 1} is not JSON: {error}") from None
+        raise InputError(f"{source.path} line {row + 1} is not JSON ({error}). Correct this line") from None
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-        raise InputError(f'{source.path} line {row + 1} is not an object with "text": "..."')
+        raise InputError(f'{source.path} line {row + 1} is not an object with "text": "...". Correct this line')
     name = value.get("id")
     name = f"{source.name}:{row}" if name is None else str(name)  # "None" would put every such row into one split
     return Passage(name, str(value.get("title") or ""), value["text"])
@@ -84,7 +87,10 @@ def _tsv(source: SourceFile, number: int, offset: int) -> Iterator[Row]:
     if number == 0:
         _, _, header = next(lines, (0, 0, ""))
         if header != _TSV_HEADER:
-            raise InputError(f"{source.path} begins with {header[:80]!r}: expected the header {_TSV_HEADER!r}")
+            raise InputError(
+                f"{source.path} begins with {header[:80]!r}, but must begin with the header {_TSV_HEADER!r}. Add this "
+                "header, and order the columns accordingly"
+            )
     for row, start, line in lines:
         yield Row(row, start, _tsv_passage(source, row, line))
 
@@ -94,7 +100,10 @@ def _tsv_passage(source: SourceFile, row: int, line: str) -> Passage:
         return Passage(f"{source.name}:{row}", "", "")
     fields = line.split("\t")
     if len(fields) != 3:
-        raise InputError(f"{source.path} line {row + 1} has {len(fields)} fields: expected id, text, title")
+        raise InputError(
+            f"{source.path} line {row + 1} has {len(fields)} fields separated by tabs, but must have three: id, text, "
+            "title. Correct this line"
+        )
     name, text, title = map(_unquoted, fields)
     return Passage(name, title, text)
 
@@ -121,7 +130,7 @@ def _lines(source: SourceFile, number: int, offset: int) -> Iterator[tuple[int, 
             except UnicodeDecodeError as error:
                 raise InputError(
                     f"{source.path} line {number + 1} is not UTF-8: byte {offset + error.start} of the text is "
-                    f"0x{line[error.start]:02x}; convert the file to UTF-8"
+                    f"0x{line[error.start]:02x}. Convert the file to UTF-8"
                 ) from None
             number += 1
             offset += len(line)

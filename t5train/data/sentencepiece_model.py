@@ -57,24 +57,33 @@ def require_t5_form(proto: bytes, where: str) -> None:
     """
     model = _parsed(proto, where)
     if model.trainer_spec.model_type != model.trainer_spec.UNIGRAM or model.trainer_spec.byte_fallback:
-        raise SpecError(f"tokenizer.path: {where} must be a unigram model without byte fallback, like T5's vocabulary")
+        raise SpecError(
+            f"tokenizer.path: {where} must be a SentencePiece unigram model without byte fallback, like T5's "
+            "vocabulary. Choose such a model"
+        )
     spelling = model.normalizer_spec
     if not (spelling.add_dummy_prefix and spelling.remove_extra_whitespaces and spelling.escape_whitespaces):
         raise SpecError(
-            f"tokenizer.path: {where} treats spaces differently from T5's vocabulary: use a model with "
+            f"tokenizer.path: {where} treats spaces differently from T5's vocabulary. Choose a model with "
             "add_dummy_prefix, remove_extra_whitespaces and escape_whitespaces"
         )
     first = tuple(piece.piece for piece in model.pieces[:3])
     if first != SPECIAL_PIECES:
-        raise SpecError(f"tokenizer.path: {where} begins with the pieces {first}, but must begin with {SPECIAL_PIECES}")
+        raise SpecError(
+            f"tokenizer.path: {where} begins with the pieces {first}, but must begin with {SPECIAL_PIECES}. Choose "
+            "another model"
+        )
     kinds = [piece.type for piece in model.pieces[:3]]
     if kinds != [_Piece.CONTROL, _Piece.CONTROL, _Piece.UNKNOWN]:
-        raise SpecError(f"tokenizer.path: {where}: the types of {first} must be control, control, unknown")
+        raise SpecError(
+            f"tokenizer.path: in {where}, the types of the pieces {first} must be control, control and unknown. Choose "
+            "another model"
+        )
     for piece in model.pieces[3:]:
         if piece.type != _Piece.NORMAL or _SENTINEL.search(piece.piece):
             raise SpecError(
-                f"tokenizer.path: {where} has the special piece {piece.piece!r}, which text could spell: "
-                "use a model with <pad>, </s>, <unk> and plain pieces only"
+                f"tokenizer.path: {where} has the special piece {piece.piece!r}, and a text with the same characters "
+                "could be encoded as this piece. Choose a model with <pad>, </s>, <unk> and plain pieces only"
             )
 
 
@@ -126,15 +135,18 @@ def _train(spec: TokenizerSpec, texts: Iterable[str]) -> bytes:
 def _training_error(spec: TokenizerSpec, why: str) -> SpecError:
     if match := re.search(r"value <= (\d+)", why):
         return SpecError(
-            f"tokenizer.vocab_size is {spec.vocab_size}: this corpus gives at most {match[1]} pieces; "
-            "lower it or add text"
+            f"tokenizer.vocab_size is {spec.vocab_size}: this corpus gives at most {match[1]} pieces. "
+            "Lower tokenizer.vocab_size or add text"
         )
     if match := re.search(r"smaller than required_chars\D*\d+ vs (\d+)", why):
         return SpecError(
-            f"tokenizer.vocab_size is {spec.vocab_size}: the corpus has more characters than that ({match[1]}); "
-            "raise it or lower tokenizer.character_coverage"
+            f"tokenizer.vocab_size is {spec.vocab_size}: the characters of this corpus alone need {match[1]} pieces. "
+            "Raise tokenizer.vocab_size or lower tokenizer.character_coverage"
         )
-    return SpecError(f"tokenizer.vocab_size {spec.vocab_size} cannot be trained on this corpus: {why}")
+    return SpecError(
+        f"a vocabulary with tokenizer.vocab_size {spec.vocab_size} cannot be trained on this corpus. SentencePiece "
+        f"reports: {why}"
+    )
 
 
 def _sentences(texts: Iterable[str]) -> Iterator[str]:
@@ -151,9 +163,13 @@ def _parsed(proto: bytes, where: str) -> sentencepiece_model_pb2.ModelProto:
         model.ParseFromString(proto)
     except Exception as error:
         # protobuf and SentencePiece share no narrower base class
-        raise InputError(f"{where} is not a SentencePiece model: {error}") from error
+        raise InputError(
+            f"{where} is not a SentencePiece model ({error}). Restore the file or choose another model (tokenizer.path)"
+        ) from error
     if not model.pieces:
-        raise InputError(f"{where} is not a SentencePiece model: it has no pieces")
+        raise InputError(
+            f"{where} is not a SentencePiece model: it has no pieces. Choose another model (tokenizer.path)"
+        )
     return model
 
 

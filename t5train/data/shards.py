@@ -210,7 +210,7 @@ def _is_whole(folder: Path, number: int, identity: str) -> bool:
     except FileNotFoundError:
         return False
     except (ValidationError, DigestMismatch) as error:
-        _log.warning("making shard %d again: %s", number, error)
+        _log.warning("making shard %d again, because its files are damaged: %s", number, error)
         return False
     return description.fingerprint == identity
 

@@ -62,7 +62,10 @@ def require_source(source: str) -> int:
         filesystem, found = _matched(source)
         sizes = [filesystem.size(each) for each in found]  # None if the remote store does not report it
         if not any(size is None or size > 0 for size in sizes):
-            raise InputError(f"corpus.source {redacted(source)!r} holds no text (all files are empty): name others")
+            raise InputError(
+                f"corpus.source {redacted(source)!r} holds no text: all files are empty. Set corpus.source to files "
+                "with text"
+            )
         return sum(size or 0 for size in sizes)
 
 
@@ -86,7 +89,10 @@ def _found(filesystem: Any, path: str, shown: str) -> list[str]:
         raise InputError(f"corpus.source {shown!r} holds no {', '.join(FORMATS)} file: correct the path or pattern")
     for each in found:
         if format_of(each) is None:
-            raise InputError(f"corpus.source: {each} is not one of {', '.join(FORMATS)}: name only such files")
+            raise InputError(
+                f"corpus.source includes {each}, which has an unsupported format. Set corpus.source to "
+                f"{', '.join(FORMATS)} files only"
+            )
     return sorted(found)
 
 
@@ -105,7 +111,7 @@ def _places(folder: Path, names: list[str], shown: str) -> list[Path]:
     for parent in {parent for place in places for parent in place.parents if parent.is_relative_to(folder)}:
         if parent.is_symlink():
             raise InputError(
-                f"{parent} is a symbolic link: {shown} would be written to where it points. Remove the link"
+                f"{parent} is a symbolic link, so {shown} would be downloaded to the link's target. Remove the link"
             )
     return places
 
@@ -158,7 +164,7 @@ def _unchanged(local: Path, note: Path, size: int | None, state: str) -> bool:
     except FileNotFoundError:
         return False
     except (DigestMismatch, ValueError, KeyError, TypeError) as error:  # the file or its note is damaged
-        _log.warning("downloading %s again: %s", local, error)
+        _log.warning("downloading %s again, because the earlier download is damaged: %s", local, error)
         return False
     return True
 
@@ -187,7 +193,10 @@ def source_files() -> list[SourceFile]:
     names = sorted(path.relative_to(library).as_posix() for path in library.rglob("*.py"))
     kept = [name for name in names if not (_OPTIONAL | _INSTALLED).intersection(name.split("/"))]
     if _TOPICS not in kept:
-        raise InputError(f"{library} has no {_TOPICS}: install Python with its documentation, or set corpus.source")
+        raise InputError(
+            f"the built-in text (corpus.source=pydocs) needs {library / _TOPICS}, which does not exist. Install Python "
+            "with its documentation, or set corpus.source to your own files"
+        )
     return [SourceFile(library / name, name) for name in kept]
 
 

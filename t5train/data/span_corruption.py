@@ -45,9 +45,9 @@ def geometry(objective: ObjectiveSpec) -> Geometry:
     found = _geometry(window, objective)
     if found.spans > NUM_SENTINELS:
         raise SpecError(
-            f"objective.input_tokens {objective.input_tokens} at noise_density {objective.noise_density} and "
-            f"mean_span_tokens {objective.mean_span_tokens} needs {found.spans} spans, but there are {NUM_SENTINELS} "
-            "sentinels: raise objective.mean_span_tokens or lower objective.input_tokens"
+            f"objective.input_tokens {objective.input_tokens} needs {found.spans} spans, but there are {NUM_SENTINELS} "
+            f"sentinels to mark them (objective.noise_density {objective.noise_density}, objective.mean_span_tokens "
+            f"{objective.mean_span_tokens}). Raise objective.mean_span_tokens or lower objective.input_tokens"
         )
     return found
 

@@ -125,7 +125,7 @@ def spiece_in(path: Path) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise SpecError(f"tokenizer.path is {path}: there is no such file or folder")
+        raise SpecError(f"tokenizer.path is {path}, but there is no such file or folder. Correct the path")
     if not (path / SPIECE).is_file():
         raise SpecError(
             f"tokenizer.path is {path}, but that folder has no {SPIECE}. Copy the {SPIECE} that the vocabulary was "
@@ -133,7 +133,8 @@ def spiece_in(path: Path) -> Path:
         )
     if (sentinels := _num_sentinels(path / TOKENIZER_CONFIG)) != NUM_SENTINELS:
         raise SpecError(
-            f"tokenizer.path is {path}: its extra_ids is {sentinels}, and only {NUM_SENTINELS} are supported"
+            f"tokenizer.path is {path}, and in its {TOKENIZER_CONFIG} extra_ids is {sentinels}: only {NUM_SENTINELS} "
+            f"sentinels are supported. Choose a vocabulary with {NUM_SENTINELS}"
         )
     return path / SPIECE
 
@@ -145,7 +146,10 @@ def _num_sentinels(config: Path) -> Any:
     try:
         settings = json.loads(config.read_bytes())
     except ValueError as error:
-        raise InputError(f"tokenizer.path: {config} is not JSON ({error}): restore or remove it") from error
+        raise InputError(
+            f"tokenizer.path: {config} is not JSON ({error}). Restore the file, or remove it: without the file, "
+            f"{NUM_SENTINELS} sentinels are assumed"
+        ) from error
     return settings.get("extra_ids", NUM_SENTINELS) if isinstance(settings, dict) else None
 
 
@@ -154,7 +158,7 @@ def _training_texts(spec: CorpusSpec, corpus: Corpus, progress: Progress) -> Ite
     total = int(corpus.counts["text_bytes"])
     stride = -(-total // _SAMPLE_BYTES)
     segments = [(file.source, each) for file in read_segments(corpus.path) for each in file.segments][::stride]
-    _log.info("training a vocabulary on 1 in %d stretches of text, %d in all", stride, len(segments))
+    _log.info("training a vocabulary on %d stretches of text, 1 in %d of the corpus", len(segments), stride)
     for done, (source, segment) in enumerate(segments, start=1):
         for passage in passages_of(source, segment):
             if split_of(spec, passage.id) == "train":

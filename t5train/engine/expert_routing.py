@@ -61,7 +61,11 @@ class Routing:
             starving += _starving(path, seen)
             seen.zero_()
         if starving:
-            _log.warning("experts with less than %g of an even share: %s", STARVING_SHARE, ", ".join(starving))
+            _log.warning(
+                "these experts got less than %g of an even share of the tokens: %s",
+                STARVING_SHARE,
+                ", ".join(starving),
+            )
         return {"starving_experts": len(starving), **tokens}
 
     def _collect(self) -> tuple[dict[str, Tensor], int]:

@@ -123,7 +123,7 @@ def discard(path: Path) -> None:
             path.rename(aside)
             remove_folder(aside)
     except OSError as error:
-        raise StorageError(f"{path} cannot be removed: {explain(error)}; or remove it yourself") from error
+        raise StorageError(f"{path} cannot be removed: {explain(error)}. Or remove {path} yourself") from error
 
 
 def remove_folder(folder: Path) -> None:
@@ -150,7 +150,9 @@ def rename_aside(path: Path) -> Path:
         path.rename(aside)
         sync_folder(path.parent)
     except OSError as error:
-        raise StorageError(f"{path} cannot be moved to {aside}: {explain(error)}; or move it away yourself") from error
+        raise StorageError(
+            f"{path} cannot be moved to {aside}: {explain(error)}. Or move {path} to another place yourself"
+        ) from error
     return aside
 
 
@@ -160,7 +162,7 @@ def remove_discarded(parent: Path) -> None:
         try:
             remove_folder(aside)
         except OSError as error:
-            raise StorageError(f"{aside} cannot be removed: {explain(error)}; or remove it yourself") from error
+            raise StorageError(f"{aside} cannot be removed: {explain(error)}. Or remove {aside} yourself") from error
 
 
 def copy_durably(source: Path, target: Path) -> None:
@@ -202,6 +204,7 @@ def _take_place(partial: Path, path: Path) -> None:
         partial.rename(path)
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be put in place: {explain(error)}; or remove or rename what is there"
+            f"{path} cannot be put in place: {explain(error)}. If there is already a file or folder of that name, "
+            "remove or rename it"
         ) from error
     sync_folder(path.parent)

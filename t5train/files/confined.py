@@ -23,7 +23,7 @@ def confined(folder: Path, name: str, source: str, kind: type[T5TrainError] = St
     A name must be a relative POSIX path, such as ``a/b.txt``. Symbolic links within the folder are not resolved.
     """
     if (fault := _fault(name)) is not None:
-        raise kind(f"{source} names {_shown(name)}, which {fault}: do not use data from there until you know why")
+        raise kind(f"{source} names {_shown(name)}, which {fault}. Do not use that data until you know why")
     return folder / name
 
 
@@ -40,8 +40,8 @@ def require_distinct(names: Iterable[str], source: str, kind: type[T5TrainError]
     for name in names:
         if (key := _folded(name)) in seen:
             raise kind(
-                f"{source} names both {_shown(seen[key])} and {_shown(name)}, which are the same on some file systems: "
-                "rename one of them there"
+                f"{source} names both {_shown(seen[key])} and {_shown(name)}, which are the same on some file systems. "
+                "Rename one of the two"
             )
         seen[key] = name
 

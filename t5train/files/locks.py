@@ -32,7 +32,7 @@ def private_folder(folder: Path) -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise StorageError(
             f"{folder} is not a folder that only user {os.getuid()} can access (its owner is {found.st_uid}, its mode "
-            f"{stat.filemode(found.st_mode)}): move it away"
+            f"{stat.filemode(found.st_mode)}). Move {folder} to another place; a new folder is then created"
         )
     return folder
 

@@ -17,7 +17,9 @@ from t5train.errors import DiskFailed, DiskFull, StorageError, T5TrainError
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DISK_FAILED = frozenset({errno.EIO, errno.EROFS, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EUCLEAN})
 
-_PERMISSION = "give this user permission (`ls -ld` shows the mode of it and of the folders above), or use another path"
+_PERMISSION = (
+    "give this user permission (check the folders above, too: `ls -ld` shows their modes), or use another path"
+)
 _REMEDIES = {
     errno.EACCES: _PERMISSION,
     errno.EPERM: _PERMISSION,
@@ -25,19 +27,19 @@ _REMEDIES = {
     errno.EDQUOT: "free some of this user's quota there, or use another folder",
     errno.EROFS: "check `dmesg` for a disk error; repair the disk and remount it, or use another folder",
     errno.EIO: "the disk or its connection fails: see `dmesg` and `smartctl -a`, then retry or use another folder",
-    errno.ESTALE: "the file server no longer knows it: mount the folder again, then start again",
+    errno.ESTALE: "the file server no longer knows this file: mount the file system again, then start again",
     errno.EMFILE: "this process may not open more files: raise the limit (`ulimit -n`), then start again",
     errno.ENFILE: "this machine may not open more files: raise fs.file-max (`sysctl fs.file-max`)",
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "a part of the path is a file: move it away, or use another path",
     errno.EISDIR: "a file is expected there: move the folder away, or use another path",
-    errno.ELOOP: "its symbolic links form a loop: remove one of them",
+    errno.ELOOP: "the path's symbolic links form a loop: remove one of the links",
     errno.ENAMETOOLONG: "use a shorter path or name",
     errno.EFBIG: "raise the limit on file sizes (`ulimit -f`), or use another file system",
     errno.ENOLCK: "the file system has run out of locks, or has none: check how it is mounted",
-    errno.ENXIO: "its device is gone: see `dmesg`",
-    errno.ENODEV: "its device is gone: see `dmesg`",
-    errno.EUCLEAN: "its file system is damaged: see `dmesg`, and run fsck",
+    errno.ENXIO: "the disk is gone: see `dmesg`, and mount the disk again",
+    errno.ENODEV: "the disk is gone: see `dmesg`, and mount the disk again",
+    errno.EUCLEAN: "the file system is damaged: see `dmesg`, and run fsck",
     errno.ENOMEM: "free some memory on this machine",
 }
 

@@ -88,8 +88,9 @@ def resolve(spec: ModelSpec, tokenizer_vocab_size: int) -> T5Shape:
     vocab_size = spec.vocab_size or pad_vocabulary(tokenizer_vocab_size)
     if vocab_size < tokenizer_vocab_size:
         raise SpecError(
-            f"model.vocab_size is {vocab_size}: the tokenizer has {tokenizer_vocab_size} ids "
-            f"({NUM_SENTINELS} sentinels among them); leave it out or set {pad_vocabulary(tokenizer_vocab_size)}"
+            f"model.vocab_size is {vocab_size}, but the tokenizer has {tokenizer_vocab_size} ids "
+            f"({NUM_SENTINELS} of them sentinels). Leave model.vocab_size out or set "
+            f"model.vocab_size={pad_vocabulary(tokenizer_vocab_size)}"
         )
     num_layers = spec.num_layers or size.num_layers
     shape = T5Shape(
@@ -125,8 +126,9 @@ def _require_switch_can_count(shape: T5Shape, setting: str) -> None:
     sparse = shape.count_sparse(layers)
     if shape.moe.num_experts and (not sparse or layers // sparse != step):
         raise SpecError(
-            f"model.moe.every_n_layers is {step} and model.{setting} {layers}: Switch Transformers cannot have "
-            f"{sparse} sparse layers there; make model.{setting} a multiple of model.moe.every_n_layers"
+            f"model.moe.every_n_layers is {step} and model.{setting} {layers}: the configuration of Switch "
+            f"Transformers cannot describe {sparse} sparse layers of {layers}. Make model.{setting} a multiple of "
+            "model.moe.every_n_layers"
         )
 
 

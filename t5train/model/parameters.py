@@ -88,7 +88,9 @@ class ParameterSlot(_Part):
     @model_validator(mode="after")
     def _shape_agrees(self) -> Self:
         if math.prod(self.shape) != self.numel:
-            raise ValueError(f"{self.name} has the shape {self.shape}, but numel is {self.numel}")
+            raise ValueError(
+                f"{self.name} has the shape {self.shape}, but numel is {self.numel}, not the product of the shape"
+            )
         return self
 
 
@@ -129,7 +131,7 @@ def huggingface_name(name: str, model_prefix: str, pipeline_layers: Mapping[str,
     Raises ValueError if the name does not begin with ``model_prefix``, or with a layer of the pipeline.
     """
     if not name.startswith(model_prefix):
-        raise ValueError(f"{name!r} does not begin with {model_prefix!r}")
+        raise ValueError(f"{name!r} does not begin with {model_prefix!r}, as the name of every parameter must")
     rest = name.removeprefix(model_prefix)
     if not pipeline_layers:
         return rest

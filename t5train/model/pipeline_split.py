@@ -18,7 +18,8 @@ def stage_bounds(shape: T5Shape, num_stages: int, sample: Geometry) -> list[int]
     if num_stages > len(costs):
         raise SpecError(
             f"layout.pipeline_stages is {num_stages}: the model can be split into at most {len(costs)} stages "
-            f"(encoder blocks: {shape.num_layers}, decoder blocks: {shape.num_decoder_layers}, output: 1)"
+            f"(encoder blocks: {shape.num_layers}, decoder blocks: {shape.num_decoder_layers}, output: 1). "
+            "Lower layout.pipeline_stages"
         )
     return balanced(costs, num_stages)
 

@@ -34,7 +34,7 @@ _LEFT_OUT = {  # defaults for configurations that are older than these fields
 }
 _SCALED = "scale_decoder_outputs"
 _FEED_FORWARDS = ("relu", "gated-gelu")  # of v1.0 and v1.1
-_NO_REMEDY = "no settings describe such a model (the vocabulary must be a multiple of 128); name another folder"
+_NO_REMEDY = "No settings describe such a model (the vocabulary must be a multiple of 128). Choose another folder"
 
 
 def described_by(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
@@ -45,13 +45,18 @@ def described_by(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """
     kind = config.get("model_type")
     if kind not in _COUNTS:
-        raise SpecError(f"model.start_from is a {kind!r} model ({file}): choose a model of type {' or '.join(_COUNTS)}")
+        raise SpecError(
+            f"model.start_from: model_type is {kind!r} in {file}. Choose a model of type {' or '.join(_COUNTS)}"
+        )
     described = {name: config.get(name) for name in _COUNTS[kind]}
     if described["num_decoder_layers"] is None:
         described["num_decoder_layers"] = described["num_layers"]
     for name, value in described.items():
         if not isinstance(value, int) or value < 1:
-            raise SpecError(f"model.start_from: {file} has {value!r} for {name}, but needs a number above zero")
+            raise SpecError(
+                f"model.start_from: {name} is {value!r} in {file}, but must be a number above zero. Restore the file, "
+                "or choose another model"
+            )
     form = {name: config.get(name, usual) for name, usual in _LEFT_OUT.items()}
     scaled = config.get(_SCALED, config.get("tie_word_embeddings") is not False)
     return {"model_type": kind, **described, **form, _SCALED: bool(scaled)}
@@ -64,8 +69,13 @@ def require_agreement(described: Mapping[str, Any], shape: T5Shape, file: Path) 
     if changed := differences(expected, described):
         remedy = _settings(expected, described)
         raise SpecError(
-            f"model.start_from: {file} describes another model than the settings ({'; '.join(changed)}): "
-            + (f"set {' '.join(f'{name}={value}' for name, value in remedy.items())}" if remedy else _NO_REMEDY)
+            f"model.start_from: {file} describes another model than the settings (settings -> file: "
+            f"{'; '.join(changed)}). "
+            + (
+                f"To continue from that model, set {' '.join(f'{name}={value}' for name, value in remedy.items())}"
+                if remedy
+                else _NO_REMEDY
+            )
         )
 
 
@@ -121,7 +131,7 @@ class HuggingFaceFolder(NamedTuple):
         pickle can run arbitrary code.
         """
         if not path.is_dir():
-            raise InputError(f"model.start_from is {path}: this machine has no such folder; give its current path")
+            raise InputError(f"model.start_from is {path}, but this machine has no such folder. Correct the path")
         files = _weight_files(path)
         return cls(path, _read_json(path / CONFIG), files, list_tensors(files))
 
@@ -135,12 +145,13 @@ def _weight_files(folder: Path) -> list[Path]:
     names = set(places.values()) if isinstance(places, dict) else set()
     if not names or not all(isinstance(name, str) for name in names):
         raise InputError(
-            f"{folder / _INDEX} has no valid weight_map with the names of weight files: restore it from its source"
+            f"{folder / _INDEX} does not list the model's weight files: the entry weight_map is missing or damaged. "
+            f"Copy {_INDEX} again from where you got the model"
         )
     files = {name: child(folder, name, str(folder / _INDEX), InputError) for name in sorted(names)}
     if missing := [name for name, file in files.items() if not file.is_file()]:
         raise InputError(
-            f"{folder} lacks the weight file {missing[0]}, which {_INDEX} names: copy that file there, too"
+            f"{folder} lacks the weight file {missing[0]}, which {_INDEX} names. Copy {missing[0]} to that folder, too"
         )
     return list(files.values())
 
@@ -148,21 +159,24 @@ def _weight_files(folder: Path) -> list[Path]:
 def _without_weights(folder: Path) -> str:
     if others := sorted(path.name for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern)):
         return (
-            f"{folder} has its weights in {others[0]}, which can run code when it is read: if you trust it, load it "
-            "with transformers' from_pretrained and save it with save_pretrained, which writes safetensors"
+            f"{folder} has its weights in {others[0]}, which can run code when it is loaded, so only safetensors are "
+            "read. If you trust the model, load it with from_pretrained of transformers, save it with save_pretrained "
+            "to another folder, and set model.start_from to that folder"
         )
-    return f"{folder} has neither {WEIGHTS} nor {_INDEX}: name the folder of a complete model"
+    return f"{folder} has neither {WEIGHTS} nor {_INDEX}. Set model.start_from to the folder of a complete model"
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        raise InputError(f"{path} does not exist: name the folder of a complete model") from None
+        raise InputError(f"{path} does not exist. Set model.start_from to the folder of a complete model") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read ({error}): restore it from its source") from error
+        raise InputError(
+            f"{path} cannot be read ({error}). If the file is damaged, copy it again from where you got the model"
+        ) from error
     if not isinstance(found, dict):
-        raise InputError(f"{path} holds no JSON object: restore it from its source")
+        raise InputError(f"{path} holds no JSON object. Copy the file again from where you got the model")
     return found
 
 
@@ -186,7 +200,7 @@ def require_fit(model: ModelSpec, tokenizer_vocab_size: int) -> None:
     if described["vocab_size"] < tokenizer_vocab_size:
         raise SpecError(
             f"model.start_from is {path}, with a vocabulary of {described['vocab_size']}, but the tokenizer has "
-            f"{tokenizer_vocab_size} ids: set tokenizer.path to the vocabulary that the model was trained with"
+            f"{tokenizer_vocab_size} ids. Set tokenizer.path to the vocabulary that the model was trained with"
         )
     shape = resolve(model, tokenizer_vocab_size)
     require_agreement(described, shape, path / CONFIG)
@@ -248,8 +262,8 @@ def require_vocabulary(model: ModelSpec, spiece_sha256: str) -> None:
         return
     if (found := digest_file(path / SPIECE).sha256) != spiece_sha256:
         raise SpecError(
-            f"model.start_from is {path}, whose {SPIECE} has sha256 {found[:12]}, but the run's vocabulary has "
-            f"{spiece_sha256[:12]}: set tokenizer.path={path}"
+            f"model.start_from is {path}, which has another vocabulary than the run: its {SPIECE} has sha256 "
+            f"{found[:12]}, the run's has {spiece_sha256[:12]}. Set tokenizer.path={path}"
         )
 
 
@@ -268,12 +282,15 @@ def _require_as_recorded(folder: Path, digests: Mapping[str, str]) -> None:
     try:
         recorded = parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST)).files
     except RecordError as error:  # a manifest of another program
-        _log.warning("%s: the files in its folder are used without verification", error)
+        _log.warning("the weights in %s are used without verification: %s", folder, error)
         return
     for name, sha256 in digests.items():
         expected = recorded.get(name)
         if not isinstance(expected, FileDigest) or expected.sha256 != sha256:
-            raise DigestMismatch(f"{folder / name} has sha256 {sha256}, but {expected} was recorded: restore it")
+            raise DigestMismatch(
+                f"{folder / name} is damaged or was changed: its sha256 is {sha256}, but {expected or 'no digest'} was "
+                f"recorded in {MANIFEST}. Restore the file, or choose another model (model.start_from)"
+            )
 
 
 def _require_equal(folder: HuggingFaceFolder, copies: dict[str, StoredTensor]) -> None:
@@ -284,7 +301,8 @@ def _require_equal(folder: HuggingFaceFolder, copies: dict[str, StoredTensor]) -
         if not torch.equal(stored.whole(name), stored.whole(_SHARED)):
             raise SpecError(
                 f"model.start_from is {folder.path}, where {name} is tied to {_SHARED}, but the files hold different "
-                "values for it: name a model with equal embeddings, or set model.version=v1.1 if it is a v1.1 model"
+                f"values for {name} and {_SHARED}. Choose a model in which they are equal, or set model.version=v1.1 "
+                "if this is a v1.1 model"
             )
 
 
@@ -301,4 +319,7 @@ def _require_tensors(
     }
     said = [f"{', '.join(names[:3])}{' and more' * (len(names) > 3)} {what}" for what, names in wrong.items() if names]
     if said:
-        raise InputError(f"model.start_from is {folder.path}: {'; '.join(said)}; name the folder of a complete model")
+        raise InputError(
+            f"model.start_from is {folder.path}, whose tensors are not those that {CONFIG} describes: "
+            f"{'; '.join(said)}. Choose the folder of a complete model"
+        )

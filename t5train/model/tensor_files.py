@@ -30,7 +30,10 @@ def list_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
     for file in files:
         for tensor in _tensors_in(file):
             if tensor.name in found:
-                raise InputError(f"{file} and {found[tensor.name].file} both hold {tensor.name}: remove one of them")
+                raise InputError(
+                    f"{file} and {found[tensor.name].file} both hold the tensor {tensor.name}, so it is unknown which "
+                    "one counts. Copy the model again from where you got it"
+                )
             found[tensor.name] = tensor
     return found
 
@@ -48,7 +51,9 @@ class StoredTensors:
         place = self._place(name)
         tensor: Tensor = self._open[place.file].get_tensor(place.name)
         if not tensor.isfinite().all():
-            raise InputError(f"{place.file}: {place.name} holds a number that is not finite: choose another model")
+            raise InputError(
+                f"{place.file}: {place.name} holds a number that is not finite (NaN or infinite). Choose another model"
+            )
         return tensor.float()
 
     def stretch(self, name: str, start: int, stop: int) -> "Tensor":
@@ -62,7 +67,10 @@ class StoredTensors:
     def _place(self, name: str) -> StoredTensor:
         if name not in self._places:
             files = ", ".join(sorted({str(place.file) for place in self._places.values()}))
-            raise InputError(f"no file holds the tensor {name} (searched: {files}): the files belong to another model")
+            raise InputError(
+                f"no file holds the tensor {name} (searched: {files}), so the files belong to another model. Choose "
+                "a complete model"
+            )
         return self._places[name]
 
 
@@ -74,4 +82,4 @@ def _tensors_in(file: Path) -> list[StoredTensor]:
                 StoredTensor(file, name, tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()
             ]
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{file} cannot be read as safetensors ({error}): restore it from its source") from error
+        raise InputError(f"{file} cannot be read as safetensors ({error}). Restore the file") from error

@@ -68,17 +68,23 @@ class Record(BaseModel):
             with reading(manifest):
                 content = manifest.read_bytes()
         except ABSENT:
-            raise RecordError(f"{manifest} does not exist: {folder} is not a finished {_kind_name(cls)}") from None
+            raise RecordError(
+                f"{manifest} does not exist: {folder} is not a finished {_kind_name(cls)} folder"
+            ) from None
         try:
             record = cls.model_validate_json(content)
         except ValidationError as error:
             if is_intact(content, cls.model_fields["kind"].default):
                 raise unknown_version(str(manifest), error) from error
-            raise RecordError(f"{manifest} is not the manifest of a {_kind_name(cls)}: {_first(error)}") from error
+            raise RecordError(
+                f"{manifest} is not the manifest of a finished {_kind_name(cls)} folder: {_first(error)}"
+            ) from error
         except RecordError as error:
             raise RecordError(f"{manifest} cannot be used: {error}") from error
         if not record.is_as_written():
-            raise RecordError(f"{manifest} is damaged: its seal does not match its content")
+            raise RecordError(
+                f"{manifest} is damaged or was edited: its content does not match the sha256 that it records"
+            )
         return record.model_copy(update={"path": folder})
 
     def commit(self, folder: Path | None = None) -> Self:
@@ -188,7 +194,7 @@ def reusable(
     try:
         record = kind.load(folder)
         if record.fingerprint != fingerprint:
-            _log.warning("%s has another fingerprint: making it again", folder)
+            _log.warning("%s was made from other inputs or with other settings: making it again", folder)
             return None
         record.verify(progress, known)
     except (RecordError, DigestMismatch) as error:
@@ -218,12 +224,12 @@ def unknown_version(where: str, error: ValidationError) -> UnknownVersion:
     versions = [f" {each['input']}" for each in error.errors() if each["loc"] == ("schema_version",)]
     return UnknownVersion(
         f"{where} is intact, but another version of t5-pretrain wrote it: this one does not know its "
-        f"{', '.join(fields)}{''.join(versions)}. Use the version that wrote it; nothing was changed"
+        f"{', '.join(fields)}{''.join(versions)}. Use the version that wrote the file; nothing was changed"
     )
 
 
 def _kind_name(cls: type[Record]) -> str:
-    return cls.__name__ if cls is not Record else "record"
+    return str(cls.model_fields["kind"].default) if cls is not Record else "stage"
 
 
 _KINDS: dict[str, type[Record]] = {
@@ -253,7 +259,7 @@ def parse_manifest(content: bytes, where: str) -> Record:
     except RecordError as error:
         raise RecordError(f"{where} cannot be used: {error}") from error
     if record.sealed().manifest_text().encode() != content:
-        raise DigestMismatch(f"{where} was altered: its seal does not match its content")
+        raise DigestMismatch(f"{where} was altered: its content does not match the sha256 that it records")
     return record
 
 

@@ -105,10 +105,10 @@ def _require_current(path: Path, content: bytes) -> None:
         return  # validation reports what is wrong with it
     if isinstance(found, int) and found < SCHEMA_VERSION:
         raise InputError(
-            f"{path} has schema version {found}, and this version of t5-pretrain needs {SCHEMA_VERSION}: it records "
-            "no held-out passages and no generation config, so the model cannot be certified. Only training writes a "
-            "witness: certify and publish this run with the version that trained it, or train again under another "
-            "--name; its weights remain usable through `consolidate`"
+            f"this version of t5-pretrain cannot certify the model: {path} has schema version {found}, but version "
+            f"{SCHEMA_VERSION} is needed, with held-out passages and the generation config. Certify and publish the "
+            "run with the version of t5-pretrain that trained it, or train again under another --name. `consolidate` "
+            "can still read the weights"
         )
 
 

@@ -69,10 +69,10 @@ class Certificate(BaseModel):
             if error.errors()[0]["loc"] == ("schema_version",):
                 raise CertificationError(
                     f"{where} has schema version {error.errors()[0]['input']}, but this version of t5-pretrain reads "
-                    "2, which covers more: use the version that made it, or certify the export again"
+                    "2, which covers more. Certify the export again, or use the version that wrote the certificate"
                 ) from error
             raise CertificationError(
-                f"{where} is not a certificate: {error.errors()[0]['msg']}; certify the export again"
+                f"{where} is not a certificate ({error.errors()[0]['msg']}). Certify the export again"
             ) from error
 
     def require_vouching(self, export_fingerprint: str, files: Mapping[str, FileDigest], where: str) -> None:
@@ -81,13 +81,17 @@ class Certificate(BaseModel):
         The certificate itself may be among the files; it does not count.
         """
         if not self.passed:
-            raise CertificationError(f"{where} has not passed: {'; '.join(self.differences)}")
+            raise CertificationError(f"{where} has not passed: {'; '.join(self.differences)}. Certify the export again")
         if self.export_fingerprint != export_fingerprint:
-            raise CertificationError(f"{where} certifies the export {self.export_fingerprint}, not this one")
+            raise CertificationError(
+                f"{where} certifies the export {self.export_fingerprint}, not the export {export_fingerprint} in this "
+                "folder. Certify this export"
+            )
         present = {name: digest for name, digest in files.items() if name != CERTIFICATE}
         names = {*present, *self.files}
         differing = sorted(name for name in names if present.get(name) != self.files.get(name))
         if differing:
             raise CertificationError(
-                f"{where} does not certify the present {', '.join(differing[:5])}: certify the export again"
+                f"{where} does not certify the present {', '.join(differing[:5])}, because files were added, changed "
+                "or removed after certification. Restore them, or certify the export again"
             )

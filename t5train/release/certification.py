@@ -99,7 +99,7 @@ def certify(export_folder: Path, witness: Path, progress: Progress = silent) -> 
         (export_folder / CERTIFICATE).unlink(missing_ok=True)  # an earlier certificate is no longer valid
         raise CertificationError(
             f"{export_folder} is not the model that was trained: {'; '.join(certificate.differences)}. "
-            f"It must not be published: see {failed}, and export again"
+            f"The export must not be published. Remove the folder and export again. Details are in {failed}"
         )
     write_text(export_folder / CERTIFICATE, text)
     return certificate
@@ -184,7 +184,7 @@ def _require_its_witness(export: Export, witness: Witness) -> None:
     if export.inputs["run"] != witness.run_fingerprint:
         raise InputError(
             f"{export.path} is from run {export.inputs['run'][:12]}, but the witness is from run "
-            f"{witness.run_fingerprint[:12]}: give the folder `witness` of the run that the export is from"
+            f"{witness.run_fingerprint[:12]}. Give the folder `witness` of the run that the export is from"
         )
 
 
@@ -193,8 +193,8 @@ def _require_same_transformers(export: Export) -> None:
     made, here = (each.versions.get("transformers") for each in (export.provenance, current_provenance()))
     if made != here:
         raise InputError(
-            f"{export.path} was exported with transformers {made}, but {here} is installed: certify it with {made}, or "
-            "remove it and export again"
+            f"{export.path} was exported with transformers {made}, but {here} is installed. Install transformers "
+            f"{made} and certify the export again, or remove the folder and export again"
         )
 
 
@@ -250,7 +250,11 @@ def _run_certifier(export_folder: Path, witness: Path, progress: Progress) -> No
                 case {"what": str(what), "done": int(done), "total": int(total)}:
                     progress(what, done, total)
     if process.returncode != 0:
-        raise CertificationError(failure or f"the certifying process exited with {process.returncode}: see {log_path}")
+        raise CertificationError(
+            failure
+            or f"the process that certifies {export_folder} ended without a result (exit status {process.returncode}). "
+            f"{log_path} can show why; if memory ran out, free some and certify again"
+        )
 
 
 def main(arguments: list[str]) -> int:
@@ -266,8 +270,8 @@ def main(arguments: list[str]) -> int:
         traceback.print_exc()
         said = explain(error) if isinstance(error, OSError) else " ".join(str(error).split())
         report(
-            error=f"{export_folder} could not be compared with {witness} ({type(error).__name__}: {said}): "
-            f"see {export_folder.absolute().parent / LOG}"
+            error=f"{export_folder} could not be compared with {witness} ({type(error).__name__}: {said}). "
+            f"For details, see {export_folder.absolute().parent / LOG}"
         )
         return 1
     return 0

@@ -83,8 +83,8 @@ def require_exportable(model: ModelSpec) -> None:
     """Raise SpecError for a model that transformers has no class for: one with two experts per token."""
     if model.moe.num_experts and model.moe.top_k != 1:
         raise SpecError(
-            f"model.moe.top_k is {model.moe.top_k}: SwitchTransformers in transformers has 1, so such a model can "
-            "be trained and consolidated (stages `train` and `consolidate`), but not exported; set model.moe.top_k=1"
+            f"model.moe.top_k is {model.moe.top_k}, but SwitchTransformers in transformers has 1 expert per token, so "
+            "such a model cannot be exported. Set model.moe.top_k=1, or use only the commands `train` and `consolidate`"
         )
 
 
@@ -112,7 +112,7 @@ def _require_its_weights(weights: Weights, witness: Witness) -> None:
     if found != (witness.run_fingerprint, witness.step):
         raise InputError(
             f"{weights.path} holds weights of run {found[0][:12]} at step {found[1]}, but the witness is of run "
-            f"{witness.run_fingerprint[:12]} at step {witness.step}: give weights and witness of the same run and step"
+            f"{witness.run_fingerprint[:12]} at step {witness.step}. Give weights and witness of the same run and step"
         )
 
 
@@ -124,8 +124,8 @@ def _require_its_vocabulary(tokenizer: TokenizerFiles, witness: Witness) -> None
     expected, given = witness.inputs["vocabulary"], tokenizer.files.get(SPIECE)
     if given is None or given.sha256 != expected:
         raise InputError(
-            f"{tokenizer.path} does not have the vocabulary that the model was trained with: give the one whose "
-            f"{SPIECE} has sha256 {expected}"
+            f"{tokenizer.path} does not have the vocabulary that the model was trained with. Give the folder "
+            f"(--tokenizer) whose {SPIECE} has sha256 {expected}"
         )
 
 
@@ -142,7 +142,7 @@ def _lineage(weights: Weights, witness: Witness, spec: RunSpec) -> dict[str, str
 def _weight_names(weights: Weights) -> list[str]:
     names = [name for name in weights.files if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", name)]
     if not names:
-        raise InputError(f"{weights.path} holds no safetensors: consolidate the checkpoint again")
+        raise InputError(f"{weights.path} holds no model*.safetensors. Consolidate the checkpoint again")
     return names
 
 
@@ -154,7 +154,7 @@ def _take_files(record: Record, names: Iterable[str], folder: Path, progress: Pr
         try:
             os.link(source, target, follow_symlinks=True)
         except FileNotFoundError:
-            raise InputError(f"{source} is missing: make the {record.kind} again") from None
+            raise InputError(f"{source} is missing. Make the {record.kind} again, in {record.path}") from None
         except OSError:  # another disk, or a file system without hard links
             copy_durably(source, target)
         verify_file(target, record.files[name])
@@ -184,11 +184,11 @@ def _require_replaceable(out: Path, witness: Witness) -> None:
     try:
         there = Export.load(out)
     except RecordError as error:
-        raise StorageError(f"{out} is in the way: {error}. Remove it or export to another folder") from error
+        raise StorageError(f"{out} is in the way: {error}. Remove {out}, or export to another folder") from error
     if (other := there.inputs.get("run", "")) != witness.run_fingerprint:
         raise StorageError(
-            f"{out} holds the export of run {other[:12]} (made {there.provenance.created_at}), but this one is of run "
-            f"{witness.run_fingerprint[:12]}: export to another folder, or remove the existing one yourself"
+            f"{out} holds the export of run {other[:12]} (made {there.provenance.created_at}), but the new export is "
+            f"of run {witness.run_fingerprint[:12]}. Export to another folder, or remove the existing export yourself"
         )
 
 
@@ -199,9 +199,9 @@ def _give_way(out: Path) -> None:
     if changed := [name for name in changed_files(Export.load(out)) if name != CERTIFICATE]:
         aside = rename_aside(out)
         _log.warning(
-            "the export in %s holds files that were added or changed (%s): it was moved to %s",
-            out, ", ".join(changed[:5]), aside,
+            "the earlier export in %s was moved to %s, because files in the folder were added or changed: %s",
+            out, aside, ", ".join(changed[:5]),
         )  # fmt: skip
     else:
-        _log.warning("replacing the export in %s: it has other weights of this run, or is from another version", out)
+        _log.warning("replacing the export in %s, which has other weights of this run or is from another version", out)
         discard(out)

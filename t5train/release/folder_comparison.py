@@ -66,7 +66,7 @@ def _differing_names(export: Export, files: Mapping[str, FileDigest]) -> Iterato
     if missing := sorted(expected - files.keys()):
         yield f"files that are missing: {_first(missing)}"
     if not weights:
-        yield "there are no weights"
+        yield "there are no weights (model*.safetensors)"
 
 
 def _differing_vocabulary(files: Mapping[str, FileDigest], witness: Witness) -> Iterator[str]:
@@ -79,7 +79,7 @@ def _differing_manifest(export: Export, witness: Witness) -> Iterator[str]:
     yield from _in("manifest.json, inputs", witness.inputs | {"run": witness.run_fingerprint}, stated)
     yield from _in("manifest.json, counts", export_counts(witness), export.counts)
     if export.fingerprint != export_fingerprint(export.inputs):
-        yield "manifest.json: the fingerprint is not that of the inputs"
+        yield "manifest.json: the fingerprint is not the one that follows from the inputs"
 
 
 def _differing_documents(folder: Path, witness: Witness) -> Iterator[str]:
@@ -105,9 +105,9 @@ def _differing_weights(folder: Path, files: Mapping[str, FileDigest], witness: W
             expected = witness.tensors.get(tensor)
             shape, dtype = (entry.get("shape"), entry.get("dtype")) if isinstance(entry, dict) else (None, None)
             if expected is None or (shape, dtype) != (list(expected.shape), "F32"):
-                yield f"{name}: {tensor} {dtype} {shape} is not a recorded fp32 tensor"
+                yield f"{name}: {tensor} {dtype} {shape} is not an fp32 tensor that training recorded"
     if missing := sorted(witness.tensors.keys() - places.keys()):
-        yield f"{len(missing)} recorded tensors are not in the files of weights: {_first(missing)}"
+        yield f"{len(missing)} recorded tensors are not in the weight files: {_first(missing)}"
     if INDEX in files:
         index = {"metadata": {"total_size": 4 * witness.num_parameters}, "weight_map": places}
         yield from _in(INDEX, index, _read(folder / INDEX))
@@ -123,7 +123,7 @@ def _differing_card(export: Export, files: Mapping[str, FileDigest], witness: Wi
     try:
         stated = list(_in(f"{README}, front matter", read_front_matter(expected), read_front_matter(text)))
     except ValueError as error:
-        stated = [f"{README}: {error}; its {FACTS} could not be compared"]
+        stated = [f"{README}: {error}, so the facts under {FACTS} could not be compared"]
     lines = zip(expected.splitlines(), text.splitlines(), strict=False)
     number = next((place for place, (one, other) in enumerate(lines, start=1) if one != other), "the last")
     yield from stated or [f"{README} is not the card of this model: it differs from line {number} on"]
@@ -150,7 +150,7 @@ def differing_values(expected: Any, found: Any, place: str = "") -> Iterator[str
         for index, (one, other) in enumerate(zip(expected, found, strict=True)):
             yield from differing_values(one, other, f"{place}[{index}]")
     elif type(expected) is not type(found) or repr(expected) != repr(found):
-        yield f"{place or 'it'} is {_shown(found)} instead of {_shown(expected)}"
+        yield f"{place or 'the content'} is {_shown(found)} instead of {_shown(expected)}"
 
 
 def _shown(value: Any) -> str:
@@ -177,7 +177,7 @@ def _parsed(content: bytes) -> Any:
     try:
         return json.loads(content.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
-        return f"not unambiguous JSON ({error})"
+        return f"not valid JSON ({error})"
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

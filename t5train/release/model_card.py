@@ -102,11 +102,11 @@ def read_front_matter(card: str) -> Any:
     """Return the parsed front matter of a card. Raises ValueError if there is none."""
     opening, front_matter, _ = (*card.split("---\n", 2), "", "")[:3]
     if opening or not front_matter:
-        raise ValueError("it has no front matter")
+        raise ValueError("there is no front matter")
     try:
         return yaml.safe_load(front_matter)
     except yaml.YAMLError as error:
-        raise ValueError(f"its front matter is not YAML: {error}") from error
+        raise ValueError(f"the front matter is not YAML ({error})") from error
 
 
 def _facts(witness: Witness, lineage: Mapping[str, str], files: Mapping[str, FileDigest]) -> dict[str, Any]:

@@ -58,10 +58,10 @@ def _claim(filesystem: Any, folder: str, certificate: bytes, record: Publication
     foreign = sorted(present - record.files.keys())
     if foreign or CERTIFICATE not in present or filesystem.cat_file(f"{folder}/{CERTIFICATE}") != certificate:
         raise PublicationError(
-            f"{record.url} is not empty and holds no publication ({', '.join((foreign or sorted(present))[:5])}): "
-            "publish to another destination, or remove these files yourself"
+            f"{record.url} is not empty and holds no publication ({', '.join((foreign or sorted(present))[:5])}). "
+            "Publish to another destination, or remove these files yourself"
         )
-    _log.info("completing an unfinished upload: %s holds %d of its files", record.url, len(present))
+    _log.info("completing an unfinished upload: %s holds %d of the export's files", record.url, len(present))
     return present
 
 
@@ -69,7 +69,7 @@ def _is_there(filesystem: Any, target: str, digest: FileDigest, shown: str, prog
     try:
         verify_object(filesystem, target, digest, shown, progress)
     except DigestMismatch as error:
-        _log.warning("%s: uploading it again", error)
+        _log.warning("uploading a file again, because its copy is damaged: %s", error)
         return False
     return True
 
@@ -89,7 +89,7 @@ def _create(filesystem: Any, path: str, content: bytes, shown: str) -> None:
     if filesystem.cat_file(path) != content:
         raise PublicationError(
             f"{shown}/{Path(path).name} is not what was uploaded: another process is publishing there, or the store is "
-            "not reliable; check its content, then try again"
+            "not reliable. Make sure that nothing else publishes there, then try again"
         )
 
 
@@ -120,7 +120,9 @@ def publication_at(url: str) -> Publication | None:
     try:
         record = parse_manifest(content, f"{redacted(url)}/{MANIFEST}")
     except (RecordError, DigestMismatch) as error:
-        raise PublicationError(f"{redacted(url)} is in the way: {error}. Publish to another destination") from error
+        raise PublicationError(
+            f"{redacted(url)} holds no intact publication: {error}. Publish to another destination"
+        ) from error
     if not isinstance(record, Publication):
         raise PublicationError(f"{redacted(url)} holds {described(record)}: publish to another destination")
     return record
@@ -180,10 +182,14 @@ def _try_folder(folder: Path, needed_bytes: int) -> None:
             pass
         free = shutil.disk_usage(nearest).free
     except OSError as error:
-        raise PublicationError(f"{folder} cannot be created: {nearest} is not writable ({error.strerror})") from error
+        raise PublicationError(
+            f"{folder} cannot be created: {nearest} is not writable ({error.strerror}). Make {nearest} writable, or "
+            "publish elsewhere"
+        ) from error
     if free < needed_bytes:
         raise StorageError(
-            f"{folder} needs {needed_bytes:,} bytes, but {nearest} has {free:,} free: free some, or publish elsewhere"
+            f"{folder} needs {needed_bytes:,} bytes, but {nearest} has {free:,} free. Free some space, or publish "
+            "elsewhere"
         )
 
 
@@ -196,7 +202,11 @@ def _try_store(url: str) -> None:
     try:
         filesystem.rm_file(folder + suffix)
     except Exception as error:  # fsspec's filesystems share no base error
-        _log.warning("could not remove the empty object %s%s: %s", redacted(url), suffix, type(error).__name__)
+        _log.warning(
+            "the store can be written, but the empty object %s%s that tested this could not be removed (%s). Remove it "
+            "yourself",
+            redacted(url), suffix, type(error).__name__,
+        )  # fmt: skip
 
 
 def publish(export: Export, url: str, progress: Progress = silent) -> Publication:
@@ -246,7 +256,7 @@ def _record(export: Export, url: str) -> Publication:
 
 def _require_certified(export: Export, progress: Progress) -> None:
     if CERTIFICATE not in export.files:
-        raise PublicationError(f"{export.path} cannot be published: it has no certificate; certify it first")
+        raise PublicationError(f"{export.path} cannot be published, because it has no certificate. Certify it first")
     path = export.path / CERTIFICATE
     try:
         export.verify(progress)
@@ -264,13 +274,13 @@ def _existing(url: str, identity: str, progress: Progress) -> Publication | None
         return None
     if found.fingerprint != identity:
         raise PublicationError(
-            f"{redacted(url)} holds {described(found)}: publish to another destination, or remove it yourself"
+            f"{redacted(url)} holds {described(found)}: publish to another destination, or remove that one yourself"
         )
     try:
         verified = verify(url, progress)
     except (DigestMismatch, PublicationError) as error:
         raise PublicationError(
-            f"{redacted(url)} holds a damaged copy of this publication: {error}. Remove it, then publish again"
+            f"{redacted(url)} holds a damaged copy of this publication: {error}. Remove that copy, then publish again"
         ) from error
     return Publication.model_validate(verified).model_copy(update={"reused": True})
 

@@ -46,7 +46,10 @@ def verify_local(folder: Path, progress: Progress = silent) -> Record:
         with reading(folder / MANIFEST):
             content = (folder / MANIFEST).read_bytes()
     except ABSENT as error:
-        raise RecordError(f"{folder / MANIFEST} cannot be read: {error.strerror}; no stage was finished here") from None
+        raise RecordError(
+            f"{folder / MANIFEST} cannot be read ({error.strerror}): {folder} is not the folder of a finished stage. "
+            "Check the path"
+        ) from None
     record = parse_manifest(content, str(folder / MANIFEST)).model_copy(update={"path": folder})
     record.verify(progress)
     if isinstance(record, Publication):
@@ -66,7 +69,9 @@ def verify_remote(url: str, progress: Progress = silent) -> Record:
         try:
             content = filesystem.cat_file(f"{folder}/{MANIFEST}")
         except FileNotFoundError:
-            raise RecordError(f"{where}/{MANIFEST} does not exist: no stage was finished there") from None
+            raise RecordError(
+                f"{where}/{MANIFEST} does not exist: no stage was finished there. Check the URL"
+            ) from None
         record = parse_manifest(content, f"{where}/{MANIFEST}")
         for name in record.files:  # a corpus may name files anywhere, but only on its own machine
             confined(Path(folder), name, f"{where}/{MANIFEST}", RecordError)
@@ -93,11 +98,13 @@ def verify_object(
                 _digest(file, report) if isinstance(expected, FileDigest) else digest_safetensors_stream(file, report)
             )
     except FileNotFoundError:
-        raise DigestMismatch(f"{shown} is missing; {expected.size} bytes were recorded") from None
+        raise DigestMismatch(
+            f"{shown} is missing, but {expected.size} bytes were recorded: restore the file or publish again"
+        ) from None
     if found != expected:
         raise DigestMismatch(
             f"{shown} has {found.size} bytes and {found}, but {expected.size} bytes and {expected} were recorded: "
-            "publish it again"
+            "restore the file or publish again"
         )
 
 
@@ -121,11 +128,14 @@ def object_names(filesystem: Any, folder: str) -> list[str]:
 def _require_whole(record: Publication, present: Iterable[str], where: str) -> None:
     """Raise PublicationError unless the record lists a certificate, and no unlisted files are present."""
     if CERTIFICATE not in record.files:
-        raise PublicationError(f"{where} is not certified: its manifest lists no {CERTIFICATE}; publish it again")
+        raise PublicationError(
+            f"{where} is not certified: {MANIFEST} lists no {CERTIFICATE}. Certify the export and publish to another "
+            "destination, or remove this publication first"
+        )
     if extra := sorted(set(present) - {*record.files, MANIFEST}):
         raise PublicationError(
-            f"{where} holds {', '.join(extra[:5])}, which was not published{' (and more)' if extra[5:] else ''}: "
-            "remove files that do not belong there"
+            f"{where} holds {', '.join(extra[:5])}, which was not published{' (and more)' if extra[5:] else ''}. "
+            "Remove files that do not belong there"
         )
 
 

@@ -186,8 +186,8 @@ class ClusterSpec(SpecPart):
     def _variables_have_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if wrong := [name for name in names if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)]:
             raise ValueError(
-                f"cluster.environment holds {wrong[0]!r}: give names of variables only; values are read from the "
-                "environment"
+                f"cluster.environment holds {wrong[0]!r}: give names of variables only. Their values are read "
+                "from the head's environment"
             )
         return names
 

@@ -102,7 +102,7 @@ class ModelSpec(SpecPart):
     def _start_is_a_local_folder(cls, folder: str | None) -> str | None:
         if folder is not None and local_folder(folder) is None:
             raise ValueError(
-                f"model.start_from is {redacted(folder)}: it must be a folder on this machine; download it there first"
+                f"model.start_from is {redacted(folder)}: it must be a folder on this machine. Download the model first"
             )
         return folder
 

@@ -60,9 +60,9 @@ class RunSpec(SpecPart):
     def _pipelines_have_their_own_ways(self) -> Self:
         stages = self.layout.pipeline_stages
         refused = {
-            f"layout.zero_stage {self.layout.zero_stage}: set 1": self.layout.zero_stage != 1,
-            f"layout.offload {self.layout.offload!r}: set none": self.layout.offload != "none",
-            "experts: set model.moe.num_experts=0": self.model.moe.num_experts > 0,
+            f"layout.zero_stage {self.layout.zero_stage} (set layout.zero_stage=1)": self.layout.zero_stage != 1,
+            f"layout.offload {self.layout.offload!r} (set layout.offload=none)": self.layout.offload != "none",
+            "experts (set model.moe.num_experts=0)": self.model.moe.num_experts > 0,
         }
         if stages > 1 and any(refused.values()):
             what = "; ".join(what for what, refuse in refused.items() if refuse)
@@ -72,7 +72,7 @@ class RunSpec(SpecPart):
     @model_validator(mode="after")
     def _layout_has_masters(self) -> Self:
         if self.optimizer.precision == "fp16" and self.layout.zero_stage == 0:
-            raise ValueError("layout.zero_stage is 0, but optimizer.precision=fp16 is supported with 1, 2 and 3 only")
+            raise ValueError("layout.zero_stage is 0, but optimizer.precision=fp16 needs ZeRO 1, 2 or 3")
         return self
 
     @model_validator(mode="after")
@@ -90,8 +90,8 @@ class RunSpec(SpecPart):
         if self.model.moe.num_experts and self.layout.zero_stage not in (1, 2):
             raise ValueError(
                 f"layout.zero_stage is {self.layout.zero_stage} and model.moe.num_experts "
-                f"{self.model.moe.num_experts}: experts need ZeRO 1 or 2 (at 0, DeepSpeed clips by a different norm on "
-                "every rank; at 3, it has no such layers)"
+                f"{self.model.moe.num_experts}: experts need ZeRO 1 or 2. At ZeRO 0, DeepSpeed clips "
+                "gradients by a different norm on every rank; at ZeRO 3, DeepSpeed has no layers with experts"
             )
         return self
 
@@ -161,7 +161,7 @@ def read(path: Path) -> RunSpec:
     try:
         return build(json.loads(path.read_text("utf-8")))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise SpecError(f"{path} cannot be read as a run spec: {error}") from error
+        raise SpecError(f"{path} cannot be read as a run spec ({error}). Restore or correct the file") from error
 
 
 def setting_names() -> list[str]:

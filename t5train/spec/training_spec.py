@@ -44,7 +44,7 @@ class OptimizerSpec(SpecPart):
                 f"optimizer.peak_learning_rate ({self.peak_learning_rate})"
             )
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optimizer.betas is {self.betas}: both must lie in [0, 1)")
+            raise ValueError(f"optimizer.betas is {self.betas}: both must be at least 0 and below 1")
         return self
 
 

@@ -32,7 +32,7 @@ def lock_accelerator() -> None:
         holder = path.read_text("utf-8") or "another run"
         raise AcceleratorBusy(
             f"accelerator {path.stem} on {os.uname().nodename} is in use by {holder}: "
-            "wait for it to end, or choose other accelerators (slots of the hostfile, CUDA_VISIBLE_DEVICES)"
+            "wait for that run to end, or choose other accelerators (slots of the hostfile, CUDA_VISIBLE_DEVICES)"
         )
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"attempt {os.environ.get(_RUN_ID)}, process {os.getpid()}".encode(), 0)

@@ -102,8 +102,8 @@ class Movement:
             if not all(map(any, of_group)):
                 raise WeightsDidNotMove(
                     f"{applied} optimizer steps up to step {step} did not change the fp32 weights of a parameter group "
-                    f"on ranks {first} to {first + self._data_parallel_size - 1}: the learning rate is zero, or "
-                    "gradients do not reach the optimizer"
+                    f"on ranks {first} to {first + self._data_parallel_size - 1}. Raise optimizer.peak_learning_rate "
+                    "if it is very small; otherwise, gradients do not reach the optimizer: please report this bug"
                 )
 
     def _sample(self) -> list[str]:

@@ -28,10 +28,16 @@ def train_unigram(shards: TokenShards) -> np.ndarray:
     for number in range(int(shards.counts["num_shards"])):
         path = shards.path / unigram_name(number)
         if path.stat().st_size != counts.nbytes:
-            raise DigestMismatch(f"{path} has {path.stat().st_size} bytes, not {counts.nbytes}: run the shards stage")
+            raise DigestMismatch(
+                f"{path} has {path.stat().st_size} bytes, not {counts.nbytes}, so the token counts in that file are "
+                "damaged. Make the token shards again (`run` or `tokenize`)"
+            )
         counts += np.fromfile(path, UNIGRAM_DTYPE)
     if counts.sum() != tokens:
-        raise DigestMismatch(f"{shards.path}: {counts.sum()} train tokens counted, not {tokens}: run the shards stage")
+        raise DigestMismatch(
+            f"the token counts in {shards.path} are damaged: {counts.sum()} train tokens counted, not {tokens}. Make "
+            "the token shards again (`run` or `tokenize`)"
+        )
     return np.asarray(np.log((counts + 1) / (tokens + vocab_size)))
 
 

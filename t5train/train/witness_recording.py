@@ -82,7 +82,11 @@ def _whole_master(engine: Any, name: str, parameter: nn.Parameter, copies: Mappi
     if master is None and parameter.dtype == torch.float32:
         master = parameter
     if master is None:
-        raise UnknownLayout(f"DeepSpeed returns no fp32 master of {name} ({type(engine.optimizer).__name__})")
+        raise UnknownLayout(
+            f"the witness cannot be recorded: DeepSpeed returns no fp32 master of {name} (optimizer "
+            f"{type(engine.optimizer).__name__}), so this version of DeepSpeed is not supported. Install a version in "
+            "the range of pyproject.toml, then start the run again"
+        )
     return cast(Tensor, master.detach().reshape(getattr(parameter, "ds_shape", parameter.shape)))
 
 

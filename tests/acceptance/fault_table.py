@@ -22,9 +22,9 @@ from infra.testcluster.host import Process
 from infra.testcluster.host_files import HOME, HOSTFILE
 from t5train.files.run_folder import WITNESS_FOLDER
 from tests.acceptance.fault_cases import FAULTS, LEASE_SECONDS, RANK, Fault, pids
-from tests.support.cluster_runs import ClusterRunner, Ended, Started, prepare, weights
+from tests.support.cluster_runs import ClusterRunner, Ended, Started, last_step, prepare, weights
 
-STRIKE_AT, SLOW = 25, "8mbit"
+STRIKE_AT, STEPS_BETWEEN, SLOW = 25, 5, "8mbit"
 SETTINGS = {
     "optimizer.num_steps": 70,
     "storage.checkpoint_every_steps": 20,
@@ -64,33 +64,40 @@ class Outcome:
         return f"| {name} | {ranks} | {seconds} | {message} | {self.exit_code} | {left} | {equal} |"
 
 
-def inject(runner: ClusterRunner, fault: Fault) -> Outcome:
-    """Start a run, inject the fault, and record how the run ends and which processes are left."""
+def inject(runner: ClusterRunner, fault: Fault, run_name: str | None = None) -> Outcome:
+    """Start a run, inject the fault, and record how the run ends and which processes are left.
+
+    ``run_name`` may be a run that an earlier fault has ended, which then resumes. The default is the fault's own run.
+    """
+    run_name = run_name or fault.run
+    steps_before = last_step(runner.root / fault.root / "runs" / run_name)
     with fault.wrong(runner):
         others = runner.processes()
         at = time.monotonic()
-        run = _start(runner, fault)
+        run = _start(runner, fault, run_name)
         if fault.strike:
-            run.await_step(STRIKE_AT, LONGEST_SECONDS)
+            run.await_step(max(STRIKE_AT, steps_before + STEPS_BETWEEN), LONGEST_SECONDS)
             if fault.ends_ranks or fault.started_again:
                 runner.cluster.set_rate("node0", SLOW)  # or training might finish before the fault is noticed
             at = time.monotonic()
             fault.strike(runner, run)
-        ended, ranks_gone_at = _follow(runner, fault, run)
+        ended, ranks_gone_at = _follow(runner, fault, run, run_name)
         left = _await_nothing_left(runner, others)
         runner.cluster.set_rate("node0", None)
     message = ended.message.replace(str(runner.root), "{root}")
     return Outcome(fault, ranks_gone_at - at, ended.at - at, ended.exit_code, message, left)
 
 
-def final_weights(runner: ClusterRunner, fault: Fault) -> Any:
+def final_weights(runner: ClusterRunner, fault: Fault, run_name: str | None = None) -> Any:
     """Return the digests of the run's final weights, after restarting the run if it did not finish.
 
-    Raises AssertionError if the restarted run fails.
+    ``run_name`` is the run into which the fault was injected, by default the fault's own. Raises AssertionError if the
+    restarted run fails.
     """
-    folder = runner.root / fault.root / "runs" / fault.run
+    run_name = run_name or fault.run
+    folder = runner.root / fault.root / "runs" / run_name
     if not (folder / WITNESS_FOLDER).exists():
-        ended = _start(runner, fault).wait(LONGEST_SECONDS)
+        ended = _start(runner, fault, run_name).wait(LONGEST_SECONDS)
         assert ended.exit_code == 0, ended.output[-4000:]
     return weights(folder)
 
@@ -103,18 +110,18 @@ def undisturbed_weights(runner: ClusterRunner) -> Any:
     return weights(run.run_folder)
 
 
-def _start(runner: ClusterRunner, fault: Fault) -> Started:
+def _start(runner: ClusterRunner, fault: Fault, run_name: str) -> Started:
     (shards,) = (runner.root / "shards").iterdir()
     options = [*_OPTIONS, "--shards", str(shards), *(part for each in fault.settings for part in ("--set", each))]
-    return runner.start("train", fault.run, options, fault.environment, runner.root / fault.root)
+    return runner.start("train", run_name, options, fault.environment, runner.root / fault.root)
 
 
-def _follow(runner: ClusterRunner, fault: Fault, run: Started) -> tuple[Ended, float]:
+def _follow(runner: ClusterRunner, fault: Fault, run: Started, run_name: str) -> tuple[Ended, float]:
     """Wait until the command and its last rank have ended. Return the command's end and the time of the last rank's."""
     if fault.started_again:
         run.wait(LONGEST_SECONDS)
         runner.cluster.set_rate("node0", None)
-        run = _start(runner, fault)
+        run = _start(runner, fault, run_name)
     if fault.ends_ranks:
         await_no_ranks(runner)
     ranks_gone_at = time.monotonic()

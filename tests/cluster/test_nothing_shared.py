@@ -67,6 +67,11 @@ class UnsharedRun:
         (found,) = self.cluster.disk(host, f"{SCRATCH}/runs").glob(f"{self.name}-*")
         return found
 
+    def resumed_from(self) -> list[str | None]:
+        """The tag from which each attempt resumed; None for an attempt that began at step 0."""
+        specs = sorted(self.folder.glob("attempts/*/spec.json"))
+        return [TrainJob.read(path).resume_tag for path in specs]
+
     def roll_back(self, hosts: list[str]) -> None:
         """Make the run look as if it had ended after its first checkpoint, without any failure of a host."""
         for name in ("manifest.json", FAILURES):
@@ -167,52 +172,31 @@ def test_a_wiped_disk_a_flipped_bit_and_a_wrong_latest_are_repaired_from_the_gat
     assert weights(trained.folder) == one_host_weights
 
 
-def test_a_run_resumes_from_an_ungathered_checkpoint_and_skips_a_half_written_tag(
+def test_a_run_resumes_from_an_ungathered_checkpoint_and_replaces_a_node_that_is_lost_twice(
     trained: UnsharedRun, one_host_weights: Any
 ) -> None:
     written = shutil.copytree(trained.folder_on("node0") / "checkpoints" / LAST, trained.root / "half-written")
     trained.roll_back(["node0", "node1"])
     shutil.move(written, trained.folder_on("node0") / "checkpoints" / LAST)  # without the other node's part
     shutil.rmtree(trained.folder / "checkpoints")
-    ended = trained.train()
-    assert ended.exit_code == 0, ended.output[-4000:]
-    assert f"skipping {LAST}: " in ended.output
-    assert weights(trained.folder) == one_host_weights
-
-
-def test_a_node_that_is_lost_twice_is_replaced_by_a_spare_and_the_run_resumes(
-    trained: UnsharedRun, one_host_weights: Any
-) -> None:
-    trained.roll_back(["node0", "node1"])
     quick = ["--set", "cluster.lease_seconds=10", "--set", "cluster.grace_seconds=1"]
     started = trained.start("run", ["--hostfile", HOSTFILE, "--spares", "1", *quick])
     attempts = trained.cluster.disk("node1", "/var/tmp/t5-pretrain-0/attempts")
     while not list(attempts.glob("*/rank-00001.pid")):
         assert started.process.poll() is None, started.log.read_text()[-4000:]
         time.sleep(0.1)
+    tags.require_complete(trained.folder / "checkpoints" / FIRST)  # gathered before the ranks started
     trained.cluster.power_cut("node1")
     ended = started.wait(SECONDS)
     trained.cluster.boot("node1")
     assert ended.exit_code == 0, ended.output[-4000:]
+    assert f"skipping {LAST}: " in ended.output
     assert "node1 has failed twice: node2 takes its place" in ended.output
+    assert trained.resumed_from()[-2:] == [FIRST, FIRST]
     assert weights(trained.folder) == one_host_weights
 
 
-def test_a_node_that_is_down_at_the_start_is_replaced_by_a_spare_and_not_needed_again(
-    trained: UnsharedRun, one_host_weights: Any
-) -> None:
-    trained.roll_back(["node0", "node1"])
-    trained.cluster.power_cut("node1")
-    ended = trained.train(["--hostfile", HOSTFILE, "--spares", "1"])
-    again = trained.train()
-    trained.cluster.boot("node1")
-    assert ended.exit_code == again.exit_code == 0, ended.output[-4000:] + again.output[-4000:]
-    assert "node1 does not answer: node2 takes its place" in ended.output
-    assert "node1" not in again.output
-    assert weights(trained.folder) == one_host_weights
-
-
-def test_a_run_that_lost_all_checkpoints_names_the_missing_file_and_restarts_only_on_request(
+def test_a_run_that_lost_all_checkpoints_restarts_only_on_request_even_if_a_node_is_down(
     trained: UnsharedRun, one_host_weights: Any
 ) -> None:
     trained.roll_back(["node0", "node1", "node2"])
@@ -226,9 +210,15 @@ def test_a_run_that_lost_all_checkpoints_names_the_missing_file_and_restarts_onl
     assert seen.tag == LAST
     left = tags_in(trained.folder_on("node0") / "checkpoints")
     aside = trained.cluster.disk("node0", f"{SCRATCH}/set-aside") / trained.folder_on("node0").name
-    before = tags_in(aside)  # a host that was lost during a save left one there
-    ended = trained.train([*HOSTS, "--begin-again"])
-    assert ended.exit_code == 0, ended.output[-4000:]
+    before = tags_in(aside)  # including the half-written tag of the test above
+    trained.cluster.power_cut("node1")  # down from the start, and not needed again after the end
+    ended = trained.train(["--hostfile", HOSTFILE, "--spares", "1", "--begin-again"])
+    again = trained.train()
+    trained.cluster.boot("node1")
+    assert ended.exit_code == again.exit_code == 0, ended.output[-4000:] + again.output[-4000:]
+    assert "node1 does not answer: node2 takes its place" in ended.output
+    assert "node1" not in again.output
+    assert trained.resumed_from()[-1] is None
     assert weights(trained.folder) == one_host_weights
     assert left
     assert tags_in(aside) == sorted(before + left)
@@ -248,7 +238,7 @@ def test_files_written_on_one_node_are_restored_to_every_node_that_reads_them(
     run.wipe("node2")
     again = run.train(hosts)
     assert again.exit_code == 0, again.output[-4000:]
-    assert TrainJob.read(run.folder / "attempts/0002/spec.json").resume_tag == FIRST
+    assert run.resumed_from() == [None, FIRST]
     assert weights(run.folder) == expected
 
 

@@ -101,7 +101,7 @@ def test_hosts_without_the_heads_code_are_refused_and_ship_code_is_suggested(run
     lines = {line.split(": ")[1]: line for line in ended.output.splitlines() if line.startswith("  ") and ": " in line}
     assert "program: " in lines["node0"]
     assert (
-        "install the package there, at the same path as here, or have its code sent with --ship-code" in lines["node0"]
+        "Install this package there, at the same path as here, or have its code sent with --ship-code" in lines["node0"]
     )
     assert "code: " in lines["node1"]
     assert "or have it sent with --ship-code" in lines["node1"]
@@ -123,9 +123,10 @@ def test_a_restarted_head_continues_the_run_with_the_shipped_code(runner: Cluste
     metrics = runner.cluster.disk("head", f"{ROOT}/runs/attached/metrics.jsonl")
     known_size = metrics.stat().st_size if metrics.exists() else 0
     second = start(runner, "attached", "--ship-code", *LONG)
-    until(lambda: "attempt 1 of attached is still at work: continuing it" in second.log.read_text())
+    until(lambda: "attempt 1 of attached is still running; continuing it" in second.log.read_text())
     until(lambda: metrics.exists() and metrics.stat().st_size > known_size)  # it collects the ranks' metrics
     assert signal_head(runner, second, signal.SIGTERM) == 128 + signal.SIGTERM
+    assert "and saved it" in second.log.read_text("utf-8")
     assert not runner.processes()
     assert [each.code for each in attempts(runner, "attached")] == [own_bundle().digest]
 

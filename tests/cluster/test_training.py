@@ -12,20 +12,23 @@ from tests.support.cluster_runs import ClusterRunner
 pytestmark = pytest.mark.cluster
 
 Train = Callable[[str, str, list[str]], Any]
-LAYOUTS = {
-    "two-hosts": (2, ["--hostfile", HOSTFILE, "--num-nodes", "2"]),
-    "four-hosts": (4, ["--hostfile", HOSTFILE]),
-    "two-hosts-of-two": (4, ["--hostfile", f"{HOME}/two-slots", "--include", "node1@node2"]),
-}
+UNEVEN_HOSTFILE = f"{HOME}/uneven"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_several_hosts_train_the_same_weights_as_one_host(
-    layout: str, runner: ClusterRunner, train: Train, one_host: Callable[[int], Any]
+def test_two_hosts_train_and_publish_the_same_weights_as_one_host(
+    runner: ClusterRunner, train: Train, one_host: Callable[[int], Any]
 ) -> None:
-    ranks, options = LAYOUTS[layout]
-    runner.cluster.disk("head", f"{HOME}/two-slots").write_text(runner.cluster.hostfile(slots=2))
-    command = "run" if layout == "two-hosts" else "train"  # `run` goes through Prefect
-    assert train(command, layout, options) == one_host(ranks)
-    if command == "run":
-        verify(str(runner.root / "published" / layout))
+    # `run` goes through Prefect.
+    final_weights = train("run", "two-hosts", ["--hostfile", HOSTFILE, "--num-nodes", "2"])
+    assert final_weights == one_host(2)
+    verify(str(runner.root / "published/two-hosts"))
+
+
+def test_some_hosts_with_different_numbers_of_ranks_train_the_same_weights_as_one_host(
+    runner: ClusterRunner, train: Train, one_host: Callable[[int], Any]
+) -> None:
+    slots = {"node0": 1, "node1": 2, "node2": 1, "node3": 1}
+    lines = "".join(f"{node} slots={count}\n" for node, count in slots.items())
+    runner.cluster.disk("head", UNEVEN_HOSTFILE).write_text(lines)
+    final_weights = train("train", "three-hosts", ["--hostfile", UNEVEN_HOSTFILE, "--include", "node1@node2@node3"])
+    assert final_weights == one_host(4)

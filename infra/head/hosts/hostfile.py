@@ -89,7 +89,10 @@ def _listed(cluster: ClusterSpec) -> Hosts:
     try:
         text = cluster.hostfile.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"cluster.hostfile is {cluster.hostfile}, but that file cannot be read: {error}") from error
+        raise SpecError(
+            f"cluster.hostfile is {cluster.hostfile}, but that file cannot be read: {error}. Correct the path or the "
+            "file"
+        ) from error
     return select(
         parse(text, str(cluster.hostfile)),
         include=cluster.include,
@@ -176,7 +179,7 @@ def _require_name(name: str, where: str) -> None:
         try:
             ipaddress.IPv4Address(name)
         except ValueError as error:
-            raise SpecError(f"{where}: {name!r} is not an IPv4 address: {error}") from None
+            raise SpecError(f"{where}: {name!r} is not an IPv4 address ({error}). Correct it") from None
 
 
 def _remedy_of_twice(first: Host) -> str:

@@ -127,7 +127,7 @@ def conversation(nodes: Nodes, host: str, request: Request) -> Iterator[Channel]
         collector.join()
         if remote_code:
             raise reported(host, ssh.failure_of(host, argv, remote_code, b"".join(stderr))) from error
-        raise HostUnreachable(f"{host}: {error}: check whether it is still running", [host]) from error
+        raise HostUnreachable(f"{host}: {error}. Check whether the host is still running", [host]) from error
     finally:
         ssh.kill(process)
         process.wait()

@@ -216,7 +216,7 @@ def _output(
         except subprocess.TimeoutExpired as error:
             raise HostTimeout(
                 f"{host}: {_short(argv)} timed out after {deadline_seconds:g} s. Check whether the host is overloaded "
-                f"or one of its disks hangs. It said: {last_lines(error.stderr or b'')}",
+                f"or one of its disks hangs. The command's last output: {last_lines(error.stderr or b'')}",
                 [host],
             ) from None
         finally:
@@ -238,8 +238,8 @@ def failure_of(host: str, argv: Sequence[str], returncode: int, stderr: bytes) -
     if returncode == SSH_FAILED:
         return failure_of_ssh(host, stderr)
     return RemoteFailed(
-        f"{host}: {_short(argv)} ended with exit code {returncode}{_remedy(returncode, stderr)}. It said: "
-        f"{last_lines(stderr)}",
+        f"{host}: {_short(argv)} ended with exit code {returncode}{_remedy(returncode, stderr)}. "
+        f"The command's last output: {last_lines(stderr)}",
         [host],
         stderr,
     )
@@ -247,9 +247,9 @@ def failure_of(host: str, argv: Sequence[str], returncode: int, stderr: bytes) -
 
 def _remedy(returncode: int, stderr: bytes) -> str:
     if returncode == _NOT_FOUND:
-        return ": install the package there, at the same path as here"
+        return ". Install Python and this package there, at the same paths as here"
     if _NOT_INSTALLED.search(stderr):
-        return ": install the package there, at the same path as here, or have its code sent with --ship-code"
+        return ". Install this package there, at the same path as here, or have its code sent with --ship-code"
     return ""
 
 

@@ -20,38 +20,38 @@ _FAILURES: tuple[tuple[str, _Kind, str], ...] = (
     (
         r"No \S+ host key is known for (?P<name>\S+)|Host key verification failed",
         HostKeyMismatch,
-        "its host key is unknown: verify the fingerprint, then add the key with "
+        "its host key is unknown. Verify the fingerprint, then add the key with "
         "`ssh-keyscan {scan} >> ~/.ssh/known_hosts` (or to cluster.known_hosts)",
     ),
     (
         "Permission denied|Too many authentication failures",
         HostMisconfigured,
-        "it rejects this user's SSH keys: run `ssh-copy-id {host}`, or set cluster.ssh_user",
+        "it rejects this user's SSH keys. Run `ssh-copy-id {host}`, or set cluster.ssh_user",
     ),
     (
         "Could not resolve hostname",
         HostMisconfigured,
-        "its name does not resolve: correct the hostfile, or add the name to /etc/hosts or ssh's configuration",
+        "its name does not resolve. Correct the hostfile, or add the name to /etc/hosts or ssh's configuration",
     ),
     (
         "Connection refused",
         HostUnreachable,
-        "connection refused: start sshd there, or set cluster.ssh_port",
+        "connection refused. Start sshd there, or set cluster.ssh_port",
     ),
     (
         "timed out|No route to host|Network is unreachable|not responding|Host is down",
         HostUnreachable,
-        "no answer: check that it is running and reachable over the network",
+        "no answer. Check that the host is running and reachable over the network",
     ),
     (
         "Bad configuration option|terminating, .* bad configuration",
         HostMisconfigured,
-        "ssh cannot parse its configuration: fix ~/.ssh/config or /etc/ssh/ssh_config",
+        "ssh cannot parse its configuration on this machine. Fix ~/.ssh/config or /etc/ssh/ssh_config",
     ),
 )
 _BROKEN = (
-    "the connection was lost, or the remote command was killed by a signal: check that the host is running, and look "
-    "at its sshd log"
+    "the connection was lost, or the remote command was killed by a signal. Check that the host is running, and "
+    "look at its sshd log"
 )
 
 

@@ -78,7 +78,9 @@ class ClusterWatch:
         self._supervision.close()
         if silent:  # host sessions have not been able to reconnect to these
             _log.warning(
-                "attempt %s may keep running until its lease expires on %s", self.this.number, ", ".join(silent)
+                "attempt %s may keep running on %s, which cannot be reached, until its lease expires there",
+                self.this.number,
+                ", ".join(silent),
             )
         asked = [host for host in missing if host not in silent]
         self._unreachable = silent + earlier_attempts.end_on_hosts(self.this, self._transport, asked)

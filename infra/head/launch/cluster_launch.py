@@ -101,7 +101,9 @@ def _continued(
     if (found := spec.run.adopt()) is None:
         return None
     if found.this.hosts != _slots(spec.hosts) or not spec.is_same_job(found.this.folder):
-        _log.warning("ending attempt %s, which runs another job than the requested one", found.this.number)
+        _log.warning(
+            "ending attempt %s: its ranks run on other hosts or with other settings than requested", found.this.number
+        )
         found.close()
         return None
     if spec.needs.code is not None:  # ranks keep their code; this head's code stages and gathers files
@@ -192,8 +194,8 @@ def _boot_id(host: str, answer: Prepared | HostError, expected: Path) -> str:
         raise answer
     if answer.folder != expected:
         raise SpecError(
-            f"{host} keeps attempts in {answer.folder}, but the head keeps them in {expected}: the user has "
-            "a different user id on that host. Give the user the same id on both machines, or set cluster.ssh_user"
+            f"{host}: the user has a different user id there, so files of attempts are in {answer.folder} there, but "
+            f"in {expected} on the head. Give the user the same id on both machines, or set cluster.ssh_user"
         )
     return answer.boot_id
 

@@ -73,8 +73,8 @@ def require_launchable(cluster: ClusterSpec, hosts: Hosts) -> None:
     for host in hosts.all:
         if host.slots != tuple(range(len(host.slots))):
             raise SpecError(
-                f"cluster.launcher is {cluster.launcher!r}, but it can use only the first slots of a host, not slots "
-                f"{host.slots} of {host.name}. Set cluster.launcher to pdsh, or choose the first slots"
+                f"cluster.launcher is {cluster.launcher!r}, which can use only the first slots of a host, but slots "
+                f"{host.slots} of {host.name} are chosen. Set cluster.launcher to pdsh, or choose the first slots"
             )
     if cluster.launcher == "slurm" and len(counts) > 1:
         raise SpecError(
@@ -108,8 +108,9 @@ def _require_plain(words: Sequence[str]) -> None:
     for word in words:
         if not _PLAIN.fullmatch(word):
             raise SpecError(
-                f"{word!r} is passed to a shell on every host, so it may contain only letters, digits and _@+=:,./-. "
-                "Install Python and this package at a path without other characters, and unset PYTHONPATH"
+                f"{word!r} is passed to a shell on every host, which may change it: only letters, digits and "
+                "_@+=:,./- are allowed. Install Python and this package at a path without other characters, and unset "
+                "PYTHONPATH"
             )
 
 
@@ -169,7 +170,11 @@ class ClusterLauncher:
         while self.is_alive and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
         if left := processes.end(self._processes, grace_seconds=0):
-            _log.error("processes %s of %s do not end, even after SIGKILL", sorted(left), self.folder)
+            _log.error(
+                "processes %s of %s survived SIGKILL, so a disk or driver may hang: restart this machine",
+                sorted(left),
+                self.folder,
+            )
         elif self._guard is not None:
             self._guard.wait()
 

@@ -83,7 +83,11 @@ def end_on_hosts(this: Attempt, transport: Transport, hosts: list[str]) -> list[
             _log.warning("attempt %s may keep running for a while on %s: %s", this.number, host, answer)
             unreachable.append(host)
         elif answer.pids:
-            _log.error("%s: processes %s do not end, even after SIGKILL", host, list(answer.pids))
+            _log.error(
+                "%s: processes %s survived SIGKILL, so a disk or driver may hang: restart that host",
+                host,
+                list(answer.pids),
+            )
     return unreachable
 
 
@@ -110,7 +114,12 @@ def _wait(this: Attempt, unreachable: list[str], on_tick: Callable[[], None]) ->
     # head may have been running until now.
     known = head_lease.age_seconds(head_folder(this.run_id))
     seconds = most if known == float("inf") else max(0.0, most - known)
-    _log.warning("waiting %.0f s until %s have ended attempt %s by themselves", seconds, unreachable, this.number)
+    _log.warning(
+        "waiting %.0f s for %s, which cannot be reached, to end attempt %s by themselves",
+        seconds,
+        unreachable,
+        this.number,
+    )
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         on_tick()

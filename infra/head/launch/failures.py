@@ -47,32 +47,41 @@ class Diagnosis:
 
 _HOST_MEMORY = Diagnosis(
     OutOfMemory,
-    "the host has too little memory. Use fewer ranks per host or less of layout.offload, and check what else uses its "
-    "memory",
+    "the host has too little memory. Use fewer ranks per host, move less to the host's memory (layout.offload), or end "
+    "other programs there that use much of it",
 )
 _WAITED = Diagnosis(
     CollectiveTimeout,
-    "it timed out in a collective. Check the output of the other ranks for one that hangs; if none does, suspect the "
-    "network",
+    "the rank timed out in a collective. Check the output of the other ranks for one that hangs; if none does, suspect "
+    "the network",
     hops=1,
 )
 _BY_CAUSE = {
     Cause.HEAD: Diagnosis(
-        HostLost, "the network between the head and this host, or the head itself, was down for too long"
+        HostLost,
+        "the network between the head and this host, or the head itself, was down for longer than "
+        "cluster.lease_seconds. Repair the network, or raise cluster.lease_seconds",
     ),
     Cause.REQUESTED: Diagnosis(
-        Preempted, "it saved no checkpoint. Start the same command again to resume from the last checkpoint"
+        Preempted, "the rank saved no checkpoint. Start the same command again to resume from the last checkpoint"
     ),
-    Cause.PARENT: Diagnosis(LaunchError, "DeepSpeed's launcher on its host was killed", hops=1),
-    Cause.BEAT: Diagnosis(RankStopped, ""),
+    Cause.PARENT: Diagnosis(
+        LaunchError,
+        "DeepSpeed's launcher on its host was killed. Check there what killed it, such as the OOM killer (`dmesg`)",
+        hops=1,
+    ),
+    Cause.BEAT: Diagnosis(
+        RankStopped,
+        "check whether somebody stopped it (SIGSTOP, a debugger). If not, the end of its output shows what it did last",
+    ),
     Cause.PHASE: Diagnosis(
         RankStopped,
-        "it hung after the last line of its output. If it was only slow, raise cluster.deadlines for that phase",
+        "the rank hung after the last line of its output. If it was only slow, raise cluster.deadlines for that phase",
     ),
 }
 _DISK_FULL = Diagnosis(
     DiskFull,
-    "its disk is full. Free some space at the path that the output names, or choose another storage.root (or "
+    "the rank's disk is full. Free some space at the path that the output names, or choose another storage.root (or "
     "storage.scratch, if hosts have their own disks)",
 )
 # Matched with the last lines of a rank's log; the most specific come first.
@@ -82,8 +91,8 @@ _BY_WORDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
         re.compile(r"Read-only file system|Input/output error|Stale file handle"),
         Diagnosis(
             DiskFailed,
-            "a disk of its host failed or is read-only. Its output names the path. Check `dmesg` there. Repair and "
-            "remount the disk, or choose another storage.root or storage.scratch",
+            "a disk of its host failed or is read-only. The rank's output names the path. Check `dmesg` there, then "
+            "repair and remount the disk, or choose another storage.root or storage.scratch",
         ),
     ),
     (re.compile(r"\[enforce fail at inline_container\.cc"), _DISK_FULL),
@@ -108,7 +117,11 @@ _BY_WORDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
             r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited|Socket closed"
             r"|ncclRemoteError|Connection was likely closed"
         ),
-        Diagnosis(LaunchError, "it lost its connection to another rank. Check the output of the others", hops=2),
+        Diagnosis(
+            LaunchError,
+            "the rank lost its connection to another rank. Check the output of the other ranks for the first failure",
+            hops=2,
+        ),
     ),
 )
 # How NCCL and torch report that /dev/shm is full.
@@ -140,7 +153,8 @@ def _of_signal(record: ExitRecord) -> Diagnosis:
     if record.returncode == _SIGBUS:
         return Diagnosis(
             RankKilled,
-            "it wrote to a memory-mapped file that could not grow. Check the free space of /dev/shm and of its disks",
+            "the rank used a memory-mapped file that could not grow. Check the free space of /dev/shm and of the "
+            "host's disks",
         )
     return Diagnosis(RankKilled, "")
 
@@ -151,7 +165,7 @@ def _shared_memory(record: ExitRecord) -> Diagnosis | None:
     if free is None or total is None or free >= _FULL_BYTES:
         return None
     host = record.host or "its host"
-    return Diagnosis(DiskFull, f"{SEGMENTS} on {host} is full ({FreeSpace(free, total)}): {REMEDY}")
+    return Diagnosis(DiskFull, f"{SEGMENTS} on {host} is full ({FreeSpace(free, total)}). {REMEDY}")
 
 
 _TAIL_BYTES = 16 << 10
@@ -173,7 +187,7 @@ def failure_of(this: Attempt, num_ranks: int) -> T5TrainError:
     if (found := _first_failure(this, num_ranks, reported.keys())) is None:
         return next(iter(reported.values()), None) or _launcher_failure(this, num_ranks)
     kind, what, log, hosts = found
-    text = f"{what} (attempt {this.folder.name}); its output is in {log}, and ends:\n{redact(tail(log))}"
+    text = f"{what}. The output of the rank in attempt {this.folder.name} is in {log}, and ends:\n{redact(tail(log))}"
     return kind(text, hosts)
 
 
@@ -188,7 +202,7 @@ def _on_its_host(this: Attempt, rank: int, num_ranks: int, error: T5TrainError) 
     if not isinstance(error, DiskFull | DiskFailed | StorageError):
         return error
     hosts = _host_of(this, rank)
-    remedy = "".join(f"; or exclude {host}: --exclude {host}" for host in hosts)
+    remedy = "".join(f". To train without {host}, use --exclude {host}" for host in hosts)
     return type(error)(f"{_who(this, rank, num_ranks, None)}: {error}{remedy}", hosts)
 
 
@@ -207,8 +221,13 @@ def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) ->
         if record is None and (this.folder / f"{rank_name(rank)}.pid").exists():
             who = _who(this, rank, num_ranks, None)
             if (reason := _disk_failure(this.folder)) is not None:
-                return type(reason), f"{who} could not write its exit record: {reason}", this.log(rank_name(rank)), []
-            what = f"{who} left no exit record: its guard was killed"
+                return (
+                    type(reason),
+                    f"{who} ended, but its exit record was not written: {reason}",
+                    this.log(rank_name(rank)),
+                    [],
+                )
+            what = f"{who} was killed together with its guard, which watches it. Check `dmesg` for the OOM killer"
             return RankKilled, what, this.log(rank_name(rank)), _host_of(this, rank)
     failed = [
         (_diagnosis(this, record), record, rank)
@@ -255,13 +274,13 @@ def _host_of(this: Attempt, rank: int) -> list[str]:
 
 def _launcher_failure(this: Attempt, num_ranks: int) -> LaunchError:
     record = this.exit_record(LAUNCHER)
-    how = "left no exit record (its guard was killed)" if record is None else str(record)
+    how = "was killed together with its guard, which watches it," if record is None else str(record)
     absent = [rank for rank in range(num_ranks) if not (this.folder / f"{rank_name(rank)}.pid").exists()]
     which = "" if not absent else f"; {_who(this, absent[0], num_ranks, None)} never started"
     log = this.log(LAUNCHER)
     return LaunchError(
-        f"the launcher {how} before its ranks had done their work{which} (attempt {this.folder.name}); its output is "
-        f"in {log}, and ends:\n{redact(tail(log))}"
+        f"DeepSpeed's launcher {how} before its ranks had done their work{which}. The output of the launcher in "
+        f"attempt {this.folder.name} is in {log}, and ends:\n{redact(tail(log))}"
     )
 
 

@@ -88,9 +88,13 @@ class HostSession:
                 sent = self._order
             if now - last_message_at > _SILENT_SECONDS:
                 silent_seconds = now - last_message_at
-                raise HostUnreachable(f"{self.host}: no message received for {silent_seconds:.0f} s", [self.host])
+                raise HostUnreachable(
+                    f"{self.host}: no message received for {silent_seconds:.0f} s. Check whether the host hangs, and "
+                    "the network to it",
+                    [self.host],
+                )
             if node.at_end and not self._closed.is_set():
-                raise BrokenOff("it ended the session")
+                raise BrokenOff("the host ended the session")
 
     def _receive(self, report: Report) -> None:
         if isinstance(report, Hello | NewLines):

@@ -77,7 +77,9 @@ def launch(spec: LaunchSpec, on_tick: Callable[[], None] = lambda: None) -> Atte
     environment = rank_environment(this, num_ranks=spec.num_ranks, accelerator=spec.accelerator, extra=spec.environment)
     clear_stale_locks(environment)
     if to_compile := missing(spec.operators, environment):
-        _log.warning("%s compiles %s, which takes about a minute each", this.host, ", ".join(to_compile))
+        _log.warning(
+            "%s compiles DeepSpeed's operators %s first, about a minute each", this.host, ", ".join(to_compile)
+        )
     with stoppable():
         launcher = _start(this, command(spec, this.folder), environment)
         succeeded = _supervise(this, spec, launcher, on_tick)
@@ -188,7 +190,11 @@ def _end_here(this: Attempt, launcher: subprocess.Popen[bytes], port: int | None
     while (this.guards() or launcher.poll() is None) and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
     if left := processes.end(processes.in_run(this.run_id), grace_seconds=0):
-        _log.error("processes %s of %s do not end, even after SIGKILL", sorted(left), this.folder)
+        _log.error(
+            "processes %s of %s survived SIGKILL, so a disk or driver may hang: restart this machine",
+            sorted(left),
+            this.folder,
+        )
     else:
         launcher.wait()
         shared_memory.remove_all(_ADDRESS, port or 0)  # those of ranks whose guards were killed

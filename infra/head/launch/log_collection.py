@@ -43,7 +43,7 @@ def gather(this: Attempt, transport: Transport, hosts: Iterable[str]) -> None:
             gathered.append(host)
         except (HostError, tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
             _log.warning(
-                "the files on %s of attempt %s cannot be collected and stay there, in %s: %s",
+                "the files on %s of attempt %s cannot be collected, and stay there in %s: %s",
                 host,
                 this.number,
                 _place(this),

@@ -104,7 +104,7 @@ class Supervision:
 
     def broken(self, name: str) -> str:
         """Why the last session with a host broke."""
-        return self._hosts[name].broken or "it sends nothing"
+        return self._hosts[name].broken or "nothing arrives from it"
 
     @property
     def not_ended(self) -> list[str]:
@@ -152,7 +152,9 @@ class Supervision:
             case Hello(boot_id=boot_id):
                 self._greet(name, host, boot_id)
             case LeaseNotRenewed(reason):
-                self._fail(DiskFailed(f"{name}: {redact(reason)}; or exclude {name}: --exclude {name}", [name]))
+                self._fail(
+                    DiskFailed(f"{name}: {redact(reason)}. To train without {name}, use --exclude {name}", [name])
+                )
             case RankError():
                 self._keep_error(report)
             case RankEnded(record):
@@ -185,10 +187,16 @@ class Supervision:
         host.ended = True
         if not self._may_end:
             self._fail(
-                HostLost(f"{name} has ended the attempt or has no record of it, but the head did not end it", [name])
+                HostLost(
+                    f"{name} reports that the attempt has ended, but the head did not end it. Check whether the host "
+                    "was restarted, got a new disk, or is used by another head",
+                    [name],
+                )
             )
         if left:
-            _log.error("%s: processes %s do not end, even after SIGKILL", name, list(left))
+            _log.error(
+                "%s: processes %s survived SIGKILL, so a disk or driver may hang: restart that host", name, list(left)
+            )
 
     def _judge_silence(self, name: str, host: _Host) -> None:
         seconds = time.monotonic() - host.last_message_at
@@ -201,12 +209,16 @@ class Supervision:
                 name,
                 seconds,
                 tolerated,
-                host.broken or "it sends nothing",
+                host.broken or "nothing arrives from it",
             )
         host.is_silent = seconds > _SILENT_SECONDS and not host.ended
         if host.is_silent and seconds > (self.this.lease_seconds or 0):
             self._fail(
-                HostLost(f"{name} has not responded for {seconds:.0f} s: {host.broken or 'it sends nothing'}", [name])
+                HostLost(
+                    f"{name} has not responded for {seconds:.0f} s, so it counts as lost. The last error: "
+                    f"{host.broken or 'nothing arrives from it'}",
+                    [name],
+                )
             )
 
     def _fail(self, failure: LaunchError) -> None:

@@ -71,7 +71,7 @@ def same_code(replies: HostReplies, head: Software, is_sent: bool) -> Iterator[s
 def same_spec(replies: HostReplies, head: Software) -> Iterator[str]:
     """Settings of the run that a node's code reads differently from the head's."""
     remedy = "Install the head's code and the head's version of pydantic there"
-    yield from _unlike_head(replies, "spec", lambda facts: facts.software.spec_digest, head.spec_digest, remedy)
+    yield from _unlike_head(replies, "settings", lambda facts: facts.software.spec_digest, head.spec_digest, remedy)
 
 
 def _differing(
@@ -91,7 +91,7 @@ def _unlike_head(
             groups.setdefault(digest, []).append(host)
     for digest, hosts in groups.items():
         shown = digest if digest.startswith("refused") else digest[:_DIGITS]
-        yield f"{names(hosts)}: {what} {shown}, the head has {head[:_DIGITS]}. {remedy}"
+        yield f"{names(hosts)}: {what} {shown}, the head has digest {head[:_DIGITS]}. {remedy}"
 
 
 _CLOCK_SECONDS = 5.0

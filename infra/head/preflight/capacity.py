@@ -20,7 +20,7 @@ def accelerators(replies: HostReplies, requirements: LaunchRequirements) -> Iter
     def complaint(host: str, facts: Facts) -> str | None:
         found, slots = facts.devices, requirements.slots[host]
         if found.error:
-            return None if STATIC_TLS in found.error else f"{found.error}: repair the installation there"
+            return None if STATIC_TLS in found.error else f"{found.error}. Repair the installation there"
         wants_none = requirements.accelerator == CPU or (requirements.accelerator is None and found.kind == CPU)
         if not wants_none and max(slots) >= found.count:
             return (
@@ -62,7 +62,7 @@ def memory(replies: HostReplies, requirements: LaunchRequirements) -> Iterator[s
         if found >= needed:
             return None
         available = f"{format_bytes(found)} of memory are available"
-        return f"{available}, but the ranks need {format_bytes(needed)}. Use fewer slots, or offload less"
+        return f"{available}, but the ranks need {format_bytes(needed)}. Use fewer slots there, or less layout.offload"
 
     yield from of_each(replies, complaint)
 

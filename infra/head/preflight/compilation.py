@@ -15,7 +15,7 @@ _ARCHITECTURE = re.compile(r"[0-9]+\.[0-9]+(\+PTX)?")
 
 def ninja(replies: HostReplies) -> Iterator[str]:
     """Hosts without ninja. DeepSpeed needs it even if every operator is already compiled."""
-    remedy = "not on the PATH that sshd sets. Run `pip install ninja` there, or put it into /usr/bin"
+    remedy = "not on the PATH that sshd sets. Run `pip install ninja` there, or put ninja into /usr/bin"
     yield from of_each(replies, lambda _, facts: None if facts.build.ninja else f"ninja is {remedy}")
 
 
@@ -26,7 +26,7 @@ def operators(replies: HostReplies, requirements: LaunchRequirements) -> Iterato
         missing = sorted(set(requirements.operators) - set(facts.build.compiled))
         if not missing or facts.build.compiler:
             return None
-        return f"{', '.join(missing)} is not compiled, and there is no C++ compiler. Install g++ there"
+        return f"DeepSpeed's {', '.join(missing)} is not compiled, and there is no C++ compiler. Install g++ there"
 
     yield from of_each(replies, complaint)
 
@@ -38,7 +38,7 @@ def operators_to_compile(replies: HostReplies, requirements: LaunchRequirements)
         missing = sorted(set(requirements.operators) - set(facts.build.compiled))
         if not missing or not facts.build.compiler:
             return None
-        return f"compiles {', '.join(missing)} when its ranks start, which takes about a minute each"
+        return f"compiles DeepSpeed's {', '.join(missing)} when its ranks start, which takes about a minute each"
 
     yield from of_each(replies, remark)
 
@@ -52,7 +52,7 @@ def foreign_locks(replies: HostReplies) -> Iterator[str]:
             return None
         return (
             f"the compile lock {', '.join(locks)} belongs to another user. Ask that user to remove the lock, or set "
-            "TORCH_EXTENSIONS_DIR"
+            "TORCH_EXTENSIONS_DIR to another folder"
         )
 
     yield from of_each(replies, complaint)
@@ -91,6 +91,6 @@ def openmp(replies: HostReplies, requirements: LaunchRequirements) -> Iterator[s
 
     def complaint(_: str, facts: Facts) -> str | None:
         error = facts.software.libgomp_error or (facts.devices.error if STATIC_TLS in facts.devices.error else "")
-        return f"{error}: set LD_PRELOAD to that library, and list LD_PRELOAD in cluster.environment" if error else None
+        return f"{error}. Set LD_PRELOAD to that library, and list LD_PRELOAD in cluster.environment" if error else None
 
     yield from of_each(replies, complaint)

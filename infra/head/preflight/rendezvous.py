@@ -116,13 +116,14 @@ def _why_none(networks: Mapping[str, Network], first: str, given: str | None) ->
         if all(interface_to(network, address) is None for address in of_first)
     ]
     who = (
-        f"there is no route to any of them from {', '.join(stranded[:8])}"
+        f"there is no route to any of its addresses from {', '.join(stranded[:8])}"
         if stranded
-        else "none of them can be reached from every host"
+        else "none of its addresses can be reached from every host"
     )
     return (
-        f"the rendezvous is on the first host, {first} (its addresses: {_own(networks[first])}), but {who}. "
-        "Put the hosts into one network" + ("" if given else ", or set cluster.master_address to an address")
+        f"the rendezvous must be on the first host, {first} (its addresses: {_own(networks[first])}), but {who}. "
+        "Put the hosts into one network"
+        + ("" if given else ", or set cluster.master_address to an address of the first host that all hosts can reach")
     )
 
 

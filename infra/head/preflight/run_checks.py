@@ -61,7 +61,7 @@ def _require_vocabulary_of_start(spec: RunSpec) -> None:
     if spec.tokenizer.path is None:
         raise SpecError(
             f"model.start_from is {spec.model.start_from}, but tokenizer.path is left out, so a new vocabulary would "
-            "be trained that the model does not know. Set tokenizer.path to the vocabulary that it was trained with"
+            "be trained that the model does not know. Set tokenizer.path to the vocabulary of that model"
         )
     starting_model.require_vocabulary(spec.model, digest_file(spiece_in(Path(spec.tokenizer.path))).sha256)
 
@@ -83,7 +83,7 @@ def require_absolute(root: Path) -> None:
     """Raise SpecError if the root is a relative path."""
     if not root.is_absolute():
         raise SpecError(
-            f"root is {str(root)!r}, a relative path: give an absolute one, because a Prefect worker has another "
+            f"root is {str(root)!r}, a relative path. Give an absolute path, because a Prefect worker has another "
             "working folder"
         )
 

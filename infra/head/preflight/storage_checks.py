@@ -68,8 +68,8 @@ def disks(replies: HostReplies, requirements: LaunchRequirements, storage: Stora
             return resources.node_folder_error
         if resources.node_folder != (here := str(node_path())):
             return (
-                f"its node folder is {resources.node_folder}, but the head's is {here}: the user has a different "
-                "user id there. Give the user the same id on both machines, or set cluster.ssh_user"
+                f"the user has a different user id there: the node folder is {resources.node_folder}, but {here} on "
+                "the head. Give the user the same id on both machines, or set cluster.ssh_user"
             )
         if resources.node_folder_free_bytes < _NODE_FOLDER_BYTES:
             return (
@@ -106,7 +106,7 @@ def _scratch_shortage(resources: Resources, run_bytes: int) -> str | None:
 def _write_error(facts: Facts, requirements: LaunchRequirements) -> str | None:
     if facts.resources.root_error:
         error = facts.resources.root_error
-        return f"{requirements.root} cannot be written ({error}). Give this user write permission there"
+        return f"{requirements.root} cannot be written ({error}). Give this user write access, or repair the disk"
     return None
 
 
@@ -119,7 +119,8 @@ def _scratch(replies: HostReplies, storage: Storage) -> Iterator[str]:
             sharing = [host for host, its in marks.items() if its == mark]
             yield (
                 f"{names(sharing)}: {replies[sharing[0]].facts.resources.scratch} is the same folder on these hosts. "
-                "Choose a storage.scratch on each host's own disk. If the folder is a copy of another host's, remove it"
+                "Choose a storage.scratch on each host's own disk. If a disk is a clone of another host's, remove the "
+                "folder from the clone"
             )
 
 

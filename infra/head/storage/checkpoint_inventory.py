@@ -200,13 +200,15 @@ def _version(name: str, places: Sequence[str], found: Inventories) -> FoundTag:
     texts = _texts(name, places, found)
     sidecars = _sidecars(name, texts)
     if sidecars[0].tag != name:
-        raise IncompleteCheckpoint(f"{name} was renamed: its sidecars name the tag {sidecars[0].tag}")
+        raise IncompleteCheckpoint(
+            f"{name} was renamed: its sidecars (rank-*.json) name the tag {sidecars[0].tag}. Rename it back"
+        )
     files = tags.files_of(sidecars)
     holders = {file: tuple(_holders(name, file, digest.size, texts, found)) for file, digest in files.items()}
     for file, where in holders.items():
         if not where:
             raise IncompleteCheckpoint(
-                f"{name} lacks {file}, which {_writer(file, sidecars)} wrote: neither the head nor any host has it"
+                f"{name} lacks {file}, which {_writer(file, sidecars)} wrote: no host has a copy, nor has the head"
             )
     return FoundTag(name, sidecars[0].step, texts, sidecars, files, holders)
 

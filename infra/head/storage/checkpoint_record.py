@@ -55,8 +55,8 @@ def not_begun_again(run_folder: Path) -> set[str]:
         return set()
     except (ValueError, TypeError) as error:
         raise RecordError(
-            f"{path} is damaged ({error}). It must be a JSON list of the hosts whose checkpoints have yet to be moved "
-            "aside, because the run has begun again. Write that list into the file"
+            f"{path} is damaged ({error}). It must be a JSON list of the hosts that still have checkpoints from before "
+            "the run began again (--begin-again), which are to be moved aside. Write that list into the file"
         ) from error
 
 

@@ -97,7 +97,7 @@ class _Renewal:
 
     def _note_silent(self, silent: Mapping[str, HostError]) -> None:
         for host in silent.keys() - self._silent:
-            _log.warning("cannot renew the claim to %s on %s: %s", self._run.name, host, silent[host])
+            _log.warning("cannot renew the lease of run %s on %s, will retry: %s", self._run.name, host, silent[host])
         self._silent = set(silent)
 
 
@@ -135,6 +135,9 @@ def _owned(run: NodeRun, refused: Mapping[str, Claimed]) -> RunOwned:
     what = f"the checkpoints of run {run.folder.name} on {', '.join(refused)} are owned by {state.owner}"
     another = "choose another --name"
     if state.left_seconds > 0:
-        lease = f"that head is alive: its lease on {host} runs for another {state.left_seconds:.0f} s"
-        return RunOwned(f"{what}; {lease}. Wait until it expires, then take the run over with --adopt, or {another}")
-    return RunOwned(f"{what}; its lease has expired. Take the run over with --adopt, or {another}")
+        lease = f"The lease of that head on {host} is valid for another {state.left_seconds:.0f} s: it may be running"
+        return RunOwned(
+            f"{what}. {lease}. End that head, wait until its lease expires, then take the run over with --adopt, or "
+            f"{another}"
+        )
+    return RunOwned(f"{what}. The lease of that head has expired. Take the run over with --adopt, or {another}")

@@ -195,7 +195,7 @@ def collect(nodes: Nodes, host: str, relative_path: str, names: Iterable[str], i
     if isinstance(answer, HostError):
         raise answer
     if strange := [each.name for each in answer.files if each.name not in asked and not each.name.startswith(folders)]:
-        raise RemoteFailed(f"{host} sent {strange[0]!r}, which was not requested. Check what is running there", [host])
+        raise RemoteFailed(f"{host} sent {strange[0]!r}, which was not requested. Check which code runs there", [host])
     into.mkdir(mode=0o700, parents=True, exist_ok=True)
     with conversation(nodes, host, SendFiles(nodes.store, relative_path)) as node:
         pull(fetch_over(node), answer.files, into, Watcher())

@@ -120,7 +120,7 @@ def _serve(node: Channel, host: str, source: Path, on_bytes: Callable[[int], Non
                 )
             case AllArrived():
                 return
-    raise BrokenOff("it ended before it had received all files")
+    raise BrokenOff("the process there ended before it had received all files")
 
 
 def files_of_record(record: Record) -> list[Wanted]:
@@ -199,7 +199,7 @@ def _server(node: Channel) -> Endpoint:
     """The endpoint where the node serves files to other nodes."""
     message = node.receive(Listening)
     if message is None:
-        raise BrokenOff("it ended before it started to serve files")
+        raise BrokenOff("the process there ended before it started to serve files")
     return message.server
 
 

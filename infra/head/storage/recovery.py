@@ -122,7 +122,7 @@ def _move_aside(run: NodeRun, nodes: Nodes, tags: list[str] | None, why: str) ->
         elif host in run.nodes.hosts:
             raise answer
         else:
-            _log.warning("%s, which has trained this run before, keeps its checkpoints: %s", host, answer)
+            _log.warning("%s, which has trained this run before, keeps its checkpoints for now: %s", host, answer)
             silent.append(host)
     for tag in tags or ():
         set_aside(run.checkpoints / tag, run.folder / SET_ASIDE, why)

@@ -161,7 +161,7 @@ class NodeLocalStorage:
         try:
             relayed(partial(checkpoint_sync.keep_up, self.run), self.progress)
         except T5TrainError as error:
-            _log.warning("the last checkpoint is only on the hosts: %s", error)
+            _log.warning("the last checkpoint was not gathered, and is only on the hosts: %s", error)
 
     def take_home(self) -> None:
         """Gather the last checkpoint, and collect the witness and the metrics.
@@ -173,7 +173,7 @@ class NodeLocalStorage:
             try:
                 return self._take_home()
             except HostError as error:
-                _log.warning("training is done, but its result is not gathered yet: %s", error)
+                _log.warning("training is done, but its result is not gathered yet, will retry: %s", error)
             time.sleep(seconds)
         try:
             self._take_home()
@@ -185,8 +185,8 @@ class NodeLocalStorage:
         lost = ", ".join(error.hosts) or "the host"
         return NotGathered(
             f"training is done, but {lost} was lost before the head had the whole result: {error}. Start the same "
-            f"command again when {lost} answers: it gathers the rest, and no step is trained again. If {lost} is gone "
-            f"for good, replace it with another host (--exclude, --spares): training then resumes from "
+            f"command again when {lost} answers: the rest is then gathered, and no step is trained again. If {lost} is "
+            f"gone for good, replace that host (--exclude, --spares): training then resumes from "
             f"{held[0].name if held else 'the beginning'}",
             error.hosts,
         )

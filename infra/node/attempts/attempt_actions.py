@@ -112,7 +112,9 @@ def prepare(request: PrepareAttempt) -> Prepared:
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
-        raise StorageError(f"{folder} already exists: another head has prepared this attempt") from None
+        raise StorageError(
+            f"{folder} already exists: another head has prepared this attempt. Start the run again"
+        ) from None
     write_json(folder / ENVIRONMENT, request.environment)
     write_json(folder / RENDEZVOUS, asdict(request.rendezvous))
     for name, text in request.files.items():

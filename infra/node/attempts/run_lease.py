@@ -63,8 +63,8 @@ def read(run_folder: Path) -> Holder | None:
         return None
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be read ({error.strerror}), so it is unknown whether another machine is using the run: "
-            "repair the disk or the permissions"
+            f"{path} cannot be read ({error.strerror}), so it is unknown whether another machine is using the run. "
+            "Repair the disk, or the permissions of the file"
         ) from error
 
 
@@ -93,8 +93,8 @@ class RunLease:
             self._write(os.O_CREAT)
         except OSError as error:
             raise StorageError(
-                f"{run_folder / HOLDER} cannot be written: {error.strerror}; free some disk space, or repair its "
-                "permissions"
+                f"{run_folder / HOLDER} cannot be written: {error.strerror}. Free some disk space, or repair the "
+                "permissions of the file"
             ) from error
         self._settle()
         self._closed = threading.Event()
@@ -106,8 +106,8 @@ class RunLease:
         if self.lost_to is not None:
             raise RunLocked(
                 f"run {self._folder} was taken over by {self.lost_to}, because this process could not renew "
-                f"{self._folder / HOLDER} for {LEASE_SECONDS:.0f} s: let that process continue, or stop it before you "
-                "start the run here again"
+                f"{self._folder / HOLDER} for {LEASE_SECONDS:.0f} s. Let that process continue, or stop it before "
+                "you start the run here again"
             )
 
     def release(self) -> None:
@@ -130,8 +130,8 @@ class RunLease:
         )
         if (alive := _moved(self._folder, found, LEASE_SECONDS)) is not None:
             raise RunLocked(
-                f"run {self._folder} is in use by {alive}, whose lock is not visible on this machine (the file "
-                "system keeps locks local to each client): wait for it to end, or stop it (kill that process there)"
+                f"run {self._folder} is in use by {alive}. Wait for that process to end, or kill it there. (Its lock "
+                "is not visible on this machine, because the file system keeps locks local to each client.)"
             )
         _log.warning("%s is taken over: %s has shown no sign of life", self._folder, found)
 
@@ -141,7 +141,7 @@ class RunLease:
             return
         time.sleep(_SETTLE_SECONDS)
         if (found := read(self._folder)) is not None and found.nonce != self._mine.nonce:
-            raise RunLocked(f"run {self._folder} was taken by {found} at the same moment: wait for it to end")
+            raise RunLocked(f"run {self._folder} was taken by {found} at the same moment. Wait for that process to end")
 
     def _renew(self) -> None:
         while not self._closed.wait(_RENEW_SECONDS):
@@ -159,7 +159,7 @@ class RunLease:
             else:
                 self._write(0)
         except (OSError, StorageError) as error:
-            _log.warning("%s cannot be renewed: %s; retrying", self._folder / HOLDER, error)
+            _log.warning("the lease in %s cannot be renewed, will retry: %s", self._folder / HOLDER, error)
 
     def _write(self, how: int) -> None:
         """Overwrite in place, so that a full disk does not end a run. On NFS, other clients see it after the close."""

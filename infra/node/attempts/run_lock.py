@@ -37,8 +37,7 @@ def run_lock(run_folder: Path, wait_seconds: float = 30.0) -> Iterator[RunLease]
     with _opened(run_folder / _LOCK) as descriptor:
         if not try_lock(descriptor, _MOMENT_SECONDS):
             raise RunLocked(
-                f"run {run_folder} is in use by {_signature(run_folder)}: wait for it to end, or stop it "
-                "(kill that process)"
+                f"run {run_folder} is in use by {_signature(run_folder)}. Wait for that process to end, or kill it"
             )
         lease = RunLease(run_folder)
         try:
@@ -108,5 +107,5 @@ def _survivors(run_folder: Path, wait_seconds: float) -> str:
     pids = " ".join(str(pid) for pid in living_processes(run_folder)) or "unknown"
     return (
         f"ranks of an earlier start of run {run_folder} are still running after {wait_seconds:.0f} s "
-        f"(processes: {pids}): kill them (kill -9), then start again"
+        f"(processes: {pids}). End these processes (kill -9), then start again"
     )

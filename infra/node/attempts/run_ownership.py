@@ -131,7 +131,7 @@ def require_owner_of(folder: Path, unique_id: str | None) -> None:
     """Raise RunOwned if the folder of a run on this node belongs to a run other than the one with that id."""
     found = owner_of(folder)
     if found is not None and found.unique_id != unique_id:
-        raise RunOwned(f"{folder} belongs to {found}: start the run under another --name")
+        raise RunOwned(f"{folder} belongs to {found}. Start the run under another --name")
 
 
 def release(scratch: Path, run_name: str) -> None:
@@ -160,8 +160,8 @@ def owner_of(folder: Path) -> Owner | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StorageError(
-            f"{path} cannot be read ({error}), so the owner of this run is unknown: repair the disk; if the file "
-            "is damaged, find out who trains this run, then remove the file"
+            f"{path} cannot be read ({error}), so the owner of this run is unknown. Repair the disk. If the file "
+            "is damaged, make sure that no other head trains this run, then remove the file: the next head owns the run"
         ) from error
 
 
@@ -205,7 +205,9 @@ def _locked(folder: Path) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if not try_lock(descriptor, _LOCK_WAIT_SECONDS):
-            raise StorageError(f"{folder} has been locked by another process for {_LOCK_WAIT_SECONDS:.0f} s: try again")
+            raise StorageError(
+                f"{folder} has been locked by another process for {_LOCK_WAIT_SECONDS:.0f} s. Start again"
+            )
         yield
     finally:
         os.close(descriptor)

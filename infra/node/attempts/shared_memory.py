@@ -17,8 +17,8 @@ SEGMENTS = Path("/dev/shm")  # noqa: S108 - where shm_open of the operating syst
 RANK_BYTES = 67 << 20
 """The most that a rank uses: the buffers of DeepSpeed's csrc/cpu/comm/shm.cpp, and their header."""
 REMEDY = (
-    "enlarge it (docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm), or stop other programs "
-    "that use it (ls -lS /dev/shm)"
+    "Enlarge it, for example with `docker run --shm-size=1g` or `mount -o remount,size=1g /dev/shm`, or end other "
+    "programs that use it (`ls -lS /dev/shm` lists their files)"
 )
 _ADDRESS, _PORT, _RANK = "MASTER_ADDR", "MASTER_PORT", "RANK"
 
@@ -53,7 +53,7 @@ def shortage(found: FreeSpace, needed_bytes: int) -> str | None:
     """What /dev/shm lacks, and what to do about it; None if it has enough free space."""
     if found.free >= needed_bytes:
         return None
-    return f"{SEGMENTS} has {found}, but its ranks' collectives need {needed_bytes >> 20} MiB: {REMEDY}"
+    return f"{SEGMENTS} has {found}, but the ranks' collectives need {needed_bytes >> 20} MiB. {REMEDY}"
 
 
 def remove_of_rank(environment: Mapping[str, str] = os.environ) -> None:

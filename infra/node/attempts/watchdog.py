@@ -69,7 +69,7 @@ class Watchdog:
         ):  # checked first: ending an attempt can end the parent too
             return Cause.REQUESTED, "the head ended the run"
         if self._parent is not None and os.getppid() != self._parent:
-            return Cause.PARENT, "its parent process died"
+            return Cause.PARENT, "the guard's parent process died"
         if tolerated is not None and (age := head_lease.age_seconds(self._this.folder)) > tolerated:
             return Cause.HEAD, f"no message from the head for {age:.0f} s"
         return None
@@ -79,9 +79,12 @@ class Watchdog:
         self._silent_checks = self._silent_checks + 1 if self._is_silent(beat) else 0
         self._has_beaten = self._has_beaten or beat is not None
         if not self._has_beaten and self._name != attempt.LAUNCHER and self._seconds > _FIRST_BEAT_SECONDS:
-            return Cause.BEAT, f"no first sign of life after {self._seconds:.0f} s: it hangs importing its program"
+            return (
+                Cause.BEAT,
+                f"no first sign of life after {self._seconds:.0f} s: it hangs while it imports its program",
+            )
         if self._silent_checks > self._this.beat_seconds:
-            return Cause.BEAT, f"no sign of life for {self._silent_checks} s: it is stopped or hangs"
+            return Cause.BEAT, f"no sign of life for {self._silent_checks} s: the process is stopped or hangs"
         if beat is not None and (seconds := time.monotonic() - beat.since) > beat.limit:
             where = f"phase {beat.phase!r} of step {beat.step}"
             return Cause.PHASE, f"{where} took {seconds:.0f} s; its deadline is {beat.limit:.0f} s"
@@ -107,7 +110,10 @@ class Watchdog:
         if (peer := self._this.failed_peer(self._name)) is not None:
             return Cause.REQUESTED, f"{peer} failed"
         if time.monotonic() - self._stop_requested_at > self._this.grace_seconds:
-            return Cause.REQUESTED, f"{STOP_REQUESTED}; it was still running after {self._this.grace_seconds:.0f} s"
+            return (
+                Cause.REQUESTED,
+                f"{STOP_REQUESTED}; it was still running after {self._this.grace_seconds:.0f} s",
+            )
         return None
 
     @property

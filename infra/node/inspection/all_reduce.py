@@ -58,12 +58,14 @@ def main() -> int:
     _say(Stage.STARTED)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if problem := unreachable(address, port):
-        return _fail(f"the rendezvous at {address}, port {port}, cannot be reached: {problem}")
+        return _fail(
+            f"the rendezvous at {address}, port {port}, cannot be reached: {problem}. Check routes and firewalls"
+        )
     _say(Stage.REACHED)
     try:
         import torch.distributed  # noqa: F401 - checked, and timed
     except (ImportError, OSError) as error:  # OSError: one of its libraries cannot be loaded
-        return _fail(f"torch cannot be imported: {error}")
+        return _fail(f"torch cannot be imported: {error}. Repair the installation there")
     _say(Stage.IMPORTED)
     try:
         problem = _join_and_sum(_device())
@@ -119,7 +121,11 @@ def _sum(device: "torch.device") -> str:
     dist.all_reduce(values)
     right = sum(map(_share, range(dist.get_world_size())))
     low, high = values.min().item(), values.max().item()
-    return "" if low == high == right else f"the all-reduce sum is {low:g} to {high:g} instead of {right:g}"
+    return (
+        ""
+        if low == high == right
+        else f"the all-reduce sum is {low:g} to {high:g}, not {right:g}. Suspect accelerators, drivers or network"
+    )
 
 
 def _share(rank: int) -> float:

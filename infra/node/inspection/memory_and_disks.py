@@ -55,7 +55,7 @@ def _node_folder() -> tuple[str, str]:
     except StorageError as error:
         return "", str(error)
     reason = _write_error(folder)
-    return str(folder), f"{folder} cannot be written ({reason}): free some space, or repair its disk" if reason else ""
+    return str(folder), f"{folder} cannot be written ({reason}). Free some space, or repair the disk" if reason else ""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Scratch:
             mark = "" if reason else _mark(folder / _MARK)
         except StorageError as error:
             return cls(error=str(error))
-        remedy = f"{folder} cannot be written ({reason}): free some disk space there, or choose another storage.scratch"
+        remedy = f"{folder} cannot be written ({reason}). Free some disk space there, or choose another storage.scratch"
         return cls(str(folder), mark, remedy if reason else "", _yielding_bytes(folder, run_name))
 
 

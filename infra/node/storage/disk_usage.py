@@ -34,7 +34,7 @@ def staging_lock(scratch: Path, relative_path: str) -> Iterator[None]:
         if not try_lock(descriptor, _LOCK_WAIT_SECONDS):
             holder = os.pread(descriptor, 200, 0).decode() or "a process that has just started"
             raise StorageError(
-                f"{scratch / relative_path} is being staged by {holder}: wait for it to end, then try again"
+                f"{scratch / relative_path} is being staged by {holder}. Wait for that process to end, then start again"
             )
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} since {attempt.now()}".encode(), 0)
@@ -134,5 +134,5 @@ def require_disk_space(scratch: Path, needed_bytes: int, what: str, beside_bytes
         also = f"with {format_bytes(beside_bytes)} for checkpoints " if beside_bytes else ""
         raise StorageError(
             f"{scratch} has {format_bytes(free)} free, but {what} {also}needs {format_bytes(needed)}, and everything "
-            "else staged there is in use: free some disk space, or choose another storage.scratch"
+            "else staged there is in use. Free some disk space, or choose another storage.scratch"
         )

@@ -90,12 +90,12 @@ def _pull_file(source: Source, wanted: Wanted, path: Path, watcher: Watcher, kee
         except OSError as error:
             if isinstance(error, ConnectionError):
                 raise
-            remedy = "free some disk space" if error.errno in _DISK_FULL else "check the disk and the permissions"
-            raise StorageError(f"{path} cannot be written: {error.strerror}; {remedy}, then start again") from error
+            remedy = "Free some disk space" if error.errno in _DISK_FULL else "Check the disk and the permissions"
+            raise StorageError(f"{path} cannot be written: {error.strerror}. {remedy}, then start again") from error
         partial.unlink(missing_ok=True)
         if last:
             raise DigestMismatch(
-                f"{path} arrived with sha256 {found}, but {wanted.sha256} was recorded: the source file is damaged"
+                f"the source of {path} is damaged: it arrived with sha256 {found}, but {wanted.sha256} was recorded"
             )
 
 

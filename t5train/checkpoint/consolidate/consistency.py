@@ -19,8 +19,8 @@ def require_same(folder: Path, contents: Mapping[str, Mapping[str, Any]], keys: 
         for name, content in others:
             if content.get(key) != expected.get(key):
                 raise IncompleteCheckpoint(
-                    f"{folder}: {first} and {name} differ in {key} ({_shown(expected.get(key))} and "
-                    f"{_shown(content.get(key))}): they belong to different checkpoints; choose another tag"
+                    f"{folder} mixes files of different checkpoints: {first} and {name} differ in {key} "
+                    f"({_shown(expected.get(key))} and {_shown(content.get(key))}). Choose another tag"
                 )
 
 

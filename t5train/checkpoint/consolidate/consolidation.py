@@ -40,8 +40,8 @@ def new_folder(out: Path, size: int) -> Iterator[Path]:
         free = shutil.disk_usage(out.parent).free
         if free < size + _SPARE_BYTES:
             raise StorageError(
-                f"{out} needs {size} bytes, and {_SPARE_BYTES} in reserve, but only {free} bytes are free there: "
-                "free some space or choose another folder"
+                f"too little disk space for {out}: {size} bytes and a reserve of {_SPARE_BYTES} bytes are needed, but "
+                f"only {free} bytes are free. Free some space, or choose another folder"
             )
         with partial_folder(out) as folder:
             yield folder
@@ -63,23 +63,27 @@ def require_vacant(out: Path, fingerprint: str | None) -> None:
         there = Weights.load(out)
     except RecordError as error:
         raise StorageError(
-            f"{out} is not empty and holds no finished result of `consolidate` ({error}): remove that folder or choose "
-            "another"
+            f"{out} is not empty and holds no finished result of `consolidate` ({error}). Remove that folder, or "
+            "choose another"
         ) from None
     if fingerprint is None:
         return
     if fingerprint != there.fingerprint:
-        raise StorageError(f"{out} holds other weights ({there.fingerprint[:12]}): remove it or choose another folder")
+        raise StorageError(
+            f"{out} holds other weights, of another checkpoint or written with other options (fingerprint "
+            f"{there.fingerprint[:12]}). Remove that folder, or choose another"
+        )
     if strangers := sorted({path.name for path in out.iterdir()} - {*there.files, MANIFEST}):
         raise StorageError(
-            f"{out} holds damaged weights and an unrelated file, {strangers[0]}: move that file away, and try again"
+            f"{out} holds damaged weights and an unrelated file, {strangers[0]}. Move that file to another folder, "
+            "then try again: the damaged weights are set aside and written again"
         )
 
 
 def put_in_place(folder: Path, out: Path) -> None:
     """Rename ``folder`` to ``out``, durably, after moving damaged weights in ``out`` aside."""
     if out.is_dir() and any(out.iterdir()):
-        _log.warning("%s holds weights that are damaged or were changed: they were moved to %s", out, rename_aside(out))
+        _log.warning("the weights in %s were damaged or changed. They were moved to %s", out, rename_aside(out))
     folder.rename(out)
     sync_folder(out.parent)
 

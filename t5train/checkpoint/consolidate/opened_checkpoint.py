@@ -99,9 +99,9 @@ class OpenedCheckpoint:
         ranks = [rank for (rank, *_), _ in found]
         if ranks != list(range(num_ranks)):
             raise IncompleteCheckpoint(
-                f"{self.folder} was written by {num_ranks} data-parallel ranks, but has files of {kind.value} for "
-                f"ranks {ranks}: ranks {sorted(set(range(num_ranks)) - set(ranks))} are missing; choose another "
-                "tag"
+                f"{self.folder} was written by {num_ranks} data-parallel ranks, but files of ranks "
+                f"{sorted(set(range(num_ranks)) - set(ranks))} are missing. There are files of ranks {ranks} "
+                f"({kind.value}). Choose another tag"
             )
         return [name for _, name in found]
 
@@ -112,7 +112,10 @@ class OpenedCheckpoint:
         try:
             plain = huggingface_name(name, self.sidecars[0].model_prefix, self.sidecars[0].pipeline_layers)
         except ValueError as error:
-            raise ConsolidationError(f"{self.folder}: {error}") from None
+            raise ConsolidationError(
+                f"{self.folder}: a parameter does not fit the names that the sidecars record: {error}. Choose another "
+                "tag"
+            ) from None
         for layer in self.sidecars[0].expert_layers:
             plain = layer.huggingface_name(plain)
         return plain
@@ -142,8 +145,8 @@ def refusing_what_vanishes(checkpoint: Path) -> Iterator[None]:
         if not error.filename or not Path(os.fsdecode(error.filename)).absolute().is_relative_to(checkpoint):
             raise
         raise IncompleteCheckpoint(
-            f"{error.filename} was removed while {checkpoint} was read: a run in training removes older tags; choose "
-            "the newest one, or one that the run keeps"
+            f"{error.filename} was removed while {checkpoint} was read: a run in training removes older tags. Choose "
+            "the newest tag, or one that the run keeps (storage.keep_last, storage.keep_every_steps)"
         ) from error
 
 
@@ -153,8 +156,8 @@ def _tag_folder(checkpoint: Path, tag: str | None) -> Path:
     if _is_tag(checkpoint):
         if tag not in (None, checkpoint.name):
             raise InputError(
-                f"{checkpoint} is the folder of the tag {checkpoint.name!r}, but the tag {tag!r} was requested: leave "
-                "out the tag, or give the folder above"
+                f"{checkpoint} is the folder of the tag {checkpoint.name!r}, but the tag {tag!r} was requested. Leave "
+                f"out the tag, or give the folder {checkpoint.parent}"
             )
         return checkpoint
     tags = [name for name in names_in(checkpoint) if is_folder(checkpoint / name) and _is_tag(checkpoint / name)]
@@ -169,12 +172,18 @@ def _newest(checkpoint: Path, tags: Sequence[str]) -> str:
     if complete:
         return complete[0]
     if any(read_all(checkpoint / tag) for tag in tags):
-        raise IncompleteCheckpoint(f"{checkpoint} has no complete tag; unfinished or damaged: {list(tags)}")
+        raise IncompleteCheckpoint(
+            f"{checkpoint} has no complete tag: {list(tags)} are unfinished or damaged. Restore their files, or train "
+            "until the next checkpoint is saved"
+        )
     if not tags:
         raise InputError(f"{checkpoint} holds no checkpoint: give a DeepSpeed save folder or the folder of a tag")
     latest = checkpoint / LATEST
     if not latest.is_file():
-        raise InputError(f"{checkpoint} has no file {LATEST!r}: choose one of the tags {list(tags)}")
+        raise InputError(
+            f"{checkpoint} has no file {LATEST!r}, so it is unknown which tag is the newest. Choose one of the tags "
+            f"{list(tags)}"
+        )
     name = latest.read_text("utf-8", errors="replace").strip()
     if PurePosixPath(name).name != name:
         raise InputError(

@@ -47,7 +47,9 @@ class Reader:
             with reading(extent.file):
                 count = os.preadv(descriptor, [buffer[done:]], extent.offset + done)
             if not count:
-                raise IncompleteCheckpoint(f"{extent.file} ends at byte {extent.offset + done}: it was truncated")
+                raise IncompleteCheckpoint(
+                    f"{extent.file} ends at byte {extent.offset + done}, so it was truncated. Choose another tag"
+                )
             done += count
 
     def _descriptor(self, path: Path) -> int:
@@ -170,8 +172,8 @@ def _require_intact_file(file: Path, runs: list[_Run], reader: Reader) -> None:
         found = _checksum(Extent(file, offset, size), inside, reader)
         if found != expected:
             raise IncompleteCheckpoint(
-                f"{file} is damaged: its record at byte {offset} has the CRC-32 {found:08x}, "
-                f"the archive's directory says {expected:08x}; choose another tag"
+                f"{file} is damaged: the data at byte {offset} has the CRC-32 checksum {found:08x}, but {expected:08x} "
+                "was recorded. Choose another tag"
             )
 
 

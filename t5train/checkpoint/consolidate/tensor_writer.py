@@ -62,8 +62,8 @@ def _contradiction(tensor: TensorPlan, start: int, size: int, copy: Source) -> s
     masters = sorted({extent.file.name for extent in tensor.source.span(start, size)})
     weights = sorted({str(extent.file) for extent in copy.extents})
     return (
-        f"{tensor.name}: the master in {', '.join(masters)}, rounded to {copy.dtype}, differs from the weight in "
-        f"{', '.join(weights)}: the files are damaged or from different steps; choose another tag"
+        f"the files of {tensor.name} are damaged or from different steps: the fp32 master in {', '.join(masters)}, "
+        f"rounded to {copy.dtype}, differs from the weight in {', '.join(weights)}. Choose another tag"
     )
 
 

@@ -120,10 +120,13 @@ def read_metadata(file: Path) -> dict[str, Any]:
     except Exception as error:  # a damaged pickle can make torch raise nearly anything
         _require_readable(file, error)
         raise IncompleteCheckpoint(
-            f"{file} is not a complete torch checkpoint ({_cause(error)}): copy it again"
+            f"{file} is not a complete torch checkpoint ({_cause(error)}). Copy the file again, or choose another tag"
         ) from error
     if not isinstance(content, dict):
-        raise UnknownLayout(f"{file} holds a {type(content).__name__}, but DeepSpeed's files hold a dictionary")
+        raise UnknownLayout(
+            f"{file} is not a checkpoint file of DeepSpeed: it holds a {type(content).__name__}, not a dictionary. "
+            "Choose another tag"
+        )
     located: dict[str, Any] = _located(content, file, records)
     return located
 
@@ -165,12 +168,18 @@ def _records(file: Path) -> dict[int, int]:
             folders = {name.split("/", 1)[0] for name in archive.namelist()}
         records = {offset: size for offset, (size, _) in record_checksums(file).items()}
     except FileNotFoundError:
-        raise IncompleteCheckpoint(f"{file} does not exist") from None
+        raise IncompleteCheckpoint(f"{file} does not exist. Choose another tag") from None
     except Exception as error:  # damage can make zipfile raise nearly anything
         _require_readable(file, error)
-        raise IncompleteCheckpoint(f"{file} is truncated or damaged, or not a torch checkpoint: {error}") from error
+        raise IncompleteCheckpoint(
+            f"{file} is truncated or damaged, or not a torch checkpoint ({error}). Copy the file again, or choose "
+            "another tag"
+        ) from error
     if compressed or not little:
-        raise UnknownLayout(f"{file} holds compressed or big-endian tensors: save it again on a little-endian machine")
+        raise UnknownLayout(
+            f"{file} holds compressed or big-endian tensors, which are not supported. Save the checkpoint again with "
+            "torch.save on a little-endian machine"
+        )
     if not folders <= {file.stem, _UNNAMED}:
         raise IncompleteCheckpoint(
             f"{file} was written under the name {', '.join(sorted(folders))}.pt, so it belongs to another rank or "
@@ -208,7 +217,10 @@ def _located_tensor(tensor: torch.Tensor, file: Path, records: dict[int, int]) -
     storage = tensor.untyped_storage()
     start, size = storage._checkpoint_offset, storage.nbytes()
     if size and (start is None or records.get(start) != size):
-        raise IncompleteCheckpoint(f"{file} has no record of {size} bytes at offset {start}: it is damaged")
+        raise IncompleteCheckpoint(
+            f"{file} is damaged: there are no {size} bytes of tensor data at offset {start}, though a tensor refers to "
+            "them. Copy the file again, or choose another tag"
+        )
     offset = (start or 0) + int(tensor.storage_offset()) * tensor.element_size()
     return StoredTensor(file, offset, _NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride())
 

@@ -80,10 +80,10 @@ STAGES = ("--set", "layout.pipeline_stages=8", "--set", "cluster.ranks=8")
         (["run", "smoke", "--root", "runs[1]"], "DeepSpeed would read [ in it as a glob pattern"),
         (["run", "smoke", "--set", "corpus.source=nowhere.txt"], "corpus.source 'nowhere.txt'"),
         (["run", "smoke", "--set", "tokenizer.path=nowhere.model"], "tokenizer.path is nowhere.model"),
-        (["run", "smoke", "--set", "model.start_from=nowhere"], "this machine has no such folder; give its"),
+        (["run", "smoke", "--set", "model.start_from=nowhere"], "this machine has no such folder. Correct"),
         (
             ["run", "smoke", "--dry-run", "--set", "model.start_from=nowhere"],
-            "this machine has no such folder; give its",
+            "this machine has no such folder. Correct",
         ),
         (["run", "smoke", "--set", "model.start_from=s3://key:x@models/t5"], "is s3://models/t5: it must be a folder"),
         (["run", "smoke", "--dry-run", "--set", "model.moe.top_k=2", *SWITCH], "model.moe.top_k is 2"),
@@ -146,7 +146,7 @@ def test_a_run_with_two_experts_per_token_is_refused_before_it_starts(
 ) -> None:
     root = tmp_path / "root"
     assert t5_pretrain("run", "moe", "--root", str(root), "--set", "model.moe.top_k=2") == 1
-    assert "model.moe.top_k is 2: SwitchTransformers in transformers has 1" in capsys.readouterr().err
+    assert "model.moe.top_k is 2, but SwitchTransformers in transformers has 1" in capsys.readouterr().err
     assert not root.exists()
 
 

@@ -26,7 +26,7 @@ def test_the_third_failure_that_differs_only_in_numbers_is_not_retried(tmp_path:
     third = judged(tmp_path, lost("a", 62))
     assert isinstance(third, RepeatedFailure)
     assert not third.retryable
-    assert str(third) == "failed 3 times in a row with the same error: a has not responded for 62 s"
+    assert str(third) == "training failed 3 times in a row with this error: a has not responded for 62 s"
 
 
 @pytest.mark.parametrize("between", ["another error", "another host", "a checkpoint"])
@@ -49,7 +49,8 @@ def test_a_host_that_failed_twice_is_named_and_replaced_by_a_spare_with_enough_s
     error = judged(tmp_path, HostUnreachable("a: no answer", ["a"]))
     assert isinstance(error, HostUnreachable)
     assert str(error) == (
-        "a has failed 2 times (HostLost, HostUnreachable); use --exclude a, or --spares to replace hosts: a: no answer"
+        "a has failed 2 times in the last week. Use --exclude a, or --spares to replace such hosts. "
+        "The last failure: a: no answer"
     )
     assert unfit(tmp_path) == {"a": "has failed twice"}
     assert with_spares(HOSTS, SPARES, unfit(tmp_path)) == Hosts((Host("c", (0, 1)), Host("b", (0, 1))))
@@ -76,7 +77,7 @@ def test_a_host_that_runs_out_of_memory_in_two_commands_is_named_and_replaced(tm
     assert failed_command(tmp_path) == ["OutOfMemory", "False", "[]", "rank 0 of 4 on a"]
     kind, again, hosts, text = failed_command(tmp_path)
     assert (kind, again, hosts) == ("OutOfMemory", "False", "['a']")
-    assert text.startswith("a has failed 2 times (OutOfMemory, OutOfMemory); use --exclude a, or --spares")
+    assert text.startswith("a has failed 2 times in the last week. Use --exclude a, or --spares")
     assert failed_command(tmp_path, "a")[:3] == ["HostReplaced", "True", "['a']"]
 
 

@@ -54,7 +54,7 @@ def test_an_archive_not_written_by_torch_is_refused_and_left_unchanged(tmp_path:
     with ZipFile(tmp_path / "other.pt", "w") as archive:
         archive.writestr("name", b"content")
     before = (tmp_path / "other.pt").read_bytes()
-    with pytest.raises(StorageError, match="not a torch archive: name has no data descriptor"):
+    with pytest.raises(StorageError, match=r"other\.pt cannot be given checksums, .* lacks .* checksum of name\."):
         fill_in(tmp_path / "other.pt")
     assert (tmp_path / "other.pt").read_bytes() == before
 
@@ -63,7 +63,7 @@ def test_an_archive_not_written_by_torch_is_refused_and_left_unchanged(tmp_path:
 def test_a_file_that_is_not_an_archive_is_refused_by_name_and_left_unchanged(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "state.pt"
     path.write_bytes(content)
-    with pytest.raises(StorageError, match=r"state\.pt is not a torch archive: File is not a zip file"):
+    with pytest.raises(StorageError, match=r"state\.pt was just written, but is not .* \(File is not a zip file\)"):
         fill_in(path)
     assert path.read_bytes() == content
 

@@ -167,6 +167,6 @@ def test_resharding_without_enough_disk_space_is_refused_before_anything_is_writ
     run: RunSpec, pydocs_shards: TokenShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1))
-    with pytest.raises(StorageError, match="consolidating step-00000003 of run 'run' and saving the next one needs"):
+    with pytest.raises(StorageError, match="for consolidating step-00000003 of run 'run' and saving the next one: "):
         _train_job(run.with_settings({"layout.zero_stage": 2}), pydocs_shards, tmp_path)
     assert not (run.run_folder / "relayout").exists()

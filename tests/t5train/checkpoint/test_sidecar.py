@@ -127,7 +127,7 @@ def test_a_sidecar_renamed_to_another_rank_is_refused(tmp_path: Path) -> None:
 def test_a_truncated_sidecar_is_named(tmp_path: Path) -> None:
     folder = save(tmp_path, 400)
     (folder / "rank-00001.json").write_text('{"schema_version": 1')
-    with pytest.raises(IncompleteCheckpoint, match=r"rank-00001\.json is not a sidecar"):
+    with pytest.raises(IncompleteCheckpoint, match=r"rank-00001\.json is damaged, or not a sidecar"):
         require_complete(folder)
 
 

@@ -86,7 +86,7 @@ def test_files_of_folders_and_patterns_are_sorted_by_name(tmp_path: Path) -> Non
     names = [file.source.name for file in read_segments(build(folder.parent, tmp_path).path)]
     assert names == ["a.txt.gz", "deep/b.txt"]
     assert build(folder.parent / "**/*.txt", tmp_path).counts["passages"] == 1
-    with pytest.raises(InputError, match=r"notes\.md is not one of"):
+    with pytest.raises(InputError, match=r"notes\.md, which has an unsupported format"):
         build(folder.parent / "*.md", tmp_path)
 
 

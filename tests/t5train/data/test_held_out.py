@@ -58,7 +58,7 @@ def test_a_tokenizer_json_of_another_vocabulary_is_refused_before_training(
     random.Random(0).shuffle(names)
     document["model"]["vocab"] = [[piece, score] for piece, (_, score) in zip(names, pieces, strict=True)]
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    with pytest.raises(InputError, match=r"held-out passages differently from the spiece\.model beside it: remove"):
+    with pytest.raises(InputError, match=r"passages differently from the spiece\.model in the same folder\. Remove"):
         write_held_out(tmp_path, read_held_out(data_chain.shards.path), tmp_path / "tokenizer.json")
     assert not (tmp_path / HELD_OUT).exists()
 

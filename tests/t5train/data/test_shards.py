@@ -164,6 +164,6 @@ def test_too_little_disk_space_is_reported_before_a_shard_is_written(
     monkeypatch.setattr(
         "shutil.disk_usage", lambda _: SimpleNamespace(free=int(data_chain.corpus.counts["text_bytes"]) // 3)
     )
-    with pytest.raises(StorageError, match="are needed for the token shards"):
+    with pytest.raises(StorageError, match="too little disk space for the token shards: "):
         build(data_chain, tmp_path / "out")
     assert contents(tmp_path / "out") == {}

@@ -108,5 +108,5 @@ def test_a_single_span_lies_at_the_end() -> None:
 
 
 def test_more_spans_than_sentinels_are_refused() -> None:
-    with pytest.raises(SpecError, match=r"input_tokens 4096.*100 sentinels.*raise objective\.mean_span_tokens"):
+    with pytest.raises(SpecError, match=r"input_tokens 4096.*100 sentinels.*Raise objective\.mean_span_tokens"):
         geometry(ObjectiveSpec(input_tokens=4096))

@@ -94,7 +94,7 @@ def test_a_vocabulary_too_large_for_the_text_is_refused_with_the_largest_size(
 
 def test_a_vocabulary_smaller_than_the_alphabet_is_refused() -> None:
     alphabet = "".join(chr(0x4E00 + index) for index in range(2000))
-    with pytest.raises(SpecError, match="more characters"):
+    with pytest.raises(SpecError, match="the characters of this corpus alone need"):
         train(TokenizerSpec(vocab_size=300, character_coverage=1.0), [alphabet] * 50, silent)
 
 

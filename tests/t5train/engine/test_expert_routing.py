@@ -40,7 +40,7 @@ def test_a_starving_expert_is_named_and_counted(model: T5, caplog: pytest.LogCap
     assert values["starving_experts"] == 1
     assert values[f"tokens/{ENCODER}/expert_2"] == 200
     assert values[f"tokens/{DECODER}/expert_3"] == 18
-    assert caplog.messages[0].endswith(f"even share: {DECODER}.experts.expert_3")
+    assert caplog.messages[0].endswith(f"even share of the tokens: {DECODER}.experts.expert_3")
     set_token_counts(model, [1, 1, 1, 1], [1, 1, 1, 1])
     routing.of_step(0.0)
     assert routing.of_experts()["starving_experts"] == 0

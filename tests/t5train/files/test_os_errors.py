@@ -61,7 +61,7 @@ def _too_many_files(folder: Path) -> None:
         (_read_bad_sector, "/proc/self/mem", "Input/output error; the disk or its connection fails: see `dmesg`"),
         (_write_to_a_full_disk, "/dev/full", "No space left on device; free some space there"),
         (_copy_to_a_full_disk, "/dev/full", "No space left on device; free some space there"),
-        (_loop, "loop", "Too many levels of symbolic links; its symbolic links form a loop"),
+        (_loop, "loop", "Too many levels of symbolic links; the path's symbolic links form a loop"),
         (lambda folder: (folder / ("n" * 300)).read_text(), "nnnn", "File name too long; use a shorter path"),
         (lambda folder: folder.read_text(), "", "Is a directory; a file is expected there"),
         (_rename_over_folder, "file -> ", "Is a directory"),

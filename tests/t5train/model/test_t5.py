@@ -133,5 +133,7 @@ def test_initial_values_have_t5s_standard_deviations() -> None:
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"model.vocab_size is 128: the tokenizer has 300 ids .* set 384"):
+    with pytest.raises(
+        SpecError, match=r"model.vocab_size is 128, but the tokenizer has 300 ids .* set model\.vocab_size=384"
+    ):
         resolve(ModelSpec(vocab_size=128), VOCABULARY)

@@ -46,7 +46,7 @@ def test_a_record_may_be_moved_with_its_folder(tmp_path: Path) -> None:
 
 def test_files_without_a_manifest_are_not_a_finished_record(tmp_path: Path) -> None:
     (tmp_path / "two.txt").write_text("second passage")
-    with pytest.raises(RecordError, match="is not a finished Corpus"):
+    with pytest.raises(RecordError, match="is not a finished corpus folder"):
         Corpus.load(tmp_path)
     assert reusable(Corpus, tmp_path, FINGERPRINT) is None
 
@@ -102,7 +102,7 @@ def test_the_reused_flag_is_not_saved_in_the_manifest(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"kind": "corpus"}', "\x00"])
 def test_a_damaged_manifest_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text(content)
-    with pytest.raises(RecordError, match=rf"{MANIFEST} is not the manifest of a Corpus"):
+    with pytest.raises(RecordError, match=rf"{MANIFEST} is not the manifest of a finished corpus folder"):
         Corpus.load(tmp_path)
     assert reusable(Corpus, tmp_path, FINGERPRINT) is None
 
@@ -188,7 +188,9 @@ def test_a_file_that_cannot_be_read_is_named_with_what_to_do(
 
 def test_a_manifest_of_another_kind_is_refused(tmp_path: Path) -> None:
     finished(tmp_path / "corpus")
-    with pytest.raises(RecordError, match=r"is not the manifest of a TokenShards: kind: Input should be 'shards'$"):
+    with pytest.raises(
+        RecordError, match=r"is not the manifest of a finished shards folder: kind: Input should be 'shards'$"
+    ):
         TokenShards.load(tmp_path / "corpus")
 
 
@@ -209,7 +211,7 @@ def test_an_intact_manifest_of_another_version_is_refused_and_not_made_again(tmp
     for look in (lambda: Corpus.load(manifest.parent), lambda: reusable(Corpus, manifest.parent, FINGERPRINT)):
         with pytest.raises(UnknownVersion, match=r"does not know its schema_version, languages 2"):
             look()
-    with pytest.raises(RecordError, match="is not the manifest of a TokenShards"):
+    with pytest.raises(RecordError, match="is not the manifest of a finished shards folder"):
         TokenShards.load(manifest.parent)
 
 

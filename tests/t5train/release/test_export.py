@@ -141,7 +141,8 @@ def test_files_that_somebody_added_or_edited_are_never_removed(
     changed = trained._replace(weights=trained.weights.model_copy(update={"fingerprint": "f" * 64}))
     export(*changed, out).verify()
     assert (tmp_path / "out.aside-1" / name).read_text() == "mine"
-    assert f"{name}): it was moved to {tmp_path / 'out.aside-1'}" in caplog.text
+    moved = f"was moved to {tmp_path / 'out.aside-1'}, because files in the folder were added or changed: {name}"
+    assert moved in caplog.text
     assert not changed_files(Export.load(out))
 
 
@@ -169,7 +170,7 @@ def test_an_export_of_another_run_is_left_alone_and_both_runs_are_named(
     theirs = export(*trained, tmp_path / "out")
     _change_witness(trained, run_fingerprint="9" * 64)
     weights = trained.weights.model_copy(update={"inputs": {"run": "9" * 64}})
-    with pytest.raises(StorageError, match=r"of run 333333333333 .*this one is of run 999999999999"):
+    with pytest.raises(StorageError, match=r"of run 333333333333 .*the new export is of run 999999999999"):
         export(*trained._replace(weights=weights), tmp_path / "out")
     assert Export.load(tmp_path / "out") == theirs
     theirs.verify()

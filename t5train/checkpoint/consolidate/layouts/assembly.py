@@ -36,7 +36,8 @@ def _joined(found: Iterable[Mapping[str, Master]], module: ModuleStates) -> dict
         if first is not master:
             if name not in module.in_several_stages or first.shape != master.shape:
                 raise ConsolidationError(
-                    f"the parameter groups hold more than one fp32 master of {name}; choose another tag"
+                    f"the optimizer states hold more than one fp32 master of {name}, and nothing shows which one is "
+                    "right. Choose another tag"
                 )
             joined[name] = replace(first, copies=(*first.copies, master.source))
     return joined
@@ -46,7 +47,8 @@ def _moments(groups: Sequence[ParameterGroup], module: ModuleStates, key: str) -
     found = _joined((group.moments(key) for group in groups), module)
     if not found:
         raise UnknownLayout(
-            f"cannot determine the positions of {key} in this checkpoint: consolidate it without moments"
+            f"cannot determine the positions of {key} (one of Adam's moments) in this checkpoint. Consolidate the "
+            "checkpoint without moments"
         )
     return [TensorPlan(name, moment.shape, "F32", moment.source, moment.copies) for name, moment in found.items()]
 
@@ -56,17 +58,19 @@ def _require_named(module: ModuleStates, masters: Mapping[str, Master]) -> None:
     for name in masters:
         if name not in known:
             raise ConsolidationError(
-                f"the optimizer holds an fp32 master of {name}, but the module's state dictionary has no such weight"
+                f"the files contradict each other: the optimizer states hold an fp32 master of {name}, but the model "
+                "states hold no weight of that name. Choose another tag"
             )
         if name in module.aliases:
             raise ConsolidationError(
-                f"{name} is recorded as an alias of {module.aliases[name]}, but the optimizer holds a separate fp32 "
-                f"master of {name}"
+                f"the files contradict each other: {name} is recorded as tied to {module.aliases[name]}, but the "
+                f"optimizer states hold a separate fp32 master of {name}. Choose another tag"
             )
     for alias, owner in module.aliases.items():
         if owner not in known:
             raise ConsolidationError(
-                f"{alias} is recorded as an alias of {owner}, but the module's state dictionary lacks {owner}"
+                f"the files contradict each other: {alias} is recorded as tied to {owner}, but {owner} is missing in "
+                "the model states. Choose another tag"
             )
     for name in sorted(module.without_values - masters.keys() - module.aliases.keys()):
         raise IncompleteCheckpoint(f"no file of the checkpoint holds the parameter {name}; choose another tag")
@@ -95,8 +99,8 @@ def _require_shape(name: str, shape: tuple[int, ...], weights: Sequence[Weight])
         if weight.shape != shape:
             files = ", ".join(sorted({str(extent.file) for extent in weight.source.extents}))
             raise IncompleteCheckpoint(
-                f"the shape of {name}, or of a weight tied to it, is {weight.shape} in {files}, but should be {shape}: "
-                "the file belongs to another checkpoint; choose another tag"
+                f"{files} belongs to another checkpoint: {name}, or a weight tied to {name}, has the shape "
+                f"{weight.shape} there, but {shape} in the rest of the checkpoint. Choose another tag"
             )
 
 

@@ -69,8 +69,8 @@ def _layout_of(checkpoint: OpenedCheckpoint) -> Layout:
     if foreign or strangers or kinds not in LAYOUTS:
         seen = [*foreign, *(kind.value for kind in StateFile if kind in kinds), *(f"the file {n}" for n in strangers)]
         raise UnknownLayout(
-            f"{checkpoint.folder} holds {', '.join(seen) or 'no DeepSpeed checkpoint'} "
-            f"({', '.join(sorted(checkpoint.names)[:6])}): this layout is not supported. Supported "
+            f"the layout of checkpoint {checkpoint.folder} is not supported: it holds "
+            f"{', '.join(seen) or 'no DeepSpeed checkpoint'} ({', '.join(sorted(checkpoint.names)[:6])}). Supported "
             f"layouts: {_supported_layouts()}"
         )
     return LAYOUTS[kinds]

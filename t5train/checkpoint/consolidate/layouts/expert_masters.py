@@ -61,7 +61,10 @@ def _optimizers(checkpoint: OpenedCheckpoint) -> dict[str, Mapping[str, Any]]:
 def _optimizer(checkpoint: OpenedCheckpoint, name: str) -> Mapping[str, Any]:
     optimizer = checkpoint.read(name).get("optimizer")
     if not isinstance(optimizer, Mapping):
-        raise UnknownLayout(f"{checkpoint.folder / name} holds a {type(optimizer).__name__}, not an optimizer")
+        raise UnknownLayout(
+            f"{checkpoint.folder / name} holds no optimizer states: the entry 'optimizer' is a "
+            f"{type(optimizer).__name__}, not a dictionary. Choose another tag"
+        )
     return optimizer
 
 
@@ -107,7 +110,7 @@ def _recorded(checkpoint: OpenedCheckpoint, sources: Sequence[tuple[str, int]]) 
         if index >= len(groups.get(writers[file], ())):
             raise IncompleteCheckpoint(
                 f"{checkpoint.folder / file} has a parameter group {index}, but the sidecar of data-parallel rank "
-                f"{writers[file]} does not record this group; choose another tag"
+                f"{writers[file]} does not record this group. Choose another tag"
             )
     return {(file, index): groups[writers[file]][index] for file, index in sources}
 
@@ -172,8 +175,8 @@ def _cut(shapes: Sequence[tuple[str, tuple[int, ...]]], sizes: Sequence[int]) ->
 
 def _undeterminable(checkpoint: OpenedCheckpoint, seen: str) -> UnknownLayout:
     return UnknownLayout(
-        f"{checkpoint.folder} was saved with ZeRO 0 and has no sidecars, but has {seen}: the positions of its "
-        "parameters cannot be determined. Save the checkpoint with ZeRO 1"
+        f"the positions of the parameters in {checkpoint.folder} cannot be determined. The checkpoint was saved with "
+        f"ZeRO 0, has no sidecars, and has {seen}. Save the checkpoint with ZeRO 1"
     )
 
 
@@ -238,8 +241,8 @@ def _of_rank(
     count = counts.get(name.layer, 0)
     if count % size or name.expert >= count // size:
         raise UnknownLayout(
-            f"{checkpoint.folder}: {slot.name} does not fit its layer, which has {count} experts on {size} "
-            "expert-parallel ranks"
+            f"{checkpoint.folder}: the files contradict each other. The expert number in {slot.name} does not fit "
+            f"{count} experts on {size} expert-parallel ranks. Choose another tag"
         )
     everywhere = replace(name, expert=expert_rank * (count // size) + name.expert)
     return slot.model_copy(update={"name": checkpoint.result_name(str(everywhere))})

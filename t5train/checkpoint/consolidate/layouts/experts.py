@@ -71,8 +71,8 @@ def expert_layers(checkpoint: OpenedCheckpoint) -> list[StoredExperts]:
     counts = model_states(checkpoint, MODEL_STATES).get("num_experts")
     if not isinstance(counts, list) or not all(isinstance(n, int) and n > 0 for n in counts):
         raise UnknownLayout(
-            f"{checkpoint.folder / MODEL_STATES} has num_experts {counts!r}, but it must be a list of positive "
-            "numbers, one for each MoE layer"
+            f"{checkpoint.folder / MODEL_STATES}: num_experts is {counts!r}, but must be a list of positive numbers, "
+            "one for each MoE layer. Choose another tag"
         )
     files = {(layer, expert): name for (layer, expert), name in numbered(checkpoint.names, StateFile.EXPERT)}
     expected = {(layer, expert) for layer, count in enumerate(counts) for expert in range(count)}
@@ -125,7 +125,7 @@ def _require_distinct(checkpoint: OpenedCheckpoint, paths: Sequence[str]) -> Non
         if path in paths[:index]:
             raise IncompleteCheckpoint(
                 f"{checkpoint.folder}: the files of layers {paths.index(path)} and {index} both hold the experts of "
-                f"{path}: files were renamed; choose another tag"
+                f"{path}, so files were renamed. Choose another tag"
             )
 
 
@@ -165,7 +165,8 @@ def _ties(model: Mapping[str, Any], layers: Sequence[StoredExperts]) -> dict[str
             ties |= {str(replace(inside, expert=e)): str(replace(outside, expert=e)) for e in range(count)}
         else:
             raise UnknownLayout(
-                f"{alias} is tied to {owner}, but an expert's weights can only be tied to weights of the same expert"
+                f"{alias} is tied to {owner}, which is not supported: an expert's weights can only be tied to weights "
+                "of the same expert"
             )
     return ties
 
@@ -200,7 +201,8 @@ class ExpertRanks:
         """The ranks that hold the experts of each expert-parallel rank, in ascending order."""
         if expert_parallel_size < 1 or self.size % expert_parallel_size:
             raise UnknownLayout(
-                f"{self.size} ranks cannot be divided into {expert_parallel_size} expert-parallel ranks"
+                f"the files contradict each other: the checkpoint's {self.size} data-parallel ranks cannot be divided "
+                f"into {expert_parallel_size} expert-parallel ranks. Choose another tag"
             )
         each = self.size // expert_parallel_size
         if self.consecutive:
@@ -216,6 +218,7 @@ def expert_parallel_size(group: Mapping[str, Any]) -> int | None:
     size = name.removeprefix(_GROUP_NAME)
     if not name.startswith(_GROUP_NAME) or not size.isdecimal():
         raise UnknownLayout(
-            f"a parameter group of experts is named {name!r}, but must be named {_GROUP_NAME}N, as DeepSpeed does"
+            f"the expert-parallel size of a parameter group is unknown: the group is named {name!r}, not "
+            f"{_GROUP_NAME}N as DeepSpeed names it. Save the checkpoint with DeepSpeed's own group names"
         )
     return int(size)

@@ -56,12 +56,16 @@ def model_states(checkpoint: OpenedCheckpoint, name: str) -> dict[str, Any]:
     if dimensions.get("tp_degree", 1) != 1:
         found.append(f"tensor parallelism over {dimensions['tp_degree']} ranks")
     if found:
-        raise UnknownLayout(f"{checkpoint.folder / name} uses {' and '.join(found)}, which is not supported")
+        raise UnknownLayout(
+            f"{checkpoint.folder / name} uses {' and '.join(found)}, which is not supported. Turn this feature of "
+            "DeepSpeed off, and save the checkpoint again"
+        )
     for key in ("global_steps", "dp_world_size"):
         if not isinstance(model.get(key, 0), int):
             raise UnknownLayout(
-                f"{checkpoint.folder / name}: {key} is {model[key]!r}, not an integer. A key of the "
-                "client_state passed to save_checkpoint replaces DeepSpeed's own: choose a tag saved without that key"
+                f"{checkpoint.folder / name}: {key} is {model[key]!r}, not an integer. Probably the client_state "
+                f"passed to save_checkpoint has a key {key}, which replaces DeepSpeed's. Choose a tag that was saved "
+                "without that key"
             )
     return model
 
@@ -76,7 +80,9 @@ def tensors_of(checkpoint: OpenedCheckpoint, states: Mapping[str, Any]) -> dict[
     tensors = {name: item for name, item in states.items() if isinstance(item, StoredTensor)}
     if left_out := sorted(map(str, states.keys() - tensors.keys())):
         _log.warning(
-            "%s: left out of the result, because they are not tensors: %s", checkpoint.folder, ", ".join(left_out)
+            "%s: these entries are left out of the result, because they are not tensors: %s",
+            checkpoint.folder,
+            ", ".join(left_out),
         )
     return tensors
 
@@ -125,7 +131,10 @@ def _owner(alias: str, aliases: Mapping[str, str]) -> str:
     while name in aliases:
         name = aliases[name]
         if name in seen:
-            raise ConsolidationError(f"{alias} is recorded as an alias of itself")
+            raise ConsolidationError(
+                f"the checkpoint records {alias} as tied to itself, so it is unknown which weight is stored. Choose "
+                "another tag"
+            )
         seen.add(name)
     return name
 
@@ -147,8 +156,8 @@ def whole_module(checkpoint: OpenedCheckpoint) -> dict[str, Any]:
     model = model_states(checkpoint, MODEL_STATES)
     if not isinstance(model.get("module"), dict) or not model["module"]:
         raise UnknownLayout(
-            f"{checkpoint.folder / MODEL_STATES} holds no module. In a pipeline and at ZeRO 3, the "
-            "weights are in other files, but there are none of these; choose another tag"
+            f"{checkpoint.folder / MODEL_STATES} holds no weights, and there are no other files that could hold them, "
+            "as in a pipeline or at ZeRO 3. Choose another tag"
         )
     return model
 

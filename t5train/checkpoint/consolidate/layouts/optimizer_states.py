@@ -36,15 +36,15 @@ class Partition:
             return self.master
         if not isinstance(held, StoredTensor):
             raise UnknownLayout(
-                f"{self.master.file} holds no {key} of its fp32 masters, but Adam-like optimizers keep it (state "
-                f"found: {sorted(map(str, self.state)) or 'nothing'}): consolidate the checkpoint without moments"
+                f"{self.master.file} holds no {key} (one of Adam's moments) of its fp32 masters, only "
+                f"{sorted(map(str, self.state)) or 'nothing'}. Consolidate the checkpoint without moments"
             )
         if held.shape == self.master.shape:
             return held
         if held.strides != (1,) or not size <= held.num_elements <= size + padding:
             raise UnknownLayout(
                 f"{self.master.file} holds {key} with the shape {held.shape}, but the fp32 masters have the shape "
-                f"{self.master.shape}: consolidate the checkpoint without moments"
+                f"{self.master.shape}. Consolidate the checkpoint without moments"
             )
         return replace(held, shape=(size,))
 
@@ -106,7 +106,10 @@ class FlatGroup:
     def _located(self, tensors: Sequence[StoredTensor]) -> dict[str, Master]:
         for stored in tensors:
             if stored.dtype != "F32":
-                raise UnknownLayout(f"{stored.file} keeps parameter group {self.index} in {stored.dtype}, not in fp32")
+                raise UnknownLayout(
+                    f"{stored.file} keeps masters or moments of parameter group {self.index} in {stored.dtype}, but "
+                    "only fp32 is supported. Save the checkpoint with fp32 optimizer states"
+                )
         joined = Source("F32", tuple(extent for stored in tensors for extent in stored.source().extents))
         return {
             slot.name: Master(slot.shape, Source("F32", tuple(joined.span(4 * slot.offset, 4 * slot.numel))))
@@ -121,19 +124,21 @@ class FlatGroup:
             gap = after.offset - before.offset - before.numel
             if not 0 <= gap < _ALIGNMENT_BYTES // 2:
                 raise ConsolidationError(
-                    f"{where}: the distance between {before.name} and {after.name} is {gap} elements, but must be at "
-                    f"least 0 and below {_ALIGNMENT_BYTES // 2}"
+                    f"{where}: the recorded positions of parameters are wrong. {after.name} begins {gap} elements "
+                    f"after the end of {before.name}, but must begin 0 to {_ALIGNMENT_BYTES // 2 - 1} elements after "
+                    "it. Choose another tag"
                 )
         if slots and slots[0].offset:
             raise ConsolidationError(
-                f"{where}: {slots[0].name} must begin at element 0, but begins at {slots[0].offset}"
+                f"{where}: the recorded positions of parameters are wrong. {slots[0].name} must begin at element 0, "
+                f"but begins at {slots[0].offset}. Choose another tag"
             )
         end = slots[-1].offset + slots[-1].numel if slots else 0
         if not 0 <= self.num_elements - end <= self.padding:
             raise ConsolidationError(
-                f"{where}: the partitions in {_files(self.partitions)} hold {self.num_elements} elements, but the "
-                f"parameters need {end}, and at most {self.padding} more can be padding: a partition belongs to "
-                "another checkpoint; choose another tag"
+                f"{where}: a partition belongs to another checkpoint. The partitions in {_files(self.partitions)} hold "
+                f"{self.num_elements} elements, but the parameters need {end}, and at most {self.padding} more can be "
+                "padding. Choose another tag"
             )
 
 
@@ -189,7 +194,8 @@ def partition_of(state: Mapping[str, Any], keys: OptimizerKeys, index: int) -> P
     stored = masters[index]
     if not isinstance(stored, StoredTensor):
         raise UnknownLayout(
-            f"the fp32 masters of parameter group {index} must be a tensor, but are a {type(stored).__name__}"
+            f"the fp32 masters of parameter group {index} are stored as a {type(stored).__name__}, not as a tensor, "
+            "which is not supported. Choose another tag"
         )
     return Partition(stored, inner_states(state.get(keys.inner), len(masters))[index])
 
@@ -210,7 +216,13 @@ def _optimizer(checkpoint: OpenedCheckpoint, name: str, keys: OptimizerKeys) -> 
     state = checkpoint.read(name).get("optimizer_state_dict")
     if not isinstance(state, dict) or not isinstance(state.get(keys.masters), list):
         found = sorted(state) if isinstance(state, dict) else type(state).__name__
-        raise UnknownLayout(f"{checkpoint.folder / name} holds no {keys.masters}; it holds {found}")
+        raise UnknownLayout(
+            f"{checkpoint.folder / name} holds no fp32 masters where they are expected (a list {keys.masters!r}), only "
+            f"{found}. Choose another tag"
+        )
     if "ds_zero_partition_groups" in state:
-        raise UnknownLayout(f"{checkpoint.folder / name} has AutoEP's expert partitions, which are not supported")
+        raise UnknownLayout(
+            f"{checkpoint.folder / name} uses AutoEP, which is not supported. Turn this feature of DeepSpeed "
+            "off, and save the checkpoint again"
+        )
     return state

@@ -61,7 +61,8 @@ def stages(checkpoint: OpenedCheckpoint) -> list[Stage]:
     count = int(dimensions.get("pp_degree") or models[0].get("mp_world_size") or 1)
     if unknown := sorted(set(models) - set(range(count))):
         raise UnknownLayout(
-            f"{checkpoint.folder}: the pipeline has {count} stages, but there are model states of stages {unknown}"
+            f"{checkpoint.folder}: the files contradict each other. The pipeline has {count} stages, numbered from 0, "
+            f"but there are model states of stages {unknown}. Choose another tag"
         )
     size = int(models[0].get("dp_world_size", 0))
     is_partitioned = any(kind_of(name) is StateFile.OPTIMIZER for name in checkpoint.names)
@@ -139,7 +140,10 @@ def _tied_layers(
     for layer in layers.keys() - named:
         fitting = [module for module, parameters in modules.items() if _fits(parameters, layers[layer])]
         if len(fitting) > 1:
-            raise UnknownLayout(f"{checkpoint.folder}: layer {layer} matches several tied modules: {fitting}")
+            raise UnknownLayout(
+                f"{checkpoint.folder} cannot be consolidated: the weights of layer {layer} fit several tied modules "
+                f"({', '.join(fitting)}), and without sidecars nothing shows which one they belong to"
+            )
         if fitting:
             found[layer] = fitting[0]
     return found
@@ -153,7 +157,8 @@ def _weight(name: str, tensors: Sequence[StoredTensor]) -> Weight:
     first, *others = tensors
     if any(other.shape != first.shape for other in others):
         raise IncompleteCheckpoint(
-            f"{name} has different shapes in different files: {sorted({tensor.shape for tensor in tensors})}"
+            f"the files contradict each other: {name} has different shapes in different files, "
+            f"{sorted({tensor.shape for tensor in tensors})}. Choose another tag"
         )
     return Weight(first.shape, first.source(), tuple(other.source() for other in others))
 

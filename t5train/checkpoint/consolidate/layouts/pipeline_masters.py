@@ -100,9 +100,9 @@ def replicated(checkpoint: OpenedCheckpoint, module: ModuleStates) -> Sequence[P
     for stage, (held, slots) in enumerate(zip(map(partition_groups, optimizers), recorded, strict=True)):
         if len(held) != len(slots) or not held:
             raise UnknownLayout(
-                f"{checkpoint.folder}: pipeline stage {stage}, saved with ZeRO 0, has {len(held)} groups of fp32 "
-                f"masters, but the sidecars record {len(slots)}, so the positions of the parameters cannot be "
-                "determined. Save the checkpoint with ZeRO 1"
+                f"the positions of the parameters in {checkpoint.folder} cannot be determined. The checkpoint was "
+                f"saved with ZeRO 0, and pipeline stage {stage} has {len(held)} groups of fp32 masters, but the "
+                f"sidecars record {len(slots)}. Save the checkpoint with ZeRO 1"
             )
         found += [FlatGroup(index, *group, padding=0) for index, group in enumerate(zip(held, slots, strict=True))]
     return found
@@ -122,8 +122,9 @@ def _require_weights(checkpoint: OpenedCheckpoint, module: ModuleStates, optimiz
     held = Counter(weight.shape for name, weight in module.weights.items() if name not in module.buffers)
     for shape, count in (moved - held).items():
         raise IncompleteCheckpoint(
-            f"{checkpoint.folder}: the optimizer updates {held[shape] + count} parameters of shape {shape}, but the "
-            f"layers' files hold {held[shape]}: a file layer_LL-model_states.pt is missing; choose another tag"
+            f"{checkpoint.folder}: a file layer_LL-model_states.pt is missing. The optimizer updates "
+            f"{held[shape] + count} parameters of shape {shape}, but the layers' files hold {held[shape]}. Choose "
+            "another tag"
         )
 
 
@@ -140,8 +141,8 @@ def _slots(checkpoint: OpenedCheckpoint, module: ModuleStates, stage: Stage) -> 
     paddings = stage.optimizers[0].get("param_alignment_paddings") or [None] * len(groups)
     if len(groups) != len(paddings):
         raise UnknownLayout(
-            f"{checkpoint.folder}: stage {stage.index} has {len(groups)} parameter groups, but paddings of "
-            f"{len(paddings)}"
+            f"{checkpoint.folder}: the files contradict each other. Pipeline stage {stage.index} has {len(groups)} "
+            f"parameter groups, but the paddings of {len(paddings)} groups are recorded. Choose another tag"
         )
     derived = [
         packed_slots([_named(checkpoint, module, name, shape) for name, shape in group.items()], padding)
@@ -175,5 +176,8 @@ def _recorded(checkpoint: OpenedCheckpoint, stage: int) -> list[list[ParameterSl
         return None
     groups = [sidecar.groups for sidecar in checkpoint.sidecars if sidecar.layout.pipeline_rank == stage]
     if not groups or any(other != groups[0] for other in groups):
-        raise IncompleteCheckpoint(f"{checkpoint.folder}: the sidecars of stage {stage} are missing or differ")
+        raise IncompleteCheckpoint(
+            f"{checkpoint.folder}: the sidecars of pipeline stage {stage} are missing, or record different positions "
+            "of parameters. Choose another tag"
+        )
     return groups[0]

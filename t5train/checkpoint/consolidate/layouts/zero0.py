@@ -43,8 +43,9 @@ class InPlaceGroup:
         held = state.get(key)
         if not isinstance(held, StoredTensor) or held.shape != slot.shape or held.dtype != "F32":
             raise UnknownLayout(
-                f"the optimizer keeps no fp32 {key} of {slot.name} with its shape (state found: "
-                f"{sorted(map(str, state)) or 'nothing'}): consolidate the checkpoint without moments"
+                f"the optimizer states hold no {key} (one of Adam's moments) of {slot.name} in fp32 and with the "
+                f"parameter's shape, only {sorted(map(str, state)) or 'nothing'}. Consolidate the checkpoint without "
+                "moments"
             )
         return Master(held.shape, held.source())
 
@@ -95,7 +96,10 @@ def require_full_precision(checkpoint: OpenedCheckpoint, module: ModuleStates) -
     for name, weight in module.weights.items():
         dtype = weight.source.dtype
         if dtype in {"BF16", "F16"} and name not in module.buffers:
-            raise UnknownLayout(f"{checkpoint.folder}: {name} is {dtype} and has no fp32 master")
+            raise UnknownLayout(
+                f"{checkpoint.folder}: {name} is {dtype} and has no fp32 master. Save the checkpoint with an optimizer "
+                "that keeps fp32 masters"
+            )
 
 
 def _in_module_order(
@@ -111,9 +115,9 @@ def _in_module_order(
     needed = sum(slot.numel for slot in slots)
     if len(groups) != 1 or held != needed:
         raise UnknownLayout(
-            f"{checkpoint.folder} was saved with ZeRO 0 and has no sidecars. It has {len(groups)} parameter groups; "
-            f"their fp32 masters have {held} elements, and the module's parameters have {needed}. With several groups "
-            "or frozen parameters, the positions of parameters cannot be determined. Load the checkpoint with the "
-            "program that wrote it, and save it with ZeRO 1"
+            f"the positions of the parameters in {checkpoint.folder} cannot be determined. The checkpoint was saved "
+            "with ZeRO 0 and has no sidecars, so it must have one parameter group and no frozen parameters. It has "
+            f"{len(groups)} parameter groups; their fp32 masters have {held} elements, and the module's parameters "
+            f"have {needed}. Load the checkpoint with the program that wrote it, and save it with ZeRO 1"
         )
     return [slots]

@@ -45,7 +45,8 @@ def flat_groups(
     counts = {len(slots), *(len(state[_KEYS.masters]) for state in states)}
     if len(counts) > 1:
         raise UnknownLayout(
-            f"{checkpoint.folder}: the files have different numbers of parameter groups: {sorted(counts)}"
+            f"{checkpoint.folder}: the files contradict each other. They have different numbers of parameter groups, "
+            f"{sorted(counts)}. Choose another tag"
         )
     return [
         FlatGroup(index, [partition(state, index) for state in states], group, ALIGNED_ELEMENTS * len(states))
@@ -71,9 +72,9 @@ def _require_dense(checkpoint: OpenedCheckpoint, states: Sequence[Mapping[str, A
     for rank, state in enumerate(states):
         if "partition_count" not in state or any(count != len(states) for count in state["partition_count"]):
             raise UnknownLayout(
-                f"{checkpoint.folder}: the parameter groups of rank {rank} are partitioned over "
-                f"{state.get('partition_count')} ranks, but must be partitioned over all {len(states)} data-parallel "
-                "ranks"
+                f"the layout of checkpoint {checkpoint.folder} is not supported: the parameter groups of rank {rank} "
+                f"are partitioned over {state.get('partition_count')} ranks, but must be partitioned over all "
+                f"{len(states)} data-parallel ranks"
             )
 
 
@@ -84,15 +85,16 @@ def stored_slots(
     shapes = model.get("param_shapes")
     if not isinstance(shapes, list) or len(shapes) != len(state[_KEYS.masters]):
         raise UnknownLayout(
-            f"{checkpoint.folder}: the model states do not record the parameter shapes of every parameter group"
+            f"{checkpoint.folder}: the positions of the parameters are unknown, because the model states do not record "
+            "the shapes (param_shapes) of every parameter group. Choose another tag"
         )
     paddings = state.get("param_alignment_paddings") or [None] * len(shapes)
     counts = [len(padding) for padding in paddings if padding is not None]
     if counts and counts != [len(group) for group in shapes]:
         raise IncompleteCheckpoint(
-            f"{checkpoint.folder}: the model states have parameter groups of {[len(group) for group in shapes]} "
-            f"parameters, but the optimizer states have groups of {counts}: they belong to different checkpoints; "
-            "choose another tag"
+            f"{checkpoint.folder} mixes files of different checkpoints: the parameter groups have "
+            f"{[len(group) for group in shapes]} parameters in the model states, but {counts} in the optimizer states. "
+            "Choose another tag"
         )
     return [
         packed_slots(((name, tuple(shape)) for name, shape in group.items()), padding)

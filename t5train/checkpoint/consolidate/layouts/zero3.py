@@ -71,8 +71,9 @@ def groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> list["Partiti
     if not isinstance(shapes, list) or any(len(state[_KEYS.masters]) != len(shapes) for state in states):
         counts = [len(state[_KEYS.masters]) for state in states]
         raise UnknownLayout(
-            f"{checkpoint.folder}: the optimizer states of the ranks hold {counts} sub-groups, but the model states "
-            f"record the shapes of {len(shapes) if isinstance(shapes, list) else 'none'}"
+            f"{checkpoint.folder}: the files contradict each other. The optimizer states of the ranks hold {counts} "
+            "sub-groups (parts of a parameter group), but the model states record the shapes of "
+            f"{len(shapes) if isinstance(shapes, list) else 'none'}. Choose another tag"
         )
     found = [
         PartitionedGroup(
@@ -115,12 +116,15 @@ class PartitionedGroup:
         held = sum(_part(shape, len(tensors)) for _, shape in self.shapes)
         for stored in tensors:
             if stored.dtype != "F32":
-                raise UnknownLayout(f"{stored.file} keeps sub-group {self.index} in {stored.dtype}, not in fp32")
+                raise UnknownLayout(
+                    f"{stored.file} keeps masters or moments of sub-group {self.index} in {stored.dtype}, but only "
+                    "fp32 is supported. Save the checkpoint with fp32 optimizer states"
+                )
             if stored.num_elements != held:
                 raise ConsolidationError(
-                    f"{stored.file} holds {stored.num_elements} elements of sub-group {self.index}, but the parameters "
-                    f"of that sub-group have {held} on each of {len(tensors)} ranks: the file belongs to another "
-                    "checkpoint"
+                    f"{stored.file} belongs to another checkpoint: it holds {stored.num_elements} elements of "
+                    f"sub-group {self.index}, but the parameters of that sub-group have {held} on each of "
+                    f"{len(tensors)} ranks. Choose another tag"
                 )
         sources = [stored.source() for stored in tensors]
         return {slot.name: Master(slot.shape, _joined(sources, slot.shape, slot.offset)) for slot in self.slots()}
@@ -158,8 +162,8 @@ def _optimizer_states(checkpoint: OpenedCheckpoint) -> list[dict[str, Any]]:
     states = read_optimizers(checkpoint, names, _KEYS, _SAME_IN_OPTIMIZER_STATES)
     if states[0].get("partition_count") != size:
         raise UnknownLayout(
-            f"{checkpoint.folder / names[0]} is partitioned over {states[0].get('partition_count')} ranks, "
-            f"but must be partitioned over all {size}"
+            f"the layout of {checkpoint.folder / names[0]} is not supported: the parameters are partitioned over "
+            f"{states[0].get('partition_count')} ranks, but must be partitioned over all {size} data-parallel ranks"
         )
     return states
 
@@ -179,12 +183,15 @@ def _frozen_weight(name: str, shape: tuple[int, ...], fragments: Sequence[Any]) 
     for rank, fragment in enumerate(fragments):
         if not isinstance(fragment, StoredTensor) or fragment.num_elements != _part(shape, len(fragments)):
             raise IncompleteCheckpoint(
-                f"the model states of rank {rank} hold no fragment, or one of another size, of the frozen parameter "
-                f"{name} with the shape {shape}"
+                f"the model states of rank {rank} hold no part of the frozen parameter {name}, or one whose size does "
+                f"not fit the shape {shape}. Choose another tag"
             )
         sources.append(fragment.source())
     if len(dtypes := {source.dtype for source in sources}) > 1:
-        raise IncompleteCheckpoint(f"the type of the frozen parameter {name} differs between ranks: {sorted(dtypes)}")
+        raise IncompleteCheckpoint(
+            f"the files contradict each other: the type of the frozen parameter {name} is not the same on all ranks "
+            f"({', '.join(sorted(dtypes))}). Choose another tag"
+        )
     if dtypes & {"I8", "U8"}:
         raise UnknownLayout(
             f"the frozen parameter {name} is quantized ({dtypes.pop()}), and the files do not hold its scales. Save "

@@ -95,7 +95,7 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("content", [b"{}", b"\0", packed(SOURCES)[1][:-9], packed(SOURCES)[1] + b" "])
 def test_content_that_does_not_match_its_digest_is_not_stored(content: bytes) -> None:
-    with pytest.raises(SystemExit, match=r"arrived damaged .*: start the command again"):
+    with pytest.raises(SystemExit, match=r"arrived damaged .*\. Start the command again"):
         hold(packed(SOURCES)[0], content)
     assert not node_folders.node_path().exists()
 
@@ -163,7 +163,9 @@ def test_bytecode_caches_in_the_code_folder_do_not_count_as_changes() -> None:
 def test_a_node_folder_that_other_users_can_access_is_refused(parent: Path) -> None:
     digest, content = packed(SOURCES)
     node_folders.node_path().mkdir(mode=0o755)
-    with pytest.raises(SystemExit, match=r"is not a folder that only user .* can access: move it away"):
+    with pytest.raises(
+        SystemExit, match=r"is not a folder that only user .* can access\. Move it away, then start again"
+    ):
         hold(digest, content)
     node_folders.node_path().rmdir()
     (parent / "elsewhere").mkdir(mode=0o700)

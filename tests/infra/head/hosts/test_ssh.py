@@ -104,15 +104,15 @@ def test_an_unknown_host_key_is_refused_with_the_command_that_adds_it(sshd: Sshd
 
 
 def test_a_user_whose_key_is_rejected_is_told_to_run_ssh_copy_id(sshd: Sshd) -> None:
-    with pytest.raises(HostUnreachable, match=r"rejects this user's SSH keys: run `ssh-copy-id 127\.0\.0\.1`"):
+    with pytest.raises(HostUnreachable, match=r"rejects this user's SSH keys\. Run `ssh-copy-id 127\.0\.0\.1`"):
         run(sshd(identity="host"), HERE, ["true"], deadline_seconds=10)
 
 
 @pytest.mark.parametrize(
     ("host", "words"),
     [
-        (HERE, "connection refused: start sshd there"),
-        ("no-such-host.invalid", "its name does not resolve: correct the hostfile"),
+        (HERE, r"connection refused\. Start sshd there"),
+        ("no-such-host.invalid", r"its name does not resolve\. Correct the hostfile"),
     ],
 )
 def test_a_host_that_cannot_be_reached_is_named_with_a_remedy(host: str, words: str, tmp_path: Path) -> None:
@@ -129,13 +129,13 @@ def test_a_host_name_that_looks_like_an_ssh_option_runs_no_command(tmp_path: Pat
 
 
 def test_a_failed_command_is_reported_with_its_exit_code_and_last_output(sshd: Sshd) -> None:
-    with pytest.raises(RemoteFailed, match=r"ended with exit code 3\. It said: bad") as caught:
+    with pytest.raises(RemoteFailed, match=r"ended with exit code 3\. The command's last output: bad") as caught:
         run(sshd(), HERE, ["sh", "-c", "echo bad >&2; exit 3"], deadline_seconds=10)
     assert not caught.value.retryable
 
 
 def test_a_missing_program_is_reported_with_the_advice_to_install_it(sshd: Sshd) -> None:
-    with pytest.raises(RemoteFailed, match="code 127: install the package there"):
+    with pytest.raises(RemoteFailed, match=r"code 127\. Install Python and this package there"):
         run(sshd(), HERE, ["/nowhere/python"], deadline_seconds=10)
 
 
@@ -143,7 +143,7 @@ def test_a_missing_program_is_reported_with_the_advice_to_install_it(sshd: Sshd)
 def test_a_command_that_hangs_is_also_ended_on_the_host(sshd: Sshd, until: Callable[..., None], stubborn: str) -> None:
     run_id, started = secrets.token_hex(8), time.monotonic()
     hanging = ["env", f"{processes.RUN_ID_VARIABLE}={run_id}", "sh", "-c", f"{stubborn}echo begun >&2; sleep 600"]
-    with pytest.raises(HostTimeout, match=r"127\.0\.0\.1: .* timed out after 3 s\. .* It said: begun"):
+    with pytest.raises(HostTimeout, match=r"127\.0\.0\.1: .* timed out after 3 s\. .* last output: begun"):
         run(sshd(), HERE, hanging, deadline_seconds=3)  # enough for it to start on a busy machine
     assert time.monotonic() - started < 6
     until(lambda: not processes.find(processes.in_run(run_id)), seconds=10)

@@ -118,9 +118,9 @@ def test_every_launcher_starts_the_shipped_code() -> None:
         (
             "slurm",
             CHOSEN,
-            r"'slurm', but it can use only .* not slots \(1, 3\) of node2\. Set cluster.launcher to pdsh",
+            r"'slurm', which can use only .* slots \(1, 3\) of node2 are chosen\. Set cluster.launcher to pdsh",
         ),
-        ("openmpi", CHOSEN, r"'openmpi', but it can use only .* not slots \(1, 3\) of node2"),
+        ("openmpi", CHOSEN, r"'openmpi', which can use only .* slots \(1, 3\) of node2 are chosen"),
         (
             "slurm",
             parse("node1 slots=1\nnode2 slots=2", "hosts"),

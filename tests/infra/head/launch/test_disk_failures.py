@@ -62,7 +62,7 @@ def test_an_error_of_a_ranks_disk_names_rank_host_path_and_remedy(
     error = failure_of(this, 2)
     assert type(error) is kind
     assert str(error).startswith(f"rank 1 of 2 on node2: {start}")
-    assert str(error).endswith("; or exclude node2: --exclude node2")
+    assert str(error).endswith(". To train without node2, use --exclude node2")
     assert error.hosts == ("node2",)
 
 

@@ -48,12 +48,12 @@ CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
     ),
     ({"returncode": -9, "oom_kills": 1}, "", OutOfMemory, "host has too little memory"),
     ({"returncode": -9}, "", RankKilled, "was killed by SIGKILL"),
-    ({"returncode": -7}, "", RankKilled, "it wrote to a memory-mapped file"),
+    ({"returncode": -7}, "", RankKilled, "the rank used a memory-mapped file"),
     (
         {"returncode": -7, **FULL_SHARED_MEMORY},
         "",
         DiskFull,
-        "was killed by SIGBUS: /dev/shm on node1 is full (0 of 64 MiB free): ",
+        "was killed by SIGBUS: /dev/shm on node1 is full (0 of 64 MiB free). ",
     ),
     (
         {"returncode": -11, **FULL_SHARED_MEMORY},
@@ -65,7 +65,7 @@ CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
         {"returncode": -11, **FULL_SHARED_MEMORY, "shared_memory_free_bytes": 9 << 20},
         "",
         RankKilled,
-        "was killed by SIGSEGV (att",
+        "was killed by SIGSEGV. The output of the rank in att",
     ),
     (
         FULL_SHARED_MEMORY,
@@ -73,7 +73,12 @@ CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
         DiskFull,
         "is full (0 of",
     ),
-    (FULL_SHARED_MEMORY, "ValueError: something else", LaunchError, "ended with exit code 1 (att"),
+    (
+        FULL_SHARED_MEMORY,
+        "ValueError: something else",
+        LaunchError,
+        "ended with exit code 1. The output of the rank in att",
+    ),
     (
         {},
         "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
@@ -146,7 +151,7 @@ def test_a_launcher_that_was_killed_on_a_host_is_named_before_ranks_that_lost_th
     ended(this, 0, 1, host="node1")
     this.log("rank-00000").write_text("Connection closed by peer")
     ended(this, 1, -9, Cause.PARENT, host="node2")
-    assert "rank 1 of 2 on node2 was ended by its guard (parent): DeepSpeed's launcher on its host was killed" in str(
+    assert "rank 1 of 2 on node2 was ended by its guard (parent): DeepSpeed's launcher on its host was killed." in str(
         failure_of(this, 2)
     )
 
@@ -164,7 +169,7 @@ def test_the_first_rank_that_failed_is_named_with_its_last_output(this: Attempt)
     error = failure_of(this, 2)
     assert isinstance(error, LaunchError)
     assert error.retryable
-    assert "rank 1 of 2 was killed by SIGKILL (attempt 0001)" in str(error)
+    assert "rank 1 of 2 was killed by SIGKILL. The output of the rank in attempt 0001 is in " in str(error)
     assert str(this.log("rank-00001")) in str(error)
     assert "last words of 1" in str(error)
 
@@ -180,7 +185,7 @@ def test_a_rank_without_an_exit_record_is_the_cause(this: Attempt) -> None:
     started(this, 1)
     error = failure_of(this, 2)
     assert type(error) is RankKilled
-    assert "rank 1 of 2 left no exit record" in str(error)
+    assert "rank 1 of 2 was killed together with its guard" in str(error)
 
 
 def test_a_rank_that_had_not_started_is_not_the_cause(this: Attempt) -> None:
@@ -192,7 +197,7 @@ def test_if_no_rank_failed_the_launcher_is_the_cause(this: Attempt) -> None:
     this.write_exit(ExitRecord("launcher", 0, Cause.EXITED, "exited", now(), now()))
     this.log("launcher").write_text("No module named deepspeed\n")
     message = str(failure_of(this, 2))
-    assert "the launcher ended with exit code 0 before its ranks" in message
+    assert "DeepSpeed's launcher ended with exit code 0 before its ranks" in message
     assert "No module named deepspeed" in message
 
 

@@ -149,7 +149,7 @@ def test_a_silent_host_causes_a_warning_and_is_lost_when_the_lease_expires(
     supervision = supervise()
     assert 3 <= look_until(supervision, lambda: supervision.failed) < 5
     assert isinstance(supervision.failure, HostLost)
-    assert str(supervision.failure).startswith("b has not responded for 3 s")
+    assert str(supervision.failure).startswith("b has not responded for 3 s, so it counts as lost.")
     assert "b has not responded for 1 s and counts as lost after 3 s" in caplog.text
     assert supervision.silent == ["b"]
 
@@ -175,7 +175,7 @@ def test_a_host_without_a_record_of_the_attempt_is_lost_at_once(
     shutil.rmtree(local_hosts.attempt_folder("b", this.run_id))  # as with a new disk
     supervision = supervise()
     look_until(supervision, lambda: supervision.failed, 5)
-    assert str(supervision.failure).startswith("b has ended the attempt or has no record of it")
+    assert str(supervision.failure).startswith("b reports that the attempt has ended, but the head did not")
 
 
 def test_a_killed_guard_is_a_failure(this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]) -> None:
@@ -262,7 +262,7 @@ def test_hosts_that_are_lost_together_are_all_named(transport: Unsteady, supervi
     supervision.look(0.5)
     assert supervision.failure is not None
     assert supervision.failure.hosts == ("a", "b")
-    assert re.fullmatch(r"a has not responded for \d s: .*; b has not .* for \d s: .*", str(supervision.failure))
+    assert re.fullmatch(r"a has not responded for \d s, .*; b has not .* for \d s, .*", str(supervision.failure))
 
 
 def test_an_unreachable_host_is_named_together_with_a_lost_one(

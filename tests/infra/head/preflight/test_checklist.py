@@ -35,7 +35,7 @@ FAULTS: list[tuple[str, str, Change, str]] = [
         "address",
         "node2",
         ON_A_SEPARATE_NETWORK,
-        "there is no route to any of them from node2. Put the hosts into one net",
+        "there is no route to any of its addresses from node2. Put the hosts into one net",
     ),
     ("port", "node0", with_("network", port_is_free=False), "node0: another program listens on port 29500. Choose"),
     (
@@ -67,13 +67,13 @@ FAULTS: list[tuple[str, str, Change, str]] = [
         "code",
         "node1",
         with_("software", code_digest="d" * 64),
-        "node1: code dddddddddddd, the head has cccccccccccc. Install the head's version of this package there, or",
+        "node1: code dddddddddddd, the head has digest cccccccccccc. Install the head's version of this package there",
     ),
     (
         "spec",
         "node1",
         with_("software", spec_digest="refused: model.x"),
-        "node1: spec refused: model.x, the head has 5555",
+        "node1: settings refused: model.x, the head has digest 5555",
     ),
     (
         "accelerators",
@@ -115,7 +115,7 @@ FAULTS: list[tuple[str, str, Change, str]] = [
         "operators",
         "node1",
         with_("build", compiled=[], compiler=None),
-        "node1: cpu_adam is not compiled, and there is no C++ compiler. Install g++ there",
+        "node1: DeepSpeed's cpu_adam is not compiled, and there is no C++ compiler. Install g++ there",
     ),
     (
         "compile locks",
@@ -127,13 +127,13 @@ FAULTS: list[tuple[str, str, Change, str]] = [
         "openmp",
         "node1",
         with_("software", libgomp_error="/t/libgomp.so.1: cannot allocate memory in static TLS block"),
-        "node1: /t/libgomp.so.1: cannot allocate memory in static TLS block: set LD_PRELOAD to that library",
+        "node1: /t/libgomp.so.1: cannot allocate memory in static TLS block. Set LD_PRELOAD to that library",
     ),
     (
         "openmp",
         "node1",
         with_("devices", error="torch cannot be imported: libgomp: cannot allocate memory in static TLS block"),
-        "node1: torch cannot be imported: libgomp: cannot allocate memory in static TLS block: set LD_PRELOAD",
+        "node1: torch cannot be imported: libgomp: cannot allocate memory in static TLS block. Set LD_PRELOAD",
     ),
     ("root", "node3", with_("resources", nonce=None), "node3: /shared/t5 is not shared with the head, but on node0, n"),
     (
@@ -160,7 +160,7 @@ FAULTS: list[tuple[str, str, Change, str]] = [
         "disks",
         "node3",
         with_("resources", node_folder="/disk/t5-pretrain-7"),
-        "the user has a different user id there. Give",
+        "node3: the user has a different user id there: the node folder is /disk/t5-pretrain-7, but",
     ),
     (
         "memory",
@@ -172,7 +172,7 @@ FAULTS: list[tuple[str, str, Change, str]] = [
         "shared memory",
         "node3",
         with_("resources", shared_memory_free_bytes=3 << 20),
-        "node3: /dev/shm has 3 of 64 MiB free, but its ranks' collectives need 20 MiB: enlarge it (docker run --shm",
+        "node3: /dev/shm has 3 of 64 MiB free, but the ranks' collectives need 20 MiB. Enlarge it, for exam",
     ),
     (
         "open files",
@@ -273,7 +273,7 @@ def test_a_hostname_on_loopback_is_a_problem_if_no_interface_is_known(addresses:
 def test_an_operator_that_can_be_compiled_and_a_lock_that_was_removed_are_notes() -> None:
     found = findings({"node1": with_("build", compiled=[], cleared_locks=["/c/lock"])})
     assert [(one.check, one.is_problem) for one in found] == [("operators", False), ("compile locks", False)]
-    assert "node1: compiles cpu_adam when its ranks start" in found[0].text
+    assert "node1: compiles DeepSpeed's cpu_adam when its ranks start" in found[0].text
     assert "removed /c/lock" in found[1].text
 
 

@@ -113,7 +113,7 @@ def test_folders_that_users_put_beside_checkpoints_are_not_pruned() -> None:
 @pytest.mark.parametrize(
     ("sidecars", "files", "why"),
     [
-        ({("a", 8, 0): "1"}, {("a", 8, 0): "1"}, r"lacks rank-00001\.json \(ranks \[1\] of 2\)"),
+        ({("a", 8, 0): "1"}, {("a", 8, 0): "1"}, r"lacks rank-00001\.json \(ranks \[1\] of 2 have no sidecar\)"),
         ({("a", 8, 0): "1", ("b", 8, 1): "1"}, {("a", 8, 0): "1"}, r"lacks part-1\.pt, which rank 1 wrote"),
         ({("a", 8, 0): "1", ("b", 8, 1): "two"}, {}, r"differ in saving"),
         ({("a", 8, 0): "1", ("b", 8, 0): "two"}, {}, r"rank-00000\.json from two different saves, on a and on b"),

@@ -91,17 +91,18 @@ def owners(site: Site, run: NodeRun) -> list[str]:
 
 def test_a_second_head_is_refused_with_the_owner_and_what_to_do(site: Site, first: Head, second: Head) -> None:
     assert first.claimed() == []
-    message = (
-        r"smoke on a, b are owned by head this-head, root /this/root, since 2026-01-01\S*; that head is alive: its "
-    )
+    message = r"smoke on a, b are owned by head this-head, root /this/root, since 2026-01-01\S*\. The "
     with pytest.raises(
-        RunOwned, match=message + r"lease on [ab] runs for another \d+ s\. Wait .*--adopt.*another --name"
+        RunOwned,
+        match=message + r"lease of that head on [ab] is valid for another \d+ s: .* wait .*--adopt.*another --name",
     ):
         second.claimed()
-    with pytest.raises(RunOwned, match="that head is alive"):
+    with pytest.raises(RunOwned, match=r"that head on [ab] is valid for .* it may be running"):
         second.claimed(adopt=True)
     simulate_dead_head(site, first)
-    with pytest.raises(RunOwned, match=r"its lease has expired\. Take the run over with --adopt, or choose another"):
+    with pytest.raises(
+        RunOwned, match=r"The lease of that head has expired\. Take the run over with --adopt, or choose another"
+    ):
         second.claimed()
     assert owners(site, first.run) == [first.run.owner.unique_id] * 2
     assert first.claimed() == [], "the first head was not replaced, so it needs to adopt the run from nobody"
@@ -243,7 +244,7 @@ def test_ranks_that_outlive_their_head_prevent_another_head_from_adopting_the_ru
     guard = start("-c", "import time; time.sleep(600)")
     identity = ProcessIdentity.of(guard.pid)
     this.write_process("rank-00000", identity, identity)
-    with pytest.raises(RunOwned, match="alive: its lease on a"):
+    with pytest.raises(RunOwned, match="lease of that head on a is valid for"):
         second.claimed(adopt=True)
     guard.kill()
     guard.wait()

@@ -236,6 +236,6 @@ def test_a_head_killed_during_a_gather_never_leaves_an_incomplete_tag_that_looks
 
 def test_too_little_disk_space_is_reported_before_anything_is_sent(site: Site, tiny_disk: Path) -> None:
     site.save(8, size=600_000)
-    with pytest.raises(StorageError, match="checkpoint step-00000008 needs"):
+    with pytest.raises(StorageError, match="too little disk space for checkpoint step-00000008: "):
         gather(site.nodes, RUN, site.newest(), tiny_disk)
     assert not list(tiny_disk.rglob("*.p*t"))

@@ -334,7 +334,7 @@ def test_the_rank_ends_when_the_guards_parent_is_killed(
     parent.kill()
     parent.wait()
     until(lambda: not survivors(this.run_id))
-    assert str(this.exit_record("rank-00000")) == "was ended by its guard (its parent process died)"
+    assert str(this.exit_record("rank-00000")) == "was ended by its guard (the guard's parent process died)"
 
 
 @pytest.mark.parametrize("ticks", [-1, 1])

@@ -82,7 +82,7 @@ def test_all_segments_of_a_rendezvous_are_removed_and_no_others(segments: Path) 
 def test_too_little_shared_memory_for_the_ranks_is_reported_before_they_start() -> None:
     result = run_with_disk(SEGMENTS, f"{2 * RANK_BYTES - 4096}", REFUSED)
     assert result.stdout.startswith(
-        "this machine: /dev/shm has 133 of 133 MiB free, but its ranks' collectives need 134 MiB"
+        "this machine: /dev/shm has 133 of 133 MiB free, but the ranks' collectives need 134 MiB. Enlarge it"
     )
     assert "docker run --shm-size=1g" in result.stdout, result.stderr
 
@@ -94,4 +94,4 @@ def test_full_shared_memory_is_reported_first_when_ranks_die_of_it(tmp_path: Pat
     kind, _, text = result.stdout.partition("|")
     assert kind == "DiskFull", result.stdout + result.stderr
     assert f"{SEGMENTS} on " in text.partition("\n")[0]
-    assert "is full (0 of 160 MiB free): enlarge it" in text.partition("\n")[0]
+    assert "is full (0 of 160 MiB free). Enlarge it" in text.partition("\n")[0]

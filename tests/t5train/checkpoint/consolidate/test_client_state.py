@@ -62,5 +62,5 @@ def test_a_counter_overwritten_by_client_state_is_refused_and_named(
 ) -> None:
     written = write_checkpoint()
     save_client_state(written, **{key: np.int64(2)})
-    with pytest.raises(UnknownLayout, match=f"{key} is .*, not an integer. A key of the client_state"):
+    with pytest.raises(UnknownLayout, match=f"{key} is .*, not an integer. Probably the client_state .* key {key}"):
         consolidate(written.folder, tmp_path / "out")

@@ -103,7 +103,7 @@ def mix_parameter_group(model: dict[str, Any]) -> None:
 def test_a_parameter_group_that_mixes_experts_and_other_parameters_is_refused(tmp_path: Path) -> None:
     written = checkpoint(tmp_path)
     edit(written.tag, MODEL, mix_parameter_group)
-    require_refused(IncompleteCheckpoint, r"groups of \[1, 5, 2\] parameters", written, tmp_path / "out")
+    require_refused(IncompleteCheckpoint, r"groups have \[1, 5, 2\] parameters", written, tmp_path / "out")
     for rank in range(4):
         edit(written.tag, OPTIMIZER.format(rank), lambda c: c["optimizer_state_dict"].pop("param_alignment_paddings"))
     require_refused(UnknownLayout, r"the group holds \['layer0", written, tmp_path / "out")
@@ -112,7 +112,7 @@ def test_a_parameter_group_that_mixes_experts_and_other_parameters_is_refused(tm
 def test_an_old_checkpoint_with_a_single_number_of_experts_is_refused(tmp_path: Path) -> None:
     written = checkpoint(tmp_path)
     edit(written.tag, MODEL, lambda model: model.update(num_experts=4))
-    require_refused(UnknownLayout, "has num_experts 4, but it must be a list", written, tmp_path / "out")
+    require_refused(UnknownLayout, "num_experts is 4, but must be a list", written, tmp_path / "out")
 
 
 def test_a_number_of_experts_that_differs_from_the_sidecars_is_refused(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_a_sub_group_of_another_size_is_refused(copy_tag: Callable[[str], Path])
 def test_a_frozen_parameter_without_a_fragment_is_refused(copy_tag: Callable[[str], Path]) -> None:
     tag = copy_tag("zero3-bf16")
     change(tag / MODEL1, lambda content: content["frozen_param_fragments"].clear())
-    require_refused(tag, IncompleteCheckpoint, "rank 1 hold no fragment, .* of the frozen parameter scale")
+    require_refused(tag, IncompleteCheckpoint, "rank 1 hold no part of the frozen parameter scale")
 
 
 @pytest.mark.parametrize("key", ["ds_autoep_layers", "folding"])
@@ -123,6 +123,6 @@ def test_moments_of_another_kind_of_optimizer_are_refused_and_its_state_is_named
     require_refused(
         tag,
         UnknownLayout,
-        r"state found: \['momentum_buffer', 'step'\]\): consolidate the checkpoint without moments",
+        r"only \['momentum_buffer', 'step'\]\. Consolidate the checkpoint without moments",
         moments=True,
     )
