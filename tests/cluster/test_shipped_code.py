@@ -137,7 +137,7 @@ def test_code_that_was_changed_or_removed_on_a_host_is_shipped_again(runner: Clu
     shutil.rmtree(runner.cluster.disk("node1", SHIPPED_CODE))
     code, output = t5_pretrain(runner, "preflight", "smoke", "--set", "cluster.accelerator=cpu")
     assert code == 0, output
-    assert "code\tok\tthe head's code" in output
+    assert "code\tok\tthe same code as the head" in output
     for host in ("node0", "node1"):
         assert bundle(runner.cluster.disk(host, SHIPPED_CODE)) == own_bundle()
 
