@@ -167,7 +167,7 @@ def test_a_vocabulary_that_differs_from_the_starting_models_is_refused_before_an
     assert "tokenizer.path is left out" in capsys.readouterr().err
     (model / "spiece.model").write_bytes(b"another")
     assert t5_pretrain(*start, "--set", f"tokenizer.path={tmp_path / 'spiece.model'}") == 1
-    assert f"set tokenizer.path={model}" in capsys.readouterr().err
+    assert f"Set tokenizer.path={model}" in capsys.readouterr().err
     assert not (tmp_path / "root").exists()
 
 

@@ -87,7 +87,7 @@ def test_experts_are_exported_as_switch_transformers_that_drop_no_token(
 
 def test_a_model_with_top_2_routing_is_not_exported(make_trained: MakeTrained, tmp_path: Path) -> None:
     *trained, spec = make_trained("switch")
-    with pytest.raises(SpecError, match=r"model\.moe\.top_k is 2: .*set model\.moe\.top_k=1"):
+    with pytest.raises(SpecError, match=r"model\.moe\.top_k is 2, .*Set model\.moe\.top_k=1"):
         export(*trained, spec.with_settings({"model.moe.top_k": 2}), tmp_path / "out")
 
 

@@ -222,7 +222,7 @@ def test_a_missing_package_is_distinguished_from_a_missing_python() -> None:
     missing = b"/usr/bin/python3: Error while finding module specification for 'infra.node' (No module named 'infra')"
     assert "or have its code sent with --ship-code" in str(ssh_module.failure_of("a", ["python"], 1, missing))
     assert "--ship-code" not in str(ssh_module.failure_of("a", ["python"], 1, b"No module named 'infrared'"))
-    assert "at the same path as here. It" in str(ssh_module.failure_of("a", ["python"], 127, b"python: not found"))
+    assert "at the same paths as here. The" in str(ssh_module.failure_of("a", ["python"], 127, b"python: not found"))
 
 
 @given(lease_seconds=st.floats(5, 1e6))

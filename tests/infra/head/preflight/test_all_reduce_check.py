@@ -108,7 +108,7 @@ def test_the_network_is_suspected_if_all_ranks_hang_at_the_same_stage() -> None:
 
 
 def test_failures_that_follow_from_the_first_are_not_reported() -> None:
-    (text,) = judged(("node0", "met", "RuntimeError: Connection closed by peer"), ("node1", "started", "no route"))
+    (text,) = judged(("node0", "joined", "RuntimeError: Connection closed by peer"), ("node1", "started", "no route"))
     assert text == "node1: rank 1: no route"
 
 

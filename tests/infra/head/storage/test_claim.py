@@ -187,7 +187,7 @@ def test_the_lease_is_renewed_until_the_claim_is_ended_and_expires_afterwards(fi
     first.run = with_short_lease(first.run)
     first.claimed()
     time.sleep(SECONDS + 1)  # as between two attempts, or while the head verifies checkpoints
-    with pytest.raises(RunOwned, match="alive"):
+    with pytest.raises(RunOwned, match="it may be running"):
         second.claimed(adopt=True)
     first.claim.end()
     time.sleep(SECONDS + 0.2)
@@ -223,7 +223,7 @@ def test_the_run_of_a_copied_root_is_refused_while_the_first_head_is_alive(
     first.claimed()
     owner = replace(first.run.owner, head="copy-head")
     copy = Head(replace(first.run, folder=tmp_path / "copy", owner=owner))
-    with pytest.raises(RunOwned, match=r"owned by head this-head.*alive"):
+    with pytest.raises(RunOwned, match=r"owned by head this-head.*it may be running"):
         copy.claimed()
     simulate_dead_head(site, first)
     assert copy.claimed() == [], "a root whose first head is dead counts as moved, not as owned by another head"
