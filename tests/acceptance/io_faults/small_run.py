@@ -14,6 +14,8 @@ from t5train.spec import RunSpec
 from t5train.spec.rank_job import TrainJob
 
 NAME = "small"
+ADDRESS = "io-faults"
+"""The rendezvous of the only rank. No program listens there; DeepSpeed names its shared memory after it."""
 STEPS = (2, 4, 6)
 """The steps whose checkpoints are saved."""
 UNFINISHED = 8
@@ -136,8 +138,8 @@ def become_only_rank() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
-    # DeepSpeed names its shared memory after these, and never removes it. Nothing listens there.
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getpid())}
+    # DeepSpeed names its shared memory after these, and never removes it.
+    os.environ |= {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(os.getpid())}
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     deepspeed.init_distributed("fake")
     shared_memory.remove_of_rank()
