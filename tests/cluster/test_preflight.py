@@ -83,7 +83,7 @@ def test_every_fault_is_reported_in_one_preflight(cluster: Cluster, preflight: P
     assert found["machines"][1].startswith(f"node0, {cluster.address('node0')}: these names refer to the same machine")
     assert found["root"][0] == "note"
     assert "share no storage with the head. Files are staged" in found["root"][1]
-    assert "its ranks need" in found["memory"][1]
+    assert "but the ranks need" in found["memory"][1]
     assert found["compile locks"] == ("note", f"node1: removed {lock}, left behind by a compile that was killed")
     assert found["all-reduce"][0] == "not tried"
 

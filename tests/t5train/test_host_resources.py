@@ -15,9 +15,7 @@ def test_a_run_that_fits_in_host_memory_passes() -> None:
 
 
 def test_too_little_host_memory_is_reported_with_both_sizes_and_the_setting() -> None:
-    with pytest.raises(
-        SpecError, match=r"layout\.offload need 1,000,000\.0 GB .* this machine has [0-9.,]+ GB\. Keep"
-    ):
+    with pytest.raises(SpecError, match=r"layout\.offload need 1,000,000\.0 GB .* this machine has [0-9.,]+ GB\. Keep"):
         require_host_memory(10**15, "layout.offload")
 
 

@@ -26,11 +26,13 @@ LaunchOnAccelerators = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def dense(launch_on_accelerators: LaunchOnAccelerators) -> Path:
+    _require(2)
     return launch_on_accelerators("deepspeed_checkpoints", 2, *DENSE)
 
 
 @pytest.fixture(scope="module")
 def experts(launch_on_accelerators: LaunchOnAccelerators) -> Path:
+    _require(2)
     ranks = 4 if torch.accelerator.device_count() >= 4 else 2
     return launch_on_accelerators(
         "deepspeed_moe_checkpoints", ranks, *EXPERTS, *(EXPERTS_ON_FOUR if ranks == 4 else ())
@@ -39,13 +41,13 @@ def experts(launch_on_accelerators: LaunchOnAccelerators) -> Path:
 
 @pytest.fixture(scope="module")
 def pipelines(launch_on_accelerators: LaunchOnAccelerators) -> Path:
-    _require_four()
+    _require(4)
     return launch_on_accelerators("deepspeed_pipeline_checkpoints", 4, *PIPELINES)
 
 
-def _require_four() -> None:
-    if torch.accelerator.device_count() < 4:
-        pytest.skip("needs four accelerators")
+def _require(accelerators: int) -> None:
+    if (found := torch.accelerator.device_count()) < accelerators:
+        pytest.skip(f"needs {accelerators} accelerators, but this machine has {found}")
 
 
 def require_live(found: Path, held: dict[str, dict[str, torch.Tensor]]) -> None:
@@ -78,7 +80,7 @@ def test_consolidated_dense_checkpoints_equal_the_engines_masters_and_moments(
 @pytest.mark.parametrize("layout", [*EXPERTS, *EXPERTS_ON_FOUR])
 def test_consolidated_experts_equal_the_engines_masters_and_moments(experts: Path, tmp_path: Path, layout: str) -> None:
     if layout in EXPERTS_ON_FOUR:
-        _require_four()
+        _require(4)
     consolidate(experts / "ours" / layout, tmp_path / "out", moments=True)
     require_live(tmp_path / "out", joined([*(experts / "live" / layout).iterdir()], _huggingface_name))
 
