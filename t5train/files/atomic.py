@@ -163,7 +163,7 @@ def remove_discarded(parent: Path) -> None:
             remove_folder(aside)
         except OSError as error:
             raise StorageError(
-                f"{aside} cannot be removed: {explain(error)}. You can also remove it yourself"
+                f"{aside} cannot be removed: {explain(error)}. You can also remove it"
             ) from error
 
 
