@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 
 
 class Stopped(BaseException):
-    """SIGTERM was received, and the process has no other handler for it."""
+    """Raised when SIGTERM arrives while the process has no handler of its own for it."""
 
 
 @contextmanager

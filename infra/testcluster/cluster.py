@@ -134,7 +134,7 @@ class Cluster:
         network.set_link(self._switch, self.host(host).name, state)
 
     def set_rate(self, host: str, rate: str | None) -> None:
-        """Limit both directions of a host's cable, for example to ``200mbit``; None removes the limit."""
+        """Limit a host's network link, in each direction, for example to ``200mbit``. None removes the limit."""
         network.set_rate(self._switch, host, self.host(host).running(), rate)
 
     def stop_sshd(self, host: str) -> None:

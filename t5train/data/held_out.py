@@ -56,7 +56,7 @@ def read_held_out(shards_folder: Path) -> list[EncodedPassage]:
         ) from error
     if not passages:
         raise InputError(
-            f"{path} holds no passage, but at least one is needed to certify the published tokenizer. Use more text or "
+            f"{path} holds no passage, but certification compares tokenizers on at least one. Use more text, or "
             "give validation a larger share (corpus.split), then make the token shards again"
         )
     return passages

@@ -162,7 +162,9 @@ def remove_discarded(parent: Path) -> None:
         try:
             remove_folder(aside)
         except OSError as error:
-            raise StorageError(f"{aside} cannot be removed: {explain(error)}. Or remove {aside} yourself") from error
+            raise StorageError(
+                f"{aside} cannot be removed: {explain(error)}. You can also remove it"
+            ) from error
 
 
 def copy_durably(source: Path, target: Path) -> None:

@@ -119,7 +119,7 @@ class ExpertLayer(_Part):
     def _ranks_hold_equally_many(self) -> Self:
         if self.num_experts % self.expert_parallel_size:
             raise ValueError(
-                f"{self.path}: num_experts is {self.num_experts}: it must be a multiple of expert_parallel_size "
+                f"{self.path}: num_experts is {self.num_experts}, but must be a multiple of expert_parallel_size "
                 f"({self.expert_parallel_size})"
             )
         return self

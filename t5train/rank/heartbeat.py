@@ -56,7 +56,7 @@ class Heartbeat:
 
     @classmethod
     def of_rank(cls, deadlines: "DeadlinesSpec") -> Self:
-        """The heartbeat that the guard of this process reads. Without a guard, it writes nothing."""
+        """Return the heartbeat of this rank. Without a guard that reads it, it writes nothing."""
         stem = os.environ.get(RANK_FILES)
         return cls(beat_file(Path(stem)) if stem else None, deadlines)
 

@@ -35,7 +35,7 @@ def require_possible(spec: RunSpec) -> T5Shape:
 
 
 def require_text(spec: RunSpec) -> int:
-    """Return the size of the text in bytes, as far as it is known. Raises InputError if there is no text."""
+    """Return the size of the text in bytes; unknown sizes count as 0. Raises InputError if there is no text."""
     return 0 if spec.corpus.source == PYDOCS else require_source(spec.corpus.source)
 
 

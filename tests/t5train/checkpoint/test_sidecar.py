@@ -194,7 +194,7 @@ def test_a_parameter_slot_must_have_as_many_elements_as_its_shape(tmp_path: Path
 
 def test_expert_layers_must_divide_evenly_over_ranks_and_be_distinct(tmp_path: Path) -> None:
     layer = {"path": "encoder.block.1.layer.1.mlp", "module": "encoder.block.1.layer.1.mlp.moe", "num_experts": 6}
-    with pytest.raises(ValidationError, match="num_experts is 6: it must be a multiple of expert_parallel_size"):
+    with pytest.raises(ValidationError, match="num_experts is 6, but must be a multiple of expert_parallel_size"):
         ExpertLayer.model_validate(layer | {"expert_parallel_size": 4})
     three = ExpertLayer.model_validate(layer | {"expert_parallel_size": 3})
     with pytest.raises(ValidationError, match="expert_parallel_size is 3: it must divide data_parallel_size"):

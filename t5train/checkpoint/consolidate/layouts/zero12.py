@@ -40,7 +40,11 @@ def groups(checkpoint: OpenedCheckpoint, _module: ModuleStates) -> list[FlatGrou
 def flat_groups(
     checkpoint: OpenedCheckpoint, states: Sequence[Mapping[str, Any]], slots: Sequence[Sequence[ParameterSlot]]
 ) -> list[FlatGroup]:
-    """The parameter groups with these slots, each partitioned over all ranks of ``states``."""
+    """Return one FlatGroup for each parameter group.
+
+    ``slots`` lists, for each group, which parameter lies where in the flat master. ``states`` has the optimizer
+    state of each rank; every group is partitioned over all of them. Raises UnknownLayout if the numbers of groups differ.
+    """
     _require_dense(checkpoint, states)
     counts = {len(slots), *(len(state[_KEYS.masters]) for state in states)}
     if len(counts) > 1:

@@ -194,7 +194,7 @@ def _frozen_weight(name: str, shape: tuple[int, ...], fragments: Sequence[Any]) 
         )
     if dtypes & {"I8", "U8"}:
         raise UnknownLayout(
-            f"the frozen parameter {name} is quantized ({dtypes.pop()}), and the files do not hold its scales. Save "
-            "the checkpoint without zero_quantized_nontrainable_weights"
+            f"the frozen parameter {name} is quantized ({dtypes.pop()}), and the files do not hold its "
+            "scales. Choose a tag that was saved without zero_quantized_nontrainable_weights"
         )
     return Weight(shape, _joined(sources, shape, 0))
