@@ -162,9 +162,7 @@ def remove_discarded(parent: Path) -> None:
         try:
             remove_folder(aside)
         except OSError as error:
-            raise StorageError(
-                f"{aside} cannot be removed: {explain(error)}. You can also remove it"
-            ) from error
+            raise StorageError(f"{aside} cannot be removed: {explain(error)}. You can also remove it") from error
 
 
 def copy_durably(source: Path, target: Path) -> None:

@@ -43,7 +43,8 @@ def flat_groups(
     """Return one FlatGroup for each parameter group.
 
     ``slots`` lists, for each group, which parameter lies where in the flat master. ``states`` has the optimizer
-    state of each rank; every group is partitioned over all of them. Raises UnknownLayout if the numbers of groups differ.
+    state of each rank; every group is partitioned over all of them. Raises UnknownLayout if the numbers of
+    groups differ.
     """
     _require_dense(checkpoint, states)
     counts = {len(slots), *(len(state[_KEYS.masters]) for state in states)}
