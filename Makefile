@@ -8,6 +8,11 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 ROOT := work
+# How many test files run at the same time: many wait, or keep one core busy. A file's tests stay in one process, as they
+# share what is slow to make. In the order of the files, the longest ones are not among the last.
+WORKERS := 2
+# OpenMP's threads sleep while they wait: two processes have more of them than there are cores, and spinning takes minutes.
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 # PYTHON=/path/to/python3.11 chooses the interpreter that .venv is made from. Shims of version managers may be on
 # PATH and yet not run, so a candidate is asked for its version.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
@@ -28,12 +33,12 @@ demo-cluster: setup ## The same on two hosts that share nothing, made of namespa
 	@$(BIN)/python -m infra.testcluster demo --root $(ROOT)
 
 test: setup lint types ## Everything that must pass: lint, types, quick tests, then slow ones
-	@$(BIN)/pytest -m "not slow and not cluster"
+	@$(PYTEST) -m "not slow and not cluster"
 	.ci/browser
-	$(BIN)/pytest -m "slow and not cluster"
+	$(PYTEST) -m "slow and not cluster"
 
 test-fast: setup ## The tests that start neither DeepSpeed nor a server
-	@$(BIN)/pytest -m "not slow and not cluster"
+	@$(PYTEST) -m "not slow and not cluster"
 
 test-cluster: setup ## The tests that need several hosts, made of namespaces on this machine (root)
 	@$(BIN)/pytest -m cluster
@@ -45,32 +50,32 @@ lint: setup ## ruff: rules and format
 types: setup ## mypy, strict
 	@$(BIN)/mypy
 
-bench: setup ## Every benchmark of the CPU, one after the other
-	@for benchmark in tokenise span_corruption sample_order reading saving consolidate preflight; do $(BIN)/python "benchmarks/$$benchmark.py"; done
+bench: setup ## Run all CPU benchmarks, one after the other
+	@for benchmark in tokenise span_corruption sample_order reading saving consolidate preflight; do $(BIN)/python -m "benchmarks.$$benchmark"; done
 
-corruptions: setup ## 10,000 faults in small checkpoints: each refused before anything is unpickled
-	@$(BIN)/python tests/t5train/consolidate/corruptions.py
+corruptions: setup ## Damage small checkpoints in 10,000 ways; each must be refused before anything is unpickled
+	@$(BIN)/python -m tests.acceptance.corruptions
 
-certificate-faults: setup ## Up to 600 single faults in published files, sealed in before certification: each refused
-	@$(BIN)/python tests/t5train/certificate/certificate_faults.py
+certificate-faults: setup ## Change exports before certification, one fault at a time, up to 600; each must be refused
+	@$(BIN)/python -m tests.acceptance.certificate_faults
 
-bench-consolidate: setup ## Consolidation of 1.1 billion parameters beside cp and zero_to_fp32, then 3 billion alone; 50 GB of disk
-	@$(BIN)/python benchmarks/consolidate.py --parameters 1.1e9 --rounds 5 --alone 0.25e9 1.1e9 3e9
+bench-consolidate: setup ## Compare consolidation of 1.1 billion parameters with cp and zero_to_fp32, then 3 billion alone; 50 GB of disk
+	@$(BIN)/python -m benchmarks.consolidate --parameters 1.1e9 --rounds 5 --alone 0.25e9 1.1e9 3e9
 
-variants-table: setup ## Every layout trained beside plain data parallelism: the table in docs/variants.md
-	@$(BIN)/python benchmarks/layouts.py --into docs/variants.md
+variants-table: setup ## Train every layout and plain data parallelism, and write the table in docs/variants.md
+	@$(BIN)/python -m tests.acceptance.layout_equality --into docs/variants.md
 
-faults: setup ## All that can happen to a run over hosts, done on the test cluster (root): the table in docs/faults.md
-	@$(BIN)/python benchmarks/fault_table.py --into docs/faults.md
+faults: setup ## Inject every fault into runs on the test cluster (needs root), and write the table in docs/faults.md
+	@$(BIN)/python -m tests.acceptance.fault_table --into docs/faults.md
 
-resumes: setup ## All that can have become of checkpoints when a run goes on (root): the table in docs/resumes.md
-	@$(BIN)/python benchmarks/resume_table.py --into docs/resumes.md
+resumes: setup ## Resume runs after every kind of damage (needs root), and write the table in docs/resumes.md
+	@$(BIN)/python -m tests.acceptance.resume_table --into docs/resumes.md
 
-kills: setup ## 200 kills of processes that save, gather, consolidate and publish, at random moments
-	@$(BIN)/python benchmarks/kills.py
+kills: setup ## Kill processes that save, gather, consolidate and publish, 200 times at random moments
+	@$(BIN)/python -m tests.acceptance.kills.kill_all
 
-io-faults: setup ## Every system call on a file fails in turn; continues where it was interrupted (io-faults.jsonl)
-	@$(BIN)/python -m tests.io_faults
+io-faults: setup ## Make every system call on a file fail in turn; continues where it was interrupted (io-faults.jsonl)
+	@$(BIN)/python -m tests.acceptance.io_faults
 
 up: setup ## Prefect server, pool and worker for this machine
 	@$(BIN)/t5-pretrain up
@@ -93,5 +98,5 @@ clean: ## Remove .venv and what tools have cached; what runs have made stays
 
 # DeepSpeed compiles its CPU communication and its Adam at first use; here they are compiled before anything waits.
 .venv/.ops-built: .venv/.installed
-	@$(BIN)/python -m infra.op_cache
+	@$(BIN)/python -m infra.node.compiled_operators
 	touch $@

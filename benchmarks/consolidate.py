@@ -1,14 +1,17 @@
-"""Consolidation beside DeepSpeed's zero_to_fp32 and ``cp``: time, ratio to ``cp``, peak memory above imports.
+"""Compare consolidation with DeepSpeed's zero_to_fp32 and ``cp``: time, ratio to ``cp``, peak memory above imports.
 
-    python benchmarks/consolidate.py [--parameters 1.1e9] [--rounds 5] [--alone 0.25e9 1.1e9 3e9] [--folder DIR]
+    python -m benchmarks.consolidate [--parameters 1.1e9] [--rounds 5] [--alone 0.25e9 1.1e9 3e9] [--folder DIR]
 
-Synthetic checkpoints of four ranks (bf16; ZeRO 2, ZeRO 3, and a mixture of experts) are written as files, moments
-included. Each tool turns them into one safetensors file, in turns and each time in a process of its own, with its
-input in the page cache as far as memory goes. What is compared: ``cp`` copies our result and ``sync`` waits until the
-copy is on disk; consolidation reads as many bytes of masters, and half as many of the bf16 weights they are compared
-with, and its result is on disk too. zero_to_fp32 does not wait for the disk, and checks nothing.
+Synthetic checkpoints of four ranks (bf16; ZeRO 2, ZeRO 3, and a mixture of experts) are written to files, including
+moments. The tools take turns to convert them to one safetensors file, each time in a new process. As much of their
+input as fits into memory is in the page cache.
 
-Then consolidation alone at other sizes, without moments, which it does not read: does memory grow with the model?
+The tools do different amounts of work. ``cp`` copies our result, and ``sync`` waits until the copy is on disk.
+Consolidation reads as many bytes of masters as ``cp`` copies, compares them with the bf16 weights (half as many bytes),
+and also waits for the disk. zero_to_fp32 neither waits for the disk nor checks anything.
+
+With --alone, consolidation is also measured by itself at other sizes, to show whether its memory grows with the model.
+These checkpoints have no moments, which consolidation does not read.
 """
 
 import argparse
@@ -26,17 +29,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hardware import hardware
-from synthetic_checkpoints import RANKS, TAG, write_experts, write_zero2, write_zero3
+from benchmarks.synthetic_checkpoints import RANKS, TAG, write_experts, write_zero2, write_zero3
+from tests.support.hardware import hardware
 
 CONSOLIDATE = """
 from pathlib import Path
-from t5train.consolidate import consolidate
+from t5train.checkpoint.consolidate import consolidate
 run = lambda: consolidate(Path(SOURCE), Path(OUT))
 """
 VERIFY = """
 from pathlib import Path
-from t5train.sidecar import require_complete
+from t5train.checkpoint.tags import require_complete
 run = lambda: require_complete(Path(SOURCE) / TAG)
 """
 ZERO_TO_FP32 = """
@@ -71,11 +74,11 @@ class Run:
 
 
 class ToolFailed(Exception):
-    """A tool ended with an error, whose last line this is."""
+    """A tool failed. The message is the last line of its standard error."""
 
 
 def in_a_process(code: str, source: Path, out: Path) -> Run:
-    """Run a tool in a fresh interpreter; imports are not counted."""
+    """Run a tool in a new interpreter. The time and memory of imports are not counted."""
     program = f"SOURCE, OUT, TAG = {str(source)!r}, {str(out)!r}, {TAG!r}\n{code}{MEASURE}"
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
@@ -95,11 +98,11 @@ def copied(file: Path, out: Path) -> Run:
 
 
 def with_sidecars(folder: Path, copy: Path) -> None:
-    """The files of a ZeRO 2 checkpoint with sidecars, as a run of this project leaves them."""
-    from t5train import sidecar
-    from t5train.consolidate.flat_groups import packed_slots
-    from t5train.consolidate.metadata import read_metadata
-    from t5train.records import digest_files
+    """Link the files of a ZeRO 2 checkpoint to ``copy``, and add sidecars as a run of this project writes them."""
+    from t5train.checkpoint import sidecar
+    from t5train.checkpoint.consolidate.layouts.optimizer_states import packed_slots
+    from t5train.checkpoint.consolidate.torch_file import read_metadata
+    from t5train.records.digests import digest_files
 
     tag = copy / TAG
     tag.mkdir(parents=True)
@@ -130,7 +133,10 @@ def with_sidecars(folder: Path, copy: Path) -> None:
 
 
 def measure(folder: Path, rounds: int, *, verified: bool) -> tuple[dict[str, list[Run]], dict[str, str]]:
-    """Every tool once a round, in turns, and why a tool failed; what it wrote is removed before the next."""
+    """Run every tool once per round. Returns the runs, and the error of each tool that failed, by tool.
+
+    The output of a tool is removed before the next one runs. A tool that failed is not run again.
+    """
     plain, reference = folder / "plain", folder / "reference"
     in_a_process(CONSOLIDATE, plain, reference)
     tools: dict[str, Callable[[Path], Run]] = {
@@ -158,19 +164,19 @@ def measure(folder: Path, rounds: int, *, verified: bool) -> tuple[dict[str, lis
 
 
 def require_equal(ours: Path, theirs: Path) -> None:
-    """Ends the program unless both hold the same tensors, bit for bit."""
+    """End the program unless both folders hold the same tensors, bit for bit."""
     from safetensors import safe_open
 
     wanted = json.loads((ours / "model.tensors.json").read_text())
     with safe_open(theirs / "model.safetensors", "np") as file:
-        names = file.keys()  # an open file is no mapping, and cannot be iterated over
+        names = file.keys()  # an open safetensors file is not a mapping and cannot be iterated over
         found = {name: hashlib.sha256(file.get_tensor(name).data).hexdigest() for name in names}
     if found != {name: tensor["sha256"] for name, tensor in wanted.items()}:
         raise SystemExit(f"{ours} and {theirs} differ")
 
 
 def row(layout: str, name: str, runs: Sequence[Run], reference: float | None) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     seconds = sorted(run.seconds for run in runs)
     median, cpu = statistics.median(seconds), statistics.median(run.cpu_seconds for run in runs)
     peak = max(run.peak for run in runs) / 1e9
@@ -180,7 +186,7 @@ def row(layout: str, name: str, runs: Sequence[Run], reference: float | None) ->
 
 
 def compare(scratch: Path, layout: str, write: Callable[[Path, int], int], parameters: int, rounds: int) -> None:
-    """Write one checkpoint, measure every tool on it, print its lines of the table."""
+    """Write one checkpoint, measure every tool on it, and print its lines of the table."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         total = write(Path(folder) / "plain", parameters)
         found, failures = measure(Path(folder), rounds, verified=write is write_zero2)
@@ -194,7 +200,7 @@ def compare(scratch: Path, layout: str, write: Callable[[Path, int], int], param
 
 
 def alone(scratch: Path, parameters: int, rounds: int) -> None:
-    """Consolidate one checkpoint a few times with nothing beside it."""
+    """Measure only consolidation, a few times on one checkpoint, and print its line of the table."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         total = write_zero2(Path(folder) / "plain", parameters, moments=False)
         runs = []

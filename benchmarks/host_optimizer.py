@@ -1,12 +1,12 @@
-"""An optimizer step in host memory beside DeepSpeedCPUAdam's, on the flat partition that ZeRO makes of T5 v1.1 base.
+"""Compare an optimizer step in host memory with DeepSpeedCPUAdam's, on a flat partition of T5 v1.1 base as in ZeRO.
 
 ::
 
-    python benchmarks/host_optimizer.py [--preset base] [--rounds 5]
+    python -m benchmarks.host_optimizer [--preset base] [--rounds 5]
 
-AdamWRms moves each tensor in proportion to its RMS; DeepSpeedCPUAdam moves all alike. Both with the operator that
-DeepSpeed compiles, and AdamWRms with torch's operators too. CPU seconds of one thread; they take turns, and the median
-of the rounds counts. 32 bytes of memory a parameter.
+AdamWRms updates each tensor in proportion to its RMS; DeepSpeedCPUAdam updates all tensors alike. Both use the operator
+that DeepSpeed compiles. AdamWRms is also measured with torch's operators. The optimizers take turns, on one thread; the
+table shows the median CPU seconds of the rounds. Needs 32 bytes of memory per parameter.
 """
 
 import argparse
@@ -21,19 +21,18 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from hardware import hardware
 
-from t5train.model.shape import resolve
+from t5train.engine.optimizer import AdamWRms, HostAdam, Partition, Segment
+from t5train.model.model_shape import resolve
 from t5train.model.t5 import T5
 from t5train.spec import ModelSpec
-from t5train.train.host_adam import HostAdam
-from t5train.train.optimizer import AdamWRms, Partition, Segment
+from tests.support.hardware import hardware
 
 BETAS, EPSILON, RATE = (0.9, 0.999), 1e-8, 1e-3
 
 
 def main() -> None:
-    """Print one table: seconds a step, and the ratio to DeepSpeedCPUAdam in the same run."""
+    """Print one table: CPU seconds per step, and the ratio to DeepSpeedCPUAdam in the same run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="base")
     parser.add_argument("--rounds", type=int, default=5)
@@ -56,7 +55,7 @@ def _sizes(preset: str) -> list[int]:
 
 
 def _optimizers(flat: torch.Tensor, sizes: list[int]) -> dict[str, Callable[[], Any]]:
-    """Steps of each, on the same weights and gradients; each with moments of its own."""
+    """Return the step function of each optimizer. They share weights and gradients, but not moments."""
     ends = list(accumulate(sizes))
     segments = [
         Segment(end - size, end, owner, size, 0) for owner, (end, size) in enumerate(zip(ends, sizes, strict=True))
@@ -71,7 +70,7 @@ def _optimizers(flat: torch.Tensor, sizes: list[int]) -> dict[str, Callable[[], 
 
 
 def _measure(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each, in turn, after one step that allocates."""
+    """Return the CPU seconds of each step, in turns, after a first step that allocates the moments."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 1):
         for name, step in steps.items():

@@ -1,11 +1,13 @@
-"""How the cost of preflight and of planning grows with the number of hosts, on simulated hosts.
+"""Measure how the cost of preflight and of planning grows with the number of hosts, on simulated hosts.
 
-    python benchmarks/preflight.py [--hosts 1 4 16 64 128] [--latency 0.3] [--rounds 5]
+    python -m benchmarks.preflight [--hosts 1 4 16 64 128] [--latency 0.3] [--rounds 5]
 
-Preflight asks every host, each of which answers after ``latency`` seconds, as over ssh, and judges the answers; the
-all-reduce is left out. Then four of 64 hosts are not well, and must be named. Planning is what the head does by itself,
-for 8 ranks a host: read and choose hosts, make the launcher's command, judge facts, decide where ranks meet. Medians of
-the rounds; "ratio" is to the smallest case of the same table.
+Preflight asks all hosts for their facts and evaluates the answers. Each host answers after ``latency`` seconds, as over
+ssh. The all-reduce is left out. Then preflight runs on 64 hosts of which four have problems, and must report them.
+
+Planning is the work of the head alone, with 8 ranks per host: read and choose hosts, make the launcher's command,
+evaluate facts, and choose the rendezvous. Figures are medians of the rounds; "ratio" is relative to the smallest case
+of the same table.
 """
 
 import argparse
@@ -16,31 +18,30 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from hardware import hardware
-from simulated_hosts import Fault, Simulated, facts_of, write_answers
-
-from infra.cluster.hosts import hostfile_text, include_argument, parse, select
-from infra.cluster.launch_command import launch_command
-from infra.preflight.checks import judge
-from infra.preflight.facts import Software
-from infra.preflight.findings import Finding, Heard
-from infra.preflight.needs import Needs
-from infra.preflight.software import software
-from infra.preflight.survey import survey
+from infra.head.hosts.hostfile import hostfile_text, include_argument, parse, select
+from infra.head.launch.deepspeed_launcher import launch_command
+from infra.head.preflight.checklist import judge
+from infra.head.preflight.findings import Finding, HostReply
+from infra.head.preflight.host_preflight import survey
+from infra.head.preflight.launch_requirements import LaunchRequirements
+from infra.node.inspection.facts import Software
+from infra.node.inspection.software import software
 from t5train.spec import ClusterSpec
+from tests.support.hardware import hardware
+from tests.support.simulated_hosts import Fault, Simulated, facts_of, write_answers
 
 SLOTS = 8
 UNWELL = {
     1: Fault(change=lambda facts: replace(facts, software=_with_torch(facts.software, "2.12.0"))),
     2: Fault(change=lambda facts: replace(facts, build=replace(facts.build, ninja=None))),
-    3: Fault(ssh_says="ssh: connect to host node003 port 22: Connection timed out", seconds=5.0),
-    4: Fault(ssh_says="Host key verification failed."),
+    3: Fault(ssh_error="ssh: connect to host node003 port 22: Connection timed out", seconds=5.0),
+    4: Fault(ssh_error="Host key verification failed."),
 }
 NAMED = {"packages": "node001", "ninja": "node002", "reachable": "node003", "host key": "node004"}
 
 
 def main() -> None:
-    """Print both tables, and what was found of hosts that are not well."""
+    """Print both tables, and the problems found on the hosts that have any."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--hosts", type=int, nargs="+", default=[1, 4, 16, 64, 128])
     arguments.add_argument("--latency", type=float, default=0.3)
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 def surveyed(number: int, latency_seconds: float, rounds: int) -> tuple[int, float, float]:
-    """Hosts, and seconds and CPU seconds of the head to ask and judge them."""
+    """Return the number of hosts, and the head's seconds and CPU seconds to ask and check them."""
     needs = needs_of(number)
     walls, works = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -68,32 +69,38 @@ def surveyed(number: int, latency_seconds: float, rounds: int) -> tuple[int, flo
             walls.append(time.perf_counter() - at)
             works.append(cpu_seconds() - work)
             assert not of_hosts(judged.findings), judged.findings
-            assert judged.meeting is not None
+            assert judged.rendezvous is not None
     return number, statistics.median(walls), statistics.median(works)
 
 
 def planned(number: int, rounds: int) -> tuple[int, float, float]:
-    """Hosts, and seconds and CPU seconds of the head to plan a launch on them."""
+    """Return the number of hosts, and the head's seconds and CPU seconds to plan a launch on them."""
     needs, text = needs_of(number), "".join(f"{name} slots={SLOTS}\n" for name in names(number))
     answers = facts_of(names(number), {})
-    heards = {name: Heard(facts, facts.started_at, facts.ended_at) for name, facts in answers.items()}
+    replies = {name: HostReply(facts, facts.started_at, facts.ended_at) for name, facts in answers.items()}
     head = software({})
     walls, works = [], []
     for _ in range(rounds):
         at, work = time.perf_counter(), cpu_seconds()
         hosts = select(parse(text, "hosts"), include=None, exclude=None, num_nodes=None)
-        argv = launch_command(ClusterSpec(), hosts, Path("/var"), master=("10.0.0.1", 29500), program=("infra.guard",))
-        judged = judge(heards, needs, head, nonce="")
+        argv = launch_command(
+            ClusterSpec(),
+            hosts,
+            Path("/var"),
+            master=("10.0.0.1", 29500),
+            program=("infra.node.attempts.process_guard",),
+        )
+        judged = judge(replies, needs, head, nonce="")
         walls.append(time.perf_counter() - at)
         works.append(cpu_seconds() - work)
         assert include_argument(hosts) in argv
         assert len(hostfile_text(hosts).splitlines()) == number
-        assert judged.meeting is not None
+        assert judged.rendezvous is not None
     return number, statistics.median(walls), statistics.median(works)
 
 
 def unwell(number: int, latency_seconds: float) -> tuple[float, list[Finding]]:
-    """Seconds until hosts that are not well are named, and what is said of them."""
+    """Return the seconds until the hosts with problems are named, and the findings about them."""
     faults = {names(number)[index]: fault for index, fault in UNWELL.items()}
     with tempfile.TemporaryDirectory() as folder:
         needs = replace(needs_of(number), root=Path(folder))
@@ -104,29 +111,29 @@ def unwell(number: int, latency_seconds: float) -> tuple[float, list[Finding]]:
     return time.perf_counter() - at, found
 
 
-def needs_of(number: int) -> Needs:
-    """Of ranks on the CPU, eight on every host."""
-    return Needs(dict.fromkeys(names(number), tuple(range(SLOTS))), Path("/"), accelerator="cpu")
+def needs_of(number: int) -> LaunchRequirements:
+    """Return the requirements of a launch of CPU ranks, eight on every host."""
+    return LaunchRequirements(dict.fromkeys(names(number), tuple(range(SLOTS))), Path("/"), accelerator="cpu")
 
 
 def names(number: int) -> list[str]:
-    """``node000`` and so on."""
+    """Return host names: ``node000`` and so on."""
     return [f"node{index:03d}" for index in range(number)]
 
 
 def of_hosts(findings: list[Finding]) -> list[Finding]:
-    """Without what is said of this machine: its pdsh, its limits, its disk."""
+    """Return the findings without those about this machine: its launcher, limits and disk."""
     return [finding for finding in findings if finding.check not in {"launcher", "open files", "disks", "root"}]
 
 
 def cpu_seconds() -> float:
-    """Of this process, its threads included and the simulated hosts not."""
+    """Return the CPU seconds of this process and its threads, without the simulated hosts."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def show(what: str, rows: list[tuple[int, float, float]]) -> None:
-    """One table."""
+    """Print one table."""
     print(f"| {what}: hosts | ranks | seconds | ratio | CPU seconds of the head | ratio |\n|---|---|---|---|---|---|")
     (_, wall, work), *_ = rows
     for number, seconds, worked in rows:

@@ -1,10 +1,10 @@
-"""Reading windows of tokens in random order: ours, mapped from shards, against a Hugging Face Arrow dataset.
+"""Compare reading windows of tokens in random order, memory-mapped from shards, with a Hugging Face Arrow dataset.
 
-    python benchmarks/reading.py [--windows 20000] [--batch 128] [--rounds 5]
+    python -m benchmarks.reading [--windows 20000] [--batch 128] [--rounds 5]
 
-The same windows of 568 tokens lie in both, written once and read before, so they come out of the page cache. Both
-read the same random batches and return them as one array. Samples a second of one process; the two run in turns,
-and the median of the rounds counts.
+Both hold the same windows of 568 tokens, and both read the same random batches and return each as one array. Everything
+is read once before, so it comes from the page cache. The readers take turns in one process; the table shows the median
+of the rounds in samples per second.
 """
 
 import argparse
@@ -17,15 +17,15 @@ from pathlib import Path
 
 import datasets
 import numpy as np
-from hardware import hardware
 
-from t5train.data import pydocs
+from t5train.data import sources
 from t5train.data.corpus import build_corpus
 from t5train.data.loader import Windows
 from t5train.data.shards import build_shards
 from t5train.data.tokenizer import build_tokenizer
-from t5train.records import TokenShards
+from t5train.records.stage_records import TokenShards
 from t5train.spec import CorpusSpec, ShardsSpec, TokenizerSpec
+from tests.support.hardware import hardware
 
 WINDOW_TOKENS = 568
 SECONDS_A_ROUND = 1.0
@@ -33,7 +33,7 @@ Read = Callable[[np.ndarray], np.ndarray]
 
 
 def main() -> None:
-    """Make the windows, run all in turns, then print one table."""
+    """Make the windows, run all readers in turns, and print one table."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--windows", type=int, default=20_000)
     arguments.add_argument("--batch", type=int, default=128)
@@ -56,8 +56,8 @@ def main() -> None:
 
 
 def python_documentation(root: Path, windows: int) -> TokenShards:
-    """The built-in corpus, tokenised, as often as so many windows need."""
-    pydocs.write_passages(root / "once.jsonl")
+    """Tokenise the built-in corpus, repeated until it has about this many windows."""
+    sources.write_passages(root / "once.jsonl")
     once = (root / "once.jsonl").read_bytes()
     text = root / "text"
     text.mkdir()
@@ -70,7 +70,7 @@ def python_documentation(root: Path, windows: int) -> TokenShards:
 
 
 def arrow_readers(windows: Windows, folder: Path) -> dict[str, Read]:
-    """Two ways to read the same windows from a dataset on disk: as it comes, and with numpy's formatting."""
+    """Return two ways to read the same windows from a dataset on disk: with the default and with NumPy's format."""
 
     def rows() -> object:
         for at in range(0, len(windows), 1000):
@@ -89,7 +89,7 @@ def arrow_readers(windows: Windows, folder: Path) -> dict[str, Read]:
 
 
 def samples_per_second(read: Read, batches: list[np.ndarray]) -> float:
-    """Rate over about a second."""
+    """Return the rate, measured for about a second."""
     done, number, started = 0, 0, time.perf_counter()
     while (spent := time.perf_counter() - started) < SECONDS_A_ROUND:
         done += len(read(batches[number % len(batches)]))
@@ -98,7 +98,7 @@ def samples_per_second(read: Read, batches: list[np.ndarray]) -> float:
 
 
 def report(rates: dict[str, float]) -> None:
-    """One table."""
+    """Print one table."""
     best = max(rate for name, rate in rates.items() if name.startswith("Arrow"))
     print(f"{'datasets ' + version('datasets'):34}{'samples/s':>14}{'of the faster Arrow':>21}")
     for name, rate in rates.items():

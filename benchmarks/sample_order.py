@@ -1,9 +1,9 @@
-"""The order of samples: computed place by place, against a permutation of numpy's that is made at each epoch.
+"""Compare the computed order of samples with a NumPy permutation that is made at the beginning of each epoch.
 
-    python benchmarks/sample_order.py [--samples 20000000] [--batch 128] [--rounds 7]
+    python -m benchmarks.sample_order [--samples 20000000] [--batch 128] [--rounds 7]
 
-Both give the ids of random batches of an epoch; the rate is over CPU seconds of one process. Time and memory of an
-epoch's beginning are told apart, as every rank pays them again at each epoch.
+Both return the ids of the samples of each batch, in random order; CPU seconds of one process are measured. The time and
+memory at the beginning of an epoch are shown separately, because every rank needs them again at each epoch.
 """
 
 import argparse
@@ -13,15 +13,15 @@ import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
-from hardware import hardware
 
 from t5train.data.keyed_random import permuted
+from tests.support.hardware import hardware
 
 SECONDS_A_ROUND = 0.5
 
 
 def begin_with_table(samples: int) -> tuple[float, int]:
-    """Seconds and bytes at the beginning of an epoch, for numpy's permutation."""
+    """Return the CPU seconds and the peak bytes of making NumPy's permutation at the beginning of an epoch."""
     started = time.process_time()
     np.random.default_rng(0).permutation(samples)
     seconds = time.process_time() - started
@@ -29,7 +29,7 @@ def begin_with_table(samples: int) -> tuple[float, int]:
 
 
 def peak_bytes(action: Callable[[], object]) -> int:
-    """Most memory that Python and numpy hold during an action."""
+    """Return the peak memory that Python and NumPy allocate during an action."""
     tracemalloc.start()
     try:
         action()
@@ -39,7 +39,7 @@ def peak_bytes(action: Callable[[], object]) -> int:
 
 
 def seconds_a_batch(ids_at: Callable[[np.ndarray], object], samples: int, batch: int) -> float:
-    """CPU seconds for the ids of a batch, over about half a second of batches."""
+    """Return the CPU seconds for the ids of a batch, measured for about half a second."""
     done, started = 0, time.process_time()
     while (spent := time.process_time() - started) < SECONDS_A_ROUND:
         ids_at((np.arange(batch) + done * batch) % samples)
@@ -48,7 +48,7 @@ def seconds_a_batch(ids_at: Callable[[np.ndarray], object], samples: int, batch:
 
 
 def main() -> None:
-    """Measure both in turns, then print one table."""
+    """Measure both in turns, and print one table."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--samples", type=int, default=20_000_000)
     arguments.add_argument("--batch", type=int, default=128)
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def report(samples: int, batch: int, table: tuple[float, float, int], computed: tuple[float, int]) -> None:
-    """One table; the last column is what an epoch costs in all, as a ratio."""
+    """Print one table. The last column is the total cost of an epoch, relative to NumPy's permutation."""
     batches = samples / batch
     begin, looked_up, held = table
     computing, held_computing = computed

@@ -1,9 +1,10 @@
-"""How long a rank stands still to save: our way beside torch.save by itself, both until all is on disk and hashed.
+"""Measure how long a rank waits for a save: ours and plain torch.save, until the file is on disk and hashed.
 
-    python benchmarks/saving.py [--gigabytes 1] [--rounds 5] [--folder FOLDER]
+    python -m benchmarks.saving [--gigabytes 1] [--rounds 5] [--folder FOLDER]
 
-The state is what a rank of ZeRO has: masters and two moments in fp32, flat. Both write, sync and hash the same archive;
-of ours torch leaves the checksums out, and they are filled in. Rounds alternate; medians, and that of each one's ratio.
+The state is that of a ZeRO rank: flat masters and two moments, in fp32. Both ways write, sync and hash the same
+archive. In ours, torch leaves out the checksums, and they are filled in afterwards. The two take turns; the output
+shows the median time of each, and the median of the rounds' ratios.
 """
 
 import argparse
@@ -15,16 +16,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from hardware import hardware
 
-from t5train.records import digest_files
-from t5train.train.archive_checksums import fill_in, no_checksums
+from t5train.checkpoint.archive_checksums import fill_in, no_checksums
+from t5train.records.digests import digest_files
+from tests.support.hardware import hardware
 
 State = dict[str, torch.Tensor]
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure both in turns, and print the medians."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--gigabytes", type=float, default=1.0)
     arguments.add_argument("--rounds", type=int, default=5)
@@ -43,19 +44,19 @@ def main() -> None:
 
 
 def theirs(state: State, path: Path) -> None:
-    """What torch does."""
+    """Save with plain torch.save."""
     torch.save(state, path)
 
 
 def ours(state: State, path: Path) -> None:
-    """As t5train.train.checkpointing does."""
+    """Save as t5train.checkpoint.saving does."""
     with no_checksums():
         torch.save(state, path)
     fill_in(path)
 
 
 def timed(save: Callable[[State, Path], None], state: State, path: Path) -> float:
-    """Seconds until the archive is on disk and its digest is known."""
+    """Return the seconds until the archive is on disk and its digest is known."""
     path.unlink(missing_ok=True)
     started = time.perf_counter()
     save(state, path)

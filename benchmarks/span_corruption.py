@@ -1,9 +1,9 @@
-"""Span corruption: ours, a batch at a time, against T5's published algorithm a row at a time, as collators do it.
+"""Compare span corruption of whole batches with T5's published algorithm, which data collators apply row by row.
 
-    python benchmarks/span_corruption.py [--batch 128] [--rounds 7]
+    python -m benchmarks.span_corruption [--batch 128] [--rounds 7]
 
-568 tokens become 512 inputs and 114 targets (noise density 0.15, mean span 3). CPU seconds of one process; the
-two run in turns, and the median of the rounds counts.
+568 tokens become 512 inputs and 114 targets (noise density 0.15, mean span 3). The two take turns in one process; the
+table shows the median of the rounds in samples per CPU second.
 """
 
 import argparse
@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from hardware import hardware
 
 from t5train.data import keyed_random
 from t5train.data.span_corruption import corrupt, geometry
 from t5train.spec import ObjectiveSpec
+from tests.support.hardware import hardware
 
 VOCAB_SIZE, EOS_ID, PAD_ID = 32_100, 1, 0
 NOISE_DENSITY, MEAN_SPAN_TOKENS = 0.15, 3.0
@@ -24,7 +24,7 @@ SECONDS_A_ROUND = 1.0
 
 
 def random_segmentation(num_items: int, num_segments: int) -> np.ndarray:
-    """Lengths of ``num_segments`` non-empty segments of ``num_items``, all divisions equally likely."""
+    """Draw the lengths of ``num_segments`` non-empty segments of ``num_items``, all divisions equally likely."""
     is_boundary = np.arange(num_items - 1) < num_segments - 1
     np.random.shuffle(is_boundary)
     segment_of = np.cumsum(np.concatenate([[False], is_boundary]))
@@ -32,7 +32,7 @@ def random_segmentation(num_items: int, num_segments: int) -> np.ndarray:
 
 
 def random_spans_noise_mask(length: int) -> np.ndarray:
-    """The mask of Raffel et al. 2020: stretches kept and stretches of noise, in turns."""
+    """Draw the noise mask of Raffel et al. 2020: kept stretches alternate with noise spans."""
     num_noise = min(max(int(np.round(length * NOISE_DENSITY)), 1), length - 1)
     num_spans = max(int(np.round(num_noise / MEAN_SPAN_TOKENS)), 1)
     noise = random_segmentation(num_noise, num_spans)
@@ -44,7 +44,7 @@ def random_spans_noise_mask(length: int) -> np.ndarray:
 
 
 def sentinel_ids(mask: np.ndarray) -> np.ndarray:
-    """A sentinel where a masked stretch begins, -1 in the rest of it, 0 elsewhere."""
+    """Return a sentinel where a masked stretch begins, -1 in the rest of it, and 0 elsewhere."""
     begins = mask & ~np.roll(mask, 1, axis=-1)
     begins[:, 0] = mask[:, 0]
     numbers = np.where(begins, np.cumsum(begins, axis=-1), 0)
@@ -52,14 +52,14 @@ def sentinel_ids(mask: np.ndarray) -> np.ndarray:
 
 
 def filtered(ids: np.ndarray, sentinels: np.ndarray) -> np.ndarray:
-    """The ids with each masked stretch replaced by its sentinel, and EOS after them."""
+    """Return the ids with each masked stretch replaced by its sentinel, followed by EOS."""
     replaced = np.where(sentinels != 0, sentinels, ids)
     rows = replaced[replaced >= 0].reshape(len(ids), -1)
     return np.concatenate([rows, np.full((len(ids), 1), EOS_ID, dtype=rows.dtype)], axis=-1)
 
 
 def collate(examples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """A batch of examples, as datasets give them, the way a collator of T5's objective makes it."""
+    """Make a batch of examples from ``datasets``, as a data collator for T5's objective does."""
     ids = np.array([example["input_ids"] for example in examples])
     mask = np.stack([random_spans_noise_mask(ids.shape[1]) for _ in range(len(ids))])
     inputs = filtered(ids, sentinel_ids(mask))
@@ -69,7 +69,7 @@ def collate(examples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def samples_per_cpu_second(one_batch: Callable[[], object], batch: int) -> float:
-    """Rate over about a second."""
+    """Return the rate, measured for about a second."""
     done, started = 0, time.process_time()
     while (spent := time.process_time() - started) < SECONDS_A_ROUND:
         one_batch()
@@ -78,7 +78,7 @@ def samples_per_cpu_second(one_batch: Callable[[], object], batch: int) -> float
 
 
 def main() -> None:
-    """Run both in turns, then print one table."""
+    """Run both in turns, and print one table."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--batch", type=int, default=128)
     arguments.add_argument("--rounds", type=int, default=7)
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def report(batch: int, peer: float, own: float) -> None:
-    """One table."""
+    """Print one table."""
     print(f"span corruption, batch {batch}, {hardware()}, numpy {np.__version__}")
     print(f"{'':34}{'samples/CPU-s':>14}{'ratio':>8}")
     print(f"{'collator, a row at a time':34}{peer:>14,.0f}{1:>8.1f}")

@@ -1,9 +1,10 @@
-"""A folder to four nodes over links of 200 Mbit: relayed from node to node, and sent to each by the head.
+"""Compare staging a folder to four nodes over links of 200 Mbit/s: from node to node, or from the head to each node.
 
-    sudo python benchmarks/staging.py [--nodes 4] [--megabytes 256] [--rate 200mbit] [--rounds 3]
+    sudo python -m benchmarks.staging [--nodes 4] [--megabytes 256] [--rate 200mbit] [--rounds 3]
 
-On the test cluster (docs/test-cluster.md), each host's cable limited in both directions. The measure is the time of the
-same folder to a single node. Each round begins with disks that have nothing of it; the median of the rounds is shown.
+Runs on the test cluster (docs/test-cluster.md), with every host's link limited in both directions. Times are compared
+with that of staging the same folder to a single node. Nothing of the folder is on the nodes' disks before a
+measurement. The table shows the median of the rounds.
 """
 
 import argparse
@@ -17,22 +18,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hardware import hardware
-
-from infra.cluster.remote import Ssh
-from infra.node_store.nodes import Nodes
-from infra.node_store.pulling import listed
-from infra.node_store.staging import stage_folder
+from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.ssh import Ssh
+from infra.head.storage.provisioning import stage_folder
+from infra.node.storage.pull import listed
 from infra.testcluster import Cluster
 from t5train.spec import ClusterSpec
+from tests.support.hardware import hardware
 
 FILES, PLACE = 8, "shards/benchmark"
-SOURCE = "/var/tmp/source"  # noqa: S108 - on a disk of the head alone
+SOURCE = "/var/tmp/source"  # noqa: S108 - on the head's own disk
 CASES = ("one node", "chain", "star")
 
 
 def main() -> None:
-    """Make the cluster, and have its head do all cases in turns."""
+    """Create the cluster, run all cases in turns on its head, and print a table."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--nodes", type=int, default=4)
     arguments.add_argument("--megabytes", type=int, default=256)
@@ -55,14 +55,14 @@ def main() -> None:
 
 
 def make_folder(folder: Path, size: int) -> None:
-    """Files that no link compresses."""
+    """Fill a folder with random files, which cannot be compressed in transit."""
     folder.mkdir(parents=True)
     for number in range(FILES):
         (folder / f"train-{number:05d}.bin").write_bytes(os.urandom(size // FILES))
 
 
 def one_round(cluster: Cluster, case: str, nodes: int) -> float:
-    """Seconds of a case, after which nothing of it is left."""
+    """Return the seconds of a case, and remove what it staged."""
     argv = [sys.executable, __file__, "--nodes", str(nodes), "--on-head", case, SOURCE]
     done = cluster.exec("head", argv, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -72,7 +72,7 @@ def one_round(cluster: Cluster, case: str, nodes: int) -> float:
 
 
 def seconds_on_head(case: str, source: Path, num_nodes: int) -> float:
-    """What staging takes, seen from the head, with the starting of all it needs but this process."""
+    """Return the seconds of staging on the head. Starting this process does not count, but all that it starts does."""
     files = listed(source, sorted(path.name for path in source.iterdir()))
     hosts = [f"node{number}" for number in range(num_nodes)]
     with tempfile.TemporaryDirectory() as folder:
@@ -92,7 +92,7 @@ def seconds_on_head(case: str, source: Path, num_nodes: int) -> float:
 
 
 def show(times: dict[str, list[float]], chosen: argparse.Namespace) -> None:
-    """A table for docs/measurements.md."""
+    """Print a table for docs/measurements.md."""
     print(f"{hardware()}; {chosen.nodes} nodes, {chosen.megabytes} MiB, links of {chosen.rate}\n")
     print("| way | seconds, median (range) | times one node |\n|---|---|---|")
     one = statistics.median(times["one node"])

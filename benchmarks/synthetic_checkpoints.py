@@ -1,7 +1,7 @@
-"""Checkpoints of any size as DeepSpeed 0.19 lays them out on four ranks, bf16, written in bounded memory.
+"""Writes bf16 checkpoints of any size, in the layout of DeepSpeed 0.19 on four ranks, with bounded memory.
 
-Values are random and differ everywhere, so that none of them can be in a wrong place unnoticed. Tensors are filled in
-files without a name that the system writes out when memory is short, and saved by ``torch.save``, as DeepSpeed does.
+All values are random and differ, so that a misplaced value is noticed. Tensors are filled in unnamed files, which the
+kernel writes to disk when memory is short, and saved by ``torch.save``, as DeepSpeed does.
 """
 
 import math
@@ -23,13 +23,13 @@ Shapes = OrderedDict[str, tuple[int, ...]]
 
 
 class Scratch:
-    """Tensors in files that have no name any more: they go when nobody uses them."""
+    """Makes tensors in unnamed files, which disappear when they are no longer used."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An empty tensor of its own file."""
+        """Return an empty tensor in a new file."""
         with tempfile.NamedTemporaryFile(dir=self._folder) as file:
             size = max(math.prod(shape), 1)
             file.truncate(size * dtype.itemsize)
@@ -37,7 +37,10 @@ class Scratch:
 
 
 class FlatGroup:
-    """A parameter group's masters end to end, cut over ranks; padded to twice the ranks, which the last one omits."""
+    """A parameter group's masters, concatenated and partitioned over ranks.
+
+    The size is rounded up to a multiple of twice the number of ranks; the last partition omits the padding.
+    """
 
     def __init__(self, scratch: Scratch, total: int, ranks: int) -> None:
         size = -(-total // (2 * ranks)) * 2
@@ -45,7 +48,7 @@ class FlatGroup:
         self._size, self._filled = size, 0
 
     def append(self, values: torch.Tensor) -> None:
-        """Add a parameter's master."""
+        """Append a parameter's master."""
         flat = values.view(-1)
         while len(flat):
             rank, offset = divmod(self._filled, self._size)
@@ -56,7 +59,10 @@ class FlatGroup:
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """What a rank saves of a parameter group: its part, over how many ranks it is cut, and of how many parameters."""
+    """What a rank saves of a parameter group: its partition, and the number of ranks and of parameters of the group.
+
+    ``mark`` has fields that are added to the group in the optimizer's state.
+    """
 
     master: torch.Tensor
     ranks: int
@@ -65,13 +71,13 @@ class SavedGroup:
 
 
 def dense_shapes(parameters: int) -> Shapes:
-    """An embedding, then feed-forward layers, until there are about this many parameters."""
+    """Return the shapes of a dense model: an embedding and feed-forward layers, with about this many parameters."""
     layer = {"wi_0.weight": (2816, 1024), "wi_1.weight": (2816, 1024), "wo.weight": (1024, 2816), "norm": (1024,)}
     return _shapes(parameters, layer)
 
 
 def expert_shapes(parameters: int) -> Shapes:
-    """The same with layers of a gate and experts."""
+    """Return the shapes of a model whose layers are a gate and experts, with about this many parameters."""
     moe, layer = "moe.deepspeed_moe", dict[str, tuple[int, ...]]()
     layer |= {"norm": (1024,), f"{moe}.gate.wg.weight": (_EXPERTS, 1024)}
     for expert in range(_EXPERTS):
@@ -89,7 +95,7 @@ def _shapes(parameters: int, layer: Mapping[str, tuple[int, ...]]) -> Shapes:
 
 
 def write_zero2(folder: Path, parameters: int, *, moments: bool = True) -> int:
-    """A ZeRO 2 checkpoint; the number of its parameters."""
+    """Write a ZeRO 2 checkpoint. Returns the number of its parameters."""
     tag, scratch, shapes = _new(folder), Scratch(folder), dense_shapes(parameters)
     group = FlatGroup(scratch, _total(shapes), RANKS)
     module = {name: _placed(scratch, values, group.append) for name, values in _masters(shapes)}
@@ -100,7 +106,7 @@ def write_zero2(folder: Path, parameters: int, *, moments: bool = True) -> int:
 
 
 def write_zero3(folder: Path, parameters: int) -> int:
-    """A ZeRO 3 checkpoint, every parameter cut over the ranks; the number of its parameters."""
+    """Write a ZeRO 3 checkpoint, with every parameter partitioned over the ranks. Returns the number of parameters."""
     tag, scratch, shapes = _new(folder), Scratch(folder), dense_shapes(parameters)
     parts = [-(-math.prod(shape) // RANKS) for shape in shapes.values()]
     flats = [scratch.tensor((sum(parts),), torch.float32) for _ in range(RANKS)]
@@ -119,7 +125,7 @@ def write_zero3(folder: Path, parameters: int) -> int:
 
 
 def write_experts(folder: Path, parameters: int) -> int:
-    """A ZeRO 2 checkpoint of a mixture of experts, two expert-parallel ranks; the number of its parameters."""
+    """Write a ZeRO 2 checkpoint of a mixture of experts, expert parallelism 2. Returns the number of its parameters."""
     tag, scratch, shapes = _new(folder), Scratch(folder), expert_shapes(parameters)
     experts = OrderedDict((name, shape) for name, shape in shapes.items() if _expert(name) is not None)
     dense = OrderedDict((name, shape) for name, shape in shapes.items() if name not in experts)
@@ -152,7 +158,7 @@ def write_experts(folder: Path, parameters: int) -> int:
 
 
 def _save_zero2(tag: Path, rank: int, groups: Sequence[SavedGroup], scratch: Scratch, *, moments: bool) -> None:
-    """One rank's optimizer states."""
+    """Write one rank's optimizer states."""
     inner = {
         "state": {index: _moments(scratch, group.master) if moments else {} for index, group in enumerate(groups)},
         "param_groups": [group.mark | {"lr": 0.1, "params": [index]} for index, group in enumerate(groups)],
@@ -182,14 +188,14 @@ def _masters(shapes: Shapes) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _placed(scratch: Scratch, master: torch.Tensor, place: Callable[[torch.Tensor], None]) -> torch.Tensor:
-    """The weight that the engine computes with, after its master was put in its place."""
+    """Append a master with ``place``, and return the bf16 weight that the engine computes with."""
     place(master)
     weight = scratch.tensor(master.shape, torch.bfloat16)
     return weight.copy_(master)
 
 
 def _moments(scratch: Scratch, master: torch.Tensor) -> dict[str, torch.Tensor]:
-    """As large as they are in truth, for whoever reads whole files has to read them."""
+    """Return moments of their real size, because tools that read whole files must read them, too."""
     first, second = (scratch.tensor(master.shape, torch.float32) for _ in range(2))
     return {"exp_avg": first.fill_(0.1), "exp_avg_sq": second.fill_(0.2), "step": torch.tensor(1.0)}
 

@@ -1,12 +1,15 @@
-"""Tokenisation end to end, JSON lines to token files: ours against ``datasets.map`` and sentencepiece alone.
+"""Compare tokenisation, from JSON lines to token files, with ``datasets.map`` and with sentencepiece alone.
 
-    python benchmarks/tokenise.py [--text FILE.jsonl] [--spiece FILE.model] [--megabytes 40] [--rounds 3]
+    python -m benchmarks.tokenise [--text FILE.jsonl] [--spiece FILE.model] [--megabytes 40] [--rounds 3]
 
-Without arguments the text is Python's documentation in passages of about 100 words, repeated, and the vocabulary
-is trained on it. Each runs in processes of its own, in turns; what counts is CPU time of all its processes, once as
-it is, and once over what the same program takes on 10 MB, which leaves imports and start-up out. The median of the
-rounds is shown. ``datasets.map`` keeps nothing but ids, the least that a user may ask for; a T5 trainer needs them
-in windows, as ours are read. Ours includes checking the text before, and hashing and syncing the files after.
+Without arguments, the text is Python's documentation in passages of about 100 words, repeated, and the vocabulary is
+trained on it. The programs take turns, each in its own processes. The CPU time of all processes of a program is
+measured. The first table shows the median of the rounds. The second table subtracts the time of the same program on 10
+MB, which leaves out imports and start-up.
+
+``datasets.map`` keeps only ids, the least that a user needs. A T5 trainer needs them in windows, so a variant that cuts
+windows is measured, too; ours are cut when they are read. Ours also verifies the text before, and hashes and syncs the
+files afterwards.
 """
 
 import argparse
@@ -19,12 +22,11 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from hardware import hardware
-
-from t5train.data import pydocs
+from t5train.data import sources
 from t5train.data.corpus import build_corpus
 from t5train.data.tokenizer import build_tokenizer, given_tokenizer
 from t5train.spec import CorpusSpec, TokenizerSpec
+from tests.support.hardware import hardware
 
 PROCESSES = 2
 LITTLE_BYTES = 10_000_000
@@ -63,8 +65,8 @@ print(ended.user + ended.system - started.user - started.system)
 import pathlib
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
-from t5train.records import TokenizerFiles
-from t5train.spec import CorpusSpec, ShardsSpec
+from t5train.records.stage_records import TokenizerFiles
+from t5train.spec import CorpusSpec; from t5train.spec import ShardsSpec
 corpus_spec = CorpusSpec(source=text, workers=PROCESSES)
 corpus = build_corpus(corpus_spec, pathlib.Path(out))
 build_shards(ShardsSpec(shard_tokens=1 << 20, workers=PROCESSES), corpus_spec, corpus,
@@ -75,7 +77,7 @@ REFERENCE, BOUND = "datasets.map, Hugging Face tokenizer", "sentencepiece alone,
 
 
 def main() -> None:
-    """Run everything in turns, then print both tables."""
+    """Run all programs in turns, and print both tables."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--text", type=Path)
     arguments.add_argument("--spiece", type=Path)
@@ -102,8 +104,8 @@ def main() -> None:
 
 
 def python_documentation(root: Path) -> Path:
-    """The built-in corpus, its short passages joined up to the length that Wikipedia's usually have."""
-    pydocs.write_passages(root / "pydocs.jsonl")
+    """Write the built-in corpus with its short passages joined to 100 words, a usual length for Wikipedia passages."""
+    sources.write_passages(root / "pydocs.jsonl")
     words = [word for line in (root / "pydocs.jsonl").open() for word in json.loads(line)["text"].split()]
     passages = [" ".join(words[first : first + PASSAGE_WORDS]) for first in range(0, len(words), PASSAGE_WORDS)]
     joined = root / "joined.jsonl"
@@ -112,7 +114,7 @@ def python_documentation(root: Path) -> Path:
 
 
 def tokenizer_folder(source: Path, spiece: Path | None, root: Path) -> Path:
-    """A folder that both transformers and t5train load."""
+    """Return the folder of a tokenizer that both transformers and t5train can load."""
     if spiece is not None:
         return given_tokenizer(spiece, root).path
     corpus_spec = CorpusSpec(source=str(source))
@@ -121,7 +123,7 @@ def tokenizer_folder(source: Path, spiece: Path | None, root: Path) -> Path:
 
 
 def repeat(source: Path, target: Path, at_least: int) -> int:
-    """Write passages of ``source``, over and over, until there are that many bytes of text; how many there are."""
+    """Write the passages of ``source`` repeatedly until there are ``at_least`` bytes of text. Returns the bytes."""
     lines = source.read_text("utf-8").splitlines()
     sizes = [len(json.loads(line)["text"].encode()) for line in lines]
     size = number = 0
@@ -134,7 +136,7 @@ def repeat(source: Path, target: Path, at_least: int) -> int:
 
 
 def cpu_seconds(name: str, text: Path, tokenizer: Path) -> float:
-    """CPU seconds of a program and all its processes, or those that it prints itself."""
+    """Return the CPU seconds of a program and all its processes, or those that the program itself prints."""
     code = START + PROGRAMS[name].replace("PROCESSES", str(PROCESSES))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     before = os.times()
@@ -148,7 +150,7 @@ def cpu_seconds(name: str, text: Path, tokenizer: Path) -> float:
 
 
 def report(what: str, megabytes: float, seconds: dict[str, float]) -> None:
-    """One table."""
+    """Print one table."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("datasets", "tokenizers", "sentencepiece"))
     print(f"tokenisation of {megabytes:.1f} MB, {what}, {PROCESSES} processes, {hardware()}, {versions}")
     print(f"{'':44}{'MB/CPU-s':>9}{'of datasets.map':>17}{'of sentencepiece':>18}")

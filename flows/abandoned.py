@@ -1,4 +1,4 @@
-"""Flow runs whose process is gone: Prefect shows them as Running, and they hold their places in a queue."""
+"""Closes flow runs whose process has died: Prefect still shows them as Running, and they occupy a slot of a queue."""
 
 import asyncio
 from uuid import UUID
@@ -30,16 +30,15 @@ _OF_THE_POOL = WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL]))
 
 
 def close_abandoned_runs() -> list[str]:
-    """Close, in Prefect, the runs that a process of this machine worked on until it was killed; their names."""
+    """Close, in Prefect, the runs of killed processes of this machine, and return their names."""
     with run_records.abandoned(records_folder()) as records:
         return asyncio.run(_close_recorded(records)) if records else []
 
 
 def close_runs_of_pool() -> list[str]:
-    """Close the pool's runs that seem to be at work and have no living process; their names.
+    """Close the pool's runs that are active in Prefect but have no living process, and return their names.
 
-    To be called by the one who starts the pool's only worker, before that starts: a worker's runs end with it, and
-    often before they can report.
+    Call it before starting the pool's only worker: a worker's runs end with it, often before they can report.
     """
     return asyncio.run(_close_pool(run_records.living(records_folder())))
 
@@ -53,7 +52,7 @@ async def _close_recorded(records: dict[UUID, RunRecord]) -> list[str]:
                 await _close(client, run)
                 closed.append(run.name)
             elif run is not None and run.state_type == StateType.RUNNING:
-                continue  # started again, by a process that has yet to take the record over
+                continue  # restarted by a process that has not yet taken over the record
             run_records.forget(records_folder(), flow_run_id)
     return closed
 

@@ -1,6 +1,6 @@
 """The API key of an embedded Prefect server: a file in the server's home that only its owner can read.
 
-Whoever has the key can run code as the server's user, so it is passed on in files of mode 0600 and in the
+Anyone with the key can run code as the server's user. Therefore it is passed only in files of mode 0600 and in the
 environment of this user's own processes, never on a command line.
 """
 
@@ -10,9 +10,9 @@ import secrets
 import stat
 from pathlib import Path
 
-from t5train import atomic
 from t5train.errors import StorageError
-from t5train.private_folder import private_folder
+from t5train.files import atomic
+from t5train.files.locks import private_folder
 
 _NAME = "api-key"
 _USER = "t5-pretrain"
@@ -20,12 +20,12 @@ _KEY = re.compile(rf"{_USER}:[A-Za-z0-9_-]{{43}}")
 
 
 def path_of(home: Path) -> Path:
-    """Where the key of the server in ``home`` is kept."""
+    """Return the path of the key of the server in ``home``."""
     return home / _NAME
 
 
 def renew(home: Path) -> str:
-    """Generate a key, which replaces the one before. ``home`` must be a folder of this user alone."""
+    """Generate a key that replaces the previous one. ``home`` must be a folder that only this user can access."""
     private_folder(home)
     key = f"{_USER}:{secrets.token_urlsafe(32)}"
     try:
@@ -33,32 +33,32 @@ def renew(home: Path) -> str:
             file.write(f"{key}\n".encode("ascii"))
     except OSError as error:
         raise StorageError(
-            f"{path_of(home)} cannot be written: {error.strerror}; repair the permissions of {home}"
+            f"{path_of(home)} cannot be written: {error.strerror}; fix the permissions of {home}"
         ) from error
     return key
 
 
 def read(home: Path) -> str:
-    """The key. Raises StorageError unless the file is this user's own, readable by nobody else, and holds one."""
+    """Read the key. Raises StorageError unless the file has one, belongs to this user, and is private."""
     path = path_of(home)
     private_folder(home)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be read: {error.strerror}; repair it, or restart the server, which makes a new key"
+            f"{path} cannot be read: {error.strerror}; fix its permissions, or restart the server to make a new key"
         ) from error
     with open(descriptor, encoding="ascii", errors="replace") as file:
         _require_private(path, os.fstat(descriptor))
         key = file.read(1024).strip()
     if not _KEY.fullmatch(key):
-        raise StorageError(f"{path} holds no API key: restart the server, which makes a new one")
+        raise StorageError(f"{path} holds no API key: restart the server to make a new one")
     return key
 
 
 def _require_private(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise StorageError(
-            f"{path} is not a file of user {os.getuid()} alone (its owner is {found.st_uid}, its mode "
-            f"{stat.filemode(found.st_mode)}), so others may know the key: restart the server, which makes a new one"
+            f"{path} is not a private file of user {os.getuid()} (its owner is {found.st_uid}, its mode "
+            f"{stat.filemode(found.st_mode)}), so others may know the key: restart the server to make a new one"
         )

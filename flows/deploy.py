@@ -1,4 +1,4 @@
-"""Makes the work pool and the deployments; doing so again changes nothing."""
+"""Creates the work pool and the deployments. Safe to repeat."""
 
 import asyncio
 import os
@@ -18,14 +18,14 @@ from t5train.errors import LaunchError
 POOL, QUEUE = "t5-pretrain", "training"
 ROOT_VARIABLE = "T5_PRETRAIN_ROOT"
 _NOT_FROM_OUTSIDE = ("command", "env", "working_dir")
-"""What a run could otherwise set to execute code of its own: these are in neither half of the job template."""
+"""Removed from both parts of the job template, because a run could set them to execute its own code."""
 
 RUNS_AT_A_TIME = 1
-"""A queue's limit, as that of a deployment is a lease that a restart of the server takes from a long run."""
+"""Limit of the queue. A deployment's limit is a lease, which a long run loses when the server restarts."""
 
 
 def deploy(root: Path) -> None:
-    """Pool, queue, and the deployments of ``deployments/prefect.yaml``, whose runs work under ``root``."""
+    """Create pool, queue, and the deployments of ``deployments/prefect.yaml``, whose runs use ``root``."""
     asyncio.run(_make_pool())
     with as_file(files("deployments") / "prefect.yaml") as declared:
         command = [
@@ -44,7 +44,7 @@ def deploy(root: Path) -> None:
             command, env=environment, cwd=NEUTRAL_FOLDER, capture_output=True, text=True, check=False
         )
     if result.returncode:
-        raise LaunchError(f"Prefect did not make the deployments:\n{_end(result.stdout + result.stderr)}")
+        raise LaunchError(f"Prefect could not create the deployments:\n{_end(result.stdout + result.stderr)}")
 
 
 async def _make_pool() -> None:
@@ -65,7 +65,10 @@ async def _limit_queue(client: PrefectClient) -> None:
 
 
 def _job_template() -> dict[str, object]:
-    """Prefect's own, without what would change the program; output does not go to the worker, as a run dies with it."""
+    """Return Prefect's default without settings that change the program.
+
+    Output is not streamed through the worker, because a run would die with the worker.
+    """
     template = ProcessWorker.get_default_base_job_template()
     for name in _NOT_FROM_OUTSIDE:
         del template["variables"]["properties"][name]

@@ -1,4 +1,4 @@
-"""The profile ``t5-pretrain`` in the user's own Prefect settings, so that a plain ``prefect`` finds server and key."""
+"""The profile ``t5-pretrain`` in the user's Prefect settings, with which plain ``prefect`` finds server and key."""
 
 import json
 import os
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from t5train import atomic
 from t5train.errors import InputError, StorageError
+from t5train.files import atomic
 
 NAME = "t5-pretrain"
 CHOOSING = ("PREFECT_PROFILE", "PREFECT_API_URL", "PREFECT_API_AUTH_STRING")
-"""Variables of the environment that go before the active profile."""
+"""Environment variables that take precedence over the active profile."""
 
 _DEFAULT_NAME, _DEFAULT = "ephemeral", {"PREFECT_SERVER_EPHEMERAL_ENABLED": "true"}
 _TABLE = re.compile(r"\s*\[")
@@ -25,30 +25,30 @@ _ACTIVE = re.compile(r"\s*active\s*=")
 
 @dataclass(frozen=True)
 class UserProfiles:
-    """The file of the user's profiles, and the variables that go before it: found before a server changes them."""
+    """The user's profiles file, and the variables that override it. Find them before a server changes them."""
 
     path: Path
     overrides: tuple[str, ...]
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> "UserProfiles":
-        """Where Prefect looks for them, except that no file of the current folder is asked."""
+        """Look where Prefect looks, except in the current folder."""
         home = environment.get("PREFECT_HOME") or Path.home() / ".prefect"
         path = Path(environment.get("PREFECT_PROFILES_PATH") or Path(home) / "profiles.toml")
         return cls(path, tuple(name for name in CHOOSING if environment.get(name)))
 
     def is_ours(self, api_url: str) -> bool:
-        """Whether ``api_url`` is configured only because ``up`` has activated its profile."""
+        """Return whether ``api_url`` is configured only because ``up`` activated its profile."""
         if self.overrides:
             return False
         found = _parse(self.path, self._text())
         return found.get("active") == NAME and _settings(found).get("PREFECT_API_URL") == api_url
 
     def write(self, api_url: str, key: str) -> bool:
-        """Add or update the profile; activate it unless the user has chosen another. Whether it is the one in use.
+        """Add or update the profile, and activate it unless the user has chosen another. Returns whether it is in use.
 
-        Other profiles, settings and comments stay as they are. Raises InputError or StorageError, with the file as it
-        was, where that is not possible.
+        Other profiles, settings and comments are kept. If the file cannot be edited that way, it is left unchanged, and
+        InputError or StorageError is raised.
         """
         text = self._text()
         found = _parse(self.path, text)
@@ -59,7 +59,7 @@ class UserProfiles:
         edited = "\n".join(_with_settings(text.splitlines(), settings)) + "\n"
         edited = _activated(edited) if is_free else edited
         if _parse(self.path, edited) != wanted:
-            raise InputError(f"{self.path} is written in a way that cannot be edited: add profile {NAME} yourself")
+            raise InputError(f"{self.path} cannot be edited automatically. Add profile {NAME} to that file yourself")
         self._replace(edited)
         return not self.overrides and bool(wanted.get("active") == NAME)
 
@@ -69,24 +69,26 @@ class UserProfiles:
         except FileNotFoundError:
             return ""
         except OSError as error:
-            raise StorageError(f"{self.path} cannot be read: {error.strerror}; repair its permissions") from error
+            raise StorageError(f"{self.path} cannot be read: {error.strerror}. Fix its permissions") from error
         except UnicodeDecodeError as error:
-            raise InputError(f"{self.path} is not UTF-8: correct it") from error
+            raise InputError(f"{self.path} is not UTF-8 text. Correct the file") from error
 
     def _replace(self, text: str) -> None:
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with atomic.replacing(self.path.resolve(), mode=0o600) as file:  # where it is a link, it stays one
+            with atomic.replacing(self.path.resolve(), mode=0o600) as file:  # keeps a symbolic link
                 file.write(text.encode("utf-8"))
         except OSError as error:
-            raise StorageError(f"{self.path} cannot be written: {error.strerror}; repair its permissions") from error
+            raise StorageError(
+                f"{self.path} cannot be written: {error.strerror}. Fix its permissions, or free some disk space"
+            ) from error
 
 
 def _parse(path: Path, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path} is not TOML ({error}): correct it") from error
+        raise InputError(f"{path} is not TOML ({error}). Correct the file") from error
 
 
 def _settings(found: dict[str, Any]) -> dict[str, Any]:
@@ -95,14 +97,14 @@ def _settings(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_no_choice(found: dict[str, Any]) -> bool:
-    """Whether the active profile is none, or Prefect's default as it is delivered."""
+    """Return whether no profile is active, or only Prefect's unchanged default."""
     profiles: dict[str, object] = found.get("profiles", {})
     is_default = found.get("active", _DEFAULT_NAME) == _DEFAULT_NAME
     return is_default and profiles.get(_DEFAULT_NAME, _DEFAULT) == _DEFAULT
 
 
 def _with_settings(lines: list[str], settings: dict[str, str]) -> Iterator[str]:
-    """The lines of a file with these settings in the profile's table, which is appended if it is not there."""
+    """Yield the lines of a file with these settings in the profile's table, which is appended if it is missing."""
     ours = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
     is_inside = is_written = False
     for line in lines:

@@ -1,4 +1,4 @@
-"""Which Prefect server a command talks to: the one that is configured, or one of its own."""
+"""Chooses the Prefect server for a command: the configured one, or an embedded one."""
 
 import itertools
 import json
@@ -19,10 +19,9 @@ from typing import NamedTuple, TextIO
 
 from flows import api_key, run_records
 from flows.prefect_profile import UserProfiles
-from infra.ports import free_port
+from infra.node.ports import free_port
 from t5train.errors import InputError, LaunchError, RunLocked, StorageError
-from t5train.file_lock import is_locked, try_lock
-from t5train.private_folder import private_folder
+from t5train.files.locks import is_locked, private_folder, try_lock
 from t5train.progress import Progress
 
 HOST = "127.0.0.1"
@@ -35,12 +34,13 @@ HOME = "prefect"
 _LOCK = "server.lock"
 _FLUSH_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
-_MOMENT_SECONDS = 1.0  # who looks for a running server shares its lock for an instant
+_MOMENT_SECONDS = 1.0  # a process that looks for a running server takes a shared lock for a moment
 
 NEUTRAL_FOLDER = "/"
-"""Where processes read Prefect's settings, which it also takes from .env, prefect.toml and pyproject.toml of the
-current folder. Whoever can write such a file there could name a logging configuration, which runs code, or another
-server, which is then sent the user's key.
+"""The working folder of processes that read Prefect's settings.
+
+Prefect also reads .env, prefect.toml and pyproject.toml in the current folder. Anyone who can write there could set a
+logging configuration, which can run code, or another server, which would get the user's key.
 """
 
 QUIET = {
@@ -48,19 +48,19 @@ QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
 }
-"""Settings with which neither Prefect's client nor its server tells anybody anything."""
+"""Settings that turn off telemetry and promotion in Prefect's client and server."""
 
 
 class RunningServer(NamedTuple):
-    """What the holder of a home says of its server."""
+    """The Prefect server that uses a home."""
 
     api_url: str
     lasting: bool
-    """Whether others may use it, as it does not end with one run."""
+    """Whether it outlives a single run, so that other commands may use it."""
 
 
 def configured_api_url() -> str | None:
-    """URL of the API in PREFECT_API_URL or the active Prefect profile; None when there is none."""
+    """Return the API URL from PREFECT_API_URL or the active Prefect profile; None if there is none."""
     os.environ.update(QUIET | _without_proxy())
     with chdir(NEUTRAL_FOLDER):
         from prefect.settings import get_current_settings
@@ -69,7 +69,10 @@ def configured_api_url() -> str | None:
 
 
 def _without_proxy() -> dict[str, str]:
-    """Settings with which no client asks a proxy for this machine: it would be sent the key and reach another one."""
+    """Return variables that bypass proxies for this machine.
+
+    A proxy would get the key, and its 127.0.0.1 is another machine.
+    """
     names = ("no_proxy", "NO_PROXY")
     hosts = next(filter(None, map(os.environ.get, names)), "").split(",")
     with_ours = hosts if {"*", HOST} & set(hosts) else [*filter(None, hosts), HOST]
@@ -77,14 +80,14 @@ def _without_proxy() -> dict[str, str]:
 
 
 def join(root: Path, api_url: str) -> None:
-    """Make this process a client of a server that runs already, with the key of the one that ``up`` runs for ``root``.
+    """Make this process a client of a running server. If ``up`` runs that server for ``root``, use its key.
 
-    Raises LaunchError unless the server answers and admits this client.
+    Raises LaunchError unless the server responds and accepts this client.
     """
     if not answers(api_url):
         raise LaunchError(
-            f"no Prefect server answers at {api_url}: start it, or unset PREFECT_API_URL "
-            "(or `prefect config unset PREFECT_API_URL`) to use an embedded one"
+            f"no Prefect server responds at {api_url}. Start that server, or unset PREFECT_API_URL (in a profile: "
+            "`prefect config unset PREFECT_API_URL`) to use an embedded server"
         )
     home = root / HOME
     if os.access(home, os.R_OK | os.X_OK) and (there := _running(home)) is not None and there.api_url == api_url:
@@ -103,14 +106,14 @@ def _require_admission(api_url: str) -> None:
             if error.response.status_code not in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
                 raise
             raise LaunchError(
-                f"the Prefect server at {api_url} does not admit this client (HTTP {error.response.status_code}): set "
+                f"the Prefect server at {api_url} rejects this client (HTTP {error.response.status_code}). Set "
                 "PREFECT_API_AUTH_STRING, use the profile that has it (`prefect profile use NAME`), or give the --root "
-                "of the server"
+                "with which `t5-pretrain up` was started"
             ) from error
 
 
 def answers(api_url: str) -> bool:
-    """Whether a Prefect server under this URL is healthy."""
+    """Return whether there is a healthy Prefect server at this URL."""
     try:
         with urllib.request.urlopen(f"{api_url}/health", timeout=5) as response:  # noqa: S310  # the user's own URL
             return bool(response.status == 200)
@@ -119,7 +122,7 @@ def answers(api_url: str) -> bool:
 
 
 def require_free_port(port: int) -> None:
-    """InputError when something listens on this loopback port."""
+    """Raise InputError if this loopback port is in use."""
     try:
         socket.create_server((HOST, port)).close()
     except OSError as error:
@@ -128,9 +131,9 @@ def require_free_port(port: int) -> None:
 
 @contextmanager
 def any_server(root: Path, progress: Progress) -> Iterator[str]:
-    """The API's URL of the configured server, else of one that ``up`` runs for ``root``, else of one of our own.
+    """Yield the API URL of the configured server, of the one that ``up`` runs for ``root``, or of a new embedded one.
 
-    The profile that ``up`` writes configures the command line only: ``run`` needs no server that keeps running.
+    The profile that ``up`` writes does not count as configured here: ``run`` does not need a permanent server.
     """
     if (configured := configured_api_url()) is not None and not UserProfiles.find().is_ours(configured):
         join(root, configured)
@@ -147,15 +150,15 @@ def any_server(root: Path, progress: Progress) -> Iterator[str]:
 
 @contextmanager
 def own_server(home: Path, port: int, progress: Progress, *, lasting: bool = False) -> Iterator[str]:
-    """A Prefect server with its state in ``home``, alive for the block; this process is made its client.
+    """Run a Prefect server with its state in ``home`` within the block, and make this process its client.
 
-    Yields the API's URL. The server ends with the block, and also when this process is killed. RunLocked when
-    another server uses ``home``, LaunchError with the end of its log when it does not start.
+    Yields the API URL. The server stops at the end of the block, and also if this process is killed. Raises RunLocked
+    if another server uses ``home``, and LaunchError with the end of the log if the server does not start.
     """
     api_url = f"http://{HOST}:{port}/api"
     os.environ.update(_without_proxy())
     with _held(home, RunningServer(api_url, lasting)), _listening(port) as listening:
-        # New each time: once a server has ended its port is free for anybody, to whom clients then show the old key.
+        # The key is new each time: when a server has ended, any user can take its port and get the key from clients.
         server = _start(home, listening, server_environment(home, port, api_key.renew(home)))
         threading.Thread(target=_refuse_after, args=(server, listening), daemon=True).start()
         try:
@@ -170,11 +173,12 @@ def own_server(home: Path, port: int, progress: Progress, *, lasting: bool = Fal
 
 
 def become_client(home: Path, api_url: str) -> None:
-    """Make this process, and those that it starts, clients of an embedded server.
+    """Make this process and its child processes clients of an embedded server.
 
-    Prefect reads the environment once, and ``configured_api_url`` made it do so.
+    Prefect reads the environment only once, and ``configured_api_url`` has already made it do so. Therefore Prefect's
+    settings are refreshed here.
     """
-    os.environ.pop("PREFECT_PROFILE", None)  # one of the user's own home, which this home lacks
+    os.environ.pop("PREFECT_PROFILE", None)  # it names a profile in the user's home, which does not exist in this home
     os.environ.update(_client_environment(home, api_url, api_key.read(home)))
     with chdir(NEUTRAL_FOLDER):
         from prefect.context import refresh_global_settings_context
@@ -183,7 +187,7 @@ def become_client(home: Path, api_url: str) -> None:
 
 
 def key_file(api_url: str) -> Path | None:
-    """The key's file of the embedded server that this process is a client of; None where another one is configured."""
+    """Return the key file of the embedded server that this process is a client of; None for a configured server."""
     from prefect.settings import get_current_settings
 
     settings = get_current_settings()
@@ -196,7 +200,7 @@ def _is_embedded(home: Path) -> bool:
 
 
 def records_folder() -> Path:
-    """Where records of the flow runs of the server that this process is a client of are kept."""
+    """Return the folder with records of flow runs, for the server that this process is a client of."""
     from prefect.settings import get_current_settings
 
     settings = get_current_settings()
@@ -204,11 +208,11 @@ def records_folder() -> Path:
 
 
 def server_environment(home: Path, port: int, key: str) -> dict[str, str]:
-    """Prefect's settings for a server in ``home``, which only holders of the key may use.
+    """Return Prefect's settings for a server in ``home`` that requires the key.
 
-    The page asks the API at the URL it is told, which a port other than 4200 makes necessary to tell. The page's
-    files are copied into the home, as Prefect itself may be installed where we cannot write. Of a setting's names
-    the one that Prefect looks up first is set, so that no other in the user's environment goes before it.
+    The UI needs the API's URL, unless the port is 4200. The UI's files are copied into the home, because Prefect may be
+    installed in a folder that is not writable. If a setting has several names, the one that Prefect looks up first is
+    used, so that the user's environment cannot override it.
     """
     server = f"http://{HOST}:{port}"
     return _client_environment(home, f"{server}/api", key) | {
@@ -233,7 +237,7 @@ def _client_environment(home: Path, api_url: str, key: str) -> dict[str, str]:
 
 @contextmanager
 def _listening(port: int) -> Iterator[socket.socket]:
-    """Bound before the server's process starts and after it has ended, so that nobody else can answer in its place."""
+    """Yield a socket that is bound before the server starts and after it ends, so that nothing else takes its port."""
     try:
         listening = socket.create_server((HOST, port))
     except OSError as error:
@@ -243,12 +247,12 @@ def _listening(port: int) -> Iterator[socket.socket]:
 
 
 def _refuse_after(server: subprocess.Popen[bytes], listening: socket.socket) -> None:
-    """Have clients of a server that has died refused at once, rather than wait; the port stays ours.
+    """When the server has died, refuse its clients at once instead of letting them wait, and keep the port reserved.
 
-    Linux keeps a port for a socket that was bound to it by number, unless both that and the next allow its reuse.
+    Linux reserves the port for the socket that is bound to it, unless that socket and another both allow reuse.
     """
     server.wait()
-    with suppress(OSError):  # closed by now, where the server was ended on purpose
+    with suppress(OSError):  # already closed if the server was stopped on purpose
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         listening.shutdown(socket.SHUT_RDWR)
 
@@ -258,7 +262,7 @@ def _port_in_use(port: int, error: OSError) -> str:
 
 
 def _flush() -> None:
-    """Send what Prefect still has to tell its server, as it would look in vain for one that has ended."""
+    """Send Prefect's pending events and logs while the server still runs."""
     from prefect.events.worker import EventsWorker
 
     EventsWorker.drain_all(timeout=_FLUSH_SECONDS)
@@ -267,17 +271,17 @@ def _flush() -> None:
 
 
 def _homes(root: Path) -> Iterator[Path]:
-    """Where embedded servers of a root keep their state: one for each that runs at the same time."""
+    """Yield the homes of a root's embedded servers, one for each server that runs at the same time."""
     yield root / HOME
     yield from (root / f"{HOME}-{number}" for number in itertools.count(2))
 
 
 @contextmanager
 def _held(home: Path, server: RunningServer) -> Iterator[None]:
-    """Hold a home for one server; the kernel lets go when this process ends."""
+    """Lock a home for one server. The kernel releases the lock when this process ends."""
     with _lock_file(home) as file:
         if not try_lock(file.fileno(), _MOMENT_SECONDS):
-            raise RunLocked(f"{home} is in use by another Prefect server: end that one, or give another --root")
+            raise RunLocked(f"{home} is in use by another Prefect server: stop that server, or give another --root")
         file.truncate(0)
         file.write(json.dumps(server._asdict()))
         file.flush()
@@ -287,28 +291,28 @@ def _held(home: Path, server: RunningServer) -> Iterator[None]:
 def _lock_file(home: Path) -> TextIO:
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
-        # First of all: in another user's folder the file could be a link to one of ours, which is about to be written.
+        # Check the folder first: in another user's folder, the file could be a link to one of our files.
         return open(private_folder(home) / _LOCK, "a+", encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{home} cannot be written: {error.strerror}; choose another root (--root)") from error
 
 
 def _running(home: Path) -> RunningServer | None:
-    """The server that holds a home now."""
+    """Return the server that uses a home now; None if there is none."""
     if not is_locked(home / _LOCK):
         return None
     said = (home / _LOCK).read_text("utf-8")
-    return RunningServer(**json.loads(said)) if said else RunningServer("", lasting=False)  # begun this instant
+    return RunningServer(**json.loads(said)) if said else RunningServer("", lasting=False)  # just starting
 
 
 def _start(home: Path, listening: socket.socket, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """In a session of its own: Ctrl-C must reach the flow, which then still reports to this server.
+    """Start the server in a new session, so that Ctrl-C reaches only the flow, which still reports to the server.
 
-    With -P, as a stray module in the user's current folder would else be taken for a library's.
+    -P keeps modules in the user's current folder from shadowing libraries.
     """
     with open(home / LOG, "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "flows.serve", str(listening.fileno())],
+            [sys.executable, "-P", "-m", "flows.server_process", str(listening.fileno())],
             pass_fds=[listening.fileno()],
             env=os.environ | environment,
             cwd=NEUTRAL_FOLDER,
@@ -321,7 +325,7 @@ def _start(home: Path, listening: socket.socket, environment: dict[str, str]) ->
 
 def _await_health(server: subprocess.Popen[bytes], api_url: str, log: Path, progress: Progress) -> None:
     started = time.monotonic()
-    what = "s, Prefect's server starts (the first time it makes its database)"
+    what = "s, starting Prefect's server (the first start creates its database)"
     while not answers(api_url):
         waited = time.monotonic() - started
         if server.poll() is not None or waited > START_SECONDS:
@@ -335,7 +339,7 @@ def _end(log: Path) -> str:
 
 
 def stop(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """End a child: SIGTERM, and SIGKILL when that did not help in time."""
+    """Stop a child process with SIGTERM, or with SIGKILL if it does not end in time."""
     process.terminate()
     try:
         process.wait(seconds)

@@ -1,7 +1,7 @@
-"""Which flow runs have a living process: a file for each, locked by that process until it ends, however it ends.
+"""Records of flow runs that have a living process. Each is a file that the process keeps locked until it ends.
 
-The files are in the home of the Prefect server's clients, those of an embedded server in the server's own home. A
-record is judged only on the machine that made it: a lock may not reach across hosts that share a home.
+The files are in the Prefect home of the server's clients, or in an embedded server's own home. Only the machine that
+made a record checks its lock, because locks may not work across hosts that share a home.
 """
 
 import hashlib
@@ -16,57 +16,54 @@ from pathlib import Path
 from typing import NamedTuple
 from uuid import UUID
 
-from infra.processes import boot_id
-from t5train.file_lock import is_locked, try_lock
+from infra.node.processes import boot_id
+from t5train.files.locks import is_locked, try_lock
 
 _FOLDER = "t5-pretrain-runs"
 _NAME = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _LOCK_SECONDS = 5.0
 _log = logging.getLogger(__name__)
-_held: list[int] = []
-"""Descriptors that stay open until this process ends, when the kernel lets go of their locks."""
 
 
 class RunRecord(NamedTuple):
-    """What a process says of the flow run that it works on."""
+    """What a process records about the flow run that it executes."""
 
     state_id: str
-    """Of the Running state in which the process began; another one belongs to another process."""
+    """Id of the Running state when the process started; another state belongs to another process."""
     host: str
     boot_id: str
 
     def is_from_here(self) -> bool:
-        """Whether this machine made it, before or after a reboot."""
+        """Return whether this machine made it, possibly before a reboot."""
         return self.boot_id == boot_id() or self.host == socket.gethostname()
 
 
 def folder_of(home: Path, api_url: str | None) -> Path:
-    """Records of an embedded server (no ``api_url``), or of one server among those that a user's home knows."""
+    """Return the folder of records for an embedded server (``api_url`` is None), or for another server."""
     return home / _FOLDER / hashlib.sha256(api_url.encode()).hexdigest()[:16] if api_url else home / _FOLDER
 
 
 def hold(folder: Path, flow_run_id: UUID, state_id: UUID) -> None:
-    """Record that this process works on a flow run until it ends."""
+    """Record that this process executes a flow run, until the process ends."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(folder / str(flow_run_id), os.O_RDWR | os.O_CREAT, 0o600)
-        _held.append(descriptor)
         if not try_lock(descriptor, _LOCK_SECONDS):
             raise TimeoutError(f"{folder / str(flow_run_id)} is locked by another process")
         os.ftruncate(descriptor, 0)
         record = RunRecord(str(state_id), socket.gethostname(), boot_id())
-        os.pwrite(descriptor, json.dumps(record).encode(), 0)
-    except OSError as error:  # no reason not to train
-        _log.warning("the process of this run is not recorded, so if it is killed, it stays Running: %s", error)
+        os.pwrite(descriptor, json.dumps(record).encode(), 0)  # never closed: the lock is held until this process ends
+    except OSError as error:  # training can continue without a record
+        _log.warning("could not record this process; if it is killed, Prefect will show its run as Running: %s", error)
 
 
 @contextmanager
 def abandoned(folder: Path) -> Iterator[dict[UUID, RunRecord]]:
-    """Records of this machine whose processes have ended; locked within the block."""
+    """Yield this machine's records whose processes have ended. The records are locked within the block."""
     with ExitStack() as stack:
         found = {}
         for path in _paths(folder):
-            with suppress(FileNotFoundError):  # forgotten by another process that looks
+            with suppress(FileNotFoundError):  # removed by another process that looks for abandoned runs
                 file = stack.enter_context(open(path, "r+b"))
                 if try_lock(file.fileno()) and (record := _read(file.fileno())) and record.is_from_here():
                     found[UUID(path.name)] = record
@@ -74,7 +71,7 @@ def abandoned(folder: Path) -> Iterator[dict[UUID, RunRecord]]:
 
 
 def living(folder: Path) -> set[UUID]:
-    """Flow runs whose process is alive."""
+    """Return the flow runs whose process is alive."""
     return {UUID(path.name) for path in _paths(folder) if is_locked(path)}
 
 
@@ -84,13 +81,13 @@ def forget(folder: Path, flow_run_id: UUID) -> None:
 
 
 def _paths(folder: Path) -> list[Path]:
-    """Files named after flow runs; any other, such as an editor's copy, is somebody else's."""
+    """Return the files that are named after flow runs. Others, such as an editor's copies, are ignored."""
     return (
         [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_file()] if folder.is_dir() else []
     )
 
 
 def _read(descriptor: int) -> RunRecord | None:
-    """None where a process has made the file, and not written to it yet."""
+    """Return the record; None if a process has created the file but not yet written to it."""
     text = os.pread(descriptor, 4096, 0)
     return RunRecord(*json.loads(text)) if text else None

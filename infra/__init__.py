@@ -1,13 +1,17 @@
-"""The machines of a run: launching, guarding and ending its ranks, here or on hosts. Knows nothing of Prefect.
+"""Launches, supervises and ends the ranks of a run, on this machine or on hosts.
+
+Not here: Prefect (``flows``, ``tasks``), and what ranks compute (``t5train``).
 
 ::
 
-    launch, guard       ranks of this machine; what guards any rank
-    attempts/           one start of the ranks: its files, deadlines, exit records, and why it failed
-    cluster/            the head of a run over hosts: hostfile, ssh, windows, fencing, logs
-    node/               what the head has done on a host: python -m infra.node ACTION
-    preflight/          what is asked of hosts before they train
-    node_store/         disks of hosts that share none: staging, gathering, restoring
-    node_local/         a run on such hosts, from what its ranks begin with to what they leave
-    testcluster/        several hosts on one machine, for tests and trials
+    head/           the machine that orchestrates; start reading in head/training_run.py
+        hosts/      connects to hosts: hostfile, ssh, shipped code
+        preflight/  checks the run and its hosts before a launch
+        launch/     starts, supervises and ends ranks; finds out why an attempt failed
+        storage/    moves files of a run between the head and nodes
+    node/           everything that runs on a machine with ranks: python -m infra.node ACTION
+        attempts/   one start of its ranks: guard, watchdog, leases, locks, logs
+        inspection/ collects the facts that preflight evaluates
+        storage/    this node's own disk
+    testcluster/    several hosts on one machine, for tests and trials
 """

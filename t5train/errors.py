@@ -5,38 +5,40 @@
     T5TrainError
     ├── SpecError                a setting is unknown, of the wrong type, or contradicts another
     │   └── RunChanged           a run of this name exists with another spec
-    ├── InputError               what the user handed in cannot be used
-    │   ├── DigestMismatch       a file is not the one that was recorded
+    ├── InputError               a file, folder or URL from the user cannot be used
+    │   ├── DigestMismatch       a file differs from the one that was recorded
     │   └── UnlistedFile         a checkpoint holds a file that no rank recorded
-    ├── RecordError              a manifest is absent, damaged or of another kind
-    ├── UnknownVersion           an intact file was written by a version of this project that has other fields
-    ├── StorageError             a folder cannot be written, or is too small for what is to come
+    ├── RecordError              a manifest is missing, damaged or of another kind
+    ├── UnknownVersion           an intact file was written by a version of this project with other fields
+    ├── StorageError             a folder is not writable, or has too little disk space
     │   └── Unreadable           the operating system cannot read a file or folder at the moment
     ├── RunLocked                another process is working on this run
-    │   └── RunOwned             its files on the hosts belong to another head
+    │   └── RunOwned             the run's files on its hosts belong to another head
     ├── AcceleratorBusy          another run is using an accelerator
-    ├── WorkerLost               a process that shared a stage's work was killed or failed
-    ├── HostError                a host does not answer as it should
-    │   ├── HostUnreachable
-    │   │   └── HostMisconfigured  not for want of an answer, but by what is set
-    │   ├── HostKeyMismatch
-    │   ├── HostTimeout          not done in time
-    │   ├── NotGathered          training is done; what a host has of its result is still there alone
-    │   └── RemoteFailed         a command failed there
-    ├── PreflightError           hosts that cannot train together
-    ├── TestClusterError         hosts of the test cluster cannot be made here, or are not there
+    ├── WorkerLost               a worker process of a stage was killed or failed
+    ├── HostError                a host did not do what it was asked to do
+    │   ├── HostUnreachable      no connection to the host, or the connection was lost
+    │   │   └── HostMisconfigured  the host's name, its users or its ssh settings are wrong
+    │   ├── HostKeyMismatch      the host's ssh key is unknown or has changed
+    │   ├── HostTimeout          the host did not finish in time
+    │   ├── NotGathered          training is done, but part of the result exists only on a host
+    │   ├── ProtocolMismatch     the host and the head do not understand each other's messages
+    │   └── RemoteFailed         a command failed on the host
+    ├── BadMessage               a message from another machine is not one that is expected here
+    ├── PreflightError           the hosts cannot train together
+    ├── TestClusterError         hosts of the test cluster cannot be created here, or do not exist
     ├── LaunchError              ranks could not be started, or ended before their work was done
-    │   ├── OutOfMemory          of the accelerator or the host
-    │   ├── CollectiveTimeout    ranks waited for each other in vain
-    │   ├── RankKilled           by a signal
-    │   ├── RankStopped          no sign of life, or a phase took longer than its deadline
-    │   ├── HostLost             a host, or the way to it
-    │   ├── Preempted            told to end, with time to save
+    │   ├── OutOfMemory          on the accelerator or the host
+    │   ├── CollectiveTimeout    ranks timed out waiting for each other
+    │   ├── RankKilled           a signal ended a rank
+    │   ├── RankStopped          a rank sent no heartbeat, or a phase exceeded its deadline
+    │   ├── HostLost             a host, or the connection to it, was lost
+    │   ├── Preempted            ranks were asked to stop, with time to save
     │   ├── DiskFull
-    │   ├── DiskFailed           or was mounted read-only
-    │   ├── HostReplaced         by a spare, after it has failed repeatedly
-    │   └── RepeatedFailure      the same, again and again
-    ├── TrainingError            training went on, but not honestly
+    │   ├── DiskFailed           the disk returned an error, or was mounted read-only
+    │   ├── HostReplaced         a spare replaces a host that has failed repeatedly
+    │   └── RepeatedFailure      every attempt ended with the same failure
+    ├── TrainingError            training ran, but did not make real progress
     │   ├── NonFiniteLoss
     │   ├── TooManySkippedSteps
     │   ├── DuplicateBatch
@@ -49,8 +51,8 @@
     ├── CertificationError       the exported model is not the one that was trained
     └── PublicationError         a published folder is incomplete, damaged or in the way
 
-A message names the value, the constraint it breaks and the remedy. ``retryable`` says whether trying the
-same thing again can help; what is wrong in a spec or an input stays wrong.
+A message names the value, the constraint it breaks and the remedy. ``retryable`` says whether retrying can
+help; an error in a spec or an input stays an error.
 """
 
 from collections.abc import Iterable
@@ -58,14 +60,14 @@ from typing import ClassVar
 
 
 class T5TrainError(Exception):
-    """Base of all deliberate errors; its text is fit to show to a user as it is."""
+    """Base class of all deliberate errors; the message can be shown to a user unchanged."""
 
     retryable: ClassVar[bool] = False
     exit_code: ClassVar[int] = 1
-    """Of the command that it ends."""
+    """Exit code of the command that ends with this error."""
 
     def __init__(self, message: str, hosts: Iterable[str] = ()) -> None:
-        """``hosts`` are those that it is about, where it is known which."""
+        """``hosts`` are the hosts that the error is about, if they are known."""
         super().__init__(message)
         self.hosts = tuple(hosts)
 
@@ -79,19 +81,19 @@ class RunChanged(SpecError):
 
 
 class InputError(T5TrainError):
-    """A file, folder or URL handed in cannot be used."""
+    """A file, folder or URL from the user cannot be used."""
 
 
 class DigestMismatch(InputError):
-    """A file's size or sha256 is not the recorded one."""
+    """A file's size or sha256 differs from the recorded one."""
 
 
 class UnlistedFile(InputError):
-    """A checkpoint holds a file that no rank recorded, and that DeepSpeed would unpickle."""
+    """A checkpoint holds a file that no rank recorded and that DeepSpeed would unpickle."""
 
 
 class RecordError(T5TrainError):
-    """A manifest is absent, damaged or of another kind."""
+    """A manifest is missing, damaged or of another kind."""
 
 
 class UnknownVersion(T5TrainError):
@@ -99,13 +101,13 @@ class UnknownVersion(T5TrainError):
 
 
 class StorageError(T5TrainError):
-    """A folder cannot be written, or is too small for what is to come."""
+    """A folder is not writable, or has too little disk space for what is to be written."""
 
 
 class Unreadable(StorageError):
     """The operating system cannot read a file or folder at the moment, so nothing is known about its content.
 
-    That is never a reason to remove it, to make it again, or to use something older in its place.
+    So the file or folder must not be removed, made again or replaced by an older one.
     """
 
     retryable = True
@@ -116,7 +118,7 @@ class RunLocked(T5TrainError):
 
 
 class RunOwned(RunLocked):
-    """The files of this run on its hosts belong to a run of another root."""
+    """The files of this run on its hosts belong to another head, or to a run of another root."""
 
 
 class AcceleratorBusy(T5TrainError):
@@ -124,43 +126,56 @@ class AcceleratorBusy(T5TrainError):
 
 
 class WorkerLost(T5TrainError):
-    """A process that shared a stage's work was killed or failed."""
+    """A worker process of a stage was killed or failed."""
 
     retryable = True
 
 
 class HostError(T5TrainError):
-    """A host does not answer as it should."""
+    """A host did not do what it was asked to do."""
 
 
 class HostUnreachable(HostError):
-    """No connection to a host came about, or it broke off."""
+    """A connection to a host could not be made, or was lost."""
 
     retryable = True
 
 
 class HostMisconfigured(HostUnreachable):
-    """What is set about a host is wrong: its name, who may log in there, or how ssh is to."""
+    """A host's configuration is wrong: its name, who may log in there, or how ssh connects to it."""
 
 
 class HostKeyMismatch(HostError):
-    """A host shows another key than the one that is known of it, or one that nobody knows."""
+    """A host's ssh key differs from its known key, or is not known at all."""
 
 
 class HostTimeout(HostError):
-    """A host did not do in time what it was asked to do."""
+    """A host did not finish in time."""
 
     retryable = True
 
 
 class NotGathered(HostError):
-    """Training is done, but a host was lost before the head had all of the result."""
+    """Training is done, but a host was lost before the head had gathered the whole result."""
 
     exit_code = 3
 
 
+class ProtocolMismatch(HostError):
+    """A host and the head do not understand each other's messages: they run different versions of this project."""
+
+
 class RemoteFailed(HostError):
-    """A command ran on a host, and failed there."""
+    """A command that ran on a host failed. If an error of this project made it fail, that error is the cause."""
+
+    def __init__(self, message: str, hosts: Iterable[str] = (), stderr: bytes = b"") -> None:
+        """``stderr`` is what the command wrote to standard error."""
+        super().__init__(message, hosts)
+        self.stderr = stderr
+
+
+class BadMessage(T5TrainError):
+    """A message from another machine is not one that is expected here: its fields differ, or it is not a message."""
 
 
 class PreflightError(T5TrainError):
@@ -168,9 +183,9 @@ class PreflightError(T5TrainError):
 
 
 class TestClusterError(T5TrainError):
-    """Hosts of the test cluster cannot be made on this machine, or are not there."""
+    """Hosts of the test cluster cannot be created on this machine, or do not exist."""
 
-    __test__ = False  # pytest takes every class named Test* for one of tests
+    __test__ = False  # keeps pytest from collecting this class
 
 
 class LaunchError(T5TrainError):
@@ -186,7 +201,7 @@ class OutOfMemory(LaunchError):
 
 
 class CollectiveTimeout(LaunchError):
-    """Ranks waited for each other in vain."""
+    """Ranks timed out waiting for each other."""
 
 
 class RankKilled(LaunchError):
@@ -194,15 +209,15 @@ class RankKilled(LaunchError):
 
 
 class RankStopped(LaunchError):
-    """A rank gave no sign of life, or a phase of its work took longer than its deadline."""
+    """A rank sent no heartbeat, or a phase of its work exceeded its deadline."""
 
 
 class HostLost(LaunchError):
-    """A host, or the way to it, was lost while its ranks were at work."""
+    """A host, or the connection to it, was lost while its ranks were running."""
 
 
 class Preempted(LaunchError):
-    """The ranks were told to end, and saved a checkpoint where there was time; the run goes on from it."""
+    """The ranks were asked to stop, and saved a checkpoint if there was time; the run resumes from it."""
 
 
 class DiskFull(LaunchError):
@@ -212,21 +227,21 @@ class DiskFull(LaunchError):
 
 
 class DiskFailed(LaunchError):
-    """A rank's disk returned an error, or its file system was made read-only."""
+    """A rank's disk returned an error, or its file system became read-only."""
 
 
 class HostReplaced(LaunchError):
-    """A host failed repeatedly in a way that is not tried again there; a spare takes its place."""
+    """A host failed repeatedly with an error that is not retried on the same host; a spare replaces it."""
 
 
 class RepeatedFailure(LaunchError):
-    """Trying again has led to the same failure each time."""
+    """Every retry ended with the same failure."""
 
     retryable = False
 
 
 class TrainingError(T5TrainError):
-    """Training went on, but what it did was not honest progress."""
+    """Training ran, but did not make real progress."""
 
 
 class NonFiniteLoss(TrainingError):
@@ -234,7 +249,7 @@ class NonFiniteLoss(TrainingError):
 
 
 class TooManySkippedSteps(TrainingError):
-    """The loss scaler threw away more optimizer steps than can be called training."""
+    """The loss scaler skipped too many optimizer steps."""
 
 
 class DuplicateBatch(TrainingError):
@@ -242,7 +257,7 @@ class DuplicateBatch(TrainingError):
 
 
 class WeightsDidNotMove(TrainingError):
-    """Optimizer steps were reported, yet the fp32 weights are what they were."""
+    """Optimizer steps were reported, but the fp32 weights did not change."""
 
 
 class RanksDisagree(TrainingError):
@@ -258,16 +273,22 @@ class IncompleteCheckpoint(ConsolidationError):
 
 
 class NothingVerifies(IncompleteCheckpoint):
-    """A run has checkpoints, and none of them is complete and intact: it neither resumes nor starts again unasked."""
+    """A run has checkpoints, but none is complete and intact, so it neither resumes nor restarts by itself."""
 
 
 class UnknownLayout(ConsolidationError):
-    """A checkpoint has a structure this project has no proven rule for."""
+    """A checkpoint has a structure that this project does not support."""
 
 
 class CertificationError(T5TrainError):
-    """The exported model does not reproduce what the training engine recorded."""
+    """The exported model differs from what training recorded of it: weights, logits, tokenizer or configuration."""
 
 
 class PublicationError(T5TrainError):
     """A published folder is incomplete, damaged, or holds something else."""
+
+
+def error_of(name: str, message: str) -> T5TrainError:
+    """Return the error that another process reported by class name; a T5TrainError if there is no such class."""
+    kind = globals().get(name)
+    return (kind if isinstance(kind, type) and issubclass(kind, T5TrainError) else T5TrainError)(message)

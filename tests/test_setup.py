@@ -1,4 +1,4 @@
-"""``make setup`` does what is needed, says what it cannot do, and does nothing twice."""
+"""``make setup`` does what is needed, reports what it cannot do, and repeats nothing."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ esac
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What setup reads, and a ``bin`` with nothing but the shell and make."""
+    """A folder with the files that setup reads, and a ``bin`` with only the programs in TOOLS."""
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
@@ -50,14 +50,14 @@ def add_program(checkout: Path, name: str, script: str) -> None:
     (checkout / "bin" / name).chmod(0o755)
 
 
-def test_setup_without_a_python_says_which_is_wanted(checkout: Path) -> None:
+def test_setup_without_a_python_names_the_supported_versions(checkout: Path) -> None:
     result = make(checkout, "setup")
     assert result.returncode != 0
     assert "no Python 3.11 or 3.12 on PATH" in result.stderr
     assert not (checkout / ".venv").exists()
 
 
-def test_a_python_that_does_not_run_is_passed_over(checkout: Path) -> None:
+def test_a_python_that_does_not_run_is_skipped(checkout: Path) -> None:
     add_program(checkout, "python3.11", "#!/bin/bash\nexit 127\n")
     add_program(checkout, "python3.12", "#!/bin/bash\nexit 0\n")
     assert f'python="{checkout}/bin/python3.12"' in make(checkout, "-n", "setup").stdout
@@ -71,7 +71,7 @@ def test_setup_names_the_system_packages_it_may_not_install(checkout: Path) -> N
     assert not (checkout / ".venv").exists()
 
 
-def test_setup_installs_missing_system_packages_where_it_may(checkout: Path) -> None:
+def test_setup_as_root_installs_missing_system_packages(checkout: Path) -> None:
     add_program(checkout, "python3.11", BARE_PYTHON)
     add_program(checkout, "id", "#!/bin/bash\necho 0\n")
     add_program(checkout, "apt-get", '#!/bin/bash\necho "$*" >> asked\n')
@@ -81,7 +81,7 @@ def test_setup_installs_missing_system_packages_where_it_may(checkout: Path) -> 
     assert install.endswith("python3.11-venv python3.11-dev g++")
 
 
-def test_setup_does_nothing_twice_until_a_version_changes(checkout: Path) -> None:
+def test_setup_repeats_nothing_until_a_version_changes(checkout: Path) -> None:
     (checkout / ".venv").mkdir()
     for stamp in (".installed", ".ops-built"):
         (checkout / ".venv" / stamp).touch()
@@ -93,10 +93,10 @@ def test_setup_does_nothing_twice_until_a_version_changes(checkout: Path) -> Non
     add_program(checkout, "python3.11", "#!/bin/bash\nexit 0\n")
     planned = make(checkout, "-n", "setup").stdout
     assert "pip install" in planned
-    assert "infra.op_cache" in planned
+    assert "infra.node.compiled_operators" in planned
 
 
-def test_every_target_is_documented() -> None:
+def test_every_make_target_is_documented() -> None:
     text = (ROOT / "Makefile").read_text("utf-8")
     (phony,) = (line.split()[1:] for line in text.splitlines() if line.startswith(".PHONY:"))
     command = ["make", "--no-print-directory", "help"]  # the tests may themselves be run by make
@@ -110,7 +110,7 @@ def browser(checkout: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_a_browser_for_the_tests_is_installed_where_it_may(checkout: Path) -> None:
+def test_a_missing_browser_for_the_tests_is_installed_as_root(checkout: Path) -> None:
     add_program(checkout, "id", "#!/bin/bash\necho 0\n")
     add_program(checkout, "apt-get", f'#!/bin/bash\necho "$*" >> {checkout}/asked\n')
     assert browser(checkout).returncode == 0
@@ -121,21 +121,22 @@ def test_a_browser_for_the_tests_is_installed_where_it_may(checkout: Path) -> No
     assert not (checkout / "asked").exists()
 
 
-def test_without_a_browser_that_may_be_installed_the_tests_go_on(checkout: Path) -> None:
+def test_a_browser_that_cannot_be_installed_is_not_an_error(checkout: Path) -> None:
     result = browser(checkout)
     assert result.returncode == 0
     assert "as root: apt-get install chromium" in result.stderr
 
 
 def cluster_packages(checkout: Path) -> subprocess.CompletedProcess[str]:
+    # Remove the folders in which this machine may have the programs.
     script = (checkout / ".ci" / "cluster-packages").read_text("utf-8")
-    (checkout / ".ci" / "cluster-packages").write_text(script.replace(":/usr/sbin:/sbin", ""), "utf-8")  # what is there
+    (checkout / ".ci" / "cluster-packages").write_text(script.replace(":/usr/sbin:/sbin", ""), "utf-8")
     environment = {"PATH": str(checkout / "bin")}
     command = [str(checkout / ".ci" / "cluster-packages")]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_what_several_hosts_need_is_installed_where_it_may(checkout: Path) -> None:
+def test_missing_packages_of_the_test_cluster_are_installed_as_root(checkout: Path) -> None:
     add_program(checkout, "id", "#!/bin/bash\necho 0\n")
     add_program(checkout, "ip", "#!/bin/bash\n")
     add_program(checkout, "apt-get", f'#!/bin/bash\necho "$*" >> {checkout}/asked\n')
@@ -143,7 +144,7 @@ def test_what_several_hosts_need_is_installed_where_it_may(checkout: Path) -> No
     assert (checkout / "asked").read_text().splitlines()[-1].endswith("pdsh openssh-server")
 
 
-def test_setup_goes_on_without_what_several_hosts_need(checkout: Path) -> None:
+def test_packages_of_the_test_cluster_that_cannot_be_installed_are_not_an_error(checkout: Path) -> None:
     result = cluster_packages(checkout)
     assert result.returncode == 0
     assert "as root: apt-get install pdsh openssh-server iproute2" in result.stderr

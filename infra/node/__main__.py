@@ -1,82 +1,112 @@
-"""What the head has done on a machine of the run: ``python -m infra.node ACTION``, run there over ssh.
+"""Actions that the head runs on a node, over ssh: ``python -m infra.node ACTION``.
 
 ::
 
-    facts     what a preflight wants to know of this machine
-    probe     run its ranks of an all-reduce; and end them, end_probe
-    prepare   make the folder of an attempt
-    watch     tell of its ranks, and take the head's word for them, until stdin ends
+    facts     report the facts about this node that preflight checks
+    probe     run this node's ranks of preflight's all-reduce
+    end_probe end these ranks
+    prepare   create the folder of an attempt
+    watch     report what the ranks of an attempt do and carry out the head's orders, until stdin ends
     end       end an attempt
-    logs      its files, packed
-    remove    remove its folder
+    logs      send the files of an attempt, packed
+    remove    remove the folder of an attempt
 
-and, where hosts share no storage (infra.node_store)::
+For hosts that share no storage (infra.node.storage)::
 
-    claim     take or renew what it holds of a run for one head
-    disown    undo that
-    inventory what it holds of a run's checkpoints
-    prune     remove some
-    move_aside  move some where nothing uses or removes them
-    listing   other files of a run
-    send      send files that the head asks for
-    receive   ask the head for files
-    stage     ask the head, or another node, and let others ask
-    release   what was staged for a run may go
-    garbage   what no run needs
-    free      remove that
+    claim     claim this node's files of a run for one head, or renew the claim
+    disown    undo a claim
+    inventory list this node's checkpoints of a run
+    prune     remove some of these checkpoints
+    move_aside  set some of these checkpoints aside
+    listing   list files of a run, with their digests
+    send      send the files that the head requests
+    receive   request files from the head
+    stage     fetch files from the head or another node, and serve them to other nodes
+    release   release what was staged for a run, so that it can be removed
+    garbage   list what no run needs
+    free      remove what no run needs
 
-What an action is told is one line of JSON on stdin, what it answers are lines of JSON on stdout; so nothing of a user's
-is ever part of a command line. An error of ours is told on stderr, exit code 1. Quick to start: what
-imports more than the standard library does so when it is asked for.
+Each action is a function that takes a request: a message (infra.node.messages) that the head sends on stdin. User input
+is therefore never part of a command line. The answer to a Query is one message on stdout; any other request starts a
+conversation. If the action fails, the last line on stderr is a Failure, and the exit code is 1. To start quickly, an
+action imports packages other than the standard library only if it needs them.
 """
 
-import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from importlib import import_module
+from typing import Any, get_type_hints
 
-from infra.node.attempt import logs, prepare, remove
-from infra.node.end import end
-from infra.node.watch import watch
-from infra.node_store import actions as node_store
-from infra.preflight.actions import end_probe, facts, probe
-from t5train.errors import StorageError, T5TrainError
-from t5train.os_errors import explain
+from infra.node.channel import Channel, WrongMessage, head_channel
+from infra.node.messages import Failure, Query, encode
+from t5train.errors import BadMessage, StorageError, T5TrainError
+from t5train.files.os_errors import explain
 
-Request = dict[str, Any]
-Action = Callable[[Request], Request | None]
-"""Given what the head asks for, the answer; None from those that write to stdout themselves."""
-
-ACTIONS: dict[str, Action] = {
-    "facts": facts,
-    "probe": probe,
-    "end_probe": end_probe,
-    "prepare": prepare,
-    "watch": watch,
-    "end": end,
-    "logs": logs,
-    "remove": remove,
-    **node_store.ACTIONS,
+ACTIONS = {
+    "facts": "infra.node.inspection:collect_facts",
+    "probe": "infra.node.inspection.all_reduce:probe",
+    "end_probe": "infra.node.inspection.all_reduce:end_probe",
+    "prepare": "infra.node.attempts.attempt_actions:prepare",
+    "watch": "infra.node.attempts.session_server:watch",
+    "end": "infra.node.attempts.attempt_actions:end",
+    "logs": "infra.node.attempts.attempt_actions:logs",
+    "remove": "infra.node.attempts.attempt_actions:remove",
+    "claim": "infra.node.attempts.run_ownership:claim",
+    "disown": "infra.node.attempts.run_ownership:disown",
+    "inventory": "infra.node.storage.stored_checkpoints:inventory",
+    "prune": "infra.node.storage.stored_checkpoints:prune",
+    "move_aside": "infra.node.storage.stored_checkpoints:move_aside",
+    "listing": "infra.node.storage.stored_checkpoints:listing",
+    "send": "infra.node.storage.stored_checkpoints:send",
+    "receive": "infra.node.storage.stored_checkpoints:receive",
+    "stage": "infra.node.storage.chain_copy:stage",
+    "release": "infra.node.storage.chain_copy:release",
+    "garbage": "infra.node.storage.garbage:garbage",
+    "free": "infra.node.storage.garbage:free",
 }
+"""The module and function of each action. The function takes the request and, unless that is a Query, the channel."""
+
+
+def function_of(name: str) -> Callable[..., object]:
+    """Return the function of an action. Its module is imported only now, because some modules are slow to import."""
+    module, _, function = ACTIONS[name].partition(":")
+    found: Callable[..., object] = getattr(import_module(module), function)
+    return found
+
+
+def request_type(function: Callable[..., object]) -> type[Any]:
+    """The class of the request that the function of an action takes."""
+    kind: type[Any] = get_type_hints(function)["request"]
+    return kind
+
+
+def act(name: str, head: Channel) -> None:
+    """Receive the request for an action and run the action; send the answer to a Query."""
+    function = function_of(name)
+    request = head.receive(request_type(function))
+    if isinstance(request, Query):
+        head.send(function(request))
+    elif request is not None:
+        function(request, head)
+
+
+def _failure(error: T5TrainError | OSError) -> Failure:
+    if isinstance(error, WrongMessage):
+        return Failure(BadMessage.__name__, str(error))
+    if isinstance(error, T5TrainError):
+        return Failure(type(error).__name__, str(error))
+    return Failure(StorageError.__name__, explain(error))
 
 
 def main() -> int:
-    """Do one action."""
+    """Run the action that the command line names, and return the exit code."""
     os.umask(0o077)
-    # Unbuffered: what follows the first line is read by `watch`, from the descriptor itself.
-    with open(0, "rb", buffering=0, closefd=False) as stdin:
-        request = json.loads(stdin.readline())
     try:
-        answer = ACTIONS[sys.argv[1]](request)
-    except T5TrainError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        act(sys.argv[1], head_channel())
+    except (T5TrainError, OSError) as error:
+        sys.stderr.write(encode(_failure(error)).decode("ascii"))
         return 1
-    except OSError as error:
-        sys.stderr.write(f"{StorageError.__name__}: {explain(error)}\n")
-        return 1
-    if answer is not None:
-        sys.stdout.write(json.dumps(answer) + "\n")
     return 0
 
 

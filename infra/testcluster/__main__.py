@@ -1,6 +1,9 @@
-"""The test cluster from a terminal; docs/test-cluster.md shows it in use."""
+"""The test cluster on the command line; docs/test-cluster.md shows how to use it."""
 
+import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,25 +11,61 @@ import typer
 
 from infra.testcluster import registry
 from infra.testcluster.cluster import Cluster
-from infra.testcluster.demo import demo as try_it
-from t5train.errors import T5TrainError
+from infra.testcluster.host_files import HOSTFILE, ROOT
+from t5train.errors import T5TrainError, TestClusterError
+
+_RUN = "demo-cluster"
+
+
+def run_demo(root: Path, arguments: Sequence[str] = ()) -> None:
+    """Train and publish on a temporary cluster; the published folder is copied to ``root``.
+
+    ``arguments`` are additional arguments of ``t5-pretrain run smoke``. Raises TestClusterError if that fails, or if a
+    host is left with a process of the run.
+    """
+    with Cluster.temporary(f"{_RUN}-{os.getpid()}") as cluster:
+        where = ["--root", ROOT, "--name", _RUN, "--hostfile", HOSTFILE]
+        # What the run publishes on the head's disk is removed with the head, so the export is published again below.
+        chain = cluster.start("head", ["t5-pretrain", "run", "smoke", *where, *arguments])
+        _require(chain.wait() == 0, "t5-pretrain run failed: see its output above")
+        _require(not cluster.disk("node0", ROOT).exists(), f"node0 has {ROOT}: the hosts share it, but should not")
+        _require_no_processes(cluster)
+        export = cluster.disk("head", f"{ROOT}/runs/{_RUN}/export")
+        command = Path(sys.executable).with_name("t5-pretrain")
+        place = root.absolute() / "published" / _RUN
+        published = subprocess.run([command, "publish", export, place], check=False)
+        _require(published.returncode == 0, f"publishing to {place} failed: see the output above")
+
+
+def _require_no_processes(cluster: Cluster) -> None:
+    for host in cluster.hosts:
+        left = [process for process in cluster.processes(host) if "[listener]" not in " ".join(process.argv)]
+        _require(not left, f"{host} is still running {left}")
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise TestClusterError(otherwise)
+
 
 app = typer.Typer(
     name="python -m infra.testcluster",
-    help="Several hosts on one machine, to try training on a cluster.",
+    help="Run several hosts on one machine, to try out training on a cluster.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-Name = Annotated[str, typer.Option("--name", help="Which cluster; there may be several.", envvar="T5_TEST_CLUSTER")]
+Name = Annotated[
+    str, typer.Option("--name", help="Name of the cluster; there may be several.", envvar="T5_TEST_CLUSTER")
+]
 Node = Annotated[str, typer.Argument(metavar="HOST", help="head, node0, node1 ...")]
 DEFAULT = "t5"
 
 
 @app.command()
 def up(
-    nodes: Annotated[int, typer.Option("--nodes", help="How many nodes, besides the head.")] = 2,
-    share: Annotated[Path | None, typer.Option(help="A folder that all hosts have, to read and write.")] = None,
+    nodes: Annotated[int, typer.Option("--nodes", help="Number of nodes, besides the head.")] = 2,
+    share: Annotated[Path | None, typer.Option(help="A folder that all hosts can read and write.")] = None,
     name: Name = DEFAULT,
 ) -> None:
     """Start a head and nodes; /root/hosts on the head is a hostfile of all nodes."""
@@ -36,14 +75,14 @@ def up(
 
 @app.command()
 def down(name: Name = DEFAULT) -> None:
-    """End every host, and remove all disks."""
+    """Stop every host, and remove all disks."""
     registry.end(name)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def demo(context: typer.Context, root: Annotated[Path, typer.Option(help="Gets what is published.")]) -> None:
-    """Train, certify and publish on two hosts with nothing shared, and remove them; more arguments go to `run`."""
-    try_it(root, context.args)
+def demo(context: typer.Context, root: Annotated[Path, typer.Option(help="Folder for the published model.")]) -> None:
+    """Train, certify and publish on two temporary hosts that share nothing; additional arguments go to `run`."""
+    run_demo(root, context.args)
 
 
 @app.command("exec", context_settings={"allow_interspersed_args": False})
@@ -55,7 +94,7 @@ def run(host: Node, command: Annotated[list[str], typer.Argument(metavar="COMMAN
 
 @app.command()
 def ps(host: Annotated[str | None, typer.Argument()] = None, name: Name = DEFAULT) -> None:
-    """Show the processes of one host or of all, with the pids that they have on the machine."""
+    """Show the processes of one host or of all hosts, with their pids on the machine."""
     cluster = Cluster(name)
     for shown in [host] if host else cluster.hosts:
         for process in cluster.processes(shown):
@@ -64,26 +103,28 @@ def ps(host: Annotated[str | None, typer.Argument()] = None, name: Name = DEFAUL
 
 @app.command()
 def sshd(host: Node, action: Literal["stop", "start"], name: Name = DEFAULT) -> None:
-    """Let a host take no new connections, or take them again."""
+    """Make a host refuse new ssh connections, or accept them again."""
     cluster = Cluster(name)
     (cluster.stop_sshd if action == "stop" else cluster.start_sshd)(host)
 
 
 @app.command()
 def link(host: Node, state: Literal["down", "up"], name: Name = DEFAULT) -> None:
-    """Pull a host's cable, or put it back."""
+    """Unplug a host's network cable, or plug it back in."""
     Cluster(name).set_link(host, state)
 
 
 @app.command()
-def rate(host: Node, limit: Annotated[str, typer.Argument(help="As 200mbit, or off.")], name: Name = DEFAULT) -> None:
-    """Limit a host's cable in both directions."""
+def rate(
+    host: Node, limit: Annotated[str, typer.Argument(help="Such as 200mbit, or off.")], name: Name = DEFAULT
+) -> None:
+    """Limit the bandwidth of a host's cable in both directions."""
     Cluster(name).set_rate(host, None if limit == "off" else limit)
 
 
 @app.command("power-cut")
 def power_cut(host: Node, name: Name = DEFAULT) -> None:
-    """End a host at once, its cable first: nobody is told."""
+    """End a host at once, its cable first, so that other hosts get no notice."""
     Cluster(name).power_cut(host)
 
 
@@ -93,22 +134,22 @@ def boot(
     new_disk: Annotated[bool, typer.Option("--new-disk", help="With an empty disk, as after a replacement.")] = False,
     name: Name = DEFAULT,
 ) -> None:
-    """Switch a host on again."""
+    """Boot a host again."""
     Cluster(name).boot(host, new_disk)
 
 
 @app.command()
 def rekey(
     host: Node,
-    trusted: Annotated[bool, typer.Option("--trusted", help="The head is told of it.")] = False,
+    trusted: Annotated[bool, typer.Option("--trusted", help="Make the new key known to the head.")] = False,
     name: Name = DEFAULT,
 ) -> None:
-    """Give a host another host key, so that ssh refuses it."""
+    """Give a host a new host key, so that ssh refuses to connect to it."""
     Cluster(name).rekey(host, trusted)
 
 
 def main() -> None:
-    """Run a command; errors are one line and exit code 1."""
+    """Run a command; an error is printed as one line, with exit code 1."""
     try:
         app()
     except T5TrainError as error:

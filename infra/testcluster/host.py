@@ -1,4 +1,4 @@
-"""One host: namespaces held by its first process, a disk, and files below its ``etc``."""
+"""One host: namespaces held by its first process, a disk, and an ``etc`` folder with its settings."""
 
 import json
 import os
@@ -8,15 +8,15 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from infra import processes
-from infra.processes import ProcessIdentity
-from infra.testcluster import namespaces, registry, sshd, view
+from infra.node import processes
+from infra.node.processes import ProcessIdentity
+from infra.testcluster import host_files, namespaces, registry
 from t5train.errors import TestClusterError
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a host, by the pid that it has on the machine."""
+    """A process of a host, with its pid on the machine."""
 
     pid: int
     argv: tuple[str, ...]
@@ -24,24 +24,24 @@ class Process:
 
 @dataclass(frozen=True)
 class Host:
-    """A host by its name, and that of its cluster."""
+    """A host, identified by its name and that of its cluster."""
 
     name: str
     cluster: str
 
     @property
     def folder(self) -> Path:
-        """Where the machine keeps what is the host's own."""
+        """The machine's folder for the host's own files."""
         return registry.folder(self.cluster) / self.name
 
     @property
     def disk(self) -> Path:
-        """The machine's path of its root folder, as far as that is its own: ``disk / "tmp"`` is its /tmp."""
+        """The path on the machine of the host's own part of its root folder: ``disk / "tmp"`` is its /tmp."""
         return self.folder / "disk"
 
     @property
     def etc(self) -> Path:
-        """Its names, keys and settings: they survive a new disk."""
+        """The folder with the host's name, keys and settings, which survives a new disk."""
         return self.folder / "etc"
 
     @property
@@ -54,7 +54,7 @@ class Host:
 
     @property
     def init(self) -> ProcessIdentity | None:
-        """Its first process; None while it is switched off."""
+        """The host's first process; None while the host is off."""
         try:
             found = ProcessIdentity(**json.loads(self._record.read_text("utf-8")))
         except FileNotFoundError:
@@ -62,39 +62,40 @@ class Host:
         return found if found.is_alive() else None
 
     def make(self, user_key: Path, hosts: list[str]) -> None:
-        """Make what is missing: folders, keys, a disk; names and the boot's id anew."""
+        """Create folders, keys and a disk if they do not exist; write the names of all hosts and a new boot id."""
         self.etc.mkdir(parents=True, exist_ok=True)
         if not self.disk.exists():
-            view.make_disk(self.disk)
-        view.write_etc(self.etc, self.name, hosts)
-        sshd.write_server(self.etc, user_key)
+            host_files.make_disk(self.disk)
+        host_files.write_etc(self.etc, self.name, hosts)
+        host_files.write_server(self.etc, user_key)
 
     def remove_disk(self) -> None:
-        """The next boot finds a new, empty one."""
+        """Remove the host's disk; the next boot creates a new, empty one."""
         shutil.rmtree(self.disk)
 
     def switch_on(self, share: str | None) -> subprocess.Popen[bytes]:
-        """Start the first process; ``await_ready`` is to follow."""
-        mounts = [asdict(mount) for mount in view.prepare(self.disk, self.etc, share)]
+        """Start the first process. Call ``await_ready`` next."""
+        mounts = [asdict(mount) for mount in host_files.prepare(self.disk, self.etc, share)]
         wanted = {"host": self.name, "record": str(self._record), "mounts": mounts}
-        argv = [sys.executable, "-m", "infra.testcluster.init"]
+        argv = [sys.executable, "-m", "infra.testcluster.host_init"]
         return namespaces.start(self.cluster, namespaces.HOST, argv, json.dumps(wanted).encode(), self._console)
 
     def await_ready(self, process: subprocess.Popen[bytes]) -> ProcessIdentity:
-        """Wait until the host has its view of the files, and return its first process. Raises TestClusterError."""
+        """Wait until the host's files are mounted; returns its first process. Raises TestClusterError on failure."""
         namespaces.await_ready(process, self._console)
         return self.running()
 
     def running(self) -> ProcessIdentity:
-        """Its first process. Raises TestClusterError while it is switched off."""
+        """The host's first process. Raises TestClusterError while the host is off."""
         if (init := self.init) is None:
             raise TestClusterError(f"{self.name} is switched off: boot it first")
         return init
 
     def command(self, argv: list[str]) -> list[str]:
-        """``argv`` such that it runs on the host, in /root. Raises TestClusterError while the host is off.
+        """The command that runs ``argv`` on the host, in /root. Raises TestClusterError while the host is off.
 
-        Ctrl-C ends it, as on a console, also where whoever starts it is in a shell's background and deaf to that.
+        Ctrl-C ends the program as on a console, even if a background job of a shell starts it, in which programs ignore
+        Ctrl-C by default.
         """
         return [
             "nsenter",
@@ -111,7 +112,7 @@ class Host:
         ]
 
     def processes(self) -> list[Process]:
-        """What runs on the host, but for its first process; nothing while it is off."""
+        """The processes on the host, except its first one; empty while it is off."""
         init = self.init
         if init is None:
             return []
@@ -125,13 +126,13 @@ def _in_namespace(namespace: Path) -> processes.Belongs:
         try:
             return Path(f"/proc/{pid}/ns/pid").readlink() == namespace
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            return False  # it has just ended, or belongs to what this machine is a container of
+            return False  # it has just ended, or runs outside the container that this machine is
 
     return belongs
 
 
 def _argv(pid: int) -> tuple[str, ...]:
-    """Empty for a process that has ended."""
+    """The arguments of a process; empty if it has ended."""
     try:
         text = Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):

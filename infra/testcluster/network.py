@@ -1,11 +1,11 @@
-"""The cluster's network: a switch in a network namespace of its own, and a cable from it to every host.
+"""The cluster's network: a switch in its own network namespace, and a cable from the switch to every host.
 
-Nothing leads out of it, so clusters use the same addresses without meeting. A cable is named after its host.
+The network is isolated, so several clusters can use the same addresses. A cable is named after its host.
 """
 
 import subprocess
 
-from infra.processes import ProcessIdentity
+from infra.node.processes import ProcessIdentity
 
 HEAD = "head"
 _SUBNET = "10.77.0"
@@ -23,7 +23,7 @@ def make_switch(switch: ProcessIdentity) -> None:
 
 
 def plug(switch: ProcessIdentity, host: str, init: ProcessIdentity) -> None:
-    """Connect a host. Its hardware address stays the same for ever, so that others find it after a reboot."""
+    """Connect a host. Its hardware address never changes, so that others find it after a reboot."""
     number = int(address(host).rpartition(".")[2])
     cable = f"link add dev {host} type veth peer name eth0 address 02:00:0a:4d:00:{number:02x} netns {init.pid}"
     _ip(switch, cable, f"link set dev {host} master br0 up")
@@ -31,17 +31,17 @@ def plug(switch: ProcessIdentity, host: str, init: ProcessIdentity) -> None:
 
 
 def unplug(switch: ProcessIdentity, host: str) -> None:
-    """Take a cable away."""
+    """Remove a host's cable."""
     _ip(switch, f"link delete dev {host}")
 
 
 def set_link(switch: ProcessIdentity, host: str, state: str) -> None:
-    """Pull a host's cable out (``down``) or put it back (``up``)."""
+    """Unplug a host's cable (``down``) or plug it back in (``up``)."""
     _ip(switch, f"link set dev {host} {state}")
 
 
 def set_rate(switch: ProcessIdentity, host: str, init: ProcessIdentity, rate: str | None) -> None:
-    """Limit both directions of a cable to ``rate`` (tc's units, as ``200mbit``); None takes the limit away."""
+    """Limit both directions of a cable to ``rate`` (in tc's units, for example ``200mbit``); None removes the limit."""
     for end, device in ((switch, host), (init, "eth0")):
         limit = ["tbf", "rate", rate, "burst", "512kb", "latency", "50ms"] if rate else ["pfifo"]
         _within(end, ["tc", "qdisc", "replace", "dev", device, "root", *limit])

@@ -1,7 +1,7 @@
-"""Clusters of this machine by name: their folders, and how they end even when whoever started them is gone.
+"""Clusters of this machine by name: their folders, and how to end them even if the process that started them is gone.
 
-Every process of a cluster carries its mark in its environment, or lives in a namespace whose first process does.
-When these end, the kernel takes back namespaces, mounts and cables: nothing but the folder is left to remove.
+Every process of a cluster has the cluster's mark in its environment, or runs in a namespace whose first process has it.
+When these processes end, the kernel removes the namespaces, mounts and cables, so only the folder is left to remove.
 """
 
 import json
@@ -10,10 +10,10 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from infra import processes
-from infra.processes import RUN_ID_VARIABLE, ProcessIdentity
-from t5train.atomic import write_json
+from infra.node import processes
+from infra.node.processes import RUN_ID_VARIABLE, ProcessIdentity
 from t5train.errors import TestClusterError
+from t5train.files.atomic import write_json
 
 FOLDER = Path("/var/tmp/t5-testcluster")  # noqa: S108 - private, and hidden from hosts by their own /var/tmp
 _STATE, _SWITCH = "cluster.json", "switch.json"
@@ -21,7 +21,7 @@ _STATE, _SWITCH = "cluster.json", "switch.json"
 
 @dataclass(frozen=True)
 class State:
-    """What a cluster was started as, and by whom."""
+    """How a cluster was started, and by which process."""
 
     nodes: int
     share: str | None
@@ -31,35 +31,40 @@ class State:
 
 
 def folder(name: str) -> Path:
-    """Where a cluster keeps its disks and state. Raises TestClusterError for what is no name."""
+    """The folder of a cluster's disks and state. Raises TestClusterError if the name is invalid."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,39}", name):
-        raise TestClusterError(f"a test cluster cannot be called {name!r}: use up to 40 of a-z, 0-9 and -")
+        raise TestClusterError(
+            f"{name!r} is not a valid name of a test cluster: use up to 40 of the characters a-z, 0-9 and -, the first "
+            "not -"
+        )
     return FOLDER / name
 
 
 def mark(name: str) -> dict[str, str]:
-    """The variable that a cluster's processes have in their environment."""
+    """The environment variable that marks the processes of a cluster."""
     return {RUN_ID_VARIABLE: f"testcluster-{name}"}
 
 
 def create(name: str, state: State) -> None:
-    """Make a cluster's folder. Raises TestClusterError if the name is taken; what was abandoned is removed first."""
+    """Remove abandoned clusters, then make a cluster's folder. Raises TestClusterError if the name is taken."""
     _remove_abandoned()
     path = folder(name)
     try:
         path.mkdir(parents=True, mode=0o700)
     except FileExistsError:
         remedy = f"end it (python -m infra.testcluster down --name {name}) or choose another --name"
-        raise TestClusterError(f"there is a test cluster {name!r} already: {remedy}") from None
+        raise TestClusterError(f"a test cluster {name!r} already exists: {remedy}") from None
     write_json(path / _STATE, asdict(state))
 
 
 def read(name: str) -> State:
-    """What a cluster was started as. Raises TestClusterError if there is none of that name."""
+    """How a cluster was started. Raises TestClusterError if there is none of that name."""
     try:
         state = json.loads((folder(name) / _STATE).read_text("utf-8"))
     except FileNotFoundError:
-        raise TestClusterError(f"there is no test cluster {name!r}: python -m infra.testcluster up makes one") from None
+        raise TestClusterError(
+            f"there is no test cluster {name!r}: start it with python -m infra.testcluster up"
+        ) from None
     return State(**{**state, "creator": ProcessIdentity(**state["creator"])})
 
 
@@ -74,10 +79,10 @@ def read_switch(name: str) -> ProcessIdentity:
 
 
 def end(name: str) -> None:
-    """End all of a cluster that is there, whatever state it is in, and remove its folder with every disk."""
+    """End a cluster, whatever state it is in, and remove its folder with all disks."""
     left = processes.end(_belongs(name), grace_seconds=0)
     if left:
-        raise TestClusterError(f"processes of test cluster {name!r} do not end: {' '.join(map(str, left))}")
+        raise TestClusterError(f"processes of test cluster {name!r} survived SIGKILL: {' '.join(map(str, left))}")
     if folder(name).exists():
         shutil.rmtree(folder(name))
 
@@ -88,7 +93,7 @@ def _belongs(name: str) -> processes.Belongs:
 
 
 def _remove_abandoned() -> None:
-    """Folders of clusters that ended with their creator, or with the machine."""
+    """Remove clusters that ended with their creator or with the machine."""
     for path in FOLDER.glob(f"*/{_STATE}"):
         name = path.parent.name
         if not read(name).creator.is_alive() and not processes.find(_belongs(name)):

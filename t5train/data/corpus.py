@@ -1,4 +1,4 @@
-"""The corpus stage: find or make the text, verify every file of it, and note where its rows lie."""
+"""The corpus stage: find or create the text, verify every file, and record where its rows are."""
 
 import logging
 import re
@@ -7,36 +7,49 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from t5train.data import pydocs
+from t5train.data import sources as pydocs
+from t5train.data.output_folder import making, stage_folder
 from t5train.data.passages import SourceFile
 from t5train.data.segments import SEGMENTS, FileSegments, Segment, write_segments
 from t5train.data.sources import local_files
-from t5train.data.stage_folder import making, stage_folder
-from t5train.data.workers import Json, in_processes
+from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import InputError
-from t5train.fingerprint import fingerprint
-from t5train.host_resources import num_cores
-from t5train.kept_files import keep_changed_files
+from t5train.files.os_errors import explain
+from t5train.host_resources import num_cores, require_space
 from t5train.locations import redacted
-from t5train.os_errors import explain
 from t5train.progress import Progress, silent
-from t5train.records import Corpus, FileDigest, digest_file, digest_files, reusable
+from t5train.records.digests import FileDigest, digest_file, digest_files
+from t5train.records.identity import fingerprint
+from t5train.records.kept_files import keep_changed_files
+from t5train.records.stage_records import Corpus, reusable
 from t5train.spec import CorpusSpec
 
-_STAGE_VERSION = 1  # raised when the same files would give another corpus
+_STAGE_VERSION = 1  # incremented when the same files would give another corpus
 _PYDOCS_FILE = "pydocs.jsonl"
 _log = logging.getLogger(__name__)
 
 
 def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, out: Path | None = None) -> Corpus:
-    """Verified text in ``out``, or in ``{root}/corpus/{name}-{fp12}`` when that is left out.
+    """Find or make the text, verify every file, and record where its passages are. A finished corpus is reused.
 
-    Local files are used where they lie. The fingerprint is made of the content of the source files and their
-    names below the source, not of where they lie.
+    Local files are used in place, and remote ones are downloaded to ``{root}/cache``. The fingerprint depends on the
+    content of the source files and their names below the source, not on their location.
 
-    Raises InputError for a source that is absent, empty, truncated, not UTF-8 or of the wrong form, and
-    StorageError for a folder that cannot be written or holds something else.
+    Args:
+        spec: The source, and how documents are split into train, validation and test.
+        root: The root folder.
+        progress: Called with the number of files hashed, then with the number of bytes read (as stored on disk).
+        out: Folder of the result; ``{root}/corpus/{name}-{first 12 digits of the fingerprint}`` if left out.
+
+    Returns:
+        The record of the corpus; its counts are passages, empty passages, and UTF-8 bytes of text.
+
+    Raises:
+        InputError: The source is missing, empty, truncated, not UTF-8 or malformed.
+        StorageError: The folder cannot be written, or holds something else.
+
     """
+    require_space(out or root, 0, "the corpus")  # before hashing, which takes long for a large corpus
     sources = _sources(spec, root, progress)
     digests = _digests(sources, progress)
     identity = fingerprint({"kind": "corpus", "stage": _STAGE_VERSION, "files": _content(sources, digests)})
@@ -59,7 +72,7 @@ def build_corpus(spec: CorpusSpec, root: Path, progress: Progress = silent, *, o
 
 
 def corpus_name(spec: CorpusSpec) -> str:
-    """A folder name that reminds of the source."""
+    """Return a folder name derived from the source."""
     name = PurePosixPath(redacted(spec.source)).name.split(".")[0]
     return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:40] or "text"
 
@@ -72,7 +85,7 @@ def _sources(spec: CorpusSpec, root: Path, progress: Progress) -> list[SourceFil
 
 def _digests(sources: list[SourceFile], progress: Progress) -> dict[SourceFile, FileDigest]:
     found: dict[SourceFile, FileDigest] = {}
-    with ThreadPoolExecutor(num_cores()) as pool:  # hashing holds no lock of the interpreter
+    with ThreadPoolExecutor(num_cores()) as pool:  # hashing releases the GIL
         for source, digest in zip(sources, pool.map(_digest, sources), strict=True):
             found[source] = digest
             progress("source files hashed", len(found), len(sources))
@@ -91,7 +104,7 @@ def _content(sources: list[SourceFile], digests: Mapping[SourceFile, FileDigest]
 
 
 def _scanned(sources: list[SourceFile], workers: int, progress: Progress) -> list[FileSegments]:
-    """Every file, read whole, in the order of ``sources``."""
+    """Scan all files in worker processes, and return the results in the order of ``sources``."""
     jobs = [{"path": str(source.path), "name": source.name} for source in sources]
     total = sum(source.path.stat().st_size for source in sources)
     done = 0
@@ -115,7 +128,8 @@ def _counts(spec: CorpusSpec, files: list[FileSegments]) -> dict[str, int]:
     passages, empty = sum(file.passages for file in files), sum(file.empty_passages for file in files)
     if not passages:
         raise InputError(
-            f"corpus.source {redacted(spec.source)!r} holds no text ({empty} empty passages): name other files"
+            f"corpus.source {redacted(spec.source)!r} holds no text (empty passages: {empty}). Set corpus.source to "
+            "files with text"
         )
     if empty:
         _log.warning("%d of %d passages are empty and are skipped", empty, passages + empty)

@@ -1,6 +1,6 @@
-"""Held-out passages with the ids that training reads for them: what a published tokenizer has to reproduce.
+"""Held-out passages with the token ids that training uses for them. A published tokenizer must produce the same ids.
 
-They lie beside the token shards, because the ranks that write the witness may have nothing else of the data.
+They are stored beside the token shards, because the rank that writes the witness may have no other data.
 """
 
 import logging
@@ -13,25 +13,25 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from t5train.atomic import write_text
-from t5train.data.encoding import Encoder
 from t5train.data.passages import Passage
-from t5train.data.spiece import SPECIAL_PIECES, UNK_ID
+from t5train.data.sentencepiece_model import SPECIAL_PIECES, UNK_ID, Encoder
 from t5train.errors import InputError
-from t5train.witness import EncodedPassage
+from t5train.files.atomic import write_text
+from t5train.records.witness import EncodedPassage
 
 HELD_OUT = "held-out-passages.json"
 _MOST_PASSAGES = 32
 _CANDIDATES = 1000
 _MOST_CHARACTERS = 4000
 _LEAST_AGREEMENT = 0.9
-# transformers turns these into control ids, training does not; U+0085 is a space to one of them only.
+# Passages with these are left out: transformers encodes special pieces and sentinels as control ids, but training does
+# not, and only one of the two treats U+0085 as a space.
 _READ_DIFFERENTLY = re.compile("|".join([*map(re.escape, SPECIAL_PIECES), "<extra_id_[0-9]+>", "\x85"]))
 _log = logging.getLogger(__name__)
 
 
 class HeldOutPassages(BaseModel):
-    """``held-out-passages.json``."""
+    """The content of ``held-out-passages.json``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     schema_version: Literal[1] = 1
@@ -39,36 +39,42 @@ class HeldOutPassages(BaseModel):
 
 
 def read_held_out(shards_folder: Path) -> list[EncodedPassage]:
-    """The passages recorded in a folder of token shards; InputError when there are none."""
+    """Return the passages recorded in a folder of token shards. Raises InputError if there are none."""
     path = shards_folder / HELD_OUT
     try:
         passages = HeldOutPassages.model_validate_json(path.read_bytes()).passages
     except FileNotFoundError:
-        raise InputError(f"{path} does not exist: make the token shards again with this version") from None
+        raise InputError(
+            f"{path} does not exist: make the token shards again with this version of t5-pretrain (`run` or `tokenize`)"
+        ) from None
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}): repair the disk or the permissions") from error
     except ValidationError as error:
-        raise InputError(f"{path} is damaged ({error.errors()[0]['msg']}): make the token shards again") from error
+        raise InputError(
+            f"{path} is damaged ({error.errors()[0]['msg']}). Use `t5-pretrain run` or `tokenize` to make the token "
+            "shards again"
+        ) from error
     if not passages:
         raise InputError(
-            f"{path} holds no passage, and without one the published tokenizer cannot be certified: use more text, or "
-            "give validation a larger share (corpus.split)"
+            f"{path} holds no passage, but certification compares tokenizers on at least one. Use more text, or "
+            "give validation a larger share (corpus.split), then make the token shards again"
         )
     return passages
 
 
 def write_held_out(folder: Path, found: Iterable[EncodedPassage], tokenizer_json: Path) -> None:
-    """Choose among the first candidates and write them to ``folder``.
+    """Choose passages from the first 1000 candidates and write them to ``folder``.
 
-    Only passages that Hugging Face's tokenizer encodes as training does are recorded: the two are known to differ on
-    rare mixtures of characters. InputError when they differ on more than that.
+    Only passages that Hugging Face's tokenizer encodes as training does are recorded. The two differ on rare
+    combinations of characters. Raises InputError if they agree on fewer than 90% of the candidates.
     """
     candidates = list(islice(found, _CANDIDATES))
     agreed = _agreeing(candidates, tokenizer_json)
     if len(agreed) < _LEAST_AGREEMENT * len(candidates):
         raise InputError(
             f"{tokenizer_json} encodes {len(candidates) - len(agreed)} of {len(candidates)} held-out passages "
-            "differently from the spiece.model beside it: remove that folder and make the tokenizer again"
+            f"differently from the spiece.model in the same folder. Remove {tokenizer_json.parent} and start again: "
+            "the tokenizer is then made again"
         )
     chosen = HeldOutPassages(passages=choose(agreed))
     _log.info("%d of %d held-out passages are recorded for the certificate", len(chosen.passages), len(candidates))
@@ -76,7 +82,7 @@ def write_held_out(folder: Path, found: Iterable[EncodedPassage], tokenizer_json
 
 
 def comparable(passages: Iterable[tuple[Passage, np.ndarray]], encoder: Encoder) -> Iterator[EncodedPassage]:
-    """Those that both tokenizers read as plain text; of a long one its beginning."""
+    """Yield the passages that both tokenizers read as plain text. Long passages are cut to at most 4000 characters."""
     for passage, whole_ids in passages:
         text, ids = passage.text, whole_ids
         if len(text) > _MOST_CHARACTERS:
@@ -87,7 +93,10 @@ def comparable(passages: Iterable[tuple[Passage, np.ndarray]], encoder: Encoder)
 
 
 def choose(candidates: Sequence[EncodedPassage], most: int = _MOST_PASSAGES) -> list[EncodedPassage]:
-    """Up to ``most`` candidates: some with unknown characters, some beyond ASCII, then those with most new pieces."""
+    """Choose up to ``most`` candidates.
+
+    First some with unknown characters, then some with non-ASCII text, then those that add the most new pieces.
+    """
     unknown = [each for each in candidates if UNK_ID in each.ids][: most // 8]
     foreign = [each for each in candidates if not each.text.isascii() and each not in unknown][: most // 4]
     chosen = [*unknown, *foreign]
@@ -106,6 +115,9 @@ def _agreeing(candidates: Sequence[EncodedPassage], tokenizer_json: Path) -> lis
 
     try:
         reference = Tokenizer.from_file(str(tokenizer_json))
-    except Exception as error:  # tokenizers raises Exception itself
-        raise InputError(f"{tokenizer_json} cannot be read ({error}): make the tokenizer again") from error
+    except Exception as error:  # tokenizers raises plain Exception
+        raise InputError(
+            f"{tokenizer_json} cannot be read ({error}). Remove {tokenizer_json.parent} and start again: the tokenizer "
+            "is then made again"
+        ) from error
     return [each for each in candidates if reference.encode(each.text).ids == each.ids]

@@ -1,6 +1,6 @@
-"""Random bits that are a function of a key and a counter, the same with every version of every library.
+"""Random bits as a pure function of a key and a counter, independent of the versions of libraries.
 
-The mixing function is SplitMix64's (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+The mixing function is that of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
 """
 
 import math
@@ -13,7 +13,7 @@ _ROUNDS = 8
 
 
 def keys(*parts: int | np.ndarray) -> Bits:
-    """One key for each combination of ``parts`` (broadcast, non-negative); their order matters."""
+    """Return a key for each combination of ``parts``, which are non-negative and broadcast. Their order matters."""
     key = np.zeros(1, dtype=np.uint64)
     for part in parts:
         key = _mixed((key ^ np.asarray(part).astype(np.uint64)) + _GOLDEN)
@@ -21,17 +21,18 @@ def keys(*parts: int | np.ndarray) -> Bits:
 
 
 def bits(key: Bits, count: int) -> Bits:
-    """64 random bits for each of ``count`` counters: shape [*key.shape, count]."""
+    """Return 64 random bits for each of ``count`` counters: shape [*key.shape, count]."""
     return _mixed(key[..., np.newaxis] + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
 
 
 def permuted(places: np.ndarray, size: int, *parts: int | np.ndarray) -> np.ndarray:
-    """What a permutation of ``range(size)`` puts at each of ``places``: int64, the same shape [n].
+    """Return the elements at ``places`` [n] of a permutation of ``range(size)``: int64 [n].
 
-    ``parts`` decide the permutation; an array of them [n] gives each place a permutation of its own. Time and memory
-    depend on the number of places alone: a Feistel network permutes the smallest square that ``size`` fits in, and
-    what falls outside of ``range(size)`` goes through it again until it falls inside (cycle walking; Black and
-    Rogaway: Ciphers with arbitrary finite domains, 2002). Less than one place in ten does so from a size of 400 on.
+    ``parts`` select the permutation; a part that is an array [n] selects one for each place. Time and memory depend
+    only on the number of places. A Feistel network permutes ``range(side**2)``, where ``side**2`` is the smallest
+    square that is at least ``size``. Results outside ``range(size)`` go through it again until they are inside (cycle
+    walking; Black and Rogaway: Ciphers with arbitrary finite domains, 2002). For sizes of at least 400, fewer than one
+    place in ten needs this.
     """
     side = np.uint64(math.isqrt(size - 1) + 1)
     rounds = np.broadcast_to(keys(*parts, np.arange(_ROUNDS)[:, np.newaxis]), (_ROUNDS, len(places)))
@@ -42,7 +43,7 @@ def permuted(places: np.ndarray, size: int, *parts: int | np.ndarray) -> np.ndar
 
 
 def _through_network(places: Bits, side: np.uint64, rounds: Bits) -> Bits:
-    """A permutation of ``range(side**2)``: each round adds a hash of one coordinate to the other."""
+    """Permute ``range(side**2)``: each round adds a hash of one coordinate to the other."""
     left, right = np.divmod(places, side)
     for key in rounds:
         left, right = right, (left + _mixed((key ^ right) + _GOLDEN) % side) % side

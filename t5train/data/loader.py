@@ -1,8 +1,8 @@
-"""Samples of token shards, in an order and with noise that a seed decides, and nothing else.
+"""Samples of token shards, in an order and with noise that depend only on a seed.
 
-Sample k of a split is window k of its shards: each shard gives its whole windows, one after another. There is
-no loader state: the number of samples consumed says where training stands. Nor is there a table of the order, whose
-size would grow with the corpus: the sample at each place is computed when it is read.
+A window is a fixed number of consecutive tokens of a shard. Sample k of a split is window k, counted over the whole
+windows of all shards. The loader has no state: the number of samples consumed is the position in training. The order is
+not stored in a table, whose size would grow with the corpus. The sample at each position is computed when it is read.
 """
 
 import time
@@ -19,17 +19,17 @@ from t5train.data import keyed_random
 from t5train.data.shards import read_description, tokens_name
 from t5train.data.span_corruption import corrupt, geometry
 from t5train.errors import DigestMismatch, InputError
-from t5train.records import TokenShards
+from t5train.records.stage_records import TokenShards
 from t5train.spec import ObjectiveSpec
 
 ORDER_VERSION = 2
-"""Raised when the same seed would give other samples or another order: part of the identity of a training run."""
+"""Incremented when the same seed would give other samples or another order. Part of the identity of a training run."""
 PREFETCHED_BATCHES = 4
-_ORDER, _NOISE = 1, 2  # keep the random bits of both apart
+_ORDER, _NOISE = 1, 2  # parts of the keys, so that order and noise get different random bits
 
 
 class Batch(NamedTuple):
-    """``sample_ids`` int64 [n], ``inputs`` int32 [n, input_tokens], ``targets`` int32 [n, target_tokens]."""
+    """n samples: ``sample_ids`` int64 [n], ``inputs`` int32 [n, input_tokens], ``targets`` int32 [n, target_tokens]."""
 
     sample_ids: np.ndarray
     inputs: np.ndarray
@@ -37,9 +37,9 @@ class Batch(NamedTuple):
 
 
 class Windows:
-    """The windows of a split, mapped from its shards: ``windows[ids]`` is [n, window_tokens].
+    """The windows of a split, memory-mapped from its shards: ``windows[ids]`` is [n, window_tokens].
 
-    Raises InputError when the split has not a single whole window, DigestMismatch for a file of the wrong size.
+    Raises InputError if the split has no whole window, DigestMismatch if a file has the wrong size.
     """
 
     def __init__(self, shards: TokenShards, split: str, window_tokens: int) -> None:
@@ -52,9 +52,10 @@ class Windows:
         self._ends = np.cumsum([len(shard) for shard in self._shards])
         if not self._shards:
             raise InputError(
-                f"the {split} split has {shards.counts[f'{split}_tokens']} tokens in "
-                f"{shards.counts['num_shards']} shards, none with one window of {window_tokens}: add text, give "
-                "the split a larger share (corpus.split), raise shards.shard_tokens or lower objective.input_tokens"
+                f"the {split} split is too small: a sample needs {window_tokens} consecutive tokens of one shard, but "
+                f"the split has {shards.counts[f'{split}_tokens']} tokens in {shards.counts['num_shards']} shards. Add "
+                "text, give the split a larger share (corpus.split), raise shards.shard_tokens, or lower "
+                "objective.input_tokens"
             )
         self._window_tokens = window_tokens
 
@@ -62,7 +63,7 @@ class Windows:
         return int(self._ends[-1])
 
     def __getitem__(self, ids: np.ndarray) -> np.ndarray:
-        by_place = np.argsort(ids, kind="stable")  # reading forward is what disks and page caches like
+        by_place = np.argsort(ids, kind="stable")  # disks and page caches are fastest when read forward
         ascending = ids[by_place]
         bounds = np.searchsorted(ascending, self._ends)
         windows = np.empty((len(ids), self._window_tokens), dtype=self._dtype)
@@ -77,7 +78,10 @@ class Windows:
         path = folder / tokens_name(split, number)
         tokens = read_description(folder, number).splits[split].tokens
         if path.stat().st_size != tokens * self._dtype.itemsize:
-            raise DigestMismatch(f"{path} has {path.stat().st_size} bytes, not {tokens} tokens: run the shards stage")
+            raise DigestMismatch(
+                f"{path} is damaged: it has {path.stat().st_size} bytes, but {tokens * self._dtype.itemsize} were "
+                "recorded. Use `t5-pretrain run` or `tokenize` to make damaged token shards again"
+            )
         count = tokens // window_tokens
         if not count:
             return np.empty((0, window_tokens), dtype=self._dtype)
@@ -85,10 +89,10 @@ class Windows:
 
 
 class Samples:
-    """Span-corrupted samples of one split, numbered without end.
+    """Span-corrupted samples of one split, in an endless sequence.
 
     With ``shuffle``, each epoch is a permutation of the split keyed by (seed, epoch), and noise is keyed by
-    (seed, epoch, sample id). Without, the order is that of the ids and the noise that of epoch 0, always.
+    (seed, epoch, sample id). Without it, every epoch has the order of the ids and the noise of epoch 0.
     """
 
     def __init__(self, shards: TokenShards, split: str, objective: ObjectiveSpec, seed: int, shuffle: bool) -> None:
@@ -100,11 +104,11 @@ class Samples:
 
     @property
     def num_samples(self) -> int:
-        """Samples in an epoch."""
+        """The number of samples in an epoch."""
         return len(self._windows)
 
     def batch(self, start: int, count: int) -> Batch:
-        """Samples number ``start`` to ``start + count`` of the endless order."""
+        """Return samples ``start`` to ``start + count`` (exclusive) of the endless sequence."""
         epochs, places = np.divmod(np.arange(start, start + count), self.num_samples)
         if self._shuffle:
             ids = keyed_random.permuted(places, self.num_samples, self._seed, _ORDER, epochs)
@@ -116,10 +120,10 @@ class Samples:
 
 
 class Prefetched(Iterator[Batch]):
-    """Batches that a thread prepares ahead; close it, or leave its ``with``, to end the thread.
+    """An iterator over batches that a thread prepares in advance.
 
-    An exception of the source is raised where its batch would have come. ``waited_seconds`` is the time the
-    consumer spent waiting, in all.
+    ``close``, or leaving the ``with`` block, ends the thread. If the source raises an exception, it is raised in place
+    of the next batch. ``waited_seconds`` is the total time that the consumer has spent waiting.
     """
 
     def __init__(self, source: Iterator[Batch], depth: int) -> None:
@@ -144,7 +148,7 @@ class Prefetched(Iterator[Batch]):
         return item
 
     def close(self) -> None:
-        """End the thread; batches it has prepared are dropped."""
+        """End the thread, and drop the batches that it has prepared."""
         self._closed = True
         self._free.release()
         self._thread.join()
@@ -165,5 +169,5 @@ class Prefetched(Iterator[Batch]):
                     return
                 self._ready.put(next(self._source))
         except BaseException as error:
-            # Every one of them, StopIteration too, belongs to the consumer.
+            # The consumer gets all exceptions, including StopIteration.
             self._ready.put(error)

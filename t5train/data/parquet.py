@@ -1,4 +1,4 @@
-"""Passages out of .parquet files, of which only the columns id, text and title are read."""
+"""Reads passages from .parquet files. Only the columns id, text and title are read."""
 
 from collections.abc import Iterator
 
@@ -13,12 +13,12 @@ _COLUMNS = ("id", "text", "title")
 
 
 def parquet_rows(source: SourceFile, number: int, offset: int) -> Iterator[Row]:  # noqa: ARG001  rows have no offset here
-    """Rows from ``number`` on; the row groups before it are skipped unread."""
+    """Yield the rows from ``number`` on. Row groups before it are skipped without being read."""
     try:
         with pyarrow.parquet.ParquetFile(source.path) as file:
             yield from _rows(source, file, number)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise InputError(f"{source.path} cannot be read as parquet ({error}): fetch or write it again") from error
+        raise InputError(f"{source.path} cannot be read as parquet ({error}). Fetch or write the file again") from error
 
 
 def _rows(source: SourceFile, file: pyarrow.parquet.ParquetFile, number: int) -> Iterator[Row]:
@@ -39,5 +39,12 @@ def _rows(source: SourceFile, file: pyarrow.parquet.ParquetFile, number: int) ->
 def _columns(source: SourceFile, schema: pyarrow.Schema) -> list[str]:
     found = {name: str(schema.field(name).type) for name in _COLUMNS if schema.names.count(name) == 1}
     if found.get("text") not in ("string", "large_string"):
-        raise InputError(f"{source.path} has the columns {schema.names}: one named text, of strings, is expected")
+        raise InputError(
+            f"{source.path} needs one string column named 'text', but has the columns {_types(schema)}. Write the file "
+            "again with such a column, or choose other files (corpus.source)"
+        )
     return list(found)
+
+
+def _types(schema: pyarrow.Schema) -> str:
+    return ", ".join(f"{column.name} ({column.type})" for column in schema)

@@ -1,49 +1,61 @@
-"""Passages out of files: one a line of .txt, .jsonl or .tsv, one a row of .parquet.
+"""Reads passages from files: one per line of .txt, .jsonl or .tsv, one per row of .parquet.
 
-A row is counted from 0 as it lies in the file: blank lines and the header of a .tsv are rows too, so a row's
-number and its byte offset (in the decompressed stream) find it again without reading what comes before.
+Compressed files are opened with fsspec, which reads .gz with isal, in two thirds of the time of Python's gzip module.
+Rows are counted from 0. Blank lines and the header of a .tsv count, too, so that reading can start at any row, given
+its number and its byte offset in the decompressed stream.
 """
 
-import bz2
-import gzip
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, cast
 
 import orjson
+from backports.zstd import ZstdError
+from fsspec.compression import compr
+from isal.isal_zlib import IsalError
 
 from t5train.data.passages import Passage, Row, SourceFile
 from t5train.errors import InputError
 
 FORMATS = (".txt", ".jsonl", ".tsv", ".parquet")
-_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+"""fsspec's name of the compression for each suffix. .zip is not supported: fsspec would read only its first member."""
+_ISAL_ERROR = cast(type[Exception], IsalError)  # isal's stub declares it as an instance
+_DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError, _ISAL_ERROR, ZstdError)
 _TSV_HEADER = "id\ttext\ttitle"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def format_of(name: str) -> str | None:
-    """``.txt``, ``.jsonl``, ``.tsv`` or ``.parquet``, compressed or not; None for any other name."""
+    """Return ``.txt``, ``.jsonl``, ``.tsv`` or ``.parquet`` for a file name, compressed or not; None for any other."""
     suffixes = Path(name).suffixes
-    if suffixes and suffixes[-1] in _OPENERS and suffixes[-2:-1] != [".parquet"]:
+    if suffixes and suffixes[-1] in _COMPRESSIONS and suffixes[-2:-1] != [".parquet"]:
         suffixes.pop()
     return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else None
 
 
 def rows(source: SourceFile, number: int = 0, offset: int = 0) -> Iterator[Row]:
-    """The rows of a file from row ``number``, which begins at byte ``offset``, to the end.
+    """Yield the rows of a file from row ``number``, which begins at byte ``offset``, to the end.
 
-    Raises InputError that names file and row for invalid UTF-8 and rows of the wrong form, and the file
-    for one that is truncated, damaged or of an unknown format.
+    Raises InputError if a row is malformed or not valid UTF-8 (the error names its line), or if the file is truncated,
+    damaged or of an unknown format.
     """
     reader = _READERS.get(format_of(source.name) or "")
     if reader is None:
-        raise InputError(f"{source.path} is not one of {', '.join(FORMATS)} (or .gz, .bz2, .xz of the first three)")
+        compressed = ", ".join(_COMPRESSIONS)
+        raise InputError(
+            f"{source.path} has an unsupported format. Use {', '.join(FORMATS)}, or one of the first three compressed "
+            f"({compressed})"
+        )
     try:
         yield from reader(source, number, offset)
-    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        raise InputError(f"{source.path} cannot be read to its end ({error}): fetch or write it again") from error
+    except _DAMAGED as error:
+        raise InputError(
+            f"{source.path} cannot be read to its end ({error}). If the file is damaged, fetch or write it again"
+        ) from error
 
 
 def _txt(source: SourceFile, number: int, offset: int) -> Iterator[Row]:
@@ -62,9 +74,9 @@ def _json_passage(source: SourceFile, row: int, line: str) -> Passage:
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise InputError(f"{source.path} line {row + 1} is not JSON: {error}") from None
+        raise InputError(f"{source.path} line {row + 1} is not JSON ({error}). Correct this line") from None
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-        raise InputError(f'{source.path} line {row + 1} is not an object with "text": "..."')
+        raise InputError(f'{source.path} line {row + 1} is not an object with "text": "...". Correct this line')
     name = value.get("id")
     name = f"{source.name}:{row}" if name is None else str(name)  # "None" would put every such row into one split
     return Passage(name, str(value.get("title") or ""), value["text"])
@@ -75,7 +87,10 @@ def _tsv(source: SourceFile, number: int, offset: int) -> Iterator[Row]:
     if number == 0:
         _, _, header = next(lines, (0, 0, ""))
         if header != _TSV_HEADER:
-            raise InputError(f"{source.path} begins with {header[:80]!r}: the header {_TSV_HEADER!r} is expected")
+            raise InputError(
+                f"{source.path} begins with {header[:80]!r}, but must begin with the header {_TSV_HEADER!r}. Add this "
+                "header, and order the columns accordingly"
+            )
     for row, start, line in lines:
         yield Row(row, start, _tsv_passage(source, row, line))
 
@@ -85,7 +100,10 @@ def _tsv_passage(source: SourceFile, row: int, line: str) -> Passage:
         return Passage(f"{source.name}:{row}", "", "")
     fields = line.split("\t")
     if len(fields) != 3:
-        raise InputError(f"{source.path} line {row + 1} has {len(fields)} fields: id, text, title are expected")
+        raise InputError(
+            f"{source.path} line {row + 1} has {len(fields)} fields separated by tabs, but must have three: id, text, "
+            "title. Correct this line"
+        )
     name, text, title = map(_unquoted, fields)
     return Passage(name, title, text)
 
@@ -96,14 +114,14 @@ def _unquoted(field: str) -> str:
 
 
 def _parquet(source: SourceFile, number: int, offset: int) -> Iterator[Row]:
-    from t5train.data.parquet import parquet_rows  # pyarrow is slow to import, and most processes do without
+    from t5train.data.parquet import parquet_rows  # pyarrow is slow to import, and most processes do not need it
 
     return parquet_rows(source, number, offset)
 
 
 def _lines(source: SourceFile, number: int, offset: int) -> Iterator[tuple[int, int, str]]:
-    """Row number, offset and text (without line end) of each line."""
-    with _OPENERS.get(source.path.suffix, open)(source.path, "rb") as file:
+    """Yield the row number, byte offset and text (without line end) of each line."""
+    with _opened(source.path) as file:
         file.seek(offset)
         for line in file:
             content = line.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else line
@@ -112,10 +130,21 @@ def _lines(source: SourceFile, number: int, offset: int) -> Iterator[tuple[int, 
             except UnicodeDecodeError as error:
                 raise InputError(
                     f"{source.path} line {number + 1} is not UTF-8: byte {offset + error.start} of the text is "
-                    f"0x{line[error.start]:02x}; convert the file to UTF-8"
+                    f"0x{line[error.start]:02x}. Convert the file to UTF-8"
                 ) from None
             number += 1
             offset += len(line)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for reading, decompressed."""
+    with open(path, "rb") as stored:
+        if path.suffix not in _COMPRESSIONS:
+            yield stored
+            return
+        with compr[_COMPRESSIONS[path.suffix]](stored, mode="rb") as file:
+            yield file
 
 
 _READERS: dict[str, Callable[[SourceFile, int, int], Iterator[Row]]] = {

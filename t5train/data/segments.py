@@ -1,6 +1,6 @@
-"""The segment table of a corpus: where each stretch of about 64 KiB of text begins.
+"""The segment table of a corpus. A segment is a range of rows of one file with about 64 KiB of text.
 
-It lets shards be planned from (file, row range) alone, and lets a worker begin in the middle of a file.
+The table makes it possible to plan shards without reading the text again, and to start reading in the middle of a file.
 """
 
 import json
@@ -9,10 +9,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from t5train.atomic import replacing
 from t5train.data.passages import Passage, Row, SourceFile
 from t5train.data.readers import rows
-from t5train.data.workers import Advance, Json
+from t5train.data.worker_processes import Advance, Json
+from t5train.files.atomic import replacing
 
 SEGMENTS = "segments.json"
 _SEGMENT_BYTES = 64 << 10
@@ -28,7 +28,7 @@ class Segment(NamedTuple):
 
 
 class FileSegments(NamedTuple):
-    """All of one file."""
+    """All segments of one file."""
 
     source: SourceFile
     passages: int
@@ -37,7 +37,7 @@ class FileSegments(NamedTuple):
 
 
 def scan(source: SourceFile) -> FileSegments:
-    """Read a file once, whole; InputError names what is wrong with it."""
+    """Read a whole file and divide it into segments. Raises InputError if the file cannot be read as text."""
     segments: list[Segment] = []
     passages = empty = text_bytes = 0
     first: Row | None = None
@@ -56,7 +56,7 @@ def scan(source: SourceFile) -> FileSegments:
 
 
 def scan_file(job: Json, advance: Advance) -> Json:
-    """The work of one process of the corpus stage: ``scan`` the file of a job."""
+    """Scan the file of a job. The worker processes of the corpus stage call this."""
     scanned = scan(SourceFile(Path(job["path"]), job["name"]))
     advance(Path(job["path"]).stat().st_size)
     return {
@@ -68,14 +68,14 @@ def scan_file(job: Json, advance: Advance) -> Json:
 
 
 def passages_of(source: SourceFile, segment: Segment) -> Iterator[Passage]:
-    """The passages of a segment that have text."""
+    """Yield the passages of a segment that have text."""
     for row in islice(rows(source, segment.first_row, segment.offset), segment.rows):
         if row.passage.text.strip():
             yield row.passage
 
 
 def write_segments(folder: Path, files: Iterable[FileSegments]) -> None:
-    """Write ``segments.json`` into a corpus folder; files of that folder are named relative to it."""
+    """Write ``segments.json`` into a corpus folder. Paths inside that folder are stored relative to it."""
     value = [
         {
             "path": str(_relative(file.source.path, folder)),
@@ -91,7 +91,7 @@ def write_segments(folder: Path, files: Iterable[FileSegments]) -> None:
 
 
 def read_segments(folder: Path) -> list[FileSegments]:
-    """What ``write_segments`` wrote."""
+    """Read ``segments.json`` from a corpus folder."""
     return [_file_segments(folder, file) for file in json.loads((folder / SEGMENTS).read_bytes())["files"]]
 
 
@@ -105,5 +105,5 @@ def _relative(path: Path, folder: Path) -> Path:
 
 
 def _text_bytes(row: Row) -> int:
-    """Size of a row's text, 0 for one of nothing but whitespace."""
+    """Return the UTF-8 size of a row's text, 0 if it is only whitespace."""
     return len(row.passage.text.encode("utf-8")) if row.passage.text.strip() else 0

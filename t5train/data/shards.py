@@ -1,11 +1,14 @@
 """The shards stage: token ids of a corpus in plain files, the same bytes on any machine.
 
-Shard N is made of consecutive segments of the corpus and holds, for each split, ``{split}-NNNNN.bin``
-(little-endian uint16, or uint32 where the vocabulary needs it; every document ends with EOS),
-``{split}-NNNNN.len`` (little-endian uint32, tokens of each document, EOS included), for the train split
-``train-NNNNN.unigram`` (little-endian int64, how often each id of the vocabulary occurs), and ``shard-NNNNN.json``,
-written last, which describes them. A restart makes only those shards again whose description does not verify.
-``held-out-passages.json`` holds some texts of the validation split with their ids, for the certificate.
+Shard N is made of consecutive segments of the corpus. It has these files (all numbers are little-endian):
+
+- ``{split}-NNNNN.bin`` for each split: token ids, uint16 (uint32 for a large vocabulary); every document ends with EOS.
+- ``{split}-NNNNN.len`` for each split: the number of tokens of each document, EOS included, uint32.
+- ``train-NNNNN.unigram``: how often each id of the vocabulary occurs in the train split, int64.
+- ``shard-NNNNN.json``, written last: a description of the other files.
+
+After an interruption, only shards that do not match their description are made again. ``held-out-passages.json`` holds
+some texts of the validation split with their ids, for the certificate.
 """
 
 import logging
@@ -18,41 +21,31 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from t5train.data.corpus import corpus_name
-from t5train.data.encoding import Encoder
 from t5train.data.held_out import HELD_OUT, comparable, write_held_out
-from t5train.data.passages import Passage, SourceFile
+from t5train.data.output_folder import making, stage_folder
+from t5train.data.passages import SPLITS, Passage, SourceFile, SplitRule, split_of
 from t5train.data.segments import FileSegments, Segment, passages_of, read_segments
-from t5train.data.spiece import EOS_ID, PAD_ID
-from t5train.data.splits import SPLITS, SplitRule, split_of
-from t5train.data.stage_folder import making, stage_folder
+from t5train.data.sentencepiece_model import EOS_ID, PAD_ID, Encoder
 from t5train.data.tokenizer import SPIECE, TOKENIZER_JSON
-from t5train.data.workers import Json, in_processes
+from t5train.data.worker_processes import Json, in_processes
 from t5train.errors import DigestMismatch
-from t5train.fingerprint import fingerprint
 from t5train.host_resources import num_cores, require_space
-from t5train.kept_files import keep_changed_files
 from t5train.progress import Progress, silent
-from t5train.records import (
-    MANIFEST,
-    Corpus,
-    FileDigest,
-    TokenizerFiles,
-    TokenShards,
-    digest_file,
-    reusable,
-    verify_file,
-)
+from t5train.records.digests import FileDigest, digest_file, verify_file
+from t5train.records.identity import fingerprint
+from t5train.records.kept_files import keep_changed_files
+from t5train.records.stage_records import MANIFEST, Corpus, TokenizerFiles, TokenShards, reusable
 from t5train.spec import NUM_SENTINELS, CorpusSpec, ShardsSpec
 
-_STAGE_VERSION = 3  # raised when the same inputs would give other bytes
+_STAGE_VERSION = 3  # incremented when the same inputs would give other bytes
 UNIGRAM_DTYPE = "<i8"
-_TEXT_BYTES_PER_TOKEN = 4  # of English in T5's vocabulary; decides where shards end
+_TEXT_BYTES_PER_TOKEN = 4  # about that of English in T5's vocabulary; decides where shards end
 _SHARDS_WITH_PASSAGES, _PASSAGES_A_SHARD = 4, 250
 _log = logging.getLogger(__name__)
 
 
 class Stretch(NamedTuple):
-    """Rows of one file that fall into one shard."""
+    """Consecutive rows of one file that belong to one shard."""
 
     path: str
     name: str
@@ -60,7 +53,7 @@ class Stretch(NamedTuple):
 
 
 class SplitCounts(BaseModel):
-    """What a shard holds of one split."""
+    """The number of documents and tokens of one split in a shard."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     documents: int
@@ -68,7 +61,10 @@ class SplitCounts(BaseModel):
 
 
 class ShardDescription(BaseModel):
-    """``shard-NNNNN.json``: the sign that a shard is whole. ``source`` is [file name, first row, rows]."""
+    """The content of ``shard-NNNNN.json``, which marks a shard as complete.
+
+    ``source`` lists [file name, first row, number of rows].
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     fingerprint: str
@@ -87,10 +83,27 @@ def build_shards(
     *,
     out: Path | None = None,
 ) -> TokenShards:
-    """The tokens of ``corpus`` in ``out``, or in ``{root}/shards/{name}-{fp12}``.
+    """Convert the text to files of token ids: flat arrays of uint16 (uint32 for a large vocabulary).
 
-    Raises InputError when a source file cannot be read any more, WorkerLost when a worker
-    process is killed, StorageError for a folder that is too small, cannot be written or holds something else.
+    Each shard has one such file per split. Finished shards are reused, also after an interruption.
+
+    Args:
+        spec: Tokens per shard, and the number of processes.
+        corpus_spec: The spec of ``corpus``, which determines its splits.
+        corpus: The text.
+        tokenizer: The vocabulary.
+        root: The root folder.
+        progress: Called with the number of bytes of text tokenised so far.
+        out: Folder of the result; ``{root}/shards/{name}-{first 12 digits of the fingerprint}`` if left out.
+
+    Returns:
+        The record of the shards; its counts are documents and tokens of each split, and the size of the vocabulary.
+
+    Raises:
+        InputError: A source file can no longer be read.
+        StorageError: The folder is too small, cannot be written or holds something else.
+        WorkerLost: A worker process was killed.
+
     """
     inputs = {"corpus": corpus.fingerprint, "tokenizer": tokenizer.files[SPIECE].sha256}
     settings = spec.identity() | corpus_spec.split_identity()
@@ -122,7 +135,7 @@ def build_shards(
             for number, stretches in enumerate(plan)
             if not _is_whole(folder, number, identity)
         ]
-        _log.info("%d of %d shards are to be made", len(jobs), len(plan))
+        _log.info("%d of %d shards to make", len(jobs), len(plan))
         tokens = sum(_text_bytes(job) for job in jobs) // _TEXT_BYTES_PER_TOKEN
         require_space(folder, tokens * _bytes_per_token(tokenizer), "the token shards")
         _make(jobs, spec.workers or num_cores(), progress)
@@ -131,7 +144,7 @@ def build_shards(
 
 
 def plan_shards(files: Sequence[FileSegments], shard_tokens: int) -> list[list[Stretch]]:
-    """Consecutive segments, shared out evenly over as many shards as ``shard_tokens`` asks for."""
+    """Distribute consecutive segments evenly over as many shards as ``shard_tokens`` requires."""
     segments = [(file.source, segment) for file in files for segment in file.segments]
     total = sum(segment.text_bytes for _, segment in segments)
     num_shards = max(1, min(len(segments), round(total / (shard_tokens * _TEXT_BYTES_PER_TOKEN))))
@@ -145,32 +158,32 @@ def plan_shards(files: Sequence[FileSegments], shard_tokens: int) -> list[list[S
 
 
 def shard_name(number: int) -> str:
-    """Name of the description of shard ``number``."""
+    """Return the name of the description of shard ``number``."""
     return f"shard-{number:05d}.json"
 
 
 def tokens_name(split: str, number: int) -> str:
-    """Name of the file with the tokens of a split in shard ``number``."""
+    """Return the name of the file with the tokens of a split in shard ``number``."""
     return f"{split}-{number:05d}.bin"
 
 
 def lengths_name(split: str, number: int) -> str:
-    """Name of the file with the lengths of a split's documents in shard ``number``."""
+    """Return the name of the file with the lengths of a split's documents in shard ``number``."""
     return f"{split}-{number:05d}.len"
 
 
 def unigram_name(number: int) -> str:
-    """Name of the file that counts the ids of the train split in shard ``number``."""
+    """Return the name of the file with the counts of ids in the train split of shard ``number``."""
     return f"train-{number:05d}.unigram"
 
 
 def read_description(folder: Path, number: int) -> ShardDescription:
-    """The description of a shard."""
+    """Read the description of a shard."""
     return ShardDescription.model_validate_json((folder / shard_name(number)).read_bytes())
 
 
 def _extend(shard: list[Stretch], stretch: Stretch) -> None:
-    """Append a stretch, joined to the last one where it continues the same file."""
+    """Append a stretch, or extend the last one if that is of the same file."""
     if shard and shard[-1].name == stretch.name:
         last, new = shard[-1].segment, stretch.segment
         joined = Segment(last.first_row, last.rows + new.rows, last.offset, last.text_bytes + new.text_bytes)
@@ -180,7 +193,7 @@ def _extend(shard: list[Stretch], stretch: Stretch) -> None:
 
 
 def _file_names(number: int) -> dict[str, tuple[str, str]]:
-    """For each split, the names of its tokens and of its lengths."""
+    """Return the names of the file of tokens and the file of lengths, by split."""
     return {split: (tokens_name(split, number), lengths_name(split, number)) for split in SPLITS}
 
 
@@ -189,7 +202,7 @@ def _bytes_per_token(tokenizer: TokenizerFiles) -> int:
 
 
 def _is_whole(folder: Path, number: int, identity: str) -> bool:
-    """Whether a shard is there as it was described; damage is logged."""
+    """Return whether a shard exists and matches its description. Damage is logged."""
     try:
         description = read_description(folder, number)
         for name, digest in description.files.items():
@@ -197,7 +210,7 @@ def _is_whole(folder: Path, number: int, identity: str) -> bool:
     except FileNotFoundError:
         return False
     except (ValidationError, DigestMismatch) as error:
-        _log.warning("shard %d is made again: %s", number, error)
+        _log.warning("making shard %d again, because its files are damaged: %s", number, error)
         return False
     return description.fingerprint == identity
 
@@ -211,7 +224,7 @@ def _make(jobs: list[Json], workers: int, progress: Progress) -> None:
         done += text_bytes
         progress("bytes of text tokenised", done, total)
 
-    for _ in in_processes("t5train.data.tokenise:write_shard", jobs, workers, advance):
+    for _ in in_processes("t5train.data.shard_worker:write_shard", jobs, workers, advance):
         pass
 
 
@@ -220,7 +233,7 @@ def _text_bytes(job: Json) -> int:
 
 
 def _record_held_out(folder: Path, plan: list[list[Stretch]], rule: SplitRule, tokenizer: TokenizerFiles) -> None:
-    """Record passages of shards spread over the corpus."""
+    """Record held-out passages from a few shards that are spread over the corpus."""
     numbers = range(0, len(plan), -(-len(plan) // _SHARDS_WITH_PASSAGES))
     dtype, encoder = np.dtype(f"<u{_bytes_per_token(tokenizer)}"), Encoder(tokenizer.path / SPIECE)
     documents = (_validation_documents(folder, number, plan[number], rule, dtype) for number in numbers)
@@ -231,7 +244,7 @@ def _record_held_out(folder: Path, plan: list[list[Stretch]], rule: SplitRule, t
 def _validation_documents(
     folder: Path, number: int, stretches: list[Stretch], rule: SplitRule, dtype: np.dtype
 ) -> Iterator[tuple[Passage, np.ndarray]]:
-    """The validation passages of a shard in order, each with the ids that the shard holds for it."""
+    """Yield the validation passages of a shard in order, each with its ids from the shard's files."""
     tokens = np.fromfile(folder / tokens_name("validation", number), dtype)
     ends = np.cumsum(np.fromfile(folder / lengths_name("validation", number), "<u4"), dtype=np.int64)
     passages = (

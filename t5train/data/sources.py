@@ -1,35 +1,43 @@
-"""From what a user calls a source to files on this machine: a path, folder, pattern or fsspec URL."""
+"""Resolves a source (a path, folder, pattern or fsspec URL) to files on this machine.
 
+The built-in source is the documentation that comes with Python, as passages of at most 100 words. It is taken from
+Python source files, which are read but never imported. Only files that every distribution of Python includes are used,
+so that the corpus depends only on the version of Python.
+"""
+
+import ast
 import glob
 import hashlib
+import inspect
 import json
 import logging
 import os
-from collections.abc import Mapping
+import sysconfig
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
 
-from t5train.atomic import replacing, write_json
-from t5train.confined import confined, require_distinct
-from t5train.data.passages import SourceFile
+from t5train.data.output_folder import lock_or_wait
+from t5train.data.passages import Passage, SourceFile
 from t5train.data.readers import FORMATS, format_of
-from t5train.data.stage_folder import lock_or_wait
 from t5train.errors import DigestMismatch, InputError
+from t5train.files.atomic import replacing, write_json
+from t5train.files.confined import confined, require_distinct
 from t5train.locations import Counted, explained, redacted
-from t5train.progress import Progress
-from t5train.records import FileDigest, digest_file, verify_file
+from t5train.progress import Progress, silent
+from t5train.records.digests import FileDigest, digest_file, verify_file
 
 _log = logging.getLogger(__name__)
 
 
 def local_files(source: str, revision: str, cache: Path, progress: Progress) -> list[SourceFile]:
-    """The files of a source, by name; remote ones are downloaded to ``cache`` unless they lie there unchanged.
+    """Return the files of a source, sorted. Remote files are downloaded to ``cache``, unless a current copy is there.
 
-    Raises InputError when nothing is found, when a file named or matched is of no known format, when the
-    protocol is unknown or its package missing, and when the remote side fails.
+    Raises InputError if no file is found, a named or matched file has an unknown format, the protocol is unknown, its
+    package is not installed, or the remote store fails.
     """
     with _explained(source):
         filesystem, found = _matched(source)
@@ -46,27 +54,33 @@ def local_files(source: str, revision: str, cache: Path, progress: Progress) -> 
 
 
 def require_source(source: str) -> int:
-    """Bytes of a source's files as far as they are known, without reading them; InputError when there are none."""
+    """Return the total size in bytes of a source's files, as far as it is known, without reading them.
+
+    Raises InputError if there are no files, or if all are empty.
+    """
     with _explained(source):
         filesystem, found = _matched(source)
-        sizes = [filesystem.size(each) for each in found]  # None where the remote side does not tell
+        sizes = [filesystem.size(each) for each in found]  # None if the remote store does not report it
         if not any(size is None or size > 0 for size in sizes):
-            raise InputError(f"corpus.source {redacted(source)!r} holds no text (all files are empty): name others")
+            raise InputError(
+                f"corpus.source {redacted(source)!r} holds no text: all files are empty. Set corpus.source to files "
+                "with text"
+            )
         return sum(size or 0 for size in sizes)
 
 
 def _matched(source: str) -> tuple[Any, list[str]]:
-    """The filesystem of a source, and the paths of its files in it."""
+    """Return the filesystem of a source, and the paths of its files in it."""
     filesystem, path = fsspec.core.url_to_fs(source)
     return filesystem, _found(filesystem, path, redacted(source))
 
 
 def _found(filesystem: Any, path: str, shown: str) -> list[str]:
-    """Paths of the files, sorted. A folder gives what it has of known formats, however deep."""
+    """Return the paths of the files, sorted. For a folder, these are all files of known formats, at any depth."""
     if filesystem.isfile(path):
         found = [path]
     elif filesystem.isdir(path):
-        # fsspec passes over folders that cannot be read, unless it is told not to; only on disks is that an error.
+        # By default, fsspec skips folders that cannot be read. On local disks, make that an error.
         entries = filesystem.find(path, detail=True, **({"on_error": "raise"} if _is_local(filesystem) else {}))
         found = [each for each, entry in entries.items() if format_of(each) and not _is_device(entry)]
     else:
@@ -75,32 +89,40 @@ def _found(filesystem: Any, path: str, shown: str) -> list[str]:
         raise InputError(f"corpus.source {shown!r} holds no {', '.join(FORMATS)} file: correct the path or pattern")
     for each in found:
         if format_of(each) is None:
-            raise InputError(f"corpus.source: {each} is not one of {', '.join(FORMATS)}: name only such files")
+            raise InputError(
+                f"corpus.source includes {each}, which has an unsupported format. Set corpus.source to "
+                f"{', '.join(FORMATS)} files only"
+            )
     return sorted(found)
 
 
 def _is_device(entry: Mapping[str, Any]) -> bool:
-    """Whether it is a pipe, socket or device, which would be read for ever; a link is "other" to fsspec as well."""
+    """Return whether an entry is a pipe, socket or device: reading one might never end.
+
+    fsspec reports the type "other" for them, and for symbolic links.
+    """
     return bool(entry["type"] == "other" and not entry.get("islink"))
 
 
 def _places(folder: Path, names: list[str], shown: str) -> list[Path]:
-    """Where downloads go. All names are checked before anything is written: a server chooses them."""
+    """Return the local paths of downloads. All names are checked first, because the server chooses them."""
     require_distinct(names, shown, InputError)
     places = [confined(folder, name, shown, InputError) for name in names]
     for parent in {parent for place in places for parent in place.parents if parent.is_relative_to(folder)}:
         if parent.is_symlink():
-            raise InputError(f"{parent} in the cache is a link, and {shown} would be downloaded through it: remove it")
+            raise InputError(
+                f"{parent} is a symbolic link, so {shown} would be downloaded to the link's target. Remove the link"
+            )
     return places
 
 
 def _downloaded(filesystem: Any, remote: str, local: Path, progress: Progress) -> Path:
-    """``local``, holding what ``remote`` holds now; downloads to one folder take turns."""
+    """Download ``remote`` to ``local``, unless that is current. Only one process at a time downloads to a folder."""
     local.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(local.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         lock_or_wait(folder, local)
-        for leftover in local.parent.glob(f".{glob.escape(local.name)}.*.tmp"):  # of one that was killed
+        for leftover in local.parent.glob(f".{glob.escape(local.name)}.*.tmp"):  # of a killed download
             leftover.unlink()
         return _fetched(filesystem, remote, local, progress)
     finally:
@@ -124,10 +146,13 @@ def _fetched(filesystem: Any, remote: str, local: Path, progress: Progress) -> P
 
 
 def _state(filesystem: Any, remote: str) -> str:
-    """A text that changes with the file, as far as the remote side tells; for web servers fsspec says the URL alone."""
+    """Return a string that changes when the remote file changes, if the store reports such changes.
+
+    For web servers, fsspec's own key is only the URL. Therefore ETag and Last-Modified are added.
+    """
     filesystem.invalidate_cache()
-    told = filesystem.info(remote)
-    return ":".join([filesystem.ukey(remote), *(str(told[key]) for key in ("ETag", "Last-Modified") if key in told)])
+    info = filesystem.info(remote)
+    return ":".join([filesystem.ukey(remote), *(str(info[key]) for key in ("ETag", "Last-Modified") if key in info)])
 
 
 def _unchanged(local: Path, note: Path, size: int | None, state: str) -> bool:
@@ -138,8 +163,8 @@ def _unchanged(local: Path, note: Path, size: int | None, state: str) -> bool:
         verify_file(local, FileDigest(size=recorded["size"], sha256=recorded["sha256"]))
     except FileNotFoundError:
         return False
-    except (DigestMismatch, ValueError, KeyError, TypeError) as error:  # the file or the note of it is damaged
-        _log.warning("%s is downloaded again: %s", local, error)
+    except (DigestMismatch, ValueError, KeyError, TypeError) as error:  # the file or its note is damaged
+        _log.warning("downloading %s again, because the earlier download is damaged: %s", local, error)
         return False
     return True
 
@@ -151,3 +176,70 @@ def _is_local(filesystem: Any) -> bool:
 
 def _explained(source: str) -> AbstractContextManager[None]:
     return explained(source, "cannot be read (corpus.source)", InputError)
+
+
+PYDOCS = "pydocs"
+_PASSAGE_WORDS = 100
+_TOPICS = "pydoc_data/topics.py"
+# Some distributions package these separately, or leave them out.
+_OPTIONAL = {"distutils", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "test", "tests"}
+_INSTALLED = {"site-packages", "dist-packages", "__pycache__"}
+_Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def source_files() -> list[SourceFile]:
+    """Return the source files of the standard library, sorted by name."""
+    library = Path(sysconfig.get_path("stdlib"))
+    names = sorted(path.relative_to(library).as_posix() for path in library.rglob("*.py"))
+    kept = [name for name in names if not (_OPTIONAL | _INSTALLED).intersection(name.split("/"))]
+    if _TOPICS not in kept:
+        raise InputError(
+            f"the built-in text (corpus.source=pydocs) needs {library / _TOPICS}, which does not exist. Install Python "
+            "with its documentation, or set corpus.source to your own files"
+        )
+    return [SourceFile(library / name, name) for name in kept]
+
+
+def write_passages(path: Path, progress: Progress = silent) -> None:
+    """Write the built-in corpus as JSON lines with id, title and text. Duplicate texts are left out."""
+    files = source_files()
+    seen: set[str] = set()
+    with replacing(path) as out:
+        for done, source in enumerate(files, start=1):
+            for passage in _passages(source):
+                if passage.text not in seen:
+                    seen.add(passage.text)
+                    out.write(json.dumps(passage._asdict(), ensure_ascii=False).encode() + b"\n")
+            progress("source files read", done, len(files))
+
+
+def _passages(source: SourceFile) -> Iterator[Passage]:
+    tree = ast.parse(source.path.read_bytes())
+    documents = _topics(tree) if source.name == _TOPICS else _docstrings(tree, _module_name(source.name))
+    for title, text in documents:
+        words = text.split()
+        for number, start in enumerate(range(0, len(words), _PASSAGE_WORDS)):
+            yield Passage(f"{title}#{number}", title, " ".join(words[start : start + _PASSAGE_WORDS]))
+
+
+def _topics(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield the name and text of each topic of ``pydoc``, from the module's only dictionary."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            for name, text in sorted(ast.literal_eval(node.value).items()):
+                yield f"topic {name}", text
+
+
+def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+    """Yield the qualified name and docstring of everything documented in ``node``, depth first."""
+    if isinstance(node, _Documented) and (text := ast.get_docstring(node, clean=False)):
+        yield name, inspect.cleandoc(text)
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _docstrings(child, f"{name}.{child.name}")
+        elif not isinstance(child, ast.expr):
+            yield from _docstrings(child, name)
+
+
+def _module_name(file_name: str) -> str:
+    return file_name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")

@@ -1,8 +1,9 @@
-"""T5's span corruption (Raffel et al. 2020, section 3.1.4), whole batches at a time.
+"""T5's span corruption (Raffel et al. 2020, section 3.1.4), computed for whole batches.
 
-A window of tokens becomes an input, in which each noise span is one sentinel, and a target, in which each
-stretch between noise spans is one sentinel. Both end with EOS. A window begins with a stretch that is kept and
-ends with a noise span; the lengths of both kinds are uniform over all ways to divide them into non-empty parts.
+Each window of tokens becomes an input, in which every noise span is replaced by one sentinel, and a target, in which
+every kept stretch is replaced by one sentinel. Both end with EOS. A window begins with a kept stretch and ends with a
+noise span. The lengths of the noise spans are drawn uniformly from all ways to divide the noise tokens into non-empty
+spans. The lengths of the kept stretches are drawn in the same way.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from t5train.spec import NUM_SENTINELS, ObjectiveSpec
 
 
 class Geometry(NamedTuple):
-    """How many tokens of each kind every sample has; equal for all samples of an objective."""
+    """The number of tokens of each kind in a sample, which is the same for all samples of an objective."""
 
     window_tokens: int
     noise_tokens: int
@@ -23,29 +24,30 @@ class Geometry(NamedTuple):
 
     @property
     def input_tokens(self) -> int:
-        """Kept tokens, a sentinel for each span, EOS."""
+        """Tokens of an input: the kept tokens, a sentinel for each span, and EOS."""
         return self.window_tokens - self.noise_tokens + self.spans + 1
 
     @property
     def target_tokens(self) -> int:
-        """Noise tokens, a sentinel for each span, EOS."""
+        """Tokens of a target: the noise tokens, a sentinel for each span, and EOS."""
         return self.noise_tokens + self.spans + 1
 
 
 def geometry(objective: ObjectiveSpec) -> Geometry:
-    """The longest window whose input has ``objective.input_tokens``: 568 tokens, 85 of them noise, for 512.
+    """Return the geometry of the longest window whose input fits into ``objective.input_tokens``.
 
-    SpecError when it would need more spans than there are sentinels.
+    With the default objective (512 input tokens), a window has 568 tokens, 85 of them noise. Raises SpecError if a
+    window needs more spans than there are sentinels.
     """
-    window = objective.input_tokens - 1  # fits for certain, as a span of noise shrinks to one sentinel
+    window = objective.input_tokens - 1  # always fits, because every noise span shrinks to one sentinel
     while (found := _geometry(window + 1, objective)).input_tokens <= objective.input_tokens:
         window = found.window_tokens
     found = _geometry(window, objective)
     if found.spans > NUM_SENTINELS:
         raise SpecError(
-            f"objective.input_tokens {objective.input_tokens} at noise_density {objective.noise_density} and "
-            f"mean_span_tokens {objective.mean_span_tokens} needs {found.spans} spans, and there are {NUM_SENTINELS} "
-            "sentinels: raise objective.mean_span_tokens or lower objective.input_tokens"
+            f"objective.input_tokens {objective.input_tokens} needs {found.spans} spans, but there are {NUM_SENTINELS} "
+            f"sentinels to mark them (objective.noise_density {objective.noise_density}, objective.mean_span_tokens "
+            f"{objective.mean_span_tokens}). Raise objective.mean_span_tokens or lower objective.input_tokens"
         )
     return found
 
@@ -53,9 +55,9 @@ def geometry(objective: ObjectiveSpec) -> Geometry:
 def corrupt(
     windows: np.ndarray, key: Bits, shape: Geometry, first_sentinel_id: int, eos_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs int32 [n, input_tokens] and targets int32 [n, target_tokens] of ``windows`` [n, window_tokens].
+    """Return inputs int32 [n, input_tokens] and targets int32 [n, target_tokens] of ``windows`` [n, window_tokens].
 
-    ``key`` [n] alone decides a row's noise: what else is in the batch has no influence. Sentinels count down
+    A row's noise depends only on its ``key`` [n], not on the rest of the batch. Sentinels count down
     from ``first_sentinel_id``.
     """
     kept, noise = _segment_lengths(key, shape)
@@ -74,7 +76,7 @@ def _geometry(window: int, objective: ObjectiveSpec) -> Geometry:
 
 
 def _segment_lengths(key: Bits, shape: Geometry) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths of the kept stretches and of the noise spans: two int64 [n, spans]."""
+    """Draw the lengths of the kept stretches and of the noise spans: two int64 [n, spans]."""
     random = bits(key, 2 * (shape.spans - 1))
     kept = _compositions(shape.window_tokens - shape.noise_tokens, shape.spans, random[:, : shape.spans - 1])
     noise = _compositions(shape.noise_tokens, shape.spans, random[:, shape.spans - 1 :])
@@ -82,20 +84,20 @@ def _segment_lengths(key: Bits, shape: Geometry) -> tuple[np.ndarray, np.ndarray
 
 
 def _compositions(total: int, parts: int, random: Bits) -> np.ndarray:
-    """Uniformly one of the ways to write ``total`` as an ordered sum of ``parts`` positive numbers: [n, parts].
+    """Draw uniformly from the ways to write ``total`` as an ordered sum of ``parts`` positive numbers: [n, parts].
 
-    The parts lie between cuts, and the cuts are a uniform subset of the ``total - 1`` places for one. It is
-    drawn by Floyd's algorithm, a step for a cut, all rows at once.
+    The parts lie between cuts, and the cuts are a uniform subset of the ``total - 1`` possible places. Floyd's
+    algorithm draws the subset, one cut per step, for all rows at once.
     """
     count, places = len(random), total - 1
     lasts = np.arange(places - parts + 1, places)
-    # The high half of a product with 32 random bits: each place up to the last is as likely as the others.
+    # The high half of the product with 32 random bits is a uniform number from 0 to the last place.
     drawn = ((random >> np.uint64(32)) * (lasts + 1).astype(np.uint64) >> np.uint64(32)).astype(np.int64)
     is_cut = np.zeros(count * total, dtype=bool)
     row_starts = np.arange(count) * total
     for chosen, last in zip((drawn + row_starts[:, np.newaxis]).T, lasts, strict=True):
         is_cut[np.where(is_cut[chosen], row_starts + last, chosen)] = True
-    is_cut[total - 1 :: total] = True  # the last part ends where the sum does
+    is_cut[total - 1 :: total] = True  # the last part ends at the total
     ends = np.flatnonzero(is_cut).reshape(count, parts) - row_starts[:, np.newaxis]
     return np.diff(ends, axis=1, prepend=-1)
 
@@ -107,7 +109,7 @@ def _noise_mask(kept: np.ndarray, noise: np.ndarray) -> np.ndarray:
 
 
 def _with_sentinels(tokens: np.ndarray, places: np.ndarray, sentinels: np.ndarray, eos_id: int) -> np.ndarray:
-    """Rows that have ``sentinels`` at ``places`` [n, spans], EOS at the end and ``tokens`` in between."""
+    """Return rows with ``sentinels`` at ``places`` [n, spans], EOS at the end and ``tokens`` everywhere else."""
     count, spans = places.shape
     row_tokens = len(tokens) // count + spans + 1
     rows = np.empty((count, row_tokens), dtype=np.int32)

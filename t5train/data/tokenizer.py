@@ -7,33 +7,33 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
-from t5train.atomic import replacing, write_json
-from t5train.data.encoding import Encoder
+from t5train.data.output_folder import making, stage_folder
+from t5train.data.passages import split_of
 from t5train.data.segments import passages_of, read_segments
-from t5train.data.spiece import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID, require_t5_form, train
-from t5train.data.splits import split_of
-from t5train.data.stage_folder import making, stage_folder
+from t5train.data.sentencepiece_model import EOS_ID, PAD_ID, SPECIAL_PIECES, UNK_ID, Encoder, require_t5_form, train
 from t5train.errors import InputError, SpecError
-from t5train.fingerprint import fingerprint
-from t5train.kept_files import keep_changed_files
-from t5train.os_errors import library_errors
+from t5train.files.atomic import replacing, write_json
+from t5train.files.os_errors import library_errors
 from t5train.progress import Progress, silent
-from t5train.records import Corpus, TokenizerFiles, digest_files, reusable
+from t5train.records.digests import digest_files
+from t5train.records.identity import fingerprint
+from t5train.records.kept_files import keep_changed_files
+from t5train.records.stage_records import Corpus, TokenizerFiles, reusable
 from t5train.spec import NUM_SENTINELS, CorpusSpec, TokenizerSpec
 
 SPIECE = "spiece.model"
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 HUGGING_FACE_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, "special_tokens_map.json")
-_OF_THIS_LOADING = {"is_local", "local_files_only"}  # where from, and whether offline: transformers writes that, too
-_STAGE_VERSION = 1  # raised when the same inputs would give other files
+_OF_THIS_LOADING = {"is_local", "local_files_only"}  # how the tokenizer was loaded, which transformers also writes
+_STAGE_VERSION = 1  # incremented when the same inputs would give other files
 _SAMPLE_BYTES = 200 << 20
-_MODEL_MAX_TOKENS = 512  # what T5 was pre-trained with; its relative positions set no limit of their own
+_MODEL_MAX_TOKENS = 512  # T5's input length in pre-training; its relative positions impose no limit
 _log = logging.getLogger(__name__)
 
 
 class Tokenizer(Encoder):
-    """An encoder that knows all ids of its vocabulary.
+    """An encoder that also knows the special ids and the sentinels of its vocabulary.
 
     Ids: ``<pad>`` 0, ``</s>`` 1, ``<unk>`` 2, the pieces, then the sentinels with ``<extra_id_0>`` highest.
     """
@@ -47,7 +47,7 @@ class Tokenizer(Encoder):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """The tokenizer of a folder with a ``spiece.model``."""
+        """Load the tokenizer of a folder with a ``spiece.model``."""
         return cls(folder / SPIECE)
 
 
@@ -60,10 +60,25 @@ def build_tokenizer(
     *,
     out: Path | None = None,
 ) -> TokenizerFiles:
-    """The vocabulary of ``spec.path``, or one trained on the train split, as a folder that transformers loads.
+    """Train a vocabulary on the train split, or use the one at ``spec.path``. A finished tokenizer is reused.
 
-    The folder is ``out``, or ``{root}/tokenizer/{name}-{fp12}``. Raises InputError for a file that is no
-    SentencePiece model, SpecError for one that is not in T5's form or for more pieces than the text can fill.
+    Args:
+        spec: The number of pieces to train, without the 100 sentinels, or the path of an existing vocabulary.
+        corpus_spec: The spec of ``corpus``, which determines its train split.
+        corpus: The text to train on.
+        root: The root folder.
+        progress: Called with the number of segments of about 64 KiB of text read, then with seconds of training.
+        out: Folder of the result, which transformers can load; if left out,
+            ``{root}/tokenizer/{name}-{first 12 digits of the fingerprint}``.
+
+    Returns:
+        The record of the tokenizer's files; its count ``vocab_size`` includes sentinels.
+
+    Raises:
+        InputError: The file at ``spec.path`` is not a SentencePiece model.
+        SpecError: That model is not in T5's form, or ``spec.vocab_size`` does not fit the text.
+        StorageError: The folder cannot be written, or holds something else.
+
     """
     if spec.path is not None:
         return given_tokenizer(Path(spec.path), root, progress, out=out)
@@ -79,12 +94,15 @@ def build_tokenizer(
 
 
 def expected_vocab_size(spec: TokenizerSpec) -> int:
-    """Ids of the tokenizer to come, sentinels included; errors as of ``build_tokenizer`` for a given one."""
+    """Return the number of ids that the tokenizer of a spec has or will have, including sentinels.
+
+    Raises the errors of ``build_tokenizer`` for a vocabulary at ``spec.path``.
+    """
     return spec.vocab_size + NUM_SENTINELS if spec.path is None else open_given(Path(spec.path)).vocab_size
 
 
 def given_tokenizer(path: Path, root: Path, progress: Progress = silent, *, out: Path | None = None) -> TokenizerFiles:
-    """The vocabulary of a ``spiece.model`` or a Hugging Face folder; errors as of ``build_tokenizer``."""
+    """Make the tokenizer of a ``spiece.model`` or a Hugging Face folder. Raises the errors of ``build_tokenizer``."""
     spiece = spiece_in(path)
     proto = spiece.read_bytes()
     require_t5_form(proto, str(spiece))
@@ -96,47 +114,51 @@ def given_tokenizer(path: Path, root: Path, progress: Progress = silent, *, out:
 
 
 def open_given(path: Path) -> Tokenizer:
-    """The tokenizer in a ``spiece.model`` or a Hugging Face folder; errors as of ``build_tokenizer``."""
+    """Load the tokenizer of a ``spiece.model`` or a Hugging Face folder. Raises the errors of ``build_tokenizer``."""
     spiece = spiece_in(path)
     require_t5_form(spiece.read_bytes(), str(spiece))
     return Tokenizer(spiece)
 
 
 def spiece_in(path: Path) -> Path:
-    """The file of a given vocabulary: ``path``, or the one in that folder; errors as of ``build_tokenizer``."""
+    """Return ``path`` if it is a file, or the ``spiece.model`` in it. Raises the errors of ``build_tokenizer``."""
     if path.is_file():
         return path
     if not path.is_dir():
-        raise SpecError(f"tokenizer.path is {path}: there is no such file or folder")
+        raise SpecError(f"tokenizer.path is {path}, but there is no such file or folder. Correct the path")
     if not (path / SPIECE).is_file():
         raise SpecError(
-            f"tokenizer.path is {path}: it has no {SPIECE}, from which the others are made; "
-            "take the one that its vocabulary was published with"
+            f"tokenizer.path is {path}, but that folder has no {SPIECE}. Copy the {SPIECE} that the vocabulary was "
+            "published with into that folder"
         )
     if (sentinels := _num_sentinels(path / TOKENIZER_CONFIG)) != NUM_SENTINELS:
         raise SpecError(
-            f"tokenizer.path is {path}: its extra_ids is {sentinels}, and only {NUM_SENTINELS} are supported"
+            f"tokenizer.path is {path}, and in its {TOKENIZER_CONFIG} extra_ids is {sentinels}: only {NUM_SENTINELS} "
+            f"sentinels are supported. Choose a vocabulary with {NUM_SENTINELS}"
         )
     return path / SPIECE
 
 
 def _num_sentinels(config: Path) -> Any:
-    """``extra_ids`` of a Hugging Face folder."""
+    """Return ``extra_ids`` of a Hugging Face tokenizer's configuration, or its default."""
     if not config.exists():
         return NUM_SENTINELS
     try:
         settings = json.loads(config.read_bytes())
     except ValueError as error:
-        raise InputError(f"tokenizer.path: {config} is not JSON ({error}): restore or remove it") from error
+        raise InputError(
+            f"tokenizer.path: {config} is not JSON ({error}). Restore the file, or remove it: without the file, "
+            f"{NUM_SENTINELS} sentinels are assumed"
+        ) from error
     return settings.get("extra_ids", NUM_SENTINELS) if isinstance(settings, dict) else None
 
 
 def _training_texts(spec: CorpusSpec, corpus: Corpus, progress: Progress) -> Iterator[str]:
-    """Texts of the train split, spread over the whole corpus, about 200 MiB at most."""
+    """Yield texts of the train split, at most about 200 MiB, spread evenly over the whole corpus."""
     total = int(corpus.counts["text_bytes"])
     stride = -(-total // _SAMPLE_BYTES)
     segments = [(file.source, each) for file in read_segments(corpus.path) for each in file.segments][::stride]
-    _log.info("training a vocabulary on 1 in %d stretches of text, %d in all", stride, len(segments))
+    _log.info("training a vocabulary on %d stretches of text, 1 in %d of the corpus", len(segments), stride)
     for done, (source, segment) in enumerate(segments, start=1):
         for passage in passages_of(source, segment):
             if split_of(spec, passage.id) == "train":
@@ -160,8 +182,8 @@ def _finished(folder: Path, proto: bytes, identity: str, inputs: dict[str, str])
 
 
 def write_hugging_face_files(folder: Path) -> None:
-    """Write HUGGING_FACE_FILES, which ``AutoTokenizer.from_pretrained`` reads, from the spiece.model in ``folder``."""
-    from transformers import T5Tokenizer  # seconds to import, and only this stage needs it
+    """Make HUGGING_FACE_FILES, which ``AutoTokenizer.from_pretrained`` reads, from the spiece.model in ``folder``."""
+    from transformers import T5Tokenizer  # takes seconds to import, and only this stage needs it
 
     with library_errors("transformers", folder):
         tokenizer = T5Tokenizer.from_pretrained(folder, extra_ids=NUM_SENTINELS, model_max_length=_MODEL_MAX_TOKENS)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from t5train.model.shape import RELATIVE_BUCKETS, RELATIVE_MAX_DISTANCE, T5Shape
+from t5train.model.model_shape import RELATIVE_BUCKETS, RELATIVE_MAX_DISTANCE, T5Shape
 
 
 class Attention(nn.Module):
-    """Multi-head attention; the first layer of a stack also owns the position bias all its layers share."""
+    """Multi-head attention; the first layer of a stack also owns the position bias that all its layers share."""
 
     def __init__(self, shape: T5Shape, position_bias: "PositionBias | None" = None) -> None:
         super().__init__()
@@ -24,8 +24,8 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, memory: Tensor, bias: Tensor | None) -> Tensor:
         """``hidden`` [b, q, d_model] attends to ``memory`` [b, k, d_model]; a ``bias`` [1, heads, q, k] is added."""
-        # One node for all uses within, so that their gradients are added up first whether or not a hook lies before it,
-        # as at ZeRO 3: every layout then computes the same bits.
+        # view_as makes one graph node for all uses below, so that their gradients are summed there, with or without a
+        # hook before it (ZeRO 3 adds one). Every layout then computes the same bits.
         hidden, memory = hidden.view_as(hidden), memory.view_as(memory)
         query, key, value = self._heads(self.q(hidden)), self._heads(self.k(memory)), self._heads(self.v(memory))
         mixed = functional.scaled_dot_product_attention(
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 class PositionBias(nn.Module):
-    """What a head adds for the distance between two positions; in a ``causal`` one the future has no weight."""
+    """A learned bias of each head for the distance between two positions. With ``causal``, the future is masked."""
 
     def __init__(self, shape: T5Shape, causal: bool) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class PositionBias(nn.Module):
         self.causal = causal
 
     def forward(self, length: int) -> Tensor:
-        """Bias [1, heads, length, length] of a position for another; the future gets the lowest finite number."""
+        """Return the bias [1, heads, length, length] of pairs of positions; the lowest finite number where masked."""
         positions = torch.arange(length, device=self.weight.device)
         distance = positions[None, :] - positions[:, None]
         bias = functional.embedding(_bucket(distance, bidirectional=not self.causal), self.weight)
@@ -58,7 +58,10 @@ class PositionBias(nn.Module):
 
 
 def _bucket(distance: Tensor, bidirectional: bool) -> Tensor:
-    """Bucket of key position minus query position: exact when near, logarithmic up to 128, one beyond."""
+    """Return the bucket of a distance (key position minus query position).
+
+    Buckets are exact for short distances, logarithmic up to 128, then constant.
+    """
     buckets = RELATIVE_BUCKETS
     sign = torch.zeros_like(distance)
     if bidirectional:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from t5train.model.shape import T5Shape
+from t5train.model.model_shape import T5Shape
 
 
 class FeedForward(nn.Module):
-    """v1.0: ReLU."""
+    """The feed-forward layer of v1.0, with ReLU."""
 
     def __init__(self, shape: T5Shape) -> None:
         super().__init__()
@@ -20,12 +20,12 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(shape.dropout_rate)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[b, n, d_model] to the same."""
+        """[b, n, d_model] to the same shape."""
         return cast(Tensor, self.wo(self.dropout(functional.relu(self.wi(hidden)))))
 
 
 class GatedFeedForward(nn.Module):
-    """v1.1: a gate of GELU in its tanh form (Shazeer 2020, GEGLU)."""
+    """The feed-forward layer of v1.1, gated by the tanh approximation of GELU (Shazeer 2020, GEGLU)."""
 
     def __init__(self, shape: T5Shape) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class GatedFeedForward(nn.Module):
         self.dropout = nn.Dropout(shape.dropout_rate)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[b, n, d_model] to the same."""
+        """[b, n, d_model] to the same shape."""
         gate = self._gelu(self.wi_0(hidden))
         return cast(Tensor, self.wo(self.dropout(gate * self.wi_1(hidden))))
 
     def _gelu(self, hidden: Tensor) -> Tensor:
-        """GELU's tanh form: one kernel while training; written out otherwise, to round as Hugging Face does."""
+        """Compute GELU's tanh approximation: one kernel in training, otherwise step by step, as Hugging Face rounds."""
         if self.training:
             return functional.gelu(hidden, approximate="tanh")
         return 0.5 * hidden * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (hidden + 0.044715 * hidden.pow(3.0))))

@@ -1,7 +1,7 @@
-"""T5 v1.0 and v1.1, and with experts. Parameter names and arithmetic are those of Hugging Face's models.
+"""T5 v1.0 and v1.1, optionally with experts. Parameter names and arithmetic are those of Hugging Face's models.
 
-These are T5ForConditionalGeneration, and SwitchTransformersForConditionalGeneration for a model with experts, whose
-experts and routers alone DeepSpeed names otherwise (see t5train.model.names).
+Those are T5ForConditionalGeneration and, with experts, SwitchTransformersForConditionalGeneration. Only experts and
+routers have other names in DeepSpeed (see t5train.engine.parameter_layout).
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from t5train.model.activation_checkpointing import Recomputable, recomputed
 from t5train.model.attention import Attention, PositionBias
 from t5train.model.feed_forward import FeedForward, GatedFeedForward
-from t5train.model.recompute import Recomputable, recomputed
-from t5train.model.shape import LAYER_NORM_EPSILON, T5Shape
+from t5train.model.model_shape import LAYER_NORM_EPSILON, T5Shape
 
 if TYPE_CHECKING:
-    from t5train.model.moe import SparseFeedForward
+    from t5train.model.mixture_of_experts import SparseFeedForward
 
 
 class T5(nn.Module):
-    """Encoder and decoder with a shared embedding; ``forward`` gives the training loss, ``logits`` the logits."""
+    """Encoder and decoder with a shared embedding. ``forward`` returns the training loss."""
 
     pipeline_layers: Mapping[str, str] = MappingProxyType({})
 
@@ -37,9 +37,9 @@ class T5(nn.Module):
             self.lm_head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats of ``targets`` [b, t] given ``inputs`` [b, s]; every position counts.
+        """Return the mean cross-entropy in nats of ``targets`` [b, t] given ``inputs`` [b, s], over all positions.
 
-        The losses of the routers are added, where there are any.
+        The losses of routers are added, if there are any.
         """
         loss = functional.cross_entropy(self._flat_logits(inputs, targets), targets.reshape(-1))
         for _, layer in self.sparse_layers():
@@ -47,7 +47,7 @@ class T5(nn.Module):
         return loss
 
     def sparse_layers(self) -> "Iterator[tuple[str, SparseFeedForward]]":
-        """Path and module of every layer with experts; none in a dense model."""
+        """Yield the path and module of every layer with experts; none in a dense model."""
         for name, stack in (("encoder", self.encoder), ("decoder", self.decoder)):
             for index in range(len(stack.block)):
                 if self.shape.is_sparse(index):
@@ -55,20 +55,20 @@ class T5(nn.Module):
                     yield path, cast("SparseFeedForward", self.get_submodule(path))
 
     def token_losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy in nats of each target token, [b, t], fp32."""
+        """Return the cross-entropy in nats of each target token, [b, t], fp32."""
         losses = functional.cross_entropy(self._flat_logits(inputs, targets), targets.reshape(-1), reduction="none")
         return losses.view(targets.shape)
 
     def logits(self, inputs: Tensor, decoder_inputs: Tensor) -> Tensor:
-        """Logits [b, t, vocab_size] in the arithmetic of the weights."""
+        """Return logits [b, t, vocab_size], computed in the dtype of the weights."""
         return self.decode(self.encode(inputs), decoder_inputs)
 
     def encode(self, inputs: Tensor) -> Tensor:
-        """The encoder's states [b, s, d_model]."""
+        """Return the encoder's states [b, s, d_model]."""
         return cast(Tensor, self.encoder(self.shared(inputs)))
 
     def decode(self, memory: Tensor, decoder_inputs: Tensor) -> Tensor:
-        """Logits as of ``logits``, given the encoder's states."""
+        """Return the same logits as ``logits``, given the encoder's states."""
         hidden = self.decoder(self.shared(decoder_inputs), memory)
         if self.shape.tied:
             return cast(Tensor, self.shared(hidden * self.shape.d_model**-0.5, is_output=True))
@@ -79,24 +79,24 @@ class T5(nn.Module):
 
 
 class SharedEmbedding(nn.Embedding):
-    """Embeds ids; in a tied model it also gives the logits.
+    """Embeds ids; in a tied model it also computes the logits.
 
-    Both are calls of this module, as its hooks are what gathers the weight at ZeRO 3, in evaluation too.
+    Both go through ``forward``, because at ZeRO 3 this module's hooks gather the weight, also in evaluation.
     """
 
     def forward(self, tokens: Tensor, is_output: bool = False) -> Tensor:
-        """Ids [b, n] to [b, n, d_model]; as the output, states [b, n, d_model] to logits [b, n, vocab_size]."""
+        """Map ids [b, n] to [b, n, d_model]; if ``is_output``, [b, n, d_model] to logits [b, n, vocab_size]."""
         return functional.linear(tokens, self.weight) if is_output else super().forward(tokens)
 
 
 def shift_right(targets: Tensor, start_id: int) -> Tensor:
-    """Decoder inputs [b, t]: the targets, one later, after the start id."""
+    """Return decoder inputs [b, t]: the start id, then the targets without the last one."""
     start = targets.new_full((targets.shape[0], 1), start_id)
     return torch.cat([start, targets[:, :-1]], dim=1)
 
 
 class Stack(nn.Module):
-    """Encoder or decoder: blocks that share the position bias of the first."""
+    """Encoder or decoder: blocks that share the first block's position bias."""
 
     def __init__(self, shape: T5Shape, num_layers: int, is_decoder: bool, expert_parallel_size: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Stack(nn.Module):
         self.dropout = nn.Dropout(shape.dropout_rate)
 
     def forward(self, embedded: Tensor, memory: Tensor | None = None) -> Tensor:
-        """``embedded`` [b, n, d_model], attending to ``memory`` [b, m, d_model] in a decoder."""
+        """Map ``embedded`` [b, n, d_model] to the same shape; a decoder attends to ``memory`` [b, m, d_model]."""
         bias = cast(Block, self.block[0]).position_bias(embedded.shape[1])
         hidden = self.dropout(embedded)
         for block in self.block:
@@ -118,9 +118,9 @@ class Stack(nn.Module):
 
 
 class Block(Recomputable):
-    """Self-attention, in a decoder cross-attention, and feed-forward, each a residual step.
+    """Self-attention, cross-attention (decoder only) and feed-forward, each a residual step.
 
-    The first of a stack owns the position bias that all use.
+    The first block of a stack owns the position bias that all its blocks use.
     """
 
     def __init__(
@@ -141,14 +141,14 @@ class Block(Recomputable):
 
     @property
     def position_bias(self) -> PositionBias:
-        """That of the stack, in its first block."""
+        """The stack's position bias, which its first block owns."""
         return cast(SelfAttentionStep, self.layer[0]).SelfAttention.relative_attention_bias
 
     def forward(self, hidden: Tensor, bias: Tensor, memory: Tensor | None) -> Tensor:
-        """One block; shapes as in the stack.
+        """Run the block; shapes as in Stack.
 
-        Where activations are recomputed, those of experts are kept: they count their tokens, and what they exchange
-        between ranks must come in the same order everywhere.
+        With recomputation, activations of experts are still kept: a second pass would count their tokens twice, and
+        all ranks must exchange tokens in the same order.
         """
         if not self.recompute:
             return self._feed_forward(self._attend(hidden, bias, memory))
@@ -197,8 +197,9 @@ class CrossAttentionStep(nn.Module):
         return cast(Tensor, hidden + self.dropout(attention))
 
     def _bias(self, hidden: Tensor, memory: Tensor) -> Tensor | None:
-        """None, which is faster, while training; zeros otherwise: kernels with and without a bias round differently,
-        and Hugging Face's has one.
+        """Return None in training, which is faster, and zeros otherwise, because Hugging Face's model has a bias.
+
+        Kernels with and without a bias round differently.
         """
         if self.training:
             return None
@@ -206,7 +207,7 @@ class CrossAttentionStep(nn.Module):
 
 
 class FeedForwardStep(nn.Module):
-    """x + feed_forward(norm(x)); Hugging Face names the feed-forward otherwise where a model has experts."""
+    """x + feed_forward(norm(x)). In a model with experts, Hugging Face has another name for the feed-forward."""
 
     def __init__(self, shape: T5Shape, index: int, expert_parallel_size: int) -> None:
         super().__init__()
@@ -216,27 +217,29 @@ class FeedForwardStep(nn.Module):
         self.dropout = nn.Dropout(shape.dropout_rate)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[b, n, d_model] to the same."""
+        """[b, n, d_model] to the same shape."""
         return cast(Tensor, hidden + self.dropout(self.get_submodule(self.name)(self.layer_norm(hidden))))
 
 
 def _feed_forward(shape: T5Shape, index: int, expert_parallel_size: int) -> nn.Module:
     if shape.is_sparse(index):
-        from t5train.model.moe import SparseFeedForward  # it needs DeepSpeed, slow to import; dense models do without
+        from t5train.model.mixture_of_experts import (
+            SparseFeedForward,  # imports DeepSpeed, which is slow and not needed for dense models
+        )
 
         return SparseFeedForward(shape, expert_parallel_size)
     return GatedFeedForward(shape) if shape.gated else FeedForward(shape)
 
 
 class RMSNorm(nn.Module):
-    """Scale by the root mean square, without mean or offset (Zhang and Sennrich 2019), squares in fp32."""
+    """Scales by the root mean square, without mean or offset (Zhang and Sennrich 2019). Squares are in fp32."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., width] to the same."""
+        """[..., width] to the same shape."""
         hidden = hidden.view_as(hidden)  # see Attention
         variance = hidden.float().pow(2).mean(-1, keepdim=True)
         return self.weight * (hidden * torch.rsqrt(variance + LAYER_NORM_EPSILON)).to(self.weight.dtype)

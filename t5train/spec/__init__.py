@@ -1,23 +1,14 @@
-"""The specification of a run: its parts, the whole, and changes by name."""
+"""The settings of a run: RunSpec and its parts, recipes, changes of settings by name, and the job of a rank.
 
-from t5train.spec.cluster import Accelerator, ClusterSpec, DeadlinesSpec
-from t5train.spec.experts import ExpertsSpec
-from t5train.spec.machines import MachinesSpec
-from t5train.spec.part import SpecPart
-from t5train.spec.parts import (
-    NUM_SENTINELS,
-    CorpusSpec,
-    LayoutSpec,
-    ModelSpec,
-    ObjectiveSpec,
-    OptimizerSpec,
-    ShardsSpec,
-    StorageSpec,
-    TokenizerSpec,
-    pad_vocabulary,
-)
-from t5train.spec.run import RUN_NAME_PATTERN, RunSpec, build, read, setting_names
-from t5train.spec.settings import nearest
+Not here: checks that need the machine or its hosts (``infra.head.preflight``).
+"""
+
+from t5train.spec.cluster_spec import Accelerator, ClusterSpec, DeadlinesSpec, MachinesSpec, StorageSpec
+from t5train.spec.data_spec import NUM_SENTINELS, CorpusSpec, ObjectiveSpec, ShardsSpec, TokenizerSpec
+from t5train.spec.model_spec import ExpertsSpec, ModelSpec, pad_vocabulary
+from t5train.spec.overrides import SpecPart, nearest
+from t5train.spec.run_spec import RUN_NAME_PATTERN, RunSpec, build, read, setting_names
+from t5train.spec.training_spec import LayoutSpec, OptimizerSpec
 
 __all__ = [
     "NUM_SENTINELS",

@@ -1,4 +1,4 @@
-"""The program every rank runs: ``python -m t5train.train --spec spec.json`` under the DeepSpeed launcher."""
+"""The program that every rank runs: ``python -m t5train.train --spec spec.json`` under the DeepSpeed launcher."""
 
 import argparse
 import faulthandler
@@ -9,17 +9,17 @@ import sys
 import warnings
 from pathlib import Path
 
-from t5train.train.error_report import report, told_of
-from t5train.train.heartbeat import Heartbeat
-from t5train.train.job import TrainJob
-from t5train.train.preemption import Told
-from t5train.train.variables import RANK_FILES
+from t5train.files.run_folder import RANK_FILES
+from t5train.rank.error_report import report, reportable
+from t5train.rank.heartbeat import Heartbeat
+from t5train.rank.preemption import StopRequest
+from t5train.spec.rank_job import TrainJob
 
 _log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Train as the job says. Exit code 0 only when the last checkpoint and the witness are on disk."""
+    """Run the training job. Returns exit code 0 only if the last checkpoint and the witness are on disk."""
     parser = argparse.ArgumentParser(prog="python -m t5train.train", description=__doc__)
     parser.add_argument("--spec", type=Path, required=True, help="JSON file of one training attempt")
     job = TrainJob.read(parser.parse_args().spec)
@@ -29,40 +29,40 @@ def main() -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    # New names of collectives, told once for each rank and call: only DeepSpeed can use them.
+    # torch warns about renamed collectives, once per rank and call; only DeepSpeed could use the new names.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
-    faulthandler.register(signal.SIGUSR1)  # asked by the guard of a rank that hangs: where it does goes to its log
+    faulthandler.register(signal.SIGUSR1)  # the guard sends it to a rank that hangs, to get its traceback into the log
     try:
-        with Told() as told, Heartbeat.of_rank(job.spec.cluster.deadlines) as heart:
-            _train(job, heart, told)
+        with StopRequest() as stop_request, Heartbeat.of_rank(job.spec.cluster.deadlines) as heart:
+            _train(job, heart, stop_request)
     except BaseException as error:
-        if (explained := told_of(error)) is not None:
-            # First to the log: a report cannot be written to a disk that has failed.
-            _log.error("%s: %s", type(explained).__name__, explained)
+        if (reported := reportable(error)) is not None:
+            # Log it first, because a report cannot be written to a failed disk.
+            _log.error("%s: %s", type(reported).__name__, reported)
         if rank_files := os.environ.get(RANK_FILES):
             report(Path(rank_files), error)
-        if explained is not None:
+        if reported is not None:
             return 1
         raise
     return 0
 
 
-def _train(job: TrainJob, heart: Heartbeat, told: Told) -> None:
+def _train(job: TrainJob, heart: Heartbeat, stop_request: StopRequest) -> None:
     import deepspeed
     from deepspeed import comm
 
     from t5train.train.accelerator_lock import lock_accelerator
     from t5train.train.loop import Trainer
-    from t5train.train.rendezvous import listen_on_loopback
+    from t5train.train.loopback_store import listen_on_loopback
 
     lock_accelerator()
     store = listen_on_loopback()
     deepspeed.init_distributed()
-    Trainer(job, heart, told).run()
+    Trainer(job, heart, stop_request).run()
     comm.barrier()
-    # After an error it would wait for other ranks, which wait for this one; the end of the process frees all it holds.
+    # Skipped after an error, because ranks would wait for each other. The end of the process frees everything.
     comm.destroy_process_group()
-    del store  # served the others until here
+    del store  # the other ranks used it until here
 
 
 if __name__ == "__main__":

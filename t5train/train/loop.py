@@ -1,4 +1,4 @@
-"""The training loop: what every rank does from its job to the last checkpoint, or until it is told to end."""
+"""The training loop, which every rank runs from the start of its job to the last step, or until it is asked to stop."""
 
 import logging
 import time
@@ -9,46 +9,49 @@ from typing import Any, NoReturn
 
 import torch
 
+from t5train.checkpoint import saving
+from t5train.checkpoint.state_loading import StoredState
 from t5train.data.held_out import read_held_out
 from t5train.data.loader import PREFETCHED_BATCHES, Batch, Prefetched, Samples
 from t5train.data.span_corruption import geometry
-from t5train.errors import InputError, Preempted
-from t5train.model.initialise import initialise
-from t5train.model.shape import T5Shape, huggingface_config, resolve
-from t5train.records import TokenShards
-from t5train.run_files import tag_of
-from t5train.spec import RunSpec
-from t5train.train import checkpointing, honesty, validation, witness
-from t5train.train.accumulation import sums_of
-from t5train.train.engine import (
+from t5train.engine.collectives import bits_of, data_rank, digest64, float_of, gather, rank
+from t5train.engine.engine import (
     accelerator_memory_bytes,
     build_engine,
-    host_memory_bytes,
     model_of,
+    peak_host_memory_bytes,
     set_learning_rate,
 )
-from t5train.train.heartbeat import Heartbeat
-from t5train.train.job import TrainJob
-from t5train.train.metrics import Metrics, Values
-from t5train.train.partitions import master_groups_of
-from t5train.train.passes import Passes, WholePasses
-from t5train.train.pipeline_passes import PipelinePasses
-from t5train.train.ranks import bits_of, data_rank, digest64, float_of, gather, rank
-from t5train.train.routing import Routing
-from t5train.train.schedule import learning_rate
-from t5train.train.stored_state import StoredState
+from t5train.engine.expert_routing import Routing
+from t5train.engine.forward_backward import Passes, PipelinePasses, WholePasses
+from t5train.engine.gradient_accumulation import sums_of
+from t5train.engine.partitions import master_groups_of
+from t5train.errors import InputError, Preempted
+from t5train.files.run_folder import tag_of
+from t5train.metrics import Metrics, Values
+from t5train.model.initialization import initialise
+from t5train.model.model_shape import T5Shape, huggingface_config, resolve
+from t5train.rank.heartbeat import Heartbeat
+from t5train.records.stage_records import TokenShards
+from t5train.spec import RunSpec
+from t5train.spec.rank_job import TrainJob
+from t5train.train import sanity_checks, validation, witness_recording
+from t5train.train.learning_rate import learning_rate
 
 _log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One rank's part of one attempt at a run."""
+    """One rank's part of an attempt at a run."""
 
     def __init__(
-        self, job: TrainJob, heart: Heartbeat | None = None, is_told: Callable[[], bool] = lambda: False
+        self, job: TrainJob, heart: Heartbeat | None = None, is_stop_requested: Callable[[], bool] = lambda: False
     ) -> None:
-        """``heart`` tells of the phases of its work; ``is_told`` whether this rank was told to end."""
-        self.job, self.spec, self.is_told = job, job.spec, is_told
+        """Load state and build the engine.
+
+        ``heart`` reports the phases of the work. ``is_stop_requested`` returns whether this rank was asked to stop.
+        """
+        self.job, self.spec, self.is_stop_requested = job, job.spec, is_stop_requested
         self.heart = heart or Heartbeat(None, job.spec.cluster.deadlines)
         self.heart.enter("compile", 0)
         self.shards: TokenShards = job.shards()
@@ -58,27 +61,27 @@ class Trainer:
         self.train_samples = self._samples("train", shuffle=True)
         self.held_out = self._samples("validation", shuffle=False)
         self._require_a_batch()
-        read_held_out(job.shards_folder)  # which the witness records at the end: refuse now what would be refused then
-        # Dropout: other noise on every rank, the same in every run; weights and samples have their own keys.
+        read_held_out(job.shards_folder)  # needed only for the witness at the end, but any error should be raised now
+        # For dropout: different on every rank, the same in every run. Weights and samples have their own seeds.
         torch.manual_seed((self.spec.optimizer.seed << 20) + rank())
         stored = StoredState.of(job, self.shape)
         fill = stored.fill if stored else partial(initialise, shape=self.shape, seed=self.spec.optimizer.seed)
         self.engine: Any = build_engine(self.spec, self.shape, pad_id, fill, job.node_local)
-        self.step = checkpointing.resume(self.engine, job, stored)
+        self.step = saving.resume(self.engine, job, stored)
         self.routing = Routing(model_of(self.engine))
         self.passes: Passes = (
             PipelinePasses(self.engine)
             if self.spec.layout.pipeline_stages > 1
             else WholePasses(self.engine, self.routing, sums_of(self.engine.module, self.spec))
         )
-        self.movement = honesty.Movement(
+        self.movement = sanity_checks.Movement(
             master_groups_of(self.engine), self._applied_steps(), self.spec.data_parallel_size, gather
         )
 
     def run(self) -> None:
-        """Train to the last step, saving and validating on the way; then bear witness.
+        """Train to the last step, saving and validating on the way; then record the witness.
 
-        Raises Preempted, once a checkpoint is saved, after a step at which any rank had been told to end.
+        If any rank was asked to stop, saves a checkpoint after the step and raises Preempted.
         """
         with ExitStack() as stack:
             metrics = None
@@ -88,28 +91,28 @@ class Trainer:
             batches = Prefetched(micro_batches(self.train_samples, self.spec, self.step), PREFETCHED_BATCHES)
             stack.enter_context(batches)
             while self.step < self.spec.optimizer.num_steps:
-                values, told = self._take_step(batches)
+                values, must_stop = self._take_step(batches)
                 if metrics:
                     metrics.write(self.step, values)
-                if told:
+                if must_stop:
                     self._end_early(metrics)
                 self._validate_when_due(metrics)
                 self._save_when_due(metrics)
             self._conclude(metrics)
 
     def _take_step(self, batches: Prefetched) -> tuple[Values, bool]:
-        """What there is to tell of a step, and whether any rank had been told to end: all hear the same."""
+        """Take a step. Returns its metrics, and whether any rank was asked to stop, which is the same on all ranks."""
         started, waited, self.step = time.perf_counter(), batches.waited_seconds, self.step + 1
         self.heart.enter("step", self.step)
         rate = learning_rate(self.spec.optimizer, self.step)
         set_learning_rate(self.engine, rate)
         seen: list[bytes] = []
         result = self.passes.step(self._taken(batches, seen))
-        everybody = gather([bits_of(result.loss), digest64(b"".join(seen)), self.is_told()])
+        everybody = gather([bits_of(result.loss), digest64(b"".join(seen)), self.is_stop_requested()])
         loss = sum(float_of(row[0]) for row in everybody) / len(everybody)
-        honesty.require_finite(self.step, loss, result.gradient_norm)
-        honesty.require_distinct_batches(self.step, [row[1] for row in everybody], self.spec.data_parallel_size)
-        honesty.require_few_skips(self.step, self.engine.skipped_steps)
+        sanity_checks.require_finite(self.step, loss, result.gradient_norm)
+        sanity_checks.require_distinct_batches(self.step, [row[1] for row in everybody], self.spec.data_parallel_size)
+        sanity_checks.require_few_skips(self.step, self.engine.skipped_steps)
         seconds = time.perf_counter() - started
         values: Values = {
             "loss": loss,
@@ -118,7 +121,7 @@ class Trainer:
             "tokens_per_second": self._tokens_a_step() / seconds,
             "skipped_steps": int(self.engine.skipped_steps),
             "memory_bytes": accelerator_memory_bytes(),
-            "host_memory_bytes": host_memory_bytes(),
+            "host_memory_bytes": peak_host_memory_bytes(),
             "seconds": seconds,
             "data_wait_seconds": batches.waited_seconds - waited,
             **self.routing.of_step(result.router_loss),
@@ -126,11 +129,11 @@ class Trainer:
         return values, any(row[2] for row in everybody)
 
     def _taken(self, batches: Prefetched, seen: list[bytes]) -> Iterator[Batch]:
-        """The micro-batches of this step; ``seen`` gets what was in them."""
+        """Yield the micro-batches of this step, and add the identities of their samples to ``seen``."""
         for micro in range(self.spec.gradient_accumulation):
             batch = next(batches)
             first = first_sample(self.spec, self.step - 1, micro)
-            seen.append(honesty.identity_of(batch.sample_ids, first, self.train_samples.num_samples))
+            seen.append(sanity_checks.identity_of(batch.sample_ids, first, self.train_samples.num_samples))
             yield batch
 
     def _validate_when_due(self, metrics: Metrics | None) -> None:
@@ -142,10 +145,10 @@ class Trainer:
         self._report_experts(metrics)
 
     def _validate(self) -> validation.Losses:
-        """The first to see what the last update made of the weights."""
+        """Validate, and check that the loss is finite: no other check has used the weights since their last update."""
         self.heart.enter("validate", self.step)
         losses = validation.validate(self.passes, self.held_out, self.shards, self.spec)
-        honesty.require_finite(self.step, losses.all_targets, None)
+        sanity_checks.require_finite(self.step, losses.all_targets, None)
         return losses
 
     def _save_when_due(self, metrics: Metrics | None) -> None:
@@ -154,19 +157,19 @@ class Trainer:
             self._save(metrics)
 
     def _save(self, metrics: Metrics | None) -> None:
-        """No rank trains meanwhile, and all wait for the slowest: for how long, is reported."""
+        """Save a checkpoint. Training waits until the slowest rank has saved, and this time is reported."""
         started = time.perf_counter()
         self.heart.enter("save", self.step)
         self.movement.require(self.step, self._applied_steps())
-        checkpointing.save(self.engine, self.job, self.step, self.huggingface_config, self.shards.fingerprint)
-        checkpointing.prune(self.job, self.step)
+        saving.save(self.engine, self.job, self.step, self.huggingface_config, self.shards.fingerprint)
+        saving.prune(self.job, self.step)
         self._report(metrics, {"save_seconds": time.perf_counter() - started})
 
     def _end_early(self, metrics: Metrics | None) -> NoReturn:
         self._save(metrics)
         raise Preempted(
-            f"the ranks were told to end (SIGTERM), and did so after step {self.step}, which is saved: the same "
-            "command goes on from it"
+            f"the ranks were asked to stop (SIGTERM). They stopped after step {self.step} and saved it: run the same "
+            "command again to resume from it"
         )
 
     def _conclude(self, metrics: Metrics | None) -> None:
@@ -194,7 +197,7 @@ class Trainer:
             "validation": summary,
         }
         self.heart.enter("save", self.step)
-        witness.record(self.engine, self.job, self.shape, self.held_out, self.huggingface_config, facts)
+        witness_recording.record(self.engine, self.job, self.shape, self.held_out, self.huggingface_config, facts)
 
     def _report(self, metrics: Metrics | None, values: Values) -> None:
         if metrics:
@@ -202,7 +205,7 @@ class Trainer:
             _log.info("step %d: %s", self.step, ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
 
     def _report_experts(self, metrics: Metrics | None) -> None:
-        """Too many numbers to print: they are in the log of steps alone."""
+        """Write statistics of experts to the metrics. They are not logged, because there are too many numbers."""
         if metrics and (values := self.routing.of_experts()):
             metrics.write(self.step, values)
 
@@ -213,12 +216,12 @@ class Trainer:
         batch = self.spec.optimizer.global_batch_sequences
         if self.train_samples.num_samples < batch:
             raise InputError(
-                f"the train split holds {self.train_samples.num_samples} samples, and a step takes "
+                f"the train split holds {self.train_samples.num_samples} samples, but a step takes "
                 f"optimizer.global_batch_sequences ({batch}): use more text or a smaller batch"
             )
 
     def _applied_steps(self) -> int:
-        """Steps so far that moved the weights; where a cosine ends at zero, the last of all does not."""
+        """Return the number of steps so far that changed the weights. If a cosine ends at zero, the last does not."""
         stands_still = self.step > 0 and learning_rate(self.spec.optimizer, self.step) == 0
         return self.step - int(self.engine.skipped_steps) - stands_still
 
@@ -228,13 +231,13 @@ class Trainer:
 
 
 def micro_batches(samples: Samples, spec: RunSpec, step: int) -> Iterator[Batch]:
-    """This rank's micro-batches from the step after ``step`` to the last; what was read is a function of the step."""
+    """Yield this rank's micro-batches from the step after ``step`` to the last. They depend only on the step."""
     for done in range(step, spec.optimizer.num_steps):
         for micro in range(spec.gradient_accumulation):
             yield samples.batch(first_sample(spec, done, micro), spec.layout.micro_batch_sequences)
 
 
 def first_sample(spec: RunSpec, done: int, micro: int) -> int:
-    """Where in the endless order this rank's micro-batch number ``micro`` of the step after ``done`` begins."""
+    """Return the index, in the endless order, of the first sample of micro-batch ``micro`` in step ``done + 1``."""
     within = (micro * spec.data_parallel_size + data_rank(spec)) * spec.layout.micro_batch_sequences
     return done * spec.optimizer.global_batch_sequences + within

@@ -1,4 +1,8 @@
-"""Loss on held-out text, and the two comparisons that show it means something."""
+"""Loss on held-out text, and two baselines that show whether it is meaningful.
+
+One baseline is the simplest language model, which a trained model must beat: token frequencies of the train split,
+which the shards stage counts while it writes tokens. The other is the model's own loss with shuffled encoder inputs.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -6,17 +10,46 @@ from typing import NamedTuple
 import numpy as np
 
 from t5train.data.loader import Batch, Samples
-from t5train.data.unigram import cross_entropy, train_unigram
-from t5train.records import TokenShards
+from t5train.data.shards import UNIGRAM_DTYPE, unigram_name
+from t5train.engine.collectives import data_rank, gather_floats
+from t5train.engine.forward_backward import Passes
+from t5train.errors import DigestMismatch
+from t5train.records.stage_records import TokenShards
 from t5train.spec import RunSpec
-from t5train.train.passes import Passes
-from t5train.train.ranks import data_rank, gather_floats
+
+
+def train_unigram(shards: TokenShards) -> np.ndarray:
+    """Return the log-probability in nats of each id, float64 [vocab_size], from add-one-smoothed train counts.
+
+    Raises DigestMismatch if the counts do not add up to the tokens of the split.
+    """
+    vocab_size, tokens = int(shards.counts["vocab_size"]), int(shards.counts["train_tokens"])
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for number in range(int(shards.counts["num_shards"])):
+        path = shards.path / unigram_name(number)
+        if path.stat().st_size != counts.nbytes:
+            raise DigestMismatch(
+                f"{path} has {path.stat().st_size} bytes, not {counts.nbytes}, so the token counts in that file are "
+                "damaged. Make the token shards again (`run` or `tokenize`)"
+            )
+        counts += np.fromfile(path, UNIGRAM_DTYPE)
+    if counts.sum() != tokens:
+        raise DigestMismatch(
+            f"the token counts in {shards.path} are damaged: {counts.sum()} train tokens counted, not {tokens}. Make "
+            "the token shards again (`run` or `tokenize`)"
+        )
+    return np.asarray(np.log((counts + 1) / (tokens + vocab_size)))
+
+
+def cross_entropy(log_probabilities: np.ndarray, tokens: np.ndarray) -> float:
+    """Return the mean negative log-probability of ``tokens`` (any shape, at least one), in nats per token."""
+    return float(-log_probabilities[tokens].mean())
 
 
 class Losses(NamedTuple):
-    """Nats a token on one set of validation samples.
+    """Losses in nats per token on one set of validation samples.
 
-    ``content`` leaves out sentinels and the closing EOS: what remains is text the model had to guess.
+    ``content`` excludes sentinels and the closing EOS, and so covers only text that the model had to predict.
     """
 
     all_targets: float
@@ -26,17 +59,18 @@ class Losses(NamedTuple):
 
 
 def validate(passes: Passes, samples: Samples, shards: TokenShards, spec: RunSpec, shuffled: bool = False) -> Losses:
-    """Loss of the engine's model on the first validation samples, shared out over ranks.
+    """Return the losses of the engine's model on the first validation samples, which are divided among ranks.
 
-    Every rank takes as many passes of as many samples, also where none of them counts: at ZeRO 3, between experts of
-    several ranks and in a pipeline a forward pass is a collective.
-    With ``shuffled`` every target is paired with the encoder input of its neighbour in the batch: a model that
-    reads its input does worse.
+    Every rank makes the same number of passes over the same number of samples, even if none of its samples count: at
+    ZeRO 3, with experts on several ranks and in a pipeline, a forward pass is a collective.
+
+    With ``shuffled``, every target is paired with the encoder input of its neighbour in the batch. The loss of a model
+    that uses its input is then higher.
     """
     count = validation_sequences(samples, spec)
     shares = [_share(samples, places, count, shuffled) for places in _places(spec, count)]
     sums = np.zeros(4)
-    # A rank that computes no losses has none to add.
+    # A rank that computes no losses adds none.
     for share, losses in zip(shares, passes.token_losses([share.batch for share in shares]), strict=False):
         sums += _sums(losses[: share.held].astype(np.float64), share.batch.targets[: share.held], shards)
     total, tokens, content, content_tokens = np.sum(gather_floats(sums.tolist()), axis=0)
@@ -44,18 +78,18 @@ def validate(passes: Passes, samples: Samples, shards: TokenShards, spec: RunSpe
 
 
 def unigram_loss(samples: Samples, shards: TokenShards, spec: RunSpec) -> float:
-    """Nats a token of the same content tokens under the frequencies of the training tokens."""
+    """Return the loss in nats per token of the same content tokens under the frequencies of the training tokens."""
     targets = samples.batch(0, validation_sequences(samples, spec)).targets
     return cross_entropy(train_unigram(shards), targets[is_content(targets, shards)])
 
 
 def validation_sequences(samples: Samples, spec: RunSpec) -> int:
-    """How many sequences a validation reads."""
+    """Return the number of sequences in a validation."""
     return min(int(samples.num_samples), spec.storage.validate_sequences)
 
 
 def is_content(targets: np.ndarray, shards: TokenShards) -> np.ndarray:
-    """Which targets are neither a sentinel nor the EOS that ends a sequence; same shape, bool."""
+    """Return which targets are neither a sentinel nor the EOS that ends a sequence; same shape, bool."""
     highest = shards.counts["first_sentinel_id"]
     content: np.ndarray = (targets <= highest - shards.counts["num_sentinels"]) | (targets > highest)
     content[:, -1] = False
@@ -63,14 +97,14 @@ def is_content(targets: np.ndarray, shards: TokenShards) -> np.ndarray:
 
 
 class _Share(NamedTuple):
-    """A batch of which the first ``held`` samples count."""
+    """A batch. Only its first ``held`` samples count."""
 
     batch: Batch
     held: int
 
 
 def _places(spec: RunSpec, count: int) -> Iterator[range]:
-    """Which validation samples this rank's passes take."""
+    """Yield the range of validation samples for each of this rank's passes."""
     size = max(2, spec.layout.micro_batch_sequences)
     for first in range(0, count, spec.data_parallel_size * size):
         start = first + data_rank(spec) * size
@@ -85,6 +119,6 @@ def _share(samples: Samples, places: range, count: int, shuffled: bool) -> _Shar
 
 
 def _sums(losses: np.ndarray, targets: np.ndarray, shards: TokenShards) -> np.ndarray:
-    """Losses and tokens, of all targets and of content; both arrays [b, t]."""
+    """Return the sum of losses and the number of tokens, of all targets and of content. Both arrays are [b, t]."""
     content = is_content(targets, shards)
     return np.array([losses.sum(), losses.size, losses[content].sum(), content.sum()])

@@ -1,18 +1,21 @@
-"""Clusters to test on. What changes one leaves it as it found it, or has one of its own."""
+"""Test clusters that tests share. A test that changes a cluster restores it, or uses a cluster of its own."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
-from cluster_runs import Stage
 
 from infra.testcluster import Cluster
+from tests.support.cluster_runs import ClusterRunner, prepare, weights
 
 
 @pytest.fixture(scope="session")
 def share(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that all hosts of ``cluster`` have."""
+    """The folder that all hosts of ``cluster`` share."""
     return tmp_path_factory.mktemp("share")
 
 
@@ -24,20 +27,48 @@ def cluster(share: Path) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def on(cluster: Cluster) -> Callable[..., str]:
-    """``on(host, *argv)``: what a program that succeeds prints on a host of ``cluster``."""
+def run_on(cluster: Cluster) -> Callable[..., str]:
+    """``run_on(host, *argv)`` runs a program, which must succeed, on a host of ``cluster`` and returns its output."""
 
-    def on(host: str, *argv: str) -> str:
+    def run_on(host: str, *argv: str) -> str:
         result = cluster.exec(host, list(argv), timeout=60)
         assert result.returncode == 0, f"{argv} on {host}: {result.stderr}"
         return result.stdout
 
-    return on
+    return run_on
 
 
 @pytest.fixture(scope="session")
-def stage(cluster: Cluster, share: Path) -> Stage:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with the text, the tokenizer and the token shards that every run here uses."""
+    root = tmp_path_factory.mktemp("prepared")
+    prepare(root)
+    return root
+
+
+@pytest.fixture(scope="session")
+def runner(cluster: Cluster, share: Path, prepared: Path) -> ClusterRunner:
     """``cluster``, with shards in the folder that its hosts share."""
-    stage = Stage(cluster, share)
-    stage.prepare()
-    return stage
+    shutil.copytree(prepared, share, dirs_exist_ok=True)
+    return ClusterRunner(cluster, share)
+
+
+@pytest.fixture(scope="session")
+def train(runner: ClusterRunner) -> Callable[[str, str, list[str]], Any]:
+    """``train(command, name, options)`` trains a run and returns the digests of its final weights."""
+
+    def train(command: str, name: str, options: list[str]) -> Any:
+        started = runner.start(command, name, options)
+        ended = started.wait(240)
+        assert ended.exit_code == 0, ended.output[-4000:]
+        assert "FutureWarning" not in ended.output  # users cannot act on it
+        assert not runner.processes()
+        return weights(started.run_folder)
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def one_host(train: Callable[[str, str, list[str]], Any]) -> Callable[[int], Any]:
+    """``one_host(ranks)``: digests of the final weights of a run on one host, trained once per number of ranks."""
+    return cache(lambda ranks: train("train", f"one-host-{ranks}", ["--set", f"cluster.ranks={ranks}"]))

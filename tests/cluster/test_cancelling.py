@@ -1,4 +1,4 @@
-"""Runs of a deployment over hosts, cancelled in Prefect, or ended with `t5-pretrain up`: they are saved, and go on."""
+"""A run over several hosts saves and can resume after it is cancelled in Prefect or `t5-pretrain up` is stopped."""
 
 import json
 import os
@@ -9,20 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_runs import ENVIRONMENT, SETTINGS, Stage
 
-from infra.testcluster.view import HOSTFILE
-from t5train.run_files import METRICS
-from t5train.train import metrics
+from infra.testcluster.host_files import HOSTFILE
+from tests.support.cluster_runs import ENVIRONMENT, SETTINGS, ClusterRunner, last_step
 
 pytestmark = pytest.mark.cluster
 
 URL = "http://127.0.0.1:4200/api"
 NAME = "cancelled"
-SECONDS = 180.0  # ample, for a machine that does other work too
+SECONDS = 180.0  # ample, in case the machine is busy
 LONG = {"optimizer.num_steps": 1_000_000, "storage.checkpoint_every_steps": 1_000_000}
-OVER_HOSTS = {"cluster.hostfile": HOSTFILE, "cluster.num_nodes": 2, "storage.validate_every_steps": 1_000_000}
-ASK = """
+ON_TWO_HOSTS = {"cluster.hostfile": HOSTFILE, "cluster.num_nodes": 2, "storage.validate_every_steps": 1_000_000}
+API_CLIENT = """
 import base64, json, pathlib, sys, urllib.request
 api_url, key_file, path, method, body = sys.argv[1:]
 key = base64.b64encode(pathlib.Path(key_file).read_bytes().strip()).decode()
@@ -37,31 +35,31 @@ print(ask(path, body.encode() or None, method))
 
 
 class Prefect:
-    """The server and the worker on the head, as a browser there would speak to them."""
+    """The Prefect server and worker on the head, and a client on the head that sends the requests of a browser."""
 
-    def __init__(self, stage: Stage) -> None:
-        """Start them."""
-        self._stage, self._log = stage, stage.root / "up.log"
+    def __init__(self, runner: ClusterRunner) -> None:
+        """Start the server and the worker."""
+        self._runner, self._log = runner, runner.root / "up.log"
         with open(self._log, "wb") as output:
-            argv = ["t5-pretrain", "up", "--root", str(stage.root)]
-            self._process = stage.cluster.start("head", argv, output.fileno(), ENVIRONMENT)
+            argv = ["t5-pretrain", "up", "--root", str(runner.root)]
+            self._process = runner.cluster.start("head", argv, output.fileno(), ENVIRONMENT)
         self._await(lambda: "To start a run, type" in self._log.read_text("utf-8"))
 
     def end(self) -> None:
-        """Stop them, as a service manager does."""
-        for process in self._stage.cluster.processes("head"):
+        """Stop the server and the worker, as a service manager does."""
+        for process in self._runner.cluster.processes("head"):
             if "up" in process.argv:
                 os.kill(process.pid, signal.SIGTERM)
         self._process.wait(120)
 
     def run(self) -> str:
-        """Start a run of the deployment; its id."""
+        """Start a run of the deployment and return its id."""
         (deployment,) = (each for each in self.ask("deployments/filter", {}) if each["name"] == "smoke")
-        parameters = {"run_name": NAME, "settings": {**SETTINGS, **LONG, **OVER_HOSTS}}
+        parameters = {"run_name": NAME, "settings": {**SETTINGS, **LONG, **ON_TWO_HOSTS}}
         return str(self.ask(f"deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})["id"])
 
     def cancel(self, run: str) -> None:
-        """What the button of a run's page asks for."""
+        """Send the request that the cancel button on a run's page sends."""
         self.ask(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": False})
 
     def await_state(self, run: str, state: str) -> None:
@@ -71,10 +69,10 @@ class Prefect:
         self._await(lambda: last_step(run_folder) >= step)
 
     def ask(self, path: str, body: dict[str, object] | None = None) -> Any:
-        """The API's answer to a GET, or to a POST if there is something to be said."""
-        argv = ["python", "-c", ASK, URL, str(self._stage.root / "prefect/api-key"), path]
+        """Return the API's answer to a GET, or to a POST if there is a ``body``."""
+        argv = ["python", "-c", API_CLIENT, URL, str(self._runner.root / "prefect/api-key"), path]
         argv += ["GET", ""] if body is None else ["POST", json.dumps(body)]
-        answer = self._stage.cluster.exec("head", argv, timeout=60)
+        answer = self._runner.cluster.exec("head", argv, timeout=60)
         assert answer.returncode == 0, answer.stderr
         return json.loads(answer.stdout)
 
@@ -86,23 +84,23 @@ class Prefect:
 
 
 @pytest.fixture
-def prefect(stage: Stage) -> Iterator[Prefect]:
-    prefect = Prefect(stage)
+def prefect(runner: ClusterRunner) -> Iterator[Prefect]:
+    prefect = Prefect(runner)
     try:
         yield prefect
     finally:
         prefect.end()
 
 
-def test_a_run_that_is_cancelled_or_whose_worker_is_stopped_saves_ends_everywhere_and_goes_on(
-    prefect: Prefect, stage: Stage
+def test_a_run_that_is_cancelled_or_whose_worker_stops_saves_ends_everywhere_and_resumes(
+    prefect: Prefect, runner: ClusterRunner
 ) -> None:
-    folder = stage.root / "runs" / NAME
+    folder = runner.root / "runs" / NAME
     first = prefect.run()
     prefect.await_step(folder, 20)
     prefect.cancel(first)
     prefect.await_state(first, "CANCELLED")
-    assert not [host for host, _ in stage.processes() if host != "head"]
+    assert not [host for host, _ in runner.processes() if host != "head"]
     saved = last_step(folder)
     assert (folder / "checkpoints" / f"step-{saved:08d}").is_dir()
     prefect.run()
@@ -110,11 +108,5 @@ def test_a_run_that_is_cancelled_or_whose_worker_is_stopped_saves_ends_everywher
     second = json.loads((folder / "attempts" / "0002" / "spec.json").read_text("utf-8"))
     assert second["resume_tag"] == f"step-{saved:08d}"
     prefect.end()
-    assert not stage.processes()
+    assert not runner.processes()
     assert (folder / "checkpoints" / f"step-{last_step(folder):08d}").is_dir()
-
-
-def last_step(run_folder: Path) -> int:
-    """That the run's metrics tell of."""
-    lines = metrics.read(run_folder / METRICS)
-    return int(lines[-1]["step"] or 0) if lines else 0

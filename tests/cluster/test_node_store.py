@@ -1,4 +1,4 @@
-"""Hosts that share nothing: what their ranks wrote comes to the head, goes back, and is freed, all by ssh."""
+"""On hosts that share no storage, checkpoints are gathered to the head, restored to nodes and freed, all by ssh."""
 
 import sys
 from collections.abc import Callable
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from infra.node_store.paths import tag_place
+from infra.node.node_folders import tag_path
 from infra.testcluster import Cluster
-from infra.testcluster.view import HOSTFILE
-from t5train import sidecar
-from t5train.run_files import tag_of
-from tests.infra.node_store.conftest import digest, make_sidecar
+from infra.testcluster.host_files import HOSTFILE
+from t5train.checkpoint import sidecar, tags
+from t5train.files.run_folder import tag_of
+from tests.support.simulated_nodes import digest, make_sidecar
 
 pytestmark = pytest.mark.cluster
 
@@ -20,15 +20,15 @@ PROGRAM = str(Path(sys.executable).with_name("t5-pretrain"))
 ON_HEAD = """
 import sys
 from pathlib import Path
-from infra.node_store.gather import gather
-from infra.node_store.nodes import Nodes
-from infra.node_store.paths import tag_place
-from infra.node_store.pulling import listed
-from infra.node_store.restore import part, restore
-from infra.node_store.staging import release, stage_folder
-from infra.node_store.survey import survey
-from infra.node_store.tags import complete_tags
-from infra.cluster.remote import Ssh
+from infra.head.storage.gather import gather
+from infra.head.hosts.node_client import Nodes
+from infra.node.node_folders import tag_path
+from infra.node.storage.pull import listed
+from infra.head.storage.provisioning import part; from infra.head.storage.provisioning import restore
+from infra.head.storage.provisioning import release; from infra.head.storage.provisioning import stage_folder
+from infra.head.storage.checkpoint_inventory import survey
+from infra.head.storage.checkpoint_inventory import complete_tags
+from infra.head.hosts.ssh import Ssh
 from t5train.spec import ClusterSpec
 
 head = Path("/var/tmp/head")
@@ -39,29 +39,29 @@ stage_folder(nodes, head, listed(head, ["train.bin"]), "shards/some", "smoke")
 tag = complete_tags(survey(nodes, "smoke", head / "checkpoints").found)[0]
 gather(nodes, "smoke", tag, head / "checkpoints")
 parts = {"node0": part(tag, ["part-0.pt", "part-1.pt"], [0])}
-restore(nodes, "smoke", tag_place("smoke", tag.name), parts, head / "checkpoints" / tag.name)
+restore(nodes, "smoke", tag_path("smoke", tag.name), parts, head / "checkpoints" / tag.name)
 release(nodes, "smoke")
 """
 
 
-def test_shards_go_to_nodes_and_checkpoints_come_to_the_head_and_go_back(
-    cluster: Cluster, on: Callable[..., str]
+def test_shards_are_staged_to_nodes_and_checkpoints_are_gathered_and_restored(
+    cluster: Cluster, run_on: Callable[..., str]
 ) -> None:
-    place = f"{SCRATCH}/{tag_place('smoke', tag_of(8))}"
+    tag_folder = f"{SCRATCH}/{tag_path('smoke', tag_of(8))}"
     nodes = cluster.nodes[:2]
     for rank, node in enumerate(nodes):
-        folder, content = cluster.disk(node, place), bytes([rank]) * 3_000_000
+        folder, content = cluster.disk(node, tag_folder), bytes([rank]) * 3_000_000
         folder.mkdir(parents=True)
         (folder / f"part-{rank}.pt").write_bytes(content)
         sidecar.write(folder, make_sidecar(rank, 8, {f"part-{rank}.pt": digest(content)}))
-    on("head", sys.executable, "-c", ON_HEAD, SCRATCH)
+    run_on("head", sys.executable, "-c", ON_HEAD, SCRATCH)
     shards = [cluster.disk(node, f"{SCRATCH}/shards/some/train.bin").read_bytes() for node in nodes]
     assert shards == [bytes(range(256)) * 40_000] * 2
-    sidecar.require_complete(cluster.disk("head", f"/var/tmp/head/checkpoints/{tag_of(8)}"))
-    assert (cluster.disk("node0", place) / "part-1.pt").read_bytes() == bytes([1]) * 3_000_000
+    tags.require_complete(cluster.disk("head", f"/var/tmp/head/checkpoints/{tag_of(8)}"))
+    assert (cluster.disk("node0", tag_folder) / "part-1.pt").read_bytes() == bytes([1]) * 3_000_000
     gc = ["gc", "--root", "/var/tmp/head", "--hostfile", HOSTFILE, "--include", "node0@node1"]
-    said = on("head", PROGRAM, *gc, "--set", f"storage.scratch={SCRATCH}", "--free")
-    assert said.splitlines()[-1] == "2 removed", said
+    output = run_on("head", PROGRAM, *gc, "--set", f"storage.scratch={SCRATCH}", "--free")
+    assert output.splitlines()[-1] == "2 removed", output
     assert not any(cluster.disk(node, f"{SCRATCH}/shards/some").exists() for node in nodes)
     for host, folder in (("head", "/var/tmp/head"), *((node, SCRATCH) for node in nodes)):
-        on(host, "rm", "-r", folder)
+        run_on(host, "rm", "-r", folder)

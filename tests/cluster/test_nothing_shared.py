@@ -1,30 +1,30 @@
-"""Hosts that share nothing but the network train what one host trains, whatever happens to a disk; bit for bit."""
+"""Hosts that share only the network train the same weights as one host, bit for bit, even after disk failures."""
 
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_runs import SETTINGS, Ended, Stage, Started, weights
 
 from infra.testcluster import Cluster
-from infra.testcluster.demo import demo
-from infra.testcluster.view import HOME, HOSTFILE, ROOT
-from t5train import sidecar
-from t5train.certificate import CERTIFICATE, Certificate
-from t5train.run_files import FAILURES, is_tag
-from t5train.train import metrics
-from t5train.train.job import TrainJob
-from t5train.train.last_complete import last_complete
-from t5train.verify import verify
+from infra.testcluster.__main__ import run_demo
+from infra.testcluster.host_files import HOME, HOSTFILE, ROOT
+from t5train import metrics
+from t5train.checkpoint import tags
+from t5train.checkpoint.last_complete import last_complete
+from t5train.files.run_folder import FAILURES, is_tag
+from t5train.release.certificate import CERTIFICATE, Certificate
+from t5train.release.verification import verify
+from t5train.spec.rank_job import TrainJob
+from tests.support.cluster_runs import SETTINGS, ClusterRunner, Ended, Started, weights
 
 pytestmark = pytest.mark.cluster
 
-RUN, FIRST, LAST = "apart", "step-00000015", "step-00000030"
+RUN, FIRST, LAST = "unshared", "step-00000015", "step-00000030"
 SCRATCH = "/var/tmp/t5-pretrain-0/scratch"
 SHARD_OF_0 = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 SHARD_OF_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -40,219 +40,210 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "pipeline": {"layout.pipeline_stages": 2, "layout.micro_batch_sequences": 8},
 }
-"""Of which some files are written on one node, and read on both."""
+"""Layouts in which some files are written on one node and read on both."""
 
 
-class Apart:
-    """A cluster whose hosts share nothing, and a run on it."""
+class UnsharedRun:
+    """A cluster whose hosts share no storage, and a run on it."""
 
-    def __init__(self, cluster: Cluster, prepared: Path, name: str = RUN, **settings: Any) -> None:
+    def __init__(self, cluster: Cluster, logs: Path, name: str = RUN, **settings: Any) -> None:
         self.cluster, self.name = cluster, name
         self.root = cluster.disk("head", ROOT)
-        if not self.root.exists():
-            shutil.copytree(prepared / "shards", self.root / "shards")
-        self.stage = Stage(cluster, prepared, settings)
+        self.runner = ClusterRunner(cluster, logs, settings)
         self.folder = self.root / "runs" / name
 
     def start(self, command: str, options: list[str]) -> Started:
-        """Start it on the head."""
-        return self.stage.start(command, self.name, options, root=Path(ROOT))
+        """Start the run on the head."""
+        return self.runner.start(command, self.name, options, root=Path(ROOT))
 
     def train(self, options: list[str] = HOSTS) -> Ended:
-        """Start it, and wait for its end."""
+        """Start the run on the head, and wait for it to end."""
         ended = self.start("train", options).wait(SECONDS)
-        assert not self.stage.processes()
+        assert not self.runner.processes()
         return ended
 
-    def on(self, host: str) -> Path:
+    def folder_on(self, host: str) -> Path:
         """The run's folder on a node's own disk."""
         (found,) = self.cluster.disk(host, f"{SCRATCH}/runs").glob(f"{self.name}-*")
         return found
 
-    def take_back(self, hosts: list[str]) -> None:
-        """Let the run have ended after its first checkpoint, and no host have failed."""
+    def resumed_from(self) -> list[str | None]:
+        """The tag from which each attempt resumed; None for an attempt that began at step 0."""
+        specs = sorted(self.folder.glob("attempts/*/spec.json"))
+        return [TrainJob.read(path).resume_tag for path in specs]
+
+    def roll_back(self, hosts: list[str]) -> None:
+        """Make the run look as if it had ended after its first checkpoint, without any failure of a host."""
         for name in ("manifest.json", FAILURES):
             (self.folder / name).unlink(missing_ok=True)
-        for folder in (self.folder, *map(self.on, hosts)):
+        for folder in (self.folder, *map(self.folder_on, hosts)):
             shutil.rmtree(folder / "checkpoints" / LAST, ignore_errors=True)
             shutil.rmtree(folder / "witness", ignore_errors=True)
 
     def wipe(self, host: str) -> None:
-        """Put another disk into a node."""
+        """Replace a node's disk with an empty one."""
         self.cluster.power_cut(host)
         self.cluster.boot(host, new_disk=True)
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+def unshared(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Iterator[UnsharedRun]:
     """A head and three nodes, with token shards on the head."""
-    prepared = tmp_path_factory.mktemp("prepared")
-    with Cluster.temporary(f"apart-{os.getpid()}", nodes=3) as cluster:
-        Stage(cluster, prepared).prepare()
-        yield Apart(cluster, prepared)
+    with Cluster.temporary(f"unshared-{os.getpid()}", nodes=3) as cluster:
+        shutil.copytree(prepared / "shards", cluster.disk("head", f"{ROOT}/shards"))
+        yield UnsharedRun(cluster, tmp_path_factory.mktemp("logs"))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(apart: Apart) -> Any:
-    """Digests of the weights with which one host with two ranks ends."""
-    one_host = Apart(apart.cluster, apart.stage.root, "one-host")
-    assert one_host.train(["--set", "cluster.ranks=2"]).exit_code == 0
-    return weights(one_host.folder)
+def one_host_weights(one_host: Callable[[int], Any]) -> Any:
+    """Digests of the final weights of a run on one host with two ranks."""
+    return one_host(2)
 
 
 @pytest.fixture(scope="module")
-def trained(apart: Apart) -> Apart:
-    """The run, at its end for the first time."""
-    ended = apart.train()
+def trained(unshared: UnsharedRun) -> UnsharedRun:
+    """The run, after it has completed for the first time."""
+    ended = unshared.train()
     assert ended.exit_code == 0, ended.output[-4000:]
-    return apart
+    return unshared
 
 
 def tags_in(folder: Path) -> list[str]:
-    """Tags that lie in a folder, without what tells several of a name apart."""
+    """Names of the tags in a folder, without the suffix that distinguishes tags of the same name."""
     names = [path.name.partition(".")[0] for path in folder.glob("*")]
     return sorted(name for name in names if is_tag(name))
 
 
-def flip(path: Path) -> None:
+def flip_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-def test_hosts_that_share_nothing_train_what_one_host_trains(trained: Apart, undisturbed: Any) -> None:
-    assert weights(trained.folder) == undisturbed
+def test_hosts_without_shared_storage_train_the_same_weights_as_one_host(
+    trained: UnsharedRun, one_host_weights: Any
+) -> None:
+    assert weights(trained.folder) == one_host_weights
     assert not trained.cluster.disk("node0", ROOT).exists()
     assert [line["step"] for line in metrics.read(trained.folder / "metrics.jsonl") if "loss" in line] == [
         *range(1, 31)
     ]
 
 
-def test_what_was_saved_is_gathered_whole_and_lies_on_nodes_in_parts(trained: Apart) -> None:
+def test_checkpoints_are_gathered_whole_and_each_node_keeps_only_its_part(trained: UnsharedRun) -> None:
     for tag in (FIRST, LAST):
-        sidecar.require_complete(trained.folder / "checkpoints" / tag)
-    assert not (trained.on("node1") / "checkpoints" / LAST / SHARD_OF_0).exists()
-    assert not (trained.on("node0") / "checkpoints" / LAST / SHARD_OF_1).exists()
+        tags.require_complete(trained.folder / "checkpoints" / tag)
+    assert not (trained.folder_on("node1") / "checkpoints" / LAST / SHARD_OF_0).exists()
+    assert not (trained.folder_on("node0") / "checkpoints" / LAST / SHARD_OF_1).exists()
 
 
-def test_another_head_is_kept_away_from_the_checkpoints_of_a_run_of_that_name_until_it_adopts_them(
-    trained: Apart, undisturbed: Any
+def test_another_head_is_refused_the_checkpoints_of_a_run_until_it_adopts_them(
+    trained: UnsharedRun, one_host_weights: Any
 ) -> None:
     other = f"{ROOT}-other"
     shutil.copytree(trained.root / "shards", trained.cluster.disk("head", other) / "shards")
-    ended = trained.stage.start("train", RUN, HOSTS, root=Path(other)).wait(SECONDS)
+    ended = trained.runner.start("train", RUN, HOSTS, root=Path(other)).wait(SECONDS)
     assert ended.exit_code == 1
     assert re.search(
-        rf"on node0, node1 are owned by head \S+, root {ROOT}, since 20.*--adopt.*another --name", ended.told
+        rf"on node0, node1 are owned by head \S+, root {ROOT}, since 20.*--adopt.*another --name", ended.message
     )
-    assert not trained.cluster.disk("head", f"{other}/runs/{RUN}/attempts").exists(), "no attempt was begun"
-    adopting = trained.stage.start("train", RUN, [*HOSTS, "--adopt"], root=Path(other)).wait(SECONDS)
+    assert not trained.cluster.disk("head", f"{other}/runs/{RUN}/attempts").exists(), "an attempt was started"
+    adopting = trained.runner.start("train", RUN, [*HOSTS, "--adopt"], root=Path(other)).wait(SECONDS)
     assert adopting.exit_code == 0, adopting.output[-4000:]
-    assert re.search(rf"is adopted from head \S+, root {ROOT}, since \S+: {LAST}", adopting.output)
+    assert re.search(rf"was adopted from head \S+, root {ROOT}, since \S+: {LAST}", adopting.output)
     folder = trained.cluster.disk("head", f"{other}/runs/{RUN}")
     assert TrainJob.read(folder / "attempts/0001/spec.json").resume_tag == LAST
-    assert weights(folder) == undisturbed
+    assert weights(folder) == one_host_weights
     (trained.folder / "manifest.json").unlink()
     back = trained.train()
     assert back.exit_code == 1
-    assert f"root {other}, since" in back.told
+    assert f"root {other}, since" in back.message
 
 
-def test_a_wiped_node_a_flipped_bit_and_another_ones_latest_are_made_good_from_the_gathered_copy(
-    trained: Apart, undisturbed: Any
+def test_a_wiped_disk_a_flipped_bit_and_a_wrong_latest_are_repaired_from_the_gathered_copy(
+    trained: UnsharedRun, one_host_weights: Any
 ) -> None:
-    trained.take_back(["node0"])
+    trained.roll_back(["node0"])
     trained.wipe("node1")
-    flip(trained.on("node0") / "checkpoints" / FIRST / SHARD_OF_0)
-    (trained.on("node0") / "checkpoints" / "latest").write_text("step-00000099")
-    ended = trained.train([*HOSTS, "--adopt"])  # from the other head, if there was one
+    flip_bit(trained.folder_on("node0") / "checkpoints" / FIRST / SHARD_OF_0)
+    (trained.folder_on("node0") / "checkpoints" / "latest").write_text("step-00000099")
+    ended = trained.train([*HOSTS, "--adopt"])  # in case the other head owns the run
     assert ended.exit_code == 0, ended.output[-4000:]
-    assert weights(trained.folder) == undisturbed
+    assert weights(trained.folder) == one_host_weights
 
 
-def test_what_was_never_gathered_is_taken_from_nodes_and_a_half_written_tag_is_passed_over(
-    trained: Apart, undisturbed: Any
+def test_a_run_resumes_from_an_ungathered_checkpoint_and_replaces_a_node_that_is_lost_twice(
+    trained: UnsharedRun, one_host_weights: Any
 ) -> None:
-    written = shutil.copytree(trained.on("node0") / "checkpoints" / LAST, trained.root / "half-written")
-    trained.take_back(["node0", "node1"])
-    shutil.move(written, trained.on("node0") / "checkpoints" / LAST)  # the other node's part is not there
+    written = shutil.copytree(trained.folder_on("node0") / "checkpoints" / LAST, trained.root / "half-written")
+    trained.roll_back(["node0", "node1"])
+    shutil.move(written, trained.folder_on("node0") / "checkpoints" / LAST)  # without the other node's part
     shutil.rmtree(trained.folder / "checkpoints")
-    ended = trained.train()
-    assert ended.exit_code == 0, ended.output[-4000:]
-    assert f"{LAST} is passed over" in ended.output
-    assert weights(trained.folder) == undisturbed
-
-
-def test_a_node_that_is_lost_twice_is_replaced_by_a_spare_and_the_run_goes_on(trained: Apart, undisturbed: Any) -> None:
-    trained.take_back(["node0", "node1"])
     quick = ["--set", "cluster.lease_seconds=10", "--set", "cluster.grace_seconds=1"]
     started = trained.start("run", ["--hostfile", HOSTFILE, "--spares", "1", *quick])
     attempts = trained.cluster.disk("node1", "/var/tmp/t5-pretrain-0/attempts")
     while not list(attempts.glob("*/rank-00001.pid")):
         assert started.process.poll() is None, started.log.read_text()[-4000:]
         time.sleep(0.1)
+    tags.require_complete(trained.folder / "checkpoints" / FIRST)  # gathered before the ranks started
     trained.cluster.power_cut("node1")
     ended = started.wait(SECONDS)
     trained.cluster.boot("node1")
     assert ended.exit_code == 0, ended.output[-4000:]
+    assert f"skipping {LAST}: " in ended.output
     assert "node1 has failed twice: node2 takes its place" in ended.output
-    assert weights(trained.folder) == undisturbed
+    assert trained.resumed_from()[-2:] == [FIRST, FIRST]
+    assert weights(trained.folder) == one_host_weights
 
 
-def test_a_node_that_is_down_from_the_beginning_is_replaced_by_a_spare_and_not_missed_at_the_end(
-    trained: Apart, undisturbed: Any
+def test_a_run_that_lost_all_checkpoints_restarts_only_on_request_even_if_a_node_is_down(
+    trained: UnsharedRun, one_host_weights: Any
 ) -> None:
-    trained.take_back(["node0", "node1"])
-    trained.cluster.power_cut("node1")
-    ended = trained.train(["--hostfile", HOSTFILE, "--spares", "1"])
-    again = trained.train()
-    trained.cluster.boot("node1")
-    assert ended.exit_code == again.exit_code == 0, ended.output[-4000:] + again.output[-4000:]
-    assert "node1 does not answer: node2 takes its place" in ended.output
-    assert "node1" not in again.output
-    assert weights(trained.folder) == undisturbed
-
-
-def test_where_nothing_is_complete_any_more_what_is_missing_is_named_and_the_run_begins_again_only_when_asked_to(
-    trained: Apart, undisturbed: Any
-) -> None:
-    trained.take_back(["node0", "node1", "node2"])
+    trained.roll_back(["node0", "node1", "node2"])
     shutil.rmtree(trained.folder / "checkpoints")
     trained.wipe("node1")
     trained.wipe("node2")
     ended = trained.train()
     assert ended.exit_code == 1
-    assert re.search(rf"{SHARD_OF_1} \(last seen [^)]* on [^)]*node2\)", ended.told)
+    assert re.search(rf"{SHARD_OF_1} \(last seen [^)]* on [^)]*node2\)", ended.message)
     assert (seen := last_complete(trained.folder)) is not None
     assert seen.tag == LAST
-    left = tags_in(trained.on("node0") / "checkpoints")
-    aside = trained.cluster.disk("node0", f"{SCRATCH}/set-aside") / trained.on("node0").name
-    before = tags_in(aside)  # a host that was lost in a save has left one
-    ended = trained.train([*HOSTS, "--begin-again"])
-    assert ended.exit_code == 0, ended.output[-4000:]
-    assert weights(trained.folder) == undisturbed
+    left = tags_in(trained.folder_on("node0") / "checkpoints")
+    aside = trained.cluster.disk("node0", f"{SCRATCH}/set-aside") / trained.folder_on("node0").name
+    before = tags_in(aside)  # including the half-written tag of the test above
+    trained.cluster.power_cut("node1")  # down from the start, and not needed again after the end
+    ended = trained.train(["--hostfile", HOSTFILE, "--spares", "1", "--begin-again"])
+    again = trained.train()
+    trained.cluster.boot("node1")
+    assert ended.exit_code == again.exit_code == 0, ended.output[-4000:] + again.output[-4000:]
+    assert "node1 does not answer: node2 takes its place" in ended.output
+    assert "node1" not in again.output
+    assert trained.resumed_from()[-1] is None
+    assert weights(trained.folder) == one_host_weights
     assert left
     assert tags_in(aside) == sorted(before + left)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_few_nodes_have_reaches_all_that_read_it(apart: Apart, variant: str) -> None:
-    run = Apart(apart.cluster, apart.stage.root, variant, **VARIANTS[variant])
-    apart.cluster.disk("head", f"{HOME}/two-slots").write_text(apart.cluster.hostfile(slots=2))
+def test_files_written_on_one_node_are_restored_to_every_node_that_reads_them(
+    unshared: UnsharedRun, variant: str
+) -> None:
+    run = UnsharedRun(unshared.cluster, unshared.runner.root, variant, **VARIANTS[variant])
+    unshared.cluster.disk("head", f"{HOME}/two-slots").write_text(unshared.cluster.hostfile(slots=2))
     hosts = ["--hostfile", f"{HOME}/two-slots", "--include", "node0@node2"]
     first = run.train(hosts)
     assert first.exit_code == 0, first.output[-4000:]
-    undisturbed = weights(run.folder)
-    run.take_back(["node0"])
+    expected = weights(run.folder)
+    run.roll_back(["node0"])
     run.wipe("node2")
     again = run.train(hosts)
     assert again.exit_code == 0, again.output[-4000:]
-    assert TrainJob.read(run.folder / "attempts/0002/spec.json").resume_tag == FIRST
-    assert weights(run.folder) == undisturbed
+    assert run.resumed_from() == [None, FIRST]
+    assert weights(run.folder) == expected
 
 
 def test_the_demonstration_ends_with_a_certified_publication(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    demo(tmp_path, [part for item in SETTINGS.items() for part in ("--set", "{}={}".format(*item))])
+    run_demo(tmp_path, [part for item in SETTINGS.items() for part in ("--set", "{}={}".format(*item))])
     published = tmp_path / "published/demo-cluster"
     assert capfd.readouterr().out.splitlines()[-1] == f"published: {published}"
     verify(str(published))

@@ -1,4 +1,4 @@
-"""Hosts without this package, or with another version, are refused; with the head's code sent to them they train."""
+"""Hosts without this package or with another version are refused. With the head's code shipped to them, they train."""
 
 import os
 import shutil
@@ -9,76 +9,75 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster_runs import Stage, Started
 
-from infra.attempts import attempt
-from infra.attempts.attempt import Attempt
-from infra.code_bundle import bundle, own_bundle
-from infra.node_folder import CODE
+from infra.node.attempts import attempt
+from infra.node.attempts.attempt import Attempt
+from infra.node.code_bundle import bundle, own_bundle
+from infra.node.node_folders import CODE
 from infra.testcluster import Cluster
-from infra.testcluster.view import HOSTFILE, ROOT
+from infra.testcluster.host_files import HOSTFILE, ROOT
+from tests.support.cluster_runs import ClusterRunner, Started
 
 pytestmark = pytest.mark.cluster
 
-SENT = f"/var/tmp/t5-pretrain-0/{CODE}/{own_bundle().digest}"
-WHERE = "import infra.guard, pathlib; print(pathlib.Path(infra.guard.__file__).parents[1])"
-# So long that a head can come back to it.
+SHIPPED_CODE = f"/var/tmp/t5-pretrain-0/{CODE}/{own_bundle().digest}"
+PRINT_PACKAGE_FOLDER = "import infra, pathlib; print(pathlib.Path(infra.__file__).parents[1])"
+# Long enough for the head to be killed and started again while the run trains.
 LONG = ["--set", "optimizer.num_steps=100000", "--set", "storage.checkpoint_every_steps=100000"]
 SECONDS = 300
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """Hosts that share nothing: the first node has no package, the second one with another module."""
-    prepared = tmp_path_factory.mktemp("prepared")
+def runner(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Iterator[ClusterRunner]:
+    """Hosts that share no storage. The first node lacks the package; the second has one with a changed module."""
     with Cluster.temporary(f"shipped-{os.getpid()}", nodes=2) as cluster:
-        stage = Stage(cluster, prepared)
-        stage.prepare()
+        runner = ClusterRunner(cluster, tmp_path_factory.mktemp("logs"))
         shutil.copytree(prepared / "shards", cluster.disk("head", f"{ROOT}/shards"))
-        hide("node0", cluster)
-        change("node1", cluster)
-        yield stage
+        hide_packages("node0", cluster)
+        change_package("node1", cluster)
+        yield runner
 
 
-def found(host: str, cluster: Cluster) -> Path | None:
-    """Where a host finds the package; None where it finds none."""
-    said = cluster.exec(host, [sys.executable, "-P", "-c", WHERE], timeout=60)
-    return Path(said.stdout.strip()) if said.returncode == 0 else None
+def package_folder(host: str, cluster: Cluster) -> Path | None:
+    """The folder in which a host finds the package, or None."""
+    result = cluster.exec(host, [sys.executable, "-P", "-c", PRINT_PACKAGE_FOLDER], timeout=60)
+    return Path(result.stdout.strip()) if result.returncode == 0 else None
 
 
-def hide(host: str, cluster: Cluster) -> None:
+def hide_packages(host: str, cluster: Cluster) -> None:
     cluster.disk(host, "/run/empty").mkdir()
-    while (packages := found(host, cluster)) is not None:
+    while (packages := package_folder(host, cluster)) is not None:
         for name in ("infra", "t5train"):
             cluster.exec(host, ["mount", "--bind", "/run/empty", str(packages / name)]).check_returncode()
 
 
-def change(host: str, cluster: Cluster) -> None:
-    packages = found(host, cluster)
+def change_package(host: str, cluster: Cluster) -> None:
+    packages = package_folder(host, cluster)
     assert packages is not None
     shutil.copytree(packages / "infra", cluster.disk(host, "/run/infra"))
-    (cluster.disk(host, "/run/infra") / "guard.py").write_text("raise SystemExit('the guard that is installed')\n")
+    guard = cluster.disk(host, "/run/infra/node/attempts/process_guard.py")
+    guard.write_text("raise SystemExit('the guard that is installed')\n")
     cluster.exec(host, ["mount", "--bind", "/run/infra", str(packages / "infra")]).check_returncode()
 
 
-def start(stage: Stage, name: str, *options: str) -> Started:
-    return stage.start("train", name, ["--hostfile", HOSTFILE, *options], root=Path(ROOT))
+def start(runner: ClusterRunner, name: str, *options: str) -> Started:
+    return runner.start("train", name, ["--hostfile", HOSTFILE, *options], root=Path(ROOT))
 
 
-def attempts(stage: Stage, name: str) -> list[Attempt]:
-    folders = stage.cluster.disk("head", f"{ROOT}/runs/{name}/attempts").iterdir()
+def attempts(runner: ClusterRunner, name: str) -> list[Attempt]:
+    folders = runner.cluster.disk("head", f"{ROOT}/runs/{name}/attempts").iterdir()
     return [attempt.read(folder) for folder in sorted(folders)]
 
 
-def is_at_work(stage: Stage, started: Started) -> bool:
-    """Whether a rank takes steps; AssertionError if the head is not there any more."""
+def is_training(runner: ClusterRunner, started: Started) -> bool:
+    """Whether rank 0 takes steps. Raises AssertionError if the head has ended."""
     assert started.process.poll() is None, started.log.read_text()
-    beats = stage.cluster.disk("node0", "/var/tmp/t5-pretrain-0/attempts").glob("*/rank-00000.beat")
+    beats = runner.cluster.disk("node0", "/var/tmp/t5-pretrain-0/attempts").glob("*/rank-00000.beat")
     return any('"phase": "step"' in beat.read_text() for beat in beats)
 
 
-def end_head(stage: Stage, started: Started, number: int) -> int:
-    head = next(one for one in stage.cluster.processes("head") if {"train", "smoke"} <= set(one.argv))
+def signal_head(runner: ClusterRunner, started: Started, number: int) -> int:
+    head = next(one for one in runner.cluster.processes("head") if {"train", "smoke"} <= set(one.argv))
     os.kill(head.pid, number)
     return started.wait(SECONDS).exit_code
 
@@ -90,63 +89,64 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.1)
 
 
-def t5_pretrain(stage: Stage, *arguments: str) -> tuple[int, str]:
+def t5_pretrain(runner: ClusterRunner, *arguments: str) -> tuple[int, str]:
     argv = ["t5-pretrain", *arguments, "--hostfile", HOSTFILE, "--root", ROOT, "--ship-code"]
-    ended = stage.cluster.exec("head", argv, timeout=SECONDS)
+    ended = runner.cluster.exec("head", argv, timeout=SECONDS)
     return ended.returncode, ended.stdout + ended.stderr
 
 
-def test_hosts_without_the_heads_code_are_told_how_they_can_have_it(stage: Stage) -> None:
-    ended = start(stage, "refused").wait(SECONDS)
+def test_hosts_without_the_heads_code_are_refused_and_ship_code_is_suggested(runner: ClusterRunner) -> None:
+    ended = start(runner, "refused").wait(SECONDS)
     assert ended.exit_code == 1
     lines = {line.split(": ")[1]: line for line in ended.output.splitlines() if line.startswith("  ") and ": " in line}
     assert "program: " in lines["node0"]
     assert (
-        "install the package there, at the same path as here, or have its code sent with --ship-code" in lines["node0"]
+        "Install this package there, at the same path as here, or have its code sent with --ship-code" in lines["node0"]
     )
     assert "code: " in lines["node1"]
     assert "or have it sent with --ship-code" in lines["node1"]
-    assert not any(stage.cluster.disk(host, SENT).exists() for host in ("node0", "node1"))
+    assert not any(runner.cluster.disk(host, SHIPPED_CODE).exists() for host in ("node0", "node1"))
 
 
-def test_hosts_train_by_the_code_that_was_sent(stage: Stage) -> None:
-    ended = start(stage, "shipped", "--ship-code").wait(SECONDS)
+def test_hosts_train_with_the_shipped_code(runner: ClusterRunner) -> None:
+    ended = start(runner, "shipped", "--ship-code").wait(SECONDS)
     assert ended.exit_code == 0, ended.output[-4000:]
-    assert not stage.processes()
-    assert [each.code for each in attempts(stage, "shipped")] == [own_bundle().digest]
-    assert (stage.cluster.disk("node0", SENT) / "t5train/train/__pycache__").is_dir()
+    assert not runner.processes()
+    assert [each.code for each in attempts(runner, "shipped")] == [own_bundle().digest]
+    assert (runner.cluster.disk("node0", SHIPPED_CODE) / "t5train/train/__pycache__").is_dir()
 
 
-def test_a_head_that_comes_back_goes_on_with_the_code_that_was_sent(stage: Stage) -> None:
-    first = start(stage, "attached", "--ship-code", *LONG)
-    until(lambda: is_at_work(stage, first))
-    end_head(stage, first, signal.SIGKILL)
-    metrics = stage.cluster.disk("head", f"{ROOT}/runs/attached/metrics.jsonl")
-    known = metrics.stat().st_size if metrics.exists() else 0
-    second = start(stage, "attached", "--ship-code", *LONG)
-    until(lambda: "attempt 1 of attached is still at work: going on with it" in second.log.read_text())
-    until(lambda: metrics.exists() and metrics.stat().st_size > known)  # it follows them
-    assert end_head(stage, second, signal.SIGTERM) == 128 + signal.SIGTERM
-    assert not stage.processes()
-    assert [each.code for each in attempts(stage, "attached")] == [own_bundle().digest]
+def test_a_restarted_head_continues_the_run_with_the_shipped_code(runner: ClusterRunner) -> None:
+    first = start(runner, "attached", "--ship-code", *LONG)
+    until(lambda: is_training(runner, first))
+    signal_head(runner, first, signal.SIGKILL)
+    metrics = runner.cluster.disk("head", f"{ROOT}/runs/attached/metrics.jsonl")
+    known_size = metrics.stat().st_size if metrics.exists() else 0
+    second = start(runner, "attached", "--ship-code", *LONG)
+    until(lambda: "attempt 1 of attached is still running; continuing it" in second.log.read_text())
+    until(lambda: metrics.exists() and metrics.stat().st_size > known_size)  # it collects the ranks' metrics
+    assert signal_head(runner, second, signal.SIGTERM) == 128 + signal.SIGTERM
+    assert "and saved it" in second.log.read_text("utf-8")
+    assert not runner.processes()
+    assert [each.code for each in attempts(runner, "attached")] == [own_bundle().digest]
 
 
-def test_code_that_was_changed_or_removed_on_a_host_is_sent_again(stage: Stage) -> None:
-    changed = stage.cluster.disk("node0", SENT) / "infra/guard.py"
+def test_code_that_was_changed_or_removed_on_a_host_is_shipped_again(runner: ClusterRunner) -> None:
+    changed = runner.cluster.disk("node0", SHIPPED_CODE) / "infra/node/attempts/process_guard.py"
     changed.write_text("raise SystemExit('the guard that somebody changed')\n")
-    shutil.rmtree(stage.cluster.disk("node1", SENT))
-    code, said = t5_pretrain(stage, "preflight", "smoke", "--set", "cluster.accelerator=cpu")
-    assert code == 0, said
-    assert "code\tok\tthe head's code" in said
+    shutil.rmtree(runner.cluster.disk("node1", SHIPPED_CODE))
+    code, output = t5_pretrain(runner, "preflight", "smoke", "--set", "cluster.accelerator=cpu")
+    assert code == 0, output
+    assert "code\tok\tthe same code as the head" in output
     for host in ("node0", "node1"):
-        assert bundle(stage.cluster.disk(host, SENT)) == own_bundle()
+        assert bundle(runner.cluster.disk(host, SHIPPED_CODE)) == own_bundle()
 
 
-def test_code_that_no_attempt_uses_any_more_is_freed(stage: Stage) -> None:
-    old = stage.cluster.disk("node1", SENT).with_name("0ld")
+def test_shipped_code_that_no_attempt_uses_any_more_is_freed(runner: ClusterRunner) -> None:
+    old = runner.cluster.disk("node1", SHIPPED_CODE).with_name("0ld")
     old.mkdir()
     os.utime(old, (0, 0))
-    code, said = t5_pretrain(stage, "gc", "--free")
-    assert code == 0, said
-    assert "node1\tcode/0ld\t" in said
+    code, output = t5_pretrain(runner, "gc", "--free")
+    assert code == 0, output
+    assert "node1\tcode/0ld\t" in output
     assert [path.name for path in old.parent.iterdir()] == [own_bundle().digest]

@@ -1,4 +1,4 @@
-"""A Prefect that is up, and a browser to look at it."""
+"""A running Prefect server, and a browser to look at its pages."""
 
 import itertools
 import json
@@ -54,7 +54,7 @@ CLICK = """
 
 
 class Page:
-    """What a person sees of a web page, and does with it, by Chromium's DevTools protocol."""
+    """A web page as a person sees and uses it, through Chromium's DevTools protocol."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self._connection = connection
@@ -64,7 +64,7 @@ class Page:
         self.send("Page.navigate", url=url)
 
     def click(self, text: str) -> None:
-        """Click what says exactly this, once it is there."""
+        """Click the element with exactly this text, once it exists."""
         self.wait_until(f"({CLICK})({json.dumps(text)})")
 
     def log_in(self, server: str, key: str) -> None:
@@ -78,13 +78,13 @@ class Page:
         self.wait_until("!location.pathname.startsWith('/login')")
 
     def text(self, *awaited: str) -> str:
-        """The visible text, once it has all that is awaited."""
+        """Return the visible text, once it contains all that is awaited."""
         conditions = [f"document.body.innerText.includes({json.dumps(each)})" for each in awaited]
         self.wait_until(" && ".join(conditions))
         return str(self.value("document.body.innerText"))
 
     def value(self, script: str) -> Any:
-        """What a JavaScript expression gives, and what a promise is resolved to."""
+        """The value of a JavaScript expression; for a promise, the value that it resolves to."""
         evaluated = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         return evaluated["result"].get("value")
 
@@ -98,7 +98,7 @@ class Page:
         number = next(self._numbers)
         self._connection.send(json.dumps({"id": number, "method": method, "params": parameters}))
         while (message := json.loads(self._connection.recv(SECONDS))).get("id") != number:
-            pass  # an event, of which none is waited for
+            pass  # an event; nothing here waits for one
         assert "error" not in message, message
         result: dict[str, Any] = message["result"]
         return result
@@ -106,12 +106,12 @@ class Page:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """An empty page of a browser without a window."""
+    """An empty page of a headless browser."""
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if program is None:  # .ci/browser, which `make test` calls before, could not install one either
+    if program is None:  # `make test` runs .ci/browser first, which could not install one either
         pytest.skip("no Chromium on PATH to look at Prefect's pages with: apt-get install chromium")
     profile = tmp_path_factory.mktemp("browser")
-    # Chromium's sandbox wants a user other than root; the only pages it sees here are those of our own server.
+    # Chromium's sandbox needs a user other than root. Chromium opens only pages of servers that the tests start.
     command = [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     command += ["--no-first-run", "--disable-background-networking", "--window-size=1400,1400"]
     command += ["--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"]
@@ -127,28 +127,29 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 def _first_page(browser: subprocess.Popen[bytes], profile: Path) -> str:
-    """URL by which the first page is spoken to."""
-    said, deadline = profile / "DevToolsActivePort", time.monotonic() + SECONDS
-    while not (said.exists() and len(said.read_text().split()) == 2):
+    """The WebSocket URL that controls the first page."""
+    port_file, deadline = profile / "DevToolsActivePort", time.monotonic() + SECONDS
+    while not (port_file.exists() and len(port_file.read_text().split()) == 2):
         alive = browser.poll() is None and time.monotonic() < deadline
         assert alive, f"no browser: {(profile / 'log').read_text('utf-8', 'replace')}"
         time.sleep(0.05)
-    port = said.read_text().split()[0]
+    port = port_file.read_text().split()[0]
     with urlopen(f"http://127.0.0.1:{port}/json/list", timeout=30) as response:
         return next(str(each["webSocketDebuggerUrl"]) for each in json.load(response) if each["type"] == "page")
 
 
 @pytest.fixture(scope="session")
 def up() -> Up:
-    """Runs ``t5-pretrain up`` on a root and a port, with more in its environment if wanted, until the block ends.
+    """Runs ``t5-pretrain up`` on a root and a port until the block ends; keywords are added to its environment.
 
     The user's own Prefect settings are in ``root/user``, unless that environment says otherwise. The current folder has
-    settings that end every process which reads them.
+    settings that make any process fail that reads them.
     """
 
     @contextmanager
     def up(root: Path, port: int, **more: str) -> Iterator[subprocess.Popen[str]]:
-        program = "from flows import cli, prefect_server; prefect_server.START_SECONDS = 300; cli.main()"
+        program = "from flows.cli import __main__; from flows import prefect_server; "
+        program += "prefect_server.START_SECONDS = 300; __main__.main()"
         command = [sys.executable, "-c", program, "up"]
         command += ["--root", str(root), "--port", str(port)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
@@ -169,7 +170,7 @@ def up() -> Up:
 
 @pytest.fixture
 def flow_process() -> Iterator[FlowProcess]:
-    """Starts flows that only wait, as clients of the server in a home; gives process and flow run."""
+    """Starts flows that only wait, as clients of the server in a home; returns the process and the flow run's id."""
     with ExitStack() as stack:
 
         def start(home: Path, api_url: str) -> tuple[subprocess.Popen[str], str]:

@@ -1,4 +1,4 @@
-"""What lies in the folder a user happens to be in takes the place of no module of ours or of a library."""
+"""Modules in the user's current folder replace no module of ours or of a library."""
 
 import subprocess
 import time
@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from flows import deploy, server_commands
-from infra.ports import free_port
+from flows import deploy
+from flows.cli import server_commands
+from infra.node.ports import free_port
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def shadows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with modules of such names; there is no Prefect server to be found."""
+    """A current folder with modules of such names, and no Prefect server that could be found."""
     for module in ("flows", "infra", "json", "prefect"):
         (tmp_path / f"{module}.py").write_text("raise SystemExit('shadowed')")
     monkeypatch.chdir(tmp_path)
@@ -24,7 +25,9 @@ def shadows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_worker_is_prefects_own(shadows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_in_the_current_folder_do_not_shadow_those_of_the_worker(
+    shadows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_commands, "STOP_SECONDS", 0.1)
     log = shadows / "worker.log"
     with server_commands._worker(log) as worker:
@@ -35,7 +38,9 @@ def test_the_worker_is_prefects_own(shadows: Path, monkeypatch: pytest.MonkeyPat
     assert "shadowed" not in log.read_text()
 
 
-def test_what_deploys_is_prefects_own(shadows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_in_the_current_folder_do_not_shadow_those_of_deploy(
+    shadows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, folders = subprocess.run, []
 
     def from_the_users_folder(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from infra.ports import free_port
-from infra.processes import RUN_ID_VARIABLE
-from t5train.verify import verify
+from infra.node.ports import free_port
+from infra.node.processes import RUN_ID_VARIABLE
+from t5train.release.verification import verify
 
 pytestmark = pytest.mark.slow
 
@@ -45,9 +45,9 @@ class Watched(NamedTuple):
     published: str
     artifacts_while_training: str
     command_lines: str
-    """Of all processes of this machine while it trained."""
+    """The command lines of all processes of this machine while it trained."""
     rank_environments: str
-    """Of the ranks of this run."""
+    """The environments of the ranks of this run."""
     root: Path
     ask: Callable[[str, dict[str, object]], Any]
 
@@ -82,7 +82,7 @@ def watched(
 
 
 def _deployment_run(user: Path, parameters: dict[str, str], marker: Path) -> None:
-    """In a fresh shell, of which only the user's home is set; with a command of its own to run instead of the flow."""
+    """Start the run from a fresh shell that sets only HOME, and ask for another command instead of the flow."""
     command = [str(Path(sys.executable).with_name("prefect")), "deployment", "run", "t5-pretrain/smoke"]
     command += [word for name, value in parameters.items() for word in ("--param", f"{name}={value}")]
     command += ["--job-variable", f"command=touch {marker}"]
@@ -104,7 +104,7 @@ def _says(ask: Callable[[str, dict[str, object]], Any], key: str, text: str) -> 
 
 
 def _of_processes(file: str, wanted: str = "") -> str:
-    """What that file of /proc says of all processes whose environment has ``wanted``."""
+    """The contents of a file in /proc of all processes whose environment contains ``wanted``."""
     found = []
     for path in Path("/proc").glob(f"[0-9]*/{file}"):
         try:
@@ -115,13 +115,13 @@ def _of_processes(file: str, wanted: str = "") -> str:
     return "\n".join(found)
 
 
-def test_steps_and_loss_are_seen_while_it_trains(watched: Watched) -> None:
+def test_steps_and_loss_are_shown_while_a_run_trains(watched: Watched) -> None:
     assert re.search(rf"\d+ of {NUM_STEPS} steps, loss \d+\.\d+, [\d,]+ tokens/s", watched.artifacts_while_training)
 
 
-def test_a_table_shows_what_each_stage_made(watched: Watched, page: Any) -> None:
+def test_a_table_shows_the_result_of_each_stage(watched: Watched, page: Any) -> None:
     page.open(watched.artifact("stages"))
-    page.text("What each stage made", *STAGES)
+    page.text("Result of each stage", *STAGES)
     rows = page.value("[...document.querySelectorAll('tbody tr')].map(each => each.innerText)")
     assert [row.split()[:2] for row in rows] == [[stage, "made"] for stage in STAGES]
 
@@ -129,17 +129,17 @@ def test_a_table_shows_what_each_stage_made(watched: Watched, page: Any) -> None
 def test_the_summary_shows_the_losses_and_the_curve(watched: Watched, page: Any) -> None:
     page.open(watched.artifact("summary"))
     page.text("validation, non-sentinel targets", "unigram frequencies", "inputs shuffled", watched.published)
-    page.text("checkpoints, for which training stood still")
+    page.text("checkpoints, which paused training for")
     page.wait_until("document.querySelector('img[alt=\"Training and validation loss\"]')?.naturalWidth > 0")
 
 
-def test_the_published_place_is_told_and_verifies(watched: Watched, page: Any, s3: Any) -> None:
+def test_the_publications_url_is_shown_and_the_publication_verifies(watched: Watched, page: Any, s3: Any) -> None:
     page.open(watched.artifact("published"))
     page.text(f"t5-pretrain verify {watched.published}", f"published: {watched.published}")
     verify(watched.published)
 
 
-def test_a_run_cannot_bring_a_command_of_its_own(watched: Watched) -> None:
+def test_a_run_cannot_replace_the_command_of_its_process(watched: Watched) -> None:
     (run,) = watched.ask("flow_runs", {})
     assert "touch" in run["job_variables"]["command"]
     assert not (watched.root / "pwned").exists()
@@ -158,7 +158,7 @@ def test_a_page_of_another_origin_can_neither_read_nor_start_runs(watched: Watch
             page.value(f"fetch('{watched.server}/api/health').then(() => 'read', error => error.name)") == "TypeError"
         )
         assert page.value(f"fetch('{create}', {authorized}).then(() => 'sent', error => error.name)") == "TypeError"
-        blind = "{method: 'POST', body: '{}', mode: 'no-cors', credentials: 'include'}"  # goes out without being asked
+        blind = "{method: 'POST', body: '{}', mode: 'no-cors', credentials: 'include'}"  # sent without a preflight
         assert page.value(f"fetch('{create}', {blind}).then(each => each.type)") == "opaque"
     assert [run["id"] for run in watched.ask("flow_runs", {})] == [watched.id]
     page.open(watched.server)
@@ -168,7 +168,7 @@ def test_a_page_of_another_origin_can_neither_read_nor_start_runs(watched: Watch
 
 @contextmanager
 def _pages_of(folder: Path) -> Iterator[str]:
-    """A web server, on a port of its own, which makes it another origin."""
+    """A web server on its own port, which makes its pages another origin."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=folder)) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
@@ -191,9 +191,9 @@ def test_the_key_is_in_its_file_and_nowhere_else(watched: Watched) -> None:
 
 
 def test_credentials_reach_neither_prefect_nor_a_command_line(watched: Watched, object_store: Any) -> None:
-    told = [watched.ask(what, {}) for what in ("flow_runs", "task_runs", "logs", "artifacts", "deployments")]
-    assert all(told)
-    said = json.dumps(told) + watched.command_lines
-    assert watched.published in said
+    records = [watched.ask(what, {}) for what in ("flow_runs", "task_runs", "logs", "artifacts", "deployments")]
+    assert all(records)
+    content = json.dumps(records) + watched.command_lines
+    assert watched.published in content
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        assert object_store.environment[name] not in said
+        assert object_store.environment[name] not in content

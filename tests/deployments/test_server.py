@@ -1,4 +1,4 @@
-"""A real Prefect server with the installed versions: it starts, schedules, takes deployments, and leaves nothing."""
+"""A real Prefect server of the installed version: it starts, schedules, takes deployments, and leaves no process."""
 
 import json
 import os
@@ -21,8 +21,8 @@ from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
 from flows.prefect_server import answers
-from infra.ports import free_port
-from t5train.recipes import RECIPES
+from infra.node.ports import free_port
+from t5train.spec.recipes import RECIPES
 
 pytestmark = pytest.mark.slow
 
@@ -88,15 +88,16 @@ for url, body, headers in [
         print(error.code)
 """
 NOBODY = "65534"
+SHADOWS = ("flows", "json", "uvicorn")
 
 
 def client_environment(home: Path, api_url: str) -> dict[str, str]:
-    """Of a user's shell, in which the server's URL is known, and the key is not."""
+    """The environment of a user's shell that has the server's URL, but not its key."""
     return os.environ | {"PREFECT_HOME": str(home.parent / "user"), "PREFECT_API_URL": api_url, "DO_NOT_TRACK": "1"}
 
 
 def status(url: str, *, method: str = "GET", **headers: str) -> int:
-    """The HTTP status that a request without a body gets."""
+    """The HTTP status of the response to a request without a body."""
     request = Request(url, method=method, headers={name.replace("_", "-"): value for name, value in headers.items()})  # noqa: S310 - the server of this test
     try:
         with urlopen(request, timeout=30) as response:  # noqa: S310 - as above
@@ -109,9 +110,9 @@ def basic(key: str) -> str:
     return f"Basic {b64encode(key.encode()).decode()}"
 
 
-def start(home: Path) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-c", SERVE, str(home), str(free_port())]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def start(home: Path, current: Path) -> tuple[subprocess.Popen[str], str]:
+    command = [sys.executable, "-P", "-c", SERVE, str(home), str(free_port())]
+    process = subprocess.Popen(command, cwd=current, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     api_url = process.stdout.readline().strip()
     assert api_url, f"no server: {(home / 'server.log').read_text()}"
@@ -120,11 +121,17 @@ def start(home: Path) -> tuple[subprocess.Popen[str], str]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[Path, str]]:
-    """Home and API of a server whose root anybody may look into, as roots often are."""
+    """Home and API of a server whose root all users may read, as is common.
+
+    It is started in a folder with modules that have the names of the server's own.
+    """
     root = Path(tempfile.mkdtemp(prefix="prefect-"))
     root.chmod(0o755)
-    home = root / "prefect"
-    process, api_url = start(home)
+    home, current = root / "prefect", root / "current"
+    current.mkdir()
+    for module in SHADOWS:
+        (current / f"{module}.py").write_text("raise SystemExit('shadowed')")
+    process, api_url = start(home, current)
     with process:
         yield home, api_url
         assert process.stdin is not None
@@ -135,7 +142,14 @@ def server() -> Iterator[tuple[Path, str]]:
 
 
 def deployed(home: Path, api_url: str, ask: Ask) -> list[dict[str, Any]]:
-    command = [sys.executable, "-c", "from flows.cli import main; main()", "deploy", "--root", str(home.parent)]
+    command = [
+        sys.executable,
+        "-c",
+        "from flows.cli.__main__ import main; main()",
+        "deploy",
+        "--root",
+        str(home.parent),
+    ]
     environment = client_environment(home, api_url)
     result = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
@@ -147,11 +161,18 @@ def deployed(home: Path, api_url: str, ask: Ask) -> list[dict[str, Any]]:
     return [{key: value for key, value in each.items() if key not in moving} for each in found]
 
 
-def test_deploying_twice_gives_the_same_deployments(server: tuple[Path, str], ask: Ask) -> None:
+@pytest.fixture(scope="module")
+def deployments(server: tuple[Path, str], ask: Ask) -> list[dict[str, Any]]:
+    """The deployments that `t5-pretrain deploy` made on the server."""
+    return deployed(*server, ask)
+
+
+def test_deploying_twice_gives_the_same_deployments(
+    server: tuple[Path, str], deployments: list[dict[str, Any]], ask: Ask
+) -> None:
     home, api_url = server
-    first = deployed(home, api_url, ask)
-    assert {each["name"] for each in first} == set(RECIPES)
-    assert deployed(home, api_url, ask) == first
+    assert {each["name"] for each in deployments} == set(RECIPES)
+    assert deployed(home, api_url, ask) == deployments
     pool, *others = ask(home, f"{api_url}/work_pools/filter", {})
     assert (pool["name"], others) == ("t5-pretrain", [])
     template = pool["base_job_template"]
@@ -163,8 +184,10 @@ def test_deploying_twice_gives_the_same_deployments(server: tuple[Path, str], as
     assert queues["training"] == 1
 
 
-def test_a_deployment_holds_no_folder_of_who_deployed_but_the_root(server: tuple[Path, str], ask: Ask) -> None:
-    smoke = next(each for each in deployed(*server, ask) if each["name"] == "smoke")
+def test_a_deployment_contains_the_root_but_no_path_of_the_source_code(
+    server: tuple[Path, str], deployments: list[dict[str, Any]]
+) -> None:
+    smoke = next(each for each in deployments if each["name"] == "smoke")
     assert smoke["entrypoint"] == "flows.pretrain:pretrain"
     assert smoke["parameters"] == {"recipe": "smoke", "root": str(server[0].parent)}
     assert [schedule["active"] for schedule in smoke["schedules"]] == [False]
@@ -173,19 +196,21 @@ def test_a_deployment_holds_no_folder_of_who_deployed_but_the_root(server: tuple
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-def test_another_user_cannot_read_the_key_and_cannot_start_a_run(server: tuple[Path, str], ask: Ask) -> None:
+def test_another_user_cannot_read_the_key_and_cannot_start_a_run(
+    server: tuple[Path, str], deployments: list[dict[str, Any]], ask: Ask
+) -> None:
     home, api_url = server
-    smoke = next(each for each in deployed(*server, ask) if each["name"] == "smoke")
+    smoke = next(each for each in deployments if each["name"] == "smoke")
     create = f"{api_url}/deployments/{smoke['id']}/create_flow_run"
     command = [sys.executable, "-c", STRANGER, str(home / "api-key"), api_url, smoke["id"], NOBODY]
     result = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
-    # Without the key there is no CSRF token, and without that no change is even looked at.
+    # Without the key, a client gets no CSRF token. Without the token, the server rejects every change.
     assert result.stdout.split() == ["PermissionError", "401", "403", "403"], result.stderr
     assert ask(home, f"{api_url}/flow_runs/filter", {"deployments": {"id": {"any_": [smoke["id"]]}}}) == []
     assert ask(home, create, {})["deployment_id"] == smoke["id"]  # with the key it can be done
 
 
-def test_only_the_health_of_a_server_is_told_without_its_key(server: tuple[Path, str]) -> None:
+def test_without_the_key_a_server_answers_only_the_health_check(server: tuple[Path, str]) -> None:
     home, api_url = server
     key = (home / "api-key").read_text().strip()
     assert status(f"{api_url}/health") == 200
@@ -195,7 +220,7 @@ def test_only_the_health_of_a_server_is_told_without_its_key(server: tuple[Path,
         assert status(f"{api_url}/{path}", Authorization=basic(key)) == 200
 
 
-def test_a_change_needs_a_csrf_token_besides_the_key(server: tuple[Path, str]) -> None:
+def test_a_change_requires_the_key_and_a_csrf_token(server: tuple[Path, str]) -> None:
     home, api_url = server
     key = (home / "api-key").read_text().strip()
     assert status(f"{api_url}/flow_runs/filter", method="POST", Authorization=basic(key)) == 403
@@ -215,7 +240,7 @@ def test_a_websocket_needs_the_key(server: tuple[Path, str], path: str) -> None:
                     socket.recv(30)
 
 
-def test_pages_of_other_origins_are_not_served(server: tuple[Path, str]) -> None:
+def test_cors_requests_of_other_origins_are_refused(server: tuple[Path, str]) -> None:
     own = server[1].removesuffix("/api")
     preflight = {"method": "OPTIONS", "Access_Control_Request_Method": "POST"}
     assert status(f"{server[1]}/flow_runs/", **preflight, Origin=own) == 200
@@ -230,7 +255,7 @@ def test_a_server_listens_on_loopback_alone(server: tuple[Path, str]) -> None:
     assert listening == [f"0100007F:{port}"]
 
 
-def test_a_run_whose_process_is_killed_is_closed_and_one_that_lives_is_not(
+def test_a_run_whose_process_was_killed_is_closed_and_a_live_one_is_not(
     server: tuple[Path, str], ask: Ask, flow_process: Any
 ) -> None:
     home, api_url = server
@@ -268,17 +293,14 @@ def test_a_second_server_on_the_same_home_is_refused(server: tuple[Path, str]) -
     assert "is in use by another Prefect server" in result.stderr
 
 
-def test_a_module_in_the_current_folder_shadows_nothing(tmp_path: Path) -> None:
-    for module in ("flows", "json", "uvicorn"):
-        (tmp_path / f"{module}.py").write_text("raise SystemExit('shadowed')")
-    command = [sys.executable, "-P", "-c", SERVE, str(tmp_path / "home"), str(free_port())]
-    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        url, _ = process.communicate(timeout=180)
-    assert url.startswith("http"), (tmp_path / "home/server.log").read_text()
+def test_modules_in_the_current_folder_do_not_shadow_those_of_the_server(server: tuple[Path, str]) -> None:
+    home, api_url = server
+    assert {path.stem for path in (home.parent / "current").glob("*.py")} == set(SHADOWS)
+    assert answers(api_url)
 
 
 def test_a_server_ends_when_the_process_that_started_it_is_killed(tmp_path: Path) -> None:
-    process, api_url = start(tmp_path)
+    process, api_url = start(tmp_path, tmp_path)
     with process:
         assert answers(api_url)
         process.send_signal(signal.SIGKILL)

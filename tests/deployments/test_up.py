@@ -1,12 +1,14 @@
-"""``up``: whatever ends it, its server and its worker end too."""
+"""However ``up`` ends, its server and its worker end too."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -14,10 +16,10 @@ from flows.prefect_server import free_port
 
 STUBBORN = """
 import os, signal, threading, time
-from flows import work
-work.STOP_SECONDS = work.LOOK_SECONDS = 0.2
+from flows import worker
+worker.STOP_SECONDS = worker.LOOK_SECONDS = 0.2
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-threading.Thread(target=work.end_after, args=(os.getppid(),), daemon=True).start()
+threading.Thread(target=worker.end_after, args=(os.getppid(),), daemon=True).start()
 print(os.getpid(), flush=True)
 time.sleep(60)
 """
@@ -26,6 +28,11 @@ PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def catches(pid: int, number: int) -> bool:
+    (caught,) = re.findall(r"SigCgt:\s(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def is_gone(pid: int, seconds: float) -> bool:
@@ -37,7 +44,7 @@ def is_gone(pid: int, seconds: float) -> bool:
     return False
 
 
-def test_a_worker_that_no_signal_ends_is_killed_after_its_parent() -> None:
+def test_a_worker_that_ignores_sigterm_is_killed_after_its_parent() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT, STUBBORN], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         worker = int(parent.stdout.readline())
@@ -47,42 +54,62 @@ def test_a_worker_that_no_signal_ends_is_killed_after_its_parent() -> None:
         assert is_gone(worker, 10)
 
 
-@pytest.mark.slow
-def test_up_ends_in_order_when_a_service_manager_stops_it(up: Any, tmp_path: Path) -> None:
-    with up(tmp_path, free_port()) as process:
-        assert process.stdout is not None
-        assert "Prefect is at" in process.stdout.readline()
-        server_and_worker = children(process.pid)
-        assert len(server_and_worker) == 2
-        time.sleep(5)  # until the worker has signal handlers of its own
-        process.terminate()
-        assert process.wait(60) == 128 + signal.SIGINT
-        assert all(is_gone(pid, 1) for pid in server_and_worker)
+class SecondUp(NamedTuple):
+    """A second ``up`` on a root, after the first one was killed during a run of its pool."""
+
+    process: subprocess.Popen[str]
+    first_line: str
+    """The first line that it prints after the one about deployments."""
+    run: dict[str, Any]
+    """The run, as Prefect recorded it before the kill."""
+    api_url: str
+    home: Path
 
 
-@pytest.mark.slow
-def test_runs_that_lost_their_worker_or_their_process_are_closed(
-    up: Any, ask: Any, flow_process: Any, tmp_path: Path
-) -> None:
-    port, home = free_port(), tmp_path / "prefect"
-    api_url = f"http://127.0.0.1:{port}/api"
-    with up(tmp_path, port) as process:
+@pytest.fixture(scope="module")
+def second_up(up: Any, ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecondUp]:
+    root, port = tmp_path_factory.mktemp("up"), free_port()
+    api_url, home = f"http://127.0.0.1:{port}/api", root / "prefect"
+    with up(root, port) as process:
         assert process.stdout is not None
         assert "Prefect is at" in process.stdout.readline()
         deployment = ask(home, f"{api_url}/deployments/filter", {})[0]
         run = ask(home, f"{api_url}/deployments/{deployment['id']}/create_flow_run", {"state": {"type": "RUNNING"}})
         process.kill()
-    with up(tmp_path, port) as process:
+    with up(root, port) as process:
         assert process.stdout is not None
-        assert f"run {run['name']!r} had lost its worker" in process.stdout.readline()
-        (found,) = ask(home, f"{api_url}/flow_runs/filter", _with_id(run["id"]))
-        assert found["state_type"] == "CRASHED"
-        client, killed = flow_process(home, api_url)
-        client.kill()
-        deadline = time.monotonic() + 90  # it is looked for every ten seconds
-        while ask(home, f"{api_url}/flow_runs/filter", _with_id(killed))[0]["state_type"] != "CRASHED":
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
+        yield SecondUp(process, process.stdout.readline(), run, api_url, home)
+
+
+@pytest.mark.slow
+def test_runs_that_lost_their_worker_or_their_process_are_closed(
+    second_up: SecondUp, ask: Any, flow_process: Any
+) -> None:
+    assert f"run {second_up.run['name']!r} lost its worker" in second_up.first_line
+    runs = f"{second_up.api_url}/flow_runs/filter"
+    (found,) = ask(second_up.home, runs, _with_id(second_up.run["id"]))
+    assert found["state_type"] == "CRASHED"
+    client, killed = flow_process(second_up.home, second_up.api_url)
+    client.kill()
+    deadline = time.monotonic() + 90  # the check runs every ten seconds
+    while ask(second_up.home, runs, _with_id(killed))[0]["state_type"] != "CRASHED":
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+@pytest.mark.slow
+def test_up_shuts_down_gracefully_when_a_service_manager_stops_it(second_up: SecondUp) -> None:
+    assert second_up.process.stdout is not None
+    assert "Prefect is at" in second_up.process.stdout.readline()
+    server_and_worker = children(second_up.process.pid)
+    assert len(server_and_worker) == 2
+    deadline = time.monotonic() + 60
+    while not all(catches(pid, signal.SIGTERM) for pid in server_and_worker):
+        assert time.monotonic() < deadline, "server or worker has no signal handler of its own"
+        time.sleep(0.1)
+    second_up.process.terminate()
+    assert second_up.process.wait(60) == 128 + signal.SIGINT
+    assert all(is_gone(pid, 1) for pid in server_and_worker)
 
 
 def _with_id(run: str) -> dict[str, object]:

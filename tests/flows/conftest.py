@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows import cli
+from flows.cli import __main__
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def t5_pretrain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...
     def run(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["t5-pretrain", *arguments])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            __main__.main()
         return int(ended.value.code or 0)
 
     return run

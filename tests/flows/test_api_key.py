@@ -1,4 +1,4 @@
-"""The API key's file: nobody but its owner can have read it, or it is not used."""
+"""The API key's file is used only if nobody but its owner can have read it."""
 
 import os
 import re
@@ -13,13 +13,13 @@ from t5train.errors import StorageError
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """The folder of a server, as it makes it."""
+    """The folder of a server, as the server makes it."""
     home = tmp_path / "prefect"
     home.mkdir(mode=0o700)
     return home
 
 
-def test_each_start_makes_another_key_that_its_owner_alone_can_read(home: Path) -> None:
+def test_each_start_makes_a_new_key_that_only_its_owner_can_read(home: Path) -> None:
     before = os.umask(0)
     try:
         first, second = api_key.renew(home), api_key.renew(home)
@@ -41,9 +41,9 @@ def test_a_key_that_others_may_have_read_is_refused(home: Path) -> None:
 def test_a_key_in_a_folder_open_to_others_is_refused(home: Path) -> None:
     api_key.renew(home)
     home.chmod(0o755)
-    with pytest.raises(StorageError, match="is not a folder of user"):
+    with pytest.raises(StorageError, match="is not a folder that only user"):
         api_key.read(home)
-    with pytest.raises(StorageError, match="is not a folder of user"):
+    with pytest.raises(StorageError, match="is not a folder that only user"):
         api_key.renew(home)
 
 
@@ -55,7 +55,7 @@ def test_a_key_of_another_user_is_refused(home: Path) -> None:
         api_key.read(home)
 
 
-def test_a_link_is_not_followed_to_a_key_and_not_written_through(home: Path, tmp_path: Path) -> None:
+def test_a_symlink_instead_of_the_key_is_neither_read_nor_written_through(home: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_text("t5-pretrain:" + 43 * "a")
     elsewhere.chmod(0o600)
@@ -68,7 +68,7 @@ def test_a_link_is_not_followed_to_a_key_and_not_written_through(home: Path, tmp
 
 
 @pytest.mark.parametrize("text", ["", "t5-pretrain:", "another words"])
-def test_what_is_no_key_is_refused(home: Path, text: str) -> None:
+def test_a_file_without_a_valid_key_is_refused(home: Path, text: str) -> None:
     api_key.renew(home)
     api_key.path_of(home).write_text(text)
     with pytest.raises(StorageError, match="holds no API key: restart the server"):

@@ -1,4 +1,4 @@
-"""What is written twice, for those who read it, says the same twice."""
+"""Declarations that are repeated for their readers agree with each other."""
 
 from importlib.resources import files
 from typing import get_args
@@ -6,10 +6,10 @@ from typing import get_args
 import yaml
 
 from flows.pretrain import RecipeName, pretrain
-from t5train.recipes import RECIPES
+from t5train.spec.recipes import RECIPES
 
 
-def test_the_form_of_a_run_offers_every_recipe() -> None:
+def test_the_flows_recipe_parameter_offers_every_recipe() -> None:
     assert set(get_args(RecipeName)) == set(RECIPES)
 
 
@@ -20,7 +20,7 @@ def test_every_recipe_has_a_deployment() -> None:
     assert all(each["entrypoint"] == "flows.pretrain:pretrain" for each in declared["deployments"])
 
 
-def test_every_parameter_is_described_in_words_that_a_page_shows_as_they_are() -> None:
+def test_every_flow_parameter_has_a_description_that_a_web_page_shows_in_full() -> None:
     descriptions = [each.get("description") for each in pretrain.parameters.properties.values()]
     assert all(descriptions)
-    assert not [each for each in descriptions if "<" in each]  # a page takes <name> for a tag and leaves it out
+    assert not [each for each in descriptions if "<" in each]  # a web page treats <name> as a tag and hides it

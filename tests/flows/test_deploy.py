@@ -1,4 +1,4 @@
-"""What a run may set of the process that a worker starts."""
+"""Which settings of its process a deployed run may choose."""
 
 from prefect.utilities.templating import apply_values
 from prefect.workers.process import ProcessJobConfiguration
@@ -6,7 +6,7 @@ from prefect.workers.process import ProcessJobConfiguration
 from flows.deploy import _job_template
 
 
-def test_a_run_cannot_choose_program_environment_or_folder_of_its_process() -> None:
+def test_a_run_cannot_choose_the_command_environment_or_folder_of_its_process() -> None:
     template = _job_template()
     chosen = {"command": "touch pwned", "env": {"LD_PRELOAD": "pwned.so"}, "working_dir": "/", "stream_output": False}
     job = ProcessJobConfiguration(**apply_values(template["job_configuration"], chosen))

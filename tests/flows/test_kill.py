@@ -1,12 +1,13 @@
-"""kill -9 of the flow, the launcher and a rank, for real, at random steps: nothing is left, nothing is lost.
+"""kill -9 of the flow, the launcher and a rank, for real, at random steps: nothing is left over, and nothing is lost.
 
-``pytest tests/flows/test_kill.py --kill-rounds 3`` does it at three random steps each, and writes the table of
-docs/measurements.md; ``--kill-variant moe`` does it to another variant.
+``pytest tests/flows/test_kill.py --kill-rounds 3`` kills each at three random steps, and prints the table of
+docs/measurements.md; ``--kill-variant moe`` kills another variant.
 """
 
 import json
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -19,11 +20,15 @@ from typing import Any
 
 import pytest
 
-from infra.attempts.attempt import Attempt, attempt_folder, read
-from infra.attempts.exit_record import Cause
-from infra.processes import find, in_run
-from infra.shared_memory import SEGMENTS
-from t5train.train import metrics
+from infra.node.attempts.attempt import Attempt, attempt_folder, read
+from infra.node.attempts.exit_record import Cause
+from infra.node.attempts.shared_memory import SEGMENTS
+from infra.node.processes import find, in_run
+from t5train import metrics
+from t5train.data.corpus import build_corpus
+from t5train.data.shards import build_shards
+from t5train.data.tokenizer import build_tokenizer
+from t5train.spec.recipes import recipe
 
 pytestmark = pytest.mark.slow
 
@@ -52,22 +57,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero2_offload": {"layout.zero_stage": 2, "layout.offload": "optimizer"},
     "zero3": {"layout.zero_stage": 3, "layout.offload": "all"},
 }
-SAVED_WHEN_TOLD = {"storage.checkpoint_every_steps": NUM_STEPS}
+SAVED_ONLY_ON_SIGNAL = {"storage.checkpoint_every_steps": NUM_STEPS}
 ALLOWED_SECONDS = 20
 RUN = "killed"
 
 
-def _command(root: Path, settings: dict[str, Any]) -> list[str]:
+def _command(root: Path, settings: dict[str, Any], command: str = "run") -> list[str]:
     changes = [argument for name, value in (SETTINGS | settings).items() for argument in ("--set", f"{name}={value}")]
-    program = [sys.executable, "-c", "from flows.cli import main; main()"]
-    return [*program, "run", "smoke", "--root", str(root), "--name", RUN, *changes]
+    program = [sys.executable, "-c", "from flows.cli.__main__ import main; main()"]
+    return [*program, command, "smoke", "--root", str(root), "--name", RUN, *changes]
 
 
 @contextmanager
-def _started(root: Path, settings: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
+def _started(root: Path, settings: dict[str, Any], command: str = "run") -> Iterator[subprocess.Popen[bytes]]:
+    argv = _command(root, settings, command)
     with open(root / "output.log", "ab") as log:
         process = subprocess.Popen(
-            _command(root, settings), cwd=root, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            argv, cwd=root, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     try:
         yield process
@@ -86,15 +92,25 @@ def _final_weights(root: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def variant(pytestconfig: pytest.Config) -> str:
-    """Which variant is killed."""
+    """The variant to kill."""
     return str(pytestconfig.getoption("--kill-variant"))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, variant: str) -> Any:
-    """Digests of the final weights of a run that nobody disturbs."""
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with text, vocabulary and shards, but without runs."""
+    root, spec = tmp_path_factory.mktemp("data"), recipe("smoke").with_settings(SETTINGS)
+    corpus = build_corpus(spec.corpus, root)
+    build_shards(spec.shards, spec.corpus, corpus, build_tokenizer(spec.tokenizer, spec.corpus, corpus, root), root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, data: Path, variant: str) -> Any:
+    """Digests of the final weights of an undisturbed run. Only its training stage is needed for them."""
     root = tmp_path_factory.mktemp("undisturbed")
-    with _started(root, VARIANTS[variant]) as process:
+    shutil.copytree(data, root, dirs_exist_ok=True)
+    with _started(root, VARIANTS[variant], "train") as process:
         _finish(process, root)
     return _final_weights(root)
 
@@ -116,7 +132,7 @@ def test_a_run_killed_three_times_leaves_nothing_and_ends_with_the_same_weights(
     with _started(tmp_path, VARIANTS[variant]) as flow:
         _finish(flow, tmp_path)
     resumed = [json.loads((attempt_folder(run, n) / "spec.json").read_text())["resume_tag"] for n in (2, 3, 4)]
-    # The last lines before a kill may tell of a step that was not saved any more, never of one more than that.
+    # At a kill, the save of the last due step may be unfinished, but never that of the one before.
     for step, tag in zip(steps, resumed, strict=True):
         assert (0 if tag is None else int(tag[-8:])) >= step - step % SAVED_EVERY - SAVED_EVERY
     assert _states_in_prefect(tmp_path) == ["CRASHED", "COMPLETED"]
@@ -129,30 +145,33 @@ def test_a_run_killed_three_times_leaves_nothing_and_ends_with_the_same_weights(
 
 
 def _states_in_prefect(root: Path) -> list[str]:
-    """What Prefect's database says of the flow runs, the first one first."""
+    """The states of the flow runs in Prefect's database, oldest first."""
     with closing(sqlite3.connect(root / "prefect/prefect.db")) as database:
         return [state for (state,) in database.execute("SELECT state_type FROM flow_run ORDER BY created")]
 
 
-def test_a_run_that_is_told_to_end_saves_and_one_that_is_stopped_is_found(tmp_path: Path, undisturbed: Any) -> None:
+def test_a_run_saves_on_sigterm_and_a_rank_stopped_by_sigstop_is_detected(
+    tmp_path: Path, data: Path, undisturbed: Any
+) -> None:
     run = tmp_path / "runs" / RUN
-    with _started(tmp_path, SAVED_WHEN_TOLD) as flow:
+    shutil.copytree(data, tmp_path, dirs_exist_ok=True)
+    with _started(tmp_path, SAVED_ONLY_ON_SIGNAL) as flow:
         os.kill(_pid(_wait_for(run, 5, 1), "rank-00001", "process"), signal.SIGTERM)
         os.kill(_pid(_wait_for(run, 3 + _resumed_from(run, 2), 2), "launcher", "process"), signal.SIGTERM)
         stopped = _wait_for(run, 3 + _resumed_from(run, 3), 3)
         os.kill(_pid(stopped, "rank-00000", "process"), signal.SIGSTOP)
         _resumed_from(run, 4)
-        # The stopped attempt's lines stay until the next one has written its own.
+        # The stopped attempt's metrics stay until the next attempt has written its own.
         _wait_for(run, 3 + _last_step(run), 4)
         flow.terminate()
         assert flow.wait(60) == -signal.SIGTERM
-    with _started(tmp_path, SAVED_WHEN_TOLD) as flow:
-        _finish(flow, tmp_path)
+    with _started(tmp_path, SAVED_ONLY_ON_SIGNAL, "train") as training:
+        _finish(training, tmp_path)
     output = (tmp_path / "output.log").read_text()
-    # No checkpoint is due before the end: each that was resumed from was saved because somebody said so.
+    # No checkpoint is due before the end: each that was resumed from was saved because of a signal.
     first, second, third, fourth = (_resumed_from(run, number) for number in (2, 3, 4, 5))
     assert 5 <= first < second == third < fourth < NUM_STEPS
-    assert all(f"did so after step {step}, which is saved" in output for step in (first, second, fourth))
+    assert all(f"stopped after step {step} and saved it" in output for step in (first, second, fourth))
     record = stopped.exit_record("rank-00000")
     assert record is not None
     assert record.cause == Cause.BEAT
@@ -161,7 +180,7 @@ def test_a_run_that_is_told_to_end_saves_and_one_that_is_stopped_is_found(tmp_pa
 
 
 def _resumed_from(run: Path, number: int) -> int:
-    """The step of the checkpoint that the attempt of that number began with, once there is one."""
+    """The step of the checkpoint that attempt ``number`` resumes from. Waits until the attempt has begun."""
     spec, deadline = attempt_folder(run, number) / "spec.json", time.monotonic() + 120
     while not spec.exists():
         assert time.monotonic() < deadline, (
@@ -175,7 +194,7 @@ def _pid(attempt: Attempt, name: str, role: str) -> int:
     return int(json.loads((attempt.folder / f"{name}.pid").read_text())[role]["pid"])
 
 
-def test_a_second_start_is_refused_while_one_lives(tmp_path: Path) -> None:
+def test_a_second_start_is_refused_while_the_first_is_running(tmp_path: Path) -> None:
     with _started(tmp_path, {}) as flow:
         while not (tmp_path / "runs" / RUN / "lock").exists():
             assert flow.poll() is None
@@ -191,7 +210,7 @@ def test_a_second_start_is_refused_while_one_lives(tmp_path: Path) -> None:
 
 
 def _wait_for(run: Path, step: int, number: int) -> Attempt:
-    """The attempt of that number, once it has taken that step."""
+    """Wait until attempt ``number`` has taken a step; return the attempt."""
     folder, deadline = attempt_folder(run, number), time.monotonic() + 300  # ample, for machines that do other work too
     while time.monotonic() < deadline:
         if (folder / "rank-00001.pid").exists() and _last_step(run) >= step:
@@ -201,13 +220,13 @@ def _wait_for(run: Path, step: int, number: int) -> Attempt:
 
 
 def _last_step(run: Path) -> int:
-    """The last step that the run's metrics tell of."""
+    """The last step in the run's metrics."""
     lines = metrics.read(run / "metrics.jsonl")
     return int(lines[-1]["step"] or 0) if lines else 0
 
 
 def _kill(victim: str, attempt: Attempt, flow: subprocess.Popen[bytes]) -> float:
-    """Seconds from the kill until no process and no shared memory of the attempt is left."""
+    """Kill a process; return the seconds until no process and no shared memory of the attempt is left."""
     assert len(_segments(attempt)) == 2
     names = {"rank": "rank-00001", "launcher": "launcher"}
     if victim == "flow":
@@ -218,7 +237,7 @@ def _kill(victim: str, attempt: Attempt, flow: subprocess.Popen[bytes]) -> float
     while left := [
         *find(in_run(attempt.run_id)),
         *_segments(attempt),
-        *(_of_session(flow.pid) if victim == "flow" else ()),
+        *(_processes_of_session(flow.pid) if victim == "flow" else ()),
     ]:
         assert time.monotonic() - started < ALLOWED_SECONDS, f"{left} of {attempt.run_id} are left"
         time.sleep(0.1)
@@ -231,8 +250,8 @@ def _segments(attempt: Attempt) -> list[Path]:
     return list(SEGMENTS.glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
 
 
-def _of_session(session: int) -> set[int]:
-    """Live processes that the flow started otherwise: Prefect's server."""
+def _processes_of_session(session: int) -> set[int]:
+    """Live processes of the flow's session, which include Prefect's server."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,4 +1,4 @@
-"""The profile that ``up`` writes: found by a plain ``prefect``, and never in the way of what the user has chosen."""
+"""The profile that ``up`` writes: a plain ``prefect`` finds it, and it never overrides what the user has chosen."""
 
 import stat
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_a_user_without_profiles_gets_one_that_is_active_and_private(tmp_path: P
         '[profiles.ephemeral]\nPREFECT_SERVER_EPHEMERAL_ENABLED = "true"\n\n[profiles.other]\n',
     ],
 )
-def test_prefects_untouched_default_is_no_choice_of_the_user(tmp_path: Path, text: str) -> None:
+def test_prefects_untouched_default_profile_does_not_count_as_the_users_choice(tmp_path: Path, text: str) -> None:
     found = written(tmp_path, text)
     assert found.write(URL, KEY)
     assert _read_profiles_from(found.path).active_name == NAME
@@ -69,14 +69,14 @@ def test_a_profile_that_the_user_has_chosen_or_changed_stays_active(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["PREFECT_PROFILE", "PREFECT_API_URL"])
-def test_a_choice_in_the_environment_is_one_too(tmp_path: Path, name: str) -> None:
+def test_a_profile_or_url_in_the_environment_counts_as_the_users_choice(tmp_path: Path, name: str) -> None:
     found = profiles(tmp_path, **{name: "chosen"})
     assert not found.write(URL, KEY)
     assert _read_profiles_from(found.path).active_name is None
     assert found.overrides == (name,)
 
 
-def test_comments_and_what_others_wrote_stay_as_they_are(tmp_path: Path) -> None:
+def test_comments_and_other_profiles_are_kept(tmp_path: Path) -> None:
     found = written(tmp_path, OWN)
     found.path.chmod(0o644)
     found.write(URL, KEY)
@@ -84,7 +84,7 @@ def test_comments_and_what_others_wrote_stay_as_they_are(tmp_path: Path) -> None
     assert stat.S_IMODE(found.path.stat().st_mode) == 0o600
 
 
-def test_the_next_start_updates_the_profile_and_keeps_what_the_user_added_to_it(tmp_path: Path) -> None:
+def test_the_next_start_updates_the_profile_and_keeps_the_users_additions(tmp_path: Path) -> None:
     found = profiles(tmp_path)
     found.write(URL, KEY)
     found.path.write_text(found.path.read_text() + 'PREFECT_LOGGING_LEVEL = "DEBUG"\n\n[profiles.later]\n')
@@ -99,7 +99,7 @@ def test_the_next_start_updates_the_profile_and_keeps_what_the_user_added_to_it(
 
 
 @pytest.mark.parametrize("content", [b"profiles = [", b'profiles = {work = {PREFECT_API_URL = "x"}}\n', b"# \xff"])
-def test_a_file_that_cannot_be_edited_stays_as_it_is(tmp_path: Path, content: bytes) -> None:
+def test_a_profiles_file_that_cannot_be_edited_is_left_unchanged(tmp_path: Path, content: bytes) -> None:
     found = written(tmp_path, "")
     found.path.write_bytes(content)
     with pytest.raises(InputError, match=r"profiles\.toml"):
@@ -108,7 +108,7 @@ def test_a_file_that_cannot_be_edited_stays_as_it_is(tmp_path: Path, content: by
     assert len(list(found.path.parent.iterdir())) == 1
 
 
-def test_a_link_to_the_file_stays_a_link(tmp_path: Path) -> None:
+def test_a_symlink_to_the_profiles_file_is_kept(tmp_path: Path) -> None:
     found = written(tmp_path, "")
     target = tmp_path / "dotfiles.toml"
     found.path.rename(target)

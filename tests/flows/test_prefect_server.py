@@ -1,4 +1,4 @@
-"""Who can answer in a server's place, and who decides which server that is."""
+"""Which process can answer as the server, and what decides which server is used."""
 
 import os
 import socket
@@ -12,9 +12,9 @@ import pytest
 
 from flows import api_key, prefect_server, run_records
 from flows.prefect_server import HOST, _listening, _refuse_after, configured_api_url, own_server
-from infra.ports import free_port
+from infra.node.ports import free_port
 from t5train.errors import LaunchError, StorageError
-from t5train.private_folder import private_folder
+from t5train.files.locks import private_folder
 from t5train.progress import silent
 
 ASK = """
@@ -48,7 +48,7 @@ def test_settings_in_the_current_folder_choose_no_server_and_run_no_code(tmp_pat
     (tmp_path / "prefect.toml").write_text(f'[logging]\nconfig_path = "{tmp_path / "logging.yml"}"\n')
     (tmp_path / ".env").write_text("PREFECT_API_URL=http://stranger.invalid/api\n")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    asked = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-P", "-c", ASK],
         env=environment | {"PREFECT_HOME": str(tmp_path / "home")},
         cwd=tmp_path,
@@ -56,22 +56,22 @@ def test_settings_in_the_current_folder_choose_no_server_and_run_no_code(tmp_pat
         text=True,
         check=True,
     )
-    assert asked.stdout == "None\n"
+    assert result.stdout == "None\n"
 
 
-def test_a_home_that_another_user_may_have_made_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_home_that_other_users_can_access_is_refused_and_left_unchanged(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "home").mkdir(mode=0o755)
     (tmp_path / "home" / "server.lock").symlink_to(tmp_path / "precious")
     with (
-        pytest.raises(StorageError, match="is not a folder of user"),
+        pytest.raises(StorageError, match="is not a folder that only user"),
         own_server(tmp_path / "home", free_port(), silent),
     ):
         pass
     assert (tmp_path / "precious").read_text() == "precious"
 
 
-def test_a_server_has_a_new_key_also_while_flows_of_the_last_one_run(
+def test_a_new_server_has_a_new_key_even_while_flows_of_the_last_one_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = private_folder(tmp_path / "home")
@@ -86,7 +86,7 @@ def test_a_server_has_a_new_key_also_while_flows_of_the_last_one_run(
 @pytest.mark.parametrize(
     ("before", "after"), [("", HOST), ("store.example", f"store.example,{HOST}"), (HOST, HOST), ("*", "*")]
 )
-def test_no_proxy_is_asked_for_a_server_of_this_machine(
+def test_a_server_on_this_machine_is_never_contacted_through_a_proxy(
     before: str, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("no_proxy", raising=False)

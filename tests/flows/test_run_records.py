@@ -1,4 +1,4 @@
-"""Records of flow runs: what a killed process worked on is known, what lives or is elsewhere is left alone."""
+"""Records of flow runs: those of killed processes are found; those of live ones or other machines are left alone."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def working_on(folder: Path, run: UUID, state: UUID) -> Iterator[subprocess.Pope
         process.kill()
 
 
-def test_a_run_is_abandoned_once_its_process_is_killed_and_not_before(tmp_path: Path) -> None:
+def test_a_run_is_abandoned_only_after_its_process_is_killed(tmp_path: Path) -> None:
     run, state = uuid4(), uuid4()
     with working_on(tmp_path, run, state):
         assert run_records.living(tmp_path) == {run}
@@ -45,7 +45,7 @@ def test_a_run_is_abandoned_once_its_process_is_killed_and_not_before(tmp_path: 
         assert found == {}
 
 
-def test_a_process_that_takes_a_run_up_again_makes_it_its_own(tmp_path: Path) -> None:
+def test_a_process_that_resumes_a_run_takes_over_its_record(tmp_path: Path) -> None:
     run, state = uuid4(), uuid4()
     with working_on(tmp_path, run, uuid4()):
         pass
@@ -55,26 +55,26 @@ def test_a_process_that_takes_a_run_up_again_makes_it_its_own(tmp_path: Path) ->
         assert found[run].state_id == str(state)
 
 
-def test_what_another_machine_recorded_is_not_judged(tmp_path: Path) -> None:
+def test_records_of_other_machines_are_ignored(tmp_path: Path) -> None:
     run = uuid4()
     (tmp_path / str(run)).write_text(f'["{uuid4()}", "another-machine", "{uuid4()}"]')
     with run_records.abandoned(tmp_path) as found:
         assert found == {}
 
 
-def test_a_record_that_is_being_made_is_not_judged(tmp_path: Path) -> None:
+def test_an_empty_record_that_is_still_being_written_is_ignored(tmp_path: Path) -> None:
     (tmp_path / str(uuid4())).touch()
     with run_records.abandoned(tmp_path) as found:
         assert found == {}
 
 
-def test_a_folder_that_is_not_there_has_no_records(tmp_path: Path) -> None:
+def test_a_missing_folder_has_no_records(tmp_path: Path) -> None:
     assert run_records.living(tmp_path / "none") == set()
     with run_records.abandoned(tmp_path / "none") as found:
         assert found == {}
 
 
-def test_a_file_of_another_name_among_the_records_is_left_alone(tmp_path: Path) -> None:
+def test_other_files_among_the_records_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt~").write_text("mine")
     with run_records.abandoned(tmp_path) as found:
         assert found == {}

@@ -1,22 +1,22 @@
-import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from infra import processes
-from infra.attempts import attempt
-from infra.attempts.attempt import Attempt
-from infra.cluster.remote import Ssh, node_command, run
-from infra.ports import free_port
-from infra.processes import ProcessIdentity
+from infra.head.hosts.ssh import Ssh
+from infra.node import processes
+from infra.node.attempts import attempt
+from infra.node.attempts.attempt import Attempt
+from infra.node.ports import free_port
+from infra.node.processes import ProcessIdentity
 from t5train.spec import ClusterSpec
+from tests.support.simulated_nodes import LocalHosts, Site
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
@@ -52,7 +52,7 @@ def start_guard(this: Attempt, start: Start) -> Start:
     """Guards a Python program as rank 0 of the attempt."""
 
     def start_guard(program: str) -> subprocess.Popen[bytes]:
-        arguments = ("-m", "infra.guard", str(this.folder), sys.executable, "-c", program)
+        arguments = ("-m", "infra.node.attempts.process_guard", str(this.folder), sys.executable, "-c", program)
         return start(*arguments, RANK="0", T5_RUN_ID=this.run_id)
 
     return start_guard
@@ -62,7 +62,7 @@ def start_guard(this: Attempt, start: Start) -> Start:
 def until() -> Callable[..., None]:
     """Waits for a condition, and fails the test if it does not come."""
 
-    def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"not in {seconds} s"
@@ -75,44 +75,6 @@ def until() -> Callable[..., None]:
 def survivors() -> Callable[[str], set[int]]:
     """Pids of the living processes of a run id."""
     return lambda run_id: processes.find(processes.in_run(run_id))
-
-
-NODE = """
-import sys
-from dataclasses import replace
-from pathlib import Path
-from infra import node_folder
-node_folder.PARENT = Path(sys.argv.pop(1))
-from infra.node.__main__ import main
-sys.exit(main())
-"""
-
-
-class LocalHosts:
-    """Hosts that are folders of this machine: commands for them run here, each with its own place for attempts."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        """An action of infra.node, as if on that host; the program that takes code is run as it is."""
-        if "\n" in argv[-1]:
-            return list(argv)
-        (self.folder / host).mkdir(exist_ok=True)
-        return [sys.executable, "-c", NODE, str(self.folder / host), argv[-1]]
-
-    def attempt_folder(self, host: str, run_id: str) -> Path:
-        return self.folder / host / f"t5-pretrain-{os.getuid()}" / "attempts" / run_id
-
-    def prepare(self, this: Attempt) -> None:
-        """Have each host make its folder of an attempt."""
-        for host in this.hosts or {}:
-            request = {
-                "run_id": this.run_id, "attempt": replace(this, host=host, hosts=None).facts(), "environment": {},
-                "meeting": {"address": "127.0.0.1", "port": 20001}, "files": {}, "owner": None,
-            }  # fmt: skip
-            stdin = json.dumps(request).encode() + b"\n"
-            run(self, host, node_command("prepare", None), stdin=stdin, deadline_seconds=20)
 
 
 @pytest.fixture
@@ -154,3 +116,14 @@ def sshd(tmp_path: Path) -> Iterator[Callable[..., Ssh]]:
     yield client
     process.kill()
     process.communicate()
+
+
+@pytest.fixture
+def site(tmp_path: Path, local_hosts: Any) -> Site:
+    """Two nodes."""
+    return Site(tmp_path, local_hosts, "ab")
+
+
+@pytest.fixture
+def make_site(tmp_path: Path, local_hosts: Any) -> Callable[[str], Site]:
+    return lambda hosts: Site(tmp_path, local_hosts, hosts)

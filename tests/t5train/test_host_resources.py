@@ -1,4 +1,4 @@
-"""What does not fit on this machine is refused while nothing has started."""
+"""A run that does not fit on this machine is refused before anything starts."""
 
 import os
 from pathlib import Path
@@ -10,17 +10,17 @@ from t5train.errors import SpecError, StorageError
 from t5train.host_resources import format_bytes, host_memory_bytes, require_host_memory, require_space
 
 
-def test_what_fits_passes() -> None:
+def test_a_run_that_fits_in_host_memory_passes() -> None:
     require_host_memory(host_memory_bytes(), "settings")
 
 
-def test_what_does_not_fit_is_told_with_both_sizes_and_who_decides() -> None:
-    with pytest.raises(SpecError, match=r"layout\.offload need 1,000,000\.0 GB .* this machine has [0-9.,]+ GB: .*"):
+def test_too_little_host_memory_is_reported_with_both_sizes_and_the_setting() -> None:
+    with pytest.raises(SpecError, match=r"layout\.offload need 1,000,000\.0 GB .* this machine has [0-9.,]+ GB\. Keep"):
         require_host_memory(10**15, "layout.offload")
 
 
 @pytest.mark.parametrize(("text", "limit"), [("1048576\n", 1 << 20), ("max\n", None)])
-def test_a_control_groups_limit_counts(
+def test_the_memory_limit_of_a_control_group_is_respected(
     text: str, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "memory.max").write_text(text)
@@ -28,13 +28,13 @@ def test_a_control_groups_limit_counts(
     assert (host_memory_bytes() == limit) if limit else (host_memory_bytes() > 1 << 20)
 
 
-def test_enough_space_makes_the_root_and_leaves_nothing_in_it(tmp_path: Path) -> None:
+def test_the_space_check_creates_the_root_and_leaves_it_empty(tmp_path: Path) -> None:
     require_space(tmp_path / "a" / "root", 1, "a corpus")
     assert list((tmp_path / "a" / "root").iterdir()) == []
 
 
-def test_too_little_space_is_told_with_both_sizes(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r" GB free, and the run needs 1,152,921,504\.6 GB: free "):
+def test_too_little_disk_space_is_reported_with_both_sizes(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"for the run: .* GB free, but 1,152,921,504\.6 GB are needed\. Free "):
         require_space(tmp_path, 2**60, "the run")
 
 

@@ -1,4 +1,4 @@
-"""What of a URL may be kept and shown."""
+"""Which parts of a URL may be stored and shown."""
 
 import pytest
 
@@ -30,14 +30,14 @@ KEPT_AND_SHOWN_WHOLE = [
         "simplecache::https://ghp_example@host/text.txt",
     ],
 )
-def test_a_password_a_key_or_a_query_is_refused_and_not_repeated(url: str) -> None:
+def test_a_url_with_a_password_key_or_query_is_refused_without_repeating_it(url: str) -> None:
     with pytest.raises(ValueError, match=r"corpus\.source has a password, a key or a query in its URL") as caught:
         without_secret("corpus.source", url)
     assert not any(word in str(caught.value) for word in ("AKIA", "ghp_", "secret"))
 
 
 @pytest.mark.parametrize("url", KEPT_AND_SHOWN_WHOLE)
-def test_a_wildcard_is_no_query_where_the_scheme_has_none(url: str) -> None:
+def test_a_wildcard_is_not_a_query_in_a_scheme_without_queries(url: str) -> None:
     assert without_secret("corpus.source", url) == url
     assert redacted(url) == url
 
@@ -46,6 +46,6 @@ def test_a_wildcard_is_no_query_where_the_scheme_has_none(url: str) -> None:
     ("url", "shown"),
     [("sftp://reader@host/text.txt", "sftp://host/text.txt"), ("abfs://box@account/a.txt", "abfs://account/a.txt")],
 )
-def test_a_name_before_the_at_is_kept_where_it_is_no_key(url: str, shown: str) -> None:
+def test_a_user_or_container_name_before_the_at_sign_is_kept_but_not_shown(url: str, shown: str) -> None:
     assert without_secret("corpus.source", url) == url
     assert redacted(url) == shown

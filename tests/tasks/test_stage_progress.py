@@ -1,4 +1,4 @@
-"""Progress as artifacts."""
+"""Progress of stages as Prefect artifacts."""
 
 import logging
 
@@ -8,7 +8,7 @@ from tasks import stage_progress
 from tasks.stage_progress import StageProgress
 
 
-def test_a_server_that_does_not_answer_ends_no_stage(
+def test_a_stage_continues_if_the_server_does_not_respond(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def gone(*_arguments: object) -> None:
@@ -18,4 +18,4 @@ def test_a_server_that_does_not_answer_ends_no_stage(
     monkeypatch.setattr(stage_progress, "SECONDS_UNTIL_SHOWN", 0)
     with caplog.at_level(logging.WARNING):
         StageProgress("train")("steps", 3, 10)
-    assert "progress of train is not shown: ConnectionError: connection refused" in caplog.text
+    assert "could not show the progress of train: ConnectionError: connection refused" in caplog.text

@@ -7,19 +7,46 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, get_type_hints
 
 import pytest
 
-from infra.attempts import attempt, lease
-from infra.attempts.attempt import Attempt
-from infra.attempts.exit_record import Cause, ExitRecord
-from infra.processes import ProcessIdentity
+from infra.head.hosts.node_client import Nodes
+from infra.node.__main__ import ACTIONS, function_of, request_type
+from infra.node.attempts import attempt, head_lease
+from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.attempt_actions import (
+    EndAttempt,
+    PackedFiles,
+    PackLogs,
+    PrepareAttempt,
+    Prepared,
+    RemoveAttempt,
+)
+from infra.node.attempts.exit_record import Cause, ExitRecord
+from infra.node.attempts.session_messages import (
+    Alive,
+    Ended,
+    Hello,
+    Instruction,
+    NewLines,
+    Order,
+    RankEnded,
+    RankError,
+    RankLine,
+    Report,
+    Watch,
+)
+from infra.node.channel import Channel
+from infra.node.messages import Done, Query
+from infra.node.ports import Endpoint
+from infra.node.processes import ProcessIdentity, Survivors
+from t5train.errors import HostError, RemoteFailed, RunOwned, StorageError
 
 Until = Callable[..., None]
 RUN_ID = "smoke-0001-0123abcd"
+T = TypeVar("T")
 
 
 class Hosts(Protocol):
@@ -27,213 +54,220 @@ class Hosts(Protocol):
     def attempt_folder(self, host: str, run_id: str) -> Path: ...
 
 
-Act = Callable[..., Any]
+Act = Callable[[Query[Any]], Any]
 
 
 @pytest.fixture
-def act(local_hosts: Hosts) -> Act:
-    """Does one action on host a and returns its answer."""
+def act(local_hosts: Any) -> Act:
+    """Run an action on host a and return its answer."""
 
-    def act(action: str, **request: Any) -> Any:
-        done = subprocess.run(
-            local_hosts.command("a", [action]),
-            input=json.dumps(request).encode() + b"\n",
-            check=False,
-            capture_output=True,
-            timeout=30,
-        )
-        if done.returncode:
-            raise AssertionError(done.stderr.decode())
-        return done.stdout if action == "logs" else json.loads(done.stdout)
+    def act(query: Query[Any]) -> Any:
+        answer = Nodes(local_hosts, ("a",)).ask(query, 30)["a"]
+        if isinstance(answer, HostError):
+            raise answer
+        return answer
 
     return act
+
+
+def preparation(owner: str | None = None, spec: str = "{}\n") -> PrepareAttempt:
+    this = Attempt(Path("/"), RUN_ID, "smoke", 1, None, 5.0, accelerator="cpu", slots=(0,), host="a", started_at="now")
+    return PrepareAttempt(this, {"A": "1"}, Endpoint("127.0.0.1", 20001), owner, {"spec.json": spec})
 
 
 @pytest.fixture
 def prepared(local_hosts: Hosts, act: Act) -> Path:
     """The folder of an attempt that was prepared on host a."""
-    facts = {
-        "run_id": RUN_ID, "run_name": "smoke", "number": 1, "head": None, "lease_seconds": 5.0, "grace_seconds": 30.0,
-        "beat_seconds": 10.0, "accelerator": "cpu", "slots": [0], "host": "a", "started_at": "now", "hosts": None,
-    }  # fmt: skip
-    meeting = {"address": "127.0.0.1", "port": 20001}
-    answer = act(
-        "prepare", run_id=RUN_ID, attempt=facts, environment={"A": "1"}, meeting=meeting, owner=None,
-        files={"spec.json": "{}\n"},
-    )  # fmt: skip
-    folder = local_hosts.attempt_folder("a", RUN_ID)
-    assert answer["folder"] == str(folder)
-    return folder
+    answer: Prepared = act(preparation())
+    assert answer.folder == local_hosts.attempt_folder("a", RUN_ID)
+    return answer.folder
 
 
-class Window:
-    """A window as the head has it."""
+class HostSession:
+    """The head's side of a host session."""
 
     def __init__(self, argv: list[str], offsets: dict[str, int] | None) -> None:
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.say({"run_id": RUN_ID, "offsets": offsets})
+        self._channel = Channel(self.process.stdout, self.process.stdin)  # type: ignore[arg-type] # both are pipes
+        self._channel.send(Watch(RUN_ID, offsets))
 
-    def say(self, order: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(order).encode() + b"\n")
-        self.process.stdin.flush()
+    def send(self, order: Order) -> None:
+        self._channel.send(Instruction(order))
 
-    def hear(self, key: str) -> Any:
-        """What the next message with that key says."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            message = json.loads(line)
-            if message.get(key):
-                return message[key]
-        raise AssertionError(f"the window ended without {key}")
+    def receive(self, kind: type[T]) -> T:
+        """Return the next message of that class, skipping each Alive that names no rank."""
+        while (message := self._channel.receive(Report)) is not None:
+            if isinstance(message, kind) and message != Alive(()):
+                return message
+        raise AssertionError(f"the session ended without {kind}")
 
 
 @pytest.fixture
-def window(local_hosts: Hosts) -> Iterator[Callable[..., Window]]:
-    opened: list[Window] = []
+def open_session(local_hosts: Hosts) -> Iterator[Callable[..., HostSession]]:
+    opened: list[HostSession] = []
 
-    def window(offsets: dict[str, int] | None = None) -> Window:
-        opened.append(Window(local_hosts.command("a", ["watch"]), offsets if offsets is not None else {}))
+    def open_session(offsets: dict[str, int] | None = None) -> HostSession:
+        opened.append(HostSession(local_hosts.command("a", ["watch"]), offsets if offsets is not None else {}))
         return opened[-1]
 
-    yield window
-    for one in opened:
-        one.process.kill()
-        one.process.communicate()
+    yield open_session
+    for session in opened:
+        session.process.kill()
+        session.process.communicate()
 
 
-def test_an_attempt_is_prepared_once_with_all_that_its_ranks_are_to_know(prepared: Path, act: Act) -> None:
+def test_preparing_an_attempt_writes_its_private_files_and_works_only_once(prepared: Path, act: Act) -> None:
     assert attempt.read(prepared).host == "a"
     assert json.loads((prepared / "environment.json").read_text()) == {"A": "1"}
     assert {path.name: path.stat().st_mode & 0o077 for path in prepared.iterdir()} == dict.fromkeys(
         ("attempt.json", "environment.json", "lease", "meeting.json", "spec.json"), 0
     )
-    assert lease.age_seconds(prepared) < 5
-    with pytest.raises(AssertionError, match=r"StorageError.*is there already"):
-        act("prepare", run_id=RUN_ID, owner=None)
+    assert head_lease.age_seconds(prepared) < 5
+    with pytest.raises(RemoteFailed, match=r"^a: .*already exists") as failed:
+        act(preparation())
+    assert type(failed.value.__cause__) is StorageError
 
 
-def test_no_ranks_are_prepared_for_a_run_that_another_head_has_taken_over(
+def test_no_attempt_is_prepared_for_a_run_that_another_head_has_taken_over(
     local_hosts: Hosts, act: Act, tmp_path: Path
 ) -> None:
     owner = {"unique_id": "2" * 32, "head": "other", "root": "/root", "since": "then", "lease_seconds": 60.0}
     (tmp_path / "owner.json").write_text(json.dumps(owner))
-    files = {"spec.json": json.dumps({"node_local": True, "run_folder": str(tmp_path)})}
-    with pytest.raises(AssertionError, match=r"RunOwned: .* belongs to head other, root /root, since then"):
-        act("prepare", run_id=RUN_ID, owner="1" * 32, files=files)
+    spec = json.dumps({"node_local": True, "run_folder": str(tmp_path)})
+    with pytest.raises(RemoteFailed, match=r"^a: .* belongs to head other, root /root, since then") as failed:
+        act(preparation("1" * 32, spec))
+    assert type(failed.value.__cause__) is RunOwned
     assert not local_hosts.attempt_folder("a", RUN_ID).exists()
 
 
-def test_a_window_tells_of_lines_errors_and_ends_and_goes_on_where_the_last_one_was(
-    prepared: Path, window: Callable[..., Window]
+def test_a_session_reports_lines_errors_and_ends_and_resumes_where_the_last_one_stopped(
+    prepared: Path, open_session: Callable[..., HostSession]
 ) -> None:
     (prepared / "rank-00000.log").write_text("step 1\nstep 2\nhal")
     (prepared / "rank-00001.log").write_text("chatter\nsomething WARNING of rank 1\n")
     (prepared / "rank-00001.error.json").write_text('{"type": "DiskFull", "message": "full"}')
     record = ExitRecord("rank-00001", 1, Cause.EXITED, "exited", "then", "now", "a")
     attempt.read(prepared).write_exit(record)
-    first = window()
-    assert set(first.hear("hello")) == {"host", "boot_id"}
-    assert first.hear("error") == {"name": "rank-00001", "type": "DiskFull", "message": "full"}
-    assert first.hear("exit") == asdict(record)
+    first = open_session()
+    assert first.receive(Hello).boot_id
+    assert first.receive(RankError) == RankError("rank-00001", "DiskFull", "full")
+    assert first.receive(RankEnded) == RankEnded(record)
     with open(prepared / "rank-00000.log", "a") as log:
         log.write("f\nstep 3\n")
-    second = window({"rank-00000": 14, "rank-00001": 0})
-    assert sorted(second.hear("lines")) == [
-        ["rank-00000", "half"], ["rank-00000", "step 3"], ["rank-00001", "something WARNING of rank 1"]
-    ]  # fmt: skip
+    second = open_session({"rank-00000": 14, "rank-00001": 0})
+    assert sorted(second.receive(NewLines).lines) == [
+        RankLine("rank-00000", "half"),
+        RankLine("rank-00000", "step 3"),
+        RankLine("rank-00001", "something WARNING of rank 1"),
+    ]
 
 
-def test_a_flood_of_lines_is_bounded_and_what_is_left_out_is_counted(
-    prepared: Path, window: Callable[..., Window]
+def test_a_flood_of_log_lines_is_limited_and_omitted_lines_are_counted(
+    prepared: Path, open_session: Callable[..., HostSession]
 ) -> None:
     (prepared / "rank-00000.log").write_text("chatter\n" * 5000)
-    one = window()
-    assert one.hear("left_out") >= 4900
+    session = open_session()
+    assert session.receive(NewLines).left_out >= 4900
 
 
-def test_the_lease_lives_by_the_heads_word_alone(prepared: Path, window: Callable[..., Window], until: Until) -> None:
-    one = window()
-    one.hear("hello")
+def test_the_lease_is_renewed_only_when_the_head_orders_it(
+    prepared: Path, open_session: Callable[..., HostSession], until: Until
+) -> None:
+    session = open_session()
+    session.receive(Hello)
     before = (prepared / "lease").read_text()
     time.sleep(1.2)
     assert (prepared / "lease").read_text() == before
-    one.say({"renew": True})
+    session.send(Order.RENEW)
     until(lambda: (prepared / "lease").read_text() != before)
 
 
-def test_a_window_without_a_head_ends_when_the_lease_does(prepared: Path, window: Callable[..., Window]) -> None:
+def test_a_session_without_a_head_ends_when_the_lease_expires(
+    prepared: Path, open_session: Callable[..., HostSession]
+) -> None:
     this = attempt.read(prepared)
     Attempt(**{**vars(this), "lease_seconds": 0.5}).write()
-    assert window().process.wait(10) == -signal.SIGALRM
+    assert open_session().process.wait(10) == -signal.SIGALRM
 
 
-def test_a_rank_whose_guard_was_killed_is_told_as_gone(
-    prepared: Path, window: Callable[..., Window], start: Callable[..., subprocess.Popen[bytes]]
+def test_a_rank_whose_guard_was_killed_is_reported_as_gone(
+    prepared: Path, open_session: Callable[..., HostSession], start: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     guard = start("-c", "import time; time.sleep(600)")
     identity = ProcessIdentity.of(guard.pid)
     attempt.read(prepared).write_process("rank-00003", identity, identity)
     guard.kill()
     guard.wait()
-    assert window().hear("gone") == ["rank-00003"]
+    assert open_session().receive(Alive) == Alive(("rank-00003",))
 
 
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
 
 
-@pytest.mark.parametrize("by", ["action", "window"])
-def test_the_end_leaves_neither_guards_nor_ranks_nor_launchers_of_that_attempt_and_no_others_touched(
+@pytest.mark.parametrize("by", ["action", "session"])
+def test_ending_an_attempt_ends_its_ranks_and_launchers_and_no_other_processes(
     prepared: Path,
     act: Act,
-    window: Callable[..., Window],
+    open_session: Callable[..., HostSession],
     start: Callable[..., subprocess.Popen[bytes]],
     survivors: Callable[[str], set[int]],
     by: str,
 ) -> None:
     rank = start("-c", DEAF, T5_RUN_ID=RUN_ID)
-    launcher = start("-c", "import time; time.sleep(600)", "infra.guard", str(prepared))
+    launcher = start("-c", "import time; time.sleep(600)", "infra.node.attempts.process_guard", str(prepared))
     stranger = start("-c", "import time; time.sleep(600)", f"{prepared}-x", T5_RUN_ID=f"{RUN_ID}-other")
     of_head = start("-c", "import time; time.sleep(600)", str(prepared), T5_RUN_ID=f"{RUN_ID}-head")
     began = time.monotonic()
     if by == "action":
-        assert act("end", run_id=RUN_ID) == {"left": []}
+        assert act(EndAttempt(RUN_ID)) == Survivors(())
     else:
-        one = window()
-        one.say({"end": True})
-        assert one.hear("ended") == {"left": []}
-        assert one.process.wait(5) == 0
+        session = open_session()
+        session.send(Order.END)
+        assert session.receive(Ended) == Ended(())
+        assert session.process.wait(5) == 0
     assert time.monotonic() - began < 8
     assert rank.wait(1) == -signal.SIGKILL
     assert launcher.wait(1) == -signal.SIGTERM
-    assert of_head.wait(1) == -signal.SIGKILL  # never by another signal, which DeepSpeed's launcher passes on
+    assert of_head.wait(1) == -signal.SIGKILL  # by no other signal, because DeepSpeed's launcher would pass it on
     assert stranger.poll() is None
     assert not (prepared / "lease").exists()
 
 
-def test_a_window_on_an_ended_attempt_renews_nothing(prepared: Path, act: Act, window: Callable[..., Window]) -> None:
-    act("end", run_id=RUN_ID)
-    one = window()
-    assert one.hear("ended") == {"left": []}
+def test_a_session_on_an_ended_attempt_ends_without_renewing_the_lease(
+    prepared: Path, act: Act, open_session: Callable[..., HostSession]
+) -> None:
+    act(EndAttempt(RUN_ID))
+    session = open_session()
+    assert session.receive(Ended) == Ended(())
     assert not (prepared / "lease").exists()
 
 
 def test_ending_another_attempt_leaves_this_one_alone(prepared: Path, act: Act) -> None:
-    assert act("end", run_id=RUN_ID.replace("0001", "0002")) == {"left": []}
+    assert act(EndAttempt(RUN_ID.replace("0001", "0002"))) == Survivors(())
     assert (prepared / "lease").exists()
 
 
-def test_logs_are_packed_without_the_environment_and_removed_when_told(prepared: Path, act: Act) -> None:
+def test_logs_are_packed_without_the_environment_and_the_attempt_can_be_removed(prepared: Path, act: Act) -> None:
     (prepared / "rank-00000.log").write_text("step 1\n")
-    with tarfile.open(fileobj=io.BytesIO(act("logs", run_id=RUN_ID))) as packed:
+    answer: PackedFiles = act(PackLogs(RUN_ID))
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as packed:
         assert packed.getnames() == ["attempt.json", "lease", "meeting.json", "rank-00000.log", "spec.json"]
         file = packed.extractfile("rank-00000.log")
         assert file is not None
         assert file.read() == b"step 1\n"
-    assert act("remove", run_id=RUN_ID) == act("remove", run_id=RUN_ID) == {}
+    assert act(RemoveAttempt(RUN_ID)) == act(RemoveAttempt(RUN_ID)) == Done()
     assert not prepared.exists()
 
 
-def test_actions_start_in_an_instant() -> None:
+def test_importing_infra_node_loads_no_large_package() -> None:
     heavy = "import sys, infra.node; sys.exit(bool({'torch', 'pydantic', 'numpy', 'prefect'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", heavy], env=os.environ, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_each_actions_request_class_names_the_action_and_its_answer(name: str) -> None:
+    function = function_of(name)
+    request = request_type(function)
+    answer = get_type_hints(function)["return"]
+    assert request.action == name
+    assert answer is (request.answer() if issubclass(request, Query) else type(None))

@@ -1,4 +1,4 @@
-"""The corpus stage: what it finds, how it names it, what it refuses."""
+"""The corpus stage: what it finds, what it names the result, and what it refuses."""
 
 import fcntl
 import gzip
@@ -16,7 +16,8 @@ from t5train.data.corpus import build_corpus, corpus_name
 from t5train.data.segments import read_segments
 from t5train.data.sources import redacted, require_source
 from t5train.errors import InputError, StorageError
-from t5train.records import Corpus, digest_file
+from t5train.records.digests import digest_file
+from t5train.records.stage_records import Corpus
 from t5train.spec import CorpusSpec
 
 
@@ -31,7 +32,7 @@ def build(source: object, root: Path) -> Corpus:
     return build_corpus(CorpusSpec(source=str(source), workers=1), root / "root")
 
 
-def test_the_fingerprint_is_of_the_content_not_of_the_place(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_the_content_and_not_on_the_path(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     (here / "a.txt").write_text("one\ntwo\n")
@@ -59,7 +60,7 @@ def test_a_reused_corpus_is_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
     text.write_text("one\n")
     build(text, tmp_path)
     read: list[Path] = []
-    for module in ("t5train.data.corpus", "t5train.records"):
+    for module in ("t5train.data.corpus", "t5train.records.digests"):
         monkeypatch.setattr(f"{module}.digest_file", lambda path: read.append(path) or digest_file(path))
     assert build(text, tmp_path).reused
     assert read.count(text) == 1
@@ -76,7 +77,7 @@ def test_a_corpus_whose_source_moved_is_not_reused(tmp_path: Path) -> None:
     assert str(moved) in again.files
 
 
-def test_folders_and_patterns_give_their_files_by_name(tmp_path: Path) -> None:
+def test_files_of_folders_and_patterns_are_sorted_by_name(tmp_path: Path) -> None:
     folder = tmp_path / "text" / "deep"
     folder.mkdir(parents=True)
     (folder / "b.txt").write_text("two\n")
@@ -85,7 +86,7 @@ def test_folders_and_patterns_give_their_files_by_name(tmp_path: Path) -> None:
     names = [file.source.name for file in read_segments(build(folder.parent, tmp_path).path)]
     assert names == ["a.txt.gz", "deep/b.txt"]
     assert build(folder.parent / "**/*.txt", tmp_path).counts["passages"] == 1
-    with pytest.raises(InputError, match=r"notes\.md is not one of"):
+    with pytest.raises(InputError, match=r"notes\.md, which has an unsupported format"):
         build(folder.parent / "*.md", tmp_path)
 
 
@@ -96,7 +97,7 @@ def test_a_corpus_without_a_passage_is_refused(tmp_path: Path, content: str) -> 
         build(tmp_path / "a.txt", tmp_path)
 
 
-def test_a_folder_where_nothing_came_of_the_text_takes_other_text(tmp_path: Path) -> None:
+def test_the_output_folder_of_a_failed_build_can_be_used_for_other_text(tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(b"\xff\n")
     (tmp_path / "good.txt").write_text("one\n")
     (tmp_path / "other.txt").write_text("two\n")
@@ -107,7 +108,7 @@ def test_a_folder_where_nothing_came_of_the_text_takes_other_text(tmp_path: Path
         build_corpus(CorpusSpec(source=str(tmp_path / "other.txt"), workers=1), tmp_path, out=tmp_path / "out")
 
 
-def test_files_without_a_byte_are_refused_before_they_are_read(tmp_path: Path) -> None:
+def test_empty_files_are_refused_before_they_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
     with pytest.raises(InputError, match="all files are empty"):
         require_source(str(tmp_path))
@@ -146,12 +147,12 @@ def test_a_damaged_download_is_fetched_again(
     download.write_bytes(b"onf\n")
     with caplog.at_level(logging.WARNING):
         assert build("memory://texts/a.txt", tmp_path).fingerprint == first.fingerprint
-    assert "downloaded again" in caplog.text
+    assert f"downloading {download} again" in caplog.text
     assert download.read_bytes() == b"one\n"
 
 
 @pytest.mark.parametrize("note", [b"", b"\xff\x00", b"{}", b'{"size": -1, "sha256": "0", "state": 1}'])
-def test_a_damaged_note_of_a_download_fetches_it_again(
+def test_a_damaged_download_record_is_written_again(
     tmp_path: Path, remote: fsspec.AbstractFileSystem, note: bytes
 ) -> None:
     remote.pipe("/texts/a.txt", b"one\n")
@@ -162,7 +163,9 @@ def test_a_damaged_note_of_a_download_fetches_it_again(
     assert kept.read_bytes() != note
 
 
-def test_what_a_killed_download_left_goes_with_the_next(tmp_path: Path, remote: fsspec.AbstractFileSystem) -> None:
+def test_temporary_files_of_a_killed_download_are_removed_by_the_next_one(
+    tmp_path: Path, remote: fsspec.AbstractFileSystem
+) -> None:
     remote.pipe("/texts/a.txt", b"one\n")
     build("memory://texts/a.txt", tmp_path)
     (download,) = (tmp_path / "root" / "cache").rglob("a.txt")
@@ -186,7 +189,7 @@ def test_two_downloads_of_one_file_take_turns(
     assert "another process: waiting" in caplog.text
 
 
-def test_a_pipe_in_a_folder_of_text_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_named_pipe_in_a_text_folder_is_ignored(tmp_path: Path) -> None:
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / "a.txt").write_text("one\n")
@@ -196,7 +199,7 @@ def test_a_pipe_in_a_folder_of_text_is_not_waited_for(tmp_path: Path) -> None:
     assert names == ["a.txt", "c.txt"]
 
 
-def test_a_damaged_claim_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_damaged_claim_file_is_refused_with_a_clear_error(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("one\n")
     (build(text, tmp_path).path / ".claim").write_bytes(b"\xff" * 64)
@@ -204,7 +207,7 @@ def test_a_damaged_claim_is_refused_in_words(tmp_path: Path) -> None:
         build(text, tmp_path)
 
 
-def test_a_missing_protocol_package_is_named_and_the_user_is_not(tmp_path: Path) -> None:
+def test_a_missing_protocol_package_is_named_without_the_user_of_the_url(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="adlfs") as caught:
         build("abfs://somebody@account/a.txt", tmp_path)
     assert "somebody" not in str(caught.value)
@@ -217,7 +220,7 @@ def test_an_unknown_protocol_is_refused(tmp_path: Path) -> None:
         build("nosuch://bucket/a.txt", tmp_path)
 
 
-def test_where_a_corpus_came_from_never_reaches_the_disk(tmp_path: Path, remote: fsspec.AbstractFileSystem) -> None:
+def test_the_url_of_a_corpus_is_never_written_to_disk(tmp_path: Path, remote: fsspec.AbstractFileSystem) -> None:
     assert redacted("s3://key:secret@bucket/x/*.txt?token=t#f") == "s3://bucket/x/*.txt"
     assert redacted("/data/a?.txt") == "/data/a?.txt"
     assert corpus_name(CorpusSpec(source="sftp://user@host/a b.txt")) == "a-b"
@@ -227,7 +230,7 @@ def test_where_a_corpus_came_from_never_reaches_the_disk(tmp_path: Path, remote:
         assert "memory://" not in path.read_text("utf-8")
 
 
-def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     text, out = tmp_path / "a.txt", tmp_path / "out"
     text.write_text("one\n")
     out.mkdir()

@@ -1,4 +1,4 @@
-"""Text from a web server that does what web servers do."""
+"""Downloads of text from a web server, with the failures that web servers have."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ import pytest
 
 from t5train.data.corpus import build_corpus
 from t5train.errors import InputError
-from t5train.records import Corpus
+from t5train.records.stage_records import Corpus
 from t5train.spec import CorpusSpec
 
 LINES = b"".join(b"line %d of a text that takes more than one read\n" % number for number in range(200_000))
@@ -36,23 +36,23 @@ class Web:
     url: str = ""
     content: bytes = LINES
     changed_at: int = 0
-    tells_size: bool = True
+    sends_size: bool = True
     cuts_off: bool = False
     changes_meanwhile: bool = False
-    exaggerates: bool = False
+    overstates_size: bool = False
     stalls: bool = False
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Knows no ranges, as many a server does not."""
+    """A server without range requests, as many are."""
 
     web: Web
 
     def do_HEAD(self) -> None:
         self.send_response(200 if self.path == "/text.txt" else 404)
         self.send_header("Last-Modified", formatdate(self.web.changed_at, usegmt=True))
-        if self.web.tells_size:
-            more = self.web.exaggerates and self.command == "HEAD"
+        if self.web.sends_size:
+            more = self.web.overstates_size and self.command == "HEAD"
             self.send_header("Content-Length", str(len(self.web.content) + more))
         self.end_headers()
 
@@ -61,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path != "/text.txt":
             return
         half = len(self.web.content) // 2
-        with suppress(ConnectionError):  # who only wants to know whether it is there hangs up
+        with suppress(ConnectionError):  # a client that only checks whether the file exists hangs up
             self._send(half)
 
     def _send(self, half: int) -> None:
@@ -74,7 +74,7 @@ class Handler(BaseHTTPRequestHandler):
         self.web.changed_at += self.web.changes_meanwhile
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -106,28 +106,28 @@ def test_a_file_is_downloaded_with_progress_and_once(web: Web, tmp_path: Path) -
     assert download.stat().st_mtime_ns == written_at
 
 
-def test_a_note_that_lacks_something_costs_a_download_and_no_more(web: Web, tmp_path: Path) -> None:
+def test_an_incomplete_download_record_is_restored_by_another_download(web: Web, tmp_path: Path) -> None:
     build(web, tmp_path)
     (note,) = (tmp_path / "cache").rglob("text.txt.download.json")
-    told = note.read_text()
+    original = note.read_text()
     note.write_text('{"size": 1}')
     assert build(web, tmp_path).reused
-    assert note.read_text() == told
+    assert note.read_text() == original
 
 
-def test_a_file_of_untold_size_is_downloaded(web: Web, tmp_path: Path) -> None:
-    web.tells_size = False
+def test_a_file_of_unknown_size_is_downloaded(web: Web, tmp_path: Path) -> None:
+    web.sends_size = False
     assert build(web, tmp_path).counts["text_bytes"] == len(LINES) - 200_000
 
 
-def test_a_file_that_changed_but_not_in_size_is_downloaded_again(web: Web, tmp_path: Path) -> None:
+def test_a_file_that_changed_without_changing_size_is_downloaded_again(web: Web, tmp_path: Path) -> None:
     first = build(web, tmp_path)
     web.content = LINES.replace(b"text", b"test")
     web.changed_at += 60
     assert build(web, tmp_path).fingerprint != first.fingerprint
 
 
-def test_a_transfer_that_is_cut_off_is_refused_and_the_next_one_is_whole(web: Web, tmp_path: Path) -> None:
+def test_an_interrupted_transfer_is_refused_and_the_next_one_is_complete(web: Web, tmp_path: Path) -> None:
     web.cuts_off = True
     with pytest.raises(InputError, match=r"http://127\.0\.0\.1:\d+/text\.txt"):
         build(web, tmp_path)
@@ -142,20 +142,20 @@ def test_a_file_that_changes_during_its_download_is_refused(web: Web, tmp_path: 
         build(web, tmp_path)
 
 
-def test_a_file_of_another_size_than_was_told_is_refused(web: Web, tmp_path: Path) -> None:
-    web.exaggerates = True
+def test_a_file_shorter_than_announced_is_refused(web: Web, tmp_path: Path) -> None:
+    web.overstates_size = True
     with pytest.raises(InputError, match=rf"/text\.txt ended after {len(LINES)} of {len(LINES) + 1} bytes: try again"):
         build(web, tmp_path)
 
 
-def test_a_file_that_is_not_there_is_named(web: Web, tmp_path: Path) -> None:
+def test_a_missing_file_is_named(web: Web, tmp_path: Path) -> None:
     web.url = web.url.replace("text.txt", "test.txt")
     with pytest.raises(InputError, match=r"/test\.txt"):
         build(web, tmp_path)
 
 
 @pytest.mark.slow
-def test_half_a_download_of_a_killed_process_is_never_taken_for_text(web: Web, tmp_path: Path) -> None:
+def test_a_partial_download_of_a_killed_process_is_never_used(web: Web, tmp_path: Path) -> None:
     web.stalls = True
     with subprocess.Popen([sys.executable, "-c", BUILD, web.url, str(tmp_path)]) as process:
         while not any(path.is_file() and path.stat().st_size for path in (tmp_path / "cache").rglob("*")):

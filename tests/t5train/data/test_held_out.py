@@ -1,4 +1,4 @@
-"""The held-out passages that a certificate asks the published tokenizer for."""
+"""The held-out passages that a certificate tests the published tokenizer with."""
 
 import json
 import random
@@ -8,28 +8,26 @@ import numpy as np
 import pytest
 
 from t5train.data.held_out import HELD_OUT, choose, comparable, read_held_out, write_held_out
-from t5train.data.passages import Passage
+from t5train.data.passages import Passage, split_of
 from t5train.data.segments import passages_of, read_segments
-from t5train.data.splits import split_of
 from t5train.data.tokenizer import Tokenizer
 from t5train.errors import InputError
-from t5train.witness import EncodedPassage
+from t5train.records.witness import EncodedPassage
+from tests.support.generated_text import DataChain
 
-from .conftest import Made
 
-
-def test_the_shards_stage_records_validation_passages_with_the_ids_it_wrote(made: Made) -> None:
-    passages = read_held_out(made.shards.path)
+def test_the_shards_stage_records_validation_passages_with_the_ids_it_wrote(data_chain: DataChain) -> None:
+    passages = read_held_out(data_chain.shards.path)
     held_out = {
         passage.text
-        for file in read_segments(made.corpus.path)
+        for file in read_segments(data_chain.corpus.path)
         for segment in file.segments
         for passage in passages_of(file.source, segment)
-        if split_of(made.corpus_spec, passage.id) == "validation"
+        if split_of(data_chain.corpus_spec, passage.id) == "validation"
     }
-    assert HELD_OUT in made.shards.files
+    assert HELD_OUT in data_chain.shards.files
     assert {each.text for each in passages} <= held_out
-    encoded = Tokenizer.load(made.tokenizer.path).encode([each.text for each in passages], add_eos=True)
+    encoded = Tokenizer.load(data_chain.tokenizer.path).encode([each.text for each in passages], add_eos=True)
     assert [each.ids for each in passages] == [ids.tolist() for ids in encoded]
 
 
@@ -43,23 +41,25 @@ def test_passages_with_unknown_foreign_and_rare_pieces_are_chosen_first() -> Non
     assert choose([*common, *rare, *others], most=8) == chosen
 
 
-def test_text_that_spells_control_tokens_is_left_out_and_a_long_text_is_cut_at_a_space(made: Made) -> None:
-    tokenizer = Tokenizer.load(made.tokenizer.path)
+def test_text_that_spells_control_tokens_is_left_out_and_a_long_text_is_cut_at_a_space(data_chain: DataChain) -> None:
+    tokenizer = Tokenizer.load(data_chain.tokenizer.path)
     texts = ["a </s> b", "an <extra_id_7>", "<unk>", "next\x85line", "word " * 2000]
     found = list(comparable(((Passage("", "", text), np.array([1])) for text in texts), tokenizer))
     assert [each.text for each in found] == [("word " * 800).rstrip()]
     assert found[0].ids == tokenizer.encode([found[0].text], add_eos=True)[0].tolist()
 
 
-def test_a_tokenizer_json_of_another_vocabulary_is_refused_before_training(made: Made, tmp_path: Path) -> None:
-    told = json.loads((made.tokenizer.path / "tokenizer.json").read_text())
-    pieces = told["model"]["vocab"]
+def test_a_tokenizer_json_of_another_vocabulary_is_refused_before_training(
+    data_chain: DataChain, tmp_path: Path
+) -> None:
+    document = json.loads((data_chain.tokenizer.path / "tokenizer.json").read_text())
+    pieces = document["model"]["vocab"]
     names = [piece for piece, _ in pieces]
     random.Random(0).shuffle(names)
-    told["model"]["vocab"] = [[piece, score] for piece, (_, score) in zip(names, pieces, strict=True)]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(told))
-    with pytest.raises(InputError, match=r"held-out passages differently from the spiece\.model beside it: remove"):
-        write_held_out(tmp_path, read_held_out(made.shards.path), tmp_path / "tokenizer.json")
+    document["model"]["vocab"] = [[piece, score] for piece, (_, score) in zip(names, pieces, strict=True)]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(InputError, match=r"passages differently from the spiece\.model in the same folder\. Remove"):
+        write_held_out(tmp_path, read_held_out(data_chain.shards.path), tmp_path / "tokenizer.json")
     assert not (tmp_path / HELD_OUT).exists()
 
 

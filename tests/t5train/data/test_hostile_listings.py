@@ -1,4 +1,4 @@
-"""Whoever writes the listing of a source does not choose where its files are written here."""
+"""The listing of a source cannot choose where its files are written on this machine."""
 
 import threading
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from t5train.progress import silent
 
 
 class Handler(BaseHTTPRequestHandler):
-    """An index of links at /texts/, and some text wherever a link leads."""
+    """Serves an index of links at /texts/, and some text at every link."""
 
     links: list[str]
 
@@ -34,7 +34,7 @@ class Handler(BaseHTTPRequestHandler):
         self.do_HEAD()
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -46,11 +46,11 @@ def index() -> Iterator[str]:
         server.shutdown()
 
 
-def written(folder: Path) -> list[Path]:
+def files_in(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def test_files_of_an_index_lie_in_the_cache(index: str, tmp_path: Path) -> None:
+def test_files_of_an_index_are_stored_in_the_cache(index: str, tmp_path: Path) -> None:
     Handler.links = ["one.txt", "two.txt"]
     found = local_files(f"{index}/*.txt", "", tmp_path / "cache", silent)
     assert [file.name for file in found] == ["one.txt", "two.txt"]
@@ -65,7 +65,7 @@ def test_an_index_cannot_name_files_outside_the_cache(index: str, tmp_path: Path
     Handler.links = ["good.txt", link.format(index=index)]
     with pytest.raises(InputError, match=r"corpus\.source 'http://.*' names '.*escaped\.txt'"):
         local_files(index + pattern, "", tmp_path / "deep" / "cache", silent)
-    assert not written(tmp_path)
+    assert not files_in(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_keys_of_a_store_cannot_name_files_outside_the_cache(tmp_path: Path, key
         store.store[f"/bucket/{key}"] = MemoryFile(store, f"/bucket/{key}", b"text\n")
     with pytest.raises(InputError, match=r"corpus\.source 'memory://bucket/?' names"):
         local_files("memory://bucket", "", tmp_path / "deep" / "cache", silent)
-    assert not written(tmp_path)
+    assert not files_in(tmp_path)
 
 
 def test_a_link_in_the_cache_does_not_lead_a_download_elsewhere(index: str, tmp_path: Path) -> None:
@@ -96,6 +96,6 @@ def test_a_link_in_the_cache_does_not_lead_a_download_elsewhere(index: str, tmp_
     first.path.parent.rename(elsewhere)
     first.path.parent.symlink_to(elsewhere)
     (elsewhere / "one.txt").unlink()
-    with pytest.raises(InputError, match="is a link"):
+    with pytest.raises(InputError, match="is a symbolic link"):
         local_files(f"{index}/*.txt", "", tmp_path / "cache", silent)
     assert not (elsewhere / "one.txt").exists()

@@ -1,4 +1,4 @@
-"""Random bits by key and counter."""
+"""Random bits from a key and a counter."""
 
 import tracemalloc
 
@@ -18,7 +18,7 @@ def whole(size: int, *parts: int) -> np.ndarray:
 
 
 def excess(counts: np.ndarray) -> float:
-    """By how many standard deviations the chi-square of counts is above that of equal chances."""
+    """How many standard deviations the chi-square of the counts is above that of equal chances."""
     expected, freedom = counts.mean(), counts.size - 1
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
 
@@ -49,7 +49,7 @@ def test_a_permutation_never_changes() -> None:
 
 
 @given(SIZES, SEEDS, st.integers(0, 1000))
-def test_a_permutation_holds_everything_once(size: int, seed: int, epoch: int) -> None:
+def test_a_permutation_has_every_element_once(size: int, seed: int, epoch: int) -> None:
     assert np.bincount(whole(size, seed, epoch), minlength=size).tolist() == [1] * size
 
 
@@ -61,20 +61,23 @@ def test_a_permutation_depends_on_every_part(size: int, seed: int, epoch: int) -
 
 
 @given(st.integers(1, 2**60), st.lists(st.tuples(st.integers(0, 2**60), st.integers(0, 99)), max_size=30), SEEDS)
-def test_places_are_permuted_one_by_one_as_all_at_once(size: int, drawn: list[tuple[int, int]], seed: int) -> None:
-    places = np.array([place % size for place, _ in drawn], dtype=np.int64)
+def test_positions_are_permuted_alike_one_by_one_and_all_at_once(
+    size: int, drawn: list[tuple[int, int]], seed: int
+) -> None:
+    positions = np.array([position % size for position, _ in drawn], dtype=np.int64)
     epochs = np.array([epoch for _, epoch in drawn], dtype=np.int64)
-    together = permuted(places, size, seed, epochs).tolist()
+    together = permuted(positions, size, seed, epochs).tolist()
     assert together == [
-        int(permuted(place[np.newaxis], size, seed, int(epoch))[0]) for place, epoch in zip(places, epochs, strict=True)
+        int(permuted(position[np.newaxis], size, seed, int(epoch))[0])
+        for position, epoch in zip(positions, epochs, strict=True)
     ]
     assert all(0 <= found < size for found in together)
 
 
 @pytest.mark.parametrize("size", [2, 3, 7, 16, 17, 100, 1000])
-def test_every_place_is_as_likely_to_hold_every_element(size: int) -> None:
-    draws, places = 20_000, np.arange(min(size, 10))
-    found = permuted(np.tile(places, draws), size, 7, np.repeat(np.arange(draws), len(places))).reshape(draws, -1)
+def test_every_element_is_equally_likely_at_every_position(size: int) -> None:
+    draws, positions = 20_000, np.arange(min(size, 10))
+    found = permuted(np.tile(positions, draws), size, 7, np.repeat(np.arange(draws), len(positions))).reshape(draws, -1)
     assert max(excess(np.bincount(column, minlength=size)) for column in found.T) < 5
     pairs = np.bincount(found[:, 0] * size + found[:, 1], minlength=size * size).reshape(size, size)
     assert not pairs.diagonal().any()
@@ -82,7 +85,7 @@ def test_every_place_is_as_likely_to_hold_every_element(size: int) -> None:
         assert excess(pairs[~np.eye(size, dtype=bool)]) < 5
 
 
-def test_neighbours_in_a_large_order_have_nothing_in_common() -> None:
+def test_neighbours_in_a_large_order_are_uncorrelated() -> None:
     order = whole(300_000, 0, 0)
     steps = np.abs(np.diff(order))
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.01
@@ -92,12 +95,12 @@ def test_neighbours_in_a_large_order_have_nothing_in_common() -> None:
     assert excess(np.bincount(order[:30_000] // 1000, minlength=300)) < 5
 
 
-def test_the_order_of_any_number_of_samples_takes_memory_for_the_places_asked_for_alone() -> None:
-    places = np.arange(128)
+def test_permuting_takes_memory_only_for_the_requested_positions() -> None:
+    positions = np.arange(128)
     tracemalloc.start()
     try:
-        permuted(places, 20_000_000, 1, 2, np.zeros_like(places))
+        permuted(positions, 20_000_000, 1, 2, np.zeros_like(positions))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 1000 * len(places)
+    assert peak < 1000 * len(positions)

@@ -10,57 +10,58 @@ import pytest
 from t5train.data.loader import Batch, Prefetched, Samples, Windows
 from t5train.data.shards import tokens_name
 from t5train.errors import DigestMismatch, InputError
-from t5train.records import TokenShards
+from t5train.records.stage_records import TokenShards
 from t5train.spec import ObjectiveSpec
-
-from .conftest import Made
+from tests.support.generated_text import DataChain
 
 OBJECTIVE = ObjectiveSpec(input_tokens=64)
 
 
-def train(made: Made, seed: int = 0) -> Samples:
-    return Samples(made.shards, "train", OBJECTIVE, seed, shuffle=True)
+def train(data_chain: DataChain, seed: int = 0) -> Samples:
+    return Samples(data_chain.shards, "train", OBJECTIVE, seed, shuffle=True)
 
 
-def test_an_epoch_holds_every_sample_once_and_the_next_in_another_order(made: Made) -> None:
-    samples = train(made)
+def test_every_epoch_has_each_sample_once_in_an_order_of_its_own(data_chain: DataChain) -> None:
+    samples = train(data_chain)
     first = samples.batch(0, samples.num_samples).sample_ids
     second = samples.batch(samples.num_samples, samples.num_samples).sample_ids
     assert sorted(first) == sorted(second) == list(range(samples.num_samples))
     assert (first != second).any()
 
 
-def test_a_batch_is_a_function_of_its_place_however_it_is_cut(made: Made) -> None:
-    start = train(made).num_samples - 10
-    whole = train(made).batch(start, 24)
-    samples = train(made)
+def test_a_batch_depends_only_on_its_position_and_not_on_how_it_is_split(data_chain: DataChain) -> None:
+    start = train(data_chain).num_samples - 10
+    whole = train(data_chain).batch(start, 24)
+    samples = train(data_chain)
     parts = [samples.batch(start + offset, 6) for offset in (18, 0, 6, 12)]
     for field in range(3):
         assert (np.concatenate([parts[index][field] for index in (1, 2, 3, 0)]) == whole[field]).all()
 
 
-def test_the_seed_decides_order_and_noise(made: Made) -> None:
-    assert (train(made, seed=1).batch(0, 50).sample_ids != train(made, seed=2).batch(0, 50).sample_ids).any()
-    fixed = [Samples(made.shards, "validation", OBJECTIVE, seed, shuffle=False).batch(0, 8) for seed in (1, 2)]
+def test_the_seed_decides_order_and_noise(data_chain: DataChain) -> None:
+    assert (
+        train(data_chain, seed=1).batch(0, 50).sample_ids != train(data_chain, seed=2).batch(0, 50).sample_ids
+    ).any()
+    fixed = [Samples(data_chain.shards, "validation", OBJECTIVE, seed, shuffle=False).batch(0, 8) for seed in (1, 2)]
     assert (fixed[0].sample_ids == fixed[1].sample_ids).all()
     assert (fixed[0].inputs != fixed[1].inputs).any()
 
 
-def test_noise_is_new_in_each_epoch_but_not_in_validation(made: Made) -> None:
-    samples = train(made)
+def test_noise_is_new_in_each_epoch_but_not_in_validation(data_chain: DataChain) -> None:
+    samples = train(data_chain)
     again = [samples.batch(epoch * samples.num_samples, samples.num_samples) for epoch in range(2)]
     by_id = [batch.inputs[np.argsort(batch.sample_ids)] for batch in again]
     assert (by_id[0] != by_id[1]).any(axis=1).mean() > 0.9
-    held_out = Samples(made.shards, "validation", OBJECTIVE, 0, shuffle=False)
+    held_out = Samples(data_chain.shards, "validation", OBJECTIVE, 0, shuffle=False)
     assert held_out.batch(0, 5).sample_ids.tolist() == [0, 1, 2, 3, 4]
     assert (held_out.batch(0, 5).inputs == held_out.batch(held_out.num_samples, 5).inputs).all()
 
 
-def test_sample_k_is_window_k_of_the_shards(made: Made) -> None:
-    windows = Windows(made.shards, "train", 71)
+def test_sample_k_is_window_k_of_the_shards(data_chain: DataChain) -> None:
+    windows = Windows(data_chain.shards, "train", 71)
     tokens = [
-        np.fromfile(made.shards.path / tokens_name("train", number), "<u2")
-        for number in range(int(made.shards.counts["num_shards"]))
+        np.fromfile(data_chain.shards.path / tokens_name("train", number), "<u2")
+        for number in range(int(data_chain.shards.counts["num_shards"]))
     ]
     expected = np.concatenate([shard[: len(shard) // 71 * 71].reshape(-1, 71) for shard in tokens])
     ids = np.random.default_rng(0).permutation(len(windows))
@@ -68,20 +69,22 @@ def test_sample_k_is_window_k_of_the_shards(made: Made) -> None:
     assert (windows[ids] == expected[ids]).all()
 
 
-def test_a_split_without_one_window_is_refused_with_its_counts(made: Made) -> None:
-    with pytest.raises(InputError, match=r"the test split has \d+ tokens in \d shards, none with one window of 99999"):
-        Windows(made.shards, "test", 99_999)
+def test_a_split_without_one_window_is_refused_with_its_counts(data_chain: DataChain) -> None:
+    with pytest.raises(
+        InputError, match=r"the test split is too small: a sample needs 99999 .* the split has \d+ tokens in \d shards"
+    ):
+        Windows(data_chain.shards, "test", 99_999)
 
 
-def test_a_shard_of_another_size_is_refused(made: Made, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_shard_of_another_size_is_refused(data_chain: DataChain, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("copy")
-    for file in made.shards.path.glob("*-*"):
+    for file in data_chain.shards.path.glob("*-*"):
         (folder / file.name).write_bytes(file.read_bytes())
     tokens = folder / tokens_name("train", 1)
     tokens.write_bytes(tokens.read_bytes()[:-2])
-    copied: TokenShards = made.shards.model_copy(update={"path": folder})
+    copied: TokenShards = data_chain.shards.model_copy(update={"path": folder})
     with pytest.raises(DigestMismatch, match=r"train-00001\.bin"):
-        train(made._replace(shards=copied))
+        train(data_chain._replace(shards=copied))
 
 
 def batches(count: int, *, then: Exception | None = None) -> Iterator[Batch]:
@@ -97,7 +100,7 @@ def test_prefetched_batches_come_in_order_and_end() -> None:
         assert next(prepared, None) is None
 
 
-def test_what_fails_in_the_thread_is_raised_where_its_batch_would_have_come() -> None:
+def test_an_error_in_the_thread_is_raised_in_place_of_its_batch() -> None:
     prepared = Prefetched(batches(2, then=OSError("disk gone")), depth=8)
     next(prepared)
     next(prepared)
@@ -121,7 +124,7 @@ def test_no_more_batches_are_prepared_than_asked_for_and_closing_ends_the_thread
     assert threading.active_count() == before
 
 
-def test_waiting_is_counted() -> None:
+def test_waiting_time_is_measured() -> None:
     def slow() -> Iterator[Batch]:
         time.sleep(0.2)
         yield from batches(1)

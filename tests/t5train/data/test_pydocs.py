@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from t5train.data import pydocs
+from t5train.data import sources
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pydocs") / "pydocs.jsonl"
-    pydocs.write_passages(path)
+    sources.write_passages(path)
     return path
 
 
@@ -20,22 +20,22 @@ def passages(written: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in written.read_text("utf-8").split("\n")[:-1]]
 
 
-def test_it_is_megabytes_of_short_passages(passages: list[dict[str, str]]) -> None:
+def test_the_corpus_is_megabytes_of_short_passages(passages: list[dict[str, str]]) -> None:
     assert sum(len(passage["text"].encode()) for passage in passages) > 1_500_000
     assert max(len(passage["text"].split()) for passage in passages) == 100
     assert all(set(passage) == {"id", "title", "text"} and passage["text"] for passage in passages)
 
 
-def test_no_passage_is_there_twice(passages: list[dict[str, str]]) -> None:
+def test_no_passage_occurs_twice(passages: list[dict[str, str]]) -> None:
     texts = [passage["text"] for passage in passages]
     assert len(texts) == len(set(texts))
 
 
-def test_it_holds_topics_and_docstrings_of_modules_classes_and_functions(passages: list[dict[str, str]]) -> None:
+def test_the_corpus_has_topics_and_docstrings_of_modules_classes_and_functions(passages: list[dict[str, str]]) -> None:
     titles = {passage["title"] for passage in passages}
     assert {"topic assert", "json", "json.encoder.JSONEncoder", "json.encoder.JSONEncoder.default"} <= titles
 
 
-def test_it_is_the_same_every_time(written: Path, tmp_path: Path) -> None:
-    pydocs.write_passages(tmp_path / "again")
+def test_the_corpus_is_the_same_every_time(written: Path, tmp_path: Path) -> None:
+    sources.write_passages(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == written.read_bytes()

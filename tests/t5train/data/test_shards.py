@@ -1,4 +1,4 @@
-"""The shards stage: what is in the files, and that the same bytes come out whoever writes them."""
+"""The shards stage: the content of its files, and the same bytes for any number of workers."""
 
 import logging
 from collections.abc import Callable
@@ -9,68 +9,67 @@ import numpy as np
 import pytest
 
 from t5train.data.held_out import HELD_OUT
+from t5train.data.passages import SPLITS, split_of
 from t5train.data.segments import passages_of, read_segments
 from t5train.data.shards import build_shards, read_description, shard_name, tokens_name, unigram_name
-from t5train.data.splits import SPLITS, split_of
 from t5train.data.tokenizer import Tokenizer
 from t5train.errors import StorageError
-from t5train.records import MANIFEST, TokenShards
+from t5train.records.stage_records import MANIFEST, TokenShards
 from t5train.spec import CorpusSpec, ShardsSpec
+from tests.support.generated_text import DataChain
 
-from .conftest import Made
 
-
-def build(made: Made, out: Path, workers: int = 2) -> TokenShards:
-    spec = ShardsSpec(shard_tokens=made.shards_spec.shard_tokens, workers=workers)
-    return build_shards(spec, made.corpus_spec, made.corpus, made.tokenizer, out, out=out)
+def build(data_chain: DataChain, out: Path, workers: int = 2) -> TokenShards:
+    spec = ShardsSpec(shard_tokens=data_chain.shards_spec.shard_tokens, workers=workers)
+    return build_shards(spec, data_chain.corpus_spec, data_chain.corpus, data_chain.tokenizer, out, out=out)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*-*")}
 
 
-def test_the_shards_hold_every_document_of_the_corpus_once_and_in_order(made: Made) -> None:
-    tokenizer = Tokenizer.load(made.tokenizer.path)
-    (file,) = read_segments(made.corpus.path)
+def test_the_shards_hold_every_document_of_the_corpus_once_and_in_order(data_chain: DataChain) -> None:
+    tokenizer = Tokenizer.load(data_chain.tokenizer.path)
+    (file,) = read_segments(data_chain.corpus.path)
     passages = [passage for segment in file.segments for passage in passages_of(file.source, segment)]
     for split in SPLITS:
-        texts = [passage.text for passage in passages if split_of(made.corpus_spec, passage.id) == split]
+        texts = [passage.text for passage in passages if split_of(data_chain.corpus_spec, passage.id) == split]
         expected = tokenizer.encode(texts, add_eos=True)
-        numbers = range(int(made.shards.counts["num_shards"]))
-        paths = [made.shards.path / tokens_name(split, number) for number in numbers]
+        numbers = range(int(data_chain.shards.counts["num_shards"]))
+        paths = [data_chain.shards.path / tokens_name(split, number) for number in numbers]
         assert (
             np.concatenate(expected).tolist() == np.concatenate([np.fromfile(path, "<u2") for path in paths]).tolist()
         )
         lengths = np.concatenate([np.fromfile(path.with_suffix(".len"), "<u4") for path in paths])
         assert lengths.tolist() == [len(document) for document in expected]
-        assert made.shards.counts[f"{split}_documents"] == len(expected)
-        assert made.shards.counts[f"{split}_tokens"] == lengths.sum()
+        assert data_chain.shards.counts[f"{split}_documents"] == len(expected)
+        assert data_chain.shards.counts[f"{split}_tokens"] == lengths.sum()
 
 
-def test_the_manifest_says_what_training_needs(made: Made) -> None:
+def test_the_manifest_has_the_counts_that_training_needs(data_chain: DataChain) -> None:
     wanted = {"vocab_size": 400, "pad_id": 0, "eos_id": 1, "first_sentinel_id": 399, "num_sentinels": 100}
-    assert wanted.items() <= made.shards.counts.items()
-    assert made.shards.counts["bytes_per_token"] == 2
-    assert made.shards.counts["num_shards"] >= 4
-    assert made.shards.inputs == {
-        "corpus": made.corpus.fingerprint,
-        "tokenizer": made.tokenizer.fingerprint,
-        "vocabulary": made.tokenizer.files["spiece.model"].sha256,
+    assert wanted.items() <= data_chain.shards.counts.items()
+    assert data_chain.shards.counts["bytes_per_token"] == 2
+    assert data_chain.shards.counts["num_shards"] >= 4
+    assert data_chain.shards.inputs == {
+        "corpus": data_chain.corpus.fingerprint,
+        "tokenizer": data_chain.tokenizer.fingerprint,
+        "vocabulary": data_chain.tokenizer.files["spiece.model"].sha256,
     }
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_the_bytes_do_not_depend_on_the_number_of_workers(made: Made, tmp_path: Path, workers: int) -> None:
-    build(made, tmp_path / "out", workers)
-    assert contents(tmp_path / "out") == contents(made.shards.path)
+def test_the_bytes_do_not_depend_on_the_number_of_workers(data_chain: DataChain, tmp_path: Path, workers: int) -> None:
+    build(data_chain, tmp_path / "out", workers)
+    assert contents(tmp_path / "out") == contents(data_chain.shards.path)
 
 
-def test_a_wide_vocabulary_gets_four_bytes_a_token(made: Made, tmp_path: Path) -> None:
-    wide = made.tokenizer.model_copy(update={"counts": {**made.tokenizer.counts, "vocab_size": 65_537}})
-    shards = build(made._replace(tokenizer=wide), tmp_path / "out")
+def test_a_large_vocabulary_takes_four_bytes_per_token(data_chain: DataChain, tmp_path: Path) -> None:
+    large = data_chain.tokenizer.model_copy(update={"counts": {**data_chain.tokenizer.counts, "vocab_size": 65_537}})
+    shards = build(data_chain._replace(tokenizer=large), tmp_path / "out")
     assert shards.counts["bytes_per_token"] == 4
     tokens = np.fromfile(shards.path / tokens_name("train", 0), "<u4")
-    assert tokens.tolist() == np.fromfile(made.shards.path / tokens_name("train", 0), "<u2").tolist()
+    assert tokens.tolist() == np.fromfile(data_chain.shards.path / tokens_name("train", 0), "<u2").tolist()
 
 
 def damaged(path: Path) -> None:
@@ -90,51 +89,51 @@ def damaged(path: Path) -> None:
         (unigram_name(2), damaged),
     ],
 )
-def test_only_the_shard_that_is_gone_or_damaged_is_made_again(
-    made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
+def test_only_the_missing_or_damaged_shard_is_made_again(
+    data_chain: DataChain, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
 ) -> None:
-    first = build(made, tmp_path)
+    first = build(data_chain, tmp_path)
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*-*")}
     damage(tmp_path / name)
     with caplog.at_level(logging.INFO):
-        again = build(made, tmp_path)
+        again = build(data_chain, tmp_path)
     assert not again.reused
-    assert f"1 of {first.counts['num_shards']} shards are to be made" in caplog.text
+    assert f"1 of {first.counts['num_shards']} shards to make" in caplog.text
     assert (again.fingerprint, again.files) == (first.fingerprint, first.files)
     remade = {path.name for path in tmp_path.glob("*-*") if path.stat().st_mtime_ns != before.get(path.name)}
     assert {each.partition("-")[2][:5] for each in remade - {HELD_OUT}} == {"00002"}
 
 
-def test_an_interrupted_stage_goes_on_where_it_was(
-    made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_an_interrupted_stage_resumes_where_it_stopped(
+    data_chain: DataChain, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    build(made, tmp_path)
+    build(data_chain, tmp_path)
     (tmp_path / MANIFEST).unlink()
     (tmp_path / shard_name(1)).unlink()
     (tmp_path / ".train-00001.bin.0badcafe.tmp").write_bytes(b"half a shard")
     with caplog.at_level(logging.INFO):
-        again = build(made, tmp_path)
+        again = build(data_chain, tmp_path)
     assert "1 of" in caplog.text
     assert not list(tmp_path.glob(".*.tmp"))
-    assert again.files == made.shards.files
+    assert again.files == data_chain.shards.files
 
 
-def test_the_second_time_everything_is_reused(made: Made, tmp_path: Path) -> None:
-    build(made, tmp_path)
-    assert build(made, tmp_path).reused
-    assert build(made, tmp_path, workers=1).reused
+def test_finished_shards_are_reused(data_chain: DataChain, tmp_path: Path) -> None:
+    build(data_chain, tmp_path)
+    assert build(data_chain, tmp_path).reused
+    assert build(data_chain, tmp_path, workers=1).reused
 
 
-def test_a_shard_describes_the_rows_it_was_made_of(made: Made) -> None:
+def test_a_shard_describes_the_rows_it_was_made_from(data_chain: DataChain) -> None:
     rows = 0
-    for number in range(int(made.shards.counts["num_shards"])):
-        ((name, first, count),) = read_description(made.shards.path, number).source
+    for number in range(int(data_chain.shards.counts["num_shards"])):
+        ((name, first, count),) = read_description(data_chain.shards.path, number).source
         assert (name, first) == ("text.jsonl", rows)
         rows += count
     assert rows == 3000
 
 
-def test_splits_have_the_shares_asked_for_and_move_with_the_seed() -> None:
+def test_splits_have_the_requested_shares_and_change_with_the_seed() -> None:
     spec = CorpusSpec(split=(700, 200, 100))
     found = [split_of(spec, str(number)) for number in range(20_000)]
     for split, thousandths in zip(SPLITS, spec.split, strict=True):
@@ -143,19 +142,28 @@ def test_splits_have_the_shares_asked_for_and_move_with_the_seed() -> None:
     assert found != [split_of(other, str(number)) for number in range(20_000)]
 
 
-def test_progress_ends_at_all_the_text(made: Made, tmp_path: Path) -> None:
-    said: list[tuple[str, int, int | None]] = []
+def test_progress_ends_at_the_size_of_the_text(data_chain: DataChain, tmp_path: Path) -> None:
+    reports: list[tuple[str, int, int | None]] = []
     spec = ShardsSpec(shard_tokens=50_000, workers=2)
-    build_shards(spec, made.corpus_spec, made.corpus, made.tokenizer, tmp_path, lambda *each: said.append(each))
-    tokenised = [(done, total) for what, done, total in said if what == "bytes of text tokenised"]
-    assert tokenised[-1] == (made.corpus.counts["text_bytes"],) * 2
+    build_shards(
+        spec,
+        data_chain.corpus_spec,
+        data_chain.corpus,
+        data_chain.tokenizer,
+        tmp_path,
+        lambda *each: reports.append(each),
+    )
+    tokenised = [(done, total) for what, done, total in reports if what == "bytes of text tokenised"]
+    assert tokenised[-1] == (data_chain.corpus.counts["text_bytes"],) * 2
     assert tokenised == sorted(tokenised)
 
 
-def test_a_disk_too_small_is_told_before_a_shard_is_begun(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_too_little_disk_space_is_reported_before_a_shard_is_written(
+    data_chain: DataChain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=int(made.corpus.counts["text_bytes"]) // 3))
-    with pytest.raises(StorageError, match="the token shards needs"):
-        build(made, tmp_path / "out")
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda _: SimpleNamespace(free=int(data_chain.corpus.counts["text_bytes"]) // 3)
+    )
+    with pytest.raises(StorageError, match="too little disk space for the token shards: "):
+        build(data_chain, tmp_path / "out")
     assert contents(tmp_path / "out") == {}

@@ -23,12 +23,12 @@ OBJECTIVES = st.builds(
 
 
 def windows_of(count: int, shape: Geometry) -> np.ndarray:
-    """Every token another one, so that each can be followed."""
+    """Windows whose neighbouring tokens differ, so that each token can be traced."""
     return (np.arange(count * shape.window_tokens) % 900 + 2).reshape(count, -1).astype(np.uint16)
 
 
 def restore(inputs: np.ndarray, targets: np.ndarray, spans: int) -> list[int]:
-    """The window of one sample: what follows each sentinel in the target, in the sentinel's place in the input."""
+    """The original window of a sample: in the input, each sentinel is replaced by what follows it in the target."""
     assert inputs[-1] == targets[-1] == EOS
     sentinels = [FIRST_SENTINEL - span for span in range(spans)]
     ends = [list(targets).index(sentinel) for sentinel in sentinels] + [len(targets) - 1]
@@ -54,7 +54,7 @@ def test_the_window_is_the_longest_that_fits(objective: ObjectiveSpec) -> None:
 
 
 @given(OBJECTIVES, st.integers(0, 2**31 - 1))
-def test_inputs_and_targets_together_are_the_window(objective: ObjectiveSpec, seed: int) -> None:
+def test_inputs_and_targets_together_restore_the_window(objective: ObjectiveSpec, seed: int) -> None:
     shape = geometry(objective)
     windows = windows_of(5, shape)
     inputs, targets = corrupt(windows, keyed_random.keys(seed, np.arange(5)), shape, FIRST_SENTINEL, EOS)
@@ -65,7 +65,7 @@ def test_inputs_and_targets_together_are_the_window(objective: ObjectiveSpec, se
         assert restore(inputs[row], targets[row], shape.spans) == windows[row].tolist()
 
 
-def test_a_window_begins_kept_and_ends_masked_and_sentinels_count_down() -> None:
+def test_a_window_starts_unmasked_ends_masked_and_its_sentinels_count_down() -> None:
     shape = geometry(ObjectiveSpec())
     windows = windows_of(50, shape)
     inputs, targets = corrupt(windows, keyed_random.keys(3, np.arange(50)), shape, FIRST_SENTINEL, EOS)
@@ -77,7 +77,7 @@ def test_a_window_begins_kept_and_ends_masked_and_sentinels_count_down() -> None
     assert (targets[targets > 1000].reshape(50, -1) == expected).all()
 
 
-def test_a_sample_does_not_depend_on_what_else_is_in_its_batch() -> None:
+def test_a_sample_does_not_depend_on_the_rest_of_its_batch() -> None:
     shape = geometry(ObjectiveSpec(input_tokens=64))
     windows = windows_of(64, shape)
     key = keyed_random.keys(0, 0, np.arange(64))
@@ -88,7 +88,7 @@ def test_a_sample_does_not_depend_on_what_else_is_in_its_batch() -> None:
     assert (some_targets == targets[some]).all()
 
 
-def test_every_division_into_spans_is_as_likely_as_the_others() -> None:
+def test_every_division_into_spans_is_equally_likely() -> None:
     shape, draws = Geometry(window_tokens=11, noise_tokens=5, spans=3), 120_000
     windows = np.tile(np.arange(2, 13), (draws, 1)).astype(np.uint16)
     inputs, _ = corrupt(windows, keyed_random.keys(0, np.arange(draws)), shape, FIRST_SENTINEL, EOS)
@@ -108,5 +108,5 @@ def test_a_single_span_lies_at_the_end() -> None:
 
 
 def test_more_spans_than_sentinels_are_refused() -> None:
-    with pytest.raises(SpecError, match=r"input_tokens 4096.*100 sentinels.*raise objective\.mean_span_tokens"):
+    with pytest.raises(SpecError, match=r"input_tokens 4096.*100 sentinels.*Raise objective\.mean_span_tokens"):
         geometry(ObjectiveSpec(input_tokens=4096))

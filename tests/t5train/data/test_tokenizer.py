@@ -1,4 +1,4 @@
-"""The tokenizer stage: T5's form, Hugging Face's ids, no control ids out of text."""
+"""The tokenizer stage: T5's format, Hugging Face's ids, and no control ids from text."""
 
 import json
 from pathlib import Path
@@ -10,13 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 
-from t5train.data.spiece import train
+from t5train.data.sentencepiece_model import train
 from t5train.data.tokenizer import Tokenizer, build_tokenizer, given_tokenizer
 from t5train.errors import InputError, SpecError
 from t5train.progress import silent
 from t5train.spec import TokenizerSpec
-
-from .conftest import WORDS, Made
+from tests.support.generated_text import WORDS, DataChain
 
 CONTROL_TEXTS = [
     "</s>",
@@ -31,22 +30,22 @@ CONTROL_TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def hugging_face(made: Made) -> Any:
+def hugging_face(data_chain: DataChain) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(made.tokenizer.path)
+    return AutoTokenizer.from_pretrained(data_chain.tokenizer.path)
 
 
 @given(st.lists(st.sampled_from([*WORDS, "é", "Zürich", "42", "(x)", ",", "日本"]), max_size=12).map(" ".join))
-def test_ids_are_those_of_hugging_face(made: Made, hugging_face: Any, text: str) -> None:
-    ours = Tokenizer.load(made.tokenizer.path).encode([text], add_eos=True)[0]
+def test_ids_are_those_of_hugging_face(data_chain: DataChain, hugging_face: Any, text: str) -> None:
+    ours = Tokenizer.load(data_chain.tokenizer.path).encode([text], add_eos=True)[0]
     assert ours.tolist() == hugging_face(text).input_ids
 
 
-def test_plain_transformers_loads_the_folder(made: Made, hugging_face: Any) -> None:
-    tokenizer = Tokenizer.load(made.tokenizer.path)
+def test_plain_transformers_loads_the_folder(data_chain: DataChain, hugging_face: Any) -> None:
+    tokenizer = Tokenizer.load(data_chain.tokenizer.path)
     assert type(hugging_face).__name__ == "T5Tokenizer"
-    assert len(hugging_face) == tokenizer.vocab_size == made.tokenizer.counts["vocab_size"] == 400
+    assert len(hugging_face) == tokenizer.vocab_size == data_chain.tokenizer.counts["vocab_size"] == 400
     assert (hugging_face.pad_token_id, hugging_face.eos_token_id, hugging_face.unk_token_id) == (0, 1, 2)
     names = [f"<extra_id_{index}>" for index in range(100)]
     assert hugging_face.convert_tokens_to_ids(names) == tokenizer.sentinel_ids == list(range(399, 299, -1))
@@ -54,50 +53,52 @@ def test_plain_transformers_loads_the_folder(made: Made, hugging_face: Any) -> N
 
 
 @pytest.mark.parametrize("text", CONTROL_TEXTS)
-def test_literal_control_text_never_becomes_a_control_id(made: Made, text: str) -> None:
-    tokenizer = Tokenizer.load(made.tokenizer.path)
+def test_literal_control_text_never_becomes_a_control_id(data_chain: DataChain, text: str) -> None:
+    tokenizer = Tokenizer.load(data_chain.tokenizer.path)
     control = {tokenizer.pad_id, tokenizer.eos_id, *tokenizer.sentinel_ids}
     assert not control.intersection(tokenizer.encode([text])[0].tolist())
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_no_text_at_all_becomes_a_control_id(made: Made, text: str) -> None:
-    ids = Tokenizer.load(made.tokenizer.path).encode([text])[0]
+def test_no_text_becomes_a_control_id(data_chain: DataChain, text: str) -> None:
+    ids = Tokenizer.load(data_chain.tokenizer.path).encode([text])[0]
     assert ((ids >= 2) & (ids < 300)).all()
 
 
-def test_the_same_text_gives_the_same_vocabulary(made: Made, tmp_path: Path) -> None:
-    again = build_tokenizer(TokenizerSpec(vocab_size=300), made.corpus_spec, made.corpus, tmp_path)
+def test_the_same_text_gives_the_same_vocabulary(data_chain: DataChain, tmp_path: Path) -> None:
+    again = build_tokenizer(TokenizerSpec(vocab_size=300), data_chain.corpus_spec, data_chain.corpus, tmp_path)
     assert not again.reused
-    assert again.files == made.tokenizer.files
+    assert again.files == data_chain.tokenizer.files
 
 
-def test_the_vocabulary_is_trained_on_the_train_split_only(made: Made, tmp_path: Path) -> None:
+def test_the_vocabulary_is_trained_on_the_train_split_only(data_chain: DataChain, tmp_path: Path) -> None:
     spec = TokenizerSpec(vocab_size=300)
-    other = made.corpus_spec.model_copy(update={"split_seed": 1})
-    again = build_tokenizer(spec, other, made.corpus, tmp_path)
-    assert again.files["spiece.model"] != made.tokenizer.files["spiece.model"]
+    other = data_chain.corpus_spec.model_copy(update={"split_seed": 1})
+    again = build_tokenizer(spec, other, data_chain.corpus, tmp_path)
+    assert again.files["spiece.model"] != data_chain.tokenizer.files["spiece.model"]
 
 
-def test_a_given_model_is_taken_as_it_is_from_a_file_or_a_folder(made: Made, tmp_path: Path) -> None:
-    spec = TokenizerSpec(path=str(made.tokenizer.path / "spiece.model"))
-    from_file = build_tokenizer(spec, made.corpus_spec, made.corpus, tmp_path)
-    assert from_file.files == made.tokenizer.files
-    assert given_tokenizer(made.tokenizer.path, tmp_path).reused
+def test_a_given_model_is_used_unchanged_from_a_file_or_a_folder(data_chain: DataChain, tmp_path: Path) -> None:
+    spec = TokenizerSpec(path=str(data_chain.tokenizer.path / "spiece.model"))
+    from_file = build_tokenizer(spec, data_chain.corpus_spec, data_chain.corpus, tmp_path)
+    assert from_file.files == data_chain.tokenizer.files
+    assert given_tokenizer(data_chain.tokenizer.path, tmp_path).reused
 
 
-def test_a_vocabulary_larger_than_the_text_can_fill_is_refused_with_the_largest(made: Made, tmp_path: Path) -> None:
+def test_a_vocabulary_too_large_for_the_text_is_refused_with_the_largest_size(
+    data_chain: DataChain, tmp_path: Path
+) -> None:
     with pytest.raises(SpecError, match=r"tokenizer\.vocab_size is 32000: this corpus gives at most \d+ pieces"):
-        build_tokenizer(TokenizerSpec(vocab_size=32000), made.corpus_spec, made.corpus, tmp_path)
+        build_tokenizer(TokenizerSpec(vocab_size=32000), data_chain.corpus_spec, data_chain.corpus, tmp_path)
 
 
 def test_a_vocabulary_smaller_than_the_alphabet_is_refused() -> None:
     alphabet = "".join(chr(0x4E00 + index) for index in range(2000))
-    with pytest.raises(SpecError, match="more characters"):
+    with pytest.raises(SpecError, match="the characters of this corpus alone need"):
         train(TokenizerSpec(vocab_size=300, character_coverage=1.0), [alphabet] * 50, silent)
 
 
-def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "spiece.model").write_text("no model")
     with pytest.raises(InputError, match="not a SentencePiece model"):
         given_tokenizer(tmp_path / "spiece.model", tmp_path)
@@ -108,30 +109,32 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_spiece_model_is_refused_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(SpecError, match=r"no spiece\.model.*take the one"):
+    with pytest.raises(SpecError, match=r"has no spiece\.model\. Copy the spiece\.model"):
         given_tokenizer(tmp_path, tmp_path)
     with pytest.raises(SpecError, match="no such file or folder"):
         given_tokenizer(tmp_path / "absent", tmp_path)
 
 
-def test_another_number_of_sentinels_is_refused(made: Made, tmp_path: Path) -> None:
-    (tmp_path / "spiece.model").write_bytes((made.tokenizer.path / "spiece.model").read_bytes())
+def test_another_number_of_sentinels_is_refused(data_chain: DataChain, tmp_path: Path) -> None:
+    (tmp_path / "spiece.model").write_bytes((data_chain.tokenizer.path / "spiece.model").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"extra_ids": 0}))
     with pytest.raises(SpecError, match="extra_ids is 0"):
         given_tokenizer(tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize("settings", ["{garbage", "[]", "\0"])
-def test_a_damaged_tokenizer_config_is_refused_in_words(made: Made, tmp_path: Path, settings: str) -> None:
-    (tmp_path / "spiece.model").write_bytes((made.tokenizer.path / "spiece.model").read_bytes())
+def test_a_damaged_tokenizer_config_is_refused_with_a_clear_error(
+    data_chain: DataChain, tmp_path: Path, settings: str
+) -> None:
+    (tmp_path / "spiece.model").write_bytes((data_chain.tokenizer.path / "spiece.model").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(settings)
     with pytest.raises((SpecError, InputError), match=r"tokenizer_config\.json is not JSON|extra_ids is None"):
         given_tokenizer(tmp_path, tmp_path)
 
 
-def changed(made: Made, change: str) -> bytes:
+def changed(data_chain: DataChain, change: str) -> bytes:
     model = sentencepiece_model_pb2.ModelProto()
-    model.ParseFromString((made.tokenizer.path / "spiece.model").read_bytes())
+    model.ParseFromString((data_chain.tokenizer.path / "spiece.model").read_bytes())
     if change == "bos":
         model.pieces[0].piece = "<s>"
     elif change == "sentinel piece":
@@ -145,9 +148,9 @@ def changed(made: Made, change: str) -> bytes:
 
 
 @pytest.mark.parametrize("change", ["bos", "sentinel piece", "plain eos", "spaces"])
-def test_a_model_that_is_not_in_t5s_form_is_refused(made: Made, tmp_path: Path, change: str) -> None:
-    (tmp_path / "spiece.model").write_bytes(changed(made, change))
-    sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spiece.model"))  # a valid model all the same
+def test_a_model_that_is_not_in_t5s_form_is_refused(data_chain: DataChain, tmp_path: Path, change: str) -> None:
+    (tmp_path / "spiece.model").write_bytes(changed(data_chain, change))
+    sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spiece.model"))  # it is still a valid model
     with pytest.raises(SpecError, match=r"tokenizer\.path"):
         given_tokenizer(tmp_path, tmp_path / "root")
     assert not (tmp_path / "root").exists()

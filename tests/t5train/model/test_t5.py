@@ -1,4 +1,4 @@
-"""The model is Hugging Face's T5 in everything that can be seen from outside."""
+"""The model is the same as Hugging Face's T5 in everything that can be observed."""
 
 import json
 from pathlib import Path
@@ -11,15 +11,15 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from t5train.errors import SpecError
 from t5train.model.attention import _bucket
-from t5train.model.initialise import first_value, initialise
+from t5train.model.initialization import first_value, initialise
+from t5train.model.model_shape import _SIZES, T5Shape, count_parameters, huggingface_config, resolve
 from t5train.model.parameters import parameter_shapes
-from t5train.model.shape import _SIZES, T5Shape, count_parameters, huggingface_config, resolve
 from t5train.model.t5 import T5
 from t5train.spec import ModelSpec
 
 VOCABULARY = 300
 FAMILIES = ("v1.0", "v1.1")
-# transformers says that it will not tie an untied checkpoint, although its config says so.
+# transformers warns that it does not tie an untied checkpoint, although the config says so.
 pytestmark = pytest.mark.filterwarnings("ignore:.*tie:UserWarning")
 
 
@@ -68,7 +68,7 @@ def test_token_losses_average_to_the_loss() -> None:
         torch.testing.assert_close(model.token_losses(inputs, targets).mean(), model(inputs, targets))
 
 
-def test_a_decoder_position_does_not_see_the_ones_after_it() -> None:
+def test_a_decoder_position_does_not_attend_to_later_positions() -> None:
     model, _ = _model("v1.1")
     inputs, decoder_inputs = torch.randint(0, VOCABULARY, (1, 30)), torch.randint(0, VOCABULARY, (1, 9))
     changed = decoder_inputs.clone()
@@ -80,7 +80,7 @@ def test_a_decoder_position_does_not_see_the_ones_after_it() -> None:
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
-def test_distances_fall_into_hugging_faces_buckets(bidirectional: bool) -> None:
+def test_relative_position_buckets_match_hugging_face(bidirectional: bool) -> None:
     distances = torch.arange(-2000, 2001)
     theirs = T5Attention._relative_position_bucket(distances, bidirectional, num_buckets=32, max_distance=128)
     assert torch.equal(_bucket(distances, bidirectional), theirs)
@@ -88,7 +88,7 @@ def test_distances_fall_into_hugging_faces_buckets(bidirectional: bool) -> None:
 
 @pytest.mark.parametrize("version", FAMILIES)
 @pytest.mark.parametrize("preset", list(_SIZES["v1.0"]))
-def test_every_preset_has_the_parameters_transformers_counts(version: str, preset: str) -> None:
+def test_every_preset_has_the_same_parameters_as_transformers(version: str, preset: str) -> None:
     shape = resolve(ModelSpec.model_validate({"preset": preset, "version": version}), 32_100)
     config = T5Config(**huggingface_config(shape, pad_id=0, eos_id=1))
     with torch.device("meta"):
@@ -111,7 +111,7 @@ def test_presets_have_their_published_size(preset: str, version: str, millions: 
     assert count_parameters(shape) / 1e6 == pytest.approx(millions, abs=0.05)
 
 
-def test_first_values_depend_on_seed_and_name_alone() -> None:
+def test_initial_values_depend_only_on_seed_and_name() -> None:
     _, shape = _model("v1.1")
     size = torch.Size([8, 16])
     first = first_value("encoder.block.0.layer.0.SelfAttention.q.weight", size, shape, seed=1)
@@ -120,7 +120,7 @@ def test_first_values_depend_on_seed_and_name_alone() -> None:
     assert not torch.equal(first, first_value("encoder.block.1.layer.0.SelfAttention.q.weight", size, shape, seed=1))
 
 
-def test_first_values_have_t5s_deviations() -> None:
+def test_initial_values_have_t5s_standard_deviations() -> None:
     model, shape = _model("v1.1")
     expected = {
         "shared.weight": 1.0,
@@ -133,5 +133,7 @@ def test_first_values_have_t5s_deviations() -> None:
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"model.vocab_size is 128: the tokenizer has 300 ids .* set 384"):
+    with pytest.raises(
+        SpecError, match=r"model.vocab_size is 128, but the tokenizer has 300 ids .* set model\.vocab_size=384"
+    ):
         resolve(ModelSpec(vocab_size=128), VOCABULARY)

@@ -1,4 +1,4 @@
-"""Another process holds the lock, as another run's rank does; the accelerator is made up, its lock is not."""
+"""Accelerator locks. Another process holds the lock, like a rank of another run; only the accelerator is simulated."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ sys.stdin.read()
 
 @pytest.fixture(autouse=True)
 def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of locks; this process is rank 1 on a machine whose accelerators 2 and 5 it may use."""
+    """The folder of locks. This process has local rank 1, and may use the accelerators 2 and 5."""
     variables = {
         "T5_LOCKS": str(tmp_path / "node" / "locks"),
         "VISIBLE": "2,5",
@@ -38,28 +38,28 @@ def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "node" / "locks"
 
 
-def use(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def simulate_accelerator(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     device = SimpleNamespace(device_name=lambda: kind, visible_devices_envs=lambda: ["VISIBLE"])
     monkeypatch.setattr(accelerator_lock, "get_accelerator", lambda: device)
 
 
-def test_an_accelerator_is_one_runs_until_that_rank_ends(locks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, "xpu")
+def test_an_accelerator_belongs_to_one_rank_until_it_ends(locks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate_accelerator(monkeypatch, "xpu")
     with subprocess.Popen([sys.executable, "-c", HOLD, "xpu"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
         assert rank.stdout is not None
         while b"held" not in rank.stdout.readline():
             assert rank.poll() is None
         assert [path.name for path in locks.iterdir()] == ["xpu-5.lock"]
-        with pytest.raises(AcceleratorBusy, match=f"xpu-5 of .* is in use by attempt other, process {rank.pid}: wait"):
+        with pytest.raises(AcceleratorBusy, match=f"xpu-5 on .* is in use by attempt other, process {rank.pid}: wait"):
             lock_accelerator()
         monkeypatch.setenv("LOCAL_RANK", "0")
-        lock_accelerator()  # the one beside it is free
+        lock_accelerator()  # the accelerator 2 is free
         monkeypatch.setenv("LOCAL_RANK", "1")
         rank.kill()
     lock_accelerator()
 
 
-def test_the_cpu_is_shared(locks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, "cpu")
+def test_the_cpu_is_not_locked(locks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate_accelerator(monkeypatch, "cpu")
     lock_accelerator()
     assert not locks.exists()

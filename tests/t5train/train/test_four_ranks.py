@@ -1,6 +1,7 @@
-"""Experts and pipelines on four ranks, so that every kind of rank group has several.
+"""Experts and pipelines on four ranks, so that every kind of rank group has several ranks.
 
-Two share-outs of experts, each held twice; a pipeline of two stages for each of two models, and one of four stages.
+The experts are split over two ranks, with two replicas. One pipeline has two stages and two replicas; another one has
+four stages.
 """
 
 import json
@@ -9,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from t5train.records import TokenShards
-from t5train.sidecar import read_all
-from tests.t5train.train.test_training import Trained, _launch, _spec
+from t5train.checkpoint.sidecar import read_all
+from t5train.records.stage_records import TokenShards
+from tests.support.training.launched import Trained, launch, spec_of
 
 pytestmark = pytest.mark.slow
 EXPERTS = "zero2-fp32-ep2"
@@ -20,26 +21,26 @@ LAYOUTS = [EXPERTS, "zero1-fp32-pp2-tied", "zero1-bf16-pp4"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards) -> Trained:
-    """Each run whole, and killed and resumed, in one launch."""
+    """Each layout trained without interruption, and killed and resumed, all in one launch."""
     root = tmp_path_factory.mktemp("four")
     jobs: list[dict[str, Any]] = []
     for layout in LAYOUTS:
         runs: list[dict[str, Any]] = [
             {"name": f"{layout}.whole", "run_folder": f"{root}/{layout}.whole"},
-            {"name": f"{layout}.killed", "run_folder": f"{root}/{layout}.killed", "stop_at": 5},
-            {"name": f"{layout}.resumed", "run_folder": f"{root}/{layout}.killed", "resume_tag": "step-00000003"},
+            {"name": f"{layout}.killed", "run_folder": f"{root}/{layout}.killed", "stop_at": 3},
+            {"name": f"{layout}.resumed", "run_folder": f"{root}/{layout}.killed", "resume_tag": "step-00000002"},
         ]
         for run in runs:
-            run |= {"spec": _spec(layout, ranks=4).model_dump(mode="json"), "shards": str(pydocs_shards.path)}
+            run |= {"spec": spec_of(layout, ranks=4).model_dump(mode="json"), "shards": str(pydocs_shards.path)}
             Path(run["run_folder"]).mkdir(exist_ok=True)
         jobs += runs
     (root / "jobs.json").write_text(json.dumps(jobs))
-    _launch(root / "jobs.json", ranks=4)
+    launch(root / "jobs.json", ranks=4)
     return Trained(root)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_cut_off_between_checkpoints_resumes_bit_equal(trained: Trained, layout: str) -> None:
+def test_a_run_killed_between_checkpoints_resumes_bit_equal(trained: Trained, layout: str) -> None:
     assert trained.found(f"{layout}.killed")["error"] == "StopTraining"
     whole = trained.found(f"{layout}.whole")
     assert whole == trained.found(f"{layout}.resumed")
@@ -51,10 +52,10 @@ def test_consolidation_gives_the_live_masters_bit_for_bit(trained: Trained, layo
     assert trained.consolidated(f"{layout}.whole", tmp_path) == trained.found(f"{layout}.whole")["masters"]
 
 
-def test_a_stage_vouches_for_the_layers_that_it_wrote(trained: Trained) -> None:
-    sidecars = read_all(trained.root / "zero1-fp32-pp2-tied.whole/checkpoints/step-00000006")
-    places = [(one.layout.pipeline_rank, one.layout.data_parallel_rank) for one in sidecars]
-    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+def test_the_sidecars_of_a_pipeline_list_the_layers_that_each_rank_wrote(trained: Trained) -> None:
+    sidecars = read_all(trained.root / "zero1-fp32-pp2-tied.whole/checkpoints/step-00000004")
+    positions = [(one.layout.pipeline_rank, one.layout.data_parallel_rank) for one in sidecars]
+    assert positions == [(0, 0), (0, 1), (1, 0), (1, 1)]
     layers = [{name for name in one.files if name.startswith("layer_")} for one in sidecars]
     assert "layer_00-model_states.pt" in layers[0]
     assert layers[2]
@@ -64,8 +65,8 @@ def test_a_stage_vouches_for_the_layers_that_it_wrote(trained: Trained) -> None:
     assert {"shared.weight"} <= held[0] & held[2]
 
 
-def test_a_rank_vouches_for_the_experts_that_it_wrote(trained: Trained) -> None:
-    sidecars = read_all(trained.root / f"{EXPERTS}.whole/checkpoints/step-00000006")
+def test_the_sidecar_of_a_rank_lists_the_experts_that_it_wrote(trained: Trained) -> None:
+    sidecars = read_all(trained.root / f"{EXPERTS}.whole/checkpoints/step-00000004")
     experts = [{int(name.split("_")[3]) for name in one.files if name.startswith("layer_")} for one in sidecars]
     assert experts == [{0, 1}, {2, 3}, set(), set()]
     held = [(one.layout.expert_rank, one.layout.expert_data_rank) for one in sidecars]

@@ -1,6 +1,7 @@
 """Checkpoints of nodes that share no disk: saved, gathered, brought back and resumed by real DeepSpeed.
 
-Every layout trains to the end once. Then one node still has the last checkpoint but one, another has lost its disk.
+Every layout first trains to its end. It then resumes from the last checkpoint but one, after one node has lost its
+disk.
 """
 
 import json
@@ -9,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from t5train import sidecar
-from t5train.checkpoint_files import files_read_by
-from t5train.model.shape import resolve
-from t5train.records import TokenShards
-from t5train.sidecar import Sidecar, complete_tags
-from t5train.train.checkpoint_bytes import bytes_held
-from tests.t5train.train.test_training import Trained, _launch, _spec
+from t5train.checkpoint import sidecar, tags
+from t5train.checkpoint.retention import bytes_held
+from t5train.checkpoint.sidecar import Sidecar
+from t5train.checkpoint.tags import complete_tags, files_read_by
+from t5train.model.model_shape import resolve
+from t5train.records.stage_records import TokenShards
+from tests.support.training.launched import Trained, launch, spec_of
 
 pytestmark = pytest.mark.slow
 
@@ -30,10 +31,10 @@ CASES = [(layout, 1) for layout in ONE_RANK_A_NODE] + [(layout, 2) for layout in
 
 
 class OnNodes(Trained):
-    """What the launches left behind, of two nodes each."""
+    """The results of the launches, each on two nodes."""
 
     def sidecars(self, layout: str, tag: str) -> list[Sidecar]:
-        """Of all ranks, by rank, where they were written."""
+        """The sidecars of all ranks in order of rank, from the nodes that wrote them."""
         folders = [self.root / f"{layout}.whole/node-{node}/checkpoints/{tag}" for node in (0, 1)]
         return [one for folder in folders for one in sidecar.read_all(folder)]
 
@@ -45,7 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
     for ranks_a_node in (1, 2):
         jobs: list[dict[str, Any]] = []
         for number, layout in enumerate(layout for layout, ranks in CASES if ranks == ranks_a_node):
-            spec = _spec(layout, ranks=2 * ranks_a_node).with_settings(SHORT).model_dump(mode="json")
+            spec = spec_of(layout, ranks=2 * ranks_a_node).with_settings(SHORT).model_dump(mode="json")
             same = {"spec": spec, "shards": str(pydocs_shards.path), "ranks_a_node": ranks_a_node}
             whole, resumed = (
                 {"name": f"{layout}.{what}", "run_folder": f"{root}/{layout}.{what}"} for what in ("whole", "resumed")
@@ -54,7 +55,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pydocs_shards: TokenShards
             jobs += [{**whole, **same}, {**resumed, **same, **brought}]
         path = root / f"jobs-{ranks_a_node}.json"
         path.write_text(json.dumps(jobs))
-        _launch(path, ranks=2 * ranks_a_node)
+        launch(path, ranks=2 * ranks_a_node)
     return OnNodes(root)
 
 
@@ -69,31 +70,29 @@ def test_an_intact_node_and_one_that_was_wiped_resume_bit_equal(
 
 
 @pytest.mark.parametrize(("layout", "ranks_a_node"), CASES)
-def test_deepspeed_opens_the_files_that_a_rank_is_said_to_read(
-    trained: OnNodes, layout: str, ranks_a_node: int
-) -> None:
+def test_files_read_by_lists_the_files_that_deepspeed_opens(trained: OnNodes, layout: str, ranks_a_node: int) -> None:
     sidecars = trained.sidecars(layout, TAG)
     for rank in range(2 * ranks_a_node):
-        said, opened = files_read_by(rank, sidecars), trained.found(f"{layout}.resumed", rank)["opened"]
-        # Of what stages say of themselves it opens two, and counts the others.
+        expected, opened = files_read_by(rank, sidecars), trained.found(f"{layout}.resumed", rank)["opened"]
+        # Of the stages' mp_rank files, DeepSpeed opens two, and only counts the others.
         two = {f"mp_rank_{stage:02d}_model_states.pt" for stage in (0, sidecars[rank].layout.pipeline_rank)}
-        assert opened == [name for name in said if not name.startswith("mp_rank_") or name in two]
+        assert opened == [name for name in expected if not name.startswith("mp_rank_") or name in two]
 
 
 @pytest.mark.parametrize(("layout", "ranks_a_node"), CASES)
-def test_what_nodes_answer_for_is_together_the_checkpoint_of_one_disk(
+def test_the_files_of_all_nodes_together_are_a_complete_checkpoint(
     trained: OnNodes, layout: str, ranks_a_node: int, tmp_path: Path
 ) -> None:
     gathered = trained.root / f"{layout}.whole/checkpoints"
     assert complete_tags(gathered) == [LAST, TAG]
-    sidecars = sidecar.require_complete(gathered / LAST)
+    sidecars = tags.require_complete(gathered / LAST)
     names = [name for one in sidecars for name in one.files]
     assert sorted(names) == sorted({name for one in sidecars for name in files_read_by(one.rank, sidecars)})
     assert trained.consolidated(f"{layout}.whole", tmp_path) == trained.found(f"{layout}.whole")["masters"]
 
 
 @pytest.mark.parametrize(("layout", "ranks_a_node"), CASES)
-def test_every_file_of_a_node_is_answered_for_by_one_of_its_ranks(
+def test_every_file_of_a_node_is_listed_by_exactly_one_of_its_ranks(
     trained: OnNodes, layout: str, ranks_a_node: int
 ) -> None:
     for node in (0, 1):
@@ -108,20 +107,20 @@ def test_every_file_of_a_node_is_answered_for_by_one_of_its_ranks(
 
 
 @pytest.mark.parametrize(("layout", "ranks_a_node"), CASES)
-def test_a_checkpoint_takes_the_room_on_a_node_that_the_formula_says(
+def test_a_checkpoint_takes_about_the_estimated_disk_space_on_each_node(
     trained: OnNodes, layout: str, ranks_a_node: int, pydocs_shards: TokenShards
 ) -> None:
     once = {"optimizer.num_steps": 1, "optimizer.warmup_steps": 0}
-    spec = _spec(layout, ranks=2 * ranks_a_node).with_settings(SHORT | once)
+    spec = spec_of(layout, ranks=2 * ranks_a_node).with_settings(SHORT | once)
     shape = resolve(spec.model, int(pydocs_shards.counts["vocab_size"]))
     for node in (0, 1):
         folder = trained.root / f"{layout}.whole/node-{node}/checkpoints/{LAST}"
         takes = sum(path.stat().st_size for path in folder.glob("*.pt"))
-        said = bytes_held(spec, shape, range(node * ranks_a_node, (node + 1) * ranks_a_node))
-        assert 0.95 * takes < said < 2 * takes  # names and shapes count in files of so small a model
+        expected = bytes_held(spec, shape, range(node * ranks_a_node, (node + 1) * ranks_a_node))
+        assert 0.95 * takes < expected < 2 * takes  # names and shapes add to the files of such a small model
 
 
-def test_ranks_leave_it_to_the_head_to_prune(trained: OnNodes) -> None:
+def test_ranks_on_node_local_storage_do_not_prune(trained: OnNodes) -> None:
     for node in (0, 1):
         kept = (trained.root / f"zero2-bf16.whole/node-{node}/checkpoints").iterdir()
         assert sorted(path.name for path in kept if path.is_dir()) == [TAG, LAST]

@@ -1,0 +1,127 @@
+"""``gc``: shows and removes files that no run needs, on this machine and on hosts."""
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Annotated, TypeVar
+
+import typer
+
+from flows.cli.options import (
+    HostfileOption,
+    IncludeOption,
+    RootOption,
+    SetOption,
+    ShipCodeOption,
+    host_settings,
+    root_of,
+    settings,
+)
+from flows.cli.terminal import complain, say, show_table, stage_display
+from infra.head.hosts.code_shipping import ship, shipped_code
+from infra.head.hosts.hostfile import chosen_hosts, spare_hosts
+from infra.head.hosts.node_client import Nodes
+from infra.head.hosts.ssh import Ssh
+from infra.head.storage.garbage_collection import (
+    FinishedRun,
+    finished_runs,
+    free_of_heads,
+    free_on,
+    free_under,
+    garbage_of_heads,
+    garbage_on,
+    garbage_under,
+    known_attempts,
+    verified,
+)
+from infra.node.storage.garbage import Garbage
+from t5train.errors import HostError
+from t5train.files.run_folder import RUNS
+from t5train.host_resources import format_bytes
+from t5train.spec import MachinesSpec
+
+_COLUMNS = ["host", "what", "size", "why"]
+_HEAD = "this machine"
+
+T = TypeVar("T")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this module."""
+    app.command()(gc)
+
+
+def gc(
+    changes: SetOption = None,
+    root: RootOption = None,
+    hostfile: HostfileOption = None,
+    include: IncludeOption = None,
+    ship_code: ShipCodeOption = None,
+    free: Annotated[bool, typer.Option("--free", help="Remove these files")] = False,
+) -> None:
+    """Show files that no run needs, under the root and on the hosts of a hostfile, and remove them with --free."""
+    changed = settings(changes) | host_settings(hostfile, include, None, None, None, ship_code=ship_code)
+    machines, folder = MachinesSpec.of(changed), root_of(root)
+    finished, attempts = finished_runs(folder), known_attempts(folder)
+    own, of_heads = list(garbage_under(folder)), list(garbage_of_heads(attempts))
+    with _nodes(machines) as (nodes, lacking):
+        answers = lacking | garbage_on(nodes, finished, attempts)
+        found = {_HEAD: [*own, *of_heads]} | _answered(answers)
+        show_table(_COLUMNS, [row for host, each in found.items() for row in _rows(host, each)])
+        if free:
+            checked = _verified(finished, found)
+            still = {run.name for run in finished_runs(folder)}  # verification may have taken hours
+            verified_runs = [run for run in checked if run.name in still]
+            freed = {_HEAD: free_under(folder, own) + free_of_heads(attempts, of_heads)}
+            freed |= _answered(free_on(nodes, verified_runs, attempts, found))
+            say(f"{sum(map(len, freed.values()))} removed")
+        else:
+            say(_summary(sum(each.size for share in found.values() for each in share if not each.is_kept)))
+    if len(found) <= len(answers):
+        raise typer.Exit(1)
+
+
+def _verified(finished: list[FinishedRun], found: Mapping[str, Iterable[Garbage]]) -> list[FinishedRun]:
+    """Return the finished runs after verifying the head's copies of those that hosts are to remove. Reports faults."""
+    names = {PurePath(each.relative_path).name for share in found.values() for each in share if _is_run(each)}
+    with stage_display() as progress:
+        checked = list(verified(finished, names, progress))
+    for before, run in zip(finished, checked, strict=True):
+        if run.fault and not before.fault:
+            complain(f"kept on all hosts: {run.name}, because the head's copy is not complete: {run.fault}")
+    return checked
+
+
+def _is_run(garbage: Garbage) -> bool:
+    return not garbage.is_kept and garbage.relative_path.startswith(f"{RUNS}/")
+
+
+@contextmanager
+def _nodes(machines: MachinesSpec) -> Iterator[tuple[Nodes, dict[str, HostError]]]:
+    """Yield the hosts of the hostfile, if any, and the errors of those to which the code could not be sent."""
+    cluster = machines.cluster
+    hosts = (*chosen_hosts(cluster).names, *spare_hosts(cluster).names) if cluster.hostfile else ()
+    with tempfile.TemporaryDirectory(prefix="t5-gc-") as folder:
+        transport, code = Ssh.configured(cluster, Path(folder)), shipped_code(cluster)
+        lacking = ship(transport, hosts) if code else {}
+        reached = tuple(host for host in hosts if host not in lacking)
+        yield Nodes(transport, reached, machines.storage.scratch, code), lacking
+
+
+def _answered(answers: dict[str, T | HostError]) -> dict[str, T]:
+    """Return the answers without those that are errors, which are printed."""
+    for answer in answers.values():
+        if isinstance(answer, HostError):
+            complain(f"left out: {answer}")
+    return {host: answer for host, answer in answers.items() if not isinstance(answer, HostError)}
+
+
+def _rows(host: str, found: list[Garbage]) -> list[list[str]]:
+    return [[host, each.relative_path, format_bytes(each.size), each.why] for each in found]
+
+
+def _summary(size_bytes: int) -> str:
+    if not size_bytes:
+        return "no unneeded files found"
+    return f"{format_bytes(size_bytes)} of files that no run needs: remove them with `t5-pretrain gc --free`"

@@ -1,0 +1,218 @@
+"""One command for each stage; none of them imports Prefect."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.cli.options import (
+    AdoptOption,
+    BeginAgainOption,
+    ExcludeOption,
+    HostfileOption,
+    IncludeOption,
+    LauncherOption,
+    NameOption,
+    NumNodesOption,
+    RecipeArgument,
+    RootOption,
+    SetOption,
+    ShipCodeOption,
+    SparesOption,
+    host_settings,
+    settings,
+    spec_of,
+)
+from flows.cli.terminal import say, stage_display
+from flows.spec_from_recipe import resolve
+from infra.head.training_run import hold_ready_run, train_again, train_run
+from t5train.checkpoint.resume import load_run_spec
+from t5train.checkpoint.resume_point import require_no_pending_begin_again
+from t5train.data.corpus import build_corpus
+from t5train.data.shards import build_shards
+from t5train.data.tokenizer import build_tokenizer, given_tokenizer
+from t5train.errors import InputError
+from t5train.files.presence import visible_in
+from t5train.files.run_folder import WITNESS_FOLDER
+from t5train.metrics import loss_lines
+from t5train.records.stage_records import MANIFEST, Export, Record, TokenizerFiles, TokenShards, Weights
+from t5train.records.witness import Witness
+from t5train.release.certification import certify_in_fresh_process
+from t5train.release.export import export as export_folder
+from t5train.release.publication import publish as publish_export
+from t5train.release.verification import verify as verify_record
+from t5train.spec import CorpusSpec, ShardsSpec
+
+DataRecipe = Annotated[str, typer.Argument(metavar="[RECIPE]", help="Recipe to start from; see `recipes`")]
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module, in the order of the stages."""
+    for command in (corpus, tokenizer, tokenize, train, consolidate, export, certify, publish, verify):
+        app.command()(command)
+
+
+def corpus(
+    recipe: DataRecipe = "smoke",
+    source: Annotated[str | None, typer.Option(help="Text to use instead: path, pattern or URL")] = None,
+    changes: SetOption = None,
+    root: RootOption = None,
+) -> None:
+    """Find or make the text, and verify all its files."""
+    chosen = [*(changes or []), *([f"corpus.source={source}"] if source else [])]
+    spec = spec_of(recipe, chosen, root)
+    with stage_display() as progress:
+        made = build_corpus(spec.corpus, spec.storage.root, progress)
+    _say(made)
+
+
+def tokenizer(recipe: DataRecipe = "smoke", changes: SetOption = None, root: RootOption = None) -> None:
+    """Train the vocabulary of a recipe on its text, or use the given one."""
+    spec = spec_of(recipe, changes, root)
+    with stage_display() as progress:
+        text = build_corpus(spec.corpus, spec.storage.root, progress)
+        made = build_tokenizer(spec.tokenizer, spec.corpus, text, spec.storage.root, progress)
+    _say(made)
+
+
+def tokenize(
+    source: Annotated[str, typer.Option("--corpus", metavar="FILES", help="Text: path, pattern or URL")],
+    vocabulary: Annotated[
+        Path, typer.Option("--tokenizer", help="A spiece.model or a Hugging Face folder", readable=False)
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Folder for shards, and for the records of corpus and tokenizer", readable=False)
+    ],
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes", show_default="all cores")] = None,
+    shard_tokens: Annotated[
+        int, typer.Option(min=4096, help="Target number of tokens per shard")
+    ] = ShardsSpec().shard_tokens,
+) -> None:
+    """Convert text to files of token ids with a given vocabulary."""
+    text_spec, root = CorpusSpec(source=source, workers=workers), out.absolute()
+    with stage_display() as progress:
+        pieces = given_tokenizer(vocabulary, root, progress, out=root / "tokenizer")
+        text = build_corpus(text_spec, root, progress, out=root / "corpus")
+        shards = ShardsSpec(workers=workers, shard_tokens=shard_tokens)
+        made = build_shards(shards, text_spec, text, pieces, root, progress, out=root / "shards")
+    _say(made)
+
+
+def train(  # noqa: PLR0913, PLR0917 - one for each option
+    recipe: RecipeArgument,
+    changes: SetOption = None,
+    root: RootOption = None,
+    name: NameOption = None,
+    shards: Annotated[
+        Path | None,
+        typer.Option(help="Folder of token shards", show_default="the only one under the root", readable=False),
+    ] = None,
+    hostfile: HostfileOption = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
+    num_nodes: NumNodesOption = None,
+    launcher: LauncherOption = None,
+    spares: SparesOption = None,
+    ship_code: ShipCodeOption = None,
+    begin_again: BeginAgainOption = False,
+    adopt: AdoptOption = False,
+) -> None:
+    """Train on existing token shards, starting from the newest complete checkpoint."""
+    changed = settings(changes) | host_settings(hostfile, include, exclude, num_nodes, launcher, spares, ship_code)
+    spec = resolve(recipe, changed, root=root, run_name=name)
+    if not begin_again:
+        require_no_pending_begin_again(spec.run_folder)
+    tokens = TokenShards.load(shards or _only_shards(spec.storage.root))
+    with hold_ready_run(spec) as run, stage_display() as progress:
+        tokens.verify(progress)
+        if begin_again:
+            train_again(spec, run)
+        made = train_run(spec, tokens, run, progress, adopt=adopt)
+    for line in loss_lines(Witness.load(spec.run_folder / WITNESS_FOLDER).validation):
+        say(line)
+    _say(made)
+
+
+def consolidate(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT_DIR", help="Folder with tags, or folder of one tag", readable=False)
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the fp32 safetensors", readable=False)],
+    tag: Annotated[str | None, typer.Option(help="Tag", show_default="the newest complete one")] = None,
+    shard_size: Annotated[
+        str | None, typer.Option(help="Maximum file size, such as 5G or 500Mi", show_default="one file")
+    ] = None,
+    moments: Annotated[bool, typer.Option("--moments", help="Write Adam's two moments, too")] = False,
+) -> None:
+    """Convert a DeepSpeed checkpoint to fp32 safetensors."""
+    from t5train.checkpoint.consolidate import consolidate as consolidate_checkpoint  # imports torch
+
+    size = _bytes(shard_size) if shard_size else None
+    with stage_display() as progress:
+        made = consolidate_checkpoint(checkpoint, out, tag=tag, shard_bytes=size, moments=moments, progress=progress)
+    _say(made)
+
+
+def export(
+    weights: Annotated[Path, typer.Argument(metavar="WEIGHTS", help="Folder made by `consolidate`", readable=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the Hugging Face model", readable=False)],
+    run: Annotated[Path, typer.Option(help="Folder of the run that trained it", readable=False)],
+    vocabulary: Annotated[Path, typer.Option("--tokenizer", help="Folder made by `tokenizer`", readable=False)],
+) -> None:
+    """Write a Hugging Face folder from consolidated weights."""
+    spec = load_run_spec(run)
+    with stage_display() as progress:
+        files = TokenizerFiles.load(vocabulary)
+        made = export_folder(Weights.load(weights), files, run / WITNESS_FOLDER, spec, out, progress)
+    _say(made)
+
+
+def certify(
+    exported: Annotated[Path, typer.Argument(metavar="EXPORT", help="Folder made by `export`", readable=False)],
+    witness: Annotated[Path, typer.Argument(metavar="WITNESS", help="Folder `witness` of the run", readable=False)],
+) -> None:
+    """Prove, in a new process, that an export is the model that was trained."""
+    with stage_display() as progress:
+        made = certify_in_fresh_process(Export.load(exported), witness, progress)
+    _say(made)
+
+
+def publish(
+    exported: Annotated[Path, typer.Argument(metavar="EXPORT", help="Certified folder", readable=False)],
+    url: Annotated[str, typer.Argument(metavar="URL", help="Folder or fsspec URL")],
+) -> None:
+    """Publish a certified export to a folder or an object store."""
+    with stage_display() as progress:
+        made = publish_export(Export.load(exported), url, progress)
+    say(f"published: {made.url}")
+
+
+def verify(place: Annotated[str, typer.Argument(metavar="PATH_OR_URL", help="Folder or fsspec URL")]) -> None:
+    """Compare every byte of a finished folder or publication with its manifest."""
+    with stage_display() as progress:
+        record = verify_record(place, progress)
+    total = sum(digest.size for digest in record.files.values())
+    say(f"verified: {record.kind} {place}, {len(record.files)} files, {total:,} bytes")
+
+
+def _only_shards(root: Path) -> Path:
+    found = [folder for folder in visible_in(root / "shards") if (folder / MANIFEST).exists()]
+    if not found:
+        raise InputError(f"there are no token shards under {root / 'shards'}: make them with `tokenize`, or use `run`")
+    if len(found) > 1:
+        names = ", ".join(str(folder) for folder in found)
+        raise InputError(f"there are several folders of token shards ({names}): choose one with --shards")
+    return found[0]
+
+
+def _bytes(size: str) -> int:
+    match = re.fullmatch(r"(\d+)([KMG]I?)?B?", size.upper())
+    if match is None or int(match[1]) == 0:
+        raise typer.BadParameter(f"{size!r} is not a size such as 5G or 500Mi", param_hint="--shard-size")
+    return int(match[1]) * _UNITS[match[2] or ""]
+
+
+def _say(record: Record) -> None:
+    say(f"{record.kind}: {record.path}{' (reused)' if record.reused else ''}")

@@ -1,0 +1,127 @@
+"""Terminal output: progress of long stages (a bar on a terminal, occasional lines in a file or pipe), lines, tables."""
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+
+from infra.node.attempts.log_tail import printable
+from t5train.progress import Progress as ProgressCallback
+
+SECONDS_BETWEEN_LINES = 5.0
+_LOGGERS = ("t5train", "infra")
+
+
+class LineProgress:
+    """Progress as plain lines, at most one every few seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._written_at = time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        """Write a line if enough time has passed since the last one."""
+        now = time.monotonic()
+        if now - self._written_at < SECONDS_BETWEEN_LINES:
+            return
+        self._written_at = now
+        share = f" of {total:,} ({100 * done / total:.0f} %)" if total else ""
+        self.console.print(f"{done:,}{share} {what}")
+
+
+class BarProgress:
+    """Progress as a bar for the current work."""
+
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._work: str | None = None
+        self._bar: TaskID | None = None
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        """Update the bar of ``what``; only the text before a comma identifies the work."""
+        work = what.partition(",")[0]
+        if self._bar is None or work != self._work:
+            if self._bar is not None:
+                self._bars.remove_task(self._bar)
+            self._work, self._bar = work, self._bars.add_task(what, total=total)
+        self._bars.update(self._bar, description=what, completed=done, total=total)
+
+    @property
+    def console(self) -> Console:
+        """The console that prints lines above the bar."""
+        return self._bars.console
+
+
+class LogAbove(logging.Handler):
+    """Prints log lines on a console, above the bar."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print only the message."""
+        self._console.print(printable(record.getMessage()), soft_wrap=True)
+
+
+@contextmanager
+def stage_display() -> Iterator[ProgressCallback]:
+    """Show progress as ``progress_display`` does, and the library's log from INFO on. Flows log to Prefect instead."""
+    with progress_display() as progress:
+        handler = LogAbove(progress.console)
+        loggers = [logging.getLogger(name) for name in _LOGGERS]
+        before = [logger.level for logger in loggers]
+        for logger in loggers:
+            logger.addHandler(handler)
+            logger.setLevel(logging.INFO)
+        try:
+            yield progress
+        finally:
+            for logger, level in zip(loggers, before, strict=True):
+                logger.removeHandler(handler)
+                logger.setLevel(level)
+
+
+@contextmanager
+def progress_display() -> Iterator[LineProgress | BarProgress]:
+    """Yield a progress callback that shows a stage's reports on standard error within the block."""
+    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    if not console.is_terminal:
+        yield LineProgress(console)
+        return
+    text = TextColumn(
+        "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    )
+    columns = text, BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, expand=True) as bars:
+        yield BarProgress(bars)
+
+
+def say(line: str) -> None:
+    """Print one line of a result on standard output, without wrapping, markup or terminal control sequences."""
+    sys.stdout.write(printable(line) + "\n")
+    sys.stdout.flush()
+
+
+def complain(line: str) -> None:
+    """Print one line on standard error, sanitised like ``say``, because errors may quote hosts and stores."""
+    sys.stderr.write(printable(line) + "\n")
+    sys.stderr.flush()
+
+
+def show_table(columns: list[str], rows: list[list[str]]) -> None:
+    """Print a table on standard output, tab-separated if that is not a terminal."""
+    console = Console(emoji=False)
+    if not console.is_terminal:
+        for row in [columns, *rows]:
+            say("\t".join(row))
+        return
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*map(printable, row))
+    console.print(table, markup=False)

@@ -1,0 +1,148 @@
+"""Runs actions of ``python -m infra.node`` on nodes: a query to many nodes at once, or a conversation with one.
+
+For the kinds of errors, see infra.head.hosts.host_answers.
+"""
+
+import io
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Self, TypeVar, cast
+
+from infra.head.hosts import ssh
+from infra.head.hosts.code_shipping import module_path
+from infra.head.hosts.host_answers import answer_in, mismatch, reported
+from infra.head.hosts.ssh import Reply, Transport, run_everywhere
+from infra.node import private_code
+from infra.node.attempts.run_ownership import NodeStore
+from infra.node.channel import Channel, WrongMessage
+from infra.node.messages import Query, Request, encode
+from infra.node.node_folders import code_folder
+from t5train.errors import HostError, HostUnreachable
+
+A = TypeVar("A")
+_CHECK = Path(private_code.__file__).read_text("utf-8")
+_END_SECONDS = 10.0
+
+
+def node_command(action: str, code: str | None) -> list[str]:
+    """Return the command that runs an action of ``infra.node`` on a node, with this Python and ``module_path(code)``.
+
+    Before it runs shipped code, the command checks that only this user can have written the folder of that code.
+    """
+    path = [f"PYTHONPATH={module_path(code)}"] if module_path(code) else []
+    check = [] if code is None else [sys.executable, "-I", "-S", "-c", _CHECK, str(code_folder(code))]
+    return [*check, "env", "PYTHONSAFEPATH=1", "PYTHONUTF8=1", *path, sys.executable, "-m", "infra.node", action]
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Hosts, and what requests to them need.
+
+    ``scratch`` is the scratch folder (None: each host's default). ``code`` is the digest of the shipped code (None: the
+    code is installed on the hosts). ``owner`` is the unique id of the run whose files the requests read and write.
+    """
+
+    transport: Transport
+    hosts: tuple[str, ...]
+    scratch: Path | None = None
+    code: str | None = None
+    owner: str | None = None
+
+    def on(self, *hosts: str) -> Self:
+        """Return a copy for these hosts only."""
+        return replace(self, hosts=hosts)
+
+    @property
+    def store(self) -> NodeStore:
+        """The scratch folder and the owner of the files, as requests name them."""
+        return NodeStore(self.scratch, self.owner)
+
+    def ask(self, query: Query[A], deadline_seconds: float) -> dict[str, A | HostError]:
+        """Send the same query to all hosts; returns the answers by host."""
+        return self.ask_each(dict.fromkeys(self.hosts, query), deadline_seconds)
+
+    def ask_each(
+        self,
+        queries: Mapping[str, Query[A]],
+        deadline_seconds: float,
+        on_start: Callable[[str], None] = lambda _host: None,
+        on_answer: Callable[[str, A | HostError], None] = lambda _host, _answer: None,
+    ) -> dict[str, A | HostError]:
+        """Send each host its own query, all of one class; returns the answers by host.
+
+        ``on_start`` is called in a thread for each host, just before its query is sent. ``on_answer`` is called in the
+        caller's thread as answers arrive.
+        """
+        if not queries:
+            return {}
+        kind = type(next(iter(queries.values())))
+        answers: dict[str, A | HostError] = {}
+
+        def stdin_of(host: str) -> bytes:
+            on_start(host)
+            return encode(queries[host])
+
+        def on_reply(host: str, reply: Reply) -> None:
+            answers[host] = answer_in(reply, host, kind.answer())
+            on_answer(host, answers[host])
+
+        command = node_command(kind.action, self.code)
+        run_everywhere(
+            self.transport,
+            queries,
+            command,
+            stdin_of=stdin_of,
+            deadline_seconds=deadline_seconds,
+            on_reply=on_reply,
+        )
+        return {host: answers[host] for host in queries}
+
+
+@contextmanager
+def conversation(nodes: Nodes, host: str, request: Request) -> Iterator[Channel]:
+    """Start an action on a host, and yield a channel to it. The action ends when the block does, with its stdin closed.
+
+    Raises the HostError with the reason if the action or the connection to it fails within the block.
+    """
+    argv = node_command(request.action, nodes.code)
+    process = ssh.connect(nodes.transport, host, argv)
+    stderr: list[bytes] = []
+    stdin, stdout = (cast(io.BufferedIOBase, pipe) for pipe in (process.stdin, process.stdout))
+    collector = threading.Thread(target=_collect, args=(process.stderr, stderr), daemon=True)
+    collector.start()
+    try:
+        with stdin, stdout:
+            channel = Channel(stdout, stdin)
+            channel.send(request)
+            yield channel
+    except WrongMessage as error:
+        raise mismatch(host, error.reason) from error
+    except ConnectionError as error:
+        remote_code = _code(process)
+        collector.join()
+        if remote_code:
+            raise reported(host, ssh.failure_of(host, argv, remote_code, b"".join(stderr))) from error
+        raise HostUnreachable(f"{host}: {error}. Check whether the host is still running", [host]) from error
+    finally:
+        ssh.kill(process)
+        process.wait()
+        collector.join()
+
+
+def _collect(stderr: IO[bytes], lines: list[bytes]) -> None:
+    with stderr:
+        lines.extend(stderr)
+
+
+def _code(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a process; returns its exit code, or 0 if it had to be killed."""
+    try:
+        return process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        ssh.kill(process)
+        return 0

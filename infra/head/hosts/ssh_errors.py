@@ -1,0 +1,74 @@
+"""Turns the messages of a failing ssh into errors with a remedy."""
+
+import re
+
+from infra.node.attempts.log_tail import printable
+from t5train.errors import HostError, HostKeyMismatch, HostMisconfigured, HostUnreachable
+
+SSH_FAILED = 255
+"""Exit code if ssh itself fails. Any other is the exit code of the remote command."""
+_NOISE = re.compile(r"[@*\s]*$")
+
+_Kind = type[HostKeyMismatch] | type[HostUnreachable]
+_FAILURES: tuple[tuple[str, _Kind, str], ...] = (
+    (
+        r"Host key for (?P<name>\S+) has changed",
+        HostKeyMismatch,
+        "its host key has changed. If the host was reinstalled, remove the old key with `ssh-keygen -R '{name}'` "
+        "(add -f FILE if cluster.known_hosts is set) and add the new one; otherwise the connection may be intercepted",
+    ),
+    (
+        r"No \S+ host key is known for (?P<name>\S+)|Host key verification failed",
+        HostKeyMismatch,
+        "its host key is unknown. Verify the fingerprint, then add the key with "
+        "`ssh-keyscan {scan} >> ~/.ssh/known_hosts` (or to cluster.known_hosts)",
+    ),
+    (
+        "Permission denied|Too many authentication failures",
+        HostMisconfigured,
+        "it rejects this user's SSH keys. Run `ssh-copy-id {host}`, or set cluster.ssh_user",
+    ),
+    (
+        "Could not resolve hostname",
+        HostMisconfigured,
+        "its name does not resolve. Correct the hostfile, or add the name to /etc/hosts or ssh's configuration",
+    ),
+    (
+        "Connection refused",
+        HostUnreachable,
+        "connection refused. Start sshd there, or set cluster.ssh_port",
+    ),
+    (
+        "timed out|No route to host|Network is unreachable|not responding|Host is down",
+        HostUnreachable,
+        "no answer. Check that the host is running and reachable over the network",
+    ),
+    (
+        "Bad configuration option|terminating, .* bad configuration",
+        HostMisconfigured,
+        "ssh cannot parse its configuration on this machine. Fix ~/.ssh/config or /etc/ssh/ssh_config",
+    ),
+)
+_BROKEN = (
+    "the connection was lost, or the remote command was killed by a signal. Check that the host is running, and "
+    "look at its sshd log"
+)
+
+
+def failure_of_ssh(host: str, stderr: bytes) -> HostError:
+    """Return the error for an ssh process that ended with exit code 255 and wrote ``said`` to stderr."""
+    for pattern, kind, remedy in _FAILURES:
+        if match := re.search(pattern, stderr.decode("utf-8", "replace")):
+            name = match.groupdict().get("name") or host  # as in known_hosts: [host]:port if the port is not 22
+            at = re.fullmatch(r"\[.+\]:(\d+)", name)
+            scan = f"-p {at[1]} {host}" if at else host
+            return kind(
+                f"{host}: {remedy.format(host=host, name=name, scan=scan)}. ssh said: {last_lines(stderr)}", [host]
+            )
+    return HostUnreachable(f"{host}: {_BROKEN}. ssh said: {last_lines(stderr)}", [host])
+
+
+def last_lines(stderr: bytes, most: int = 3) -> str:
+    """Return the last lines that are not noise, joined into one line."""
+    lines = [printable(line).strip() for line in stderr.decode("utf-8", "replace").splitlines()]
+    return " / ".join([line for line in lines if not _NOISE.match(line)][-most:]) or "nothing"

@@ -1,0 +1,114 @@
+"""Watches an attempt over hosts until all its ranks have ended: decides when to end it and which error to raise."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from infra.head.hosts.ssh import Transport
+from infra.head.launch import earlier_attempts
+from infra.head.launch.deepspeed_launcher import ClusterLauncher
+from infra.head.launch.failures import failure_of
+from infra.head.launch.supervision import Supervision
+from infra.head.stop_signal import undisturbed
+from infra.node.attempts import attempt
+from infra.node.attempts.session_messages import Order
+from t5train.errors import HostLost, LaunchError, T5TrainError
+
+_LOOK_SECONDS = 0.5
+_SETTLE_SECONDS = 2.0
+"""How long to wait after a failure, since another host may be about to report an earlier one."""
+_RECORDS_SECONDS = 5.0
+"""How long to wait, after the launcher has ended, for the records of ranks that ended just before it."""
+_STOP_SECONDS = 10.0
+"""How long the current step may take to end, in addition to the time to save."""
+_log = logging.getLogger(__name__)
+
+
+class ClusterWatch:
+    """Watches one attempt over hosts to its end."""
+
+    def __init__(
+        self, supervision: Supervision, launcher: ClusterLauncher, transport: Transport, on_tick: Callable[[], None]
+    ) -> None:
+        self.this = supervision.this
+        self._supervision, self._launcher, self._transport, self._on_tick = supervision, launcher, transport, on_tick
+        self._unreachable: list[str] = []
+
+    def until_decided(self) -> None:
+        """Wait until every rank has ended, one has failed, a host is lost, or the launcher is gone."""
+        gone_since = None
+        while True:
+            gone = not self._launcher.is_alive  # checked before the records: the launcher outlives the ranks
+            self._look()
+            if self._supervision.failed:
+                self._supervision.look(_SETTLE_SECONDS)
+                return
+            if self._supervision.all_ended:
+                self._launcher.await_end()
+                return
+            gone_since = gone_since or (time.monotonic() if gone else None)
+            if gone_since and time.monotonic() - gone_since > _RECORDS_SECONDS and not self._supervision.silent:
+                return
+
+    def num_saved(self) -> int:
+        """How many parts of checkpoints ranks are known to have saved on their hosts' own disks."""
+        return self._supervision.num_saved
+
+    def stop(self) -> None:
+        """Order the ranks to save and end, and wait until they have ended."""
+        _log.warning("ending attempt %s: its ranks have %.0f s to save a checkpoint", self.this.number, self._grace)
+        self._supervision.order(Order.STOP)
+        deadline = time.monotonic() + self._grace + _STOP_SECONDS
+        while not self._supervision.all_ended and time.monotonic() < deadline:
+            self._supervision.look(_LOOK_SECONDS)
+
+    def end(self) -> None:
+        """End the attempt on every host that can be reached, and collect what its ranks have written."""
+        with undisturbed("ending the ranks on all hosts, which takes a minute at most"):
+            self._end_on_hosts()
+        earlier_attempts.settle(self.this, self._transport, self._unreachable)
+
+    def _end_on_hosts(self) -> None:
+        self._launcher.end()
+        self._supervision.order(Order.END)
+        deadline = time.monotonic() + earlier_attempts.END_SECONDS
+        while set(self._supervision.not_ended) - set(self._supervision.silent) and time.monotonic() < deadline:
+            self._supervision.look(_LOOK_SECONDS)
+        missing, silent = self._supervision.not_ended, self._supervision.silent
+        self._supervision.close()
+        if silent:  # host sessions have not been able to reconnect to these
+            _log.warning(
+                "attempt %s may keep running on %s, which cannot be reached, until its lease expires there",
+                self.this.number,
+                ", ".join(silent),
+            )
+        asked = [host for host in missing if host not in silent]
+        self._unreachable = silent + earlier_attempts.end_on_hosts(self.this, self._transport, asked)
+
+    def failure(self) -> T5TrainError | None:
+        """Return the error to raise after everything has ended; None if all ranks succeeded."""
+        if self._supervision.succeeded:
+            return None
+        if (failure := self._supervision.failure) is not None:
+            return self._with_others_lost(failure)
+        found = failure_of(self.this, len(self._supervision.ranks))
+        if self._unreachable:
+            lost = "; ".join(f"{host} was lost: {self._supervision.broken(host)}" for host in self._unreachable)
+            return HostLost(f"{lost}. The other hosts reported: {found}", self._unreachable)
+        return found
+
+    def _with_others_lost(self, failure: LaunchError) -> LaunchError:
+        """Add the hosts that were lost to the failure, except those that it already names."""
+        others = [host for host in self._unreachable if host not in failure.hosts]
+        lost = "".join(f"; {host} was also lost: {self._supervision.broken(host)}" for host in others)
+        return type(failure)(f"{failure}{lost}", [*failure.hosts, *others]) if others else failure
+
+    def _look(self) -> None:
+        self._supervision.look(_LOOK_SECONDS)
+        self._on_tick()
+        if (self._launcher.folder / attempt.STOP).exists():
+            self._supervision.order(Order.STOP)
+
+    @property
+    def _grace(self) -> float:
+        return self.this.grace_seconds

@@ -1,0 +1,305 @@
+"""Finds out why an attempt failed: which one error to raise, given the files that its ranks and guards left."""
+
+import os
+import re
+import tempfile
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeGuard
+
+from infra.node.attempts import guard_failure
+from infra.node.attempts.attempt import LAUNCHER, Attempt, rank_name
+from infra.node.attempts.exit_record import Cause, ExitRecord
+from infra.node.attempts.log_tail import shown_lines
+from infra.node.attempts.rank_environment import redact
+from infra.node.attempts.shared_memory import REMEDY, SEGMENTS, FreeSpace
+from infra.node.attempts.watchdog import STOP_REQUESTED
+from t5train.errors import (
+    CollectiveTimeout,
+    DiskFailed,
+    DiskFull,
+    HostLost,
+    LaunchError,
+    OutOfMemory,
+    Preempted,
+    RankKilled,
+    RankStopped,
+    StorageError,
+    T5TrainError,
+)
+from t5train.files.os_errors import of_rank
+from t5train.rank import error_report
+
+_SIGKILL, _SIGBUS, _SIGSEGV = -9, -7, -11
+_FULL_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The class of the error to raise, and advice for its message."""
+
+    kind: type[LaunchError]
+    advice: str
+    hops: int = 0
+    """Distance from the cause: 1 for a rank that waited for another, 2 for one that lost another."""
+
+
+_HOST_MEMORY = Diagnosis(
+    OutOfMemory,
+    "the host has too little memory. Use fewer ranks per host, move less to the host's memory (layout.offload), or end "
+    "other programs there that use much of it",
+)
+_WAITED = Diagnosis(
+    CollectiveTimeout,
+    "the rank timed out in a collective. Check the output of the other ranks for one that hangs; if none does, suspect "
+    "the network",
+    hops=1,
+)
+_BY_CAUSE = {
+    Cause.HEAD: Diagnosis(
+        HostLost,
+        "the network between the head and this host, or the head itself, was down for longer than "
+        "cluster.lease_seconds. Repair the network, or raise cluster.lease_seconds",
+    ),
+    Cause.REQUESTED: Diagnosis(
+        Preempted, "the rank saved no checkpoint. Start the same command again to resume from the last checkpoint"
+    ),
+    Cause.PARENT: Diagnosis(
+        LaunchError,
+        "DeepSpeed's launcher on its host was killed. Check there what killed it, such as the OOM killer (`dmesg`)",
+        hops=1,
+    ),
+    Cause.BEAT: Diagnosis(
+        RankStopped,
+        "check whether somebody stopped it (SIGSTOP, a debugger). If not, the end of its output shows what it did last",
+    ),
+    Cause.PHASE: Diagnosis(
+        RankStopped,
+        "the rank hung after the last line of its output. If it was only slow, raise cluster.deadlines for that phase",
+    ),
+}
+_DISK_FULL = Diagnosis(
+    DiskFull,
+    "the rank's disk is full. Free some space at the path that the output names, or choose another storage.root (or "
+    "storage.scratch, if hosts have their own disks)",
+)
+# Matched with the last lines of a rank's log; the most specific come first.
+_BY_WORDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
+    (re.compile(r"No space left on device|Disk quota exceeded"), _DISK_FULL),
+    (
+        re.compile(r"Read-only file system|Input/output error|Stale file handle"),
+        Diagnosis(
+            DiskFailed,
+            "a disk of its host failed or is read-only. The rank's output names the path. Check `dmesg` there, then "
+            "repair and remount the disk, or choose another storage.root or storage.scratch",
+        ),
+    ),
+    (re.compile(r"\[enforce fail at inline_container\.cc"), _DISK_FULL),
+    (re.compile(r"\bMemoryError|Cannot allocate memory|can't allocate memory|std::bad_alloc"), _HOST_MEMORY),
+    (
+        re.compile(r"OutOfMemoryError|out of memory|OUT_OF_MEMORY", re.IGNORECASE),
+        Diagnosis(
+            OutOfMemory,
+            "the accelerator has too little memory. Lower layout.micro_batch_sequences, raise layout.zero_stage, set "
+            "model.activation_checkpointing or layout.offload, and check that no other program uses it",
+        ),
+    ),
+    (
+        re.compile(
+            r"collective operation timeout|wait timeout|Timed out waiting \d+ ?ms|[Tt]imed out after \d+ ?(ms|seconds)"
+            r"|DistStoreError|Timeout waiting for key"
+        ),
+        _WAITED,
+    ),
+    (
+        re.compile(
+            r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited|Socket closed"
+            r"|ncclRemoteError|Connection was likely closed"
+        ),
+        Diagnosis(
+            LaunchError,
+            "the rank lost its connection to another rank. Check the output of the other ranks for the first failure",
+            hops=2,
+        ),
+    ),
+)
+# How NCCL and torch report that /dev/shm is full.
+_SHARED_MEMORY = re.compile(rf"{SEGMENTS}|shared memory|No space left on device")
+_IN_A_COLLECTIVE = re.compile(r'File "[^"]*(torch/distributed|deepspeed/comm)/')
+
+
+def diagnose(record: ExitRecord, output: str) -> Diagnosis:
+    """Diagnose a rank that did not succeed; ``output`` is the end of its log."""
+    if record.cause == Cause.PHASE and _IN_A_COLLECTIVE.search(output):
+        return _WAITED
+    if record.cause in _BY_CAUSE:
+        return _BY_CAUSE[record.cause]
+    if record.returncode is not None and record.returncode < 0:
+        return _of_signal(record)
+    if _SHARED_MEMORY.search(output) and (full := _shared_memory(record)) is not None:
+        return full
+    # If the disk is full, the rank may have been unable to write that to its output.
+    is_full = record.free_bytes is not None and record.free_bytes < _FULL_BYTES
+    unknown = _DISK_FULL if is_full else Diagnosis(LaunchError, "")
+    return next((found for words, found in _BY_WORDS if words.search(output)), unknown)
+
+
+def _of_signal(record: ExitRecord) -> Diagnosis:
+    if record.returncode == _SIGKILL and record.oom_kills:
+        return _HOST_MEMORY
+    if record.returncode in (_SIGBUS, _SIGSEGV) and (full := _shared_memory(record)) is not None:
+        return full
+    if record.returncode == _SIGBUS:
+        return Diagnosis(
+            RankKilled,
+            "the rank used a memory-mapped file that could not grow. Check the free space of /dev/shm and of the "
+            "host's disks",
+        )
+    return Diagnosis(RankKilled, "")
+
+
+def _shared_memory(record: ExitRecord) -> Diagnosis | None:
+    """The diagnosis that /dev/shm is full; None if it is not."""
+    free, total = record.shared_memory_free_bytes, record.shared_memory_bytes
+    if free is None or total is None or free >= _FULL_BYTES:
+        return None
+    host = record.host or "its host"
+    return Diagnosis(DiskFull, f"{SEGMENTS} on {host} is full ({FreeSpace(free, total)}). {REMEDY}")
+
+
+_TAIL_BYTES = 16 << 10
+_TAIL_LINES = 20
+_LINES_READ = 200
+
+
+def failure_of(this: Attempt, num_ranks: int) -> T5TrainError:
+    """Return the error that a rank reported, or else a LaunchError of the class that fits the first rank that failed.
+
+    Call this after all processes of the attempt have ended and the files of its ranks are in its folder.
+    """
+    read = {rank: error_report.read(this.rank_files(rank_name(rank))) for rank in range(num_ranks)}
+    reported = {rank: error for rank, error in read.items() if error is not None}
+    # Preempted is raised only if there is no other error.
+    for rank, error in (reported | _of_guards(this, num_ranks)).items():
+        if not isinstance(error, Preempted):
+            return _on_its_host(this, rank, num_ranks, error)
+    if (found := _first_failure(this, num_ranks, reported.keys())) is None:
+        return next(iter(reported.values()), None) or _launcher_failure(this, num_ranks)
+    kind, what, log, hosts = found
+    text = f"{what}. The output of the rank in attempt {this.folder.name} is in {log}, and ends:\n{redact(tail(log))}"
+    return kind(text, hosts)
+
+
+def _of_guards(this: Attempt, num_ranks: int) -> dict[int, T5TrainError]:
+    """Errors that guards wrote to the launcher's log because they could not write them to a file."""
+    said = guard_failure.read(this.log(LAUNCHER))
+    return {rank: said[rank_name(rank)] for rank in range(num_ranks) if rank_name(rank) in said}
+
+
+def _on_its_host(this: Attempt, rank: int, num_ranks: int, error: T5TrainError) -> T5TrainError:
+    """Add the rank, its host and how to exclude that host to a disk error. Returns any other error unchanged."""
+    if not isinstance(error, DiskFull | DiskFailed | StorageError):
+        return error
+    hosts = _host_of(this, rank)
+    remedy = "".join(f". To train without {host}, use --exclude {host}" for host in hosts)
+    return type(error)(f"{_who(this, rank, num_ranks, None)}: {error}{remedy}", hosts)
+
+
+_Found = tuple[type[T5TrainError], str, Path, list[str]]
+
+
+def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) -> _Found | None:
+    """Find the failure that caused the others: the class of its error, what happened, the log, and the hosts to blame.
+
+    Ranks that are ``explained`` are not considered. A killed guard comes first, since it explains all other failures;
+    otherwise, the earliest of the failures with the fewest ``hops``. Returns None if no rank failed by itself: all were
+    ended by others, or none ever started.
+    """
+    records = {rank: this.exit_record(rank_name(rank)) for rank in range(num_ranks) if rank not in explained}
+    for rank, record in records.items():
+        if record is None and (this.folder / f"{rank_name(rank)}.pid").exists():
+            who = _who(this, rank, num_ranks, None)
+            if (reason := _disk_failure(this.folder)) is not None:
+                return (
+                    type(reason),
+                    f"{who} ended, but its exit record was not written: {reason}",
+                    this.log(rank_name(rank)),
+                    [],
+                )
+            what = f"{who} was killed together with its guard, which watches it. Check `dmesg` for the OOM killer"
+            return RankKilled, what, this.log(rank_name(rank)), _host_of(this, rank)
+    failed = [
+        (_diagnosis(this, record), record, rank)
+        for rank, record in records.items()
+        if _is_cause(record, this.hosts is not None)
+    ]
+    if not failed:
+        return None
+    diagnosis, record, rank = min(failed, key=lambda one: (one[0].hops, one[1].ended_at))
+    what = f"{_who(this, rank, num_ranks, record)} {record}"
+    blamed = (
+        _host_of(this, rank) if diagnosis.hops == 0 else []
+    )  # with more hops, another host is at fault, and it is not known which
+    return diagnosis.kind, f"{what}: {diagnosis.advice}" if diagnosis.advice else what, this.log(record.name), blamed
+
+
+def _disk_failure(folder: Path) -> T5TrainError | None:
+    """Return the error if a folder cannot be written; None if it can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return of_rank(error)
+    return None
+
+
+def _diagnosis(this: Attempt, record: ExitRecord) -> Diagnosis:
+    return diagnose(record, tail(this.log(record.name), _LINES_READ))
+
+
+def _who(this: Attempt, rank: int, num_ranks: int, record: ExitRecord | None) -> str:
+    """Such as ``rank 3 of 4 on node2``; without the host for an attempt on this machine alone."""
+    if this.hosts is None:
+        return f"rank {rank} of {num_ranks}"
+    return f"rank {rank} of {num_ranks} on {record.host if record else ''.join(_host_of(this, rank))}"
+
+
+def _host_of(this: Attempt, rank: int) -> list[str]:
+    """The rank's host as a list of one name; empty for an attempt on this machine alone."""
+    return [host for host, slots in (this.hosts or {}).items() for _ in slots][rank : rank + 1]
+
+
+def _launcher_failure(this: Attempt, num_ranks: int) -> LaunchError:
+    record = this.exit_record(LAUNCHER)
+    how = "was killed together with its guard, which watches it," if record is None else str(record)
+    absent = [rank for rank in range(num_ranks) if not (this.folder / f"{rank_name(rank)}.pid").exists()]
+    which = "" if not absent else f"; {_who(this, absent[0], num_ranks, None)} never started"
+    log = this.log(LAUNCHER)
+    return LaunchError(
+        f"DeepSpeed's launcher {how} before its ranks had done their work{which}. The output of the launcher in "
+        f"attempt {this.folder.name} is in {log}, and ends:\n{redact(tail(log))}"
+    )
+
+
+def _is_cause(record: ExitRecord | None, is_over_hosts: bool) -> TypeGuard[ExitRecord]:
+    """Whether a rank failed, or did not save in time; False if it was ended because something else failed."""
+    if record is None or record.succeeded:
+        return False
+    if record.cause == Cause.REQUESTED:
+        return record.reason.startswith(STOP_REQUESTED)
+    # On one machine, the launcher that died has its own record, which says more.
+    return record.cause != Cause.REFUSED and (record.cause != Cause.PARENT or is_over_hosts)
+
+
+def tail(log: Path, lines_kept: int = _TAIL_LINES) -> str:
+    """Return the last lines of a log, without empty ones."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            lines = shown_lines(file.read())
+    except FileNotFoundError:
+        return "(no such file: the process never started)"
+    return "\n".join(f"  {line}" for line in lines[-lines_kept:]) or "  (nothing)"

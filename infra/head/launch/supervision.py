@@ -1,0 +1,229 @@
+"""The hosts of an attempt, seen from the head: a session with each, what their ranks did, and which hosts were lost.
+
+Sessions renew the leases in their own threads, from when they are opened until they are closed. ``look`` processes the
+reports that they receive, in the caller's thread.
+"""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty
+
+from infra.head.hosts.hostfile import Hosts
+from infra.head.hosts.ssh import Transport
+from infra.head.launch.host_session import RENEW_SECONDS, HostSession, News, SessionBroken
+from infra.head.launch.log_collection import RankLines
+from infra.node.attempts import head_lease
+from infra.node.attempts.attempt import Attempt, rank_name
+from infra.node.attempts.exit_record import ExitRecord
+from infra.node.attempts.rank_environment import redact
+from infra.node.attempts.session_messages import (
+    Alive,
+    Ended,
+    Hello,
+    LeaseNotRenewed,
+    NewLines,
+    Order,
+    RankEnded,
+    RankError,
+    Report,
+    Saved,
+)
+from t5train.errors import DiskFailed, HostLost, LaunchError
+from t5train.files.atomic import write_json
+
+_SILENT_SECONDS = 5.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Host:
+    """What is known about a host."""
+
+    session: HostSession
+    last_message_at: float
+    boot_id: str | None
+    broken: str = ""
+    is_silent: bool = False
+    ended: bool = False
+
+
+class Supervision:
+    """Supervises one attempt over hosts. The exit records of its ranks are written to its folder as they arrive."""
+
+    def __init__(self, this: Attempt, transport: Transport, head_folder: Path, boot_ids: dict[str, str] | None) -> None:
+        """Open the sessions. ``boot_ids`` are those of the hosts at the start, or None if ranks are already running."""
+        self.this, self.head_folder = this, head_folder
+        self.records: dict[str, ExitRecord] = {}
+        self.failure: LaunchError | None = None
+        """A failure that the exit records do not show, such as a lost host."""
+        self.num_saved = 0
+        """How many sidecars hosts have reported that their ranks wrote to the hosts' own disks."""
+        self._may_end = False
+        self._gone = set[str]()
+        self._news, self._lines = News(), RankLines()
+        self._hosts = {
+            host: _Host(
+                HostSession(transport, host, this, None if boot_ids is None else {}, self._news),
+                time.monotonic(),
+                boot_ids[host] if boot_ids else None,
+            )
+            for host in this.hosts or {}
+        }
+        self._closed = threading.Event()
+        self._renewal = threading.Thread(target=self._renew, name="lease of the head", daemon=True)
+        self._renewal.start()
+
+    @property
+    def ranks(self) -> list[str]:
+        """Names of all expected ranks."""
+        return [rank_name(rank) for rank in range(Hosts.of(self.this.hosts or {}).num_ranks)]
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether every rank has finished its work."""
+        return self.all_ended and all(record.succeeded for record in self.records.values())
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has failed or ended without a record, or a host was lost."""
+        bad = self._gone or any(record.is_failure for record in self.records.values())
+        return self.failure is not None or bool(bad)
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether every rank has ended, successfully or not."""
+        return all(name in self.records for name in self.ranks)
+
+    @property
+    def silent(self) -> list[str]:
+        """Hosts that have sent nothing for a while."""
+        return [name for name, host in self._hosts.items() if host.is_silent]
+
+    def broken(self, name: str) -> str:
+        """Why the last session with a host broke."""
+        return self._hosts[name].broken or "nothing arrives from it"
+
+    @property
+    def not_ended(self) -> list[str]:
+        """Hosts that have not reported that everything there has ended."""
+        return [name for name, host in self._hosts.items() if not host.ended]
+
+    def look(self, seconds: float) -> None:
+        """Process all reports that have queued up, perhaps for hours, and those that arrive within ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self._take(*self._news.get(timeout=max(0.0, deadline - time.monotonic())))
+            except Empty:
+                break
+        for name, host in self._hosts.items():
+            self._judge_silence(name, host)
+
+    def order(self, order: Order) -> None:
+        """Send an order to all hosts."""
+        self._may_end = self._may_end or order == Order.END
+        for host in self._hosts.values():
+            host.session.order(order)
+
+    def close(self) -> None:
+        """Close all sessions; leases are not renewed from now on."""
+        self._closed.set()
+        for host in self._hosts.values():
+            host.session.close()
+        for host in self._hosts.values():
+            host.session.join()
+        self._renewal.join()
+
+    def _renew(self) -> None:
+        head_lease.begin(self.head_folder)
+        while not self._closed.wait(RENEW_SECONDS):
+            head_lease.renew(self.head_folder)
+
+    def _take(self, name: str, last_message_at: float, report: Report | SessionBroken) -> None:
+        host = self._hosts[name]
+        if isinstance(report, SessionBroken):
+            host.broken = report.reason
+            return
+        host.last_message_at = last_message_at
+        match report:
+            case Hello(boot_id=boot_id):
+                self._greet(name, host, boot_id)
+            case LeaseNotRenewed(reason):
+                self._fail(
+                    DiskFailed(f"{name}: {redact(reason)}. To train without {name}, use --exclude {name}", [name])
+                )
+            case RankError():
+                self._keep_error(report)
+            case RankEnded(record):
+                self._keep_record(record)
+            case Saved(count):
+                self.num_saved += count
+            case NewLines():
+                self._lines.report(name, report.lines, report.left_out)
+            case Alive(gone):
+                self._gone |= set(gone)
+            case Ended(left):
+                self._part(name, host, left)
+
+    def _greet(self, name: str, host: _Host, boot_id: str) -> None:
+        if host.boot_id not in (None, boot_id):
+            self._fail(HostLost(f"{name} was restarted while its ranks were running", [name]))
+        host.boot_id, host.broken = boot_id, ""
+
+    def _keep_error(self, error: RankError) -> None:
+        if error.name in self.ranks:  # checked before a name from another machine becomes the name of a file here
+            reported = {"type": redact(error.kind), "message": redact(error.message)}
+            write_json(self.this.folder / f"{error.name}.error.json", reported)
+
+    def _keep_record(self, record: ExitRecord) -> None:
+        if record.name in self.ranks:  # as above
+            self.records[record.name] = record
+            self.this.write_exit(record)
+
+    def _part(self, name: str, host: _Host, left: tuple[int, ...]) -> None:
+        host.ended = True
+        if not self._may_end:
+            self._fail(
+                HostLost(
+                    f"{name} reports that the attempt has ended, but the head did not end it. Check whether the host "
+                    "was restarted, got a new disk, or is used by another head",
+                    [name],
+                )
+            )
+        if left:
+            _log.error(
+                "%s: processes %s survived SIGKILL, so a disk or driver may hang: restart that host", name, list(left)
+            )
+
+    def _judge_silence(self, name: str, host: _Host) -> None:
+        seconds = time.monotonic() - host.last_message_at
+        if host.is_silent and seconds <= _SILENT_SECONDS:
+            _log.warning("%s responds again", name)
+        if not host.is_silent and seconds > _SILENT_SECONDS and not host.ended:
+            tolerated = self.this.lease_seconds or 0
+            _log.warning(
+                "%s has not responded for %.0f s and counts as lost after %.0f s: %s",
+                name,
+                seconds,
+                tolerated,
+                host.broken or "nothing arrives from it",
+            )
+        host.is_silent = seconds > _SILENT_SECONDS and not host.ended
+        if host.is_silent and seconds > (self.this.lease_seconds or 0):
+            self._fail(
+                HostLost(
+                    f"{name} has not responded for {seconds:.0f} s, so it counts as lost. The last error: "
+                    f"{host.broken or 'nothing arrives from it'}",
+                    [name],
+                )
+            )
+
+    def _fail(self, failure: LaunchError) -> None:
+        """Keep the first failure; if several hosts were lost together, keep all of them."""
+        if self.failure is None:
+            self.failure = failure
+        elif isinstance(self.failure, HostLost) and not {*failure.hosts} <= {*self.failure.hosts}:
+            self.failure = HostLost(f"{self.failure}; {failure}", [*self.failure.hosts, *failure.hosts])

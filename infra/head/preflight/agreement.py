@@ -1,0 +1,110 @@
+"""Checks that all hosts have the same versions, code and time, and that they are distinct machines."""
+
+from collections.abc import Callable, Iterator
+
+from infra.head.preflight.findings import HostReplies, names, outliers
+from infra.node.inspection.facts import Facts, Software
+from infra.node.inspection.software import PACKAGES
+
+_DIGITS = 12
+
+
+def distinct_machines(replies: HostReplies) -> Iterator[str]:
+    """Host names that refer to the same machine."""
+    by_identity: dict[str, list[str]] = {}
+    for host, reply in replies.items():
+        by_identity.setdefault(reply.facts.identity, []).append(host)
+    for hosts in by_identity.values():
+        if len(hosts) > 1:
+            yield (
+                f"{names(hosts)}: these names refer to the same machine. Keep one of them in the hostfile, with all "
+                "its slots"
+            )
+
+
+def same_python(replies: HostReplies, head: Software) -> Iterator[str]:
+    """Differing versions of Python, or kinds of processor. The head's version of Python breaks a tie."""
+    yield from _differing(replies, "Python", lambda facts: facts.software.python, "Install {} there", head.python)
+    yield from _differing(
+        replies,
+        "processor",
+        lambda facts: facts.software.machine,
+        "Leave the host out: all ranks of a run need the same kind of processor",
+    )
+
+
+def same_packages(replies: HostReplies, head: Software) -> Iterator[str]:
+    """Differing versions of torch, DeepSpeed or other packages that ranks import. The head's versions break a tie."""
+    for package in PACKAGES:
+        values = {host: reply.facts.software.packages.get(package, "") for host, reply in replies.items()}
+        for hosts, value, rest, right in outliers(values, head.packages.get(package)):
+            remedy = f"Install {package}=={right}" if right else f"Remove {package}"
+            yield f"{names(hosts)}: {package} {value or 'missing'}, {rest} have {right or 'none'}. {remedy} there"
+
+
+def same_runtime(replies: HostReplies) -> Iterator[str]:
+    """Differing accelerator runtimes that torch was built for."""
+
+    def runtime(facts: Facts) -> str:
+        built = sorted(facts.software.runtime.items())
+        return ", ".join(f"{name} {version}" for name, version in built) or "the CPU only"
+
+    yield from _differing(replies, "torch built for", runtime, "Install the same build of torch there")
+
+
+def same_accelerators(replies: HostReplies) -> Iterator[str]:
+    """Differing kinds of accelerators that torch detects."""
+    remedy = "Repair the driver there, or leave the host out"
+    yield from _differing(replies, "accelerator", lambda facts: facts.devices.kind, remedy)
+
+
+def same_code(replies: HostReplies, head: Software, is_sent: bool) -> Iterator[str]:
+    """Code of this package that differs from the head's. If code ``is_sent``, it was verified just before."""
+    remedy = (
+        "Another copy takes precedence over the one that was sent. Remove it from Python's site-packages there"
+        if is_sent
+        else "Install the head's version of this package there, or have it sent with --ship-code"
+    )
+    yield from _unlike_head(replies, "code", lambda facts: facts.software.code_digest, head.code_digest, remedy)
+
+
+def same_spec(replies: HostReplies, head: Software) -> Iterator[str]:
+    """Settings of the run that a node's code reads differently from the head's."""
+    remedy = "Install the head's code and the head's version of pydantic there"
+    yield from _unlike_head(replies, "settings", lambda facts: facts.software.spec_digest, head.spec_digest, remedy)
+
+
+def _differing(
+    replies: HostReplies, what: str, value_of: Callable[[Facts], str], remedy: str, preferred: str | None = None
+) -> Iterator[str]:
+    values = {host: value_of(reply.facts) for host, reply in replies.items()}
+    for hosts, value, rest, right in outliers(values, preferred):
+        yield f"{names(hosts)}: {what} {value}, {rest} have {right}. {remedy.format(right)}"
+
+
+def _unlike_head(
+    replies: HostReplies, what: str, digest_of: Callable[[Facts], str], head: str, remedy: str
+) -> Iterator[str]:
+    groups: dict[str, list[str]] = {}
+    for host, reply in replies.items():
+        if (digest := digest_of(reply.facts)) != head:
+            groups.setdefault(digest, []).append(host)
+    for digest, hosts in groups.items():
+        shown = digest if digest.startswith("refused") else digest[:_DIGITS]
+        yield f"{names(hosts)}: {what} {shown}, the head has digest {head[:_DIGITS]}. {remedy}"
+
+
+_CLOCK_SECONDS = 5.0
+
+
+def clocks(replies: HostReplies) -> Iterator[str]:
+    """Clocks that differ from the head's.
+
+    A node reads its clock between the question and the answer, so a slow network does not cause a finding.
+    """
+    for host, reply in replies.items():
+        behind = reply.asked_at - reply.facts.started_at
+        ahead = reply.facts.ended_at - reply.answered_at
+        if max(behind, ahead) > _CLOCK_SECONDS:
+            by = f"{behind:.0f} s behind" if behind > ahead else f"{ahead:.0f} s ahead of"
+            yield f"{host}: its clock is at least {by} the head's. Synchronize it with NTP or chrony"

@@ -1,0 +1,130 @@
+"""Checks a run without asking other hosts: everything that is cheap to check before anything expensive starts."""
+
+from pathlib import Path
+
+from infra.node import ports
+from infra.node.attempts import shared_memory
+from infra.node.storage.garbage import size_of
+from t5train.checkpoint.resume import has_finished
+from t5train.checkpoint.retention import bytes_held
+from t5train.data.sources import PYDOCS, require_source
+from t5train.data.span_corruption import geometry
+from t5train.data.tokenizer import expected_vocab_size, spiece_in
+from t5train.engine import memory_estimate
+from t5train.errors import SpecError
+from t5train.files.run_folder import CHECKPOINTS
+from t5train.host_resources import require_host_memory
+from t5train.model import model_shape, starting_model
+from t5train.model.model_shape import T5Shape
+from t5train.model.pipeline_split import stage_bounds
+from t5train.records.digests import digest_file
+from t5train.release.export import require_exportable
+from t5train.spec import ClusterSpec, RunSpec
+
+WEIGHT_BYTES = 4
+_RELEASES = 3  # weights, export and publication, if the disk has no hard links
+_REST_BYTES = 512 << 20  # Python's documentation, logs, and the server's database
+
+
+def require_possible(spec: RunSpec) -> T5Shape:
+    """Return the model's shape. Raises an error if the settings and given files would fail on every machine."""
+    require_exportable(spec.model)
+    of_model = require_model(spec)
+    _require_vocabulary_of_start(spec)
+    return of_model
+
+
+def require_text(spec: RunSpec) -> int:
+    """Return the size of the text in bytes; unknown sizes count as 0. Raises InputError if there is no text."""
+    return 0 if spec.corpus.source == PYDOCS else require_source(spec.corpus.source)
+
+
+def publish_url(spec: RunSpec) -> str:
+    """Return where the run is published: the requested location, or else a folder under the root."""
+    return spec.storage.publish_to or str(spec.storage.root / "published" / spec.run_name)
+
+
+def require_model(spec: RunSpec) -> T5Shape:
+    """Return the model's shape. Raises SpecError if the settings contradict each other or the model to start from."""
+    sample = geometry(spec.objective)  # raises if a sample needs more spans than there are sentinels
+    vocab_size = expected_vocab_size(spec.tokenizer)
+    starting_model.require_fit(spec.model, vocab_size)
+    of_model = model_shape.resolve(spec.model, vocab_size)
+    stage_bounds(of_model, spec.layout.pipeline_stages, sample)
+    return of_model
+
+
+def _require_vocabulary_of_start(spec: RunSpec) -> None:
+    """Raise SpecError if the vocabulary differs from that of the model to start from."""
+    if spec.model.start_from is None:
+        return
+    if spec.tokenizer.path is None:
+        raise SpecError(
+            f"model.start_from is {spec.model.start_from}, but tokenizer.path is left out, so a new vocabulary would "
+            "be trained that the model does not know. Set tokenizer.path to the vocabulary of that model"
+        )
+    starting_model.require_vocabulary(spec.model, digest_file(spiece_in(Path(spec.tokenizer.path))).sha256)
+
+
+def require_this_machine(spec: RunSpec, of_model: T5Shape) -> None:
+    """Raise an error if this machine cannot train: accelerators, arithmetic, memory, shared memory or port."""
+    _require_accelerators(spec.cluster)
+    _require_arithmetic(spec)
+    if spec.cluster.accelerator == "cpu":
+        shared_memory.require_free_space(spec.cluster.ranks)
+    require_host_memory(
+        memory_estimate.host_bytes(spec, of_model), "layout.offload, cluster.ranks and the model's shape"
+    )
+    if spec.cluster.master_port is not None:
+        ports.require_free(spec.cluster.master_port)
+
+
+def require_absolute(root: Path) -> None:
+    """Raise SpecError if the root is a relative path."""
+    if not root.is_absolute():
+        raise SpecError(
+            f"root is {str(root)!r}, a relative path. Give an absolute path, because a Prefect worker has another "
+            "working folder"
+        )
+
+
+def _require_accelerators(cluster: ClusterSpec) -> None:
+    """Raise SpecError if this machine has too few GPUs. Only DeepSpeed can check other accelerators."""
+    if cluster.accelerator != "cuda":
+        return
+    import torch  # slow, and only needed for GPUs
+
+    if (found := torch.accelerator.device_count()) < cluster.ranks:
+        raise SpecError(
+            f"cluster.accelerator is 'cuda' and cluster.ranks is {cluster.ranks}, but this machine has {found} GPUs "
+            "that torch can use. Reduce cluster.ranks, or set cluster.accelerator to cpu"
+        )
+
+
+def _require_arithmetic(spec: RunSpec) -> None:
+    """Raise SpecError for fp16 on a CPU without fp16 instructions, which DeepSpeed rejects only once ranks run."""
+    if spec.optimizer.precision != "fp16" or spec.cluster.accelerator not in (None, "cpu"):
+        return
+    import torch  # slow, as above
+
+    on_gpu = spec.cluster.accelerator is None and torch.accelerator.is_available()
+    if not on_gpu and not torch.ops.mkldnn._is_mkldnn_fp16_supported():  # the check that DeepSpeed makes
+        raise SpecError(
+            "optimizer.precision is 'fp16', but this machine's CPU has no instructions for it (AVX512-FP16). Use bf16 "
+            "or fp32, or a GPU"
+        )
+
+
+def needed_bytes(spec: RunSpec, of_model: T5Shape, text_bytes: int) -> int:
+    """Return an estimate of the bytes that a run writes below its root. ``text_bytes`` is the size of the text."""
+    releases = WEIGHT_BYTES * _RELEASES * model_shape.count_parameters(of_model)
+    # ``text_bytes`` for shards: tokens take half the size of plain text, and more than that of compressed text.
+    return _checkpoint_bytes(spec, of_model) + releases + text_bytes + _REST_BYTES
+
+
+def _checkpoint_bytes(spec: RunSpec, of_model: T5Shape) -> int:
+    """Disk space for checkpoints still to come. Those that a resumed run already has do not count."""
+    if has_finished(spec.run_folder):
+        return 0
+    held = size_of(spec.run_folder / CHECKPOINTS)
+    return max(0, bytes_held(spec, of_model, range(spec.cluster.ranks)) - held)

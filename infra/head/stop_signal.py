@@ -1,0 +1,70 @@
+"""Handles SIGTERM to the head, so that ranks get time to save before the signal takes effect."""
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+_log = logging.getLogger(__name__)
+
+
+class Stopped(BaseException):
+    """Raised when SIGTERM arrives while the process has no handler of its own for it."""
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Make SIGTERM raise ``Stopped`` within the block. After the block, the signal takes its usual effect.
+
+    A handler that is already installed is kept. It is assumed to raise its own exception, as Prefect's does. Has no
+    effect outside the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _raise)
+    try:
+        yield
+    except Stopped:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def undisturbed(what: str) -> Iterator[None]:
+    """Defer Ctrl-C and SIGTERM until the end of the block, which must not be interrupted and takes bounded time.
+
+    ``what`` describes the work; it is logged when such a signal arrives. In other threads than the main thread, there
+    is nothing to defer: Python handles signals only in the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        came.append(number)
+        _log.warning("%s: please wait", what)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
+def is_stop(error: BaseException) -> bool:
+    """Whether the exception that ended a block was raised because of SIGTERM, not by a failure or Ctrl-C."""
+    return not isinstance(error, Exception | KeyboardInterrupt)
+
+
+def _raise(_number: int, _frame: object) -> NoReturn:
+    raise Stopped

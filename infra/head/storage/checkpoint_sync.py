@@ -1,0 +1,147 @@
+"""Checkpoint sync: gathers finished checkpoints and removes old ones while ranks run, without disturbing the ranks."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from infra.head.storage import checkpoint_record
+from infra.head.storage.checkpoint_inventory import (
+    FoundTag,
+    Inventories,
+    Survey,
+    complete_tags,
+    prunable,
+    prune_on,
+    survey,
+    unreadable,
+)
+from infra.head.storage.gather import collect, gather
+from infra.head.storage.node_paths import NodeRun
+from infra.node.storage.stored_checkpoints import HEAD, inventory_of
+from t5train.errors import IncompleteCheckpoint, StorageError, Unreadable
+from t5train.files.atomic import discard, remove_discarded
+from t5train.files.os_errors import explain
+from t5train.files.run_folder import METRICS, TENSORBOARD, is_tag, is_tag_or_removed
+from t5train.progress import Interrupted, Interruptible, Progress
+
+_LOOK_SECONDS = 0.5
+_RETRY_SECONDS = 10.0
+_METRICS_SECONDS = 5.0
+_METRICS_SHARE = 0.05
+"""Maximum share of the time that is spent on collecting metrics."""
+_log = logging.getLogger(__name__)
+
+
+class CheckpointSync:
+    """A thread that gathers and prunes checkpoints, and collects metrics. Failures are logged and retried."""
+
+    def __init__(self, run: NodeRun, num_saved: Callable[[], int]) -> None:
+        """Start the thread. ``num_saved`` returns a number that grows when ranks have saved a part of a checkpoint."""
+        self._run, self._num_saved = run, num_saved
+        self._stop_requested, self._progress = threading.Event(), Interruptible()
+        self._thread = threading.Thread(target=self._sync_until_stopped, name="checkpoint sync", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop the thread. A transfer in progress is interrupted, and can be resumed later."""
+        self._progress.must_stop = True
+        self._stop_requested.set()
+        self._thread.join()
+
+    def _sync_until_stopped(self) -> None:
+        seen, gather_at, metrics_at = 0, 0.0, time.monotonic() + _METRICS_SECONDS
+        while not self._stop_requested.wait(_LOOK_SECONDS):
+            now = time.monotonic()
+            if (saved := self._num_saved()) != seen and now >= gather_at:
+                if self._try("cannot gather the newest checkpoint", lambda: keep_up(self._run, self._progress)):
+                    seen = saved
+                gather_at = time.monotonic() + _RETRY_SECONDS * (seen != saved)
+            if now >= metrics_at:
+                self._try("cannot collect metrics", lambda: bring_metrics(self._run))
+                took = time.monotonic() - now
+                metrics_at = now + max(_METRICS_SECONDS, took / _METRICS_SHARE)
+
+    def _try(self, what: str, act: Callable[[], None]) -> bool:
+        try:
+            act()
+        except Interrupted:
+            return False
+        except Exception as error:
+            said = explain(error) if isinstance(error, OSError) else error
+            _log.warning("%s, will retry: %s: %s", what, type(error).__name__, said)
+            return False
+        return True
+
+
+def keep_up(run: NodeRun, progress: Progress) -> None:
+    """Gather the complete checkpoints that are to be kept, newest first; then remove old ones everywhere.
+
+    Damaged checkpoints are skipped. If a node does not answer, raises its HostError before anything is done. If a
+    checkpoint may be complete but cannot be checked now, raises Unreadable at the end.
+    """
+    found = survey(run.nodes, run.name, run.checkpoints)
+    for error in found.silent.values():
+        raise error
+    passed_over = set[str]()
+    for tag in _lacking(run, found):
+        _log.info("gathering %s", tag.name)
+        try:
+            gather(run.nodes, run.name, tag, run.checkpoints, progress)
+        except IncompleteCheckpoint as error:
+            _log.warning("%s is not gathered: %s", tag.name, error)
+            passed_over.add(tag.name)
+            continue
+        bring_metrics(run)
+    prune(run, found)
+    _require_known(found, passed_over)
+
+
+def _require_known(found: Survey, passed_over: set[str]) -> None:
+    """Raise Unreadable for a tag that may be complete, if it was passed over or is newer than all complete ones."""
+    complete = complete_tags(found.found)
+    for name, why in unreadable(found.found).items():
+        if is_tag(name) and (name in passed_over or not complete or name > complete[0].name):
+            raise Unreadable(f"{name} may be complete, but cannot be gathered now: {why}")
+
+
+def _lacking(run: NodeRun, found: Survey) -> list[FoundTag]:
+    """Complete checkpoints that the head should have but lacks. Records the newest complete one."""
+    complete = complete_tags(found.found)
+    if complete:
+        checkpoint_record.note(run.folder, complete[0])
+    held = {tag.name for tag in complete_tags({HEAD: found.found[HEAD]})}
+    return [tag for tag in complete if tag.name not in held.union(_prunable(run, found.found))]
+
+
+def _prunable(run: NodeRun, found: Inventories) -> list[str]:
+    return prunable(found, run.keep.keep_last, run.keep.keep_every_steps, run.keep.checkpoint_bytes)
+
+
+def bring_metrics(run: NodeRun) -> None:
+    """Collect the metrics that rank 0 has written."""
+    collect(run.nodes, run.first, run.relative_path, [METRICS, TENSORBOARD], run.folder)
+
+
+def prune(run: NodeRun, found: Survey) -> None:
+    """Remove checkpoints that are not to be kept from nodes and head, and leftovers of interrupted removals.
+
+    Checkpoints that are newer than the newest gathered one are not touched.
+    """
+    gathered = complete_tags({HEAD: inventory_of(run.checkpoints)})
+    if not gathered:
+        return
+    old = {
+        place: {tag: copy for tag, copy in inventory.items() if is_tag_or_removed(tag) and tag <= gathered[0].name}
+        for place, inventory in {**found.found, HEAD: inventory_of(run.checkpoints)}.items()
+    }
+    tags = _prunable(run, old)
+    for host, error in prune_on(run.nodes, run.name, tags).items():
+        if error is not None:
+            _log.warning("%s keeps old checkpoints (%s) for now: %s", host, ", ".join(tags), error)
+    try:
+        for tag in tags:
+            discard(run.checkpoints / tag)
+        remove_discarded(run.checkpoints)
+    except StorageError as error:
+        _log.warning("the head keeps old checkpoints for now: %s", error)

@@ -1,0 +1,143 @@
+"""The head's claim to the files of a run on its hosts: made before anything is read or written there, then renewed.
+
+The head renews it for as long as it holds the run, including the time between two attempts and the gathering of
+checkpoints, so that no other head adopts the run while this one is alive.
+"""
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+
+from infra.head.hosts.node_client import Nodes
+from infra.head.storage.node_paths import NodeRun
+from infra.node.attempts.run_ownership import Claimed, ClaimRun, DisownRun, Mode, Owner
+from t5train.errors import HostError, RunOwned
+
+_DEADLINE_SECONDS = 60.0
+_SHORTEST_DEADLINE_SECONDS = 5.0
+_RENEWALS_IN_A_LEASE = 4
+_END_SECONDS = 5.0
+_log = logging.getLogger(__name__)
+
+
+_Answers = Mapping[str, Claimed | HostError]
+
+
+class Claim:
+    """This head's claim to the files of one run on the hosts of the last ``take``, renewed until ``end``.
+
+    A claim outlives an attempt, so it belongs to the HeldRun, and ends when that is released.
+    """
+
+    def __init__(self) -> None:
+        self._renewal: _Renewal | None = None
+
+    def take(self, run: NodeRun, required: Sequence[str], others: Sequence[str], adopt: bool) -> list[Owner]:
+        """Claim the run on ``required`` hosts, and on ``others`` that answer.
+
+        Returns the other heads from which it was adopted. Raises RunOwned if the run belongs to another head, and the
+        HostError of a required host that does not answer.
+        """
+        nodes = run.nodes.on(*required, *others)
+        _require_free(run, _answered(required, _ask(nodes, run, Mode.LOOK)), adopt)
+        states = _answered(required, _ask(nodes, run, Mode.ADOPT if adopt else Mode.CLAIM))
+        if not all(state.is_ours for state in states.values()):
+            fresh = [host for host, state in states.items() if state.is_ours and state.owner is None]
+            nodes.on(*fresh).ask(DisownRun(nodes.scratch, run.name, run.owner), _DEADLINE_SECONDS)
+            _require_free(run, states, adopt)
+        self._renew(run, nodes.on(*{**dict.fromkeys(run.nodes.hosts), **states}))
+        owners = dict.fromkeys(state.owner for state in states.values() if state.owner)
+        return [owner for owner in owners if owner.unique_id != run.owner.unique_id]
+
+    def require_kept(self) -> None:
+        """Raise RunOwned if another head has taken over the run's files since."""
+        if self._renewal is not None and self._renewal.lost is not None:
+            raise self._renewal.lost
+
+    def end(self) -> None:
+        """Stop renewing the claim, if it was taken."""
+        renewal, self._renewal = self._renewal, None
+        if renewal is not None:
+            renewal.end()
+
+    def _renew(self, run: NodeRun, nodes: Nodes) -> None:
+        """Renew the claim on these nodes from now on, and no longer on those of an earlier attempt."""
+        before, self._renewal = self._renewal, _Renewal(run, nodes)
+        if before is not None:
+            before.end()
+
+
+class _Renewal:
+    """A thread that renews the leases of a run on its hosts."""
+
+    def __init__(self, run: NodeRun, nodes: Nodes) -> None:
+        self._run, self._nodes = run, nodes
+        self.lost: RunOwned | None = None
+        """Set once the run belongs to another head on some host."""
+        self._silent: set[str] = set()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="claim on hosts", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop renewing. Waits only briefly for hosts that do not answer a renewal."""
+        self._ended.set()
+        self._thread.join(_END_SECONDS)
+
+    def _renew(self) -> None:
+        interval = self._run.owner.lease_seconds / _RENEWALS_IN_A_LEASE
+        while self.lost is None and not self._ended.wait(interval):
+            deadline = max(2 * interval, _SHORTEST_DEADLINE_SECONDS)  # a host that hangs must not delay the others
+            answers = _ask(self._nodes, self._run, Mode.CLAIM, deadline)
+            refused = {host: each for host, each in _states(answers).items() if not each.is_ours}
+            if refused:
+                self.lost = _owned(self._run, refused)
+                _log.error("%s", self.lost)
+            self._note_silent({host: each for host, each in answers.items() if isinstance(each, HostError)})
+
+    def _note_silent(self, silent: Mapping[str, HostError]) -> None:
+        for host in silent.keys() - self._silent:
+            _log.warning("cannot renew the lease of run %s on %s, will retry: %s", self._run.name, host, silent[host])
+        self._silent = set(silent)
+
+
+def _ask(nodes: Nodes, run: NodeRun, mode: Mode, deadline_seconds: float = _DEADLINE_SECONDS) -> _Answers:
+    return nodes.ask(ClaimRun(nodes.scratch, run.name, run.owner, mode), deadline_seconds)
+
+
+def _states(answers: _Answers) -> dict[str, Claimed]:
+    return {host: each for host, each in answers.items() if not isinstance(each, HostError)}
+
+
+def _answered(required: Sequence[str], answers: _Answers) -> dict[str, Claimed]:
+    """The answers of hosts. Raises the HostError of a required host that did not answer; logs those of others."""
+    for host, each in answers.items():
+        if isinstance(each, HostError):
+            if host in required:
+                raise each
+            _log.warning("cannot ask %s which head owns the run there: %s", host, each)
+    return _states(answers)
+
+
+def _require_free(run: NodeRun, states: Mapping[str, Claimed], adopt: bool) -> None:
+    """Raise RunOwned if another head owns the run on a host, unless ``adopt`` is set and the lease has expired."""
+    refused = {
+        host: state
+        for host, state in states.items()
+        if state.owner is not None and not state.is_ours and not (adopt and state.left_seconds <= 0)
+    }
+    if refused:
+        raise _owned(run, refused)
+
+
+def _owned(run: NodeRun, refused: Mapping[str, Claimed]) -> RunOwned:
+    host, state = max(refused.items(), key=lambda item: item[1].left_seconds)
+    what = f"the checkpoints of run {run.folder.name} on {', '.join(refused)} are owned by {state.owner}"
+    another = "choose another --name"
+    if state.left_seconds > 0:
+        lease = f"The lease of that head on {host} is valid for another {state.left_seconds:.0f} s: it may be running"
+        return RunOwned(
+            f"{what}. {lease}. End that head, wait until its lease expires, then take the run over with --adopt, or "
+            f"{another}"
+        )
+    return RunOwned(f"{what}. The lease of that head has expired. Take the run over with --adopt, or {another}")

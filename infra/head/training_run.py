@@ -1,0 +1,201 @@
+"""Trains a run to its end, on this machine or on hosts. Start reading here.
+
+Does not use Prefect: both the flow's task and the command line call it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from infra.head import retries
+from infra.head.host_selection import require_hosts, training_hosts
+from infra.head.hosts.hostfile import Hosts
+from infra.head.hosts.ssh import Ssh
+from infra.head.launch.cluster_launch import ClusterLaunchSpec, launch_on_hosts
+from infra.head.launch.held_run import HeldRun, end_all, hold_run
+from infra.head.launch.local_launch import LaunchSpec, launch
+from infra.head.preflight.launch_requirements import LaunchRequirements, operators_of
+from infra.head.preflight.run_checks import (
+    WEIGHT_BYTES,
+    needed_bytes,
+    publish_url,
+    require_absolute,
+    require_model,
+    require_text,
+    require_this_machine,
+)
+from infra.head.storage.node_paths import NodeRun
+from infra.head.storage.run_storage import NodeLocalStorage, RunStorage, SharedStorage
+from t5train.checkpoint import resume
+from t5train.checkpoint.resume import has_finished, require_same_settings
+from t5train.checkpoint.resume_point import ask_to_begin_again
+from t5train.errors import HostError, LaunchError
+from t5train.files.run_folder import METRICS
+from t5train.host_resources import require_space
+from t5train.metrics import last_metrics
+from t5train.model import model_shape
+from t5train.model.model_shape import resolve
+from t5train.progress import Progress, silent
+from t5train.records.stage_records import Checkpoint, TokenShards
+from t5train.release.publication import check_destination
+from t5train.spec import RunSpec
+
+
+def train_run(
+    spec: RunSpec, shards: TokenShards, run: HeldRun, progress: Progress = silent, *, adopt: bool = False
+) -> Checkpoint:
+    """Train a held run to its end, from its newest complete checkpoint; returns the last checkpoint.
+
+    If the run has finished, only returns its last checkpoint. ``adopt`` takes over the run's files on hosts from
+    another head whose lease has expired.
+
+    Raises RunChanged if the run was begun with other settings, RunOwned if another head owns its files on hosts, and a
+    TrainingError if training fails a sanity check. Raises LaunchError or HostError for other failures; most of these
+    are worth a retry. These errors name the hosts that have failed twice in the last week, which spares then replace.
+    """
+    resume.open_run(spec, shards, progress)
+    if (checkpoint := resume.finished(spec, shards, progress)) is not None:
+        return checkpoint
+    try:
+        _Training(spec, shards, run, progress, adopt).to_the_end()
+        run.require_held()
+    except (LaunchError, HostError) as error:
+        raise retries.judged(spec.run_folder, error, partial(_is_replaced, spec, run)) from error
+    _tell(spec, progress)
+    return resume.conclude(spec, shards, progress)
+
+
+def train_again(spec: RunSpec, run: HeldRun) -> None:
+    """Make the next ``train_run`` begin at step 0, with all checkpoints set aside.
+
+    Ranks that an earlier command left running are ended first.
+    """
+    end_all(run, spec.cluster, on_tick=lambda: None)
+    ask_to_begin_again(spec.run_folder)
+
+
+@dataclass(frozen=True)
+class _Training:
+    """The training of a held run, on this machine or on hosts."""
+
+    spec: RunSpec
+    shards: TokenShards
+    run: HeldRun
+    progress: Progress
+    adopt: bool
+
+    def to_the_end(self) -> None:
+        """Start the ranks, and wait until all of them have trained to the last step."""
+        spec = self.spec
+        self.run.require_held()  # before ending ranks of an earlier attempt: another head may have taken over
+        if spec.cluster.hostfile is None:
+            end_all(self.run, spec.cluster, self._on_tick)
+            launch(launch_spec(spec, lambda folder: rank_program(self._write_job(folder))), self._on_tick)
+        else:
+            launch_on_hosts(self._on_hosts(), self._on_tick)
+
+    def _on_tick(self) -> None:
+        self.run.require_held()
+        _tell(self.spec, self.progress)
+
+    def _write_job(self, attempt_folder: Path) -> Path:
+        return resume.write_job(self.spec, self.shards, attempt_folder, self.progress)
+
+    def _on_hosts(self) -> ClusterLaunchSpec:
+        spec, shards = self.spec, self.shards
+        hosts = training_hosts(spec, self.run.running_hosts, self.run.silent_hosts)
+        shape = resolve(spec.model, int(shards.counts["vocab_size"]))
+        needs = LaunchRequirements.of_run(spec, hosts, shape, sum(digest.size for digest in shards.files.values()))
+        return ClusterLaunchSpec(
+            run=self.run,
+            cluster=spec.cluster,
+            hosts=hosts,
+            needs=needs,
+            storage=lambda is_node_local: self._on_nodes(needs, hosts) if is_node_local else self._shared(),
+            program=rank_program,
+            is_same_job=lambda attempt_folder: resume.is_job_of(spec, shards, attempt_folder),
+        )
+
+    def _shared(self) -> RunStorage:
+        return SharedStorage(self._write_job)
+
+    def _on_nodes(self, needs: LaunchRequirements, hosts: Hosts) -> RunStorage:
+        spec = self.spec
+        # The claim on the hosts is also renewed between two launches, so this folder must exist until the release.
+        folder = self.run.at_release.enter_context(TemporaryDirectory(prefix="t5-hosts-"))
+        transport = Ssh.configured(spec.cluster, Path(folder))
+        begun, unique_id = resume.run_fingerprint(spec, self.shards), resume.unique_id(spec.run_folder)
+        of_nodes = NodeRun.of(spec, begun, str(unique_id), hosts, transport, needs.checkpoint_bytes)
+        return NodeLocalStorage(of_nodes, self._write_job, self.progress, self.adopt, self.run.claim)
+
+
+def _is_replaced(spec: RunSpec, run: HeldRun, host: str) -> bool:
+    if spec.cluster.hostfile is None:
+        return False
+    return host not in training_hosts(spec, run.running_hosts, run.silent_hosts).names
+
+
+def launch_spec(spec: RunSpec, program: Callable[[Path], tuple[str, ...]]) -> LaunchSpec:
+    """Return the settings of a launch on this machine. For ``program``, see LaunchSpec."""
+    return LaunchSpec(
+        program=program,
+        run_folder=spec.run_folder,
+        num_ranks=spec.cluster.ranks,
+        accelerator=spec.cluster.accelerator,
+        master_port=spec.cluster.master_port,
+        grace_seconds=spec.cluster.grace_seconds,
+        operators=operators_of(spec),
+    )
+
+
+def rank_program(spec_path: Path) -> tuple[str, ...]:
+    """Return the arguments of the Python interpreter for every rank."""
+    return "-m", "t5train.train", "--spec", str(spec_path)
+
+
+def _tell(spec: RunSpec, progress: Progress) -> None:
+    line = last_metrics(spec.run_folder / METRICS)
+    if line is None:
+        progress("steps, ranks are starting", 0, spec.optimizer.num_steps)
+        return
+    facts = f"loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s"
+    progress(f"steps, {facts}", int(line["step"] or 0), spec.optimizer.num_steps)
+
+
+def require_ready(spec: RunSpec, run: HeldRun | None = None) -> set[str]:
+    """Raise the errors that training would raise hours later, as far as they can be detected now.
+
+    ``run`` is the run, if it is held. Returns the hosts that do not answer, which spares are to replace.
+    """
+    require_absolute(spec.storage.root)
+    require_same_settings(spec)
+    of_model = require_model(spec)
+    if spec.cluster.hostfile is None:
+        require_this_machine(spec, of_model)
+    parameters = model_shape.count_parameters(of_model)
+    text_bytes = require_text(spec)
+    require_space(spec.storage.root, needed_bytes(spec, of_model, text_bytes), f"run {spec.run_name!r}")
+    check_destination(publish_url(spec), WEIGHT_BYTES * parameters, spec.fingerprint())
+    running_hosts, silent_hosts = (run.running_hosts, run.silent_hosts) if run else (None, set[str]())
+    if spec.cluster.hostfile is None or has_finished(spec.run_folder):
+        return silent_hosts
+    return require_hosts(spec, of_model, text_bytes, running_hosts, silent_hosts)
+
+
+@contextmanager
+def hold_ready_run(spec: RunSpec, held: HeldRun | None = None) -> Iterator[HeldRun]:
+    """Hold a run (``hold_run``) that passes ``require_ready``. If the caller has ``held`` it already, only check it.
+
+    A run that has already begun is held before it is checked: its ranks may be running on hosts, and end when no head
+    renews their lease.
+    """
+    with ExitStack() as stack:
+        if held is None and spec.run_folder.exists():
+            held = stack.enter_context(hold_run(spec.run_folder))
+        silent_hosts = require_ready(spec, held)
+        run = held or stack.enter_context(hold_run(spec.run_folder))
+        run.silent_hosts |= silent_hosts
+        yield run

@@ -1,0 +1,192 @@
+"""Consolidate a checkpoint into a folder of weights.
+
+The folder appears complete or not at all, and never replaces other content.
+"""
+
+import logging
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from t5train.checkpoint.consolidate.layouts.detection import plan_of
+from t5train.checkpoint.consolidate.opened_checkpoint import OpenedCheckpoint, open_checkpoint, refusing_what_vanishes
+from t5train.checkpoint.consolidate.plan import Plan
+from t5train.checkpoint.consolidate.tensor_writer import write_tensors
+from t5train.checkpoint.tags import files_of
+from t5train.errors import RecordError, StorageError
+from t5train.files.atomic import partial_folder, rename_aside, sync_folder
+from t5train.files.os_errors import explain
+from t5train.progress import Progress, silent
+from t5train.records.digests import FileDigest, SafetensorsDigest
+from t5train.records.identity import fingerprint
+from t5train.records.stage_records import MANIFEST, Weights, reusable
+
+_log = logging.getLogger(__name__)
+_SPARE_BYTES = 16 << 20
+
+
+@contextmanager
+def new_folder(out: Path, size: int) -> Iterator[Path]:
+    """Yield the ``partial_folder`` of ``out``, for ``put_in_place`` to move.
+
+    Raises StorageError if ``size`` bytes do not fit, or if a write in the block fails.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{out.parent} cannot be created: {error.strerror}; choose another folder") from error
+    try:
+        free = shutil.disk_usage(out.parent).free
+        if free < size + _SPARE_BYTES:
+            raise StorageError(
+                f"too little disk space for {out}: {size} bytes and a reserve of {_SPARE_BYTES} bytes are needed, but "
+                f"only {free} bytes are free. Free some space, or choose another folder"
+            )
+        with partial_folder(out) as folder:
+            yield folder
+    except FileNotFoundError:  # a run removed an old tag while it was read: the caller explains this
+        raise
+    except OSError as error:
+        raise StorageError(f"{out} cannot be written: {explain(error)}") from error
+
+
+def require_vacant(out: Path, fingerprint: str | None) -> None:
+    """Raise StorageError unless ``out`` is absent, empty, or holds only damaged weights with this fingerprint.
+
+    Unrelated files beside damaged weights are refused, because they would be moved aside with them. If
+    ``fingerprint`` is None, any weights are accepted.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    try:
+        there = Weights.load(out)
+    except RecordError as error:
+        raise StorageError(
+            f"{out} is not empty and holds no finished result of `consolidate` ({error}). Remove that folder, or "
+            "choose another"
+        ) from None
+    if fingerprint is None:
+        return
+    if fingerprint != there.fingerprint:
+        raise StorageError(
+            f"{out} holds other weights, of another checkpoint or written with other options (fingerprint "
+            f"{there.fingerprint[:12]}). Remove that folder, or choose another"
+        )
+    if strangers := sorted({path.name for path in out.iterdir()} - {*there.files, MANIFEST}):
+        raise StorageError(
+            f"{out} holds damaged weights and an unrelated file, {strangers[0]}. Move that file to another folder, "
+            "then try again: the damaged weights are set aside and written again"
+        )
+
+
+def put_in_place(folder: Path, out: Path) -> None:
+    """Rename ``folder`` to ``out``, durably, after moving damaged weights in ``out`` aside."""
+    if out.is_dir() and any(out.iterdir()):
+        _log.warning("the weights in %s were damaged or changed. They were moved to %s", out, rename_aside(out))
+    folder.rename(out)
+    sync_folder(out.parent)
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # the names in every Adam-like optimizer
+
+
+def consolidate(
+    checkpoint: Path,
+    out: Path,
+    *,
+    tag: str | None = None,
+    shard_bytes: int | None = None,
+    moments: bool = False,
+    progress: Progress = silent,
+) -> Weights:
+    """Write the fp32 weights of a DeepSpeed checkpoint into a folder.
+
+    Supports ZeRO 0 to 3, pipelines and mixtures of experts, in fp32, bf16 and fp16. The folder holds
+    ``model.safetensors`` (or several files and their index), ``model.tensors.json`` with the sha256 of each tensor's
+    bytes, and ``manifest.json``. Tensors have the shapes of the Hugging Face model. Floating-point tensors are fp32,
+    and integer tensors keep their type. A tied parameter is stored only under its owner's name.
+
+    Args:
+        checkpoint: Folder with tags inside, or the folder of one tag.
+        out: Output folder. It appears complete or not at all. The same weights in it are verified and reused.
+        tag: The tag to consolidate; by default, the newest complete one.
+        shard_bytes: Maximum size of a file in bytes; by default, all tensors are written to one file.
+        moments: Whether to also write the optimizer's two moments of each trained parameter, in the same way, as
+            ``exp_avg.safetensors`` and ``exp_avg_sq.safetensors``.
+        progress: Called with the number of bytes verified or written so far.
+
+    Returns:
+        The record of the weights.
+
+    Raises:
+        InputError: There is no such checkpoint or tag.
+        IncompleteCheckpoint: Files are missing, altered or from different checkpoints.
+        ConsolidationError: Loading a file would run code, or files contradict each other.
+        UnknownLayout: The checkpoint's layout is not supported.
+        StorageError: ``out`` holds something else or cannot be written, or there is not enough disk space.
+
+    """
+    out = out.resolve()
+    with refusing_what_vanishes(checkpoint.absolute()):
+        opened = open_checkpoint(checkpoint, tag, progress)
+        return _consolidate(opened, out, shard_bytes, _MOMENTS if moments else (), progress)
+
+
+def _consolidate(
+    opened: OpenedCheckpoint, out: Path, shard_bytes: int | None, moments: Sequence[str], progress: Progress
+) -> Weights:
+    recorded = _recorded_identity(opened, shard_bytes, moments)
+    if recorded is not None and (there := reusable(Weights, out, recorded, progress)):
+        return there
+    require_vacant(out, recorded)
+    plan = plan_of(opened, moments)
+    with new_folder(out, plan.size) as folder:
+        files: dict[str, FileDigest | SafetensorsDigest] = {}
+        for stem, tensors in {"model": plan.tensors, **plan.moments}.items():
+            files |= write_tensors(
+                tensors, folder, stem, shard_bytes, has_digests=bool(opened.sidecars), progress=progress
+            )
+        identity = recorded or _content_identity(files)
+        if there := reusable(Weights, out, identity, progress):
+            return there
+        require_vacant(out, identity)
+        weights = _record(out, opened, plan, identity, files).commit(folder)
+        sync_folder(folder)
+        put_in_place(folder, out)
+    return weights
+
+
+def _recorded_identity(opened: OpenedCheckpoint, shard_bytes: int | None, moments: Sequence[str]) -> str | None:
+    """The fingerprint of the result, from the run, its step, the files' digests and the options.
+
+    None without sidecars.
+    """
+    if not opened.sidecars:
+        return None
+    first = opened.sidecars[0]
+    digests = {name: digest.sha256 for name, digest in files_of(opened.sidecars).items()}
+    identity = {"run": first.run_fingerprint, "step": first.step, "files": digests, "shard_bytes": shard_bytes}
+    return fingerprint({**identity, "moments": list(moments)})
+
+
+def _content_identity(files: Mapping[str, FileDigest | SafetensorsDigest]) -> str:
+    """The fingerprint of weights of unknown origin: it covers only their content."""
+    return fingerprint({"files": {name: digest.model_dump() for name, digest in files.items()}})
+
+
+def _record(
+    out: Path, opened: OpenedCheckpoint, plan: Plan, identity: str, files: Mapping[str, FileDigest | SafetensorsDigest]
+) -> Weights:
+    return Weights(
+        path=out,
+        fingerprint=identity,
+        inputs={"run": opened.sidecars[0].run_fingerprint} if opened.sidecars else {},
+        files=files,
+        counts={
+            "parameters": plan.num_parameters,
+            "tensors": len(plan.tensors),
+            "bytes": plan.size,
+            "step": plan.step,
+        },
+    )

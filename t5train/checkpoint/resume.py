@@ -1,0 +1,264 @@
+"""A run's folder on the head: the identity it was begun with, whether it has finished, and the next attempt's job.
+
+Nothing here imports torch.
+"""
+
+import json
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from t5train.checkpoint import sidecar, tags
+from t5train.checkpoint.reshard import consolidated_for, discard_consolidated
+from t5train.checkpoint.resume_point import is_asked_to_begin_again, resume_tag, tags_in
+from t5train.data.loader import ORDER_VERSION
+from t5train.errors import IncompleteCheckpoint, LaunchError, RecordError, RunChanged, SpecError
+from t5train.files import run_folder as run_files
+from t5train.files.atomic import write_json, write_text
+from t5train.files.presence import ABSENT, is_there, reading
+from t5train.files.run_folder import tag_of
+from t5train.model.starting_model import require_fit, require_vocabulary, start_fingerprint, start_name
+from t5train.progress import Progress, silent
+from t5train.records.digests import FileDigest, digest_files
+from t5train.records.identity import differences, fingerprint
+from t5train.records.stage_records import Checkpoint, TokenShards, reusable
+from t5train.records.witness import WITNESS, WITNESS_TENSORS
+from t5train.spec import RunSpec, build
+from t5train.spec.rank_job import TrainJob
+
+_WITNESS_FILES = tuple(f"{run_files.WITNESS_FOLDER}/{name}" for name in (WITNESS, WITNESS_TENSORS))
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def run_fingerprint(spec: RunSpec, shards: TokenShards) -> str:
+    """The fingerprint of a run's identity: of its settings and its inputs."""
+    return fingerprint(run_identity(spec, shards))
+
+
+def run_identity(spec: RunSpec, shards: TokenShards) -> dict[str, Any]:
+    """The settings and the order of samples that training depends on, and the fingerprints of its inputs.
+
+    The inputs are the token shards and, if there are any, the weights that training starts from.
+    """
+    start = start_fingerprint(spec.model)
+    return (
+        training_settings(spec)
+        | {"order_version": ORDER_VERSION, "shards": shards.fingerprint}
+        | ({"start_from": start} if start else {})
+    )
+
+
+def training_settings(spec: RunSpec) -> dict[str, Any]:
+    """The settings that training depends on. The shards' fingerprint covers the settings of text and tokens."""
+    identity = spec.identity()
+    return {part: identity[part] for part in ("objective", "model", "optimizer")}
+
+
+def open_run(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -> None:
+    """Create the run's folder, or check that the existing one was begun with the same identity.
+
+    Raises RunChanged, naming every field that differs with both values, if it was not; the folder stays unchanged.
+    Raises the errors of ``require_fit`` if the model to start from does not fit the spec.
+    """
+    path = spec.run_folder / run_files.RUN
+    if start_fingerprint(spec.model, progress):
+        require_fit(spec.model, int(shards.counts["vocab_size"]))
+        require_vocabulary(spec.model, shards.inputs["vocabulary"])
+    identity = run_identity(spec, shards)
+    if not is_there(path):
+        spec.run_folder.mkdir(parents=True, exist_ok=True)
+        begun = {"fingerprint": fingerprint(identity), "identity": identity, "spec": spec.model_dump(mode="json")}
+        write_json(path, begun | {"unique_id": _new_id()})
+        return
+    require_same(spec.run_name, path, identity)
+    if unique_id(spec.run_folder) is None:  # begun by a version without unique ids
+        write_json(path, json.loads(path.read_text("utf-8")) | {"unique_id": _new_id()})
+
+
+def unique_id(run_folder: Path) -> str | None:
+    """The id that distinguishes a run from those of the same name and settings under other roots.
+
+    None before the run begins.
+    """
+    path = run_folder / run_files.RUN
+    found = _begun(path, lambda begun: begun.get("unique_id")) if is_there(path) else None
+    return None if found is None else str(found)
+
+
+def _new_id() -> str:
+    return secrets.token_hex(16)
+
+
+def begun_fingerprint(run_folder: Path) -> str | None:
+    """The fingerprint that a run was begun with; None if it has not begun. Raises SpecError if its file is damaged."""
+    path = run_folder / run_files.RUN
+    return _begun(path, lambda begun: str(begun["fingerprint"])) if is_there(path) else None
+
+
+def has_finished(run_folder: Path) -> bool:
+    """Whether the run's manifest records that training has ended. ``finished`` also verifies the files."""
+    try:
+        return Checkpoint.load(run_folder).fingerprint == begun_fingerprint(run_folder)
+    except RecordError:
+        return False
+
+
+def load_run_spec(run_folder: Path) -> RunSpec:
+    """The spec that a run was begun with.
+
+    Args:
+        run_folder: ``{root}/runs/{name}``.
+
+    Returns:
+        The spec, as recorded in ``run.json``.
+
+    Raises:
+        SpecError: The file is absent or damaged; the error names it.
+
+    """
+    return _begun(run_folder / run_files.RUN, lambda begun: build(begun["spec"]))
+
+
+def require_same(name: str, path: Path, identity: Mapping[str, Any]) -> None:
+    """Raise RunChanged unless the run file has the same value for every part of ``identity``."""
+    begun = _begun(path, lambda begun: dict(begun["identity"]))
+    _require_same_order(name, begun)
+    _refuse_changes(name, differences({part: begun.get(part) for part in identity}, identity))
+
+
+def _require_same_order(name: str, begun: Mapping[str, Any]) -> None:
+    """Raise RunChanged if the run has another order of samples than this version produces."""
+    version = begun.get("order_version", 1)  # version 1 was not recorded
+    if version != ORDER_VERSION:
+        raise RunChanged(
+            f"run {name!r} was started with version {version} of the sample order, and this installation has version "
+            f"{ORDER_VERSION}: continuing would train on some samples twice and skip others. Finish the run with the "
+            f"installation that started it, or choose another --name. To begin that run with the weights of {name!r}, "
+            f"export {name!r} and set model.start_from to the export"
+        )
+
+
+def _begun(path: Path, part: Callable[[Any], T]) -> T:
+    """Read a part of the run file. Raises Unreadable, and SpecError if it is absent or damaged."""
+    try:
+        with reading(path):
+            return part(json.loads(path.read_bytes()))
+    except ABSENT:
+        raise SpecError(f"{path.parent} is not a run folder: it has no {path.name}. Check the path") from None
+    except (ValueError, KeyError, TypeError, SpecError) as error:
+        raise SpecError(f"{path} is damaged ({error}). Restore the file, or choose another --name") from error
+
+
+def require_same_settings(spec: RunSpec) -> None:
+    """Raise RunChanged if the run on disk was begun with other settings that affect the weights.
+
+    This check needs no tokens. The location of the text is not compared, as it may have been moved.
+    """
+    path = spec.run_folder / run_files.RUN
+    if is_there(path):
+        _require_same_order(spec.run_name, _begun(path, lambda begun: dict(begun["identity"])))
+        _refuse_changes(spec.run_name, differences(_settings(load_run_spec(spec.run_folder)), _settings(spec)))
+
+
+def _settings(spec: RunSpec) -> dict[str, Any]:
+    identity = spec.identity()
+    where = {"source", "revision"}
+    return identity | {"corpus": {name: value for name, value in identity["corpus"].items() if name not in where}}
+
+
+def _refuse_changes(name: str, changed: list[str]) -> None:
+    if changed:
+        raise RunChanged(
+            f"run {name!r} was begun with other settings ({'; '.join(changed)}). Set these back, or choose another "
+            "--name"
+        )
+
+
+def finished(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -> Checkpoint | None:
+    """The record of the run's last checkpoint if training has ended and all of its files verify, else None."""
+    return reusable(Checkpoint, spec.run_folder, run_fingerprint(spec, shards), progress)
+
+
+def write_job(spec: RunSpec, shards: TokenShards, attempt_folder: Path, progress: Progress = silent) -> Path:
+    """Choose the newest complete checkpoint, verify it, and write the job file for the ranks.
+
+    A checkpoint that was written in another layout than the spec's is consolidated first. If the user asked to begin
+    again, all checkpoints are moved aside unread. Raises RunChanged if there is a checkpoint of another run, and the
+    errors of ``newest_verified_tag``.
+    """
+    if not is_asked_to_begin_again(spec.run_folder):
+        _require_own_checkpoints(spec, shards)
+    tag = resume_tag(spec.run_folder, progress)
+    consolidated = None
+    if tag is not None:
+        _log.info("resuming %s from %s", spec.run_name, tag)
+        consolidated = consolidated_for(spec, tag, progress)
+    job = TrainJob(
+        spec=spec,
+        run_fingerprint=run_fingerprint(spec, shards),
+        run_folder=spec.run_folder.resolve(),
+        shards_folder=shards.path.resolve(),
+        resume_tag=None if consolidated else tag,
+        consolidated=consolidated,
+        start_fingerprint=start_fingerprint(spec.model),
+        start_name=start_name(spec.model),
+    )
+    path = attempt_folder / run_files.ATTEMPT_SPEC
+    write_text(path, job.model_dump_json(indent=1) + "\n")
+    return path
+
+
+def is_job_of(spec: RunSpec, shards: TokenShards, attempt_folder: Path) -> bool:
+    """Whether an attempt's job is for this spec and these shards; the checkpoint it began from does not matter.
+
+    The path of the weights that the run started from is not compared, because it may differ on nodes.
+    """
+    job = TrainJob.read(attempt_folder / run_files.ATTEMPT_SPEC)
+    model = job.spec.model.model_copy(update={"start_from": spec.model.start_from})
+    described = job.spec.model_copy(update={"model": model})
+    return described == spec and job.run_fingerprint == run_fingerprint(spec, shards)
+
+
+def conclude(spec: RunSpec, shards: TokenShards, progress: Progress = silent) -> Checkpoint:
+    """Verify the results of the ranks and write the run's manifest, the only sign that training has ended.
+
+    Raises LaunchError if the witness is missing, and the errors of ``require_complete`` for the last checkpoint.
+    """
+    folder, step = spec.run_folder, spec.optimizer.num_steps
+    tag = tag_of(step)
+    for name in _WITNESS_FILES:
+        if not is_there(folder / name):
+            raise LaunchError(f"every rank succeeded, but {folder / name} is missing: start the run again")
+    sidecars = tags.require_complete(folder / run_files.CHECKPOINTS / tag, progress)
+    discard_consolidated(folder)
+    files: dict[str, FileDigest] = {
+        f"{run_files.CHECKPOINTS}/{tag}/{name}": digest for name, digest in tags.files_of(sidecars).items()
+    }
+    names = [f"{run_files.CHECKPOINTS}/{tag}/{sidecar.sidecar_name(one.rank)}" for one in sidecars]
+    return Checkpoint(
+        path=folder,
+        fingerprint=sidecars[0].run_fingerprint,  # as recorded: the weights it started from may no longer exist
+        inputs={"shards": shards.fingerprint},
+        files=files | digest_files(folder, [*names, *_WITNESS_FILES]),
+        counts={"step": step, "ranks": len(sidecars), "samples": sidecars[0].data.samples_consumed},
+        step=step,
+        tag=tag,
+    ).commit()
+
+
+def _require_own_checkpoints(spec: RunSpec, shards: TokenShards) -> None:
+    """Raise RunChanged if there is a checkpoint of another run, for example because ``run.json`` was replaced."""
+    folder, own = spec.run_folder / run_files.CHECKPOINTS, run_fingerprint(spec, shards)
+    for tag in tags_in(folder):
+        try:
+            written = tags.require_agreement(sidecar.read_all(folder / tag), folder / tag)
+        except IncompleteCheckpoint:
+            continue  # no run resumes from it
+        if written[0].run_fingerprint != own:
+            raise RunChanged(
+                f"{folder / tag} is a checkpoint of another run, not of {spec.run_name!r}. Move that folder to "
+                f"another place, so that {spec.run_name!r} resumes from its own checkpoints, or choose another --name"
+            )

@@ -1,0 +1,270 @@
+"""Save checkpoints that can be verified, resume from one if all ranks agree on it, and prune old ones."""
+
+import base64
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from t5train.checkpoint import last_complete, sidecar, tags
+from t5train.checkpoint.archive_checksums import fill_in, no_checksums
+from t5train.checkpoint.reshard import discard_consolidated
+from t5train.checkpoint.resume_point import is_unfinished
+from t5train.checkpoint.retention import kept
+from t5train.checkpoint.save_errors import naming_folder
+from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.checkpoint.state_loading import StoredState, named_groups
+from t5train.checkpoint.tags import Writers
+from t5train.engine.collectives import (
+    barrier,
+    data_rank,
+    digest64,
+    expert_rank,
+    gather,
+    rank,
+    ranks_of_node,
+    world_size,
+)
+from t5train.engine.engine import model_of
+from t5train.engine.parameter_layout import expert_layers
+from t5train.errors import RanksDisagree, StorageError, UnknownVersion
+from t5train.files.atomic import remove_folder, sync_folder
+from t5train.files.os_errors import explain, naming
+from t5train.files.presence import file_size, is_folder, is_there, names_in, reading
+from t5train.files.run_folder import SET_ASIDE, is_tag_or_removed, name_while_removed, step_of, tag_of
+from t5train.files.set_aside import set_aside
+from t5train.records.digests import FileDigest, digest_files
+from t5train.records.identity import current_provenance
+from t5train.spec.rank_job import TrainJob
+
+_log = logging.getLogger(__name__)
+_LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def save(engine: Any, job: TrainJob, step: int, huggingface_config: dict[str, Any], shards_fingerprint: str) -> str:
+    """Write the checkpoint of ``step`` on all ranks. When this returns, the checkpoint is complete and durable.
+
+    On nodes that do not share a disk, the checkpoint consists of the folders of all nodes.
+    """
+    tag = tag_of(step)
+    folder = job.checkpoints_folder / tag
+    sharers = ranks_of_node() if job.node_local else list(range(world_size()))
+    if rank() == sharers[0]:
+        _discard(folder)
+        folder.mkdir(parents=True)
+    if job.node_local and engine.pipeline_parallelism:
+        _save_every_stage(engine, sharers[0])
+    barrier()
+    with no_checksums(), naming_folder(folder):
+        engine.save_checkpoint(str(job.checkpoints_folder), tag=tag, save_latest=False)
+    barrier()
+    own, replicas = _files_to_record(folder, _writers(engine, job), sharers)
+    sidecar.write(
+        folder,
+        Sidecar(
+            run_fingerprint=job.run_fingerprint,
+            step=step,
+            tag=tag,
+            saving=_drawn_by_rank_0(),
+            rank=rank(),
+            world_size=world_size(),
+            layout=_layout(job),
+            files=_durable_digests(folder, own),
+            replicas=_durable_digests(folder, replicas),
+            groups=named_groups(engine),
+            expert_layers=expert_layers(model_of(engine)),
+            huggingface_config=huggingface_config,
+            pipeline_layers=dict(model_of(engine).pipeline_layers),
+            skipped_steps=int(engine.skipped_steps),
+            loss_scaler=_loss_scaler(engine),
+            data=DataState(
+                samples_consumed=step * job.spec.optimizer.global_batch_sequences,
+                shards_fingerprint=shards_fingerprint,
+            ),
+            generator_states=_generator_states(),
+            versions=current_provenance().versions,
+        ),
+    )
+    barrier()
+    if rank() == 0 and not job.node_local:  # if hosts do not share a disk, the head keeps this record
+        last_complete.note(job.run_folder, tag)
+    return tag
+
+
+def _drawn_by_rank_0() -> str:
+    """32 random bits in hexadecimal, the same on all ranks."""
+    return f"{gather([secrets.randbits(32)])[0][0]:08x}"
+
+
+def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
+    """Load the job's tag, or the ``stored`` state, on every rank, and return its step; 0 without either.
+
+    Raises Unreadable, and RanksDisagree unless all ranks have the same job and loaded the same step and run.
+    """
+    consolidated = job.consolidated.fingerprint if job.consolidated else None
+    _require_consensus("resume tag", str(job.resume_tag or consolidated or job.start_fingerprint))
+    if job.resume_tag is None:
+        return _begin(engine, job, stored) if stored else 0
+    step, folder = step_of(job.resume_tag), job.checkpoints_folder / job.resume_tag
+    own = sidecar.read(folder, rank())
+    with reading(folder):
+        path, _ = engine.load_checkpoint(str(job.checkpoints_folder), tag=job.resume_tag)
+    loaded = f"{Path(path or 'nothing').parent.name} of run {own.run_fingerprint}, step {own.step}, saving {own.saving}"
+    _require_consensus("loaded checkpoint", loaded)
+    if path is None or not engine.global_steps == own.step == step or own.run_fingerprint != job.run_fingerprint:
+        raise RanksDisagree(
+            f"cannot resume from {folder}: the files there belong to another run or step. DeepSpeed loaded "
+            f"{path or 'nothing'} at step {engine.global_steps}, but step {step} was expected. Move that folder to "
+            "another place to resume from an older checkpoint"
+        )
+    _restore_generators(own.generator_states)
+    return step
+
+
+def _begin(engine: Any, job: TrainJob, stored: StoredState) -> int:
+    """Restore the state, and reseed dropout by step and rank, as generator states are valid for one layout only."""
+    stored.restore(engine)
+    torch.manual_seed(digest64(f"{job.spec.optimizer.seed}|{stored.clock.step}|{rank()}"))
+    return stored.clock.step
+
+
+def prune(job: TrainJob, newest_step: int) -> None:
+    """On rank 0, remove all checkpoints except those that are ``kept``; incomplete ones are removed too.
+
+    A damaged checkpoint that is newer than the one this attempt began from is moved aside instead. A folder whose name
+    is not a tag's belongs to the user and stays. The checkpoint that was consolidated for this layout is no longer
+    needed and is removed. On nodes that do not share a disk, no rank can see whether a checkpoint is complete, so the
+    head prunes them. If a file cannot be read or removed now, only a warning is logged: the error must not end a run
+    that has just saved.
+    """
+    if rank() != 0 or job.node_local:
+        return
+    try:
+        _prune(job, newest_step)
+        discard_consolidated(job.run_folder)
+    except (StorageError, UnknownVersion) as error:
+        _log.warning("old checkpoints are kept for now: %s", error)
+
+
+def _prune(job: TrainJob, newest_step: int) -> None:
+    checkpoints, begun_from = job.checkpoints_folder, tag_of(_first_step(job))
+    complete = [tag for tag in tags.complete_tags(checkpoints) if step_of(tag) <= newest_step]
+    keep = _kept(job, complete)
+    for name in names_in(checkpoints):
+        folder = checkpoints / name
+        if name in keep or not is_tag_or_removed(name) or not is_folder(folder):
+            continue
+        if name not in complete and name.startswith("step-") and name > begun_from and not is_unfinished(folder):
+            why = f"it is damaged, or newer than step {newest_step} of an attempt that began from {begun_from}"
+            set_aside(folder, job.run_folder / SET_ASIDE, why)
+        else:
+            _log.info("removing checkpoint %s", name)
+            _discard(folder)
+
+
+def _first_step(job: TrainJob) -> int:
+    """The step this attempt began from."""
+    return job.consolidated.clock.step if job.consolidated else step_of(job.resume_tag) if job.resume_tag else 0
+
+
+def _kept(job: TrainJob, complete: list[str]) -> set[str]:
+    folders = [job.checkpoints_folder / tag for tag in complete]
+    sizes = {
+        step_of(folder.name): sum(file_size(folder / name) or 0 for name in names_in(folder)) for folder in folders
+    }
+    storage = job.spec.storage
+    return {tag_of(step) for step in kept(sizes, storage.keep_last, storage.keep_every_steps, storage.checkpoint_bytes)}
+
+
+def _discard(folder: Path) -> None:
+    """Remove a tag. It is renamed first, so that it no longer counts as complete. Raises StorageError."""
+    if not is_there(folder):
+        return
+    doomed = folder.with_name(name_while_removed(secrets.token_hex(4)))
+    try:
+        folder.rename(doomed)
+        sync_folder(folder.parent)
+        remove_folder(doomed)
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be removed: {explain(error)}") from error
+
+
+def _loss_scaler(engine: Any) -> dict[str, int | float]:
+    """The state of the fp16 loss scaler, by attribute; empty in any other precision."""
+    if not engine.fp16_enabled():
+        return {}
+    return {name: getattr(engine.optimizer.loss_scaler, name) for name in _LOSS_SCALER}
+
+
+def _save_every_stage(engine: Any, first_of_node: int) -> None:
+    """Make DeepSpeed save each stage's model states once per node, not only those of the node's first rank."""
+    first_of_stage = engine.stage_id * engine.dp_world_size
+    engine.save_non_zero_checkpoint = rank() == max(first_of_stage, first_of_node)
+
+
+def _writers(engine: Any, job: TrainJob) -> Writers:
+    return Writers(
+        ranks_a_stage=job.spec.data_parallel_size,
+        experts_a_rank=job.spec.model.moe.num_experts // job.spec.layout.expert_parallel_size,
+        stage_of_layer=engine.module.stage_owner if engine.pipeline_parallelism else None,
+    )
+
+
+def _files_to_record(folder: Path, writers: Writers, sharers: Sequence[int]) -> tuple[list[str], list[str]]:
+    """The files this rank wrote and, on a folder's first rank, replicas of files that ranks of other folders wrote."""
+    found = {path.name: writers.of(path.name) for path in sorted(folder.glob("*.pt"))}
+    own = [name for name, writer in found.items() if writer == rank()]
+    return own, [name for name, writer in found.items() if writer not in sharers and rank() == sharers[0]]
+
+
+def _durable_digests(folder: Path, names: Sequence[str]) -> dict[str, FileDigest]:
+    for name in names:
+        fill_in(folder / name)
+        with naming(folder / name), open(folder / name, "rb") as file:
+            os.fsync(file.fileno())
+    return digest_files(folder, names)
+
+
+def _layout(job: TrainJob) -> ParallelLayout:
+    layout, models = job.spec.layout, job.spec.data_parallel_size
+    places: dict[str, int] = {}
+    if layout.pipeline_stages > 1:
+        places = {"pipeline_rank": rank() // models, "pipeline_size": layout.pipeline_stages}
+    if job.spec.model.moe.num_experts:
+        size = layout.expert_parallel_size
+        places = {"expert_rank": expert_rank(size), "expert_size": size}
+        places |= {"expert_data_rank": rank() // size, "expert_data_size": world_size() // size}
+    return ParallelLayout(
+        zero_stage=layout.zero_stage,
+        precision=job.spec.optimizer.precision,
+        data_parallel_rank=data_rank(job.spec),
+        data_parallel_size=models,
+        **places,
+    )
+
+
+def _require_consensus(what: str, value: str) -> None:
+    everybody = gather([digest64(value)])
+    if len({row[0] for row in everybody}) > 1:
+        raise RanksDisagree(
+            f"the {what} differs between ranks: rank {rank()} has {value!r}, and another rank something else. Start "
+            "the run again. If this happens again, please report it"
+        )
+
+
+def _generator_states() -> dict[str, str]:
+    states = {"cpu": torch.get_rng_state(), "accelerator": get_accelerator().get_rng_state()}
+    return {name: base64.b64encode(state.cpu().numpy().tobytes()).decode("ascii") for name, state in states.items()}
+
+
+def _restore_generators(states: dict[str, str]) -> None:
+    tensors = {
+        name: torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8) for name, state in states.items()
+    }
+    torch.set_rng_state(tensors["cpu"])
+    get_accelerator().set_rng_state(tensors["accelerator"])

@@ -1,5 +1,0 @@
-"""DeepSpeed checkpoint to fp32 safetensors."""
-
-from t5train.consolidate.consolidation import consolidate
-
-__all__ = ["consolidate"]

@@ -1,0 +1,282 @@
+"""SentencePiece models in T5's form: how to recognise one, train one, and encode text with one.
+
+Text is encoded with SentencePiece, adjusted to give the same ids as Hugging Face's tokenizer ("the reference" below).
+A published model is used with the reference. If the two encoded a text differently, the model would have been trained
+on ids that it never sees in use. Without the adjustments, they differ in three ways.
+
+Sums: SentencePiece adds up scores in float32 from the beginning of a text; the reference adds them in float64, word by
+word. Scores are therefore rounded to a grid on which float32 sums are exact up to 8192. Equally good segmentations
+(``---``+``-`` and ``-``+``---``) then tie instead of being decided by rounding errors. A long text is encoded in
+stretches that are short enough to stay below 8192. They end at spaces, which always separate pieces.
+
+Normalisation: SentencePiece replaces the longest match of its table, wherever it occurs. The reference works grapheme
+by grapheme. It replaces a grapheme of fewer than six bytes by the shortest match at its beginning, and drops the rest
+(a full-width A with an acute accent becomes a plain A). It replaces a longer grapheme character by character, and never
+composes it.
+
+Spaces: the reference also splits words at U+0085, which the table leaves unchanged.
+
+Normalisation and spaces matter only in texts with combining characters or U+0085. The reference's own normaliser
+normalises these texts, and SentencePiece segments the result without normalising it again.
+"""
+
+import io
+import re
+import time
+import unicodedata
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers.normalizers import Precompiled
+
+from t5train.errors import InputError, SpecError
+from t5train.progress import Progress
+from t5train.spec import TokenizerSpec
+
+PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
+SPECIAL_PIECES = ("<pad>", "</s>", "<unk>")
+_SENTINEL = re.compile("<extra_id_[0-9]+>")
+_NUM_THREADS = 8  # changes the result, because sums are formed per thread
+_SENTENCE_CHARACTERS = 1000  # at most 4 bytes each: the trainer skips sentences of more than 4192 bytes
+_Piece = sentencepiece_model_pb2.ModelProto.SentencePiece
+
+
+def require_t5_form(proto: bytes, where: str) -> None:
+    """Raise SpecError unless ``proto`` is a SentencePiece model that encodes text as T5's does.
+
+    It must be a unigram model without byte fallback that treats spaces as T5's does. Its first pieces must be
+    ``<pad>``, ``</s>`` and ``<unk>``, and all others plain text, so that no text is encoded as a control id. Raises
+    InputError if ``proto`` is not a SentencePiece model at all.
+    """
+    model = _parsed(proto, where)
+    if model.trainer_spec.model_type != model.trainer_spec.UNIGRAM or model.trainer_spec.byte_fallback:
+        raise SpecError(
+            f"tokenizer.path: {where} must be a SentencePiece unigram model without byte fallback, like T5's "
+            "vocabulary. Choose such a model"
+        )
+    spelling = model.normalizer_spec
+    if not (spelling.add_dummy_prefix and spelling.remove_extra_whitespaces and spelling.escape_whitespaces):
+        raise SpecError(
+            f"tokenizer.path: {where} treats spaces differently from T5's vocabulary. Choose a model with "
+            "add_dummy_prefix, remove_extra_whitespaces and escape_whitespaces"
+        )
+    first = tuple(piece.piece for piece in model.pieces[:3])
+    if first != SPECIAL_PIECES:
+        raise SpecError(
+            f"tokenizer.path: {where} begins with the pieces {first}, but must begin with {SPECIAL_PIECES}. Choose "
+            "another model"
+        )
+    kinds = [piece.type for piece in model.pieces[:3]]
+    if kinds != [_Piece.CONTROL, _Piece.CONTROL, _Piece.UNKNOWN]:
+        raise SpecError(
+            f"tokenizer.path: in {where}, the types of the pieces {first} must be control, control and unknown. Choose "
+            "another model"
+        )
+    for piece in model.pieces[3:]:
+        if piece.type != _Piece.NORMAL or _SENTINEL.search(piece.piece):
+            raise SpecError(
+                f"tokenizer.path: {where} has the special piece {piece.piece!r}, and a text with the same characters "
+                "could be encoded as this piece. Choose a model with <pad>, </s>, <unk> and plain pieces only"
+            )
+
+
+def train(spec: TokenizerSpec, texts: Iterable[str], progress: Progress) -> bytes:
+    """Train a unigram model of ``spec.vocab_size`` pieces, including T5's special ones, with T5's normalisation.
+
+    The same texts in the same order give the same bytes. Raises SpecError if the vocabulary is too large or too small
+    for the texts.
+    """
+    with ThreadPoolExecutor(1) as pool:  # the trainer has no callback; elapsed seconds at least show that it is running
+        started = time.monotonic()
+        training = pool.submit(_train, spec, texts)
+        while True:
+            try:
+                trained = training.result(timeout=1)
+            except NotYet:
+                progress("seconds of vocabulary training", int(time.monotonic() - started), None)
+            else:
+                seconds = int(time.monotonic() - started)
+                progress("seconds of vocabulary training", seconds, seconds)
+                return trained
+
+
+def _train(spec: TokenizerSpec, texts: Iterable[str]) -> bytes:
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_sentences(texts),
+            model_writer=model,
+            model_type="unigram",
+            vocab_size=spec.vocab_size,
+            character_coverage=spec.character_coverage,
+            pad_id=PAD_ID,
+            eos_id=EOS_ID,
+            unk_id=UNK_ID,
+            bos_id=-1,
+            pad_piece=SPECIAL_PIECES[PAD_ID],
+            eos_piece=SPECIAL_PIECES[EOS_ID],
+            unk_piece=SPECIAL_PIECES[UNK_ID],
+            normalization_rule_name="nmt_nfkc",
+            num_threads=_NUM_THREADS,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        raise _training_error(spec, str(error)) from error
+    return model.getvalue()
+
+
+def _training_error(spec: TokenizerSpec, why: str) -> SpecError:
+    if match := re.search(r"value <= (\d+)", why):
+        return SpecError(
+            f"tokenizer.vocab_size is {spec.vocab_size}: this corpus gives at most {match[1]} pieces. "
+            "Lower tokenizer.vocab_size or add text"
+        )
+    if match := re.search(r"smaller than required_chars\D*\d+ vs (\d+)", why):
+        return SpecError(
+            f"tokenizer.vocab_size is {spec.vocab_size}: the characters of this corpus alone need {match[1]} pieces. "
+            "Raise tokenizer.vocab_size or lower tokenizer.character_coverage"
+        )
+    return SpecError(
+        f"a vocabulary with tokenizer.vocab_size {spec.vocab_size} cannot be trained on this corpus. SentencePiece "
+        f"reports: {why}"
+    )
+
+
+def _sentences(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        for start in range(0, len(text), _SENTENCE_CHARACTERS):
+            yield text[start : start + _SENTENCE_CHARACTERS]
+
+
+def _parsed(proto: bytes, where: str) -> sentencepiece_model_pb2.ModelProto:
+    """Parse the model. Raises InputError if SentencePiece does not accept it, or if it has no pieces."""
+    try:
+        sentencepiece.SentencePieceProcessor(model_proto=proto)
+        model = sentencepiece_model_pb2.ModelProto()
+        model.ParseFromString(proto)
+    except Exception as error:
+        # protobuf and SentencePiece share no narrower base class
+        raise InputError(
+            f"{where} is not a SentencePiece model ({error}). Restore the file or choose another model (tokenizer.path)"
+        ) from error
+    if not model.pieces:
+        raise InputError(
+            f"{where} is not a SentencePiece model: it has no pieces. Choose another model (tokenizer.path)"
+        )
+    return model
+
+
+_SCORE_STEPS = 1 << 11  # per nat; float32 has 24 bits, so sums are exact below 2**24 / 2**11
+_STRETCH_CHARACTERS = 1200  # text has 2 to 3 nats per character, and a sum of 8192 allows 6.8
+_SPACE = "\u2581"  # SentencePiece's symbol for a space
+_NEXT_LINE = "\u0085"
+_COMBINING = {"Mn", "Mc", "Me", "Cf", "Cn"}  # unassigned ones may combine in a later version of Unicode
+# Characters of the basic plane that combine although their category does not say so: prefixes, vowels of Thai and Lao
+# that follow their consonant, parts of Hangul syllables, half-width Japanese sound marks.
+_ALSO_COMBINING = "\u0d4e\u0e33\u0eb3\u1100-\u11ff\ua960-\ua97f\ud7b0-\ud7ff\uff9e\uff9f"
+_LOCAL_RULES = {"nmt_nfkc", "nfkc", "identity"}  # normalisations without a rule that combines a space with neighbours
+
+
+class Encoder:
+    """Encodes text to the ids of Hugging Face's T5 tokenizer, except that no text becomes a control id."""
+
+    def __init__(self, spiece: Path) -> None:
+        model = sentencepiece_model_pb2.ModelProto.FromString(spiece.read_bytes())
+        for piece in model.pieces:
+            piece.score = round(piece.score * _SCORE_STEPS) / _SCORE_STEPS
+        self._falls_apart_at_spaces = _falls_apart_at_spaces(model)
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+        self._normaliser = _normaliser(model)
+        model.normalizer_spec.ClearField("precompiled_charsmap")
+        self._of_normalised = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+        self.num_pieces = len(model.pieces)
+
+    def encode(self, texts: list[str], *, add_eos: bool = False) -> list[np.ndarray]:
+        """Return the int32 ids of each text, followed by EOS if ``add_eos``."""
+        ids: list[np.ndarray] = []
+        for combines, some in groupby(texts, _combines):
+            if combines:
+                ids += self._encoded(self._of_normalised, [self._normalised(text) for text in some], add_eos)
+            else:
+                ids += self._encoded(self._processor, list(some), add_eos)
+        return ids
+
+    def _normalised(self, text: str) -> str:
+        """Normalise as the reference does, and replace U+0085 by a space, because the reference splits words there."""
+        if self._normaliser:
+            text = self._normaliser.normalize_str(text)
+        return text.replace(_NEXT_LINE, " ")
+
+    def _encoded(
+        self, processor: sentencepiece.SentencePieceProcessor, texts: list[str], add_eos: bool
+    ) -> list[np.ndarray]:
+        if not self._falls_apart_at_spaces or all(len(text) <= _STRETCH_CHARACTERS for text in texts):
+            return _segmented(processor, texts, add_eos)
+        stretches = [_stretches(text) for text in texts]
+        encoded = iter(_segmented(processor, [each for some in stretches for each in some], add_eos))
+        return [_joined(encoded, len(some), add_eos) for some in stretches]
+
+
+def _segmented(processor: sentencepiece.SentencePieceProcessor, texts: list[str], add_eos: bool) -> list[np.ndarray]:
+    # One thread, because worker processes already share the work, and more threads would compete with them.
+    ids: list[np.ndarray] = processor.encode(texts, return_type="numpy", add_eos=add_eos, num_threads=1)
+    return ids
+
+
+def _normaliser(model: sentencepiece_model_pb2.ModelProto) -> Precompiled | None:
+    """Return the reference's normaliser; None if the model has no normalisation table."""
+    table = model.normalizer_spec.precompiled_charsmap
+    return Precompiled(table) if table else None
+
+
+def _combines(text: str) -> bool:
+    """Return whether a text may contain U+0085, or a grapheme of several characters."""
+    return not text.isascii() and _combining().search(text) is not None
+
+
+@cache
+def _combining() -> re.Pattern[str]:
+    """Return a pattern for U+0085 and characters that may combine.
+
+    It also matches every character beyond the basic plane: they are rare, and a single range is fast.
+    """
+    found = [chr(code) for code in range(0x80, 0xD800) if unicodedata.category(chr(code)) in _COMBINING]
+    found += [chr(code) for code in range(0xE000, 0x10000) if unicodedata.category(chr(code)) in _COMBINING]
+    return re.compile(f"[{_NEXT_LINE}{_ALSO_COMBINING}{''.join(map(re.escape, found))}\U00010000-\U0010ffff]")
+
+
+def _stretches(text: str) -> list[str]:
+    """Cut a text at spaces into stretches of about 1200 characters."""
+    cut, first = [], 0
+    while (end := text.find(" ", first + _STRETCH_CHARACTERS)) >= 0:
+        cut.append(text[first:end])
+        first = end + 1
+    return [*cut, text[first:]]
+
+
+def _falls_apart_at_spaces(model: sentencepiece_model_pb2.ModelProto) -> bool:
+    """Return whether words are encoded independently: no piece, unknown run or normalisation rule spans two words."""
+    pieces = {piece.piece for piece in model.pieces}
+    return (
+        model.normalizer_spec.name in _LOCAL_RULES
+        and not model.trainer_spec.treat_whitespace_as_suffix
+        and _SPACE in pieces
+        and not any(_SPACE in piece[1:] for piece in pieces)
+    )
+
+
+def _joined(encoded: Iterator[np.ndarray], count: int, add_eos: bool) -> np.ndarray:
+    """Concatenate the next ``count`` arrays, and keep only the last EOS."""
+    if count == 1:
+        return next(encoded)
+    parts = [next(encoded) for _ in range(count)]
+    if add_eos:
+        parts[:-1] = [part[:-1] for part in parts[:-1]]
+    return np.concatenate(parts)

@@ -1,0 +1,142 @@
+"""The worker process of the shards stage, which makes the files of one shard from text.
+
+One worker starts per core. To start fast, it does not import pydantic or anything that needs it: its job contains all
+settings.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+
+from t5train.data.passages import SPLITS, Passage, SourceFile, Split, split_of
+from t5train.data.segments import Segment, passages_of
+from t5train.data.sentencepiece_model import Encoder
+from t5train.data.worker_processes import Advance, Json
+from t5train.files.atomic import replacing, write_json
+
+_BATCH_CHARACTERS = 256 << 10
+
+
+class _HashedFile:
+    """A file that computes the digest of the bytes written to it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._sha256, self._size = file, sha256(), 0
+
+    def write(self, values: np.ndarray) -> None:
+        content = values.tobytes()
+        self._file.write(content)
+        self._sha256.update(content)
+        self._size += len(content)
+
+    def digest(self) -> Json:
+        return {"size": self._size, "sha256": self._sha256.hexdigest()}
+
+
+class _SplitWriter:
+    """Writes the two files of one split in one shard: token ids, and lengths of documents."""
+
+    def __init__(self, folder: Path, names: tuple[str, str], bytes_per_token: int, stack: ExitStack) -> None:
+        self._tokens, self._lengths = (_HashedFile(stack.enter_context(replacing(folder / name))) for name in names)
+        self._dtype = np.dtype(f"<u{bytes_per_token}")
+        self._documents = self._num_tokens = 0
+
+    def write(self, documents: list[np.ndarray]) -> None:
+        if documents:
+            lengths = np.array([len(document) for document in documents], dtype="<u4")
+            self._tokens.write(np.concatenate(documents).astype(self._dtype))
+            self._lengths.write(lengths)
+            self._documents += len(documents)
+            self._num_tokens += int(lengths.sum())
+
+    def counts(self) -> dict[str, int]:
+        return {"documents": self._documents, "tokens": self._num_tokens}
+
+    def digests(self) -> tuple[Json, Json]:
+        return self._tokens.digest(), self._lengths.digest()
+
+
+class _UnigramWriter:
+    """Counts how often each id occurs in the train split of one shard, and writes the counts to a file."""
+
+    def __init__(self, path: Path, vocab_size: int, dtype: str, stack: ExitStack) -> None:
+        self._file = _HashedFile(stack.enter_context(replacing(path)))
+        self._counts = np.zeros(vocab_size, dtype=dtype)
+
+    def count(self, documents: list[np.ndarray]) -> None:
+        if documents:
+            self._counts += np.bincount(np.concatenate(documents), minlength=len(self._counts))
+
+    def finish(self) -> Json:
+        """Write the counts, and return the digest of the file."""
+        self._file.write(self._counts)
+        return self._file.digest()
+
+
+class _SplitRule(NamedTuple):
+    split: tuple[int, int, int]
+    split_seed: int
+
+
+def write_shard(job: Json, advance: Advance) -> Json:
+    """Write the files of one shard. ``build_shards`` makes the job; the shard's description is written last."""
+    folder, names = Path(job["folder"]), job["files"]
+    stretches = [(SourceFile(Path(path), name), Segment(*segment)) for path, name, segment in job["stretches"]]
+    rule = _SplitRule(tuple(job["split"]), job["split_seed"])
+    with ExitStack() as stack:
+        writers = {split: _SplitWriter(folder, names[split], job["bytes_per_token"], stack) for split in SPLITS}
+        unigram = _UnigramWriter(folder / job["unigram"], job["vocab_size"], job["unigram_dtype"], stack)
+        for batch in _batches(passage for stretch in stretches for passage in passages_of(*stretch)):
+            documents = _encoded(batch, _encoder(Path(job["spiece"])), rule)
+            for split, writer in writers.items():
+                writer.write(documents[split])
+            unigram.count(documents["train"])
+            advance(sum(len(passage.text.encode()) for passage in batch))
+        counted = unigram.finish()
+    description = {
+        "fingerprint": job["fingerprint"],
+        "source": [(source.name, segment.first_row, segment.rows) for source, segment in stretches],
+        "splits": {split: writer.counts() for split, writer in writers.items()},
+        "files": {
+            name: digest
+            for split, writer in writers.items()
+            for name, digest in zip(names[split], writer.digests(), strict=True)
+        }
+        | {job["unigram"]: counted},
+    }
+    write_json(folder / job["description"], description)
+    return {}
+
+
+@cache
+def _encoder(spiece: Path) -> Encoder:
+    """Load the encoder once per process, for all its shards."""
+    return Encoder(spiece)
+
+
+def _encoded(batch: list[Passage], encoder: Encoder, rule: _SplitRule) -> dict[Split, list[np.ndarray]]:
+    """Return the ids of each passage, by split."""
+    documents: dict[Split, list[np.ndarray]] = {split: [] for split in SPLITS}
+    encoded = encoder.encode([passage.text for passage in batch], add_eos=True)
+    for passage, ids in zip(batch, encoded, strict=True):
+        documents[split_of(rule, passage.id)].append(ids)
+    return documents
+
+
+def _batches(passages: Iterator[Passage]) -> Iterator[list[Passage]]:
+    """Yield the passages in order, in lists of about 256 Ki characters."""
+    batch: list[Passage] = []
+    characters = 0
+    for passage in passages:
+        batch.append(passage)
+        characters += len(passage.text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

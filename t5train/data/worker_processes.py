@@ -1,0 +1,140 @@
+"""Worker processes that share the work of a stage.
+
+A worker is a new Python interpreter. It reads jobs from standard input and writes results to standard output, as one
+JSON object per line. It imports only what its job needs, not the modules of the program that started it, which may be a
+multi-threaded flow. When that program ends for any reason, the worker's input is closed and the worker ends, too.
+
+``concurrent.futures.ProcessPoolExecutor`` is not used: fork would copy locks that the flow's threads hold, spawn would
+import the flow's main module in every worker, and workers could outlive a flow that is killed.
+"""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import IO, Any
+
+from t5train import errors
+from t5train.errors import T5TrainError, WorkerLost
+
+Json = dict[str, Any]
+Advance = Callable[[int], None]
+_Worker = subprocess.Popen[str]
+
+
+def in_processes(function: str, jobs: Sequence[Json], workers: int, advance: Advance) -> Iterator[Json]:
+    """Yield the result of ``function`` (``"package.module:name"``) for each job, in the order in which jobs finish.
+
+    The function is called as ``function(job, advance)`` in a worker. Each call of its ``advance`` is repeated here with
+    the caller's ``advance``. A T5TrainError that it raises is raised here, too. Raises WorkerLost if a worker is killed
+    or fails in any other way.
+    """
+    running = [_start(function) for _ in range(min(workers, len(jobs)))]
+    events: SimpleQueue[tuple[_Worker, Json | None]] = SimpleQueue()
+    try:
+        with ThreadPoolExecutor(max(1, len(running))) as listeners:
+            for worker in running:
+                listeners.submit(_listen, worker, events)
+            try:
+                yield from _share(jobs, running, events, advance)
+            finally:
+                for worker in running:
+                    worker.kill()
+    finally:
+        for worker in running:
+            worker.communicate()
+
+
+def _share(
+    jobs: Sequence[Json], running: list[_Worker], events: "SimpleQueue[tuple[_Worker, Json | None]]", advance: Advance
+) -> Iterator[Json]:
+    waiting = iter(jobs)
+    for worker in running:
+        _send(worker, next(waiting))
+    unfinished = len(jobs)
+    while unfinished:
+        worker, message = events.get()
+        if message is None:
+            raise WorkerLost(_obituary(worker))
+        if "error" in message:
+            raise _as_error(message)
+        if "advance" in message:
+            advance(message["advance"])
+            continue
+        unfinished -= 1
+        if (job := next(waiting, None)) is not None:
+            _send(worker, job)
+        yield message["result"]
+
+
+def _start(function: str) -> _Worker:
+    command = [sys.executable, "-P", "-m", "t5train.data.worker_processes", function]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment
+    )
+
+
+def _listen(worker: _Worker, events: "SimpleQueue[tuple[_Worker, Json | None]]") -> None:
+    for line in _pipe(worker.stdout):
+        if line.endswith("\n"):  # a worker that is killed while it writes leaves half a line
+            events.put((worker, json.loads(line)))
+    events.put((worker, None))
+
+
+def _send(worker: _Worker, job: Json) -> None:
+    with suppress(BrokenPipeError):  # its listener reports the end of the worker, with its exit status
+        pipe = _pipe(worker.stdin)
+        pipe.write(json.dumps(job) + "\n")
+        pipe.flush()
+
+
+def _pipe(pipe: IO[str] | None) -> IO[str]:
+    assert pipe is not None  # noqa: S101  every worker is started with both pipes
+    return pipe
+
+
+def _obituary(worker: _Worker) -> str:
+    status = worker.wait()
+    if status < 0:
+        return (
+            f"a worker process was killed by {signal.Signals(-status).name}. If memory ran out (see `dmesg`), lower "
+            "the number of workers (corpus.workers, shards.workers or --workers)"
+        )
+    return f"a worker process failed with exit status {status}. The standard error output of this program shows why"
+
+
+def _as_error(message: Json) -> T5TrainError:
+    kind: type[T5TrainError] = getattr(errors, message["error"])
+    return kind(message["message"])
+
+
+def _answer(message: Json) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def _work(function: str) -> None:
+    """Process jobs, one per line of standard input, until the input ends."""
+    module, name = function.split(":")
+    perform = getattr(importlib.import_module(module), name)
+    for line in sys.stdin:
+        try:
+            result = perform(json.loads(line), lambda units: _answer({"advance": units}))
+        except T5TrainError as error:
+            _answer({"error": type(error).__name__, "message": str(error)})
+        else:
+            _answer({"result": result})
+
+
+if __name__ == "__main__":
+    # Ctrl-C in a terminal reaches workers too, but the process that started them decides when they end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdin.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # a worker's input is a pipe of text
+    _work(sys.argv[1])

@@ -1,0 +1,89 @@
+"""Statistics of a model's routers: their losses, the tokens routed to each expert, and the dropped tokens."""
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from t5train.engine.collectives import gather, gather_floats
+from t5train.metrics import Values
+from t5train.model.t5 import T5
+
+if TYPE_CHECKING:
+    from t5train.model.pipeline_model import T5Pipeline
+
+# An expert with less than this fraction of an even share learns almost nothing; the others do its work.
+STARVING_SHARE = 0.1
+_log = logging.getLogger(__name__)
+
+
+class Routing:
+    """Collects statistics of a model's routers. A dense model has no routers, and all results are empty."""
+
+    def __init__(self, model: "T5 | T5Pipeline") -> None:
+        self._layers = dict(model.sparse_layers())
+        self._seen = {path: torch.zeros(layer.num_experts, dtype=torch.int64) for path, layer in self._layers.items()}
+
+    def paid(self) -> float:
+        """Return the sum of the router losses that this rank's last training pass added to its loss."""
+        losses = [layer.router_loss.detach() for layer in self._layers.values()]
+        return float(torch.stack(losses).sum()) if losses else 0.0
+
+    def of_step(self, paid: float) -> Values:
+        """Return the mean of ``paid`` over all ranks, and the share of a step's routing choices that were dropped."""
+        if not self._layers:
+            return {}
+        everybody = [row[0] for row in gather_floats([paid])]
+        counts, overflow = self._collect()
+        for path, tokens in counts.items():
+            self._seen[path] += tokens
+        return {"router_loss": sum(everybody) / len(everybody), "dropped_tokens": _share(overflow, counts)}
+
+    def of_validation(self) -> Values:
+        """Return the share of routing choices since the last call that exceed ``eval_capacity_factor``."""
+        if not self._layers:
+            return {}
+        counts, overflow = self._collect()
+        return {"validation_overflow": _share(overflow, counts)}
+
+    def of_experts(self) -> Values:
+        """Return the training tokens routed to each expert since the last call, and the number of starving experts.
+
+        A warning names the starving experts.
+        """
+        if not self._layers:
+            return {}
+        tokens: Values = {}
+        starving: list[str] = []
+        for path, seen in self._seen.items():
+            tokens |= {f"tokens/{path}/expert_{expert}": count for expert, count in enumerate(seen.tolist())}
+            starving += _starving(path, seen)
+            seen.zero_()
+        if starving:
+            _log.warning(
+                "these experts got less than %g of an even share of the tokens: %s",
+                STARVING_SHARE,
+                ", ".join(starving),
+            )
+        return {"starving_experts": len(starving), **tokens}
+
+    def _collect(self) -> tuple[dict[str, Tensor], int]:
+        """Return tokens by layer and expert, and the number above capacity, over all ranks, since the last call."""
+        mine = [part for layer in self._layers.values() for part in (layer.tokens, layer.overflow.view(1))]
+        total = torch.tensor(gather(torch.cat(mine).tolist())).sum(0)
+        counts, overflow = {}, 0
+        for path, layer in self._layers.items():
+            counts[path], total = total[: layer.num_experts], total[layer.num_experts :]
+            overflow, total = overflow + int(total[0]), total[1:]
+            layer.reset()
+        return counts, overflow
+
+
+def _share(overflow: int, counts: dict[str, Tensor]) -> float:
+    return overflow / max(1, sum(int(tokens.sum()) for tokens in counts.values()))
+
+
+def _starving(path: str, seen: Tensor) -> list[str]:
+    least = STARVING_SHARE * int(seen.sum()) / len(seen)
+    return [f"{path}.experts.expert_{expert}" for expert, tokens in enumerate(seen.tolist()) if tokens < least]

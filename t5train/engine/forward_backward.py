@@ -1,0 +1,131 @@
+"""Forward and backward passes, of an engine that holds the whole model or of a pipeline, which DeepSpeed schedules."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from t5train.data.loader import Batch
+from t5train.engine.collectives import on_accelerator
+from t5train.engine.engine import norm_of_step, update
+from t5train.engine.expert_routing import Routing
+from t5train.engine.gradient_accumulation import Fp32Sums
+from t5train.errors import TooManySkippedSteps
+from t5train.model.t5 import T5
+
+
+class StepResult(NamedTuple):
+    """Result of a step: mean cross-entropy of the rank's samples, router loss, and gradient norm before clipping.
+
+    The norm is None if the loss scaler skipped the step.
+    """
+
+    loss: float
+    router_loss: float
+    gradient_norm: float | None
+
+
+class Passes(Protocol):
+    """The passes of an engine: a training step, and losses of samples without training on them."""
+
+    def step(self, batches: Iterator[Batch]) -> StepResult:
+        """Run all passes of an optimizer step and its update. Consumes every micro-batch. A collective of all ranks."""
+
+    def token_losses(self, batches: Sequence[Batch]) -> list[np.ndarray]:
+        """Return the cross-entropy in nats, fp32 [b, t], of each batch, with the model in evaluation mode.
+
+        A collective: every rank must pass the same number of batches, of the same size. The result is empty on a rank
+        that computes no losses.
+        """
+
+
+class WholePasses:
+    """Passes of an engine that holds the whole model, from the embedding to the loss.
+
+    With ``sums``, the engine gets the summed gradients only after the last pass of a step, and then reduces them.
+    """
+
+    def __init__(self, engine: Any, routing: Routing, sums: Fp32Sums | None) -> None:
+        self._engine, self._routing, self._sums = engine, routing, sums
+        self._model: T5 = engine.module
+        engine.enable_backward_allreduce = sums is None
+
+    def step(self, batches: Iterator[Batch]) -> StepResult:
+        """See Passes."""
+        losses, paid, norm = [], [], None
+        for batch in batches:
+            loss = self._engine(on_accelerator(batch.inputs), on_accelerator(batch.targets))
+            self._engine.backward(loss)
+            if self._sums and self._engine.is_gradient_accumulation_boundary():
+                self._sums.hand_over()
+                self._engine.allreduce_gradients()
+            norm = take_update(self._engine)
+            paid.append(self._routing.paid())
+            losses.append(float(loss.detach()) - paid[-1])
+        return StepResult(sum(losses) / len(losses), sum(paid) / len(paid), norm)
+
+    def token_losses(self, batches: Sequence[Batch]) -> list[np.ndarray]:
+        """See Passes."""
+        self._model.eval()
+        with torch.no_grad():
+            losses = [
+                self._model.token_losses(on_accelerator(batch.inputs), on_accelerator(batch.targets)).cpu().numpy()
+                for batch in batches
+            ]
+        self._model.train()
+        return losses
+
+
+def take_update(engine: Any) -> float | None:
+    """Call ``update``. Raises TooManySkippedSteps if fp16 gradients overflow at the smallest loss scale."""
+    try:
+        return update(engine)
+    except Exception as error:  # DeepSpeed has no exception class for it
+        raise_if_scale_is_minimal(engine, error)
+        raise
+
+
+def raise_if_scale_is_minimal(engine: Any, error: Exception) -> None:
+    """Raise TooManySkippedSteps if ``error`` is DeepSpeed's error for a loss scale at its minimum."""
+    if "loss scale" in str(error):
+        raise TooManySkippedSteps(
+            f"fp16 gradients still overflow at step {engine.global_steps + 1} with the loss scale at its minimum: "
+            "use optimizer.precision=bf16, or lower optimizer.peak_learning_rate"
+        ) from error
+
+
+class PipelinePasses:
+    """Passes of an engine that holds one pipeline stage of the model."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def step(self, batches: Iterator[Batch]) -> StepResult:
+        """See Passes; the loss is the mean over all model replicas."""
+        try:
+            loss = float(self._engine.train_batch(data_iter=map(_as_deepspeed_takes, batches)))
+        except Exception as error:  # DeepSpeed has no exception class for a loss scale at its minimum
+            raise_if_scale_is_minimal(self._engine, error)
+            raise
+        for _ in batches:  # stages between the first and the last take no batches; count them nevertheless
+            pass
+        return StepResult(loss, 0.0, norm_of_step(self._engine))
+
+    def token_losses(self, batches: Sequence[Batch]) -> list[np.ndarray]:
+        """See Passes; only the last stage computes them."""
+        self._engine.total_loss = None  # otherwise the new loss would be added to it
+        self._engine.reset_activation_shape()  # these batches may differ in size from those of training
+        losses = self._engine.eval_batch(
+            map(_as_deepspeed_takes, batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches)
+        )
+        self._engine.reset_activation_shape()
+        self._engine.module.train()
+        return [each.cpu().numpy() for each in losses] if self._engine.is_last_stage() else []
+
+
+def _as_deepspeed_takes(batch: Batch) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return the input of the first stage, (inputs, targets), and that of the last stage, the targets."""
+    inputs, targets = on_accelerator(batch.inputs), on_accelerator(batch.targets)
+    return (inputs, targets), targets

@@ -1,0 +1,158 @@
+"""Estimates the memory of a run's state by formula, before anything is allocated.
+
+Bytes per rank, with R ranks, N parameters, n of which a rank computes with (fewer than N if experts or the layers of a
+pipeline are spread), b bytes per weight (4 in fp32, otherwise 2), and g bytes per gradient that is summed over the
+passes of a step (4, or b if a step has one pass). The formulas are derived from the source of DeepSpeed 0.19; a test
+compares them with the live tensors of its engines.
+
+============== ===================================== =========================
+ZeRO, offload  accelerator                           host
+============== ===================================== =========================
+0              (2 b + 8) n, in 16 bits 8 n more
+1              (b + g) n + (b + 12) N/R
+2              b n + 16 N/R
+3              (b + g + 12) N/R
+1, optimizer   (b + g) n                             (16 + b) N/R
+2, optimizer   b n, with several passes g N/R more   (16 + b) N/R
+3, optimizer   b N/R                                 (16 + g) N/R
+3, all                                               (16 + b + g) N/R
+============== ===================================== =========================
+
+In addition, memory is needed for what is fetched, reduced and updated at a time, for the batches that are prefetched
+(the order of samples is computed on demand and takes no memory), and for activations. Activations are not counted here:
+they grow with the micro-batch, and depend on how the model is compiled.
+"""
+
+from typing import NamedTuple
+
+from t5train.data.loader import PREFETCHED_BATCHES
+from t5train.data.span_corruption import geometry
+from t5train.engine.deepspeed_config import BUCKET_ELEMENTS, LIVE_ELEMENTS, SUB_GROUP_ELEMENTS, sums_passes
+from t5train.model.model_shape import T5Shape, count_expert_parameters, count_parameters
+from t5train.spec import RunSpec
+
+PROCESS_BYTES = 1 << 30
+"""Minimum host memory of a rank before it trains: Python, torch and an accelerator's driver."""
+UNCUT_BUCKET_ELEMENTS = 500_000_000
+"""How many elements DeepSpeed reduces at a time at ZeRO 0."""
+FETCHED, PROCESS, WITNESS = "parameters fetched", "process", "witness at the end, rank 0"
+_MASTER, _MOMENTS = 4, 8
+_ID, _TOKEN, _NOISE = 8, 4, 12
+
+
+class Held(NamedTuple):
+    """One kind of memory of a rank, in bytes on its accelerator and in host memory."""
+
+    what: str
+    accelerator: int
+    host: int
+
+
+class _Sizes(NamedTuple):
+    """Sizes that determine the memory of a rank.
+
+    ``whole`` is the number of parameters that a rank computes with, ``part`` its share of the partitioned ones.
+    ``weight`` and ``summed`` are the bytes of a weight and of a gradient that is summed over the passes of a step.
+    """
+
+    whole: int
+    part: int
+    weight: int
+    summed: int
+
+
+def held_by_a_rank(spec: RunSpec, shape: T5Shape) -> list[Held]:
+    """Return the peak memory of a rank during a step, for each kind separately."""
+    layout, sizes = spec.layout, _sizes(spec, shape)
+    state = _replicated(sizes) if layout.zero_stage == 0 else _cut_up(sizes, layout.zero_stage, layout.offload)
+    model = _MASTER * count_parameters(shape)
+    return [
+        *(held for held in state if held[1:] != (0, 0)),
+        Held("batches prepared", 0, _batches(spec)),
+        Held(PROCESS, 0, PROCESS_BYTES),
+        Held(WITNESS, model, model),
+    ]
+
+
+def host_bytes(spec: RunSpec, shape: T5Shape, ranks: range | None = None) -> int:
+    """Return the host memory that all ranks, or ``ranks``, need on a machine. On the CPU, all their memory counts."""
+    ranks = range(spec.cluster.ranks) if ranks is None else ranks
+    on_cpu = spec.cluster.accelerator == "cpu"
+    held = {one.what: one.host + on_cpu * one.accelerator for one in held_by_a_rank(spec, shape)}
+    witness = held.pop(WITNESS) // (1 + on_cpu)  # it is never in both kinds of memory at once
+    return len(ranks) * sum(held.values()) + witness * (0 in ranks)
+
+
+def _batches(spec: RunSpec) -> int:
+    """Return the bytes of the prefetched batches, the one in use and the one being made, with its random numbers."""
+    shape, batch = geometry(spec.objective), spec.layout.micro_batch_sequences
+    made = _ID + _TOKEN * (shape.input_tokens + shape.target_tokens)
+    noise = _NOISE * shape.window_tokens
+    return batch * (made * (PREFETCHED_BATCHES + 2) + noise)
+
+
+def _sizes(spec: RunSpec, shape: T5Shape) -> _Sizes:
+    """Return the sizes. A pipeline stage counts as an even share of the layers, plus a copy of the embedding."""
+    parameters, experts = count_parameters(shape), count_expert_parameters(shape)
+    whole, part = (
+        parameters - experts + experts // spec.layout.expert_parallel_size,
+        -(-parameters // spec.cluster.ranks),
+    )
+    if (stages := spec.layout.pipeline_stages) > 1:
+        whole = min(parameters, parameters // stages + shape.vocab_size * shape.d_model)
+        part = -(-whole // spec.data_parallel_size)
+    weight = 4 if spec.optimizer.precision == "fp32" else 2
+    return _Sizes(whole, part, weight, summed=4 if sums_passes(spec) else weight)
+
+
+def _replicated(sizes: _Sizes) -> list[Held]:
+    """Return the state at ZeRO 0: every rank holds everything.
+
+    In 16 bits, the optimizer also holds fp32 copies of weights and gradients. fp32 sums of gradients add nothing: they
+    are freed before these copies are made.
+    """
+    whole, weight = sizes.whole, sizes.weight
+    copies = 0 if weight == _MASTER else _MASTER * whole
+    return [
+        Held("weights", weight * whole, 0),
+        Held("gradients", weight * whole + copies, 0),
+        Held("masters", copies, 0),
+        Held("moments", _MOMENTS * whole, 0),
+        Held("reduced at a time", weight * min(whole, UNCUT_BUCKET_ELEMENTS), 0),
+    ]
+
+
+def _cut_up(sizes: _Sizes, stage: int, offload: str) -> list[Held]:
+    whole, part, weight, _ = sizes
+    on_host = offload != "none"
+    here = 0 if on_host else 1
+    weights = weight * (part if stage == 3 else whole)
+    return [
+        Held("weights", *((0, weights) if offload == "all" else (weights, 0))),
+        Held(FETCHED, weight * min(whole, LIVE_ELEMENTS) if stage == 3 else 0, 0),
+        _gradients(sizes, stage, on_host),
+        Held("masters", here * _MASTER * part, (1 - here) * _MASTER * part),
+        Held("moments", here * _MOMENTS * part, (1 - here) * _MOMENTS * part),
+        Held("weights on their way back", 0, weight * part if on_host and stage < 3 else 0),
+        Held("reduced at a time", weight * BUCKET_ELEMENTS, 0),
+        Held("updated at a time", *_scratch(part, stage, on_host)),
+    ]
+
+
+def _gradients(sizes: _Sizes, stage: int, on_host: bool) -> Held:
+    """Return the memory of the gradients, including the fp32 ones that the optimizer takes.
+
+    ZeRO 1 reduces gradients after the backward passes, ZeRO 2 and 3 during them. At ZeRO 2, the optimizer takes the
+    fp32 sums themselves; with offload, the sums also stay on the accelerator.
+    """
+    whole, part, weight, summed = sizes
+    at_once = summed * whole if stage == 1 else 0
+    if stage == 2 and on_host and summed > weight:
+        at_once = summed * part
+    kept = (summed * part if stage == 3 else 0) + _MASTER * part
+    return Held("gradients", at_once if on_host else at_once + kept, kept if on_host else 0)
+
+
+def _scratch(part: int, stage: int, on_host: bool) -> tuple[int, int]:
+    """Return the temporary memory of torch's operators: (accelerator, host). The host operator needs none."""
+    return (0 if on_host else _MASTER * (min(part, SUB_GROUP_ELEMENTS) if stage == 3 else part), 0)

@@ -1,0 +1,91 @@
+"""Names of files in a run's folder, ``{root}/runs/{run_name}``, and environment variables with paths for a rank.
+
+Standard library only, as guards import it.
+"""
+
+import re
+from collections.abc import Collection, Iterable
+
+from t5train.errors import UnlistedFile
+
+RUNS = "runs"
+"""Folder under the root with a folder for each run."""
+RUN = "run.json"
+"""The spec and identity that the run was begun with."""
+METRICS = "metrics.jsonl"
+"""One JSON line per step."""
+TENSORBOARD = "tensorboard"
+"""Folder with the same metrics for TensorBoard."""
+CHECKPOINTS = "checkpoints"
+"""DeepSpeed's save folder, with one folder per tag."""
+SET_ASIDE = "set-aside"
+"""Folder for files that must be neither used nor deleted, such as a damaged checkpoint; beside a run's checkpoints."""
+LAST_COMPLETE = "last-seen.json"
+"""The last checkpoint that was known to be complete."""
+BEGIN_AGAIN = "begin-again"
+"""File that asks the next start to move all checkpoints aside and to begin at step 0."""
+NOT_BEGUN_AGAIN = "not-begun-again.json"
+"""Hosts that did not answer when the run began again, so that they still have checkpoints from before."""
+RELAYOUT = "relayout"
+"""Folder with the consolidated checkpoint that ranks of another layout begin from, until they have saved their own."""
+ATTEMPTS = "attempts"
+"""Folder with one folder for each start of the ranks."""
+FAILURES = "failures.jsonl"
+"""One JSON line for each failure of an attempt (infra.head.retries)."""
+ATTEMPT_SPEC = "spec.json"
+"""In the folder of an attempt: the job of its ranks."""
+WITNESS_FOLDER = "witness"
+"""Folder with the witness: what the engine recorded of its own weights at the last step."""
+WEIGHTS = "weights"
+"""Folder with one folder of safetensors files for each consolidated checkpoint."""
+EXPORT = "export"
+"""The Hugging Face folder."""
+PUBLISHED = "published.json"
+"""Where the run was published last."""
+_TAG = re.compile("step-[0-9]{8}")
+_REMOVED = "removed-"
+
+
+def tag_of(step: int) -> str:
+    """The name of a step's checkpoint, such as ``step-00000400``."""
+    return f"step-{step:08d}"
+
+
+def step_of(tag: str) -> int:
+    """The step of a tag made by ``tag_of``."""
+    return int(tag.removeprefix("step-"))
+
+
+def is_tag(name: str) -> bool:
+    """Whether a folder of this name is a run's checkpoint. A folder with any other name belongs to the user."""
+    return _TAG.fullmatch(name) is not None
+
+
+def name_while_removed(token: str) -> str:
+    """The name of a checkpoint's folder while it is being removed; ``token`` is eight hexadecimal digits."""
+    return f"{_REMOVED}{token}"
+
+
+def is_tag_or_removed(name: str) -> bool:
+    """Whether the name is that of a checkpoint, or of a checkpoint whose removal was interrupted."""
+    return is_tag(name) or re.fullmatch(f"{_REMOVED}[0-9a-f]{{8}}", name) is not None
+
+
+RANK_FILES = "T5_RANK_FILES"
+"""Prefix of the paths of the rank's own files: ``.../rank-00003``."""
+LOCKS = "T5_LOCKS"
+"""This machine's folder of locks on accelerators."""
+
+
+def unlisted(found: Iterable[str], recorded: Collection[str]) -> list[str]:
+    """The pickles among the names ``found`` in a tag's folder that are not recorded, sorted."""
+    return sorted(name for name in found if name.endswith(".pt") and name not in recorded)
+
+
+def require_listed(where: str, found: Iterable[str], recorded: Collection[str]) -> None:
+    """Raise UnlistedFile if a tag holds a pickle that was not recorded. DeepSpeed finds files by pattern."""
+    if strangers := unlisted(found, recorded):
+        raise UnlistedFile(
+            f"{where} holds {strangers[0]}, a file that no rank recorded. DeepSpeed would load it and run any code "
+            "that it contains. Move the file away, then start again. Nothing was changed"
+        )

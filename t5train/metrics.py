@@ -1,0 +1,101 @@
+"""The metrics of a run: ``metrics.jsonl`` with one line per step, the same for TensorBoard, and losses as text.
+
+Only rank 0 writes them.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from t5train.files.atomic import write_text
+
+Values = dict[str, float | int | None]
+_log = logging.getLogger(__name__)
+
+
+class Metrics:
+    """Appends to ``metrics.jsonl`` and to TensorBoard's folder; a context manager."""
+
+    def __init__(self, path: Path, tensorboard: Path, resume_step: int) -> None:
+        """Remove the lines of steps after ``resume_step``: they are from an earlier attempt, and are trained again."""
+        from torch.utils.tensorboard import SummaryWriter  # imported here: the head reads metrics without torch
+
+        path.parent.mkdir(parents=True, exist_ok=True)  # the head may have created it on its own disk only
+        drop_after(path, resume_step)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - this object is the context manager
+        self._tensorboard = SummaryWriter(str(tensorboard), purge_step=resume_step + 1)
+
+    def write(self, step: int, values: Values) -> None:
+        """Write one line ``{"step": step, **values}`` and flush it to the kernel."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            if value is not None:
+                self._tensorboard.add_scalar(name, value, step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self._tensorboard.close()
+
+
+def read(path: Path) -> list[Values]:
+    """Return all complete lines; the last one may still be incomplete. Damaged lines are skipped with a warning."""
+    if not path.exists():
+        return []
+    found: list[Values] = []
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        if (values := parse_line(line)) is None:
+            _log.warning("%s: skipped a damaged line: %.80r", path, line)
+        else:
+            found.append(values)
+    return found
+
+
+def parse_line(line: bytes) -> Values | None:
+    """Return the values of a line; None for a damaged one, because a damaged log must not stop a run."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Remove the lines of steps after ``step``, which an earlier attempt wrote."""
+    lines = [json.dumps(line) for line in read(path) if int(line["step"] or 0) <= step]
+    write_text(path, "".join(line + "\n" for line in lines))
+
+
+_TAIL_BYTES = 64 << 10
+
+
+def last_metrics(path: Path) -> Values | None:
+    """Return the newest complete line with a loss. Reads only the end of the file, as it is called twice a second."""
+    if not path.exists():
+        return None
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read().split(b"\n")[:-1]
+    steps = (parse_line(line) for line in reversed(lines) if b'"loss"' in line)
+    return next((step for step in steps if step is not None), None)
+
+
+LOSSES = {
+    "validation_content_loss": "validation, non-sentinel targets",
+    "unigram_content_loss": "the same targets under the training text's unigram frequencies",
+    "shuffled_content_loss": "the same targets, encoder inputs shuffled across the batch",
+}
+"""The three losses (nats per token) that show whether the model learned from its inputs."""
+
+
+def loss_lines(losses: Mapping[str, Any]) -> list[str]:
+    """Return the three losses as text, one line each."""
+    return [f"{losses[name]:.4f} nats/token: {meaning}" for name, meaning in LOSSES.items() if name in losses]

@@ -1,0 +1,325 @@
+"""The model that a run continues from: its Hugging Face folder, whether it fits the settings, and its fingerprint.
+
+Weight files are only hashed. Tensors are read only to compare copies of tied ones.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from t5train.data.tokenizer import SPIECE
+from t5train.errors import DigestMismatch, InputError, RecordError, SpecError
+from t5train.files.confined import child
+from t5train.locations import local_folder
+from t5train.model.model_shape import T5Shape, huggingface_config, preset_of, resolve
+from t5train.model.parameters import parameter_shapes
+from t5train.model.tensor_files import FLOATING, StoredTensor, StoredTensors, list_tensors
+from t5train.progress import Progress, silent
+from t5train.records.digests import FileDigest, digest_file
+from t5train.records.identity import differences, fingerprint
+from t5train.records.stage_records import MANIFEST, parse_manifest
+from t5train.spec import ModelSpec, pad_vocabulary
+
+_SIZES = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "num_decoder_layers")
+_SPARSE = ("num_experts", "num_sparse_encoder_layers", "num_sparse_decoder_layers")
+_COUNTS = {"t5": ("vocab_size", *_SIZES), "switch_transformers": ("vocab_size", *_SIZES, *_SPARSE)}
+_LEFT_OUT = {  # defaults for configurations that are older than these fields
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+    "layer_norm_epsilon": 1e-6,
+    "feed_forward_proj": "relu",
+}
+_SCALED = "scale_decoder_outputs"
+_FEED_FORWARDS = ("relu", "gated-gelu")  # of v1.0 and v1.1
+_NO_REMEDY = "No settings describe such a model (the vocabulary must be a multiple of 128). Choose another folder"
+
+
+def described_by(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Return the fields of a configuration that determine what its model computes.
+
+    Raises SpecError if it is not the configuration of a T5. v1.0, whose output is tied, also scales it. transformers 5
+    has a separate field for scaling; older versions derive it from ``tie_word_embeddings``.
+    """
+    kind = config.get("model_type")
+    if kind not in _COUNTS:
+        raise SpecError(
+            f"model.start_from: model_type is {kind!r} in {file}. Choose a model of type {' or '.join(_COUNTS)}"
+        )
+    described = {name: config.get(name) for name in _COUNTS[kind]}
+    if described["num_decoder_layers"] is None:
+        described["num_decoder_layers"] = described["num_layers"]
+    for name, value in described.items():
+        if not isinstance(value, int) or value < 1:
+            raise SpecError(
+                f"model.start_from: {name} is {value!r} in {file}, but must be a number above zero. Restore the file, "
+                "or choose another model"
+            )
+    form = {name: config.get(name, usual) for name, usual in _LEFT_OUT.items()}
+    scaled = config.get(_SCALED, config.get("tie_word_embeddings") is not False)
+    return {"model_type": kind, **described, **form, _SCALED: bool(scaled)}
+
+
+def require_agreement(described: Mapping[str, Any], shape: T5Shape, file: Path) -> None:
+    """Raise SpecError if a configuration differs from a shape. The error names every such field, and what to set."""
+    config = huggingface_config(shape, pad_id=0, eos_id=1) | {_SCALED: shape.tied}
+    expected = {name: config.get(name, usual) for name, usual in (dict.fromkeys(described) | _LEFT_OUT).items()}
+    if changed := differences(expected, described):
+        remedy = _settings(expected, described)
+        raise SpecError(
+            f"model.start_from: {file} describes another model than the settings (settings -> file: "
+            f"{'; '.join(changed)}). "
+            + (
+                f"To continue from that model, set {' '.join(f'{name}={value}' for name, value in remedy.items())}"
+                if remedy
+                else _NO_REMEDY
+            )
+        )
+
+
+def _settings(expected: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return changes after which the settings describe this model; empty if there are none."""
+    version, feed_forward = ("v1.0", _FEED_FORWARDS[0]) if described[_SCALED] else ("v1.1", _FEED_FORWARDS[1])
+    if any(expected[name] != described[name] for name in _LEFT_OUT if name != "feed_forward_proj"):
+        return {}
+    if (
+        described["feed_forward_proj"] not in _FEED_FORWARDS
+        or pad_vocabulary(described["vocab_size"]) > described["vocab_size"]
+    ):
+        return {}
+    found: dict[str, Any] = {} if expected[_SCALED] == described[_SCALED] else {"model.version": version}
+    if described["feed_forward_proj"] not in (feed_forward, expected["feed_forward_proj"]):
+        found["model.feed_forward"] = described["feed_forward_proj"]
+    found |= _experts(expected, described)
+    if found or any(expected[name] != described[name] for name in _SIZES):
+        preset = preset_of(version, [described[name] for name in _SIZES])
+        found |= {"model.preset": preset} if preset else {f"model.{name}": described[name] for name in _SIZES}
+    return found | (
+        {"model.vocab_size": described["vocab_size"]} if expected["vocab_size"] != described["vocab_size"] else {}
+    )
+
+
+def _experts(expected: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
+    if described["model_type"] == "t5":
+        return {} if expected["model_type"] == "t5" else {"model.moe.num_experts": 0}
+    if all(expected.get(name) == described[name] for name in _SPARSE):
+        return {}
+    step = described["num_layers"] // described["num_sparse_encoder_layers"]
+    return {"model.moe.num_experts": described["num_experts"], "model.moe.every_n_layers": step}
+
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_INDEX = f"{WEIGHTS}.index.json"
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.ckpt", "*.h5", "*.msgpack")
+
+
+class HuggingFaceFolder(NamedTuple):
+    """A model's folder. ``tensors`` are named as in the files, which may hold copies of a tied tensor."""
+
+    path: Path
+    config: dict[str, Any]
+    files: list[Path]
+    tensors: dict[str, StoredTensor]
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open a folder with ``model.safetensors``, or with the shards that its index names.
+
+        Raises InputError if the folder is missing, damaged or incomplete, or if its weights are pickled, because a
+        pickle can run arbitrary code.
+        """
+        if not path.is_dir():
+            raise InputError(f"model.start_from is {path}, but this machine has no such folder. Correct the path")
+        files = _weight_files(path)
+        return cls(path, _read_json(path / CONFIG), files, list_tensors(files))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / _INDEX).is_file():
+        raise InputError(_without_weights(folder))
+    places = _read_json(folder / _INDEX).get("weight_map")
+    names = set(places.values()) if isinstance(places, dict) else set()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise InputError(
+            f"{folder / _INDEX} does not list the model's weight files: the entry weight_map is missing or damaged. "
+            f"Copy {_INDEX} again from where you got the model"
+        )
+    files = {name: child(folder, name, str(folder / _INDEX), InputError) for name in sorted(names)}
+    if missing := [name for name, file in files.items() if not file.is_file()]:
+        raise InputError(
+            f"{folder} lacks the weight file {missing[0]}, which {_INDEX} names. Copy {missing[0]} to that folder, too"
+        )
+    return list(files.values())
+
+
+def _without_weights(folder: Path) -> str:
+    if others := sorted(path.name for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern)):
+        return (
+            f"{folder} has its weights in {others[0]}, which can run code when it is loaded, so only safetensors are "
+            "read. If you trust the model, load it with from_pretrained of transformers, save it with save_pretrained "
+            "to another folder, and set model.start_from to that folder"
+        )
+    return f"{folder} has neither {WEIGHTS} nor {_INDEX}. Set model.start_from to the folder of a complete model"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist. Set model.start_from to the folder of a complete model") from None
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{path} cannot be read ({error}). If the file is damaged, copy it again from where you got the model"
+        ) from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path} holds no JSON object. Copy the file again from where you got the model")
+    return found
+
+
+# Older versions of transformers wrote this tensor; none reads it.
+_NEVER_READ = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+_SHARED, _HEAD = "shared.weight", "lm_head.weight"
+_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+_log = logging.getLogger(__name__)
+
+
+def require_fit(model: ModelSpec, tokenizer_vocab_size: int) -> None:
+    """Check that the model in the ``start_from`` folder, if there is one, is the model that the settings describe.
+
+    Raises SpecError if it is not. The error names every field of ``config.json`` that differs, and what to set. Raises
+    InputError if the folder cannot be read, or has missing tensors, extra tensors or tensors of another shape.
+    """
+    if (path := _folder(model)) is None:
+        return
+    folder = HuggingFaceFolder.open(path)
+    described = described_by(folder.config, path / CONFIG)
+    if described["vocab_size"] < tokenizer_vocab_size:
+        raise SpecError(
+            f"model.start_from is {path}, with a vocabulary of {described['vocab_size']}, but the tokenizer has "
+            f"{tokenizer_vocab_size} ids. Set tokenizer.path to the vocabulary that the model was trained with"
+        )
+    shape = resolve(model, tokenizer_vocab_size)
+    require_agreement(described, shape, path / CONFIG)
+    _tensors(folder, shape)
+
+
+def tensors_of(model: ModelSpec, shape: T5Shape) -> dict[str, StoredTensor] | None:
+    """Return where the ``start_from`` folder stores each parameter; None without ``start_from``.
+
+    As in transformers, the files may hold copies of tied tensors. If they have no output layer, it starts as a copy of
+    the embedding, even if the two are then trained separately. Raises InputError if the folder cannot be read or
+    tensors do not match the shape, SpecError if copies of a tied tensor differ.
+    """
+    path = _folder(model)
+    return None if path is None else _tensors(HuggingFaceFolder.open(path), shape)
+
+
+def _tensors(folder: HuggingFaceFolder, shape: T5Shape) -> dict[str, StoredTensor]:
+    found = {name: tensor for name, tensor in folder.tensors.items() if name != _NEVER_READ}
+    copies = {name: found.pop(name) for name in (*_COPIES, *([_HEAD] if shape.tied else [])) if name in found}
+    if copies:
+        _require_equal(folder, {_SHARED: found.setdefault(_SHARED, next(iter(copies.values())))} | copies)
+    if _SHARED in found and not shape.tied:
+        found.setdefault(_HEAD, found[_SHARED])
+    _require_tensors(folder, found, parameter_shapes(shape))
+    return found
+
+
+def start_fingerprint(model: ModelSpec, progress: Progress = silent) -> str | None:
+    """Return the fingerprint of the weights that a run continues from, regardless of their path.
+
+    Returns None without ``start_from``. The fingerprint is made of the configuration and the files' sha256, which a
+    process computes once unless a file changes. Raises DigestMismatch if the folder has a manifest of this project with
+    other digests.
+    """
+    if (path := _folder(model)) is None:
+        return None
+    folder = HuggingFaceFolder.open(path)
+    total, done, digests = sum(file.stat().st_size for file in folder.files), 0, {}
+    for file in folder.files:
+        status = file.stat()
+        digests[file.name] = _sha256(file, status.st_size, status.st_mtime_ns, status.st_ino)
+        done += status.st_size
+        progress("bytes of the weights to continue from verified", done, total)
+    _require_as_recorded(path, digests)
+    return fingerprint({"config": described_by(folder.config, path / CONFIG), "files": digests})
+
+
+def start_name(model: ModelSpec) -> str | None:
+    """Return the name of the folder whose weights a run continues from; None without ``start_from``."""
+    folder = _folder(model)
+    return None if folder is None else folder.name
+
+
+def require_vocabulary(model: ModelSpec, spiece_sha256: str) -> None:
+    """Raise SpecError if the vocabulary in the ``start_from`` folder, if there is one, differs from that of the run."""
+    path = _folder(model)
+    if path is None or not (path / SPIECE).is_file():
+        return
+    if (found := digest_file(path / SPIECE).sha256) != spiece_sha256:
+        raise SpecError(
+            f"model.start_from is {path}, which has another vocabulary than the run: its {SPIECE} has sha256 "
+            f"{found[:12]}, the run's has {spiece_sha256[:12]}. Set tokenizer.path={path}"
+        )
+
+
+def _folder(model: ModelSpec) -> Path | None:
+    return None if model.start_from is None else local_folder(model.start_from)
+
+
+@lru_cache
+def _sha256(file: Path, _size: int, _mtime_ns: int, _inode: int) -> str:
+    return digest_file(file).sha256
+
+
+def _require_as_recorded(folder: Path, digests: Mapping[str, str]) -> None:
+    if not (folder / MANIFEST).is_file():
+        return
+    try:
+        recorded = parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST)).files
+    except RecordError as error:  # a manifest of another program
+        _log.warning("the weights in %s are used without verification: %s", folder, error)
+        return
+    for name, sha256 in digests.items():
+        expected = recorded.get(name)
+        if not isinstance(expected, FileDigest) or expected.sha256 != sha256:
+            raise DigestMismatch(
+                f"{folder / name} is damaged or was changed: its sha256 is {sha256}, but {expected or 'no digest'} was "
+                f"recorded in {MANIFEST}. Restore the file, or choose another model (model.start_from)"
+            )
+
+
+def _require_equal(folder: HuggingFaceFolder, copies: dict[str, StoredTensor]) -> None:
+    import torch  # needed only if the files hold copies, which must be compared
+
+    stored = StoredTensors(copies)
+    for name in copies:
+        if not torch.equal(stored.whole(name), stored.whole(_SHARED)):
+            raise SpecError(
+                f"model.start_from is {folder.path}, where {name} is tied to {_SHARED}, but the files hold different "
+                f"values for {name} and {_SHARED}. Choose a model in which they are equal, or set model.version=v1.1 "
+                "if this is a v1.1 model"
+            )
+
+
+def _require_tensors(
+    folder: HuggingFaceFolder, found: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    wrong = {
+        "are missing": [name for name in expected if name not in found],
+        "do not belong to this model": [name for name in found if name not in expected],
+        "have another shape": [name for name in expected if name in found and found[name].shape != expected[name]],
+        "are not 16-bit or 32-bit floating-point numbers": [
+            n for n, held in found.items() if held.dtype not in FLOATING
+        ],
+    }
+    said = [f"{', '.join(names[:3])}{' and more' * (len(names) > 3)} {what}" for what, names in wrong.items() if names]
+    if said:
+        raise InputError(
+            f"model.start_from is {folder.path}, whose tensors are not those that {CONFIG} describes: "
+            f"{'; '.join(said)}. Choose the folder of a complete model"
+        )

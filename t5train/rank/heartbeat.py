@@ -1,0 +1,122 @@
+"""Heartbeats of a rank, for the guard that watches it.
+
+A thread writes a heartbeat every second, so a stopped rank writes none. A rank that hangs still does, so each heartbeat
+also records the phase of the rank's work, when the phase began, and how long it may take. The file is overwritten in
+place, in 256 bytes, because a full disk must not end a run. Standard library only, as guards import it.
+"""
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self
+
+from t5train.files.run_folder import RANK_FILES
+
+if TYPE_CHECKING:  # guards must not import pydantic
+    from t5train.spec.cluster_spec import DeadlinesSpec
+
+Phase = Literal["start", "compile", "step", "save", "validate"]
+BEAT_SECONDS = 1.0
+_BYTES = 256
+_STEPS_REMEMBERED = 101
+_MEDIANS = 10
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A heartbeat; times are from the machine's monotonic clock, in seconds."""
+
+    beat: float
+    phase: Phase
+    since: float
+    limit: float
+    """How long the phase may take."""
+    step: int
+
+
+class Heartbeat:
+    """Writes a rank's heartbeats; a context manager. Without a path it writes nothing.
+
+    It begins in the phase ``start``. The first step is in the phase ``compile``, as that is when compilation happens.
+    """
+
+    def __init__(self, path: Path | None, deadlines: "DeadlinesSpec") -> None:
+        self._path, self._deadlines = path, deadlines
+        self._steps = deque[float](maxlen=_STEPS_REMEMBERED)
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._phase: Phase = "start"
+        self._since, self._step, self._limit = time.monotonic(), 0, deadlines.start_seconds
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    @classmethod
+    def of_rank(cls, deadlines: "DeadlinesSpec") -> Self:
+        """Return the heartbeat of this rank. Without a guard that reads it, it writes nothing."""
+        stem = os.environ.get(RANK_FILES)
+        return cls(beat_file(Path(stem)) if stem else None, deadlines)
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """Enter a phase of a step. A step may take its deadline or 10 times the median step, whichever is longer."""
+        now = time.monotonic()
+        if self._phase in ("compile", "step") and self._step:
+            self._steps.append(now - self._since)
+        if phase == "step" and not self._steps:
+            phase = "compile"
+        with self._lock:
+            self._phase, self._since, self._step, self._limit = phase, now, step, self._limit_of(phase)
+        self._write()  # at once: the phase may keep the heartbeat thread from running for long
+
+    def __enter__(self) -> Self:
+        if self._path is not None:
+            self._write()
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _limit_of(self, phase: Phase) -> float:
+        allowed: float = getattr(self._deadlines, f"{phase}_seconds")
+        return max(allowed, _MEDIANS * median(self._steps)) if phase == "step" else allowed
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            self._write()
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        with self._lock:
+            beat = Beat(time.monotonic(), self._phase, self._since, self._limit, self._step)
+            write(self._path, beat)
+
+
+def beat_file(rank_files: Path) -> Path:
+    """The heartbeat file of the rank whose files have this prefix."""
+    return rank_files.with_name(f"{rank_files.name}.beat")
+
+
+def write(path: Path, beat: Beat) -> None:
+    """Overwrite the heartbeat in a file, which is created if it does not exist."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.pwrite(descriptor, json.dumps(asdict(beat)).encode().ljust(_BYTES), 0)
+    finally:
+        os.close(descriptor)
+
+
+def read(path: Path) -> Beat | None:
+    """The last heartbeat; None if there is none, or if it is being written."""
+    try:
+        return Beat(**json.loads(path.read_bytes()))
+    except (FileNotFoundError, ValueError):
+        return None

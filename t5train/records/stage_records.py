@@ -1,0 +1,287 @@
+"""The record of a stage: a folder of files, and the manifest that describes them.
+
+``manifest.json`` is written last, by an atomic rename after fsync, and is the only sign of success. A result may be
+reused if its manifest is present, its fingerprint is the requested one and its files verify. A damaged result that can
+be made again is moved aside.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from t5train.errors import DigestMismatch, RecordError, UnknownVersion
+from t5train.files.atomic import rename_aside, write_text
+from t5train.files.confined import confined
+from t5train.files.presence import ABSENT, is_there, reading
+from t5train.progress import Progress, silent
+from t5train.records.digests import FileDigest, SafetensorsDigest, verify_file
+from t5train.records.identity import Provenance, current_provenance, fingerprint, is_sealed
+
+MANIFEST = "manifest.json"
+SCHEMA_VERSION: Literal[1] = 1
+_log = logging.getLogger(__name__)
+
+
+class Record(BaseModel):
+    """The record of a finished stage: the files that hold its result for one fingerprint.
+
+    Names in ``files`` are relative to ``path``; a kind with ``may_use_files_in_place`` can also list absolute paths.
+    ``seal`` covers what the files' digests do not: the counts and fingerprints that the next stages rely on.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    may_use_files_in_place: ClassVar[bool] = False
+    kind: str
+    schema_version: Literal[1] = SCHEMA_VERSION
+    path: Path
+    fingerprint: str
+    inputs: dict[str, str] = {}
+    files: Mapping[str, FileDigest | SafetensorsDigest]
+    counts: dict[str, int] = {}
+    provenance: Provenance = Field(default_factory=current_provenance)
+    seal: str = ""
+    reused: bool = Field(default=False, exclude=True)
+
+    @field_validator("files")
+    @classmethod
+    def _files_lie_in_the_folder(
+        cls, files: Mapping[str, FileDigest | SafetensorsDigest]
+    ) -> Mapping[str, FileDigest | SafetensorsDigest]:
+        for name in files:
+            if not (cls.may_use_files_in_place and Path(name).is_absolute() and ".." not in Path(name).parts):
+                confined(Path(), name, "the manifest", RecordError)
+        return files
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read the manifest of ``folder``.
+
+        Raises RecordError if there is none of this kind or it was altered, Unreadable if it cannot be read now, and
+        UnknownVersion if it is intact but was written by a version with other fields.
+        """
+        manifest = folder / MANIFEST
+        try:
+            with reading(manifest):
+                content = manifest.read_bytes()
+        except ABSENT:
+            raise RecordError(
+                f"{manifest} does not exist: {folder} is not a finished {_kind_name(cls)} folder"
+            ) from None
+        try:
+            record = cls.model_validate_json(content)
+        except ValidationError as error:
+            if is_intact(content, cls.model_fields["kind"].default):
+                raise unknown_version(str(manifest), error) from error
+            raise RecordError(
+                f"{manifest} is not the manifest of a finished {_kind_name(cls)} folder: {_first(error)}"
+            ) from error
+        except RecordError as error:
+            raise RecordError(f"{manifest} cannot be used: {error}") from error
+        if not record.is_as_written():
+            raise RecordError(
+                f"{manifest} is damaged or was edited: its content does not match the sha256 that it records"
+            )
+        return record.model_copy(update={"path": folder})
+
+    def commit(self, folder: Path | None = None) -> Self:
+        """Write the manifest, the last step of a stage. ``folder`` has the files if it will be renamed to ``path``."""
+        sealed = self.sealed()
+        write_text((folder or self.path) / MANIFEST, sealed.manifest_text())
+        return sealed
+
+    def manifest_text(self) -> str:
+        """The content of ``manifest.json``, for a sealed record."""
+        return self.model_dump_json(indent=1) + "\n"
+
+    def sealed(self) -> Self:
+        """Return a copy whose ``seal`` is the sha256 of the canonical JSON of everything else in the manifest."""
+        return self.model_copy(update={"seal": fingerprint(self.model_dump(mode="json", exclude={"seal"}))})
+
+    def is_as_written(self) -> bool:
+        """Whether the seal matches the content. ``load`` checks this before it sets ``path``, which the seal covers."""
+        return self.sealed().seal == self.seal
+
+    def verify(self, progress: Progress = silent, known: Mapping[str, FileDigest] | None = None) -> None:
+        """Verify every file against its digest. Raises DigestMismatch, naming the first file that differs.
+
+        ``known`` has digests that were computed just now, by name. A file that matches there is not read again.
+        """
+        total = sum(digest.size for digest in self.files.values())
+        done = 0
+        for name, digest in self.files.items():
+            if known is None or known.get(name) != digest:
+                verify_file(self.path / name, digest)
+            done += digest.size
+            progress("bytes verified", done, total)
+
+
+class PlainRecord(Record):
+    """A record whose files each have a sha256 of the whole file, which other programs can compare."""
+
+    files: dict[str, FileDigest]
+
+
+class Corpus(PlainRecord):
+    """Verified text: files of passages, which may be used in place."""
+
+    may_use_files_in_place = True
+    kind: Literal["corpus"] = "corpus"
+
+
+class TokenizerFiles(PlainRecord):
+    """A SentencePiece model in T5's form."""
+
+    kind: Literal["tokenizer"] = "tokenizer"
+
+
+class TokenShards(PlainRecord):
+    """Token ids of a corpus, split into train, validation and test."""
+
+    kind: Literal["shards"] = "shards"
+
+
+class Checkpoint(PlainRecord):
+    """A complete DeepSpeed checkpoint at the last step of a run, with the engine's own witness of its weights."""
+
+    kind: Literal["checkpoint"] = "checkpoint"
+    step: int
+    tag: str
+
+
+class Weights(Record):
+    """fp32 safetensors files, whose digests are made from their tensors' digests."""
+
+    kind: Literal["weights"] = "weights"
+
+
+class Export(PlainRecord):
+    """A Hugging Face folder. Once certified, it contains a passing ``certificate.json``."""
+
+    kind: Literal["export"] = "export"
+
+
+class Publication(PlainRecord):
+    """An export that was published to ``url``, an object store or folder.
+
+    The manifest is published with it; in that copy, ``path`` is ``.``.
+    """
+
+    kind: Literal["publication"] = "publication"
+    url: str
+
+
+R = TypeVar("R", bound=Record)
+
+
+def reusable(
+    kind: type[R],
+    folder: Path,
+    fingerprint: str,
+    progress: Progress = silent,
+    known: Mapping[str, FileDigest] | None = None,
+) -> R | None:
+    """The finished record in ``folder`` if it has this fingerprint and its files verify, else None (and a log line).
+
+    ``known`` is as in ``Record.verify``. Raises Unreadable and UnknownVersion: a result that cannot be read now, or
+    only by another version, must not be overwritten.
+    """
+    if not is_there(folder / MANIFEST):
+        return None
+    try:
+        record = kind.load(folder)
+        if record.fingerprint != fingerprint:
+            _log.warning("%s was made from other inputs or with other settings: making it again", folder)
+            return None
+        record.verify(progress, known)
+    except (RecordError, DigestMismatch) as error:
+        _log.warning("%s: making it again", error)
+        return None
+    return record.model_copy(update={"reused": True})
+
+
+def _first(error: ValidationError) -> str:
+    """The first validation error in one line; pydantic's own text has many lines."""
+    detail = error.errors()[0]
+    return f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}".removeprefix(": ")
+
+
+def is_intact(content: bytes, kind: str | None) -> bool:
+    """Whether ``content`` is an unaltered manifest of this kind (or any, if None), of any version."""
+    try:
+        document = json.loads(content)
+    except ValueError:
+        return False
+    return isinstance(document, dict) and kind in {None, document.get("kind")} and is_sealed(document, "seal")
+
+
+def unknown_version(where: str, error: ValidationError) -> UnknownVersion:
+    """The error for an intact document that this version of the project cannot parse."""
+    fields = dict.fromkeys(".".join(map(str, each["loc"])) for each in error.errors())
+    versions = [f" {each['input']}" for each in error.errors() if each["loc"] == ("schema_version",)]
+    return UnknownVersion(
+        f"{where} is intact, but another version of t5-pretrain wrote it: this one does not know its "
+        f"{', '.join(fields)}{''.join(versions)}. Use the version that wrote the file; nothing was changed"
+    )
+
+
+def _kind_name(cls: type[Record]) -> str:
+    return str(cls.model_fields["kind"].default) if cls is not Record else "stage"
+
+
+_KINDS: dict[str, type[Record]] = {
+    kind.model_fields["kind"].default: kind
+    for kind in (Corpus, TokenizerFiles, TokenShards, Checkpoint, Weights, Export, Publication)
+}
+
+
+class _AnyRecord(BaseModel):
+    """The field that distinguishes the kinds of records."""
+
+    kind: str
+
+
+def parse_manifest(content: bytes, where: str) -> Record:
+    """The record that ``content`` describes.
+
+    Raises RecordError if it is not a record, DigestMismatch if its seal does not match, and UnknownVersion if it is
+    intact but was written by a version with other fields.
+    """
+    try:
+        record = _kind(content).model_validate_json(content)
+    except ValidationError as error:
+        if is_intact(content, None):
+            raise unknown_version(where, error) from error
+        raise RecordError(f"{where} is damaged, or not a manifest: {error.errors()[0]['msg']}") from error
+    except RecordError as error:
+        raise RecordError(f"{where} cannot be used: {error}") from error
+    if record.sealed().manifest_text().encode() != content:
+        raise DigestMismatch(f"{where} was altered: its content does not match the sha256 that it records")
+    return record
+
+
+def _kind(content: bytes) -> type[Record]:
+    kind = _AnyRecord.model_validate_json(content).kind
+    if kind not in _KINDS:
+        raise RecordError(f"its kind is {kind!r}; the known kinds are {', '.join(_KINDS)}")
+    return _KINDS[kind]
+
+
+def set_damaged_aside(folder: Path) -> None:
+    """Move a folder with a damaged manifest aside. Without the manifest, a user's files in it cannot be identified.
+
+    A folder with an intact manifest of any kind, or with none, stays: the stage handles its own result, and refuses
+    anything else. Raises Unreadable and UnknownVersion, as such a manifest may be intact.
+    """
+    manifest = folder / MANIFEST
+    try:
+        with reading(manifest):
+            content = manifest.read_bytes()
+        parse_manifest(content, str(manifest))
+    except ABSENT:
+        return
+    except (RecordError, DigestMismatch) as error:
+        _log.warning("%s: the folder was moved to %s and will be made again", error, rename_aside(folder))

@@ -1,0 +1,293 @@
+"""Certification: proof, by a process that uses only plain ``transformers``, that an export is the trained model.
+
+``python -m t5train.release.certification EXPORT WITNESS`` writes ``certificate.json`` into the export and exits with 0,
+or writes ``certificate.failed.json`` beside the export and exits with 1. It reports progress as JSON lines on
+standard output. If its parent process dies, the next line cannot be written, and this process exits, too.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from t5train.data.tokenizer import SPIECE
+from t5train.errors import CertificationError, InputError, T5TrainError
+from t5train.files.atomic import write_text
+from t5train.files.os_errors import explain
+from t5train.files.presence import ABSENT, reading
+from t5train.progress import Progress, silent
+from t5train.records.digests import FileDigest, digest_file, digest_files
+from t5train.records.identity import current_provenance
+from t5train.records.stage_records import Export
+from t5train.records.witness import WITNESS, WITNESS_TENSORS, Witness
+from t5train.release.certificate import CERTIFICATE, Certificate, GenerationComparison, ProbeComparison
+from t5train.release.folder_comparison import DOCUMENTS, differing_folder
+from t5train.release.model_card import README
+from t5train.release.model_comparison import (
+    compare_generation,
+    compare_probes,
+    differing_keys,
+    differing_probes,
+    differing_settings,
+    differing_tensors,
+    differing_ties,
+    expected_ties,
+)
+from t5train.release.tokenizer_comparison import differing_tokenizer
+
+FAILED_CERTIFICATE = "certificate.failed.json"
+LOG = "certify.log"
+# Relative to the largest logit. On the same kind of device, a dense model's bits must be equal.
+OTHER_DEVICE_TOLERANCE = 1e-3
+EXPERTS_TOLERANCE = 1e-5
+
+
+def certify_in_fresh_process(export: Export, witness: Path, progress: Progress = silent) -> Export:
+    """Prove that an export is the model that was trained. An existing valid certificate is kept.
+
+    A new Python process makes the certificate; its log is ``certify.log`` beside the export.
+
+    Args:
+        export: The export to certify.
+        witness: Folder ``witness`` in the folder of the run that trained it.
+        progress: Called with what is compared, and with the number of tensors or probes done.
+
+    Returns:
+        The export's record, with the passing certificate among its files.
+
+    Raises:
+        CertificationError: The model differs. The error lists the differences.
+        InputError: The witness is of another run than the export.
+        DigestMismatch: A certified export is damaged.
+
+    """
+    _require_its_witness(export, Witness.load(witness))
+    if _is_certified(export, witness):
+        if not export.reused:  # otherwise every byte has just been compared
+            export.verify(progress)
+        return export.model_copy(update={"reused": True})
+    _run_certifier(export.path, witness, progress)
+    certificate = export.path / CERTIFICATE
+    files = _uncertified_files(export)
+    with reading(certificate):
+        content = certificate.read_bytes()
+    Certificate.parse(content, str(certificate)).require_vouching(export.fingerprint, files, str(certificate))
+    return export.model_copy(update={"files": {**files, CERTIFICATE: digest_file(certificate)}}).commit()
+
+
+def certify(export_folder: Path, witness: Path, progress: Progress = silent) -> Certificate:
+    """Load the export, compare it with the witness in the folder ``witness``, and write ``certificate.json``.
+
+    Raises InputError if the witness is of another run, and DigestMismatch if a file of the export differs from its
+    manifest. If the model differs, writes ``certificate.failed.json`` beside the export instead, and raises
+    CertificationError, which lists the differences.
+    """
+    export = Export.load(export_folder)
+    _require_its_witness(export, Witness.load(witness))
+    _require_same_transformers(export)
+    files = _uncertified_files(export)
+    export.model_copy(update={"files": files}).verify(progress)
+    certificate = _compare(export, files, witness, progress)
+    text = certificate.model_dump_json(indent=1) + "\n"
+    if not certificate.passed:
+        failed = export_folder.absolute().parent / FAILED_CERTIFICATE
+        write_text(failed, text)
+        (export_folder / CERTIFICATE).unlink(missing_ok=True)  # an earlier certificate is no longer valid
+        raise CertificationError(
+            f"{export_folder} is not the model that was trained: {'; '.join(certificate.differences)}. "
+            f"The export must not be published. Remove the folder and export again. Details are in {failed}"
+        )
+    write_text(export_folder / CERTIFICATE, text)
+    return certificate
+
+
+def _compare(export: Export, files: dict[str, FileDigest], folder: Path, progress: Progress) -> Certificate:
+    witness = Witness.load(folder)
+    device = _device(witness)
+    tolerance, reason = _tolerance(witness, device)
+    differences = differing_folder(export, witness)
+    probes: dict[str, ProbeComparison] = {}
+    generation: GenerationComparison | None = None
+    if not differences:  # otherwise it is not safe to load
+        differences, probes, generation = _compare_loaded(export.path, witness, folder, device, tolerance, progress)
+    return Certificate(
+        passed=not differences,
+        differences=differences,
+        export_fingerprint=export.fingerprint,
+        run_fingerprint=witness.run_fingerprint,
+        weights_fingerprint=export.inputs["weights"],
+        step=witness.step,
+        witness=_witness_digests(folder),
+        files=files,
+        tensors_compared=len(witness.tensors),
+        elements_compared=witness.num_parameters,
+        ties=expected_ties(witness),
+        documents=(*DOCUMENTS, README),
+        passages_compared=len(witness.passages),
+        probes=probes,
+        generation=generation,
+        relative_tolerance=tolerance,
+        tolerance_reason=reason,
+        witness_device=witness.device_type,
+        device=device,
+        num_threads=witness.num_threads,
+        provenance=current_provenance(),
+    )
+
+
+def _compare_loaded(
+    export: Path, witness: Witness, folder: Path, device: str, tolerance: float, progress: Progress
+) -> tuple[list[str], dict[str, ProbeComparison], GenerationComparison]:
+    """Compare the model and tokenizer that plain transformers loads from the folder."""
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, T5TokenizerFast
+
+    model, loading = AutoModelForSeq2SeqLM.from_pretrained(export, output_loading_info=True)
+    model = model.eval().to(device)
+    differences = differing_keys(loading)
+    differences += differing_tensors(model, witness, progress)
+    differences += differing_ties(model, witness)
+    differences += differing_settings(model, witness)
+    for kind in (AutoTokenizer, T5TokenizerFast):
+        differences += differing_tokenizer(kind.from_pretrained(export), export / SPIECE, witness)
+    probes = dict(compare_probes(model, witness, folder, device, progress))
+    generation, generated_otherwise = compare_generation(model, witness, folder, device, tolerance)
+    return [*differences, *differing_probes(probes, tolerance), *generated_otherwise], probes, generation
+
+
+def _device(witness: Witness) -> str:
+    """Set the witness's number of threads, and return its kind of device if available, otherwise the CPU."""
+    import torch
+
+    torch.set_num_threads(witness.num_threads)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return witness.device_type if accelerator is not None and accelerator.type == witness.device_type else "cpu"
+
+
+def _tolerance(witness: Witness, device: str) -> tuple[float, str]:
+    """Return how much the logits may differ, relative to the largest one, and why."""
+    if device != witness.device_type:
+        return OTHER_DEVICE_TOLERANCE, f"{device} rounds differently from the engine's device, {witness.device_type}"
+    if witness.huggingface_config.get("num_experts"):
+        return EXPERTS_TOLERANCE, (
+            "the engine pads every expert's tokens to the same number, and transformers does not: matrix products of "
+            "different sizes are summed in a different order"
+        )
+    return 0.0, "the same operations on the same kind of device give the same bits"
+
+
+def _require_its_witness(export: Export, witness: Witness) -> None:
+    """Raise InputError if the witness is of another run: comparing with it would revoke a valid certificate."""
+    if export.inputs["run"] != witness.run_fingerprint:
+        raise InputError(
+            f"{export.path} is from run {export.inputs['run'][:12]}, but the witness is from run "
+            f"{witness.run_fingerprint[:12]}. Give the folder `witness` of the run that the export is from"
+        )
+
+
+def _require_same_transformers(export: Export) -> None:
+    """Raise InputError for another version of transformers, which may write different content into the same files."""
+    made, here = (each.versions.get("transformers") for each in (export.provenance, current_provenance()))
+    if made != here:
+        raise InputError(
+            f"{export.path} was exported with transformers {made}, but {here} is installed. Install transformers "
+            f"{made} and certify the export again, or remove the folder and export again"
+        )
+
+
+def _is_certified(export: Export, witness: Path) -> bool:
+    if CERTIFICATE not in export.files:
+        return False
+    path = export.path / CERTIFICATE
+    try:
+        with reading(path):
+            certificate = Certificate.parse(path.read_bytes(), str(path))
+        certificate.require_vouching(export.fingerprint, export.files, str(path))
+    except (CertificationError, *ABSENT):
+        return False
+    return certificate.witness == _witness_digests(witness)
+
+
+def _uncertified_files(export: Export) -> dict[str, FileDigest]:
+    return {name: digest for name, digest in export.files.items() if name != CERTIFICATE}
+
+
+def _witness_digests(folder: Path) -> dict[str, FileDigest]:
+    try:
+        return digest_files(folder, (WITNESS, WITNESS_TENSORS))
+    except OSError as error:
+        raise InputError(
+            f"the witness cannot be read: {explain(error)}; or give the folder `witness` of a finished run"
+        ) from error
+
+
+def _run_certifier(export_folder: Path, witness: Path, progress: Progress) -> None:
+    """Run this module's ``main`` in a new process, relay its progress, and raise the error that it reports."""
+    # -P keeps modules in the current folder from shadowing libraries.
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "t5train.release.certification",
+        os.fspath(export_folder),
+        os.fspath(witness),
+    ]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    log_path = export_folder.absolute().parent / LOG
+    failure = None
+    with (
+        open(log_path, "wb") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process,
+    ):
+        assert process.stdout is not None  # noqa: S101 - for the type checker: it is a pipe
+        for line in process.stdout:
+            match json.loads(line):
+                case {"error": str(text)}:
+                    failure = text
+                case {"what": str(what), "done": int(done), "total": int(total)}:
+                    progress(what, done, total)
+    if process.returncode != 0:
+        raise CertificationError(
+            failure
+            or f"the process that certifies {export_folder} ended without a result (exit status {process.returncode}). "
+            f"{log_path} can show why; if memory ran out, free some and certify again"
+        )
+
+
+def main(arguments: list[str]) -> int:
+    """Certify in this new process, and report on the original standard output. Returns the exit code."""
+    export_folder, witness = map(Path, arguments)
+    report = _reporter()
+    try:
+        certify(export_folder, witness, lambda what, done, total: report(what=what, done=done, total=total))
+    except T5TrainError as error:
+        report(error=str(error))
+        return 1
+    except Exception as error:  # libraries' errors often do not name the file
+        traceback.print_exc()
+        said = explain(error) if isinstance(error, OSError) else " ".join(str(error).split())
+        report(
+            error=f"{export_folder} could not be compared with {witness} ({type(error).__name__}: {said}). "
+            f"For details, see {export_folder.absolute().parent / LOG}"
+        )
+        return 1
+    return 0
+
+
+def _reporter() -> Callable[..., None]:
+    """Return a function that writes JSON lines to standard output. All other output goes to standard error."""
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def report(**fact: Any) -> None:
+        channel.write(json.dumps(fact) + "\n")
+        channel.flush()
+
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,207 @@
+"""Exports a trained model as a Hugging Face folder that plain ``transformers`` loads."""
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from t5train.data.tokenizer import HUGGING_FACE_FILES, SPIECE, write_hugging_face_files
+from t5train.errors import InputError, RecordError, SpecError, StorageError
+from t5train.files.atomic import copy_durably, discard, filling, rename_aside, write_json, write_text
+from t5train.progress import Progress, silent
+from t5train.records.digests import digest_files, verify_file
+from t5train.records.identity import current_provenance, fingerprint
+from t5train.records.kept_files import changed_files
+from t5train.records.stage_records import Export, Record, TokenizerFiles, Weights, reusable
+from t5train.records.witness import Witness
+from t5train.release.certificate import CERTIFICATE
+from t5train.release.model_card import README, model_card
+from t5train.spec import ModelSpec, RunSpec
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+INDEX = "model.safetensors.index.json"
+_log = logging.getLogger(__name__)
+
+
+def export(
+    weights: Weights, tokenizer: TokenizerFiles, witness: Path, spec: RunSpec, out: Path, progress: Progress = silent
+) -> Export:
+    """Write a Hugging Face folder: safetensors, config, generation config, tokenizer files, model card, manifest.
+
+    The result is not certified yet: see ``t5train.release.certification``.
+
+    Args:
+        weights: The weights of the run's last checkpoint.
+        tokenizer: The vocabulary that the run was trained with. Only its spiece.model is used; the other tokenizer
+            files are made from it.
+        witness: Folder with the training engine's witness (``witness`` in the run's folder), which determines the
+            configuration.
+        spec: The spec of the run.
+        out: Folder of the result. An earlier export of the same run there is replaced, or moved aside if files in it
+            were added or changed.
+        progress: Called with the number of bytes copied.
+
+    Returns:
+        The record of the export.
+
+    Raises:
+        DigestMismatch: An input is damaged.
+        InputError: Weights or vocabulary are not those of the witness.
+        SpecError: transformers has no class for the model.
+        StorageError: ``out`` holds something else, or cannot be written.
+
+    """
+    require_exportable(spec.model)
+    seen = Witness.load(witness)
+    _require_its_weights(weights, seen)
+    _require_its_vocabulary(tokenizer, seen)
+    _require_replaceable(out, seen)
+    lineage = _lineage(weights, seen, spec)
+    identity = export_fingerprint(lineage)
+    if (existing := reusable(Export, out, identity, progress)) is not None:
+        return existing
+    with filling(out) as folder:
+        _take_files(weights, _weight_names(weights), folder, progress)
+        _take_files(tokenizer, [SPIECE], folder, progress)
+        write_model_files(seen, folder)
+        files, provenance = digest_files(folder, sorted(path.name for path in folder.iterdir())), current_provenance()
+        write_text(folder / README, model_card(seen, lineage, files, provenance))
+        record = Export(
+            path=out,
+            fingerprint=identity,
+            inputs=lineage,
+            files=files | digest_files(folder, [README]),
+            counts=export_counts(seen),
+            provenance=provenance,
+        ).commit(folder)
+        _give_way(out)
+    return record
+
+
+def require_exportable(model: ModelSpec) -> None:
+    """Raise SpecError for a model that transformers has no class for: one with two experts per token."""
+    if model.moe.num_experts and model.moe.top_k != 1:
+        raise SpecError(
+            f"model.moe.top_k is {model.moe.top_k}, but SwitchTransformers in transformers has 1 expert per token, so "
+            "such a model cannot be exported. Set model.moe.top_k=1, or use only the commands `train` and `consolidate`"
+        )
+
+
+def export_fingerprint(lineage: Mapping[str, str]) -> str:
+    """Return the fingerprint of an export."""
+    return fingerprint({"stage": "export", "schema_version": 2, "inputs": dict(lineage)})
+
+
+def export_counts(witness: Witness) -> dict[str, int]:
+    """Return the counts for an export's manifest."""
+    return {"num_parameters": witness.num_parameters, "step": witness.step, "tensors": len(witness.tensors)}
+
+
+def export_names(weights: Iterable[str]) -> set[str]:
+    """Return the names of all files of an uncertified export with these weight files."""
+    return {*weights, CONFIG, GENERATION_CONFIG, SPIECE, *HUGGING_FACE_FILES, README}
+
+
+def _require_its_weights(weights: Weights, witness: Witness) -> None:
+    """Raise InputError unless the weights are of the witness's run and step, because only they can be certified.
+
+    Weights from a checkpoint that this project did not write record no run; certification compares them.
+    """
+    found = (weights.inputs.get("run", witness.run_fingerprint), weights.counts.get("step", witness.step))
+    if found != (witness.run_fingerprint, witness.step):
+        raise InputError(
+            f"{weights.path} holds weights of run {found[0][:12]} at step {found[1]}, but the witness is of run "
+            f"{witness.run_fingerprint[:12]} at step {witness.step}. Give weights and witness of the same run and step"
+        )
+
+
+def _require_its_vocabulary(tokenizer: TokenizerFiles, witness: Witness) -> None:
+    """Raise InputError for another vocabulary than the run's.
+
+    One of the same size would load and pass every comparison of weights, but yield nonsense.
+    """
+    expected, given = witness.inputs["vocabulary"], tokenizer.files.get(SPIECE)
+    if given is None or given.sha256 != expected:
+        raise InputError(
+            f"{tokenizer.path} does not have the vocabulary that the model was trained with. Give the folder "
+            f"(--tokenizer) whose {SPIECE} has sha256 {expected}"
+        )
+
+
+def _lineage(weights: Weights, witness: Witness, spec: RunSpec) -> dict[str, str]:
+    """Return the fingerprints of everything that determines the export, including all earlier stages."""
+    return {
+        **witness.inputs,
+        "spec": spec.fingerprint(),
+        "run": witness.run_fingerprint,
+        "weights": weights.fingerprint,
+    }
+
+
+def _weight_names(weights: Weights) -> list[str]:
+    names = [name for name in weights.files if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", name)]
+    if not names:
+        raise InputError(f"{weights.path} holds no model*.safetensors. Consolidate the checkpoint again")
+    return names
+
+
+def _take_files(record: Record, names: Iterable[str], folder: Path, progress: Progress) -> None:
+    """Hard-link or copy files of a record into ``folder``, and verify them there."""
+    total, done = sum(record.files[name].size for name in names), 0
+    for name in names:
+        source, target = record.path / name, folder / Path(name).name
+        try:
+            os.link(source, target, follow_symlinks=True)
+        except FileNotFoundError:
+            raise InputError(f"{source} is missing. Make the {record.kind} again, in {record.path}") from None
+        except OSError:  # another disk, or a file system without hard links
+            copy_durably(source, target)
+        verify_file(target, record.files[name])
+        done += record.files[name].size
+        progress(f"bytes of {record.kind} exported", done, total)
+
+
+def write_model_files(witness: Witness, folder: Path) -> None:
+    """Write all files that transformers reads, except the weights and spiece.model; the latter must be in ``folder``.
+
+    ``tie_word_embeddings`` is written as in the witness. transformers 5 would set it to true for every T5 and has a
+    separate field for scaling the output (v1.0); older versions derive both tying and scaling from it.
+    """
+    from transformers import AutoConfig, GenerationConfig  # slow to import, needed only here
+
+    settings = witness.huggingface_config
+    config = AutoConfig.for_model(**settings)
+    write_json(folder / CONFIG, {**config.to_diff_dict(), **settings, "dtype": "float32"})
+    write_json(folder / GENERATION_CONFIG, GenerationConfig(**witness.generation_config).to_diff_dict())
+    write_hugging_face_files(folder)
+
+
+def _require_replaceable(out: Path, witness: Witness) -> None:
+    """Raise StorageError unless ``out`` is missing, empty, or an export of the same run."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    try:
+        there = Export.load(out)
+    except RecordError as error:
+        raise StorageError(f"{out} is in the way: {error}. Remove {out}, or export to another folder") from error
+    if (other := there.inputs.get("run", "")) != witness.run_fingerprint:
+        raise StorageError(
+            f"{out} holds the export of run {other[:12]} (made {there.provenance.created_at}), but the new export is "
+            f"of run {witness.run_fingerprint[:12]}. Export to another folder, or remove the existing export yourself"
+        )
+
+
+def _give_way(out: Path) -> None:
+    """Clear ``out``: an unchanged export is removed, one with added or changed files is moved aside."""
+    if not out.exists() or not any(out.iterdir()):
+        return
+    if changed := [name for name in changed_files(Export.load(out)) if name != CERTIFICATE]:
+        aside = rename_aside(out)
+        _log.warning(
+            "the earlier export in %s was moved to %s, because files in the folder were added or changed: %s",
+            out, aside, ", ".join(changed[:5]),
+        )  # fmt: skip
+    else:
+        _log.warning("replacing the export in %s, which has other weights of this run or is from another version", out)
+        discard(out)

@@ -1,0 +1,182 @@
+"""Compares a loaded model with a witness. Functions named ``differing_...`` return descriptions of the differences."""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from t5train.progress import Progress
+from t5train.records.witness import GENERATED_PROBE, WITNESS_TENSORS, Witness, digest_tensor
+from t5train.release.certificate import GenerationComparison, ProbeComparison
+from t5train.release.folder_comparison import differing_values
+
+if TYPE_CHECKING:
+    import torch
+
+CLOSE_CHOICE = 1e-4  # relative to the largest logit
+_SHARED = "shared.weight"
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+
+
+def differing_keys(loading: Mapping[str, Any]) -> list[str]:
+    """Return the missing, unexpected and mismatched keys that ``from_pretrained`` reports as its loading info."""
+    return [
+        f"{key.replace('_', ' ')} while loading: {_first(map(str, names))}"
+        for key, names in sorted(loading.items())
+        if names
+    ]
+
+
+def differing_tensors(model: "torch.nn.Module", witness: Witness, progress: Progress) -> list[str]:
+    """Compare names, shapes and bytes of all parameters, tied ones once, and their number of elements."""
+    parameters = dict(model.named_parameters())
+    found = []
+    if missing := sorted(witness.tensors.keys() - parameters.keys()):
+        found.append(f"{len(missing)} recorded tensors are not in the export: {_first(missing)}")
+    if extra := sorted(parameters.keys() - witness.tensors.keys()):
+        found.append(f"{len(extra)} tensors of the export were not recorded: {_first(extra)}")
+    common = sorted(witness.tensors.keys() & parameters.keys())
+    changed = []
+    for done, name in enumerate(common, start=1):
+        expected = witness.tensors[name]
+        if tuple(parameters[name].shape) != expected.shape or digest_tensor(parameters[name]) != expected.sha256:
+            changed.append(f"{name} {list(parameters[name].shape)}")
+        progress("tensors compared", done, len(common))
+    if changed:
+        found.append(f"{len(changed)} tensors are not the recorded fp32 masters: {_first(changed)}")
+    if (elements := sum(parameter.numel() for parameter in parameters.values())) != witness.num_parameters:
+        found.append(f"the export has {elements} parameters, but {witness.num_parameters} were recorded")
+    return found
+
+
+def expected_ties(witness: Witness) -> dict[str, str]:
+    """Return the parameters that must be tied, as a mapping from each alias to the parameter that it shares.
+
+    These are the ties of every T5, the tie of the output layer if the witness's configuration has it, and the ties that
+    the engine recorded.
+    """
+    head = {_HEAD: _SHARED} if witness.huggingface_config.get("tie_word_embeddings", True) else {}
+    return dict.fromkeys(_EMBEDDINGS, _SHARED) | head | witness.ties
+
+
+def differing_ties(model: "torch.nn.Module", witness: Witness) -> list[str]:
+    """Return aliases that do not share storage with their owner, and an output layer that does but must not."""
+    at = {name: tensor.data_ptr() for name, tensor in model.state_dict(keep_vars=True).items()}
+    ties = expected_ties(witness)
+    found = [f"{alias} is not tied to {owner}" for alias, owner in ties.items() if at.get(alias) != at.get(owner)]
+    if _HEAD not in ties and at.get(_HEAD) == at.get(_SHARED):
+        found.append(f"{_HEAD} is tied to {_SHARED}, but must not be")
+    return found
+
+
+def compare_probes(
+    model: "torch.nn.Module", witness: Witness, folder: Path, device: str, progress: Progress
+) -> Iterator[tuple[str, ProbeComparison]]:
+    """Run each probe's inputs through the model and compare the logits with the recorded ones."""
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(folder / WITNESS_TENSORS, framework="pt", device="cpu") as recorded, torch.inference_mode():
+        for done, probe in enumerate(witness.probes, start=1):
+            inputs = {key: recorded.get_tensor(f"{probe}.{key}") for key in ("input_ids", "decoder_input_ids")}
+            output = model(**{key: ids.to(device) for key, ids in inputs.items()}, use_cache=False)
+            yield probe, compare_logits(output.logits.cpu(), recorded.get_tensor(f"{probe}.logits"))
+            progress("probes compared", done, len(witness.probes))
+
+
+def compare_logits(logits: "torch.Tensor", recorded: "torch.Tensor") -> ProbeComparison:
+    """Compare logits, both [b, t, vocab]: bit equality, and largest difference (also relative to the largest logit)."""
+    import torch
+
+    if logits.shape != recorded.shape or logits.dtype != recorded.dtype:
+        return ProbeComparison(
+            shape=tuple(logits.shape), bit_equal=False, max_difference=math.inf, max_relative_difference=math.inf
+        )
+    difference = (logits - recorded).abs().max().item()
+    return ProbeComparison(
+        shape=tuple(logits.shape),
+        bit_equal=torch.equal(logits.view(torch.int32), recorded.view(torch.int32)),
+        max_difference=difference,
+        max_relative_difference=difference / max(recorded.abs().max().item(), torch.finfo(torch.float32).tiny),
+    )
+
+
+def differing_probes(probes: Mapping[str, ProbeComparison], relative_tolerance: float) -> list[str]:
+    """Return probes whose logits are not finite, or differ by more than the tolerance (0 requires equal bits)."""
+    found = []
+    for probe, seen in probes.items():
+        if seen.bit_equal and not math.isfinite(seen.max_difference):
+            found.append(f"logits of probe {probe!r} match the recorded ones but are not finite: the model is unusable")
+            continue
+        near = relative_tolerance > 0 and seen.max_relative_difference <= relative_tolerance
+        if not (seen.bit_equal or near):
+            found.append(
+                f"logits of probe {probe!r} differ by up to {seen.max_difference:.3g} "
+                f"({seen.max_relative_difference:.3g} of the largest, {relative_tolerance:g} allowed)"
+            )
+    return found
+
+
+def differing_settings(model: Any, witness: Witness) -> list[str]:
+    """Return settings of a loaded model that differ from those that transformers derives from the recorded ones."""
+    from transformers import AutoConfig, GenerationConfig
+
+    pairs = {
+        "configuration": (AutoConfig.for_model(**witness.huggingface_config), model.config),
+        "generation configuration": (GenerationConfig(**witness.generation_config), model.generation_config),
+    }
+    return [
+        f"the loaded {what} differs: {_first(changed)}"
+        for what, (expected, found) in pairs.items()
+        if (changed := list(differing_values(_settings(expected), _settings(found))))
+    ]
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Return all settings, including defaults, except the model's path and the requested dtype."""
+    return {key: value for key, value in config.to_dict().items() if key not in {"_name_or_path", "dtype"}}
+
+
+def compare_generation(
+    model: Any, witness: Witness, folder: Path, device: str, relative_tolerance: float
+) -> tuple[GenerationComparison, list[str]]:
+    """Compare greedy ``generate()`` of the export with the recorded ids.
+
+    ``generate()`` caches keys and values of earlier steps, so its logits may be rounded differently. Therefore a
+    sequence is compared up to the first choice that was too close to be reproducible.
+    """
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(folder / WITNESS_TENSORS, framework="pt", device="cpu") as recorded, torch.inference_mode():
+        inputs, expected, margins = (
+            recorded.get_tensor(f"{GENERATED_PROBE}.{key}") for key in ("input_ids", "generated", "margins")
+        )
+        found = model.generate(input_ids=inputs.to(device), max_new_tokens=margins.shape[1]).cpu()
+    close = max(relative_tolerance, CLOSE_CHOICE)
+    rows = [
+        _compare_sequence(one, other, margin, close, witness.generation_config["pad_token_id"])
+        for one, other, margin in zip(expected.tolist(), found.tolist(), margins.tolist(), strict=True)
+    ]
+    wrong = [place for _, place in rows if place is not None]
+    comparison = GenerationComparison(sequences=len(rows), tokens_compared=sum(tokens for tokens, _ in rows))
+    return comparison, (
+        [f"{len(wrong)} of {len(rows)} sequences are generated differently, first at token {wrong[0]}"] if wrong else []
+    )
+
+
+def _compare_sequence(
+    expected: list[int], found: list[int], margins: list[float], close: float, pad_id: int
+) -> tuple[int, int | None]:
+    """Return the number of tokens compared, and the index of the first that differs although its choice was clear."""
+    padded = found + [pad_id] * (len(expected) - len(found))
+    for place, (one, other) in enumerate(zip(expected, padded, strict=False)):
+        if one != other:
+            return place, None if place and margins[place - 1] <= close else place
+    return len(expected), None if len(padded) == len(expected) else len(expected)
+
+
+def _first(names: "Iterator[str] | list[str]", count: int = 3) -> str:
+    every = list(names)
+    return ", ".join(every[:count]) + (f" and {len(every) - count} more" if len(every) > count else "")

@@ -1,0 +1,299 @@
+"""Publishes a certified export to a folder or an object store.
+
+The destination is checked before a run trains. The certificate is uploaded first, to claim the destination, and
+``manifest.json`` last. Each uploaded file is read back. Files that are not of this export are never overwritten.
+"""
+
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from t5train.errors import CertificationError, DigestMismatch, PublicationError, RecordError, StorageError
+from t5train.files.atomic import copy_durably, filling
+from t5train.files.os_errors import explain
+from t5train.files.presence import reading
+from t5train.locations import Counted, explained, local_folder, redacted, remote_folder
+from t5train.progress import Progress, silent
+from t5train.records.digests import FileDigest, verify_file
+from t5train.records.identity import current_provenance, fingerprint
+from t5train.records.stage_records import MANIFEST, Export, Publication, Record, parse_manifest
+from t5train.release.certificate import CERTIFICATE, Certificate
+from t5train.release.verification import object_names, verify, verify_object
+
+_log = logging.getLogger(__name__)
+
+
+def upload(source: Path, record: Publication, url: str, progress: Progress = silent) -> None:
+    """Upload the files of the folder ``source`` to ``url``, and ``record`` as their manifest.
+
+    The certificate is uploaded first and claims the destination. It belongs to one export, so it distinguishes an
+    interrupted upload, which is completed, from other content. Files that are not of this export are never overwritten.
+    Raises PublicationError if the destination holds anything else, or if the store fails.
+    """
+    filesystem, folder = remote_folder(url)
+    with explained(url, "cannot be written"):
+        present = _claim(filesystem, folder, (source / CERTIFICATE).read_bytes(), record)
+        for name, digest in record.files.items():
+            target, shown = f"{folder}/{name}", f"{record.url}/{name}"
+            if name in present and _is_there(filesystem, target, digest, shown, progress):
+                continue
+            counted = Counted(f"bytes of {name} sent", progress)
+            filesystem.put_file(os.fspath(source / name), target, callback=counted)
+            verify_object(filesystem, target, digest, shown, progress)
+        _create(filesystem, f"{folder}/{MANIFEST}", record.manifest_text().encode(), record.url)
+
+
+def _claim(filesystem: Any, folder: str, certificate: bytes, record: Publication) -> set[str]:
+    """Ensure that the export's certificate is there, and return the names of files that are already uploaded."""
+    present = set(object_names(filesystem, folder))
+    if not present:
+        if not filesystem.async_impl:  # object stores have no folders, and makedirs might create a bucket
+            filesystem.makedirs(folder, exist_ok=True)
+        _create(filesystem, f"{folder}/{CERTIFICATE}", certificate, record.url)
+        return {CERTIFICATE}
+    foreign = sorted(present - record.files.keys())
+    if foreign or CERTIFICATE not in present or filesystem.cat_file(f"{folder}/{CERTIFICATE}") != certificate:
+        raise PublicationError(
+            f"{record.url} is not empty and holds no publication ({', '.join((foreign or sorted(present))[:5])}). "
+            "Publish to another destination, or remove these files yourself"
+        )
+    _log.info("completing an unfinished upload: %s holds %d of the export's files", record.url, len(present))
+    return present
+
+
+def _is_there(filesystem: Any, target: str, digest: FileDigest, shown: str, progress: Progress) -> bool:
+    try:
+        verify_object(filesystem, target, digest, shown, progress)
+    except DigestMismatch as error:
+        _log.warning("uploading a file again, because its copy is damaged: %s", error)
+        return False
+    return True
+
+
+def _create(filesystem: Any, path: str, content: bytes, shown: str) -> None:
+    """Write a small object that must not exist yet; the store itself refuses to overwrite one if it can.
+
+    Stores refuse with different errors, and a retried request may find its own object. Therefore the object is read
+    back, and PublicationError is raised if its content differs.
+    """
+    try:
+        filesystem.pipe_file(path, content, mode="create")
+    except Exception:  # stores share no base error; raise it unless the object exists, which is then compared
+        filesystem.invalidate_cache()
+        if not filesystem.exists(path):
+            raise
+    if filesystem.cat_file(path) != content:
+        raise PublicationError(
+            f"{shown}/{Path(path).name} is not what was uploaded: another process is publishing there, or the store is "
+            "not reliable. Make sure that nothing else publishes there, then try again"
+        )
+
+
+def check_destination(url: str, needed_bytes: int = 0, spec_fingerprint: str | None = None) -> None:
+    """Check a destination before training, and raise the errors that ``publish`` would raise after it.
+
+    Raises PublicationError if the protocol's package is missing, or if the destination cannot be written, holds
+    something else, or holds a publication of another spec than ``spec_fingerprint``; StorageError if a local disk has
+    less space than ``needed_bytes``. A store is checked by writing an empty object beside the destination and removing
+    it.
+    """
+    published = publication_at(url)
+    if published is None:
+        _try_writing(url, needed_bytes)
+    elif spec_fingerprint is not None and published.inputs.get("spec") != spec_fingerprint:
+        raise PublicationError(f"{redacted(url)} holds {described(published)}: publish to another destination")
+
+
+def publication_at(url: str) -> Publication | None:
+    """Return the publication at a destination, without verifying it; None if there is nothing.
+
+    Raises PublicationError for anything else: a folder with other files, another kind of record, a damaged manifest.
+    """
+    folder = local_folder(url)
+    content = _stored_manifest(url) if folder is None else _local_manifest(folder)
+    if content is None:
+        return None
+    try:
+        record = parse_manifest(content, f"{redacted(url)}/{MANIFEST}")
+    except (RecordError, DigestMismatch) as error:
+        raise PublicationError(
+            f"{redacted(url)} holds no intact publication: {error}. Publish to another destination"
+        ) from error
+    if not isinstance(record, Publication):
+        raise PublicationError(f"{redacted(url)} holds {described(record)}: publish to another destination")
+    return record
+
+
+def described(record: Record) -> str:
+    """Return a description of the record that is in the way."""
+    return f"another {record.kind} ({record.fingerprint[:12]}, made {record.provenance.created_at})"
+
+
+def _local_manifest(folder: Path) -> bytes | None:
+    """Return the manifest's content; None if the folder is missing or empty."""
+    try:
+        if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+            return None
+        return (folder / MANIFEST).read_bytes()
+    except OSError as error:
+        raise PublicationError(
+            f"{folder} exists and is not a publication ({MANIFEST}: {error.strerror}): publish to another folder"
+        ) from error
+
+
+def _stored_manifest(url: str) -> bytes | None:
+    """Return the manifest's content; None if there is nothing, or an interrupted upload, which has a certificate."""
+    filesystem, folder = remote_folder(url)
+    with explained(url, "cannot be read"):
+        path = f"{folder}/{MANIFEST}"
+        if filesystem.exists(path):
+            return bytes(filesystem.cat_file(path))
+        present = object_names(filesystem, folder)
+    if present and CERTIFICATE not in present:
+        raise PublicationError(
+            f"{redacted(url)} is not empty and holds no publication ({', '.join(sorted(present)[:5])}): publish to "
+            "another destination"
+        )
+    return None
+
+
+def _try_writing(url: str, needed_bytes: int) -> None:
+    folder = local_folder(url)
+    if folder is None:
+        _try_store(url)
+    else:
+        _try_folder(folder, needed_bytes)
+
+
+def _try_folder(folder: Path, needed_bytes: int) -> None:
+    """Check that a publication can be created, with a temporary file in the nearest existing parent folder.
+
+    Publishing ends with a rename to the final path, which can replace neither a symbolic link nor a mount point.
+    """
+    if folder.is_symlink() or folder.is_mount():
+        raise PublicationError(f"{folder} is a symbolic link or a mount point: publish to a folder inside it")
+    nearest = next(parent for parent in folder.parents if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+        free = shutil.disk_usage(nearest).free
+    except OSError as error:
+        raise PublicationError(
+            f"{folder} cannot be created: {nearest} is not writable ({error.strerror}). Make {nearest} writable, or "
+            "publish elsewhere"
+        ) from error
+    if free < needed_bytes:
+        raise StorageError(
+            f"{folder} needs {needed_bytes:,} bytes, but {nearest} has {free:,} free. Free some space, or publish "
+            "elsewhere"
+        )
+
+
+def _try_store(url: str) -> None:
+    """Check that a store can be written. The test object is beside the destination, because it may not be removable."""
+    filesystem, folder = remote_folder(url)
+    suffix = f".write-check-{secrets.token_hex(4)}"
+    with explained(url, "cannot be written"):
+        filesystem.pipe_file(folder + suffix, b"")
+    try:
+        filesystem.rm_file(folder + suffix)
+    except Exception as error:  # fsspec's filesystems share no base error
+        _log.warning(
+            "the store can be written, but the empty object %s%s that tested this could not be removed (%s). Remove it "
+            "yourself",
+            redacted(url), suffix, type(error).__name__,
+        )  # fmt: skip
+
+
+def publish(export: Export, url: str, progress: Progress = silent) -> Publication:
+    """Copy a certified export to a folder or an object store.
+
+    A local folder appears atomically, by one rename. An intact publication of the same export is reused. Secrets in the
+    URL never appear in records, logs or errors.
+
+    Args:
+        export: The certified export.
+        url: Folder or fsspec URL.
+        progress: Called with the number of bytes copied or sent, and verified.
+
+    Returns:
+        The record of the publication.
+
+    Raises:
+        PublicationError: There is no passing certificate for exactly these files, the destination holds something else,
+            or the store fails.
+        StorageError: The local folder cannot be written, or is too small.
+
+    """
+    _require_certified(export, progress)
+    record = _record(export, url)
+    if (existing := _existing(url, record.fingerprint, progress)) is not None:
+        return existing
+    folder = local_folder(url)
+    if folder is None:
+        upload(export.path, record, url, progress)
+        return record
+    _copy(export, record, folder, progress)
+    return record.model_copy(update={"path": folder, "url": str(folder)})
+
+
+def _record(export: Export, url: str) -> Publication:
+    """Return the manifest. The URL of a local folder is ``.``, because the folder can be moved."""
+    return Publication(
+        path=Path(),
+        url="." if local_folder(url) is not None else redacted(url).rstrip("/"),
+        fingerprint=fingerprint({"stage": "publication", "schema_version": 1, "export": export.fingerprint}),
+        inputs={**export.inputs, "export": export.fingerprint},
+        files=export.files,
+        counts=export.counts,
+        provenance=current_provenance(),
+    ).sealed()
+
+
+def _require_certified(export: Export, progress: Progress) -> None:
+    if CERTIFICATE not in export.files:
+        raise PublicationError(f"{export.path} cannot be published, because it has no certificate. Certify it first")
+    path = export.path / CERTIFICATE
+    try:
+        export.verify(progress)
+        with reading(path):
+            content = path.read_bytes()
+        Certificate.parse(content, str(path)).require_vouching(export.fingerprint, export.files, str(path))
+    except (CertificationError, DigestMismatch) as error:
+        raise PublicationError(f"{export.path} cannot be published: {error}") from error
+
+
+def _existing(url: str, identity: str, progress: Progress) -> Publication | None:
+    """Return the verified publication with this fingerprint. Raises PublicationError if something else is there."""
+    found = publication_at(url)
+    if found is None:
+        return None
+    if found.fingerprint != identity:
+        raise PublicationError(
+            f"{redacted(url)} holds {described(found)}: publish to another destination, or remove that one yourself"
+        )
+    try:
+        verified = verify(url, progress)
+    except (DigestMismatch, PublicationError) as error:
+        raise PublicationError(
+            f"{redacted(url)} holds a damaged copy of this publication: {error}. Remove that copy, then publish again"
+        ) from error
+    return Publication.model_validate(verified).model_copy(update={"reused": True})
+
+
+def _copy(export: Export, record: Publication, folder: Path, progress: Progress) -> None:
+    total, done = sum(digest.size for digest in record.files.values()), 0
+    try:
+        with filling(folder) as partial:
+            for name, digest in record.files.items():
+                copy_durably(export.path / name, partial / name)
+                verify_file(partial / name, digest)
+                done += digest.size
+                progress("bytes published", done, total)
+            record.commit(partial)
+    except OSError as error:
+        raise PublicationError(f"{folder} cannot be written: {explain(error)}") from error

@@ -1,0 +1,147 @@
+"""Compares a local folder, or one in an object store, with its manifest, byte by byte."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from t5train.errors import CertificationError, DigestMismatch, PublicationError, RecordError
+from t5train.files.confined import confined
+from t5train.files.presence import ABSENT, files_below, reading
+from t5train.locations import explained, local_folder, redacted, remote_folder
+from t5train.progress import Progress, silent
+from t5train.records.digests import FileDigest, SafetensorsDigest, digest_safetensors_stream
+from t5train.records.stage_records import MANIFEST, Publication, Record, parse_manifest
+from t5train.release.certificate import CERTIFICATE, Certificate
+
+_CHUNK_BYTES = 8 << 20
+
+
+def verify(path_or_url: str | Path, progress: Progress = silent) -> Record:
+    """Check that every file of a folder or URL has the recorded size and sha256.
+
+    A publication must also hold no other files, an unchanged manifest, and a passing certificate for its files.
+
+    Args:
+        path_or_url: Folder of any finished stage, or folder or fsspec URL of a publication.
+        progress: Called with the number of bytes verified.
+
+    Returns:
+        The record of the stage.
+
+    Raises:
+        RecordError: There is no manifest, or it is damaged.
+        DigestMismatch: A file differs or is missing. The error names it.
+        PublicationError: The publication holds files that are not in the record, or is not certified.
+
+    """
+    url = str(path_or_url)
+    folder = local_folder(url)
+    return verify_remote(url, progress) if folder is None else verify_local(folder, progress)
+
+
+def verify_local(folder: Path, progress: Progress = silent) -> Record:
+    """``verify`` for a folder on this machine."""
+    try:
+        with reading(folder / MANIFEST):
+            content = (folder / MANIFEST).read_bytes()
+    except ABSENT as error:
+        raise RecordError(
+            f"{folder / MANIFEST} cannot be read ({error.strerror}): {folder} is not the folder of a finished stage. "
+            "Check the path"
+        ) from None
+    record = parse_manifest(content, str(folder / MANIFEST)).model_copy(update={"path": folder})
+    record.verify(progress)
+    if isinstance(record, Publication):
+        _require_whole(record, files_below(folder), str(folder))
+        with reading(folder / CERTIFICATE):
+            content = (folder / CERTIFICATE).read_bytes()
+        _require_certified(record, content, str(folder))
+        return record.model_copy(update={"url": str(folder)})
+    return record
+
+
+def verify_remote(url: str, progress: Progress = silent) -> Record:
+    """``verify`` for any other URL that fsspec can read. Files are streamed and not stored."""
+    filesystem, folder = remote_folder(url)
+    where = redacted(url).rstrip("/")
+    with explained(url, "cannot be read"):
+        try:
+            content = filesystem.cat_file(f"{folder}/{MANIFEST}")
+        except FileNotFoundError:
+            raise RecordError(
+                f"{where}/{MANIFEST} does not exist: no stage was finished there. Check the URL"
+            ) from None
+        record = parse_manifest(content, f"{where}/{MANIFEST}")
+        for name in record.files:  # a corpus may name files anywhere, but only on its own machine
+            confined(Path(folder), name, f"{where}/{MANIFEST}", RecordError)
+        for name, digest in record.files.items():
+            verify_object(filesystem, f"{folder}/{name}", digest, f"{where}/{name}", progress)
+        if isinstance(record, Publication):
+            _require_whole(record, object_names(filesystem, folder), where)
+            _require_certified(record, filesystem.cat_file(f"{folder}/{CERTIFICATE}"), where)
+            return record.model_copy(update={"url": where})
+    return record
+
+
+def verify_object(
+    filesystem: Any, path: str, expected: FileDigest | SafetensorsDigest, shown: str, progress: Progress
+) -> None:
+    """Read the object at ``path``, and raise DigestMismatch unless it has this size and digest."""
+
+    def report(size: int) -> None:
+        progress(f"bytes of {PurePosixPath(path).name} verified", size, expected.size)
+
+    try:
+        with filesystem.open(path, "rb", block_size=_CHUNK_BYTES) as file:
+            found = (
+                _digest(file, report) if isinstance(expected, FileDigest) else digest_safetensors_stream(file, report)
+            )
+    except FileNotFoundError:
+        raise DigestMismatch(
+            f"{shown} is missing, but {expected.size} bytes were recorded: restore the file or publish again"
+        ) from None
+    if found != expected:
+        raise DigestMismatch(
+            f"{shown} has {found.size} bytes and {found}, but {expected.size} bytes and {expected} were recorded: "
+            "restore the file or publish again"
+        )
+
+
+def _digest(file: IO[bytes], report: Callable[[int], None]) -> FileDigest:
+    digest, size = hashlib.sha256(), 0
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+        size += len(chunk)
+        report(size)
+    return FileDigest(size=size, sha256=digest.hexdigest())
+
+
+def object_names(filesystem: Any, folder: str) -> list[str]:
+    """Return the names of all objects below ``folder``, relative to it."""
+    if "http" in filesystem.protocol or "https" in filesystem.protocol:
+        return []  # a web server may not list its folders
+    prefix = filesystem._strip_protocol(folder).rstrip("/") + "/"
+    return [str(path).removeprefix(prefix) for path in filesystem.find(folder)]
+
+
+def _require_whole(record: Publication, present: Iterable[str], where: str) -> None:
+    """Raise PublicationError unless the record lists a certificate, and no unlisted files are present."""
+    if CERTIFICATE not in record.files:
+        raise PublicationError(
+            f"{where} is not certified: {MANIFEST} lists no {CERTIFICATE}. Certify the export and publish to another "
+            "destination, or remove this publication first"
+        )
+    if extra := sorted(set(present) - {*record.files, MANIFEST}):
+        raise PublicationError(
+            f"{where} holds {', '.join(extra[:5])}, which was not published{' (and more)' if extra[5:] else ''}. "
+            "Remove files that do not belong there"
+        )
+
+
+def _require_certified(record: Publication, content: bytes, where: str) -> None:
+    try:
+        certificate = Certificate.parse(content, f"{where}/{CERTIFICATE}")
+        certificate.require_vouching(record.inputs.get("export", ""), record.files, f"{where}/{CERTIFICATE}")
+    except CertificationError as error:
+        raise PublicationError(f"{where} is not certified: {error}") from error

@@ -1,0 +1,231 @@
+"""Settings of a run's folders, of the processes that train, and of the hosts they run on."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+
+from t5train.errors import SpecError
+from t5train.locations import without_secret
+from t5train.spec.overrides import SpecPart, change, explain, names_in
+
+
+class StorageSpec(SpecPart):
+    """Where files are stored, and how often state is saved."""
+
+    execution = frozenset(
+        {
+            "root",
+            "scratch",
+            "publish_to",
+            "checkpoint_every_steps",
+            "keep_last",
+            "keep_every_steps",
+            "checkpoint_gigabytes",
+            "validate_every_steps",
+            "validate_sequences",
+        }
+    )
+
+    root: Path = Field(Path("work"), title="Root", description="Folder that holds everything a run makes")
+    scratch: Path | None = Field(
+        None,
+        title="Scratch",
+        description="Folder on each host's own disk, for training on hosts that do not share the root; within "
+        "/var/tmp when left out",
+    )
+    publish_to: str | None = Field(
+        None, title="Publish to", description="Folder or fsspec URL; {root}/published/{run} when left out"
+    )
+    checkpoint_every_steps: int = Field(1000, ge=1, title="Checkpoint every", description="Optimizer steps")
+    keep_last: int = Field(2, ge=1, title="Keep", description="Complete checkpoints kept")
+    keep_every_steps: int | None = Field(
+        None, ge=1, title="Keep every", description="Also keep checkpoints at multiples of this many steps"
+    )
+    checkpoint_gigabytes: float | None = Field(
+        None,
+        gt=0,
+        title="Checkpoint gigabytes",
+        description="Disk space for a run's checkpoints, on each disk with any; the oldest go, never the newest",
+    )
+    validate_every_steps: int = Field(500, ge=1, title="Validate every", description="Optimizer steps")
+    validate_sequences: int = Field(512, ge=1, title="Validation", description="Sequences per validation, at most")
+
+    @property
+    def checkpoint_bytes(self) -> int | None:
+        """``checkpoint_gigabytes`` in bytes."""
+        return None if self.checkpoint_gigabytes is None else int(self.checkpoint_gigabytes * 1e9)
+
+    @field_validator("root", "scratch")
+    @classmethod
+    def _root_is_no_pattern(cls, folder: Path | None, info: ValidationInfo) -> Path | None:
+        if found := set("*?[") & set(str(folder or "")):
+            raise ValueError(
+                f"storage.{info.field_name} is {str(folder)!r}: DeepSpeed would read {' '.join(sorted(found))} in it "
+                "as a glob pattern and find no checkpoint to resume from; choose a folder without these characters"
+            )
+        return folder
+
+    @field_validator("scratch")
+    @classmethod
+    def _scratch_is_the_same_place_everywhere(cls, folder: Path | None) -> Path | None:
+        if folder is not None and not folder.is_absolute():
+            raise ValueError(
+                f"storage.scratch is {str(folder)!r}: a relative path can differ between hosts; give an absolute one"
+            )
+        return folder
+
+    @field_validator("publish_to")
+    @classmethod
+    def _destination_holds_no_secret(cls, url: str | None) -> str | None:
+        return url if url is None else without_secret("storage.publish_to", url)
+
+
+Accelerator = Literal["cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu"]
+
+
+class DeadlinesSpec(SpecPart):
+    """How long a rank may take for one phase before it counts as hung."""
+
+    execution = frozenset({"start_seconds", "compile_seconds", "step_seconds", "save_seconds", "validate_seconds"})
+
+    start_seconds: float = Field(
+        600, gt=0, title="Start", description="Until all ranks have joined the rendezvous, in seconds"
+    )
+    compile_seconds: float = Field(1800, gt=0, title="Compile", description="Compiling operators and the first step")
+    step_seconds: float = Field(60, gt=0, title="Step", description="One step; 10 median steps if that is longer")
+    save_seconds: float = Field(1800, gt=0, title="Save", description="Saving one checkpoint")
+    validate_seconds: float = Field(1800, gt=0, title="Validate", description="One validation")
+
+
+class ClusterSpec(SpecPart):
+    """The processes that train, and the hosts they run on."""
+
+    execution = frozenset(
+        {
+            *("ranks", "accelerator", "master_port", "retries", "hostfile", "include", "exclude", "num_nodes"),
+            *("spares", "ship_code"),
+            *("launcher", "ssh_user", "ssh_port", "known_hosts", "master_address", "environment"),
+            *("lease_seconds", "grace_seconds", "deadlines"),
+        }
+    )
+
+    ranks: int = Field(
+        1, ge=1, le=16384, title="Ranks", description="Processes, one per accelerator; with a hostfile, its slots"
+    )
+    accelerator: Accelerator | None = Field(
+        None, title="Accelerator", description="DeepSpeed's name; found when left out"
+    )
+    master_port: int | None = Field(
+        None, ge=1024, le=65535, title="Port", description="Port of the rendezvous; a free one when left out"
+    )
+    retries: int = Field(
+        2, ge=0, le=100, title="Retries", description="How often training is retried after a transient failure"
+    )
+    hostfile: Path | None = Field(
+        None,
+        title="Hostfile",
+        description="File of lines 'name slots=N', as for DeepSpeed; only this machine when left out",
+    )
+    include: str | None = Field(
+        None, min_length=1, title="Include", description="Hosts and slots to use, such as 'node1@node2:0,2'"
+    )
+    exclude: str | None = Field(None, min_length=1, title="Exclude", description="Hosts and slots not to use")
+    num_nodes: int | None = Field(None, ge=1, title="Nodes", description="Use only the first N hosts of the hostfile")
+    spares: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        title="Spares",
+        description="How many of the last hosts wait in reserve and replace hosts that are down or fail twice",
+    )
+    launcher: Literal["pdsh", "slurm", "openmpi"] = Field(
+        "pdsh", title="Launcher", description="How DeepSpeed starts processes on the hosts"
+    )
+    ship_code: bool = Field(
+        False,
+        title="Ship code",
+        description="Send this project's code to the hosts; otherwise it must be installed there",
+    )
+    ssh_user: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$",
+        title="ssh user",
+        description="From ssh's configuration when left out",
+    )
+    ssh_port: int | None = Field(
+        None, ge=1, le=65535, title="ssh port", description="Port of every host; from ssh's configuration when left out"
+    )
+    known_hosts: Path | None = Field(
+        None, title="Known hosts", description="File with the only host keys to accept; ssh's known hosts when left out"
+    )
+    master_address: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,252}$",
+        title="Master address",
+        description="Address of the first host for the rendezvous; found when left out",
+    )
+    environment: tuple[str, ...] = Field(
+        (), title="Environment", description='Names of additional variables to pass to ranks, such as ["A", "B"]'
+    )
+    lease_seconds: float = Field(
+        60,
+        ge=5,
+        title="Lease",
+        description="How long ranks keep training without contact with the machine that started them",
+    )
+    grace_seconds: float = Field(
+        30, ge=0, le=3600, title="Grace", description="Time for ranks to save a checkpoint when they are asked to stop"
+    )
+    deadlines: DeadlinesSpec = DeadlinesSpec()
+
+    @field_validator("environment")
+    @classmethod
+    def _variables_have_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if wrong := [name for name in names if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)]:
+            raise ValueError(
+                f"cluster.environment holds {wrong[0]!r}: give names of variables only. Their values are read "
+                "from the head's environment"
+            )
+        return names
+
+    @model_validator(mode="after")
+    def _hosts_are_chosen_in_one_way(self) -> Self:
+        chosen = [name for name in ("include", "exclude", "num_nodes") if getattr(self, name) is not None]
+        if chosen and self.hostfile is None:
+            raise ValueError(
+                f"cluster.{chosen[0]} selects hosts of a hostfile, but cluster.hostfile is not set: give "
+                f"--hostfile, or leave cluster.{chosen[0]} out"
+            )
+        if self.spares and self.hostfile is None:
+            raise ValueError(
+                f"cluster.spares is {self.spares}, but cluster.hostfile is not set: give --hostfile, or leave "
+                "cluster.spares out"
+            )
+        if self.ship_code and self.hostfile is None:
+            raise ValueError(
+                "cluster.ship_code is true, but cluster.hostfile is not set: give --hostfile, or leave "
+                "cluster.ship_code out"
+            )
+        if len(chosen) > 1:
+            raise ValueError(f"cluster.{chosen[0]} and cluster.{chosen[1]} cannot be combined: set only one of them")
+        return self
+
+
+class MachinesSpec(SpecPart):
+    """Where files are stored, and how hosts are reached."""
+
+    storage: StorageSpec = StorageSpec()
+    cluster: ClusterSpec = ClusterSpec()
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        """Return the defaults with ``{"part.key": value}`` changed. Raises SpecError if a setting is not valid."""
+        values = cls().model_dump(mode="json")
+        change(cls, values, settings)
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise SpecError(explain(error, names_in(cls))) from None

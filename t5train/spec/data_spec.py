@@ -1,0 +1,86 @@
+"""Settings of the text, the tokenizer, the token shards and the training objective."""
+
+from typing import Any, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from t5train.locations import without_secret
+from t5train.spec.overrides import SpecPart
+
+NUM_SENTINELS = 100
+
+
+class CorpusSpec(SpecPart):
+    """The text, and how it is split."""
+
+    execution = frozenset({"workers"})
+
+    source: str = Field(
+        "pydocs",
+        title="Source",
+        description="'pydocs', or a path, pattern or fsspec URL of .txt, .jsonl, .tsv or .parquet files (.gz too)",
+    )
+    revision: str = Field("", title="Revision", description="A name for this state of the source, if it has one")
+    split: tuple[int, int, int] = Field(
+        (950, 30, 20), title="Split", description="Train, validation and test, in thousandths of the documents"
+    )
+    split_seed: int = Field(0, ge=0, title="Split seed", description="Decides which document falls into which split")
+    workers: int | None = Field(None, ge=1, title="Workers", description="Processes; all cores when left out")
+
+    @field_validator("source")
+    @classmethod
+    def _source_holds_no_secret(cls, source: str) -> str:
+        return without_secret("corpus.source", source)
+
+    def split_identity(self) -> dict[str, Any]:
+        """The settings that decide which document falls into which split."""
+        return {"split": list(self.split), "split_seed": self.split_seed}
+
+    @model_validator(mode="after")
+    def _split_is_whole(self) -> Self:
+        if sum(self.split) != 1000 or min(self.split) < 0 or self.split[0] == 0 or self.split[1] == 0:
+            raise ValueError(
+                f"corpus.split is {self.split}: it must be three numbers that sum to 1000, the first two above zero"
+            )
+        return self
+
+
+class TokenizerSpec(SpecPart):
+    """Which vocabulary: an existing one, or one trained on the corpus."""
+
+    path: str | None = Field(
+        None, title="Path", description="A spiece.model or a Hugging Face folder; trained when left out"
+    )
+    vocab_size: int = Field(
+        32000, ge=300, le=250_000, title="Vocabulary", description="Pieces to train, without the 100 sentinels"
+    )
+    character_coverage: float = Field(
+        0.9995, ge=0.98, le=1.0, title="Character coverage", description="Share of characters with a piece of their own"
+    )
+
+    def identity(self) -> dict[str, Any]:
+        """Return the identity settings. A given vocabulary does not count here: the stage fingerprints its content."""
+        return {"given": True} if self.path is not None else super().identity()
+
+
+class ShardsSpec(SpecPart):
+    """How token ids are cut into files."""
+
+    execution = frozenset({"workers"})
+
+    shard_tokens: int = Field(
+        128 << 20,
+        ge=4096,
+        le=1 << 31,
+        title="Tokens per shard",
+        description="Target size; a shard ends with a document",
+    )
+    workers: int | None = Field(None, ge=1, title="Workers", description="Processes; all cores when left out")
+
+
+class ObjectiveSpec(SpecPart):
+    """T5 span corruption (Raffel et al. 2020, section 3.1.4)."""
+
+    noise_density: float = Field(0.15, gt=0, lt=0.5, title="Noise density", description="Share of tokens masked")
+    mean_span_tokens: float = Field(3.0, ge=1, le=20, title="Mean span", description="Mean length of a masked span")
+    input_tokens: int = Field(512, ge=16, le=16384, title="Input tokens", description="Encoder length, EOS included")

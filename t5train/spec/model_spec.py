@@ -1,0 +1,131 @@
+"""Settings of the model.
+
+A mixture of experts takes the place of every n-th feed-forward layer (Switch Transformers: Fedus et al. 2022).
+"""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from t5train.locations import local_folder, redacted
+from t5train.spec.overrides import SpecPart
+
+
+class ExpertsSpec(SpecPart):
+    """Number of experts in a sparse layer, how tokens are routed to them, and the router's losses."""
+
+    num_experts: int = Field(0, ge=0, le=1024, title="Experts", description="In each sparse layer; 0: a dense model")
+    top_k: Literal[1, 2] = Field(
+        1, title="Experts per token", description="1 as in Switch Transformers; 2 cannot be exported to transformers"
+    )
+    every_n_layers: int = Field(2, ge=1, title="Every n layers", description="Every n-th layer of a stack is sparse")
+    capacity_factor: float = Field(
+        1.25,
+        gt=0,
+        title="Capacity",
+        description="Tokens an expert takes in training, as a multiple of an even share; others are dropped",
+    )
+    eval_capacity_factor: float = Field(
+        2.0,
+        gt=0,
+        title="Validation capacity",
+        description="Validation drops no tokens, but counts those above this capacity factor",
+    )
+    aux_loss: float = Field(0.01, ge=0, title="Balance loss", description="Weight of the load-balancing loss")
+    z_loss: float = Field(0.001, ge=0, title="Router z-loss", description="Weight of the squared log-sum-exp of logits")
+
+    @model_validator(mode="after")
+    def _there_is_a_choice(self) -> Self:
+        if self.num_experts == 1:
+            raise ValueError("model.moe.num_experts is 1: it must be 0 (a dense model) or at least 2")
+        return self
+
+
+VOCABULARY_MULTIPLE = 128
+PresetName = Literal["smoke", "tiny", "small", "base", "large", "3b", "11b"]
+
+
+class ModelSpec(SpecPart):
+    """A T5 of the v1.0 or v1.1 family; fields left out come from the preset."""
+
+    execution = frozenset({"activation_checkpointing", "compile"})
+
+    preset: PresetName = Field("base", title="Preset", description="Shape of the published T5 of that size")
+    version: Literal["v1.1", "v1.0"] = Field(
+        "v1.1", title="Version", description="v1.1: gated GELU, untied output; v1.0: ReLU, tied output"
+    )
+    feed_forward: Literal["gated-gelu", "relu"] | None = Field(
+        None, title="Feed-forward", description="From version when left out"
+    )
+    d_model: int | None = Field(None, ge=8, title="d_model", description="Width; from preset when left out")
+    d_kv: int | None = Field(None, ge=4, title="d_kv", description="Width of a head; from preset when left out")
+    d_ff: int | None = Field(
+        None, ge=8, title="d_ff", description="Width of the feed-forward; from preset when left out"
+    )
+    num_heads: int | None = Field(None, ge=1, title="Heads", description="From preset when left out")
+    num_layers: int | None = Field(None, ge=1, title="Encoder layers", description="From preset when left out")
+    num_decoder_layers: int | None = Field(None, ge=1, title="Decoder layers", description="From preset when left out")
+    vocab_size: int | None = Field(
+        None,
+        ge=128,
+        title="Vocabulary",
+        description="Embedding rows; the tokenizer's, padded to a multiple of 128, when left out",
+    )
+    dropout_rate: float = Field(0.0, ge=0, lt=1, title="Dropout", description="0 for pre-training, as T5 v1.1")
+    activation_checkpointing: bool = Field(
+        False,
+        title="Activation checkpointing",
+        description="Recompute activations within a block in the backward pass: less memory, a third more computation",
+    )
+    compile: bool = Field(False, title="Compile", description="torch.compile; worth it on GPUs")
+    start_from: str | None = Field(
+        None,
+        title="Start from",
+        description="Folder with the weights to continue from: a T5 or Switch Transformer in safetensors, or one of "
+        "our exports; initialised by seed when left out",
+    )
+    moe: ExpertsSpec = ExpertsSpec()
+
+    def identity(self) -> dict[str, Any]:
+        """Return the identity settings. For a dense model, those of experts are left out, because they have no effect.
+
+        The path in ``start_from`` does not count: the training stage fingerprints the content of that folder.
+        """
+        values = super().identity()
+        if not self.moe.num_experts:
+            del values["moe"]
+        given = {"start_from": "given"} if values.pop("start_from") is not None else {}
+        return values | given
+
+    @field_validator("start_from")
+    @classmethod
+    def _start_is_a_local_folder(cls, folder: str | None) -> str | None:
+        if folder is not None and local_folder(folder) is None:
+            raise ValueError(
+                f"model.start_from is {redacted(folder)}: it must be a folder on this machine. Download the model first"
+            )
+        return folder
+
+    @model_validator(mode="after")
+    def _experts_are_those_of_switch_transformers(self) -> Self:
+        if self.moe.num_experts and (self.version, self.feed_forward or "relu") != ("v1.0", "relu"):
+            raise ValueError(
+                f"model.moe.num_experts is {self.moe.num_experts}, model.version {self.version!r} and "
+                f"model.feed_forward {self.feed_forward!r}: Switch Transformers have ReLU experts and a tied output; "
+                "set model.version=v1.0 and leave model.feed_forward out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _vocabulary_is_padded(self) -> Self:
+        if self.vocab_size is not None and self.vocab_size % VOCABULARY_MULTIPLE:
+            raise ValueError(
+                f"model.vocab_size is {self.vocab_size}: it must be a multiple of {VOCABULARY_MULTIPLE} "
+                f"(the next is {pad_vocabulary(self.vocab_size)})"
+            )
+        return self
+
+
+def pad_vocabulary(pieces: int) -> int:
+    """Return the smallest multiple of 128 that holds ``pieces`` ids."""
+    return -(-pieces // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE

@@ -1,0 +1,113 @@
+"""Changes settings of a spec by name, and explains what is wrong with a spec.
+
+An *identity* setting decides the result, and is part of the fingerprint. An *execution* setting decides where and how
+to run, and is not part of it. Each part of a spec names its execution settings in ``execution``.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from t5train.errors import SpecError
+
+NAMES_ELSEWHERE = {
+    "master_addr": "cluster.master_address",
+    "checkpoint_dir": "storage.root",
+    "tokenizer_name_or_dir": "tokenizer.path",
+    "dataset_dir": "corpus.source",
+    "num_iterations": "optimizer.num_steps",
+    "fp16": "optimizer.precision",
+    "batch_size": "layout.micro_batch_sequences",
+    "num_stage": "layout.pipeline_stages",
+    "cpu_adam": "layout.offload",
+    "moe": "model.moe.num_experts",
+    "moe_ep_size": "layout.expert_parallel_size",
+}
+"""Names that other T5 and DeepSpeed scripts use for settings, if the names here are not similar."""
+
+
+def names_in(spec: type[BaseModel]) -> list[str]:
+    """Return ``part.key`` of every setting of a spec's class."""
+    names: list[str] = []
+    for name, field in spec.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            names.extend(f"{name}.{key}" for key in names_in(field.annotation))
+        else:
+            names.append(name)
+    return names
+
+
+def change(spec: type[BaseModel], values: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Set ``{"part.key": value}`` in a spec's plain values.
+
+    Text is parsed as JSON if possible (``8``, ``true``, ``[1, 2]``, ``null``) and kept as text otherwise. For a setting
+    of type text, ``2`` stays text. Raises SpecError for an unknown setting; the error names the nearest known one.
+    """
+    for setting, value in settings.items():
+        _place(spec, values, setting, value)
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """Return ``" (did you mean 'x'?)"`` for the known name that ends with ``word``, means the same or is similar."""
+    elsewhere = NAMES_ELSEWHERE.get(word.rpartition(".")[2])
+    meant = [each for each in known if each.endswith(f".{word}") or each == elsewhere]
+    match = meant or difflib.get_close_matches(word, known, 1, 0.5)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def explain(error: ValidationError, known: list[str]) -> str:
+    """Return everything that is wrong with a spec, in one line. For an unknown name, the nearest one is suggested."""
+    lines = []
+    for detail in error.errors():
+        where = ".".join(str(step) for step in detail["loc"])
+        message = detail["msg"].removeprefix("Value error, ")
+        if detail["type"] == "extra_forbidden":
+            message = f"unknown setting{nearest(where, known)}"
+        if detail["type"] == "value_error" or not where:
+            lines.append(message)
+        else:
+            lines.append(f"{where} is {detail['input']!r}: {message}")
+    return "; ".join(lines)
+
+
+def _require_text(setting: str, value: Any) -> None:
+    try:
+        str(value).encode("utf-8")
+    except UnicodeEncodeError:
+        raise SpecError(f"{setting} is {value!r}: it must be valid UTF-8 text") from None
+
+
+def _place(spec: type[BaseModel], values: dict[str, Any], setting: str, value: Any) -> None:
+    if setting not in names_in(spec):
+        raise SpecError(f"unknown setting {setting!r}{nearest(setting, names_in(spec))}")
+    *parents, key = setting.split(".")
+    part = spec
+    for parent in parents:
+        values, part = values[parent], type(part.model_fields[parent].default)
+    values[key] = _parsed(value, part.model_fields[key].annotation)
+    _require_text(setting, values[key])
+
+
+def _parsed(value: Any, annotation: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = json.loads(value)
+    except json.JSONDecodeError:
+        return value
+    is_text = annotation is str or (get_origin(annotation) is not tuple and str in get_args(annotation))
+    return value if is_text and not isinstance(parsed, str | None) else parsed
+
+
+class SpecPart(BaseModel):
+    """One part of a RunSpec. It is immutable, and rejects unknown settings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    execution: ClassVar[frozenset[str]] = frozenset()
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings that are in the fingerprint, as plain JSON values."""
+        return {name: value for name, value in self.model_dump(mode="json").items() if name not in self.execution}

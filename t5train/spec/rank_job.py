@@ -1,0 +1,97 @@
+"""The job of a rank: one JSON file, the same for all ranks of an attempt."""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from t5train.errors import SpecError
+from t5train.files import run_folder as run_files
+from t5train.records.stage_records import TokenShards
+from t5train.spec import RunSpec
+
+
+class TrainingProgress(BaseModel):
+    """State of training besides weights and moments. ``loss_scaler`` has the fp16 loss scaler's attributes by name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    step: int = 0
+    skipped_steps: int = 0
+    loss_scaler: dict[str, int | float] = {}
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps that changed the weights; the loss scaler skips the others."""
+        return self.step - self.skipped_steps
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether the optimizer has moments to save; before its first step it has none."""
+        return self.optimizer_steps > 0
+
+
+class Consolidated(BaseModel):
+    """A consolidated checkpoint of the run, from which any layout can resume. ``folder`` holds weights and moments."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    folder: Path
+    fingerprint: str
+    clock: TrainingProgress
+
+
+class TrainJob(BaseModel):
+    """One attempt at a run: what to train, on which data, where, and what to start from.
+
+    The attempt resumes from the checkpoint ``resume_tag``, or from ``consolidated``, a checkpoint of another layout.
+    With neither, training begins at step 0: from the weights in ``spec.model.start_from`` if ``start_fingerprint`` is
+    set, otherwise from newly initialised weights. ``start_fingerprint`` is the fingerprint of these weights, and
+    ``start_name`` is the user's name of their folder. With ``node_local``, folders are on each node's own disk, and
+    hold only what its ranks wrote or what was staged there.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    spec: RunSpec
+    run_fingerprint: str
+    run_folder: Path
+    shards_folder: Path
+    node_local: bool = False
+    resume_tag: str | None
+    consolidated: Consolidated | None = None
+    start_fingerprint: str | None = None
+    start_name: str | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> "TrainJob":
+        """Read the job from a JSON file. Raises SpecError if it is not one."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise SpecError(f"{path} is not the job of a training attempt: {error}") from error
+
+    def shards(self) -> TokenShards:
+        """Load the manifest of the token shards. The stage that made or reused them has verified their digests."""
+        return TokenShards.load(self.shards_folder)
+
+    @property
+    def begins_from(self) -> str | None:
+        """Fingerprint of the weights in ``spec.model.start_from`` if the attempt starts from them, otherwise None."""
+        return None if self.resume_tag or self.consolidated else self.start_fingerprint
+
+    @property
+    def checkpoints_folder(self) -> Path:
+        """The folder with all tags."""
+        return self.run_folder / run_files.CHECKPOINTS
+
+    @property
+    def witness_folder(self) -> Path:
+        """The folder of the witness."""
+        return self.run_folder / run_files.WITNESS_FOLDER
+
+    @property
+    def metrics_path(self) -> Path:
+        """The file with one JSON line per step."""
+        return self.run_folder / run_files.METRICS
+
+    @property
+    def tensorboard_folder(self) -> Path:
+        """The folder with the same metrics for TensorBoard."""
+        return self.run_folder / run_files.TENSORBOARD

@@ -1,0 +1,173 @@
+"""Named RunSpecs. A recipe is a function that returns a complete spec; nothing is inherited implicitly."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from t5train.errors import SpecError
+from t5train.spec import (
+    ClusterSpec,
+    ExpertsSpec,
+    LayoutSpec,
+    ModelSpec,
+    ObjectiveSpec,
+    OptimizerSpec,
+    RunSpec,
+    ShardsSpec,
+    StorageSpec,
+    TokenizerSpec,
+    nearest,
+)
+
+
+def smoke() -> RunSpec:
+    """The whole chain in minutes on two CPU ranks: Python's documentation, a very small T5, ZeRO-1, fp32."""
+    return RunSpec(
+        recipe="smoke",
+        tokenizer=TokenizerSpec(vocab_size=2000),
+        shards=ShardsSpec(shard_tokens=100_000),
+        objective=ObjectiveSpec(input_tokens=64),
+        model=ModelSpec(preset="smoke"),
+        optimizer=OptimizerSpec(
+            peak_learning_rate=0.02,
+            warmup_steps=40,
+            final_learning_rate=0.001,
+            global_batch_sequences=64,
+            num_steps=400,
+            precision="fp32",
+        ),
+        layout=LayoutSpec(zero_stage=1, micro_batch_sequences=32),
+        storage=StorageSpec(checkpoint_every_steps=100, validate_every_steps=100, validate_sequences=128),
+        cluster=ClusterSpec(ranks=2, accelerator="cpu"),
+    )
+
+
+def small() -> RunSpec:
+    """T5 v1.1 small on one GPU: bf16, ZeRO-2. Give it your own text with corpus.source."""
+    return RunSpec(
+        recipe="small",
+        model=ModelSpec(preset="small", compile=True),
+        layout=LayoutSpec(zero_stage=2, micro_batch_sequences=128),
+    )
+
+
+def base() -> RunSpec:
+    """T5 v1.1 base on one GPU, as nanoT5 sets it: bf16, ZeRO-2, batch 128, 65,536 steps, cosine."""
+    return RunSpec(
+        recipe="base",
+        model=ModelSpec(preset="base", compile=True),
+        optimizer=OptimizerSpec(warmup_steps=10_000, peak_learning_rate=0.02),
+        layout=LayoutSpec(zero_stage=2, micro_batch_sequences=128),
+    )
+
+
+def moe() -> RunSpec:
+    """Switch Transformer of base shape with 8 experts on one GPU: bf16, ZeRO-2. Several GPUs divide the experts."""
+    return RunSpec(
+        recipe="moe",
+        model=ModelSpec(preset="base", version="v1.0", compile=True, moe=ExpertsSpec(num_experts=8)),
+        optimizer=OptimizerSpec(warmup_steps=10_000, peak_learning_rate=0.02),
+        layout=LayoutSpec(zero_stage=2, micro_batch_sequences=64),
+    )
+
+
+def pipeline() -> RunSpec:
+    """T5 v1.1 base in a pipeline of two stages, one per GPU: bf16, ZeRO-1. More GPUs run more pipelines."""
+    return RunSpec(
+        recipe="pipeline",
+        model=ModelSpec(preset="base"),
+        optimizer=OptimizerSpec(warmup_steps=10_000, peak_learning_rate=0.02),
+        # With eight passes per step, each stage is idle for a ninth of the time.
+        layout=LayoutSpec(zero_stage=1, pipeline_stages=2, micro_batch_sequences=16),
+        cluster=ClusterSpec(ranks=2),
+    )
+
+
+def zero1_offload() -> RunSpec:
+    """T5 v1.1 base, masters and moments partitioned over GPUs (ZeRO-1) and kept in page-locked host memory."""
+    return RunSpec(
+        recipe="zero1_offload",
+        model=ModelSpec(preset="base", compile=True),
+        optimizer=OptimizerSpec(warmup_steps=10_000, peak_learning_rate=0.02),
+        layout=LayoutSpec(zero_stage=1, offload="optimizer", pin_memory=True, micro_batch_sequences=128),
+    )
+
+
+def zero2_offload() -> RunSpec:
+    """T5 v1.1 base, gradients partitioned over GPUs too (ZeRO-2), masters and moments in page-locked host memory."""
+    return RunSpec(
+        recipe="zero2_offload",
+        model=ModelSpec(preset="base", compile=True),
+        optimizer=OptimizerSpec(warmup_steps=10_000, peak_learning_rate=0.02),
+        layout=LayoutSpec(zero_stage=2, offload="optimizer", pin_memory=True, micro_batch_sequences=128),
+    )
+
+
+def zero3() -> RunSpec:
+    """T5 v1.1 base, all partitioned over GPUs (ZeRO-3); parameters, masters and moments in page-locked host memory."""
+    return RunSpec(
+        recipe="zero3",
+        model=ModelSpec(preset="base"),
+        optimizer=OptimizerSpec(warmup_steps=10_000, peak_learning_rate=0.02),
+        layout=LayoutSpec(zero_stage=3, offload="all", pin_memory=True, micro_batch_sequences=64),
+    )
+
+
+def t5_3b_one_gpu() -> RunSpec:
+    """T5 v1.1 3B on one GPU with 80 GB, in a host with 128 GB: ZeRO-3, all state in host memory."""
+    return RunSpec(
+        recipe="t5_3b_one_gpu",
+        model=ModelSpec(preset="3b", activation_checkpointing=True),
+        optimizer=OptimizerSpec(warmup_steps=10_000),
+        # One pass per step, because each pass fetches every parameter. Not page-locked, because page-locked buffers are
+        # rounded up to powers of two.
+        layout=LayoutSpec(zero_stage=3, offload="all", micro_batch_sequences=128),
+    )
+
+
+def t5_11b_one_gpu() -> RunSpec:
+    """T5 v1.1 11B on one GPU with 80 GB, in a host with 320 GB: ZeRO-3, all state in host memory."""
+    return RunSpec(
+        recipe="t5_11b_one_gpu",
+        model=ModelSpec(preset="11b", activation_checkpointing=True),
+        optimizer=OptimizerSpec(warmup_steps=10_000),
+        layout=LayoutSpec(zero_stage=3, offload="all", micro_batch_sequences=64),
+    )
+
+
+RECIPES: dict[str, Callable[[], RunSpec]] = {
+    recipe.__name__: recipe
+    for recipe in (
+        smoke,
+        small,
+        base,
+        moe,
+        pipeline,
+        zero1_offload,
+        zero2_offload,
+        zero3,
+        t5_3b_one_gpu,
+        t5_11b_one_gpu,
+    )
+}
+
+
+def recipe(name: str, settings: Mapping[str, Any] | None = None) -> RunSpec:
+    """Return the spec of a recipe, with some settings changed.
+
+    Args:
+        name: One of ``RECIPES``.
+        settings: Changes as ``{"part.key": value}``, such as ``{"optimizer.num_steps": 60}``. A value can also be text
+            in JSON.
+
+    Returns:
+        The whole spec, validated.
+
+    Raises:
+        SpecError: The recipe or a setting is unknown (the error names the nearest one), or settings contradict each
+            other (the error lists all problems).
+
+    """
+    if name not in RECIPES:
+        raise SpecError(f"unknown recipe {name!r}{nearest(name, list(RECIPES))}; choose one of {', '.join(RECIPES)}")
+    spec = RECIPES[name]()
+    return spec.with_settings(settings) if settings else spec

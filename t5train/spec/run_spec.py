@@ -1,0 +1,169 @@
+"""RunSpec: everything that decides a run, as data."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from t5train.errors import SpecError
+from t5train.files.run_folder import RUNS
+from t5train.records.identity import fingerprint
+from t5train.spec.cluster_spec import ClusterSpec, StorageSpec
+from t5train.spec.data_spec import CorpusSpec, ObjectiveSpec, ShardsSpec, TokenizerSpec
+from t5train.spec.model_spec import ModelSpec
+from t5train.spec.overrides import SpecPart, change, explain, names_in
+from t5train.spec.training_spec import LayoutSpec, OptimizerSpec
+
+RUN_NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
+
+
+class RunSpec(SpecPart):
+    """The spec of one run. Change settings with ``with_settings``, never with ``model_copy``."""
+
+    execution = frozenset({"recipe", "name", "layout", "storage", "cluster"})
+
+    recipe: str = Field(pattern="^[a-z0-9][a-z0-9_-]{0,39}$", title="Recipe", description="Recipe of the settings")
+    name: str | None = Field(
+        None,
+        pattern=RUN_NAME_PATTERN,
+        title="Run name",
+        description="Folder under {root}/runs; named after recipe and fingerprint when left out",
+    )
+    corpus: CorpusSpec = CorpusSpec()
+    tokenizer: TokenizerSpec = TokenizerSpec()
+    shards: ShardsSpec = ShardsSpec()
+    objective: ObjectiveSpec = ObjectiveSpec()
+    model: ModelSpec = ModelSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    layout: LayoutSpec = LayoutSpec()
+    storage: StorageSpec = StorageSpec()
+    cluster: ClusterSpec = ClusterSpec()
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> Self:
+        stages, ranks = self.layout.pipeline_stages, self.cluster.ranks
+        if ranks % stages:
+            raise ValueError(f"layout.pipeline_stages is {stages}: it must divide cluster.ranks ({ranks})")
+        per_pass = self.layout.micro_batch_sequences * self.data_parallel_size
+        if self.optimizer.global_batch_sequences % per_pass:
+            a_model = " / layout.pipeline_stages" if stages > 1 else ""
+            raise ValueError(
+                f"optimizer.global_batch_sequences is {self.optimizer.global_batch_sequences}: it must be a multiple "
+                f"of layout.micro_batch_sequences x cluster.ranks{a_model} ({self.layout.micro_batch_sequences} x "
+                f"{self.data_parallel_size} = {per_pass})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pipelines_have_their_own_ways(self) -> Self:
+        stages = self.layout.pipeline_stages
+        refused = {
+            f"layout.zero_stage {self.layout.zero_stage} (set layout.zero_stage=1)": self.layout.zero_stage != 1,
+            f"layout.offload {self.layout.offload!r} (set layout.offload=none)": self.layout.offload != "none",
+            "experts (set model.moe.num_experts=0)": self.model.moe.num_experts > 0,
+        }
+        if stages > 1 and any(refused.values()):
+            what = "; ".join(what for what, refuse in refused.items() if refuse)
+            raise ValueError(f"layout.pipeline_stages is {stages}, which cannot be combined with {what}")
+        return self
+
+    @model_validator(mode="after")
+    def _layout_has_masters(self) -> Self:
+        if self.optimizer.precision == "fp16" and self.layout.zero_stage == 0:
+            raise ValueError("layout.zero_stage is 0, but optimizer.precision=fp16 needs ZeRO 1, 2 or 3")
+        return self
+
+    @model_validator(mode="after")
+    def _experts_spread_evenly(self) -> Self:
+        size, experts = self.layout.expert_parallel_size, self.model.moe.num_experts
+        if size > 1 and not experts:
+            raise ValueError(f"layout.expert_parallel_size is {size}: a dense model has no experts to spread; set 1")
+        for what, count in (("model.moe.num_experts", experts), ("cluster.ranks", self.cluster.ranks)):
+            if count % size:
+                raise ValueError(f"layout.expert_parallel_size is {size}: it must divide {what} ({count})")
+        return self
+
+    @model_validator(mode="after")
+    def _experts_have_a_zero_stage(self) -> Self:
+        if self.model.moe.num_experts and self.layout.zero_stage not in (1, 2):
+            raise ValueError(
+                f"layout.zero_stage is {self.layout.zero_stage} and model.moe.num_experts "
+                f"{self.model.moe.num_experts}: experts need ZeRO 1 or 2. At ZeRO 0, DeepSpeed clips "
+                "gradients by a different norm on every rank; at ZeRO 3, DeepSpeed has no layers with experts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compiled_graphs_see_parameters(self) -> Self:
+        if self.model.compile and self.layout.zero_stage == 3:
+            raise ValueError(
+                "model.compile is true and layout.zero_stage 3: ZeRO 3 gathers parameters in hooks that a compiled "
+                "graph does not see; set model.compile=false"
+            )
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """Return the identity settings of every part, ``{part: {setting: value}}``."""
+        return {name: part.identity() for name, part in self._parts() if name not in self.execution}
+
+    def fingerprint(self) -> str:
+        """Return the sha256 of the identity. It is equal for runs that give the same weights from the same inputs."""
+        return fingerprint(self.identity())
+
+    @property
+    def run_name(self) -> str:
+        """The given name, or one made of recipe and fingerprint, so that different specs are different runs."""
+        return self.name or f"{self.recipe}-{self.fingerprint()[:8]}"
+
+    @property
+    def run_folder(self) -> Path:
+        """``{root}/runs/{run_name}``."""
+        return self.storage.root / RUNS / self.run_name
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of model replicas: the number of ranks, divided by the stages of a pipeline."""
+        return self.cluster.ranks // self.layout.pipeline_stages
+
+    @property
+    def gradient_accumulation(self) -> int:
+        """Forward passes of each rank per optimizer step."""
+        return self.optimizer.global_batch_sequences // (self.layout.micro_batch_sequences * self.data_parallel_size)
+
+    def with_settings(self, settings: Mapping[str, Any]) -> "RunSpec":
+        """Return this spec with ``{"part.key": value}`` changed; for values, see ``t5train.spec.overrides.change``.
+
+        Raises SpecError if a setting is unknown, or if the changed spec is not valid.
+        """
+        values = self.model_dump(mode="json")
+        change(RunSpec, values, settings)
+        return build(values)
+
+    def _parts(self) -> Iterator[tuple[str, SpecPart]]:
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, SpecPart):
+                yield name, value
+
+
+def build(values: Mapping[str, Any]) -> RunSpec:
+    """Build a RunSpec from plain values. Raises SpecError that lists all problems."""
+    try:
+        return RunSpec.model_validate(values)
+    except ValidationError as error:
+        raise SpecError(explain(error, setting_names())) from None
+
+
+def read(path: Path) -> RunSpec:
+    """Read a RunSpec from a JSON file. Raises SpecError if the file cannot be read or is not valid."""
+    try:
+        return build(json.loads(path.read_text("utf-8")))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise SpecError(f"{path} cannot be read as a run spec ({error}). Restore or correct the file") from error
+
+
+def setting_names() -> list[str]:
+    """Return the names of all settings that ``with_settings`` accepts."""
+    return names_in(RunSpec)

@@ -1,0 +1,86 @@
+"""Settings of the optimizer, and of how the model is laid out over ranks."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from t5train.spec.overrides import SpecPart
+
+
+class OptimizerSpec(SpecPart):
+    """How weights are updated, and in which precision."""
+
+    kind: Literal["adamw-rms", "adamw"] = Field(
+        "adamw-rms", title="Kind", description="adamw-rms scales each tensor's step by its RMS, which T5 needs"
+    )
+    peak_learning_rate: float = Field(0.01, gt=0, le=1, title="Peak rate", description="Relative to a tensor's RMS")
+    warmup_steps: int = Field(1000, ge=0, title="Warm-up steps", description="Linear from zero to the peak")
+    schedule: Literal["inverse-sqrt", "cosine", "constant"] = Field(
+        "cosine", title="Schedule", description="After the warm-up"
+    )
+    final_learning_rate: float = Field(1e-5, ge=0, le=1, title="Final rate", description="At the end of the cosine")
+    weight_decay: float = Field(0.0, ge=0, le=1, title="Weight decay", description="Decoupled")
+    betas: tuple[float, float] = Field((0.9, 0.999), title="Betas", description="Decay of Adam's two moments")
+    epsilon: float = Field(1e-8, gt=0, title="Epsilon", description="Epsilon of Adam")
+    gradient_clip: float = Field(1.0, ge=0, title="Gradient clip", description="Global norm; 0 for none")
+    global_batch_sequences: int = Field(128, ge=1, title="Global batch", description="Sequences per optimizer step")
+    num_steps: int = Field(65536, ge=1, title="Steps", description="Optimizer steps of the run")
+    seed: int = Field(0, ge=0, le=2**31 - 1, title="Seed", description="For weights, order and noise")
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "bf16", title="Precision", description="fp16 needs a GPU, or a CPU with instructions for it"
+    )
+    initial_scale_power: int = Field(16, ge=0, le=32, title="fp16 scale", description="First loss scale, power of two")
+
+    @model_validator(mode="after")
+    def _schedule_is_possible(self) -> Self:
+        if self.warmup_steps >= self.num_steps:
+            raise ValueError(
+                f"optimizer.warmup_steps is {self.warmup_steps}: it must be below optimizer.num_steps "
+                f"({self.num_steps})"
+            )
+        if self.final_learning_rate > self.peak_learning_rate:
+            raise ValueError(
+                f"optimizer.final_learning_rate is {self.final_learning_rate}: it must not exceed "
+                f"optimizer.peak_learning_rate ({self.peak_learning_rate})"
+            )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas is {self.betas}: both must be at least 0 and below 1")
+        return self
+
+
+class LayoutSpec(SpecPart):
+    """How the state of training is spread over ranks."""
+
+    execution = frozenset(
+        {"zero_stage", "offload", "pin_memory", "pipeline_stages", "expert_parallel_size", "micro_batch_sequences"}
+    )
+
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        1,
+        title="ZeRO stage",
+        description="Partitioned state: 0: none, 1: optimizer, 2: also gradients, 3: also parameters",
+    )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none",
+        title="Offload",
+        description="To host memory: optimizer (masters and moments, ZeRO 1 to 3), or all (parameters too, ZeRO 3)",
+    )
+    pin_memory: bool = Field(
+        False, title="Pin memory", description="Offload to page-locked memory: faster to copy, never swapped"
+    )
+    pipeline_stages: int = Field(
+        1, ge=1, title="Pipeline stages", description="Ranks over which the layers of each model are spread (ZeRO 1)"
+    )
+    expert_parallel_size: int = Field(
+        1, ge=1, title="Expert parallelism", description="Ranks over which the experts of a layer are spread"
+    )
+    micro_batch_sequences: int = Field(8, ge=1, title="Micro-batch", description="Sequences per rank and pass")
+
+    @model_validator(mode="after")
+    def _only_what_is_cut_up_is_offloaded(self) -> Self:
+        if self.zero_stage < {"none": 0, "optimizer": 1, "all": 3}[self.offload]:
+            raise ValueError(
+                f"layout.offload is {self.offload!r} and layout.zero_stage {self.zero_stage}: 'optimizer' needs ZeRO 1 "
+                "or more, 'all' needs ZeRO 3"
+            )
+        return self

@@ -1,0 +1,214 @@
+"""Records the witness: digests of the engine's fp32 masters, and logits computed with them on two probes.
+
+Certification compares the exported model with the witness. The witness is therefore made from the masters in the engine
+and not from any file. DeepSpeed's own interface provides the masters, independently of our consolidation.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.utils import groups, safe_get_full_fp32_param
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from t5train.data.held_out import read_held_out
+from t5train.data.loader import Samples
+from t5train.engine.collectives import gather_objects, on_accelerator, rank
+from t5train.engine.engine import model_of
+from t5train.engine.parameter_layout import huggingface_names
+from t5train.errors import RanksDisagree, UnknownLayout
+from t5train.files.atomic import replacing, write_json
+from t5train.locations import shareable_source
+from t5train.model.model_shape import T5Shape, count_parameters, generation_config
+from t5train.model.t5 import T5, shift_right
+from t5train.records.witness import (
+    GENERATED_PROBE,
+    WITNESS,
+    WITNESS_TENSORS,
+    TensorDigest,
+    TrainedModel,
+    Witness,
+    digest_tensor,
+)
+from t5train.spec.rank_job import TrainJob
+
+
+def full_masters(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, fp32 master on the CPU) of every parameter. A collective of all ranks.
+
+    Raises RanksDisagree if two pipeline stages hold different copies of a tied parameter.
+    """
+    return _of_all_stages(engine) if engine.pipeline_parallelism else _of_whole_model(engine)
+
+
+def _of_whole_model(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    copies, model = _whole_copies(engine), model_of(engine)
+    names = [huggingface_names(model, expert_rank) for expert_rank in range(model.expert_parallel_size)]
+    for name, parameter in model.named_parameters():
+        whole = _whole_master(engine, name, parameter, copies)
+        for expert_rank, held in enumerate(_of_expert_ranks(parameter, whole)):
+            yield names[expert_rank][name], held.to("cpu", torch.float32)
+
+
+def _of_all_stages(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    """Broadcast the masters of each stage in turn to all ranks. Of a tied parameter, yield only the first copy."""
+    model, device = model_of(engine), get_accelerator().current_device_name()
+    names = huggingface_names(model, expert_rank=0)
+    own = {names[name]: (name, parameter) for name, parameter in model.named_parameters()}
+    shapes = {name: list(parameter.shape) for name, (_, parameter) in own.items()}
+    digests: dict[str, str] = {}
+    for stage, held in enumerate(gather_objects(shapes)[:: engine.dp_world_size]):
+        for name, shape in held.items():
+            is_own = stage == engine.stage_id
+            whole = _whole_master(engine, *own[name], {}) if is_own else torch.empty(shape)
+            master = whole.to(device, torch.float32).contiguous()
+            comm.broadcast(master, src=stage * engine.dp_world_size)
+            is_first, digest = name not in digests, digest_tensor(master.cpu())
+            if digests.setdefault(name, digest) != digest:
+                raise RanksDisagree(f"stages of the pipeline hold different copies of {name}: please report this bug")
+            if is_first:
+                yield name, master.cpu()
+
+
+def _whole_master(engine: Any, name: str, parameter: nn.Parameter, copies: Mapping[Tensor, Tensor]) -> Tensor:
+    """Return the fp32 master in the parameter's own shape."""
+    master = copies[parameter] if parameter in copies else safe_get_full_fp32_param(parameter)
+    if master is None and parameter.dtype == torch.float32:
+        master = parameter
+    if master is None:
+        raise UnknownLayout(
+            f"the witness cannot be recorded: DeepSpeed returns no fp32 master of {name} (optimizer "
+            f"{type(engine.optimizer).__name__}), so this version of DeepSpeed is not supported. Install a version in "
+            "the range of pyproject.toml, then start the run again"
+        )
+    return cast(Tensor, master.detach().reshape(getattr(parameter, "ds_shape", parameter.shape)))
+
+
+def _of_expert_ranks(parameter: Any, master: Tensor) -> list[Tensor]:
+    """Return the master of a dense parameter; for an expert, those with the same local name on all ranks."""
+    if not is_moe_param(parameter):
+        return [master]
+    ranks = groups._get_expert_parallel_group(parameter.group_name)
+    mine = master.to(get_accelerator().current_device_name()).contiguous()
+    masters = [torch.empty_like(mine) for _ in range(comm.get_world_size(ranks))]
+    comm.all_gather(masters, mine, group=ranks)
+    return masters
+
+
+def _whole_copies(engine: Any) -> dict[Tensor, Tensor]:
+    """Return the fp32 copy of each parameter if the optimizer keeps one per parameter (bf16 at ZeRO 0)."""
+    optimizer = engine.optimizer
+    if not hasattr(optimizer, "fp32_groups"):
+        return {}
+    pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+    return {weight: copy for weights, copies in pairs for weight, copy in zip(weights, copies, strict=True)}
+
+
+PROBE_SEQUENCES = 2
+GENERATED_TOKENS = 12
+
+
+def record(
+    engine: Any,
+    job: TrainJob,
+    shape: T5Shape,
+    held_out: Samples,
+    huggingface_config: dict[str, Any],
+    facts: dict[str, Any],
+) -> None:
+    """Write ``witness.safetensors`` and then ``witness.json``. All ranks must call it; rank 0 writes.
+
+    ``facts`` are the fields of a Witness that the caller knows: run, step, tag, inputs and losses.
+    """
+    model = T5(shape, decoder_start_id=huggingface_config["decoder_start_token_id"]) if rank() == 0 else None
+    places = _places(model) if model is not None else {}
+    digests = {}
+    for name, master in full_masters(engine):
+        if model is not None:
+            places[name].data.copy_(master)
+            digests[name] = TensorDigest(shape=tuple(master.shape), sha256=digest_tensor(master))
+    if model is None:
+        return
+    probes = _probes(held_out, shape, job.spec.optimizer.seed)
+    job.witness_folder.mkdir(exist_ok=True)
+    tensors = _forward(model, probes)
+    tensors |= _generate(model, tensors[f"{GENERATED_PROBE}.input_ids"], generation_config(huggingface_config))
+    _write_tensors(job.witness_folder / WITNESS_TENSORS, tensors)
+    witness = Witness(
+        device_type=torch.device(get_accelerator().current_device_name()).type,
+        num_threads=torch.get_num_threads(),
+        num_parameters=count_parameters(shape),
+        tensors=digests,
+        ties={"lm_head.weight": "shared.weight"} if shape.tied else {},
+        huggingface_config=huggingface_config,
+        generation_config=generation_config(huggingface_config),
+        trained=_trained(job),
+        passages=read_held_out(job.shards_folder),
+        probes=list(probes),
+        **facts,
+    )
+    write_json(job.witness_folder / WITNESS, witness.model_dump(mode="json"))
+
+
+def _trained(job: TrainJob) -> TrainedModel:
+    settings = job.spec.identity()
+    settings["corpus"]["source"] = shareable_source(job.spec.corpus.source)
+    return TrainedModel(
+        run_name=job.spec.run_name, recipe=job.spec.recipe, settings=settings, start_from=job.start_name
+    )
+
+
+def _places(model: T5) -> dict[str, Tensor]:
+    """Return the model's parameters, by their Hugging Face names."""
+    names = huggingface_names(model, expert_rank=0)
+    return {names[name]: parameter for name, parameter in model.named_parameters()}
+
+
+def _probes(held_out: Samples, shape: T5Shape, seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return two probes by name, random ids and held-out text, each as (encoder ids, decoder ids)."""
+    text = held_out.batch(0, min(PROBE_SEQUENCES, held_out.num_samples))
+    generator = np.random.default_rng(seed)
+    random_inputs = generator.integers(0, shape.vocab_size, text.inputs.shape)
+    random_targets = generator.integers(0, shape.vocab_size, text.targets.shape)
+    return {"random": (random_inputs, random_targets), "heldout": (text.inputs, text.targets)}
+
+
+def _forward(model: T5, probes: dict[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, Tensor]:
+    model.to(get_accelerator().current_device_name()).eval()
+    tensors = {}
+    for name, (inputs, targets) in probes.items():
+        input_ids, decoder_ids = on_accelerator(inputs), shift_right(on_accelerator(targets), model.decoder_start_id)
+        with torch.no_grad():
+            logits = model.logits(input_ids, decoder_ids)
+        found = {"input_ids": input_ids, "decoder_input_ids": decoder_ids, "logits": logits}
+        tensors.update({f"{name}.{key}": value.cpu().contiguous() for key, value in found.items()})
+    return tensors
+
+
+def _generate(model: T5, input_ids: Tensor, ids: dict[str, int]) -> dict[str, Tensor]:
+    """Decode greedily. Also returns the margin of each choice over the second best, relative to the largest logit."""
+    with torch.no_grad():
+        memory = model.encode(on_accelerator(input_ids.numpy()))
+        generated = torch.full_like(memory[:, :1, 0], ids["decoder_start_token_id"], dtype=torch.int64)
+        ended = torch.zeros_like(generated[:, 0], dtype=torch.bool)
+        margins = []
+        for _ in range(GENERATED_TOKENS):
+            logits = model.decode(memory, generated)[:, -1]
+            best, second = logits.topk(2).values.unbind(-1)
+            margins.append((best - second) / logits.abs().amax(-1).clamp_min(torch.finfo(logits.dtype).tiny))
+            chosen = logits.argmax(-1).masked_fill(ended, ids["pad_token_id"])
+            ended |= chosen == ids["eos_token_id"]
+            generated = torch.cat([generated, chosen[:, None]], dim=1)
+    found = {"generated": generated, "margins": torch.stack(margins, dim=1)}
+    return {f"{GENERATED_PROBE}.{key}": value.cpu().contiguous() for key, value in found.items()}
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    with replacing(path) as file:
+        file.write(save(tensors, metadata={"format": "pt"}))

@@ -1,0 +1,89 @@
+"""Forwards the library's log lines to Prefect's log of the run."""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prefect.exceptions import MissingContextError
+from prefect.logging import get_run_logger
+
+from t5train.errors import T5TrainError
+
+LIBRARY_LOGGERS = ("t5train", "infra", "tasks")
+LINES_A_SECOND = 1.0
+BURST_LINES = 20.0
+
+RunLogger = logging.Logger | logging.LoggerAdapter[logging.Logger]
+
+
+class RunLogHandler(logging.Handler):
+    """Forwards records to the log of the task or flow run, at a limited rate.
+
+    Forwarding a line takes about a millisecond in this process, and longer on the server. After a burst of 20 lines, at
+    most one line per second is forwarded. The others are dropped, and the next forwarded line says how many. Warnings
+    and errors are always forwarded.
+    """
+
+    def __init__(self, flow_logger: RunLogger) -> None:
+        super().__init__(logging.INFO)
+        self._flow_logger = flow_logger
+        self._allowance = BURST_LINES
+        self._counted_at = time.monotonic()
+        self._left_out = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Forward the record, or drop and count it if the rate limit is reached."""
+        if record.levelno < logging.WARNING and not self._allowed():
+            self._left_out += 1
+            return
+        left_out = f" ({self._left_out} lines before this one are left out)" if self._left_out else ""
+        self._left_out = 0
+        self._run_logger().log(record.levelno, "%s%s", record.getMessage(), left_out)
+
+    def _allowed(self) -> bool:
+        now = time.monotonic()
+        self._allowance = min(BURST_LINES, self._allowance + (now - self._counted_at) * LINES_A_SECOND)
+        self._counted_at = now
+        if self._allowance < 1:
+            return False
+        self._allowance -= 1
+        return True
+
+    def _run_logger(self) -> RunLogger:
+        try:
+            return get_run_logger()
+        except MissingContextError:  # in a thread that the library started
+            return self._flow_logger
+
+
+@contextmanager
+def library_log() -> Iterator[None]:
+    """Within the block, forward the library's log lines of level INFO and above to the log of the current flow run."""
+    handler = RunLogHandler(get_run_logger())
+    loggers = [logging.getLogger(name) for name in LIBRARY_LOGGERS]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False  # the run's log is already shown on the console
+    try:
+        yield
+    finally:
+        for logger, (level, propagate) in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate
+
+
+def without_traceback(record: logging.LogRecord) -> bool:
+    """A log filter that removes the traceback of a T5TrainError, whose message is explanation enough."""
+    if record.exc_info and isinstance(record.exc_info[1], T5TrainError):
+        record.exc_info = None
+    return True
+
+
+def drop_needless_tracebacks() -> None:
+    """Install ``without_traceback`` on the loggers of Prefect's engine. Repeated calls have no effect."""
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).addFilter(without_traceback)

@@ -1,0 +1,146 @@
+"""Plant random single faults in exports, and count how many the certificate refuses.
+
+    python -m tests.acceptance.certificate_faults [--trials 600] [--seed 0] [--only FILE]
+
+Each fault changes one parsed value of a published file before certification. The manifest is rewritten to match, so
+that only the certificate can refuse the fault. A fault that changes no parsed value is not counted. The command prints
+the planted and refused faults by file and kind. It fails unless every fault is refused and every sound export is
+certified. Any value of any document may be chosen; the seed decides which.
+"""
+
+import argparse
+import logging
+import os
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from t5train.errors import CertificationError, InputError
+from t5train.records.digests import digest_file
+from t5train.records.stage_records import Export
+from t5train.release.certification import certify
+from t5train.release.export import export
+from tests.acceptance.file_faults import FAULTS, parsed
+from tests.support.synthetic_models import make_trained
+
+FAMILIES = {"v1.0": 1, "v1.1": 1, "switch": 3}
+"""The model versions, and the number of weight files of each."""
+
+
+class IntactExport(NamedTuple):
+    """An export without a fault, and its witness."""
+
+    exported: Export
+    witness: Path
+
+
+Table = dict[tuple[str, str], Counter[str]]
+"""Faults planted and refused, by file and kind."""
+
+
+def campaign(folder: Path, trials: int, seed: int, only: str | None = None) -> tuple[Table, list[str]]:
+    """Plant the faults; return the counts, and a description of every fault that was certified."""
+    intact = {version: _make_intact(folder / version, version, files) for version, files in FAMILIES.items()}
+    for each in intact.values():
+        certify(each.exported.path, each.witness)
+        (each.exported.path / "certificate.json").unlink()
+    generator = random.Random(seed)
+    table: Table = {}
+    missed = []
+    choices = _choices(intact, only)
+    for trial in range(trials):
+        version, name, kind = choices[trial % len(choices)]
+        with _planted(intact[version].exported, name, kind, generator) as described:
+            if described is None:
+                continue
+            count = table.setdefault((_file_kind(name), kind), Counter(planted=0, refused=0))
+            count["planted"] += 1
+            refused = _is_refused(intact[version])
+            count["refused"] += refused
+        if not refused:
+            missed.append(f"trial {trial}, {version}, {name}, {kind}: {described}")
+    return table, missed
+
+
+def _make_intact(folder: Path, version: str, num_files: int) -> IntactExport:
+    trained = make_trained(folder, version, num_files)
+    return IntactExport(export(*trained, folder / "export"), trained.witness)
+
+
+def _choices(intact: dict[str, IntactExport], only: str | None) -> list[tuple[str, str, str]]:
+    """Every kind of fault in every file of every export."""
+    return [
+        (version, name, kind)
+        for version, each in intact.items()
+        for name in sorted(each.exported.files)
+        for kind in FAULTS[_file_kind(name)]
+        if only is None or name == only
+    ]
+
+
+def _file_kind(name: str) -> str:
+    return "weights" if name.endswith(".safetensors") else name
+
+
+@contextmanager
+def _planted(exported: Export, name: str, kind: str, generator: random.Random) -> Iterator[str | None]:
+    """Plant a fault in the sealed export, and undo it afterwards.
+
+    Yields its description, or None if nothing changed.
+    """
+    path, manifest = exported.path / name, exported.path / "manifest.json"
+    original, original_manifest = path.read_bytes(), manifest.read_bytes()
+    content, described = FAULTS[_file_kind(name)][kind](original, generator)
+    if parsed(name, content) == parsed(name, original):
+        yield None
+        return
+    try:
+        path.unlink()  # it may be a link to the run's weights
+        path.write_bytes(content)
+        exported.model_copy(update={"files": exported.files | {name: digest_file(path)}}).commit()
+        yield described
+    finally:
+        path.write_bytes(original)
+        manifest.write_bytes(original_manifest)
+
+
+def _is_refused(intact: IntactExport) -> bool:
+    """Whether certification refuses the export. Any other error is a bug of this project, and is raised."""
+    try:
+        certify(intact.exported.path, intact.witness)
+    except (CertificationError, InputError):
+        return True
+    (intact.exported.path / "certificate.json").unlink()
+    return False
+
+
+def _lines(table: Table) -> Iterator[str]:
+    yield f"{'file':32}{'fault':28}{'planted':>8}{'refused':>8}"
+    for (file, kind), count in sorted(table.items()):
+        yield f"{file:32}{kind:28}{count['planted']:8}{count['refused']:8}"
+    total = sum(table.values(), Counter())
+    yield f"{'all':60}{total['planted']:8}{total['refused']:8}"
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=600)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", help="change only this file, such as tokenizer.json")
+    arguments = parser.parse_args()
+    logging.disable()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        table, missed = campaign(Path(folder), arguments.trials, arguments.seed, arguments.only)
+    sys.stdout.write("\n".join([*_lines(table), *missed]) + "\n")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""The faults of docs/faults.md, each injected into a real run on a test cluster.
+
+A fault has one or both of two parts: `wrong`, a context manager that breaks something before the run starts and repairs
+it after the run has ended; and `strike`, which breaks something once the run is training.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from importlib.metadata import distribution
+from pathlib import Path
+
+from infra.testcluster import host_files
+from infra.testcluster.host_files import HOME, HOSTFILE
+from tests.support.cluster_runs import ClusterRunner, Started
+
+LEASE_SECONDS = 10
+_AGAIN_SECONDS = 0.3
+MASTER_PORT = 29555
+SECRET = "s3cr3t-f0r-n0b0dy"  # noqa: S105 - a made-up secret
+QUOTED = """it's "quoted" $(touch executed) `touch executed`; touch executed #"""
+RANK, LAUNCHER, PDSH, HEAD = "t5train.train", "deepspeed.launcher.runner", "pdsh", "t5-pretrain"
+
+Strike = Callable[[ClusterRunner, Started], None]
+Wrong = Callable[[ClusterRunner], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row of the table."""
+
+    name: str
+    message: str
+    """A regular expression that the command's error message must match."""
+    strike: Strike | None = None
+    wrong: Wrong = lambda _stage: nullcontext()
+    exit_code: int = 1
+    settings: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    root: str = ""
+    """The run's root, relative to the shared folder."""
+    started_again: bool = False
+    """Whether the command is started again at once; it must then continue the run that is still training."""
+    in_ci: bool = False
+
+    @property
+    def ends_ranks(self) -> bool:
+        """Whether ranks are running when the fault happens, and must end because of it."""
+        return self.strike is not None and self.exit_code != 0
+
+    @property
+    def run(self) -> str:
+        """The run's name. Faults that preflight refuses share one run, because it never starts."""
+        refused = self.strike is None and self.exit_code != 0
+        return "refused" if refused else re.sub("[^a-z0-9]+", "-", self.name.lower()).strip("-")
+
+
+def signalled(host: str, program: str, number: signal.Signals) -> Strike:
+    """Send a signal to one of the run's programs on a host."""
+
+    def strike(runner: ClusterRunner, _: Started) -> None:
+        found = pids(runner, host, program)
+        assert found, f"no {program} on {host}: {runner.cluster.processes(host)}"
+        for pid in found:
+            os.kill(pid, number)
+
+    return strike
+
+
+def pids(runner: ClusterRunner, host: str, program: str) -> list[int]:
+    """Return the process ids of one of the run's programs on a host, found by file or module name, without guards."""
+    found = []
+    for process in runner.cluster.processes(host):
+        names = {Path(argument).name for argument in process.argv[:3]}
+        if program in names and "infra.node.attempts.process_guard" not in names:
+            found.append(process.pid)
+    return found
+
+
+def interrupted_twice(runner: ClusterRunner, started: Started) -> None:
+    """Press Ctrl-C, and press it again while the head is ending the ranks."""
+    for _ in range(2):
+        signalled("head", HEAD, signal.SIGINT)(runner, started)
+        time.sleep(_AGAIN_SECONDS)
+
+
+def power_cut(runner: ClusterRunner, _: Started) -> None:
+    """Cut the second node's power."""
+    runner.cluster.power_cut("node1")
+
+
+def link_down(runner: ClusterRunner, _: Started) -> None:
+    """Pull the second node's network cable."""
+    runner.cluster.set_link("node1", "down")
+
+
+def sshd_down(runner: ClusterRunner, _: Started) -> None:
+    """Stop the second node's sshd: existing connections stay, new ones are refused."""
+    runner.cluster.stop_sshd("node1")
+
+
+def is_literal(runner: ClusterRunner, _: Started) -> None:
+    """Assert that every rank's environment has the value exactly as it was given."""
+    for host in runner.cluster.nodes:
+        for pid in pids(runner, host, RANK):
+            assert f"T5_QUOTED={QUOTED}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+def is_hidden(runner: ClusterRunner, _: Started) -> None:
+    """Assert that the secret is in no command line, and in no process's environment except on the head."""
+    for host, process in runner.processes():
+        assert SECRET not in " ".join(process.argv)
+        assert host == "head" or SECRET.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
+
+
+@contextmanager
+def booted_again(runner: ClusterRunner) -> Iterator[None]:
+    """Boot the second node again afterwards."""
+    yield
+    runner.cluster.boot("node1")
+
+
+@contextmanager
+def linked_again(runner: ClusterRunner) -> Iterator[None]:
+    """Plug the second node's network cable in again afterwards."""
+    yield
+    runner.cluster.set_link("node1", "up")
+
+
+@contextmanager
+def sshd_again(runner: ClusterRunner) -> Iterator[None]:
+    """Start the second node's sshd again afterwards."""
+    yield
+    runner.cluster.start_sshd("node1")
+
+
+@contextmanager
+def without_sshd(runner: ClusterRunner) -> Iterator[None]:
+    """Stop the second node's sshd during the run."""
+    runner.cluster.stop_sshd("node1")
+    with sshd_again(runner):
+        yield
+
+
+@contextmanager
+def other_key(runner: ClusterRunner) -> Iterator[None]:
+    """Change the second node's host key during the run, and add the new key to known_hosts afterwards."""
+    runner.cluster.rekey("node1")
+    yield
+    runner.cluster.rekey("node1", trusted=True)
+
+
+@contextmanager
+def port_taken(runner: ClusterRunner) -> Iterator[None]:
+    """Let another program listen on the rendezvous port on the first node."""
+    server = runner.cluster.start("node0", ["python", "-m", "http.server", str(MASTER_PORT)])
+    yield
+    for pid in pids(runner, "node0", "http.server"):
+        os.kill(pid, signal.SIGKILL)
+    server.wait()
+
+
+def hostfile(text: str) -> Wrong:
+    """Use another hostfile for the run."""
+
+    @contextmanager
+    def wrong(runner: ClusterRunner) -> Iterator[None]:
+        runner.cluster.disk("head", HOSTFILE).write_text(text)
+        yield
+        runner.cluster.disk("head", HOSTFILE).write_text(runner.cluster.hostfile())
+
+    return wrong
+
+
+@contextmanager
+def other_torch(runner: ClusterRunner) -> Iterator[None]:
+    """Make the second node report another version of torch."""
+    torch = distribution("torch")
+    metadata = str(torch.locate_file(f"torch-{torch.version}.dist-info/METADATA"))
+    other = re.sub("^Version: .*$", "Version: 2.0.1", Path(metadata).read_text("utf-8"), count=1, flags=re.MULTILINE)
+    runner.cluster.disk("node1", f"{HOME}/METADATA").write_text(other, "utf-8")
+    runner.cluster.exec("node1", ["mount", "--bind", f"{HOME}/METADATA", metadata]).check_returncode()
+    yield
+    runner.cluster.exec("node1", ["umount", metadata]).check_returncode()
+
+
+@contextmanager
+def stale_lock(runner: ClusterRunner) -> Iterator[None]:
+    """Leave the lock of a killed compilation on the second node, and assert that the run removes it."""
+    (folder,) = runner.cluster.disk("node1", host_files.OPERATORS).rglob("deepspeed_shm_comm")
+    lock = folder / "lock"
+    lock.touch()
+    yield
+    assert not lock.exists()
+
+
+@contextmanager
+def nothing_executed(runner: ClusterRunner) -> Iterator[None]:
+    """Assert afterwards that no shell on any host executed the text."""
+    yield
+    for host in runner.cluster.hosts:
+        assert not list(runner.cluster.host(host).disk.rglob("executed"))
+
+
+@contextmanager
+def nothing_written(runner: ClusterRunner) -> Iterator[None]:
+    """Assert afterwards that no file contains the secret, on any host's disk or in the run's root."""
+    yield
+    disks = [runner.cluster.host(host).disk for host in runner.cluster.hosts]
+    found = subprocess.run(["grep", "-rlF", SECRET, *disks, runner.root], capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout) == (1, "")
+
+
+FAULTS = [
+    Fault("a rank is killed", "rank 1.*node1.*killed", signalled("node1", RANK, signal.SIGKILL)),
+    Fault("a rank is stopped", "rank 1.*node1.*no sign of life", signalled("node1", RANK, signal.SIGSTOP), in_ci=True),
+    Fault("DeepSpeed's launcher is killed", "launcher", signalled("head", LAUNCHER, signal.SIGKILL)),
+    Fault("pdsh is killed", "launcher", signalled("head", PDSH, signal.SIGKILL), in_ci=True),
+    Fault("the head is killed", "", signalled("head", HEAD, signal.SIGKILL), exit_code=137),
+    Fault(
+        "the head is killed, and started again at once",
+        "",
+        signalled("head", HEAD, signal.SIGKILL),
+        exit_code=0,
+        started_again=True,
+    ),
+    Fault("a node loses power", "node1", power_cut, booted_again, in_ci=True),
+    Fault("a node's cable is pulled", "node1", link_down, linked_again),
+    Fault("sshd of a node stops while it trains", "", sshd_down, sshd_again, exit_code=0),
+    Fault("Ctrl-C", "interrupted", signalled("head", HEAD, signal.SIGINT), exit_code=130),
+    Fault("Ctrl-C, twice", "interrupted", interrupted_twice, exit_code=130),
+    Fault("sshd of a node is down", "node1.*refused", wrong=without_sshd),
+    Fault("a node has another host key", "node1.*key", wrong=other_key, in_ci=True),
+    Fault("the port is taken", str(MASTER_PORT), wrong=port_taken, settings=(f"cluster.master_port={MASTER_PORT}",)),
+    Fault("an unknown host name", "node9", wrong=hostfile("node0 slots=1\nnode9 slots=1\n")),
+    Fault("slots=0", "line 2.*node1.*slots=0", wrong=hostfile("node0 slots=1\nnode1 slots=0\n"), in_ci=True),
+    Fault(
+        "one machine listed twice",
+        "names refer to the same machine",
+        wrong=hostfile("node0 slots=1\n10.77.0.10 slots=1\n"),
+    ),
+    Fault("a node has another torch", "node1: torch 2.0.1", wrong=other_torch, in_ci=True),
+    Fault("a killed compilation left its lock", "", wrong=stale_lock, exit_code=0),
+    Fault(
+        "$(...) and quotes in an environment variable and in the root's name",
+        "",
+        is_literal,
+        nothing_executed,
+        exit_code=0,
+        settings=('cluster.environment=["T5_QUOTED"]',),
+        environment={"T5_QUOTED": QUOTED},
+        root='it\'s "a" $(touch executed) `touch executed`; touch executed',
+        in_ci=True,
+    ),
+    Fault(
+        "a secret in the environment",
+        "",
+        is_hidden,
+        nothing_written,
+        exit_code=0,
+        environment={"HF_TOKEN": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET},
+    ),
+]

@@ -1,0 +1,188 @@
+"""Inject every fault into a run on a test cluster and write the table in docs/faults.md.
+
+::
+
+    python -m tests.acceptance.fault_table --into docs/faults.md     all faults, as root; ten minutes on two cores
+    python -m tests.acceptance.fault_table --only "a rank is killed"
+"""
+
+import argparse
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.testcluster import Cluster
+from infra.testcluster.host import Process
+from infra.testcluster.host_files import HOME, HOSTFILE
+from t5train.files.run_folder import WITNESS_FOLDER
+from tests.acceptance.fault_cases import FAULTS, LEASE_SECONDS, RANK, Fault, pids
+from tests.support.cluster_runs import ClusterRunner, Ended, Started, last_step, prepare, weights
+
+STRIKE_AT, STEPS_BETWEEN, SLOW = 25, 5, "8mbit"
+SETTINGS = {
+    "optimizer.num_steps": 70,
+    "storage.checkpoint_every_steps": 20,
+    "storage.validate_every_steps": 70,
+    "cluster.lease_seconds": LEASE_SECONDS,
+    "cluster.grace_seconds": 5,
+    "cluster.retries": 0,
+}
+ALLOWED_SECONDS, LONGEST_SECONDS = 20, 400
+_OPTIONS = ["--hostfile", HOSTFILE, "--num-nodes", "2"]
+_HEADER = """\
+| fault | ranks ended after | command ended after | message | exit code | processes left | bit-equal after restart |
+|---|---|---|---|---|---|---|
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the run did after a fault, as measured."""
+
+    fault: Fault
+    ranks_seconds: float
+    """From the fault until no rank is running on any host."""
+    seconds: float
+    """From the fault (from the start, if the fault was there before) until the command ended."""
+    exit_code: int
+    message: str
+    left: list[str]
+
+    def row(self, equal: str) -> str:
+        """Return a line of the table."""
+        ranks = f"{self.ranks_seconds:.1f} s" if self.fault.ends_ranks else ""
+        seconds = f"{self.seconds:.1f} s" if self.fault.exit_code else ""
+        message = self.message.replace(HOME, "~").replace("|", "\\|") if self.fault.message else ""
+        left = "; ".join(self.left) or "0"
+        name = self.fault.name
+        return f"| {name} | {ranks} | {seconds} | {message} | {self.exit_code} | {left} | {equal} |"
+
+
+def inject(runner: ClusterRunner, fault: Fault, run_name: str | None = None) -> Outcome:
+    """Start a run, inject the fault, and record how the run ends and which processes are left.
+
+    ``run_name`` may be a run that an earlier fault has ended, which then resumes. The default is the fault's own run.
+    """
+    run_name = run_name or fault.run
+    steps_before = last_step(runner.root / fault.root / "runs" / run_name)
+    with fault.wrong(runner):
+        others = runner.processes()
+        at = time.monotonic()
+        run = _start(runner, fault, run_name)
+        if fault.strike:
+            run.await_step(max(STRIKE_AT, steps_before + STEPS_BETWEEN), LONGEST_SECONDS)
+            if fault.ends_ranks or fault.started_again:
+                runner.cluster.set_rate("node0", SLOW)  # or training might finish before the fault is noticed
+            at = time.monotonic()
+            fault.strike(runner, run)
+        ended, ranks_gone_at = _follow(runner, fault, run, run_name)
+        left = _await_nothing_left(runner, others)
+        runner.cluster.set_rate("node0", None)
+    message = ended.message.replace(str(runner.root), "{root}")
+    return Outcome(fault, ranks_gone_at - at, ended.at - at, ended.exit_code, message, left)
+
+
+def final_weights(runner: ClusterRunner, fault: Fault, run_name: str | None = None) -> Any:
+    """Return the digests of the run's final weights, after restarting the run if it did not finish.
+
+    ``run_name`` is the run into which the fault was injected, by default the fault's own. Raises AssertionError if the
+    restarted run fails.
+    """
+    run_name = run_name or fault.run
+    folder = runner.root / fault.root / "runs" / run_name
+    if not (folder / WITNESS_FOLDER).exists():
+        ended = _start(runner, fault, run_name).wait(LONGEST_SECONDS)
+        assert ended.exit_code == 0, ended.output[-4000:]
+    return weights(folder)
+
+
+def undisturbed_weights(runner: ClusterRunner) -> Any:
+    """Return the digests of the final weights of a run without a fault. Raises AssertionError if the run fails."""
+    run = runner.start("train", "undisturbed", _OPTIONS)
+    ended = run.wait(LONGEST_SECONDS)
+    assert ended.exit_code == 0, ended.output[-4000:]
+    return weights(run.run_folder)
+
+
+def _start(runner: ClusterRunner, fault: Fault, run_name: str) -> Started:
+    (shards,) = (runner.root / "shards").iterdir()
+    options = [*_OPTIONS, "--shards", str(shards), *(part for each in fault.settings for part in ("--set", each))]
+    return runner.start("train", run_name, options, fault.environment, runner.root / fault.root)
+
+
+def _follow(runner: ClusterRunner, fault: Fault, run: Started, run_name: str) -> tuple[Ended, float]:
+    """Wait until the command and its last rank have ended. Return the command's end and the time of the last rank's."""
+    if fault.started_again:
+        run.wait(LONGEST_SECONDS)
+        runner.cluster.set_rate("node0", None)
+        run = _start(runner, fault, run_name)
+    if fault.ends_ranks:
+        await_no_ranks(runner)
+    ranks_gone_at = time.monotonic()
+    return run.wait(LONGEST_SECONDS), ranks_gone_at
+
+
+def await_no_ranks(runner: ClusterRunner) -> None:
+    """Wait until no rank is running on any host. Raises AssertionError if that takes too long."""
+    deadline = time.monotonic() + LONGEST_SECONDS
+    while any(pids(runner, host, RANK) for host in runner.cluster.nodes):
+        assert time.monotonic() < deadline, f"ranks are still running: {runner.processes()}"
+        time.sleep(0.1)
+
+
+def _await_nothing_left(runner: ClusterRunner, others: list[tuple[str, Process]]) -> list[str]:
+    """Wait for the run's processes to end. Return those that still run on any host after ALLOWED_SECONDS."""
+    deadline = time.monotonic() + ALLOWED_SECONDS
+    while (left := [one for one in runner.processes() if one not in others]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return [f"{host}: {' '.join(process.argv)}" for host, process in left]
+
+
+def main() -> None:
+    """Inject all faults, or one, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=[fault.name for fault in FAULTS])
+    parser.add_argument("--into", type=Path, help="replace the table in this document")
+    chosen = parser.parse_args()
+    with staged() as runner:
+        undisturbed = undisturbed_weights(runner)
+        outcomes = [_shown(inject(runner, fault)) for fault in FAULTS if chosen.only in {None, fault.name}]
+        ends = {outcome.fault.run: final_weights(runner, outcome.fault) for outcome in outcomes}
+        rows = [outcome.row("yes" if ends[outcome.fault.run] == undisturbed else "NO") for outcome in outcomes]
+    print(_HEADER + "\n".join(rows))
+    if chosen.into:
+        write_table(chosen.into, _HEADER, rows)
+
+
+def _shown(outcome: Outcome) -> Outcome:
+    """Print a row as soon as it is known: the whole table takes minutes."""
+    print(outcome.row("not compared yet"), flush=True)
+    return outcome
+
+
+@contextmanager
+def staged() -> Iterator[ClusterRunner]:
+    """Boot a head and two nodes, and prepare the text, vocabulary and token shards."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        with Cluster.temporary(f"faults-{os.getpid()}", nodes=2, share=root) as cluster:
+            runner = ClusterRunner(cluster, root, SETTINGS)
+            prepare(root)
+            yield runner
+
+
+def write_table(document: Path, header: str, rows: list[str]) -> None:
+    """Replace the document's first table."""
+    text = document.read_text("utf-8")
+    table = header + "".join(f"{row}\n" for row in rows)
+    document.write_text(re.sub(r"(^\|.*\n)+", lambda _: table, text, count=1, flags=re.MULTILINE), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Kill real processes at random moments of saving, gathering, consolidating and publishing.
+
+::
+
+    python -m tests.acceptance.kills.kill_all                     fifty of each
+    python -m tests.acceptance.kills.kill_all --kills 3 --seed 1
+
+Two DeepSpeed ranks train a small T5 on two hosts, and save after every step. The hosts are folders of this machine; the
+head talks to them with the protocol that it uses over ssh. The seed decides the moments, between 0 and the time that
+the stage takes when nobody is killed. After each kill, hosts and head together, and the head alone, must choose the
+newest complete tag, as judged with json and sha256 alone. No tag that was complete may be lost. Repeating the stage
+must give the same bytes as when nobody is killed. If any of this does not hold, the command prints it and fails.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from t5train.checkpoint.consolidate import consolidate
+from t5train.checkpoint.resume import conclude, open_run
+from t5train.records.stage_records import Export, TokenizerFiles
+from t5train.release.certification import certify_in_fresh_process
+from t5train.release.export import export
+from tests.acceptance.kills.kill_saves import different_saves, finish, kill_saves, train_undisturbed
+from tests.acceptance.kills.kill_site import Site, make_site
+from tests.acceptance.kills.kill_stages import ConsolidateTrial, GatherTrial, PublishTrial, contents, kill_stage
+from tests.acceptance.kills.kill_tally import HEADER, Tally
+
+# Set this before anything asks for an accelerator. Each rank has one core.
+os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0"}
+
+
+def train_with_kills(site: Site, folder: Path, seed: int, kills: int) -> Tally:
+    """Train the run to its end, with kills during saves."""
+    seconds, saved = train_undisturbed(_open(site.in_folder(folder / "undisturbed")))
+    tally = Tally("save", seconds, seed)
+    kill_saves(_open(site), saved, tally, kills)
+    finish(site)
+    tally.record_faults("at the end", {"different result": different_saves(site, saved)})
+    print(tally.row(), flush=True)
+    return tally
+
+
+def certify_run(site: Site, tokenizer: TokenizerFiles, folder: Path) -> Export:
+    """Gather, consolidate, export and certify the run without kills."""
+    site.storage.take_home()
+    conclude(site.spec, site.shards)
+    weights, witness = consolidate(site.checkpoints, folder / "weights"), site.run.folder / "witness"
+    return certify_in_fresh_process(export(weights, tokenizer, witness, site.spec, folder / "export"), witness)
+
+
+def kill_all(folder: Path, seed: int, kills: int) -> list[Tally]:
+    """Run the stages in order, each on the results of the previous one; return their tallies."""
+    site, tokenizer = make_site(folder, num_steps=3 * kills // 2 + 6)
+    tallies, trial = [train_with_kills(site, folder, seed, kills)], folder / "trial"
+    tallies.append(kill_stage("gather", seed, kills, trial, lambda into: GatherTrial(site, into)))
+    exported = certify_run(site, tokenizer, folder)
+    before = contents(site.checkpoint_folders)
+    tallies.append(kill_stage("consolidate", seed, kills, trial, lambda into: ConsolidateTrial(site, before, into)))
+    before = contents([exported.path])
+    for to_store, stage in ((False, "publish, to a folder"), (True, "publish, to a store")):
+        new_trial = partial(PublishTrial, site, exported, before, to_store=to_store)
+        tallies.append(kill_stage(stage, seed, -(-kills // 2) if to_store else kills // 2, trial, new_trial))
+    return tallies
+
+
+def _open(site: Site) -> Site:
+    open_run(site.spec, site.shards)
+    return site
+
+
+def main() -> None:
+    """Print the table; exit with 1 if anything went wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50, help="of each stage")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    with tempfile.TemporaryDirectory(prefix="kills-", ignore_cleanup_errors=True) as folder:
+        tallies = kill_all(Path(folder), arguments.seed, arguments.kills)
+    print(HEADER + "\n".join(tally.row() for tally in tallies))
+    for tally in tallies:
+        if late := tally.drawn - len(tally.moments):
+            print(f"{tally.stage}: {late} kills came after the end of the stage and were drawn again")
+        if tally.partly_removed:
+            print(f"{tally.stage}: {tally.partly_removed} kills left a partly removed folder, which gc removes")
+    sys.exit(any(tally.faults for tally in tallies))
+
+
+if __name__ == "__main__":
+    main()

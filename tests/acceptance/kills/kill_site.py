@@ -1,0 +1,149 @@
+"""A real run on two hosts, which are folders of this machine and act as separate disks.
+
+The killed stages work on it.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+from infra.head.hosts.hostfile import Host, Hosts
+from infra.head.storage.checkpoint_inventory import complete_tags, survey
+from infra.head.storage.node_paths import NodeRun
+from infra.head.storage.run_storage import NodeLocalStorage
+from infra.node import node_folders
+from t5train.checkpoint.resume import run_fingerprint, write_job
+from t5train.checkpoint.resume_point import newest_verified_tag
+from t5train.files.run_folder import CHECKPOINTS
+from t5train.progress import silent
+from t5train.records.stage_records import TokenizerFiles, TokenShards
+from t5train.spec import RunSpec
+from t5train.spec.rank_job import TrainJob
+from t5train.spec.recipes import recipe
+from tests.acceptance.kills.independent_tags import find_complete_tags
+
+HOSTS = ("a", "b")
+SETTINGS = {
+    "name": "killed",
+    "tokenizer.vocab_size": 500,
+    "model.d_model": 128,
+    "model.d_ff": 256,
+    "model.dropout_rate": 0.1,
+    "objective.input_tokens": 32,
+    "optimizer.warmup_steps": 2,
+    "optimizer.peak_learning_rate": 0.005,
+    "optimizer.global_batch_sequences": 8,
+    "layout.micro_batch_sequences": 4,
+    "storage.checkpoint_every_steps": 1,
+    "storage.keep_last": 2,
+    "storage.validate_every_steps": 1000,
+    "storage.validate_sequences": 8,
+}
+_NODE = """
+import sys
+from pathlib import Path
+from infra.node import node_folders
+node_folders.PARENT = Path(sys.argv.pop(1))
+from infra.node.__main__ import main
+sys.exit(main())
+"""
+
+
+@dataclass(frozen=True)
+class Folders:
+    """A transport to hosts that are folders.
+
+    Commands run here, with the host's folder as the parent of its node folder.
+    """
+
+    folder: Path
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        """The command that runs an action of infra.node."""
+        (self.folder / host).mkdir(parents=True, exist_ok=True)
+        return [sys.executable, "-c", _NODE, str(self.folder / host), argv[-1]]
+
+    def scratch(self, host: str) -> Path:
+        """The scratch folder of a host."""
+        return self.folder / host / f"t5-pretrain-{os.getuid()}" / "scratch"
+
+
+@dataclass(frozen=True)
+class Site:
+    """Head and hosts. The root lies in the same folder as the hosts."""
+
+    folder: Path
+    spec: RunSpec
+    shards: TokenShards
+
+    @cached_property
+    def transport(self) -> Folders:
+        """The transport to the hosts."""
+        return Folders(self.folder / "hosts")
+
+    @cached_property
+    def run(self) -> NodeRun:
+        """The run, as a launch over hosts makes it."""
+        hosts = Hosts(tuple(Host(name, (0,)) for name in HOSTS))
+        return NodeRun.of(self.spec, run_fingerprint(self.spec, self.shards), "0" * 32, hosts, self.transport, {})
+
+    @property
+    def storage(self) -> NodeLocalStorage:
+        """Prepares hosts for an attempt, and gathers what a run leaves there."""
+        return NodeLocalStorage(self.run, partial(write_job, self.spec, self.shards), silent)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The gathered copy."""
+        return self.run.checkpoints
+
+    @property
+    def checkpoint_folders(self) -> list[Path]:
+        """All folders with checkpoints of the run: the gathered copy, and each host's."""
+        on_hosts = [self.transport.scratch(host) / self.run.relative_path / CHECKPOINTS for host in HOSTS]
+        return [self.checkpoints, *on_hosts]
+
+    def job_of(self, rank: int, job: TrainJob) -> TrainJob:
+        """The job of a rank, with the paths of its host's folder."""
+        scratch = self.transport.scratch(HOSTS[rank])
+        folders = {name: getattr(job, name) for name in ("run_folder", "shards_folder")}
+        default = node_folders.node_path("scratch")
+        return job.model_copy(update={name: scratch / path.relative_to(default) for name, path in folders.items()})
+
+    def in_folder(self, folder: Path) -> "Site":
+        """The same run, in another folder."""
+        return Site(folder, self.spec.with_settings({"storage.root": str(folder / "root")}), self.shards)
+
+
+def chosen_by_launch(site: Site) -> str | None:
+    """The newest complete tag on hosts and head, as a launch would choose it before it gathers."""
+    found = complete_tags(survey(site.run.nodes, site.run.name, site.checkpoints).found)
+    return found[0].name if found else None
+
+
+def wrong_choices(site: Site) -> list[str]:
+    """Wrong choices, by hosts and head together or by the head alone: any tag that is not the newest complete one."""
+    wrong = []
+    choices = {"hosts and head": (chosen_by_launch(site), site.checkpoint_folders)}
+    choices["the head"] = (newest_verified_tag(site.spec.run_folder, silent), [site.checkpoints])
+    for where, (chosen, checkpoint_folders) in choices.items():
+        newest = max(find_complete_tags(checkpoint_folders), default=None)
+        if chosen != newest:
+            wrong.append(f"on {where}, {chosen} was chosen, but the newest complete tag is {newest}")
+    return wrong
+
+
+def make_site(folder: Path, num_steps: int) -> tuple[Site, TokenizerFiles]:
+    """A run that has not begun, with token shards of Python's documentation, and its vocabulary."""
+    from t5train.data.corpus import build_corpus
+    from t5train.data.shards import build_shards
+    from t5train.data.tokenizer import build_tokenizer
+
+    root = folder / "root"
+    spec = recipe("smoke").with_settings({**SETTINGS, "storage.root": str(root), "optimizer.num_steps": num_steps})
+    corpus = build_corpus(spec.corpus, root)
+    tokenizer = build_tokenizer(spec.tokenizer, spec.corpus, corpus, root)
+    return Site(folder, spec, build_shards(spec.shards, spec.corpus, corpus, tokenizer, root)), tokenizer

@@ -1,0 +1,84 @@
+"""Hosts on the command line determine the ranks, and a dry run shows what would start where."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flows.spec_from_recipe import resolve
+
+SMALLER = ("--set", "layout.micro_batch_sequences=8")
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Path:
+    (tmp_path / "hosts").write_text("node1 slots=2\nnode2 slots=4\nnode3 slots=2\n")
+    return tmp_path / "hosts"
+
+
+def test_a_dry_run_shows_the_hosts_and_the_command_that_starts_their_ranks(
+    t5_pretrain: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    golden: Callable[[str, str], None],
+    hostfile: Path,
+) -> None:
+    options = ("--hostfile", str(hostfile), "--include", "node1@node2:1,3", "--root", str(hostfile.parent / "root"))
+    assert t5_pretrain("run", "smoke", "--dry-run", *options, *SMALLER) == 0
+    output = capsys.readouterr().out
+    of_hosts = output[output.index("# hosts") : output.index("# run folder")]
+    for here, anywhere in ((sys.executable, "{python}"), (f"t5-pretrain-{os.getuid()}", "t5-pretrain-{uid}")):
+        of_hosts = of_hosts.replace(here, anywhere)
+    golden("hosts.dry-run", of_hosts)
+    assert [path.name for path in hostfile.parent.iterdir()] == ["hosts"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--include", "node4"), "'node4' is not in the hostfile (node1, node2, node3)"),
+        (("--include", "node1", "--exclude", "node2"), "cluster.include and cluster.exclude cannot be combined"),
+        (("--num-nodes", "4"), "cluster.num_nodes is 4, but the hostfile has 3 hosts"),
+        (("--launcher", "mpich"), "cluster.launcher is 'mpich': Input should be 'pdsh', 'slurm' or 'openmpi'"),
+        (("--launcher", "slurm"), "cluster.launcher is 'slurm', but slurm starts the same number of ranks"),
+        (("--set", "cluster.ranks=2"), "cluster.ranks is 2, but the hosts chosen from "),
+        (("--num-nodes", "2"), "must be a multiple of layout.micro_batch_sequences x cluster.ranks (32 x 6 = 192)"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "train"])
+def test_an_invalid_choice_of_hosts_is_refused_before_anything_starts(
+    t5_pretrain: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    hostfile: Path,
+    command: str,
+    options: tuple[str, ...],
+    message: str,
+) -> None:
+    root = hostfile.parent / "root"
+    assert t5_pretrain(command, "smoke", "--hostfile", str(hostfile), "--root", str(root), *options) == 1
+    assert message in capsys.readouterr().err
+    assert not root.exists()
+
+
+def test_options_for_hosts_are_refused_without_a_hostfile(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in (("--num-nodes", "2"), ("--ship-code",)):
+        assert t5_pretrain("run", "smoke", "--dry-run", *option) == 1
+        assert "cluster.hostfile is not set: give --hostfile" in capsys.readouterr().err
+
+
+def test_the_hosts_determine_the_number_of_ranks_and_paths_are_made_absolute(
+    hostfile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(hostfile.parent)
+    of_hosts = {"cluster.hostfile": "hosts", "cluster.num_nodes": "1", "cluster.known_hosts": "known"}
+    spec = resolve("smoke", of_hosts)
+    assert spec.cluster.ranks == 2
+    assert spec.cluster.hostfile == hostfile
+    assert spec.cluster.known_hosts == hostfile.parent / "known"
+    assert resolve("smoke", of_hosts | {"cluster.ranks": "2"}) == spec
+    # The hosts have 8 ranks for the 8 stages; the recipe itself has only 2.
+    staged = resolve("smoke", {"cluster.hostfile": "hosts", "layout.pipeline_stages": 8})
+    assert (staged.cluster.ranks, staged.data_parallel_size) == (8, 1)

@@ -1,0 +1,120 @@
+"""`t5-pretrain gc` shows what no run needs, and removes it only with --free."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra.head.storage.garbage_collection import FinishedRun
+from infra.node.storage.garbage import Garbage
+from t5train.checkpoint import sidecar
+from t5train.checkpoint.resume_point import ask_to_begin_again
+from t5train.records.digests import digest_files
+from t5train.records.stage_records import Checkpoint
+from tests.support.simulated_nodes import make_sidecar
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    """A complete checkpoint, and an older one that is incomplete."""
+    folder = tmp_path / "work" / "runs" / "mine" / "checkpoints"
+    for step in (4, 8):
+        (folder / f"step-{step:08d}").mkdir(parents=True)
+    (folder / "step-00000004" / "left.pt").write_bytes(bytes(2_500_000))
+    sidecar.write(folder / "step-00000008", make_sidecar(0, 8, {}, 1))
+    return folder
+
+
+def test_gc_lists_what_no_run_needs_and_removes_it_only_with_free(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], checkpoints: Path
+) -> None:
+    assert t5_pretrain("gc") == 0
+    _, row, last = capsys.readouterr().out.splitlines()
+    what = "runs/mine/checkpoints/step-00000004"
+    assert row.split("\t") == ["this machine", what, "2.5 MB", "an incomplete checkpoint"]
+    assert last == "2.5 MB of files that no run needs: remove them with `t5-pretrain gc --free`"
+    assert t5_pretrain("gc", "--free") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 removed"
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000008"]
+    assert t5_pretrain("gc") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "no unneeded files found"
+
+
+def test_checkpoints_that_were_set_aside_are_listed_and_kept(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], checkpoints: Path
+) -> None:
+    aside = checkpoints.parent / "set-aside"
+    aside.mkdir()
+    (checkpoints / "step-00000004").rename(aside / "step-00000004.0123abcd")
+    assert t5_pretrain("gc", "--free") == 0
+    _, row, last = capsys.readouterr().out.splitlines()
+    assert row.split("\t")[:3] == ["this machine", "runs/mine/set-aside", "2.5 MB"]
+    assert "remove it yourself" in row
+    assert last == "0 removed"
+    assert (aside / "step-00000004.0123abcd" / "left.pt").exists()
+
+
+def test_gc_accepts_any_number_of_hosts_and_only_settings_of_machines(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "hosts").write_text("".join(f"nowhere{number}.invalid slots=1\n" for number in range(3)))
+    assert t5_pretrain("gc", "--hostfile", "hosts", "--set", "cluster.spares=1", "--set", "cluster.ssh_port=2222") == 1
+    output = capsys.readouterr().err
+    assert all(f"left out: nowhere{number}.invalid: " in output for number in range(3)), output
+    assert t5_pretrain("gc", "--set", "optimizer.seed=1") == 1
+    assert "unknown setting 'optimizer.seed'" in capsys.readouterr().err
+
+
+def test_hosts_keep_a_finished_run_if_the_heads_copy_is_damaged(
+    t5_pretrain: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    checkpoints: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, name = checkpoints.parent, f"mine-{'f' * 12}"
+    files = digest_files(run, [str(path.relative_to(run)) for path in checkpoints.glob("step-00000008/*")])
+    Checkpoint(path=run, fingerprint="f" * 64, step=8, tag="step-00000008", files=files).commit()
+    asked: list[FinishedRun] = []
+    monkeypatch.setattr(
+        "flows.cli.gc_command.garbage_on", lambda *_: {"a": [Garbage(f"runs/{name}", 9, "the head has it")]}
+    )
+    monkeypatch.setattr(
+        "flows.cli.gc_command.free_on", lambda _nodes, finished, *_: asked.extend(finished) or {"a": []}
+    )
+    (damaged,) = checkpoints.glob("step-00000008/*")
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    assert t5_pretrain("gc") == 0, "without --free only sizes are compared, and they are right"
+    assert t5_pretrain("gc", "--free") == 0
+    assert f"kept on all hosts: {name}, because the head's copy is not complete: {damaged}" in capsys.readouterr().err
+    assert [str(damaged) in run.fault for run in asked] == [True]
+
+
+def test_hosts_keep_a_run_that_begins_again_while_the_heads_copy_is_verified(
+    t5_pretrain: Callable[..., int], checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, name = checkpoints.parent, f"mine-{'f' * 12}"
+    files = digest_files(run, [str(path.relative_to(run)) for path in checkpoints.glob("step-00000008/*")])
+    Checkpoint(path=run, fingerprint="f" * 64, step=8, tag="step-00000008", files=files).commit()
+    asked: list[list[FinishedRun]] = []
+
+    def read(runs: list[FinishedRun], *_: object) -> list[FinishedRun]:
+        ask_to_begin_again(run)
+        return runs
+
+    monkeypatch.setattr("flows.cli.gc_command.verified", read)
+    monkeypatch.setattr(
+        "flows.cli.gc_command.garbage_on", lambda *_: {"a": [Garbage(f"runs/{name}", 9, "the head has it")]}
+    )
+    monkeypatch.setattr(
+        "flows.cli.gc_command.free_on", lambda _nodes, finished, *_: asked.append(finished) or {"a": []}
+    )
+    assert t5_pretrain("gc", "--free") == 0
+    assert asked == [[]]
+
+
+def test_a_host_that_does_not_respond_is_reported(
+    t5_pretrain: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "hosts").write_text("nowhere.invalid slots=1\n")
+    assert t5_pretrain("gc", "--hostfile", "hosts") == 1
+    assert "left out: nowhere.invalid: " in capsys.readouterr().err

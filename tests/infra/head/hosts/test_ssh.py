@@ -1,0 +1,257 @@
+"""Commands on other machines get exactly their arguments, end in time, and fail with errors that name a remedy."""
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.head.hosts import code_shipping, node_client
+from infra.head.hosts import ssh as ssh_module
+from infra.head.hosts.ssh import Output, Ssh, quoted, run, run_everywhere, ssh_config
+from infra.node import processes
+from infra.node.node_folders import node_path
+from t5train.errors import HostKeyMismatch, HostTimeout, HostUnreachable, RemoteFailed, SpecError
+from t5train.spec import ClusterSpec
+
+HERE = "127.0.0.1"
+PRINT_ARGUMENTS = ("printf", r"%s\0")
+SPECIAL_ARGUMENTS = [
+    "",
+    " ",
+    "a  b",
+    "'",
+    '"',
+    "$(touch pwned)",
+    "`x`",
+    "\\",
+    "!!",
+    "~",
+    "*",
+    "-n",
+    "%n",
+    "a\nb\r",
+    "\udcff",
+    "A=b",
+]
+Sshd = Callable[..., Ssh]
+
+
+@dataclass(frozen=True)
+class Shell:
+    """A host that is a shell of this machine."""
+
+    shell: str = "sh"
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:  # noqa: ARG002 - part of Transport
+        return [self.shell, "-c", quoted(argv)]
+
+
+def printed_arguments(answer: Output) -> list[str]:
+    return [os.fsdecode(each) for each in answer.stdout.split(b"\0")[:-1]]
+
+
+@pytest.mark.parametrize("shell", [shell for shell in ("sh", "bash", "zsh", "dash", "ksh") if shutil.which(shell)])
+@given(arguments=st.lists(st.binary().map(lambda text: os.fsdecode(text.replace(b"\0", b""))), min_size=1, max_size=5))
+def test_a_shell_splits_a_quoted_line_into_exactly_the_arguments(shell: str, arguments: list[str]) -> None:
+    line = quoted([*PRINT_ARGUMENTS, *arguments])
+    output = subprocess.run([shell, "-c", line], check=True, capture_output=True).stdout
+    assert output == b"".join(os.fsencode(argument) + b"\0" for argument in arguments)
+
+
+@pytest.mark.parametrize("name", ["if", "A=b", "~", "-x", "a b", "$(x)", "time"])
+def test_the_first_word_runs_as_a_program_even_if_it_is_shell_syntax(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("#!/bin/sh\necho it ran\n")
+    (tmp_path / name).chmod(0o700)
+    shell = ["/bin/sh", "-c", quoted([name])]
+    assert subprocess.run(shell, check=False, capture_output=True, env={"PATH": str(tmp_path)}).stdout == b"it ran\n"
+
+
+def test_ssh_passes_arguments_input_and_output_unchanged(sshd: Sshd) -> None:
+    ssh = sshd()
+    assert (
+        printed_arguments(run(ssh, HERE, [*PRINT_ARGUMENTS, *SPECIAL_ARGUMENTS], deadline_seconds=10))
+        == SPECIAL_ARGUMENTS
+    )
+    every_byte = bytes(range(256)) * 999
+    assert run(ssh, HERE, ["cat"], stdin=every_byte, deadline_seconds=10).stdout == every_byte
+
+
+def test_no_environment_variable_of_this_machine_is_sent(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_TOKEN", "s3cret")  # Debian's ssh sends it by default, and this server accepts it
+    assert b"s3cret" not in run(sshd(), HERE, ["env"], deadline_seconds=10).stdout
+
+
+def test_a_changed_host_key_is_refused_with_the_command_that_removes_the_old_one(sshd: Sshd, tmp_path: Path) -> None:
+    ssh = sshd(known="another")
+    with pytest.raises(HostKeyMismatch, match=r"its host key has changed\. .*`ssh-keygen -R '\[127\.0\.0\.1\]:\d+'`"):
+        run(ssh, HERE, ["touch", str(tmp_path / "ran")], deadline_seconds=10)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_unknown_host_key_is_refused_with_the_command_that_adds_it(sshd: Sshd) -> None:
+    with pytest.raises(HostKeyMismatch, match=r"`ssh-keyscan -p \d+ 127\.0\.0\.1 >> ~/\.ssh/known_hosts`"):
+        run(sshd(known=None), HERE, ["true"], deadline_seconds=10)
+
+
+def test_a_user_whose_key_is_rejected_is_told_to_run_ssh_copy_id(sshd: Sshd) -> None:
+    with pytest.raises(HostUnreachable, match=r"rejects this user's SSH keys\. Run `ssh-copy-id 127\.0\.0\.1`"):
+        run(sshd(identity="host"), HERE, ["true"], deadline_seconds=10)
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        (HERE, r"connection refused\. Start sshd there"),
+        ("no-such-host.invalid", r"its name does not resolve\. Correct the hostfile"),
+    ],
+)
+def test_a_host_that_cannot_be_reached_is_named_with_a_remedy(host: str, words: str, tmp_path: Path) -> None:
+    ssh = Ssh.configured(ClusterSpec(ssh_port=1), tmp_path)
+    with pytest.raises(HostUnreachable, match=f"{host}: {words}.* ssh said: ssh: "):
+        run(ssh, host, ["true"], deadline_seconds=10)
+
+
+def test_a_host_name_that_looks_like_an_ssh_option_runs_no_command(tmp_path: Path) -> None:
+    ssh = Ssh.configured(ClusterSpec(), tmp_path)
+    with pytest.raises(HostUnreachable):
+        run(ssh, f"-oProxyCommand=touch {tmp_path}/ran", ["true"], deadline_seconds=10)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_failed_command_is_reported_with_its_exit_code_and_last_output(sshd: Sshd) -> None:
+    with pytest.raises(RemoteFailed, match=r"ended with exit code 3\. The command's last output: bad") as caught:
+        run(sshd(), HERE, ["sh", "-c", "echo bad >&2; exit 3"], deadline_seconds=10)
+    assert not caught.value.retryable
+
+
+def test_a_missing_program_is_reported_with_the_advice_to_install_it(sshd: Sshd) -> None:
+    with pytest.raises(RemoteFailed, match=r"code 127\. Install Python and this package there"):
+        run(sshd(), HERE, ["/nowhere/python"], deadline_seconds=10)
+
+
+@pytest.mark.parametrize("stubborn", ["", "trap '' TERM; "])
+def test_a_command_that_hangs_is_also_ended_on_the_host(sshd: Sshd, until: Callable[..., None], stubborn: str) -> None:
+    run_id, started = secrets.token_hex(8), time.monotonic()
+    hanging = ["env", f"{processes.RUN_ID_VARIABLE}={run_id}", "sh", "-c", f"{stubborn}echo begun >&2; sleep 600"]
+    with pytest.raises(HostTimeout, match=r"127\.0\.0\.1: .* timed out after 3 s\. .* last output: begun"):
+        run(sshd(), HERE, hanging, deadline_seconds=3)  # enough for it to start on a busy machine
+    assert time.monotonic() - started < 6
+    until(lambda: not processes.find(processes.in_run(run_id)), seconds=10)
+
+
+def test_a_broken_connection_is_reported(sshd: Sshd) -> None:
+    kill_its_server = (
+        'p=$PPID; until grep -q ^sshd /proc/$p/comm; do p=$(cut -d" " -f4 /proc/$p/stat); done; kill -9 $p'
+    )
+    with pytest.raises(HostUnreachable, match=r"the connection was lost.* ssh said: .*closed"):
+        run(sshd(), HERE, ["sh", "-c", kill_its_server], deadline_seconds=10)
+
+
+def test_all_hosts_are_asked_in_parallel_and_replies_keep_their_order() -> None:
+    hosts = [f"node{number}" for number in range(64)]
+    seen: list[tuple[str, threading.Thread]] = []
+    started = time.monotonic()
+    replies = run_everywhere(
+        Shell(),
+        hosts,
+        ["sh", "-c", 'read line; sleep 0.5; test "$line" != node7 && echo "$line"'],
+        stdin_of=lambda host: f"{host}\n".encode(),
+        deadline_seconds=20,
+        on_reply=lambda host, _reply: seen.append((host, threading.current_thread())),
+    )
+    assert time.monotonic() - started < 10  # one after the other would take 32 s
+    assert list(replies) == hosts
+    assert isinstance(replies.pop("node7"), RemoteFailed)
+    assert all(isinstance(reply, Output) and reply.stdout == f"{host}\n".encode() for host, reply in replies.items())
+    assert {host for host, _ in seen} == set(hosts)
+    assert {thread for _, thread in seen} == {threading.current_thread()}
+
+
+def test_running_commands_are_ended_when_the_caller_is_interrupted(sshd: Sshd) -> None:
+    def interrupt(host: str, _reply: ssh_module.Reply) -> None:
+        assert host == HERE
+        raise KeyboardInterrupt
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_everywhere(
+            sshd(),
+            [HERE, "localhost"],
+            ["sh", "-c", 'read line; test "$line" = 127.0.0.1 || sleep 30'],
+            stdin_of=lambda host: f"{host}\n".encode(),
+            deadline_seconds=30,
+            on_reply=interrupt,
+        )
+    assert time.monotonic() - started < 10
+
+
+def test_a_machine_without_ssh_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(HostUnreachable, match=r"ssh is not installed on this machine\. Install openssh-client"):
+        run(Ssh(tmp_path / "config"), "node1", ["true"], deadline_seconds=1)
+
+
+def test_the_node_program_runs_with_this_python_and_absolute_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:some/where")
+    path = f"PYTHONPATH={Path.cwd()}:{Path.cwd()}/some/where"
+    assert node_client.node_command("facts", None) == [
+        *("env", "PYTHONSAFEPATH=1", "PYTHONUTF8=1", path, sys.executable, "-m", "infra.node", "facts")
+    ]
+    monkeypatch.delenv("PYTHONPATH")
+    assert not any(word.startswith("PYTHONPATH") for word in node_client.node_command("facts", None))
+
+
+def test_shipped_code_comes_before_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = Path(code_shipping.__file__).parents[3]
+    monkeypatch.setenv("PYTHONPATH", f"{checkout}:/torch")
+    paths = [word for word in node_client.node_command("facts", "c0de") if word.startswith("PYTHONPATH=")]
+    assert paths == [f"PYTHONPATH={node_path('code', 'c0de')}:/torch"]
+
+
+def test_a_missing_package_is_distinguished_from_a_missing_python() -> None:
+    missing = b"/usr/bin/python3: Error while finding module specification for 'infra.node' (No module named 'infra')"
+    assert "or have its code sent with --ship-code" in str(ssh_module.failure_of("a", ["python"], 1, missing))
+    assert "--ship-code" not in str(ssh_module.failure_of("a", ["python"], 1, b"No module named 'infrared'"))
+    assert "at the same paths as here. The" in str(ssh_module.failure_of("a", ["python"], 127, b"python: not found"))
+
+
+@given(lease_seconds=st.floats(5, 1e6))
+def test_a_silent_connection_is_closed_about_when_the_lease_expires(lease_seconds: float) -> None:
+    lines = dict(line.split(" ", 1) for line in ssh_config(ClusterSpec(lease_seconds=lease_seconds)).splitlines())
+    silent = int(lines["ServerAliveInterval"]) * int(lines["ServerAliveCountMax"])
+    assert lease_seconds <= silent <= 1.4 * lease_seconds + 1
+
+
+def test_the_users_ssh_config_cannot_weaken_our_security_settings(tmp_path: Path) -> None:
+    if shutil.which("ssh") is None:
+        pytest.skip("no ssh on this machine")
+    loose = tmp_path / "loose"
+    loose.write_text("StrictHostKeyChecking no\nForwardAgent yes\nControlMaster auto\nRemoteCommand x\nUser root\n")
+    (tmp_path / "known hosts").touch()
+    cluster = ClusterSpec(ssh_user="trainer", ssh_port=2222, known_hosts=tmp_path / "known hosts")
+    config = tmp_path / "config"
+    config.write_text(ssh_config(cluster).replace("Include ~/.ssh/config", f"Include {loose}"))
+    output = subprocess.run(["ssh", "-G", "-F", config, "node1"], check=True, capture_output=True, text=True).stdout
+    found = dict(line.partition(" ")[::2] for line in output.splitlines())
+    assert (found["stricthostkeychecking"], found["forwardagent"], found["controlmaster"]) == ("true", "no", "false")
+    assert (found["user"], found["port"], found["batchmode"]) == ("trainer", "2222", "yes")
+    assert "remotecommand" not in found
+    assert found["userknownhostsfile"] == str(tmp_path / "known hosts")
+
+
+@pytest.mark.parametrize("name", ["absent", 'a"b', "a%b", "${HOME}"])
+def test_a_known_hosts_path_that_ssh_cannot_use_is_refused(name: str, tmp_path: Path) -> None:
+    if name != "absent":
+        (tmp_path / name).touch()
+    with pytest.raises(SpecError, match=r"cluster\.known_hosts is "):
+        ssh_config(ClusterSpec(known_hosts=tmp_path / name))

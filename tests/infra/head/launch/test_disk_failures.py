@@ -1,0 +1,91 @@
+"""If a rank's disk fails, the error begins with the rank, its host and the path, and names a remedy."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from infra.head.launch.failures import failure_of
+from infra.node.attempts import attempt, guard_failure
+from infra.node.attempts.attempt import Attempt
+from t5train.errors import DiskFailed, DiskFull, StorageError, T5TrainError
+from t5train.rank import error_report
+from tests.support.small_disk import run_with_disk
+
+# Starts a guard on a disk that has just become read-only, then finds the cause as the head does.
+GUARD = """
+import os, subprocess, sys
+from pathlib import Path
+from infra.node.attempts import attempt
+from infra.head.launch.failures import failure_of
+from infra.node.processes import ProcessIdentity
+
+folder, log = Path(sys.argv[1]), Path(sys.argv[2])
+this = attempt.begin(folder / "run", ProcessIdentity.of(os.getpid()))
+this.log("launcher").symlink_to(log)
+subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+argv = [sys.executable, "-m", "infra.node.attempts.process_guard", str(this.folder), "true"]
+with open(log, "wb") as output:
+    ended = subprocess.run(argv, env=os.environ | {"RANK": "0", "T5_RUN_ID": this.run_id}, stderr=output)
+print(ended.returncode, type(failure_of(this, 1)).__name__, failure_of(this, 1))
+"""
+
+
+def _read_bad_sector() -> None:
+    Path("/proc/self/mem").read_bytes()  # address 0 is not mapped: the kernel returns EIO
+
+
+def _write_to_a_full_disk() -> None:
+    Path("/dev/full").write_bytes(b"x")
+
+
+def _report(this: Attempt, rank: int, act: object) -> None:
+    try:
+        act()  # type: ignore[operator]
+    except OSError as error:
+        error_report.report(this.rank_files(attempt.rank_name(rank)), error)
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "start"),
+    [
+        (_read_bad_sector, DiskFailed, "/proc/self/mem: Input/output error; "),
+        (_write_to_a_full_disk, DiskFull, "/dev/full: No space left on device; "),
+        (lambda: Path("/proc/self/mem/x").read_bytes(), StorageError, "/proc/self/mem/x: Not a directory; "),
+    ],
+)
+def test_an_error_of_a_ranks_disk_names_rank_host_path_and_remedy(
+    tmp_path: Path, act: object, kind: type[T5TrainError], start: str
+) -> None:
+    this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0,), "node2": (0,)})
+    _report(this, 1, act)
+    error = failure_of(this, 2)
+    assert type(error) is kind
+    assert str(error).startswith(f"rank 1 of 2 on node2: {start}")
+    assert str(error).endswith(". To train without node2, use --exclude node2")
+    assert error.hosts == ("node2",)
+
+
+def test_a_failed_disk_is_retried_and_a_full_disk_is_not() -> None:
+    assert DiskFailed.retryable
+    assert not DiskFull.retryable
+
+
+def test_a_guard_that_cannot_write_reports_it_in_the_launchers_log(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    ended = run_with_disk(folder, "8m", GUARD, str(folder), str(tmp_path / "launcher.log"))
+    code, kind, text = ended.stdout.split(" ", 2)
+    assert (code, kind) == ("1", "DiskFailed"), ended.stderr
+    assert text.startswith(f"rank 0 of 1: {folder}/run/attempts/0001/")
+    assert "Read-only file system" in text
+
+
+def test_a_guards_error_is_found_behind_the_prefix_of_pdsh(tmp_path: Path) -> None:
+    line = guard_failure.line("rank-00003", OSError(5, os.strerror(5), "/nodes/x"))
+    (tmp_path / "launcher.log").write_text(f"node1: step 7\nnode1: {line}node1: bye\n")
+    (found,) = guard_failure.read(tmp_path / "launcher.log").items()
+    assert found[0] == "rank-00003"
+    assert type(found[1]) is DiskFailed
+    assert str(found[1]).startswith("/nodes/x: Input/output error; ")
+    assert guard_failure.read(tmp_path / "absent.log") == {}

@@ -1,0 +1,178 @@
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from infra.head.hosts.code_shipping import COMMAND
+from infra.head.hosts.ssh import Transport
+from infra.head.launch import earlier_attempts
+from infra.node import node_folders
+from infra.node.attempts import attempt, head_lease
+from infra.node.attempts.attempt import Attempt
+from infra.node.code_bundle import own_bundle
+
+HOSTS = {"a": (0,), "b": (0,)}
+
+
+class Hosts(Transport, Protocol):
+    def attempt_folder(self, host: str, run_id: str) -> Path: ...
+
+    def prepare(self, this: Attempt) -> None: ...
+
+
+class Severed:
+    """A transport that cannot reach host b while ``is_cut`` is true."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport, self.is_cut = transport, True
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        return ["sh", "-c", "exit 255"] if host == "b" and self.is_cut else self.transport.command(host, argv)
+
+
+class Slow:
+    """A transport that takes a second to reach a host."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        return ["sh", "-c", 'sleep 1; exec "$@"', "sh", *self.transport.command(host, argv)]
+
+
+class Recorded:
+    """A transport that records each command's PYTHONPATH, or its last argument (the code receiver) if it has none."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport, self.recorded = transport, list[str]()
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        self.recorded.append(next((word for word in argv if word.startswith("PYTHONPATH=")), argv[-1]))
+        return self.transport.command(host, argv)
+
+
+@pytest.fixture(autouse=True)
+def _temporary_node_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "head").mkdir()
+    monkeypatch.setattr(node_folders, "PARENT", tmp_path / "head")
+
+
+@pytest.fixture
+def this(tmp_path: Path, local_hosts: Hosts) -> Attempt:
+    """An attempt over two hosts that has files on both, and whose head was killed."""
+    this = attempt.begin(tmp_path / "run", None, 5.0, HOSTS, grace_seconds=1.0)
+    local_hosts.prepare(this)
+    for host in HOSTS:
+        log = "before s3cret-value after\n" if host == "a" else "of b\n"
+        (local_hosts.attempt_folder(host, this.run_id) / f"rank-0000{'ab'.index(host)}.log").write_text(log)
+    folder = node_folders.head_folder(this.run_id)
+    folder.mkdir()
+    (folder / "launcher.log").write_text("of the launcher\n")
+    head_lease.begin(folder)
+    return this
+
+
+def test_an_earlier_attempt_is_ended_its_logs_collected_without_secrets_and_its_files_removed(
+    this: Attempt,
+    local_hosts: Hosts,
+    start: Callable[..., subprocess.Popen[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("HUB_TOKEN", "s3cret-value")
+    rank = start("-c", "import time; time.sleep(600)", T5_RUN_ID=this.run_id)
+    launcher = start("-c", "import time; time.sleep(600)", T5_RUN_ID=f"{this.run_id}-head")
+    earlier_attempts.end_earlier(tmp_path / "run", local_hosts, lambda: None)
+    assert rank.wait(1) == launcher.wait(1) == -9  # also for the launcher: on SIGTERM it would end processes of others
+    text = {name: (this.folder / name).read_text() for name in ("rank-00000.log", "rank-00001.log", "launcher.log")}
+    assert text["rank-00000.log"].startswith("before [")
+    assert "s3cret" not in text["rank-00000.log"]
+    assert text["rank-00001.log"] == "of b\n"
+    assert text["launcher.log"] == "of the launcher\n"
+    assert not local_hosts.attempt_folder("a", this.run_id).exists()
+    assert not node_folders.head_folder(this.run_id).exists()
+    assert not list(earlier_attempts.unended(tmp_path / "run"))
+
+
+def test_an_attempt_whose_code_may_be_gone_is_ended_with_this_heads_code(
+    this: Attempt, local_hosts: Hosts, tmp_path: Path
+) -> None:
+    replace(this, code="0ld").write()
+    transport = Recorded(local_hosts)
+    earlier_attempts.end_earlier(tmp_path / "run", transport, lambda: None)
+    assert not list(earlier_attempts.unended(tmp_path / "run"))
+    assert transport.recorded[:4] == [COMMAND[-1]] * 4  # first, both hosts are asked for the code, and both receive it
+    path = f"PYTHONPATH={node_folders.code_folder(own_bundle().digest)}"
+    assert transport.recorded[4:] == [path] * 6  # `end`, `logs` and `remove` on both
+
+
+def test_a_silent_host_is_given_the_time_in_which_its_ranks_end_by_themselves(
+    this: Attempt, local_hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(earlier_attempts, "END_SECONDS", 10.0)
+    monkeypatch.setattr(head_lease, "age_seconds", lambda _folder: 14.5)  # of 16: lease 5 + grace 1 + END_SECONDS 10
+    ticks = []
+    began = time.monotonic()
+    earlier_attempts.end_earlier(tmp_path / "run", Severed(local_hosts), lambda: ticks.append(1))
+    assert 1.5 <= time.monotonic() - began < 12
+    assert len(ticks) >= 3
+    assert not list(earlier_attempts.unended(tmp_path / "run"))
+    assert local_hosts.attempt_folder("b", this.run_id).exists()  # with the logs that could not be collected
+
+
+def test_a_host_that_answers_again_after_the_wait_is_ended_and_its_logs_are_collected(
+    this: Attempt, local_hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(head_lease, "age_seconds", lambda _folder: 25.5)  # of 26: lease 5 + grace 1 + END_SECONDS 20
+    transport = Severed(local_hosts)
+    earlier_attempts.end_earlier(tmp_path / "run", transport, lambda: setattr(transport, "is_cut", False))
+    assert (this.folder / "rank-00001.log").read_text() == "of b\n"
+    assert not local_hosts.attempt_folder("b", this.run_id).exists()
+
+
+def test_an_attempt_that_could_not_be_ended_everywhere_is_ended_by_the_next_head(
+    this: Attempt, local_hosts: Hosts, tmp_path: Path
+) -> None:
+    assert earlier_attempts.end(this, Severed(local_hosts)) == ["b"]
+    assert [one.run_id for one in earlier_attempts.unended(tmp_path / "run")] == [this.run_id]
+    earlier_attempts.end_earlier(tmp_path / "run", local_hosts, lambda: None)
+    assert (this.folder / "rank-00001.log").read_text() == "of b\n"
+
+
+def test_repeated_ctrl_c_does_not_stop_ranks_on_hosts_from_being_ended(
+    this: Attempt, local_hosts: Hosts, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    rank = start("-c", "import time; time.sleep(600)", T5_RUN_ID=this.run_id)
+    again = [threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)) for seconds in (0.3, 0.6)]
+    for each in again:
+        each.start()
+    with pytest.raises(KeyboardInterrupt):
+        earlier_attempts.end(this, Slow(local_hosts))
+    assert rank.wait(1) == -9
+    for host in HOSTS:
+        assert not (local_hosts.attempt_folder(host, this.run_id) / head_lease.LEASE).exists()
+
+
+def test_a_host_that_did_not_get_the_code_is_not_asked_to_run_it(
+    this: Attempt, local_hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On such a host, the files at the path of the code may belong to another user."""
+    shipped = replace(this, code="0" * 64)
+    asked_hosts: list[str] = []
+
+    def ended_on(_this: Attempt, _transport: Transport, hosts: list[str]) -> list[str]:
+        asked_hosts.extend(hosts)
+        return []
+
+    monkeypatch.setattr(earlier_attempts, "unended", lambda _folder: [shipped])
+    monkeypatch.setattr(earlier_attempts, "end_on_hosts", ended_on)
+    monkeypatch.setattr(earlier_attempts, "_wait", lambda *_: None)
+    earlier_attempts.end_earlier(this.folder.parent.parent, Severed(local_hosts), lambda: None)
+    assert asked_hosts == ["a", "a"]

@@ -1,0 +1,234 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.head.launch.failures import failure_of, tail
+from infra.node.attempts import attempt
+from infra.node.attempts.attempt import Attempt, now, rank_name
+from infra.node.attempts.exit_record import Cause, ExitRecord
+from infra.node.processes import ProcessIdentity
+from t5train.errors import (
+    CollectiveTimeout,
+    DiskFull,
+    HostLost,
+    LaunchError,
+    NonFiniteLoss,
+    OutOfMemory,
+    Preempted,
+    RankKilled,
+    RankStopped,
+)
+from t5train.rank import error_report
+
+
+def ended(this: Attempt, rank: int, returncode: int, cause: Cause = Cause.EXITED, host: str = "") -> None:
+    this.write_exit(ExitRecord(rank_name(rank), returncode, cause, str(cause), now(), now(), host))
+    this.log(rank_name(rank)).write_text(f"last words of {rank}\n")
+
+
+def started(this: Attempt, rank: int) -> None:
+    this.write_process(rank_name(rank), ProcessIdentity(1, 0), ProcessIdentity(1, 0))
+
+
+FULL_SHARED_MEMORY = {"shared_memory_free_bytes": 4096, "shared_memory_bytes": 64 << 20, "host": "node1"}
+# For each: a rank's exit record, its output, the class of the error, and words of the error's message.
+CLASSES: list[tuple[dict[str, Any], str, type[LaunchError], str]] = [
+    (
+        {},
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        OutOfMemory,
+        "micro_batch_sequences",
+    ),
+    (
+        {},
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory",
+        OutOfMemory,
+        "",
+    ),
+    ({"returncode": -9, "oom_kills": 1}, "", OutOfMemory, "host has too little memory"),
+    ({"returncode": -9}, "", RankKilled, "was killed by SIGKILL"),
+    ({"returncode": -7}, "", RankKilled, "the rank used a memory-mapped file"),
+    (
+        {"returncode": -7, **FULL_SHARED_MEMORY},
+        "",
+        DiskFull,
+        "was killed by SIGBUS: /dev/shm on node1 is full (0 of 64 MiB free). ",
+    ),
+    (
+        {"returncode": -11, **FULL_SHARED_MEMORY},
+        "",
+        DiskFull,
+        "was killed by SIGSEGV: /dev/shm on node1 is full (0 of 64 MiB free)",
+    ),
+    (
+        {"returncode": -11, **FULL_SHARED_MEMORY, "shared_memory_free_bytes": 9 << 20},
+        "",
+        RankKilled,
+        "was killed by SIGSEGV. The output of the rank in att",
+    ),
+    (
+        FULL_SHARED_MEMORY,
+        "Error while creating shared memory segment /dev/shm/nccl-a1b2c3 (size 9637888)",
+        DiskFull,
+        "is full (0 of",
+    ),
+    (
+        FULL_SHARED_MEMORY,
+        "ValueError: something else",
+        LaunchError,
+        "ended with exit code 1. The output of the rank in att",
+    ),
+    (
+        {},
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
+        CollectiveTimeout,
+        "timed out in a collective",
+    ),
+    (
+        {},
+        "RuntimeError: [../gloo/transport/tcp] Timed out waiting 1800000ms for recv",
+        CollectiveTimeout,
+        "timed out in a collective",
+    ),
+    ({}, "OSError: [Errno 28] No space left on device: '/r/x.pt'", DiskFull, "Free some space"),
+    ({"free_bytes": 0}, "ValueError: something else", DiskFull, "Free some space"),
+    ({}, "ValueError: something else", LaunchError, "ended with exit code 1"),
+    ({"cause": Cause.BEAT, "reason": "no sign of life for 11 s"}, "", RankStopped, "no sign of life for 11 s"),
+    ({"cause": Cause.PHASE, "reason": "took 61 s"}, 'File "/v/numpy/x.py", line 1 in f', RankStopped, "took 61 s"),
+    ({"cause": Cause.PHASE, "reason": "took 61 s"}, 'File "/v/torch/distributed/c.py", line 1', CollectiveTimeout, ""),
+    ({"cause": Cause.HEAD, "reason": "no message from the head for 61 s"}, "", HostLost, "no message from the head"),
+    (
+        {"cause": Cause.REQUESTED, "reason": "SIGTERM; it was still running after 30 s"},
+        "",
+        Preempted,
+        "last checkpoint",
+    ),
+]
+
+
+@pytest.mark.parametrize(("record", "output", "kind", "words"), CLASSES)
+def test_the_error_class_reflects_what_happened_to_the_rank(
+    this: Attempt, record: dict[str, Any], output: str, kind: type[LaunchError], words: str
+) -> None:
+    facts = {"returncode": 1, "cause": Cause.EXITED, "reason": "exited", **record}
+    this.write_exit(ExitRecord("rank-00000", started_at=now(), ended_at=now(), **facts))
+    this.log("rank-00000").write_text(f"step 1\n{output}\n" + "in a destructor\n" * 30)
+    error = failure_of(this, 1)
+    assert type(error) is kind
+    assert words in str(error)
+
+
+def test_a_rank_that_lost_or_waited_for_a_peer_is_not_the_cause(this: Attempt) -> None:
+    for rank, output in enumerate(("Connection closed by peer [10.0.0.2]", "collective operation timeout", "oops")):
+        ended(this, rank, 1)
+        this.log(rank_name(rank)).write_text(output)
+    assert "rank 2 of 3" in str(failure_of(this, 3))
+
+
+def test_preempted_ranks_are_the_cause_only_if_no_other_rank_failed(this: Attempt) -> None:
+    for rank in (0, 1):
+        ended(this, rank, 1)
+        error_report.report(this.rank_files(rank_name(rank)), Preempted("saved step 7"))
+    assert type(failure_of(this, 2)) is Preempted
+    ended(this, 2, -9)
+    assert type(failure_of(this, 3)) is RankKilled
+
+
+def test_the_error_of_a_run_over_hosts_names_the_host(tmp_path: Path) -> None:
+    this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0, 1), "node2": (0,)})
+    ended(this, 2, -9, host="node2")
+    assert "rank 2 of 3 on node2 was killed by SIGKILL" in str(failure_of(this, 3))
+    this.write_exit(ExitRecord("launcher", 255, Cause.EXITED, "exited", now(), now()))
+    for rank in (0, 1, 2):
+        started(this, rank) if rank < 2 else None
+        ended(this, rank, -9, Cause.REFUSED)
+    assert "; rank 2 of 3 on node2 never started" in str(failure_of(this, 3))
+
+
+def test_a_launcher_that_was_killed_on_a_host_is_named_before_ranks_that_lost_that_host(tmp_path: Path) -> None:
+    this = attempt.begin(tmp_path / "run", None, lease_seconds=60.0, hosts={"node1": (0,), "node2": (0,)})
+    ended(this, 0, 1, host="node1")
+    this.log("rank-00000").write_text("Connection closed by peer")
+    ended(this, 1, -9, Cause.PARENT, host="node2")
+    assert "rank 1 of 2 on node2 was ended by its guard (parent): DeepSpeed's launcher on its host was killed." in str(
+        failure_of(this, 2)
+    )
+
+
+def test_secrets_of_the_head_are_redacted_in_the_error(this: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "hf_abcdef")
+    ended(this, 0, 1)
+    this.log("rank-00000").write_text("refused: hf_abcdef at s3://me:hunter2@store\n")
+    assert "refused: [secret] at s3://me:[secret]@store" in str(failure_of(this, 1))
+
+
+def test_the_first_rank_that_failed_is_named_with_its_last_output(this: Attempt) -> None:
+    ended(this, 1, -9)
+    ended(this, 0, 1)  # later, because it lost its peer
+    error = failure_of(this, 2)
+    assert isinstance(error, LaunchError)
+    assert error.retryable
+    assert "rank 1 of 2 was killed by SIGKILL. The output of the rank in attempt 0001 is in " in str(error)
+    assert str(this.log("rank-00001")) in str(error)
+    assert "last words of 1" in str(error)
+
+
+def test_a_rank_ended_by_its_guard_is_not_the_cause(this: Attempt) -> None:
+    ended(this, 0, -15, Cause.REQUESTED)
+    ended(this, 1, 3)
+    assert "rank 1 of 2 ended with exit code 3" in str(failure_of(this, 2))
+
+
+def test_a_rank_without_an_exit_record_is_the_cause(this: Attempt) -> None:
+    ended(this, 0, 1)
+    started(this, 1)
+    error = failure_of(this, 2)
+    assert type(error) is RankKilled
+    assert "rank 1 of 2 was killed together with its guard" in str(error)
+
+
+def test_a_rank_that_had_not_started_is_not_the_cause(this: Attempt) -> None:
+    ended(this, 0, 1)
+    assert "rank 0 of 2 ended with exit code 1" in str(failure_of(this, 2))
+
+
+def test_if_no_rank_failed_the_launcher_is_the_cause(this: Attempt) -> None:
+    this.write_exit(ExitRecord("launcher", 0, Cause.EXITED, "exited", now(), now()))
+    this.log("launcher").write_text("No module named deepspeed\n")
+    message = str(failure_of(this, 2))
+    assert "DeepSpeed's launcher ended with exit code 0 before its ranks" in message
+    assert "No module named deepspeed" in message
+
+
+def test_an_error_that_a_rank_reported_is_returned_unchanged(this: Attempt) -> None:
+    ended(this, 0, 1)
+    ended(this, 1, 1)
+    error_report.report(this.folder / "rank-00001", NonFiniteLoss("loss is nan at step 7"))
+    error = failure_of(this, 2)
+    assert type(error) is NonFiniteLoss
+    assert str(error) == "loss is nan at step 7"
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (b"\x1b[31mred\x1b[0m\n", "  red"),
+        (b" 10%|#\r 20%|##\r100%|####\n", "  100%|####"),
+        (b"line\r\n", "  line"),
+        (b"\x1b]0;title\x07text\n", "  text"),
+        (b"\xff\x00\x9bx\n", "  \N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}x"),
+        (b"", "  (nothing)"),
+    ],
+)
+def test_a_log_tail_is_cleaned_for_a_terminal(this: Attempt, written: bytes, shown: str) -> None:
+    this.log("rank-00000").write_bytes(written)
+    assert tail(this.log("rank-00000")) == shown
+
+
+def test_the_tail_of_a_long_log_is_short(this: Attempt) -> None:
+    this.log("rank-00000").write_bytes(b"".join(b"%d %s\n" % (n, b"x" * 1000) for n in range(1000)))
+    lines = tail(this.log("rank-00000")).splitlines()
+    assert len(lines) <= 20
+    assert lines[-1].startswith("  999 x")
+    assert max(map(len, lines)) < 420

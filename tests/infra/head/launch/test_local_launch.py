@@ -1,0 +1,217 @@
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.head.launch.local_launch import LaunchSpec, command, launch
+from infra.node.attempts import attempt
+from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.shared_memory import SEGMENTS
+from t5train.errors import LaunchError, SpecError, WeightsDidNotMove
+
+Start = Callable[..., subprocess.Popen[bytes]]
+Until = Callable[..., None]
+Survivors = Callable[[str], set[int]]
+
+# Ignores SIGTERM, has a child that does so too, and makes a shared memory segment named as DeepSpeed names them.
+# DeepSpeed is not imported, which would take seconds; tests.flows.test_kill checks real segments. Fails if a rank of
+# another attempt still runs.
+RANK = """
+import fcntl, os, signal, sys, time
+from pathlib import Path
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+place = f"{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{rank}"
+Path(f"/dev/shm/deepspeed_allreduce_buffer_{place}").touch()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+alone = open(folder / f"alone-{rank}", "w")
+fcntl.flock(alone, fcntl.LOCK_EX | fcntl.LOCK_NB)
+if os.fork() == 0:
+    time.sleep(600)
+print("ready", flush=True)
+while not (folder / "finish").exists():
+    time.sleep(0.1)
+"""
+HEAD = """
+import sys
+from pathlib import Path
+from infra.head.launch.local_launch import LaunchSpec; from infra.head.launch.local_launch import launch
+from infra.node.attempts.run_lock import run_lock
+folder = Path(sys.argv[1])
+with run_lock(folder / "run"):
+    launch(LaunchSpec(lambda _folder: (str(folder / "rank.py"), str(folder)), folder / "run", 2, "cpu"))
+"""
+
+
+def spec(tmp_path: Path, program: str, num_ranks: int = 2) -> LaunchSpec:
+    (tmp_path / "rank.py").write_text(program)
+    return LaunchSpec(lambda _folder: (str(tmp_path / "rank.py"), str(tmp_path)), tmp_path / "run", num_ranks, "cpu")
+
+
+def test_the_command_shows_ranks_port_and_program_and_no_hostfile() -> None:
+    program = LaunchSpec(lambda folder: ("-m", "t5train.train", f"{folder}/spec.json"), Path("/r"), 4, "cpu", 29500)
+    argv = command(program, Path("/r/attempts/0007"))
+    text = " ".join(argv)
+    assert argv[0] == sys.executable
+    assert "--hostfile /dev/null --num_gpus 4 --master_addr 127.0.0.1 --master_port 29500" in text
+    assert text.endswith(
+        f"infra.node.attempts.process_guard /r/attempts/0007 "
+        f"{sys.executable} -m t5train.train /r/attempts/0007/spec.json"
+    )
+
+
+def test_a_port_in_use_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(SpecError, match="master_port"):
+        launch(replace(spec(tmp_path, "pass"), master_port=server.getsockname()[1]))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_ranks_run_under_deepspeeds_launcher_and_on_tick_is_called(tmp_path: Path, survivors: Survivors) -> None:
+    ticks: list[float] = []
+    program = "import os; print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'DS_ACCELERATOR')))"
+    this = launch(spec(tmp_path, program), on_tick=lambda: ticks.append(time.monotonic()))
+    assert [this.log(f"rank-0000{rank}").read_text() for rank in (0, 1)] == ["0 2 cpu\n", "1 2 cpu\n"]
+    assert len(ticks) >= 3
+    assert survivors(this.run_id) == set()
+
+
+@pytest.mark.slow
+def test_secrets_of_the_head_reach_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cret")
+    monkeypatch.setenv("PREFECT_API_KEY", "s3cret")
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "s3cret")
+    program = "from pathlib import Path; import os\nfor pid in (os.getpid(), os.getppid()):"
+    program += " print(Path(f'/proc/{pid}/environ').read_text())"
+    this = launch(spec(tmp_path, program, num_ranks=1))
+    assert "RANK=0" in this.log("rank-00000").read_text()
+    assert not any(b"s3cret" in path.read_bytes() for path in this.folder.iterdir())
+
+
+@pytest.mark.slow
+def test_the_first_rank_that_fails_ends_the_others(tmp_path: Path, survivors: Survivors) -> None:
+    program = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('no more')\ntime.sleep(600)"
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 ended with exit code 1\. .*attempt 0001.*\n.*no more"):
+        launch(spec(tmp_path, program))
+    assert survivors(newest(tmp_path).run_id) == set()
+
+
+@pytest.mark.slow
+def test_the_head_raises_the_error_that_a_rank_reported(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; from pathlib import Path; from t5train import errors; from t5train.rank import error_report\n"
+        "error = errors.WeightsDidNotMove('10 steps, same weights')\n"
+        "error_report.report(Path(os.environ['T5_RANK_FILES']), error); raise error"
+    )
+    with pytest.raises(WeightsDidNotMove, match="10 steps, same weights"):
+        launch(spec(tmp_path, program))
+
+
+@pytest.mark.slow
+def test_interrupting_the_head_ends_the_ranks(tmp_path: Path, survivors: Survivors) -> None:
+    def interrupt_once_ready() -> None:
+        if ready(tmp_path):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch(spec(tmp_path, RANK), on_tick=interrupt_once_ready)
+    assert survivors(newest(tmp_path).run_id) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["launcher guard", "runner", "launch", "guard", "rank"])
+def test_no_process_or_shared_memory_survives_a_kill(
+    tmp_path: Path, victim: str, start: Start, until: Until, survivors: Survivors
+) -> None:
+    spec(tmp_path, RANK)
+    head = start("-c", HEAD, str(tmp_path))
+    until(lambda: ready(tmp_path) or head.poll() is not None, 60)
+    run_id = newest(tmp_path).run_id
+    assert len(survivors(run_id)) == 9  # three guards, two of the launcher, two ranks and a child of each
+    os.kill(victim_pid(tmp_path, victim), signal.SIGKILL)
+    assert head.wait(20) == 1
+    assert survivors(run_id) == set()
+    assert segments(newest(tmp_path)) == []
+    error = "RankKilled" if victim in ("guard", "rank") else "LaunchError"
+    assert f"errors.{error}: " in (tmp_path / "output.txt").read_text()
+
+
+@pytest.mark.slow
+def test_nothing_survives_a_killed_head_and_the_next_attempt_waits_for_its_ranks_to_end(
+    tmp_path: Path, start: Start, until: Until, survivors: Survivors
+) -> None:
+    spec(tmp_path, RANK)
+    head = start("-c", HEAD, str(tmp_path))
+    until(lambda: ready(tmp_path) or head.poll() is not None, 60)
+    killed = newest(tmp_path)
+    assert len(segments(killed)) == 2
+    head.kill()
+    (tmp_path / "finish").touch()
+    again = start("-c", HEAD, str(tmp_path))  # at once: its ranks fail if one of the first head's still runs
+    until(lambda: not survivors(killed.run_id) and not segments(killed), 20)
+    assert again.wait(60) == 0
+    assert segments(newest(tmp_path)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_seconds", [0.0, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize("victim", ["head", "runner"])
+def test_no_process_survives_a_kill_during_the_start(
+    tmp_path: Path, victim: str, delay_seconds: float, start: Start, until: Until, survivors: Survivors
+) -> None:
+    spec(tmp_path, RANK)
+    head = start("-c", HEAD, str(tmp_path))
+    until((tmp_path / "run" / "attempts" / "0001" / "launcher.pid").exists)
+    time.sleep(delay_seconds)
+    os.kill(head.pid if victim == "head" else victim_pid(tmp_path, "runner"), signal.SIGKILL)
+    head.wait(20)
+    until(lambda: not survivors(newest(tmp_path).run_id), 20)
+
+
+def segments(this: Attempt) -> list[Path]:
+    """Shared memory segments of an attempt's ranks that still exist."""
+    port = this.log("launcher").read_text().partition("--master_port=")[2].split()[0]
+    return list(SEGMENTS.glob(f"*_127.0.0.1_{port}_*"))
+
+
+def newest(tmp_path: Path) -> Attempt:
+    return attempt.read(max((tmp_path / "run" / "attempts").iterdir()))
+
+
+def ready(tmp_path: Path) -> bool:
+    logs = list(tmp_path.glob("run/attempts/0001/rank-*.log"))
+    recorded = list(tmp_path.glob("run/attempts/0001/rank-*.pid"))
+    return len(recorded) == 2 and [log.read_text() for log in logs] == ["ready\n"] * 2
+
+
+def victim_pid(tmp_path: Path, victim: str) -> int:
+    folder = newest(tmp_path).folder
+    launcher = json.loads((folder / "launcher.pid").read_text())
+    if victim in ("launcher guard", "runner"):
+        return int(launcher["guard" if victim == "launcher guard" else "process"]["pid"])
+    rank = json.loads((folder / "rank-00001.pid").read_text())
+    if victim == "launch":
+        return int(Path(f"/proc/{rank['guard']['pid']}/stat").read_text().split()[3])
+    return int(rank["guard" if victim == "guard" else "process"]["pid"])
+
+
+@pytest.mark.slow
+def test_sigterm_gives_ranks_time_to_save_before_the_head_ends_by_sigterm(
+    tmp_path: Path, start: Start, until: Until, survivors: Survivors
+) -> None:
+    saving = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(4), sys.exit('saved')))\n"
+    spec(tmp_path, saving + "print('ready', flush=True)\ntime.sleep(600)")
+    head = start("-c", HEAD, str(tmp_path))
+    until(lambda: ready(tmp_path) or head.poll() is not None, 60)
+    head.terminate()
+    assert head.wait(30) == -signal.SIGTERM
+    this = newest(tmp_path)
+    assert [this.log(f"rank-0000{rank}").read_text() for rank in (0, 1)] == ["ready\nsaved\n"] * 2
+    assert survivors(this.run_id) == set()

@@ -1,0 +1,281 @@
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from infra.head.hosts.ssh import Transport
+from infra.head.launch import host_session
+from infra.head.launch.attempt_outcome import ClusterWatch
+from infra.head.launch.deepspeed_launcher import ClusterLauncher
+from infra.head.launch.supervision import Supervision
+from infra.node.attempts import attempt, head_lease
+from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.exit_record import Cause, ExitRecord
+from infra.node.attempts.session_messages import Alive, Order, RankEnded, RankError
+from t5train.errors import DiskFailed, HostLost
+
+HOSTS = {"a": (0,), "b": (0,)}
+
+
+class Hosts(Transport, Protocol):
+    def attempt_folder(self, host: str, run_id: str) -> Path: ...
+
+    def prepare(self, this: Attempt) -> None: ...
+
+
+class Unsteady:
+    """A transport that runs ``instead`` for hosts whose letter is in ``silent``, and ``transport`` for the others."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport, self.silent, self.instead = transport, "", ["sleep", "600"]
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        return self.instead if host in self.silent else self.transport.command(host, argv)
+
+
+@pytest.fixture
+def this(tmp_path: Path, local_hosts: Hosts) -> Attempt:
+    """An attempt that is prepared on two hosts."""
+    this = attempt.begin(tmp_path / "run", None, 3.0, HOSTS)
+    local_hosts.prepare(this)
+    return this
+
+
+@pytest.fixture
+def transport(local_hosts: Hosts) -> Unsteady:
+    return Unsteady(local_hosts)
+
+
+@pytest.fixture
+def supervise(this: Attempt, transport: Unsteady, tmp_path: Path) -> Iterator[Callable[..., Supervision]]:
+    opened: list[Supervision] = []
+
+    def supervise(**boot_ids: str) -> Supervision:
+        (tmp_path / "head").mkdir()
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        opened.append(Supervision(this, transport, tmp_path / "head", {"a": boot_id, "b": boot_id} | boot_ids))
+        return opened[-1]
+
+    yield supervise
+    for one in opened:
+        one.close()
+
+
+def end_rank(folder: Path, rank: int, returncode: int = 0) -> None:
+    record = ExitRecord(attempt.rank_name(rank), returncode, Cause.EXITED, "exited", "then", attempt.now())
+    replace(attempt.read(folder)).write_exit(record)
+
+
+def look_until(supervision: Supervision, condition: Callable[[], object], seconds: float = 60.0) -> float:
+    """Process the hosts' messages until the condition holds, and return how many seconds that took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, f"the condition did not hold within {seconds} s"
+        supervision.look(0.1)
+    return time.monotonic() - began
+
+
+def test_a_run_succeeds_when_every_rank_has_a_good_exit_record(
+    this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision], tmp_path: Path
+) -> None:
+    supervision = supervise()
+    end_rank(local_hosts.attempt_folder("a", this.run_id), 0)
+    look_until(supervision, lambda: supervision.records)
+    assert not supervision.succeeded
+    assert not supervision.failed
+    end_rank(local_hosts.attempt_folder("b", this.run_id), 1)
+    look_until(supervision, lambda: supervision.all_ended)
+    assert supervision.succeeded
+    assert this.exit_record("rank-00001") == supervision.records["rank-00001"]
+    assert head_lease.age_seconds(tmp_path / "head") < 4
+
+
+def test_a_rank_name_from_a_host_cannot_escape_the_attempts_folder(
+    this: Attempt, supervise: Callable[..., Supervision]
+) -> None:
+    supervision = supervise()
+    supervision._take("a", 0.0, RankError("../../stray", "DiskFull", ""))
+    supervision._take("a", 0.0, RankEnded(ExitRecord("../../stray", 0, Cause.EXITED, "", "", "")))
+    assert not list(this.folder.parent.parent.glob("stray*"))
+    assert not supervision.records
+
+
+def test_the_first_bad_exit_record_is_a_failure_and_the_ranks_error_is_copied(
+    this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]
+) -> None:
+    supervision = supervise()
+    folder = local_hosts.attempt_folder("b", this.run_id)
+    (folder / "rank-00001.error.json").write_text('{"type": "DiskFull", "message": "no room"}')
+    end_rank(folder, 1, 1)
+    look_until(supervision, lambda: supervision.failed)
+    assert json.loads((this.folder / "rank-00001.error.json").read_text()) == {"type": "DiskFull", "message": "no room"}
+
+
+def test_a_broken_session_reconnects_without_losing_records(
+    this: Attempt,
+    transport: Unsteady,
+    local_hosts: Hosts,
+    supervise: Callable[..., Supervision],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_session, "_SILENT_SECONDS", 2.0)
+    transport.silent = "b"  # a first connection without a message is given up after _SILENT_SECONDS
+    supervision = supervise()
+    end_rank(local_hosts.attempt_folder("a", this.run_id), 0)
+    look_until(supervision, lambda: supervision.records)
+    transport.silent = ""
+    end_rank(local_hosts.attempt_folder("b", this.run_id), 1)
+    supervision.this = replace(this, lease_seconds=60.0)
+    look_until(supervision, lambda: supervision.succeeded)
+    assert not supervision.failed
+
+
+def test_a_silent_host_causes_a_warning_and_is_lost_when_the_lease_expires(
+    this: Attempt,
+    transport: Unsteady,
+    supervise: Callable[..., Supervision],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("infra.head.launch.supervision._SILENT_SECONDS", 1.0)
+    transport.silent = "b"
+    supervision = supervise()
+    assert 3 <= look_until(supervision, lambda: supervision.failed) < 5
+    assert isinstance(supervision.failure, HostLost)
+    assert str(supervision.failure).startswith("b has not responded for 3 s, so it counts as lost.")
+    assert "b has not responded for 1 s and counts as lost after 3 s" in caplog.text
+    assert supervision.silent == ["b"]
+
+
+def test_a_host_that_sends_no_valid_message_is_lost_and_its_output_is_quoted(
+    transport: Unsteady, supervise: Callable[..., Supervision]
+) -> None:
+    transport.silent, transport.instead = "b", ["sh", "-c", "echo Welcome!; sleep 600"]
+    supervision = supervise()
+    look_until(supervision, lambda: supervision.failed)
+    assert "got 'Welcome!' instead of a message" in str(supervision.failure)
+
+
+def test_a_restarted_host_is_lost_at_once(supervise: Callable[..., Supervision]) -> None:
+    supervision = supervise(b="another")
+    look_until(supervision, lambda: supervision.failed, 5)
+    assert str(supervision.failure) == "b was restarted while its ranks were running"
+
+
+def test_a_host_without_a_record_of_the_attempt_is_lost_at_once(
+    this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]
+) -> None:
+    shutil.rmtree(local_hosts.attempt_folder("b", this.run_id))  # as with a new disk
+    supervision = supervise()
+    look_until(supervision, lambda: supervision.failed, 5)
+    assert str(supervision.failure).startswith("b reports that the attempt has ended, but the head did not")
+
+
+def test_a_killed_guard_is_a_failure(this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]) -> None:
+    supervision = supervise()
+    gone = {"pid": os.getpid(), "start_time": 1}
+    folder = local_hosts.attempt_folder("b", this.run_id)
+    (folder / "rank-00001.pid").write_text(json.dumps({"process": gone, "guard": gone}))
+    look_until(supervision, lambda: supervision.failed, 5)
+    assert supervision.failure is None  # infra.head.launch.failures finds the rank
+
+
+def test_lines_of_ranks_are_logged_with_their_host_and_without_secrets(
+    this: Attempt,
+    local_hosts: Hosts,
+    supervise: Callable[..., Supervision],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HUB_TOKEN", "s3cret-value")
+    caplog.set_level("INFO")
+    (local_hosts.attempt_folder("a", this.run_id) / "rank-00000.log").write_text("with s3cret-value\n")
+    (local_hosts.attempt_folder("b", this.run_id) / "rank-00001.log").write_text("chatter\nWARNING of b\n")
+    supervision = supervise()
+    look_until(supervision, lambda: "WARNING of b" in caplog.text and "rank-00000" in caplog.text)
+    levels = {record.getMessage(): record.levelname for record in caplog.records}
+    assert levels["b rank-00001: WARNING of b"] == "WARNING"
+    assert "s3cret" not in caplog.text
+    assert "chatter" not in caplog.text
+
+
+def test_the_order_to_end_reaches_all_hosts(
+    this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]
+) -> None:
+    supervision = supervise()
+    supervision.order(Order.END)
+    look_until(supervision, lambda: not supervision.not_ended)
+    assert not supervision.failed
+    assert not (local_hosts.attempt_folder("a", this.run_id) / "lease").exists()
+
+
+def test_queued_messages_are_read_before_a_host_counts_as_silent(
+    this: Attempt, transport: Unsteady, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SilentSession:
+        def __init__(self, *arguments: Any) -> None:
+            _, self.host, _, _, self.news = arguments
+            opened.append(self)
+
+        def close(self) -> None: ...
+        def join(self) -> None: ...
+
+    opened: list[SilentSession] = []
+    monkeypatch.setattr("infra.head.launch.supervision.HostSession", SilentSession)
+    monkeypatch.setattr("infra.head.launch.supervision._SILENT_SECONDS", 0.1)
+    (tmp_path / "head").mkdir()
+    supervision = Supervision(replace(this, lease_seconds=0.2), transport, tmp_path / "head", None)
+    time.sleep(0.4)
+    for one in opened:
+        one.news.put((one.host, time.monotonic(), Alive(())))
+    supervision.look(0)
+    assert not supervision.failed
+    assert supervision.silent == []
+    supervision.close()
+
+
+def test_a_host_whose_disk_cannot_be_written_is_named_at_once(
+    this: Attempt, local_hosts: Hosts, supervise: Callable[..., Supervision]
+) -> None:
+    supervision, lease = supervise(), local_hosts.attempt_folder("b", this.run_id) / head_lease.LEASE
+    begun = lease.read_text()
+    look_until(supervision, lambda: lease.read_text() != begun)
+    lease.unlink()
+    lease.symlink_to(lease.name)  # a link to itself cannot be opened
+    look_until(supervision, lambda: supervision.failed)
+    assert type(supervision.failure) is DiskFailed
+    assert str(supervision.failure).startswith(f"b: {lease}: Too many levels of symbolic links; ")
+    assert supervision.failure.hosts == ("b",)
+
+
+def test_hosts_that_are_lost_together_are_all_named(transport: Unsteady, supervise: Callable[..., Supervision]) -> None:
+    transport.silent = "ab"
+    supervision = supervise()
+    look_until(supervision, lambda: supervision.failed and supervision.failure and len(supervision.failure.hosts) == 2)
+    supervision.look(0.5)
+    assert supervision.failure is not None
+    assert supervision.failure.hosts == ("a", "b")
+    assert re.fullmatch(r"a has not responded for \d s, .*; b has not .* for \d s, .*", str(supervision.failure))
+
+
+def test_an_unreachable_host_is_named_together_with_a_lost_one(
+    transport: Unsteady, supervise: Callable[..., Supervision], this: Attempt
+) -> None:
+    transport.silent = "b"
+    supervision = supervise(a="another")
+    supervision.this = replace(this, lease_seconds=60.0)
+    watch = ClusterWatch(supervision, ClusterLauncher(this.run_id), transport, lambda: None)
+    look_until(supervision, lambda: supervision.failed)
+    transport.silent, transport.instead = "b", ["sh", "-c", "exit 255"]
+    watch.end()
+    failure = watch.failure()
+    assert isinstance(failure, HostLost)
+    assert failure.hosts == ("a", "b")
+    assert str(failure).startswith("a was restarted while its ranks were running; b was also lost: ")

@@ -1,0 +1,341 @@
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from infra.head.preflight.checklist import CHECKS, judge, of_error
+from infra.head.preflight.findings import Finding
+from infra.head.preflight.launch_requirements import LaunchRequirements
+from infra.node.inspection.facts import Facts, Route
+from t5train.errors import HostError, HostKeyMismatch, HostUnreachable, RemoteFailed
+from tests.support.host_facts import HOSTS, NONCE, REQUIREMENTS, SOFTWARE, facts, reply, with_
+
+Change = Callable[[Facts], Facts]
+ON_A_SEPARATE_NETWORK = with_("network", interfaces={"eth0": ["10.9.9.9/24"]}, routes=[Route("10.9.9.0/24", "eth0", 0)])
+
+
+def findings(changes: dict[str, Change], requirements: LaunchRequirements = REQUIREMENTS) -> list[Finding]:
+    return judge(reply(changes), requirements, SOFTWARE, NONCE).findings
+
+
+def test_hosts_that_agree_and_have_everything_pass_every_check() -> None:
+    assert findings({}) == []
+
+
+# Check, host, how the host differs, and part of the expected finding: which hosts, what is wrong, and what to do.
+FAULTS: list[tuple[str, str, Change, str]] = [
+    (
+        "machines",
+        "node3",
+        with_("", identity="boot1 machine net:[1]"),
+        "node1, node3: these names refer to the same machine. Keep one",
+    ),
+    ("machines", "node3", lambda _: facts(1), "node1, node3: these names refer to the same machine. Keep one"),
+    (
+        "address",
+        "node2",
+        ON_A_SEPARATE_NETWORK,
+        "there is no route to any of its addresses from node2. Put the hosts into one net",
+    ),
+    ("port", "node0", with_("network", port_is_free=False), "node0: another program listens on port 29500. Choose"),
+    (
+        "python",
+        "node3",
+        with_("software", python="3.12.1"),
+        "node3: Python 3.12.1, others have 3.11.9. Install 3.11.9 there",
+    ),
+    ("python", "node3", with_("software", machine="aarch64"), "node3: processor aarch64, others have x86_64. Leave"),
+    (
+        "packages",
+        "node3",
+        with_("software", packages={**SOFTWARE.packages, "torch": "2.12.0"}),
+        "node3: torch 2.12.0, others have 2.13.0. Install torch==2.13.0 there",
+    ),
+    (
+        "packages",
+        "node0",
+        with_("software", packages={**SOFTWARE.packages, "deepspeed": ""}),
+        "node0: deepspeed missing, others have 1.0. Install deepspeed==1.0 there",
+    ),
+    (
+        "runtime",
+        "node1",
+        with_("software", runtime={}),
+        "node1: torch built for the CPU only, others have cuda 13.0. Install the same build",
+    ),
+    (
+        "code",
+        "node1",
+        with_("software", code_digest="d" * 64),
+        "node1: code dddddddddddd, the head has digest cccccccccccc. Install the head's version of this package there",
+    ),
+    (
+        "spec",
+        "node1",
+        with_("software", spec_digest="refused: model.x"),
+        "node1: settings refused: model.x, the head has digest 5555",
+    ),
+    (
+        "accelerators",
+        "node2",
+        with_("devices", kind="cpu"),
+        "node2: accelerator cpu, others have cuda. Repair the driver",
+    ),
+    (
+        "accelerators",
+        "node2",
+        with_("devices", count=1),
+        "node2: torch can use 1 accelerators, but slot 1 is requested",
+    ),
+    (
+        "in use",
+        "node2",
+        with_("devices", used_bytes={"0": 0, "1": 70 << 30}),
+        "node2: another program uses memory of accelerator 1 (75.2 GB). End it, or choose other",
+    ),
+    (
+        "in use",
+        "node2",
+        with_("devices", held_by={"1": "base-0003-ab"}),
+        "node2: accelerators are in use: 1 by base-0003-ab. Wait for that run, end it",
+    ),
+    (
+        "accelerators",
+        "node2",
+        with_("devices", error="torch cannot be imported: no libcudart"),
+        "node2: torch cannot be",
+    ),
+    (
+        "ninja",
+        "node1",
+        with_("build", ninja=None),
+        "node1: ninja is not on the PATH that sshd sets. Run `pip install ninja`",
+    ),
+    (
+        "operators",
+        "node1",
+        with_("build", compiled=[], compiler=None),
+        "node1: DeepSpeed's cpu_adam is not compiled, and there is no C++ compiler. Install g++ there",
+    ),
+    (
+        "compile locks",
+        "node1",
+        with_("build", foreign_locks=["/c/lock"]),
+        "node1: the compile lock /c/lock belongs to another user. Ask t",
+    ),
+    (
+        "openmp",
+        "node1",
+        with_("software", libgomp_error="/t/libgomp.so.1: cannot allocate memory in static TLS block"),
+        "node1: /t/libgomp.so.1: cannot allocate memory in static TLS block. Set LD_PRELOAD to that library",
+    ),
+    (
+        "openmp",
+        "node1",
+        with_("devices", error="torch cannot be imported: libgomp: cannot allocate memory in static TLS block"),
+        "node1: torch cannot be imported: libgomp: cannot allocate memory in static TLS block. Set LD_PRELOAD",
+    ),
+    ("root", "node3", with_("resources", nonce=None), "node3: /shared/t5 is not shared with the head, but on node0, n"),
+    (
+        "root",
+        "node3",
+        with_("resources", nonce="another"),
+        "node3: /shared/t5 is not shared with the head, but on node0, n",
+    ),
+    (
+        "root",
+        "node3",
+        with_("resources", root_error="Read-only file system"),
+        "node3: /shared/t5 cannot be written (Read-only",
+    ),
+    (
+        "disks",
+        "node3",
+        with_("resources", root_free_bytes=1),
+        "node3: /shared/t5 has 0.0 MB free, but a run needs at least 1.0 GB",
+    ),
+    ("disks", "node3", with_("resources", node_folder_free_bytes=1), "0 has 0.0 MB free, but logs need"),
+    ("disks", "node3", with_("resources", node_folder_error="/x is a link: move it"), "node3: /x is a"),
+    (
+        "disks",
+        "node3",
+        with_("resources", node_folder="/disk/t5-pretrain-7"),
+        "node3: the user has a different user id there: the node folder is /disk/t5-pretrain-7, but",
+    ),
+    (
+        "memory",
+        "node0",
+        with_("resources", memory_bytes=1 << 30),
+        "node0: 1.1 GB of memory are available, but the ranks need 8.6 GB",
+    ),
+    (
+        "shared memory",
+        "node3",
+        with_("resources", shared_memory_free_bytes=3 << 20),
+        "node3: /dev/shm has 3 of 64 MiB free, but the ranks' collectives need 20 MiB. Enlarge it, for exam",
+    ),
+    (
+        "open files",
+        "node0",
+        with_("resources", open_files=256),
+        "node0: 256 open files are allowed, but 8 ranks need 576. Raise",
+    ),
+    (
+        "clock",
+        "node2",
+        with_("", started_at=900.0, ended_at=900.2),
+        "node2: its clock is at least 100 s behind the head's",
+    ),
+    (
+        "clock",
+        "node2",
+        with_("", started_at=1100.0, ended_at=1100.6),
+        "node2: its clock is at least 100 s ahead of the he",
+    ),
+]
+
+
+@pytest.mark.parametrize(("check", "host", "change", "text"), FAULTS, ids=[f"{row[0]}-{row[3][:30]}" for row in FAULTS])
+def test_a_host_with_a_fault_is_named_with_the_remedy(check: str, host: str, change: Change, text: str) -> None:
+    (found,) = findings({host: change})
+    assert (found.check, found.is_problem) == (check, True)
+    assert text in found.text
+    assert check in CHECKS
+
+
+def unshared(scratch_mark: str, **changes: object) -> Change:
+    return with_(
+        "resources",
+        **{"nonce": None, "scratch": "/disk/scratch", "scratch_free_bytes": 1 << 40, **changes},
+        scratch_mark=scratch_mark,
+    )
+
+
+def test_hosts_without_shared_storage_pass_regardless_of_their_root() -> None:
+    changes = {host: unshared(host, root_error="No such file or directory", root_free_bytes=0) for host in HOSTS}
+    for of_first, is_head in ((changes["node0"], False), (with_("resources"), True)):
+        judged = judge(reply(changes | {"node0": of_first}), REQUIREMENTS, SOFTWARE, NONCE, facts(0).identity * is_head)
+        assert judged.is_node_local
+        (note,) = judged.findings
+        assert not note.is_problem
+        assert "share no storage with the head" in note.text
+    assert not judge(
+        reply(changes | {"node0": with_("resources")}), REQUIREMENTS, SOFTWARE, NONCE, "another"
+    ).is_node_local
+
+
+@pytest.mark.parametrize(
+    ("check", "change", "text"),
+    [
+        ("root", unshared("node1"), "node1, node3: /disk/scratch is the same folder on these hosts. Choose a storage"),
+        ("root", unshared("", scratch_error="/x belongs to user 7: choose"), "node3: /x belongs to user 7: choose"),
+        ("disks", unshared("3", scratch_free_bytes=1), "node3: /disk/scratch has 0.0 MB free, but the checkpoints"),
+    ],
+)
+def test_a_host_without_a_usable_scratch_folder_of_its_own_is_named(check: str, change: Change, text: str) -> None:
+    found = findings({host: unshared(host) for host in HOSTS} | {"node3": change})
+    assert [(one.check, text in one.text) for one in found if one.is_problem] == [(check, True)]
+
+
+def test_too_little_scratch_space_for_checkpoints_and_shards_is_reported() -> None:
+    requirements = replace(REQUIREMENTS, checkpoint_bytes=dict.fromkeys(HOSTS, 30 * 10**9), staged_bytes=10**9)
+    full = {host: unshared(host, scratch_free_bytes=12 * 10**9) for host in HOSTS}
+    (found,) = (one for one in findings(full, requirements) if one.is_problem)
+    assert found.text == (
+        "node0, node1, node2, node3: /disk/scratch has 12.0 GB free, but the checkpoints and token shards "
+        "that go there need 31.3 GB. Free some space, keep fewer checkpoints (storage.keep_last, "
+        "storage.keep_every_steps, storage.checkpoint_gigabytes), or choose another storage.scratch"
+    )
+    resumed = {
+        host: unshared(host, scratch_free_bytes=12 * 10**9, scratch_yielding_bytes=size)
+        for host, size in zip(HOSTS, (20 * 10**9, 20 * 10**9, 20 * 10**9, 19 * 10**9), strict=True)
+    }
+    (found,) = (one for one in findings(resumed, requirements) if one.is_problem)
+    assert found.text.startswith("node3: /disk/scratch has 12.0 GB free and 19.0 GB that can be freed, but the")
+
+
+def test_a_hostname_on_loopback_is_a_note_if_the_interface_is_known() -> None:
+    (found,) = findings({"node1": with_("network", hostname_addresses=["127.0.1.1"])})
+    assert not found.is_problem
+    assert found.text == "node1: its hostname node1 resolves to 127.0.1.1 there. Ranks will use eth0 instead"
+
+
+@pytest.mark.parametrize("addresses", [["127.0.1.1"], []])
+def test_a_hostname_on_loopback_is_a_problem_if_no_interface_is_known(addresses: list[str]) -> None:
+    found = findings(
+        {"node0": ON_A_SEPARATE_NETWORK, "node1": with_("network", hostname_addresses=addresses)},
+    )
+    assert [one.check for one in found if one.is_problem] == ["address", "hostname"]
+    assert "node1: its hostname node1" in found[1].text
+    assert "/etc/hosts" in found[1].text
+
+
+def test_an_operator_that_can_be_compiled_and_a_lock_that_was_removed_are_notes() -> None:
+    found = findings({"node1": with_("build", compiled=[], cleared_locks=["/c/lock"])})
+    assert [(one.check, one.is_problem) for one in found] == [("operators", False), ("compile locks", False)]
+    assert "node1: compiles DeepSpeed's cpu_adam when its ranks start" in found[0].text
+    assert "removed /c/lock" in found[1].text
+
+
+def test_a_compile_lock_on_a_shared_disk_is_a_note_with_a_remedy() -> None:
+    (found,) = findings({"node1": with_("build", shared_locks=["/nfs/lock"])})
+    assert (found.check, found.is_problem) == ("compile locks", False)
+    assert "the compile lock /nfs/lock, on a disk that other machines may use" in found.text
+
+
+@pytest.mark.parametrize("given", ["9.0a", "Hopper", "8.0,9.0", "9", "8.0+ptx"])
+def test_architectures_that_deepspeed_cannot_read_are_reported(given: str) -> None:
+    (found,) = findings({}, replace(REQUIREMENTS, environment={"TORCH_CUDA_ARCH_LIST": f"8.0;{given}"}))
+    assert found.check == "architectures"
+    assert f"cannot read {given}" in found.text
+
+
+@pytest.mark.parametrize("given", ["", "9.0", "8.0;9.0+PTX", "8.6 9.0;10.0"])
+def test_architectures_that_deepspeed_can_read_are_accepted(given: str) -> None:
+    assert findings({}, replace(REQUIREMENTS, environment={"TORCH_CUDA_ARCH_LIST": given})) == []
+
+
+def test_hosts_with_the_same_fault_share_a_line() -> None:
+    (found,) = findings({host: with_("build", ninja=None) for host in HOSTS[1:]})
+    assert found.text.startswith("node1, node2, node3: ninja is not on the PATH")
+
+
+def test_of_two_hosts_that_differ_the_one_unlike_the_head_is_named() -> None:
+    requirements = replace(REQUIREMENTS, slots={"node0": (0,), "node1": (0,)})
+    two = {
+        host: one
+        for host, one in reply({"node0": with_("software", python="3.12.1")}).items()
+        if host in requirements.slots
+    }
+    (found,) = judge(two, requirements, SOFTWARE, NONCE).findings
+    assert found.text.startswith("node0: Python 3.12.1, others have 3.11.9")
+
+
+def test_a_clock_offset_within_the_reply_time_is_accepted() -> None:
+    slow = {"node0": replace(reply()["node0"], asked_at=900.0, answered_at=1100.0)}
+    requirements = replace(REQUIREMENTS, slots={"node0": (0, 1)})
+    assert judge(slow, requirements, SOFTWARE, NONCE).findings == []
+
+
+def test_ranks_on_the_cpu_need_no_accelerator() -> None:
+    change = with_("devices", kind="cpu", count=0)
+    assert findings(dict.fromkeys(HOSTS, change), replace(REQUIREMENTS, accelerator=None)) == []
+    assert findings(dict.fromkeys(HOSTS, change), replace(REQUIREMENTS, accelerator="cpu")) == []
+    (found,) = findings(dict.fromkeys(HOSTS, change))
+    assert "node0, node1, node2, node3: torch can use 0 accelerators, but slot 1 is requested" in found.text
+
+
+@pytest.mark.parametrize(
+    ("error", "check"), [(HostUnreachable, "reachable"), (HostKeyMismatch, "host key"), (RemoteFailed, "program")]
+)
+def test_a_host_that_does_not_answer_is_reported_with_its_error(error: type[HostError], check: str) -> None:
+    found = Finding(check, "node2: no", hosts=("node2",), is_transient=error is HostUnreachable)
+    assert of_error(error("node2: no", ["node2"])) == found
+    remaining = {host: one for host, one in reply().items() if host != "node2"}
+    assert judge(remaining, REQUIREMENTS, SOFTWARE, NONCE).findings == []
+
+
+def test_there_is_no_rendezvous_if_the_first_host_does_not_answer() -> None:
+    remaining = {host: one for host, one in reply().items() if host != "node0"}
+    found = judge(remaining, REQUIREMENTS, SOFTWARE, NONCE)
+    assert (found.rendezvous, found.port) == (None, None)

@@ -1,0 +1,121 @@
+"""While ranks train, the newest complete checkpoint is gathered to the head, and no needed checkpoint is removed."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.head.storage import checkpoint_sync
+from infra.head.storage.checkpoint_sync import CheckpointSync, keep_up
+from infra.head.storage.node_paths import NodeRun
+from t5train.checkpoint import tags as sidecar
+from t5train.errors import Unreadable
+from t5train.files.run_folder import tag_of
+from t5train.progress import silent
+from t5train.spec import StorageSpec
+from tests.support.simulated_nodes import Site
+
+PART_OF_B = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+class Cut:
+    """A transport that reaches no host while ``is_cut`` is true, as it is at first."""
+
+    def __init__(self, transport: Any) -> None:
+        self.transport, self.is_cut = transport, True
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        return ["sh", "-c", "exit 255"] if self.is_cut else list(self.transport.command(host, argv))
+
+
+def tags(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_newest_complete_checkpoint_is_gathered_and_older_ones_are_removed_everywhere(
+    run: NodeRun, site: Site
+) -> None:
+    for step in (8, 16, 24):
+        site.save(step)
+    (site.tag("b", 24) / "rank-00001.json").unlink()  # it is still being written
+    keep_up(run, silent)
+    assert sidecar.complete_tags(run.checkpoints) == [tag_of(16)]
+    assert tags(site.tag("a", 8).parent) == tags(site.tag("b", 8).parent) == [tag_of(16), tag_of(24)]
+    (run.checkpoints / "best").mkdir()
+    site.save(24)
+    keep_up(run, silent)
+    assert tags(run.checkpoints) == ["best", tag_of(24)]
+    assert tags(site.tag("a", 8).parent) == [tag_of(24)]
+
+
+def test_a_file_that_cannot_be_read_now_is_an_error_and_is_gathered_the_next_time(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    site.save(16)
+    sidecar_of_b = site.tag("b", 16) / "rank-00001.json"
+    text = sidecar_of_b.read_bytes()
+    sidecar_of_b.unlink()
+    sidecar_of_b.symlink_to(sidecar_of_b.name)  # opening it fails with ELOOP
+    with pytest.raises(Unreadable, match=rf"{tag_of(16)} may be complete, but cannot be gathered now: b: .*00001.json"):
+        keep_up(run, silent)
+    assert sidecar.complete_tags(run.checkpoints) == [tag_of(8)]
+    sidecar_of_b.unlink()
+    sidecar_of_b.write_bytes(text)
+    keep_up(run, silent)
+    assert sidecar.complete_tags(run.checkpoints) == [tag_of(16)]
+
+
+def test_leftovers_of_killed_removals_are_removed_even_if_nothing_else_is(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    for checkpoints in (run.checkpoints, site.tag("a", 8).parent):
+        (checkpoints / f".{tag_of(8)}.discarded").mkdir(parents=True)
+        (checkpoints / f".{tag_of(8)}.discarded" / PART_OF_B).touch()
+    keep_up(run, silent)
+    for checkpoints in (run.checkpoints, site.tag("a", 8).parent):
+        assert [path.name for path in checkpoints.iterdir()] == [tag_of(8)]
+
+
+def test_every_checkpoint_to_be_kept_is_gathered_including_those_saved_in_between(run: NodeRun, site: Site) -> None:
+    for step in (8, 16, 24):
+        site.save(step)
+    keep_up(replace(run, keep=StorageSpec(keep_last=2)), silent)
+    assert sidecar.complete_tags(run.checkpoints) == [tag_of(24), tag_of(16)]
+    assert tags(site.tag("b", 8).parent) == [tag_of(16), tag_of(24)]
+
+
+def test_the_gathered_checkpoint_is_kept_until_the_next_one_is_gathered(
+    run: NodeRun, site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    site.save(8)
+    keep_up(run, silent)
+    site.save(16)
+    (site.tag("b", 16) / PART_OF_B).write_bytes(bytes(300_000))
+    keep_up(run, silent)
+    assert f"{tag_of(16)} is not gathered: no intact copy of {PART_OF_B}" in caplog.text
+    assert sidecar.complete_tags(run.checkpoints) == [tag_of(8)]
+    assert tags(site.tag("a", 8).parent) == [tag_of(8), tag_of(16)]
+
+
+def test_a_failed_sync_is_retried_and_the_sync_ends_promptly(
+    run: NodeRun, site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for seconds in ("_LOOK_SECONDS", "_RETRY_SECONDS", "_METRICS_SECONDS"):
+        monkeypatch.setattr(checkpoint_sync, seconds, 0.05)
+    cut = Cut(site.transport)
+    site.save(8)
+    sync = CheckpointSync(replace(run, nodes=replace(run.nodes, transport=cut)), lambda: 2)
+    wait_for(lambda: "cannot collect metrics" in caplog.text)
+    cut.is_cut = False
+    wait_for(lambda: sidecar.complete_tags(run.checkpoints) == [tag_of(8)])
+    started = time.monotonic()
+    sync.end()
+    assert time.monotonic() - started < 10

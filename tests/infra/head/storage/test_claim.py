@@ -1,0 +1,263 @@
+"""Of two heads with different roots but the same run name and settings, only one owns the run's files on hosts."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.head.hosts.hostfile import Hosts
+from infra.head.storage.claim import Claim
+from infra.head.storage.node_paths import NodeRun
+from infra.head.storage.provisioning import release
+from infra.head.storage.recovery import recover
+from infra.head.storage.run_storage import NodeLocalStorage
+from infra.node.attempts.attempt import Attempt
+from infra.node.attempts.head_lease import LEASE
+from infra.node.attempts.run_ownership import OWNER, Owner
+from infra.node.messages import Query
+from infra.node.processes import ProcessIdentity
+from infra.node.storage.stored_checkpoints import (
+    ListCheckpoints,
+    ListFiles,
+    PruneCheckpoints,
+    ReceiveFiles,
+    SendFiles,
+)
+from t5train.checkpoint import tags
+from t5train.errors import HostError, HostUnreachable, NothingVerifies, RemoteFailed, RunOwned
+from t5train.files.run_folder import tag_of
+from t5train.progress import silent
+from tests.support.simulated_nodes import Site, await_end
+
+Until = Callable[..., None]
+SECONDS = 3.0
+
+
+def _is_lost(claim: Claim) -> bool:
+    try:
+        claim.require_kept()
+    except RunOwned:
+        return True
+    return False
+
+
+class Head:
+    """A head: the run as it knows it, and its claim to the run's files on hosts."""
+
+    def __init__(self, run: NodeRun) -> None:
+        self.run, self.claim = run, Claim()
+
+    def claimed(self, adopt: bool = False) -> list[Owner]:
+        return self.claim.take(self.run, self.run.nodes.hosts, (), adopt)
+
+
+@pytest.fixture
+def first(run: NodeRun) -> Iterator[Head]:
+    head = Head(run)
+    yield head
+    head.claim.end()
+
+
+@pytest.fixture
+def second(run: NodeRun, tmp_path: Path) -> Iterator[Head]:
+    """Another head, whose root has a run of the same name and settings."""
+    folder = tmp_path / "other-root" / "runs" / "smoke"
+    folder.mkdir(parents=True)
+    owner = Owner("2" * 32, "other-head", str(tmp_path / "other-root"), "2026-02-02T00:00:00", 60.0)
+    head = Head(replace(run, folder=folder, owner=owner, nodes=replace(run.nodes, owner=owner.unique_id)))
+    yield head
+    head.claim.end()
+
+
+def with_short_lease(run: NodeRun) -> NodeRun:
+    return replace(run, owner=replace(run.owner, lease_seconds=SECONDS))
+
+
+def simulate_dead_head(site: Site, head: Head) -> None:
+    """Leave everything as if the head had been killed long ago: its lease on all hosts has expired."""
+    head.claim.end()
+    for host in site.nodes.hosts:
+        (site.scratch(host) / head.run.relative_path / LEASE).write_text(f"{time.monotonic() - 61:<24.3f}")
+
+
+def owners(site: Site, run: NodeRun) -> list[str]:
+    files = [site.scratch(host) / run.relative_path / OWNER for host in site.nodes.hosts]
+    return [json.loads(file.read_text())["unique_id"] for file in files if file.exists()]
+
+
+def test_a_second_head_is_refused_with_the_owner_and_what_to_do(site: Site, first: Head, second: Head) -> None:
+    assert first.claimed() == []
+    message = r"smoke on a, b are owned by head this-head, root /this/root, since 2026-01-01\S*\. The "
+    with pytest.raises(
+        RunOwned,
+        match=message + r"lease of that head on [ab] is valid for another \d+ s: .* wait .*--adopt.*another --name",
+    ):
+        second.claimed()
+    with pytest.raises(RunOwned, match=r"that head on [ab] is valid for .* it may be running"):
+        second.claimed(adopt=True)
+    simulate_dead_head(site, first)
+    with pytest.raises(
+        RunOwned, match=r"The lease of that head has expired\. Take the run over with --adopt, or choose another"
+    ):
+        second.claimed()
+    assert owners(site, first.run) == [first.run.owner.unique_id] * 2
+    assert first.claimed() == [], "the first head was not replaced, so it needs to adopt the run from nobody"
+
+
+def test_a_head_cannot_read_or_write_another_heads_run_on_hosts(
+    site: Site, first: Head, second: Head, tmp_path: Path
+) -> None:
+    site.save(8)
+    first.claimed()
+    nodes, run = second.run.nodes, second.run
+    queries: list[Query[Any]] = [
+        ListCheckpoints(nodes.store, run.name),
+        PruneCheckpoints(nodes.store, run.name, (tag_of(8),)),
+        ListFiles(nodes.store, run.relative_path, ("metrics.jsonl",)),
+    ]
+    for query in queries:
+        for answer in nodes.ask(query, 20).values():
+            assert isinstance(answer, RemoteFailed)
+            assert isinstance(answer.__cause__, RunOwned)
+            assert "belongs to head this-head" in str(answer)
+    for request in (
+        SendFiles(nodes.store, run.relative_path),
+        ReceiveFiles(nodes.store, run.name, run.relative_path, (), ()),
+    ):
+        with pytest.raises(RemoteFailed, match="belongs to head this-head"):
+            await_end(nodes, "a", request)
+    assert all(isinstance(error, HostError) for error in release(nodes, run.name).values())
+    assert (site.tag("a", 8)).exists()
+
+
+def test_a_dead_heads_run_is_adopted_with_its_checkpoints_and_the_dead_head_is_refused(
+    site: Site, first: Head, second: Head, tmp_path: Path, caplog: pytest.LogCaptureFixture, until: Until
+) -> None:
+    first.claimed()
+    site.save(8)
+    simulate_dead_head(site, first)
+
+    def write_job(folder: Path) -> Path:
+        raise StopIteration(tags.complete_tags(second.run.checkpoints))
+
+    storage = NodeLocalStorage(second.run, write_job, silent, adopt=True)
+    storage.claim(are_ranks_running=False)
+    with pytest.raises(StopIteration, match=tag_of(8)):
+        storage.make_ready(tmp_path)
+    message = (
+        "adopted from head this-head, root /this/root, since 2026-01-01T00:00:00: step-00000008 complete, resuming from"
+    )
+    assert message in caplog.text
+    assert owners(site, second.run) == [second.run.owner.unique_id] * 2
+    with pytest.raises(RunOwned, match="owned by head other-head"):
+        first.claimed()
+
+
+def test_adopting_a_run_without_one_of_its_hosts_does_not_restart_it_at_step_0(
+    site: Site, first: Head, second: Head
+) -> None:
+    first.claimed()
+    site.save(8)
+    simulate_dead_head(site, first)
+    partial = replace(second.run, hosts=Hosts(second.run.hosts.all[:1]), nodes=second.run.nodes.on("a"))
+    NodeLocalStorage(partial, Path, silent, adopt=True).claim(are_ranks_running=False)
+    for _ in range(2):  # the second time, this head owns the run
+        with pytest.raises(NothingVerifies, match=rf"{tag_of(8)} lacks rank-00001\.json .*--begin-again"):
+            recover(partial, silent)
+    assert site.tag("a", 8).exists()
+
+
+def test_a_head_notices_that_another_head_has_taken_over_its_run(site: Site, first: Head, until: Until) -> None:
+    first.run = with_short_lease(first.run)
+    first.claimed()
+    first.claim.require_kept()
+    path = site.scratch("b") / first.run.relative_path / OWNER
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"unique_id": "2" * 32, "head": "other-head"}))
+    until(lambda: _is_lost(first.claim))
+    with pytest.raises(RunOwned, match="on b are owned by head other-head"):
+        first.claim.require_kept()
+    assert json.loads(path.read_text())["head"] == "other-head"
+
+
+def test_the_lease_is_renewed_until_the_claim_is_ended_and_expires_afterwards(first: Head, second: Head) -> None:
+    first.run = with_short_lease(first.run)
+    first.claimed()
+    time.sleep(SECONDS + 1)  # as between two attempts, or while the head verifies checkpoints
+    with pytest.raises(RunOwned, match="it may be running"):
+        second.claimed(adopt=True)
+    first.claim.end()
+    time.sleep(SECONDS + 0.2)
+    assert [owner.head for owner in second.claimed(adopt=True)] == ["this-head"]
+
+
+def test_a_finished_run_can_be_adopted_at_once(first: Head, second: Head) -> None:
+    first.claimed()
+    first.claim.end()
+    assert not any(release(first.run.nodes, first.run.name).values())
+    assert [owner.head for owner in second.claimed(adopt=True)] == ["this-head"]
+
+
+def test_a_claim_that_one_host_refuses_is_undone_on_the_others(site: Site, first: Head, second: Head) -> None:
+    first.claim.take(replace(first.run, nodes=first.run.nodes.on("b")), ("b",), (), adopt=False)
+    with pytest.raises(RunOwned, match="on b are owned"):
+        second.claimed()
+    assert owners(site, second.run) == [first.run.owner.unique_id], "the claim on host a was not undone"
+
+
+def test_folders_without_an_owner_belong_to_the_first_head_that_claims_them(
+    site: Site, first: Head, second: Head
+) -> None:
+    site.save(8)
+    assert first.claimed() == []
+    with pytest.raises(RunOwned):
+        second.claimed()
+
+
+def test_the_run_of_a_copied_root_is_refused_while_the_first_head_is_alive(
+    site: Site, first: Head, tmp_path: Path
+) -> None:
+    first.claimed()
+    owner = replace(first.run.owner, head="copy-head")
+    copy = Head(replace(first.run, folder=tmp_path / "copy", owner=owner))
+    with pytest.raises(RunOwned, match=r"owned by head this-head.*it may be running"):
+        copy.claimed()
+    simulate_dead_head(site, first)
+    assert copy.claimed() == [], "a root whose first head is dead counts as moved, not as owned by another head"
+    copy.claim.end()
+
+
+def test_ranks_that_outlive_their_head_prevent_another_head_from_adopting_the_run(
+    site: Site, first: Head, second: Head, local_hosts: Any, until: Until, start: Callable[..., Any]
+) -> None:
+    first.claimed()
+    simulate_dead_head(site, first)
+    this = Attempt(local_hosts.attempt_folder("a", "id"), "id", "smoke", 1, None, 60.0)
+    this.folder.mkdir(parents=True, mode=0o700)
+    this.folder.parent.chmod(0o700)
+    job = {"node_local": True, "run_folder": str(site.scratch("a") / first.run.relative_path)}
+    (this.folder / "spec.json").write_text(json.dumps(job))
+    this.write()
+    guard = start("-c", "import time; time.sleep(600)")
+    identity = ProcessIdentity.of(guard.pid)
+    this.write_process("rank-00000", identity, identity)
+    with pytest.raises(RunOwned, match="lease of that head on a is valid for"):
+        second.claimed(adopt=True)
+    guard.kill()
+    guard.wait()
+    assert len(second.claimed(adopt=True)) == 1
+
+
+def test_a_silent_host_blocks_a_claim_before_training_but_not_while_ranks_run(first: Head, site: Site) -> None:
+    class OnlyHostA:
+        def command(self, host: str, argv: Sequence[str]) -> list[str]:
+            return ["sh", "-c", "exit 255"] if host == "b" else list(site.transport.command(host, argv))
+
+    first.run = replace(first.run, nodes=replace(first.run.nodes, transport=OnlyHostA()))
+    with pytest.raises(HostUnreachable):
+        first.claimed()
+    assert first.claim.take(first.run, (), first.run.nodes.hosts, adopt=False) == []
+    first.claim.require_kept()

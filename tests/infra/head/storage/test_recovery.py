@@ -1,0 +1,172 @@
+"""A run resumes from the newest checkpoint that is complete anywhere, or the error names what is missing."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.head.hosts.hostfile import Host, Hosts
+from infra.head.storage import checkpoint_record, recovery
+from infra.head.storage.checkpoint_sync import keep_up
+from infra.head.storage.node_paths import NodeRun
+from infra.head.storage.recovery import recover
+from t5train.checkpoint import tags
+from t5train.checkpoint.resume_point import ask_to_begin_again, resume_tag
+from t5train.errors import NothingVerifies, UnlistedFile, Unreadable
+from t5train.files.run_folder import tag_of
+from t5train.progress import silent
+from tests.support.simulated_nodes import Site
+
+PART_OF_B = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+def write_metrics(path: Path, upto: int) -> None:
+    path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, upto + 1)))
+
+
+def test_a_run_that_never_had_a_complete_checkpoint_starts_from_the_beginning(run: NodeRun, site: Site) -> None:
+    recover(run, silent)
+    site.save(8)
+    shutil.rmtree(site.tag("b", 8))
+    recover(run, silent)
+    assert tags.complete_tags(run.checkpoints) == []
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_used(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    site.save(16)
+    (site.tag("b", 16) / PART_OF_B).write_bytes(bytes(300_000))
+    recover(run, silent)
+    assert tags.complete_tags(run.checkpoints) == [tag_of(8)]
+    # The damaged tag is set aside. Otherwise, pruning would keep it as the newest, and remove the one resumed from.
+    for host in "ab":
+        assert not site.tag(host, 16).exists()
+        (aside,) = (site.scratch(host) / "set-aside" / run.name).iterdir()
+        assert aside.name.startswith(f"{tag_of(16)}.")
+        assert len(list(aside.iterdir())) == 3
+    keep_up(run, silent)
+    assert tags.complete_tags(run.checkpoints) == [tag_of(8)]
+
+
+def link_to_itself(path: Path) -> None:
+    """Replace a file with a link to itself: opening it then fails with ELOOP, not as if it were absent."""
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("name", [PART_OF_B, "rank-00001.json"])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_replaced_by_an_older_one(
+    run: NodeRun, site: Site, name: str
+) -> None:
+    site.save(8)
+    site.save(16)
+    link_to_itself(site.tag("b", 16) / name)
+    with pytest.raises(Unreadable, match=rf"{tag_of(16)} may be complete.* b: .*{name} cannot be read now"):
+        recover(run, silent)
+    assert site.tag("a", 16).exists()
+    assert site.tag("a", 8).exists()
+
+
+def test_pruning_keeps_a_checkpoint_with_a_file_that_a_host_cannot_read_now(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    link_to_itself(site.tag("b", 8) / "rank-00001.json")
+    site.save(16)
+    keep_up(run, silent)
+    assert tags.complete_tags(run.checkpoints) == [tag_of(16)]
+    assert all((site.tag(host, 8) / f"rank-0000{rank}.json").is_symlink() == rank for rank, host in enumerate("ab"))
+    assert (site.tag("b", 8) / PART_OF_B).exists()
+
+
+@pytest.mark.parametrize("name", [PART_OF_B, "rank-00001.json"])
+def test_a_heads_copy_that_cannot_be_read_is_replaced_from_the_hosts(run: NodeRun, site: Site, name: str) -> None:
+    site.save(8)
+    site.save(16)
+    recover(run, silent)
+    link_to_itself(run.checkpoints / tag_of(16) / name)
+    recover(run, silent)
+    tags.require_complete(run.checkpoints / tag_of(16))
+    (aside,) = (run.folder / "set-aside").iterdir()
+    assert aside.name.startswith(f"{tag_of(16)}-{name}.")
+
+
+def test_a_file_on_a_host_that_no_rank_recorded_is_refused_and_named(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    site.save(16)
+    (site.tag("b", 16) / "mp_rank_01_model_states.pt").write_bytes(b"stray")
+    with pytest.raises(
+        UnlistedFile, match=rf"{tag_of(16)} on b holds mp_rank_01_model_states\.pt, a file that no rank"
+    ):
+        recover(run, silent)
+    assert (site.tag("b", 16) / "mp_rank_01_model_states.pt").exists()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_begins_again_only_on_request(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    (site.tag("b", 8) / PART_OF_B).write_bytes(bytes(300_000))
+    with pytest.raises(NothingVerifies, match=rf"no intact copy of {PART_OF_B} was found.*--begin-again"):
+        recover(run, silent)
+    ask_to_begin_again(run.folder)
+    recover(run, silent)
+    assert resume_tag(run.folder) is None
+    assert not any(site.tag(host, 8).exists() for host in "ab")
+    assert all(len(list((site.scratch(host) / "set-aside" / run.name).iterdir())) == 1 for host in "ab")
+    recover(run, silent)
+    assert resume_tag(run.folder) is None, "the run must still begin again if it was killed before its first checkpoint"
+
+
+def test_old_checkpoints_of_a_host_that_returns_after_begin_again_are_set_aside(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    checkpoint_record.note(run.folder, site.newest())
+    owner = site.scratch("b") / run.relative_path / "owner.json"
+    owner.write_text("{")  # which makes every request to this host fail
+    without_b = replace(run, hosts=Hosts((Host("a", (0, 1)),)), nodes=run.nodes.on("a"))
+    ask_to_begin_again(run.folder)
+    recover(without_b, silent)
+    assert resume_tag(run.folder) is None
+    owner.unlink()
+    recover(run, silent)
+    assert resume_tag(run.folder) is None
+    assert not site.tag("b", 8).exists()
+    assert [len(list((site.scratch(host) / "set-aside" / run.name).iterdir())) for host in "ab"] == [1, 1]
+    site.save(16)
+    recover(run, silent)
+    assert resume_tag(run.folder) == tag_of(16), "checkpoints from after the new start must not be set aside"
+
+
+@pytest.mark.parametrize(("code", "are_sent"), [(None, []), ("c0de", ["b"])])
+def test_hosts_that_left_the_run_get_the_shipped_code_before_their_parts_are_gathered(
+    run: NodeRun, site: Site, monkeypatch: pytest.MonkeyPatch, code: str | None, are_sent: list[str]
+) -> None:
+    sent: list[str] = []
+
+    def send(_transport: object, hosts: list[str], _consequence: str) -> list[str]:
+        sent.extend(hosts)
+        return hosts
+
+    monkeypatch.setattr(recovery, "hosts_with_code", send)
+    site.save(8)
+    checkpoint_record.note(run.folder, site.newest())
+    without_b = replace(run, hosts=Hosts((Host("a", (0, 1)),)), nodes=replace(run.nodes.on("a"), code=code))
+    recover(without_b, silent)
+    assert tags.complete_tags(run.checkpoints) == [tag_of(8)]
+    assert sent == are_sent
+
+
+def test_a_lost_file_is_named_with_the_host_that_last_had_it(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    checkpoint_record.note(run.folder, site.newest())
+    shutil.rmtree(site.tag("b", 8))
+    with pytest.raises(NothingVerifies, match=rf"{tag_of(8)} lacks {PART_OF_B} \(last seen \S+ on b\)"):
+        recover(run, silent)
+
+
+def test_only_metrics_of_steps_that_the_head_lacks_are_copied_from_a_node(run: NodeRun, site: Site) -> None:
+    site.save(8)
+    node_metrics, head_metrics = site.scratch("a") / run.relative_path / "metrics.jsonl", run.folder / "metrics.jsonl"
+    write_metrics(head_metrics, 6)
+    for on_node, expected in ((8, 8), (3, 8)):
+        write_metrics(node_metrics, on_node)
+        recover(run, silent)
+        assert len(head_metrics.read_text().splitlines()) == expected

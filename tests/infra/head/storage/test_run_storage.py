@@ -1,0 +1,104 @@
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.head.hosts.ssh import Transport
+from infra.head.stop_signal import Stopped
+from infra.head.storage import checkpoint_sync
+from infra.head.storage.node_paths import NodeRun
+from infra.head.storage.run_storage import NodeLocalStorage
+from t5train.checkpoint import tags
+from t5train.errors import NotGathered, RankKilled
+from t5train.files.run_folder import tag_of
+from t5train.progress import Progress, relayed, silent
+from tests.support.simulated_nodes import Site
+
+
+@pytest.mark.parametrize(("error", "gathered"), [(Stopped(), [tag_of(8)]), (RankKilled("rank 0"), [])])
+def test_the_last_checkpoint_is_gathered_after_a_stop_but_not_after_a_killed_rank(
+    run: NodeRun, site: Site, error: BaseException, gathered: list[str]
+) -> None:
+    def train(storage: NodeLocalStorage) -> None:
+        with storage.syncing(lambda: 0):
+            site.save(8)
+            raise error
+
+    with pytest.raises(type(error)):
+        train(NodeLocalStorage(run, lambda folder: folder, silent))
+    assert tags.complete_tags(run.checkpoints) == gathered
+
+
+class Severed:
+    """A transport that cannot reach host b, and counts how often that was tried."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport, self.attempts = transport, 0
+
+    def command(self, host: str, argv: Sequence[str]) -> list[str]:
+        self.attempts += host == "b"
+        return ["sh", "-c", "exit 255"] if host == "b" else self.transport.command(host, argv)
+
+
+def test_the_error_for_a_host_lost_at_the_last_gather_names_what_is_done_and_what_remains(
+    run: NodeRun, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.head.storage.run_storage._AGAIN_SECONDS", (0.0, 0.0))
+    site.save(4)
+    checkpoint_sync.keep_up(run, silent)
+    site.save(8)
+    transport = Severed(site.nodes.transport)
+    cut = replace(run, nodes=replace(run.nodes, transport=transport))
+    with pytest.raises(NotGathered) as caught:
+        NodeLocalStorage(cut, lambda folder: folder, silent).take_home()
+    assert str(caught.value).startswith("training is done, but b was lost before the head had the whole result: b: ")
+    assert "Start the same command again when b answers" in str(caught.value)
+    assert str(caught.value).endswith(f"training then resumes from {tag_of(4)}")
+    assert (caught.value.hosts, caught.value.exit_code, caught.value.retryable, transport.attempts) == (
+        ("b",),
+        3,
+        False,
+        3,
+    )
+
+
+def test_progress_of_another_thread_is_reported_in_this_one() -> None:
+    reported: list[tuple[int, threading.Thread]] = []
+
+    def act(progress: Progress) -> str:
+        for done in range(3):
+            progress("bytes", done, 3)
+        return "done"
+
+    assert relayed(act, lambda _what, done, _total: reported.append((done, threading.current_thread()))) == "done"
+    assert reported[-1][0] == 2
+    assert {thread for _, thread in reported} == {threading.main_thread()}
+
+
+def test_an_exception_in_the_progress_callback_stops_the_relayed_call() -> None:
+    def forever(progress: Progress) -> None:
+        while True:
+            progress("bytes", 1, None)
+            time.sleep(0.01)
+
+    def stop(what: str, done: int, total: int | None) -> None:
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        relayed(forever, stop)
+
+
+def test_the_job_is_written_only_after_its_checkpoint_is_gathered(run: NodeRun, site: Site, tmp_path: Path) -> None:
+    gathered_tags: list[str] = []
+
+    def write_job(folder: Path) -> Path:
+        gathered_tags.append(",".join(tags.complete_tags(run.checkpoints)))
+        raise RankKilled("no further")
+
+    site.save(8)
+    with pytest.raises(RankKilled):
+        NodeLocalStorage(run, write_job, silent).make_ready(tmp_path)
+    assert gathered_tags == [tag_of(8)]

@@ -1,0 +1,53 @@
+"""The disk space that is required before training starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from infra.head import training_run
+from infra.head.training_run import require_ready
+from t5train.data.tokenizer import expected_vocab_size
+from t5train.errors import StorageError
+from t5train.model.model_shape import count_parameters, resolve
+from t5train.spec import RunSpec
+from t5train.spec.recipes import recipe
+
+RUN = {"optimizer.num_steps": 100, "storage.checkpoint_every_steps": 10, "storage.keep_last": 2}
+SMOKE = recipe("smoke")
+PARAMETERS = count_parameters(resolve(SMOKE.model, expected_vocab_size(SMOKE.tokenizer)))
+CHECKPOINT = 16 * PARAMETERS
+REST = 3 * 4 * PARAMETERS + (512 << 20)
+
+
+def required_bytes(root: Path, **storage: Any) -> int:
+    """The bytes that must be free under the root."""
+    settings = {f"storage.{name}": json.dumps(value) for name, value in storage.items()}
+    with (
+        patch.object(training_run, "require_space", side_effect=StorageError("full")) as require_space,
+        pytest.raises(StorageError),
+    ):
+        require_ready(_spec(root).with_settings(settings))
+    _, size_bytes, _ = require_space.call_args.args
+    return int(size_bytes)
+
+
+def _spec(root: Path) -> RunSpec:
+    return SMOKE.with_settings(RUN | {"storage.root": json.dumps(str(root)), "name": "it"})
+
+
+def test_a_run_needs_disk_space_for_the_checkpoints_that_it_will_keep(tmp_path: Path) -> None:
+    assert required_bytes(tmp_path) == 3 * CHECKPOINT + REST
+    assert required_bytes(tmp_path, keep_every_steps=20) == 6 * CHECKPOINT + REST
+    assert required_bytes(tmp_path, keep_every_steps=20, checkpoint_gigabytes=0.1) == 100_000_000 + REST
+    assert required_bytes(tmp_path, keep_every_steps=20, checkpoint_gigabytes=0.01) == 2 * CHECKPOINT + REST
+    assert required_bytes(tmp_path, checkpoint_every_steps=100) == CHECKPOINT + REST
+
+
+def test_a_resumed_run_needs_no_disk_space_for_the_checkpoints_that_it_has(tmp_path: Path) -> None:
+    folder = tmp_path / "runs/it/checkpoints/step-00000010"
+    folder.mkdir(parents=True)
+    (folder / "file").write_bytes(bytes(1_000_000))
+    assert required_bytes(tmp_path) == 3 * CHECKPOINT + REST - 1_000_000

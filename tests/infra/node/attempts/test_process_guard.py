@@ -1,0 +1,376 @@
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.node.attempts import attempt, head_lease
+from infra.node.attempts.attempt import Attempt, now
+from infra.node.attempts.exit_record import Cause, ExitRecord
+from infra.node.attempts.watchdog import Watchdog
+from infra.node.processes import ProcessIdentity
+from t5train.rank import heartbeat
+from t5train.rank.heartbeat import Beat
+
+Start = Callable[..., subprocess.Popen[bytes]]
+Until = Callable[..., None]
+Survivors = Callable[[str], set[int]]
+
+SLEEP = "import time; print('ready', flush=True); time.sleep(600)"
+# Ignores SIGTERM, and so does its child.
+STUBBORN = (
+    "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork();"
+    "print('ready', flush=True); time.sleep(600)"
+)
+
+
+SAVING = (
+    "import signal, sys, time;"
+    "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(4), print('saved', flush=True), sys.exit(1)));" + SLEEP
+)
+BEAT_ONCE = (
+    "import os, time; from pathlib import Path; from t5train.rank.heartbeat import *;"
+    "from t5train.files.run_folder import RANK_FILES;"
+    "write(beat_file(Path(os.environ[RANK_FILES])), Beat(0.0, 'step', time.monotonic(), 600.0, 7))\n"
+)
+HANGING = """
+import faulthandler, signal, time
+from types import SimpleNamespace
+from t5train.rank.heartbeat import Heartbeat
+faulthandler.register(signal.SIGUSR1)
+def hangs_here():
+    time.sleep(600)
+with Heartbeat.of_rank(SimpleNamespace(start_seconds=60, save_seconds=1.0)) as heart:
+    print("ready", flush=True)
+    heart.enter("save", 7)
+    hangs_here()
+"""
+
+
+def guarded(start: Start, this: Attempt, program: str) -> subprocess.Popen[bytes]:
+    argv = ("-m", "infra.node.attempts.process_guard", str(this.folder), sys.executable, "-c", program)
+    return start(*argv, RANK="0", T5_RUN_ID=this.run_id)
+
+
+def recorded_exit(this: Attempt) -> tuple[Cause, str, int | None]:
+    record = this.exit_record("rank-00000")
+    assert record is not None
+    return record.cause, record.reason, record.returncode
+
+
+def rank_pid(this: Attempt) -> int:
+    return int(json.loads((this.folder / "rank-00000.pid").read_text())["process"]["pid"])
+
+
+@pytest.fixture
+def running(this: Attempt, start_guard: Start, until: Until) -> Callable[[str], subprocess.Popen[bytes]]:
+    """Start a guard and wait until its rank prints that it is ready."""
+
+    def running(program: str) -> subprocess.Popen[bytes]:
+        guard = start_guard(program)
+        until(lambda: this.log("rank-00000").exists() and b"ready" in this.log("rank-00000").read_bytes())
+        until((this.folder / "rank-00000.pid").exists)
+        return guard
+
+    return running
+
+
+def test_the_output_and_exit_code_of_a_rank_are_recorded(this: Attempt, start_guard: Start) -> None:
+    guard = start_guard("import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)")
+    assert guard.wait(20) == 1
+    assert sorted(this.log("rank-00000").read_text().split()) == ["err", "out"]
+    record = this.exit_record("rank-00000")
+    assert record is not None
+    assert (record.returncode, record.reason, record.succeeded) == (7, "exited", False)
+    assert record.started_at < record.ended_at
+
+
+def test_a_rank_that_exits_with_0_is_recorded_as_succeeded(this: Attempt, start_guard: Start) -> None:
+    assert start_guard("pass").wait(20) == 0
+    record = this.exit_record("rank-00000")
+    assert record is not None
+    assert record.succeeded
+
+
+def test_a_killed_rank_is_recorded_with_its_signal(
+    this: Attempt, running: Start, until: Until, survivors: Survivors
+) -> None:
+    guard = running(STUBBORN)
+    os.kill(rank_pid(this), signal.SIGKILL)
+    assert guard.wait(20) == 1
+    record = this.exit_record("rank-00000")
+    assert str(record) == "was killed by SIGKILL"
+    assert survivors(this.run_id) == set()  # its forked child was ended too
+
+
+def test_killing_the_guard_kills_its_rank(this: Attempt, running: Start, until: Until, survivors: Survivors) -> None:
+    guard = running("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + SLEEP)
+    guard.kill()
+    guard.wait()
+    until(lambda: not survivors(this.run_id))
+    assert this.exit_record("rank-00000") is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_guard_that_gets_sigint_or_sighup_kills_its_rank_and_records_the_signal(
+    this: Attempt, running: Start, number: signal.Signals, survivors: Survivors
+) -> None:
+    guard = running(SLEEP)
+    guard.send_signal(number)
+    assert guard.wait(20) == 1
+    assert survivors(this.run_id) == set()
+    record = this.exit_record("rank-00000")
+    assert record is not None
+    assert (record.reason, record.returncode) == (number.name, -signal.SIGKILL)
+
+
+def test_sigterm_to_a_guard_gives_its_rank_time_to_save(this: Attempt, running: Start) -> None:
+    guard = running(SAVING)
+    guard.terminate()
+    assert guard.wait(20) == 1
+    assert this.log("rank-00000").read_text().endswith("saved\n")
+    assert recorded_exit(this) == (Cause.REQUESTED, "SIGTERM", 1)
+
+
+def test_a_rank_still_running_after_the_grace_period_is_killed_with_its_children(
+    this: Attempt, running: Start, survivors: Survivors
+) -> None:
+    replace(this, grace_seconds=1.0).write()
+    guard = running(STUBBORN)
+    guard.terminate()
+    assert guard.wait(20) == 1
+    assert survivors(this.run_id) == set()
+    assert recorded_exit(this) == (Cause.REQUESTED, "SIGTERM; it was still running after 1 s", -signal.SIGKILL)
+
+
+def test_a_rank_gets_no_time_to_save_if_a_peer_failed(this: Attempt, running: Start) -> None:
+    guard = running(STUBBORN)
+    this.write_process("rank-00001", ProcessIdentity(1, 0), ProcessIdentity(1, 0))
+    this.write_exit(ExitRecord("rank-00001", -9, Cause.EXITED, "exited", now(), now()))
+    guard.terminate()
+    assert guard.wait(10) == 1
+    assert recorded_exit(this) == (Cause.REQUESTED, "rank-00001 failed", -signal.SIGKILL)
+
+
+def test_a_rank_stopped_by_sigstop_is_detected_and_killed(this: Attempt, running: Start, survivors: Survivors) -> None:
+    replace(this, beat_seconds=1.0).write()
+    guard = running(SLEEP)
+    os.kill(rank_pid(this), signal.SIGSTOP)
+    assert guard.wait(10) == 1
+    assert survivors(this.run_id) == set()
+    cause, reason, _ = recorded_exit(this)
+    assert cause == Cause.BEAT
+    assert reason.startswith("no sign of life for 2 s")
+
+
+def test_a_rank_without_a_first_heartbeat_is_detected(this: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.node.attempts.watchdog._FIRST_BEAT_SECONDS", 0.0)
+    launcher, rank = Watchdog(this, "launcher", os.getpid(), None), Watchdog(this, "rank-00000", os.getpid(), None)
+    assert launcher.check() is None
+    verdict = rank.check()
+    assert verdict is not None
+    assert (verdict[0], verdict[1][:24]) == (Cause.BEAT, "no first sign of life af")
+    heartbeat.write(heartbeat.beat_file(this.rank_files("rank-00000")), Beat(0.0, "start", time.monotonic(), 600.0, 0))
+    assert rank.check() is None
+
+
+def test_a_rank_without_heartbeats_is_ended_if_it_sleeps_but_not_if_it_computes(
+    tmp_path: Path, start: Start, until: Until
+) -> None:
+    for number, work in enumerate(("time.sleep(600)", "while True: pass")):
+        this = attempt.begin(tmp_path / f"run{number}", ProcessIdentity.of(os.getpid()), beat_seconds=1.0)
+        guard = guarded(start, this, BEAT_ONCE + work)
+        until(this.rank_files("rank-00000").with_suffix(".beat").exists)
+        if number == 0:
+            assert guard.wait(10) == 1
+            assert recorded_exit(this)[0] == Cause.BEAT
+        else:
+            time.sleep(3)
+            assert guard.poll() is None
+
+
+def test_a_rank_that_exceeds_a_phase_deadline_is_ended_and_its_log_shows_where_it_hangs(
+    this: Attempt, running: Start
+) -> None:
+    assert running(HANGING).wait(10) == 1
+    cause, reason, _ = recorded_exit(this)
+    assert cause == Cause.PHASE
+    assert reason.startswith("phase 'save' of step 7 took ")
+    assert reason.endswith("its deadline is 1 s")
+    assert "in hangs_here" in this.log("rank-00000").read_text()
+
+
+def test_sigterm_to_a_launchers_guard_orders_a_stop_and_leaves_the_launcher_running(
+    this: Attempt, start: Start, until: Until
+) -> None:
+    guard = start(
+        "-m", "infra.node.attempts.process_guard", "--launcher", str(this.folder), sys.executable, "-c", SLEEP
+    )
+    until((this.folder / "launcher.pid").exists)
+    guard.terminate()
+    until(lambda: this.is_stop_ordered)
+    assert guard.poll() is None
+    guard.send_signal(signal.SIGINT)
+    assert guard.wait(10) == 1
+
+
+@pytest.fixture
+def leased(tmp_path: Path) -> Attempt:
+    """An attempt over several hosts, as one host sees it."""
+    this = attempt.begin(tmp_path / "run", None, lease_seconds=2.0)
+    (this.folder / "environment.json").write_text(json.dumps({"GIVEN": "by the head", "T5_RUN_ID": this.run_id}))
+    head_lease.begin(this.folder)
+    return this
+
+
+def test_a_rank_runs_until_its_lease_is_no_longer_renewed(
+    leased: Attempt, start: Start, until: Until, survivors: Survivors
+) -> None:
+    guard = guarded(start, leased, SLEEP)
+    for _ in range(20):
+        head_lease.renew(leased.folder)
+        time.sleep(0.2)
+    assert guard.poll() is None
+    assert guard.wait(10) == 1
+    cause, reason, _ = recorded_exit(leased)
+    assert cause == Cause.HEAD
+    assert reason.startswith("no message from the head for ")
+    assert survivors(leased.run_id) == set()
+
+
+def test_a_launcher_over_hosts_outlives_its_head_but_ends_when_its_lease_expires(
+    leased: Attempt, start: Start, until: Until
+) -> None:
+    argv = ["-m", "infra.node.attempts.process_guard", "--launcher", str(leased.folder), sys.executable, "-c", SLEEP]
+    head = start("-c", f"import subprocess, sys; subprocess.run([sys.executable, *{argv!r}])")
+    until((leased.folder / "launcher.pid").exists)
+    head.kill()
+    head.wait()
+    for _ in range(5):
+        head_lease.renew(leased.folder)
+        time.sleep(0.3)
+    assert leased.exit_record("launcher") is None
+    until(lambda: leased.exit_record("launcher"), 10)
+
+
+def test_a_rank_whose_lease_was_removed_is_killed_at_once_and_cannot_be_started_again(
+    leased: Attempt, start: Start, until: Until
+) -> None:
+    guard = guarded(start, leased, STUBBORN)
+    until(lambda: leased.log("rank-00000").exists() and b"ready" in leased.log("rank-00000").read_bytes())
+    (leased.folder / head_lease.LEASE).unlink()
+    guard.terminate()
+    assert guard.wait(1.5) == 1
+    assert recorded_exit(leased)[:2] == (Cause.REQUESTED, "the head ended the run")
+    again = guarded(start, leased, SLEEP)
+    assert again.wait(10) == 1
+    assert recorded_exit(leased)[0] == Cause.REFUSED
+
+
+def test_a_rank_over_hosts_gets_variables_of_the_head_and_of_its_own_machine(leased: Attempt, start: Start) -> None:
+    program = "import json, os; print(json.dumps(dict(os.environ)))"
+    numbers = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "MASTER_PORT": "29500"}
+    argv = ("-m", "infra.node.attempts.process_guard", str(leased.folder), sys.executable, "-c", program)
+    assert start(*argv, **numbers, HOME="/home/here", STRAY="1").wait(20) == 0
+    seen = json.loads(leased.log("rank-00003").read_text())
+    expected = {"GIVEN": "by the head", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}
+    assert seen.items() >= {**expected, "HOME": "/home/here", "T5_RANK_FILES": f"{leased.folder}/rank-00003"}.items()
+    assert "STRAY" not in seen
+
+
+def test_child_processes_that_a_rank_leaves_behind_are_ended(
+    this: Attempt, start_guard: Start, survivors: Survivors
+) -> None:
+    assert start_guard("import os, time; os.fork() or time.sleep(600)").wait(20) == 0
+    assert survivors(this.run_id) == set()
+
+
+@pytest.mark.parametrize("delay_seconds", [0.0, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.12, 0.15])
+def test_a_signal_at_any_moment_of_startup_is_not_lost(
+    this: Attempt, start_guard: Start, delay_seconds: float, survivors: Survivors
+) -> None:
+    guard = start_guard(SLEEP)
+    time.sleep(delay_seconds)
+    guard.terminate()
+    assert guard.wait(20) != 0
+    assert survivors(this.run_id) == set()
+
+
+def test_the_rank_ends_when_the_head_is_killed(
+    tmp_path: Path, start: Start, until: Until, survivors: Survivors
+) -> None:
+    head = start("-c", SLEEP)
+    this = attempt.begin(tmp_path / "run", ProcessIdentity.of(head.pid))
+    guard = start(
+        "-m",
+        "infra.node.attempts.process_guard",
+        str(this.folder),
+        sys.executable,
+        "-c",
+        SLEEP,
+        RANK="0",
+        T5_RUN_ID=this.run_id,
+    )
+    until((this.folder / "rank-00000.pid").exists)
+    head.kill()  # and not reaped: it counts as dead although it is a zombie
+    assert guard.wait(20) == 1
+    assert survivors(this.run_id) == set()
+    assert str(this.exit_record("rank-00000")) == "was ended by its guard (the head died)"
+
+
+def test_the_rank_ends_when_the_guards_parent_is_killed(
+    this: Attempt, start: Start, until: Until, survivors: Survivors
+) -> None:
+    guard = [sys.executable, "-m", "infra.node.attempts.process_guard", str(this.folder), sys.executable, "-c", SLEEP]
+    parent = start("-c", f"import subprocess; subprocess.run({guard})", RANK="0", T5_RUN_ID=this.run_id)
+    until((this.folder / "rank-00000.pid").exists)
+    parent.kill()
+    parent.wait()
+    until(lambda: not survivors(this.run_id))
+    assert str(this.exit_record("rank-00000")) == "was ended by its guard (the guard's parent process died)"
+
+
+@pytest.mark.parametrize("ticks", [-1, 1])
+def test_no_rank_starts_if_the_heads_pid_now_belongs_to_another_process(
+    tmp_path: Path, start: Start, ticks: int
+) -> None:
+    alive = ProcessIdentity.of(os.getpid())
+    this = attempt.begin(tmp_path / "run", ProcessIdentity(alive.pid, alive.start_time + ticks))
+    guard = start("-m", "infra.node.attempts.process_guard", str(this.folder), sys.executable, "-c", SLEEP, RANK="0")
+    assert guard.wait(20) == 1
+    assert not this.log("rank-00000").exists()
+    record = this.exit_record("rank-00000")
+    assert record is not None
+    assert record.returncode is None
+
+
+def test_the_ranks_lock_is_held_until_the_rank_is_gone(this: Attempt, running: Start, until: Until) -> None:
+    guard = running(SLEEP)
+    with open(this.folder.parent.parent / "ranks.lock") as lock:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        guard.terminate()
+        guard.wait(20)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_the_rank_itself_holds_the_ranks_lock(this: Attempt, running: Start) -> None:
+    running(SLEEP)
+    held = [str(path.readlink()) for path in Path(f"/proc/{rank_pid(this)}/fd").iterdir()]
+    assert str(this.folder.parent.parent / "ranks.lock") in held
+
+
+def test_a_rank_sees_the_devices_that_its_user_chose(this: Attempt, start: Start) -> None:
+    program = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    environment = {"RANK": "0", "CUDA_VISIBLE_DEVICES": "0,1", "T5_VISIBLE_DEVICES": "GPU-a,GPU-b"}
+    start(
+        "-m", "infra.node.attempts.process_guard", str(this.folder), sys.executable, "-c", program, **environment
+    ).wait(20)
+    assert this.log("rank-00000").read_text() == "GPU-a,GPU-b\n"

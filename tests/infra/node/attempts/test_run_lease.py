@@ -1,0 +1,145 @@
+"""Heads on two machines whose locks do not exclude each other, because flock is local to each client (as on some NFS).
+
+A process with another boot id, and with a preloaded library in which every flock succeeds, plays the second machine.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra.node.attempts import run_lease
+from infra.node.attempts.run_lock import holder, run_lock
+from t5train.errors import RunLocked, StorageError
+
+Start = Callable[..., subprocess.Popen[bytes]]
+Until = Callable[..., None]
+
+ELSEWHERE = """
+import sys, time
+from pathlib import Path
+from infra.node import processes
+processes.boot_id = lambda: "another machine"
+from infra.node.attempts import run_lease
+from infra.node.attempts.run_lock import holder, run_lock
+run_lease.LEASE_SECONDS = float(sys.argv[2])
+run_lease._RENEW_SECONDS = 0.2
+run = Path(sys.argv[1])
+"""
+HOLD = ELSEWHERE + "with run_lock(run) as lease:\n (run / 'held').touch()\n sys.stdin.read()\n lease.require_held()\n"
+
+
+@pytest.fixture
+def local_flock(tmp_path: Path) -> dict[str, str]:
+    """Environment variables with which every flock of a process succeeds, even if another process holds the lock."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler on this machine")
+    source, library = tmp_path / "flock.c", tmp_path / "flock.so"
+    source.write_text("int flock(int descriptor, int operation) { return 0; }\n")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    return {"LD_PRELOAD": str(library)}
+
+
+@pytest.fixture(autouse=True)
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lease, "_RENEW_SECONDS", 0.2)
+    monkeypatch.setattr(run_lease, "_GLANCE_SECONDS", 3.0)
+    monkeypatch.setattr(run_lease, "LEASE_SECONDS", 2.0)
+
+
+def run_elsewhere(local_flock: dict[str, str], code: str, run: Path, lease: float) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-c", ELSEWHERE + code, str(run), str(lease)]
+    return subprocess.run(argv, env=os.environ | local_flock, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_a_head_on_another_machine_is_refused_with_the_name_of_the_holder(
+    tmp_path: Path, local_flock: dict[str, str]
+) -> None:
+    run = tmp_path / "run"
+    with run_lock(run) as lease:
+        refused = run_elsewhere(local_flock, "with run_lock(run): print('in')", run, 20)
+        seen = run_elsewhere(local_flock, "print(holder(run))", run, 20)
+        lease.require_held()
+    assert f"in use by process {os.getpid()} on {os.uname().nodename} since" in refused.stderr
+    assert "in" not in refused.stdout.split()
+    assert seen.stdout.startswith(f"process {os.getpid()} on "), "status and gc see a holder on another machine, too"
+
+
+def test_another_machine_can_take_a_released_run_at_once(tmp_path: Path, local_flock: dict[str, str]) -> None:
+    with run_lock(tmp_path):
+        pass
+    began = time.monotonic()
+    free = run_elsewhere(local_flock, "print(holder(run))\nwith run_lock(run): print('in')", tmp_path, 600)
+    assert free.stdout.split() == ["None", "in"], free.stderr
+    assert time.monotonic() - began < 30
+
+
+def test_the_run_of_a_dead_head_on_another_machine_is_taken_over_only_after_the_lease(
+    tmp_path: Path, start: Start, until: Until, local_flock: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    dead = start("-c", HOLD.replace("sys.stdin.read()", "time.sleep(600)"), str(tmp_path), "2", **local_flock)
+    until((tmp_path / "held").exists)
+    dead.kill()
+    dead.wait()
+    assert holder(tmp_path) is None
+    began = time.monotonic()
+    with run_lock(tmp_path):
+        assert time.monotonic() - began >= run_lease.LEASE_SECONDS
+    assert f"is taken over: process {dead.pid} on" in caplog.text
+
+
+def test_a_restart_on_the_same_machine_does_not_wait_for_a_killed_heads_lease(
+    tmp_path: Path, start: Start, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lease, "LEASE_SECONDS", 600.0)
+    here = HOLD.replace('processes.boot_id = lambda: "another machine"', "").replace(
+        "sys.stdin.read()", "time.sleep(9)"
+    )
+    killed = start("-c", here, str(tmp_path), "600")
+    until((tmp_path / "held").exists)
+    killed.kill()
+    killed.wait()
+    with run_lock(tmp_path):
+        pass
+
+
+def test_a_head_notices_that_another_head_has_taken_over_its_run(
+    tmp_path: Path, start: Start, until: Until, local_flock: dict[str, str]
+) -> None:
+    with run_lock(tmp_path) as lease:
+        record = json.loads((tmp_path / "holder.json").read_text())
+        another = run_lease.Holder(host="far", boot_id="another machine", since="then")
+        (tmp_path / "holder.json").write_text(json.dumps(vars(another)).ljust(1024))
+        until(lambda: lease.lost_to is not None)
+        with pytest.raises(RunLocked, match=r"was taken over by process .* on far since then"):
+            lease.require_held()
+    left = json.loads((tmp_path / "holder.json").read_text())
+    assert left["nonce"] == another.nonce != record["nonce"], "the record of the other head is left alone"
+    assert not left["is_released"]
+
+
+def test_a_stopped_head_loses_the_run_and_gets_an_error_when_it_resumes(
+    tmp_path: Path, start: Start, until: Until, local_flock: dict[str, str]
+) -> None:
+    stopped = start("-c", HOLD.replace("sys.stdin.read()", "time.sleep(5)"), str(tmp_path), "2", **local_flock)
+    until((tmp_path / "held").exists)
+    stopped.send_signal(signal.SIGSTOP)
+    with run_lock(tmp_path) as lease:
+        stopped.send_signal(signal.SIGCONT)
+        assert stopped.wait(30) == 1
+        lease.require_held()
+    assert f"was taken over by process {os.getpid()} on" in (tmp_path / "output.txt").read_text()
+
+
+def test_a_run_whose_holder_record_cannot_be_read_is_not_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "holder.json").mkdir()
+    with pytest.raises(StorageError, match=r"holder\.json cannot be read .*unknown whether another machine is using"):
+        run_lock(tmp_path).__enter__()

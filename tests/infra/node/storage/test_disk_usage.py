@@ -1,0 +1,130 @@
+"""Staged folders are removed when disk space is needed: the least recently used first, and never one in use."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.node import node_folders
+from infra.node.attempts import attempt
+from infra.node.processes import ProcessIdentity
+from infra.node.storage import disk_usage
+from infra.node.storage.disk_usage import (
+    pin,
+    remove_unused,
+    require_disk_space,
+    staged_paths,
+    staging_lock,
+    unpin,
+    users,
+)
+from t5train.errors import StorageError
+from tests.support.simulated_nodes import RUN
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from infra.node.storage.disk_usage import staging_lock
+with staging_lock(Path(sys.argv[1]), "shards/held"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A scratch folder with three staged folders that were last used in this order: old, held, new."""
+    monkeypatch.setattr(node_folders, "PARENT", tmp_path)
+    scratch = node_folders.node_folder() / "scratch"
+    for age, name in ((30, "old"), (20, "held"), (10, "new")):
+        (scratch / "shards" / name).mkdir(parents=True)
+        (scratch / "shards" / name / "train.bin").write_bytes(bytes(1_000_000))
+        with staging_lock(scratch, f"shards/{name}"):
+            pass
+        then = time.time() - age
+        os.utime(scratch / "locks" / f"shards~{name}.lock", (then, then))
+    return scratch
+
+
+@pytest.fixture
+def holder(scratch: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that is staging shards/held."""
+    argv = [sys.executable, "-c", HOLD, str(scratch)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def left(scratch: Path) -> set[str]:
+    return {path.name for path in (scratch / "shards").iterdir()}
+
+
+@pytest.fixture
+def disk(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk with space for exactly three staged folders."""
+
+    def free(_: Path) -> os.terminal_size:
+        usage = type("Usage", (), {"free": disk_usage.SPARE_BYTES + 3_000_000 - 1_000_000 * len(left(scratch))})
+        return usage()  # type: ignore[no-any-return]  # only this field is read
+
+    monkeypatch.setattr(disk_usage.shutil, "disk_usage", free)
+
+
+def test_the_least_recently_used_folders_are_removed_and_no_more_than_needed(scratch: Path, disk: None) -> None:
+    require_disk_space(scratch, 1_000_000, "shards/next")
+    assert left(scratch) == {"held", "new"}
+    require_disk_space(scratch, 1_000_000, "shards/next", beside_bytes=1_000_000)
+    assert left(scratch) == {"new"}
+
+
+def test_folders_that_are_pinned_or_being_staged_are_kept(
+    scratch: Path, disk: None, holder: subprocess.Popen[str]
+) -> None:
+    pin(scratch, "shards/old", RUN)
+    with pytest.raises(StorageError, match="in use"):
+        require_disk_space(scratch, 3_000_000, "shards/next")
+    assert left(scratch) == {"old", "held"}
+
+
+def test_a_folder_is_staged_by_one_process_and_a_killed_one_does_not_block_it(
+    scratch: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.node.storage.disk_usage._LOCK_WAIT_SECONDS", 0.2)
+    with pytest.raises(StorageError, match=f"is being staged by process {holder.pid} since"), \
+            staging_lock(scratch, "shards/held"):  # fmt: skip
+        pass
+    holder.kill()
+    holder.wait()
+    with staging_lock(scratch, "shards/held"):
+        pass
+
+
+def test_a_pin_is_ignored_once_its_run_is_gone(scratch: Path) -> None:
+    pin(scratch, "shards/old", RUN)
+    pinned = scratch / "pins" / "shards~old" / RUN
+    assert users(scratch, "shards/old") == [RUN]
+    os.utime(pinned, (1, 1))
+    assert users(scratch, "shards/old") == []
+    this = attempt.begin(scratch.parent / "smoke", None, 60.0)
+    own = replace(this, folder=node_folders.attempt_folder(this.run_id))
+    own.folder.mkdir(mode=0o700)
+    own.write()
+    own.write_process("rank-00000", ProcessIdentity.of(os.getpid()), ProcessIdentity.of(os.getpid()))
+    assert users(scratch, "shards/old") == [RUN], "its guard is alive"
+    pinned.write_text("of another boot")
+    assert users(scratch, "shards/old") == []
+
+
+def test_a_folder_can_be_removed_after_it_is_unpinned(scratch: Path) -> None:
+    pin(scratch, "shards/old", RUN)
+    assert not remove_unused(scratch, "shards/old")
+    unpin(scratch, RUN)
+    assert remove_unused(scratch, "shards/old")
+    assert staged_paths(scratch) == ["shards/held", "shards/new"]

@@ -1,0 +1,80 @@
+"""Each build configuration has its own folder of operators, on a local disk, to which no other user can write."""
+
+import sys
+from collections.abc import Callable
+from importlib.metadata import Distribution
+from pathlib import Path
+
+import pytest
+
+from infra.node import node_folders, operator_folder
+from t5train.errors import StorageError
+
+Folder = Callable[..., Path]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """Return the operator folder of an environment."""
+    monkeypatch.setattr(node_folders, "PARENT", tmp_path)
+
+    def folder(**environment: str) -> Path:
+        operator_folder._package.cache_clear()
+        operator_folder._cpu.cache_clear()
+        return operator_folder.operator_folder(environment)
+
+    return folder
+
+
+def test_a_folder_that_the_user_has_chosen_is_used_as_it_is(folder: Folder, tmp_path: Path) -> None:
+    assert folder(TORCH_EXTENSIONS_DIR="/chosen") == Path("/chosen")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_does_not_depend_on_the_home_folder(folder: Folder, tmp_path: Path) -> None:
+    assert folder(HOME="/a") == folder(HOME="/b", XDG_CACHE_HOME="/c")
+    assert folder().parent == node_folders.node_path("operators")
+    assert folder().is_relative_to(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["CXX", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST"])
+def test_each_compiler_configuration_has_its_own_folder(folder: Folder, name: str) -> None:
+    assert folder(**{name: "x"}) != folder()
+
+
+def test_each_python_environment_has_its_own_folder(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths of the environment are in the compile commands, so ninja would recompile what another environment uses."""
+    before = folder()
+    monkeypatch.setattr(sys, "prefix", "/another/.venv")
+    assert folder() != before
+
+
+def test_each_set_of_cpu_flags_has_its_own_folder(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = folder()
+    monkeypatch.setattr(operator_folder, "_flags", lambda: iter(["another flag"]))
+    assert folder() != before
+
+
+@pytest.mark.parametrize(
+    "line", ["deepspeed/ops/csrc/x.cpp,sha256=new,1", "deepspeed/ops/op_builder/x.py,sha256=new,1"]
+)
+def test_other_deepspeed_sources_have_their_own_folder(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    before = folder()
+    kind = type(operator_folder.distribution("deepspeed"))
+    read_text = kind.read_text
+
+    def with_a_line(found: Distribution, name: str) -> str | None:
+        text = read_text(found, name)
+        return f"{text}{line}\n" if name == "RECORD" else text
+
+    monkeypatch.setattr(kind, "read_text", with_a_line)
+    assert folder() != before
+
+
+def test_operators_are_not_loaded_from_a_folder_that_others_can_write_to(folder: Folder) -> None:
+    folder()
+    node_folders.node_path("operators").chmod(0o777)
+    with pytest.raises(StorageError, match="operators is not a folder that only user"):
+        folder()

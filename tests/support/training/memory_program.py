@@ -1,0 +1,98 @@
+"""The program that ranks run in test_memory_estimate.py: it measures the peak bytes of live tensors in a training step.
+
+``python memory_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder"}]``, and writes
+``{name}.bytes`` beside it for each job, as rank 0 measured it.
+"""
+
+import gc
+import json
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+from deepspeed import comm
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups
+
+from t5train.data.loader import Prefetched
+from t5train.engine.gradient_accumulation import Fp32Sums
+from t5train.engine.optimizer import AdamWRms
+from t5train.spec import build
+from t5train.spec.rank_job import TrainJob
+from t5train.train import loop
+
+Tensors = Sequence[weakref.ref[torch.Tensor]]
+
+
+def main(jobs: Path) -> None:
+    deepspeed.init_distributed()
+    for entry in json.loads(jobs.read_text()):
+        groups._EXPERT_PARALLEL_GROUP.clear()
+        groups._EXPERT_DATA_PARALLEL_GROUP.clear()
+        found = _peak_bytes(entry)
+        if comm.get_rank() == 0:
+            jobs.with_name(f"{entry['name']}.bytes").write_text(str(found))
+        comm.barrier()
+    comm.destroy_process_group()
+
+
+def _peak_bytes(entry: dict[str, Any]) -> int:
+    """The peak of bytes in live tensors, beyond those that were live before the trainer was made.
+
+    It is sampled in one step: after gradients are summed, before they are reduced, and when the optimizer starts.
+    """
+    folder, before, seen = Path(entry["run_folder"]), _live_bytes(), [0]
+    job = TrainJob(
+        spec=build(entry["spec"]),
+        run_fingerprint="0" * 64,
+        run_folder=folder,
+        shards_folder=entry["shards"],
+        resume_tag=None,
+    )
+    trainer = loop.Trainer(job)
+    gc.collect()
+    earlier = [weakref.ref(tensor) for tensor in _tensors()]
+    gc.freeze()  # gc then skips the objects that exist now, which saves a second per sample
+    with (
+        _watched(Fp32Sums, "hand_over", seen, earlier),
+        _watched(DeepSpeedEngine, "allreduce_gradients", seen, earlier),
+        _watched(AdamWRms, "_rms", seen, earlier),
+        Prefetched(loop.micro_batches(trainer.train_samples, trainer.spec, 0), 1) as batches,
+    ):
+        trainer._take_step(batches)
+    gc.unfreeze()
+    return max(seen) - before
+
+
+def _watched(owner: type, name: str, seen: list[int], earlier: Tensors) -> Any:
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def sample_first(*arguments: Any, **options: Any) -> Any:
+        seen.append(_live_bytes(earlier))
+        return original(*arguments, **options)
+
+    return mock.patch.object(owner, name, sample_first)
+
+
+def _tensors() -> list[torch.Tensor]:
+    """Live tensors, except those that ``gc.freeze`` hides."""
+    return [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
+
+
+def _live_bytes(earlier: Tensors = ()) -> int:
+    """Bytes of all live tensors. ``earlier`` are tensors that ``gc.freeze`` hides; they count while they are alive."""
+    gc.collect()
+    tensors = _tensors() + [tensor for each in earlier if (tensor := each()) is not None]
+    hidden = [getattr(tensor, name, None) for tensor in tensors for name in ("ds_tensor", "grad_accum")]
+    hidden += [tensor.grad for tensor in tensors if tensor.is_leaf]
+    storages = [tensor.untyped_storage() for tensor in [*tensors, *hidden] if isinstance(tensor, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,325 @@
+"""The program that ranks run in training tests: many small trainings per launch, as a launch takes ten seconds.
+
+``python rank_program.py JOBS`` reads the JSON file JOBS, ``[{"name", "spec", "shards", "run_folder", "stop_at",
+"resume_tag", "fault", "other_layout", "other_tag"}]``, and writes ``{name}.rank-{rank}.json`` beside it for each job.
+
+- ``other_layout`` is the folder of a run in another layout. Its checkpoint ``other_tag`` is consolidated, and training
+  starts from the result. Training that starts from another layout or from ``model.start_from`` saves a checkpoint
+  before its first step.
+- With ``ranks_a_node``, each node has its own folder within the run folder.
+- ``brought_from`` is the folder of a run on such nodes. Its checkpoint is gathered, and each node gets the files that
+  its ranks read. The node ``intact`` gets its own files as well.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import numpy as np
+import torch
+from deepspeed import comm
+from deepspeed.utils import groups
+
+from t5train.checkpoint import saving, sidecar
+from t5train.checkpoint.reshard import consolidated_for
+from t5train.checkpoint.state_loading import StoredState
+from t5train.checkpoint.tags import files_read_by
+from t5train.data.loader import Batch, Samples
+from t5train.engine import collectives, deepspeed_config, forward_backward
+from t5train.engine.optimizer import AdamWRms
+from t5train.errors import T5TrainError
+from t5train.model.t5 import RMSNorm
+from t5train.progress import silent
+from t5train.spec import RunSpec, build
+from t5train.spec.rank_job import Consolidated, TrainJob
+from t5train.train import loop
+from t5train.train.witness_recording import full_masters
+
+
+def main(jobs: Path) -> None:
+    deepspeed.init_distributed()
+    deepspeed_config.SUB_GROUP_ELEMENTS = 20_000  # so that ZeRO 3 has several sub-groups, as in a large model
+    for entry in json.loads(jobs.read_text()):
+        groups._EXPERT_PARALLEL_GROUP.clear()  # DeepSpeed keeps groups of earlier runs, and would use the largest
+        groups._EXPERT_DATA_PARALLEL_GROUP.clear()
+        groups.mpu = None  # otherwise DeepSpeed keeps the grid of an earlier pipeline run
+        if "ranks_a_node" in entry:
+            _enter_node(entry)
+        found = _run(entry)
+        path = jobs.with_name(f"{entry['name']}.rank-{comm.get_rank()}.json")
+        path.write_text(json.dumps(found))
+        comm.barrier()
+    comm.destroy_process_group()
+
+
+def _run(entry: dict[str, Any]) -> dict[str, Any]:
+    job = TrainJob(
+        spec=build(entry["spec"]),
+        run_fingerprint="0" * 64,
+        run_folder=entry["run_folder"],
+        shards_folder=entry["shards"],
+        node_local="ranks_a_node" in entry,
+        resume_tag=entry.get("resume_tag"),
+        consolidated=_consolidated(entry),
+        start_fingerprint="5" * 64 if entry["spec"]["model"]["start_from"] else None,
+    )
+    found: dict[str, Any] = {}
+    try:
+        with FAULTS[entry.get("fault")]():
+            _OPENED.clear()
+            trainer = loop.Trainer(job)
+            if "brought_from" in entry:
+                found["opened"] = sorted({path.name for path in map(Path, _OPENED) if path.suffix == ".pt"})
+            if job.consolidated or (job.start_fingerprint and job.resume_tag is None):
+                found["begun"] = _digests(trainer)
+                saving.save(trainer.engine, job, trainer.step, {}, trainer.shards.fingerprint)
+            if "stop_at" in entry:
+                _stop_after(trainer, entry["stop_at"])
+            trainer.run()
+    except T5TrainError as error:
+        return found | {"error": type(error).__name__, "message": str(error)}
+    return found | {"step": trainer.step, "masters": _digests(trainer)}
+
+
+def _enter_node(entry: dict[str, Any]) -> None:
+    """Make this process a rank of a node with its own folder. With ``brought_from``, copy checkpoint files to it."""
+    run, (node, local_rank) = Path(entry["run_folder"]), divmod(comm.get_rank(), entry["ranks_a_node"])
+    os.environ["LOCAL_RANK"] = str(local_rank)
+    entry["run_folder"] = run / f"node-{node}"
+    if "brought_from" in entry:
+        source, tag = Path(entry["brought_from"]), Path("checkpoints", entry["resume_tag"])
+        if comm.get_rank() == 0:
+            _gather(source)
+        comm.barrier()
+        if local_rank == 0:
+            _restore(source / tag, entry["run_folder"] / tag, entry["ranks_a_node"])
+            if node == entry["intact"]:
+                shutil.copytree(source / f"node-{node}" / tag, entry["run_folder"] / tag, dirs_exist_ok=True)
+    comm.barrier()
+
+
+def _gather(run: Path) -> None:
+    """Copy the files that the ranks of all nodes recorded to where they would be if the nodes shared a disk."""
+    for folder in run.glob("node-*/checkpoints/*"):
+        into = run / "checkpoints" / folder.name
+        into.mkdir(parents=True, exist_ok=True)
+        for one in sidecar.read_all(folder):
+            for name in (*one.files, sidecar.sidecar_name(one.rank)):
+                shutil.copyfile(folder / name, into / name)
+
+
+def _restore(gathered: Path, into: Path, ranks_a_node: int) -> None:
+    """Copy to a node's folder the files that its ranks read, and nothing else."""
+    into.mkdir(parents=True)
+    for rank in range(comm.get_rank(), comm.get_rank() + ranks_a_node):
+        for name in (*files_read_by(rank, sidecar.read_all(gathered)), sidecar.sidecar_name(rank)):
+            shutil.copyfile(gathered / name, into / name)
+
+
+def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
+    """Audit hook: record every file that Python opens."""
+    if event == "open" and isinstance(arguments[0], str):
+        _OPENED.append(arguments[0])
+
+
+def _digests(trainer: loop.Trainer) -> dict[str, int]:
+    return {name: collectives.digest64(master.numpy().tobytes()) for name, master in full_masters(trainer.engine)}
+
+
+def _consolidated(entry: dict[str, Any]) -> Consolidated | None:
+    """Consolidate ``other_tag`` on rank 0 as the head of a run would, and give all ranks the result."""
+    if "other_layout" not in entry:
+        return None
+    folder = Path(entry["other_layout"])
+    spec = build(entry["spec"]).with_settings({"storage.root": str(folder.parent.parent), "name": folder.name})
+    result_file = folder / "told.json"
+    if comm.get_rank() == 0:
+        found = consolidated_for(spec, entry["other_tag"], silent)
+        assert found is not None
+        result_file.write_text(found.model_dump_json())
+    comm.barrier()
+    return Consolidated.model_validate_json(result_file.read_text())
+
+
+def _stop_after(trainer: loop.Trainer, step: int) -> None:
+    """End training after ``step``, as a kill between two steps would."""
+    take_step = trainer._take_step
+
+    def wrapped(*arguments: Any) -> Any:
+        if trainer.step == step:
+            trainer.step = trainer.spec.optimizer.num_steps
+            raise StopTraining("the test ends it here")
+        return take_step(*arguments)
+
+    trainer._take_step = wrapped  # type: ignore[method-assign] - this is how a test stops it
+
+
+class StopTraining(T5TrainError):
+    """Raised to end training early."""
+
+
+@contextlib.contextmanager
+def _no_fault() -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
+def _loss_becomes_nan() -> Iterator[None]:
+    original = collectives.gather
+    calls = {"count": 0}
+
+    def gather(values: list[int]) -> list[list[int]]:
+        calls["count"] += 1
+        if len(values) == 3 and calls["count"] > 3 and comm.get_rank() == 0:
+            values = [collectives.bits_of(float("nan")), *values[1:]]
+        return original(values)
+
+    with mock.patch.object(loop, "gather", gather):
+        yield
+
+
+class _NanGradients(torch.autograd.Function):
+    """The identity, with gradients that are NaN."""
+
+    @staticmethod
+    def forward(_context: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(_context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(gradients[0], torch.nan)
+
+
+@contextlib.contextmanager
+def _gradients_of_step_3_become_nan() -> Iterator[None]:
+    """Make gradients in the layer norms of rank 0 NaN at step 3, while the loss stays finite."""
+    take_step, norm, steps = loop.Trainer._take_step, RMSNorm.forward, []
+
+    def counted(self: loop.Trainer, batches: Any) -> Any:
+        steps.append(self.step + 1)
+        return take_step(self, batches)
+
+    def spoiled(self: RMSNorm, hidden: torch.Tensor) -> torch.Tensor:
+        normed = norm(self, hidden)
+        return _NanGradients.apply(normed) if steps[-1] == 3 and comm.get_rank() == 0 else normed
+
+    with mock.patch.object(loop.Trainer, "_take_step", counted), mock.patch.object(RMSNorm, "forward", spoiled):
+        yield
+
+
+@contextlib.contextmanager
+def _last_update_spoils_the_weights() -> Iterator[None]:
+    original = loop.Trainer._conclude
+
+    def conclude(self: loop.Trainer, metrics: Any) -> None:
+        with torch.no_grad():
+            next(self.engine.module.parameters()).fill_(torch.nan)
+        original(self, metrics)
+
+    with mock.patch.object(loop.Trainer, "_conclude", conclude):
+        yield
+
+
+@contextlib.contextmanager
+def _ranks_read_the_same_samples() -> Iterator[None]:
+    original = Samples.batch
+
+    def batch(self: Samples, start: int, count: int) -> Any:
+        return original(self, start - start % (2 * count), count)
+
+    with mock.patch.object(Samples, "batch", batch):
+        yield
+
+
+@contextlib.contextmanager
+def _all_passes_of_a_step_take_one_batch() -> Iterator[None]:
+    """Give all passes of a step the same batch, so that a step has the gradient of a single pass."""
+
+    def micro_batches(samples: Samples, spec: RunSpec, step: int) -> Iterator[Batch]:
+        size = spec.layout.micro_batch_sequences
+        for done in range(step, spec.optimizer.num_steps):
+            first = (done * spec.data_parallel_size + collectives.data_rank(spec)) * size
+            for _ in range(spec.gradient_accumulation):
+                yield samples.batch(first, size)
+
+    with mock.patch.object(loop, "micro_batches", micro_batches):
+        yield
+
+
+@contextlib.contextmanager
+def _epochs_of_three_samples() -> Iterator[None]:
+    with mock.patch.object(Samples, "num_samples", 3):
+        yield
+
+
+@contextlib.contextmanager
+def _optimizer_does_nothing() -> Iterator[None]:
+    with mock.patch.object(AdamWRms, "_update"):
+        yield
+
+
+@contextlib.contextmanager
+def _rank_0_has_only_unused_rows() -> Iterator[None]:
+    """Zero the gradients of rank 0. With five or more ranks, a partition can consist of unused embedding rows only."""
+    update = AdamWRms._update
+
+    def without_gradient(self: AdamWRms, flat: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        update(self, flat, gradient.zero_() if comm.get_rank() == 0 else gradient, group)
+
+    with mock.patch.object(AdamWRms, "_update", without_gradient):
+        yield
+
+
+@contextlib.contextmanager
+def _every_step_is_skipped() -> Iterator[None]:
+    """Count every step as skipped, as DeepSpeed's fp16 engine does when gradients overflow at every step."""
+    original = forward_backward.update
+
+    def update(engine: Any) -> float | None:
+        engine.skipped_steps += engine.is_gradient_accumulation_boundary()
+        return original(engine)
+
+    with mock.patch.object(forward_backward, "update", update):
+        yield
+
+
+@contextlib.contextmanager
+def _rank_one_has_no_resume_tag() -> Iterator[None]:
+    original = saving.resume
+
+    def resume(engine: Any, job: TrainJob, stored: StoredState | None) -> int:
+        own_job = job if comm.get_rank() == 0 else job.model_copy(update={"resume_tag": None})
+        return original(engine, own_job, stored)
+
+    with mock.patch.object(saving, "resume", resume):
+        yield
+
+
+_OPENED: list[str] = []
+FAULTS: dict[str | None, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    None: _no_fault,
+    "nan": _loss_becomes_nan,
+    "nan-gradients": _gradients_of_step_3_become_nan,
+    "nan-at-the-end": _last_update_spoils_the_weights,
+    "duplicate": _ranks_read_the_same_samples,
+    "one-batch": _all_passes_of_a_step_take_one_batch,
+    "short-epochs": _epochs_of_three_samples,
+    "frozen": _optimizer_does_nothing,
+    "unused": _rank_0_has_only_unused_rows,
+    "skipped": _every_step_is_skipped,
+    "disagree": _rank_one_has_no_resume_tag,
+}
+
+if __name__ == "__main__":
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
+    torch.manual_seed(0)
+    np.random.seed(0)
+    sys.addaudithook(_note_opened)
+    main(Path(sys.argv[1]))

@@ -1,0 +1,386 @@
+"""Which checkpoint in a run's folder the next attempt begins from."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
+
+from t5train.checkpoint import last_complete, saving, sidecar
+from t5train.checkpoint.reshard import discard_consolidated
+from t5train.checkpoint.resume import open_run, require_same_settings, run_fingerprint, write_job
+from t5train.checkpoint.resume_point import ask_to_begin_again
+from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.data.loader import ORDER_VERSION
+from t5train.errors import NothingVerifies, RunChanged, SpecError, UnknownVersion, UnlistedFile, Unreadable
+from t5train.files.run_folder import tag_of
+from t5train.model.starting_model import start_fingerprint
+from t5train.records.digests import FileDigest, digest_file
+from t5train.records.identity import fingerprint
+from t5train.records.stage_records import TokenShards
+from t5train.spec import RunSpec
+from t5train.spec.rank_job import TrainJob
+from t5train.spec.recipes import recipe
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> RunSpec:
+    return recipe("smoke").with_settings({"storage.root": str(tmp_path), "name": "run"})
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> TokenShards:
+    return TokenShards(path=tmp_path / "shards", fingerprint="5" * 64, files={})
+
+
+def _checkpoint(spec: RunSpec, step: int, fingerprint: str, content: bytes = b"state") -> Path:
+    """A checkpoint of two ranks that is complete according to its sidecars."""
+    folder = spec.run_folder / "checkpoints" / tag_of(step)
+    folder.mkdir(parents=True)
+    (folder / "mp_rank_00_model_states.pt").write_bytes(content)
+    for rank in range(2):
+        one = Sidecar(
+            run_fingerprint=fingerprint,
+            step=step,
+            tag=tag_of(step),
+            rank=rank,
+            world_size=2,
+            layout=ParallelLayout(zero_stage=1, precision="fp32", data_parallel_rank=rank, data_parallel_size=2),
+            files={path.name: digest_file(path) for path in folder.glob("*.pt")} if rank == 0 else {},
+            groups=[],
+            huggingface_config={},
+            data=DataState(samples_consumed=step, shards_fingerprint="5" * 64),
+        )
+        sidecar.write(folder, one)
+    return folder
+
+
+def test_a_checkpoint_of_another_run_is_never_resumed(spec: RunSpec, shards: TokenShards, tmp_path: Path) -> None:
+    own = run_fingerprint(spec, shards)
+    _checkpoint(spec, 100, own)
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
+    foreign = _checkpoint(spec, 200, run_fingerprint(spec.with_settings({"optimizer.seed": 1}), shards))
+    with pytest.raises(RunChanged, match="step-00000200 is a checkpoint of another run"):
+        write_job(spec, shards, tmp_path)
+    assert foreign.exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"spec": {"layouu": {}}, "identity": 3}', b'{"spec": 1}', b"\xff"])
+def test_a_damaged_run_file_is_named(spec: RunSpec, shards: TokenShards, damage: bytes) -> None:
+    spec.run_folder.mkdir(parents=True)
+    (spec.run_folder / "run.json").write_bytes(damage)
+    for look in (lambda: require_same_settings(spec), lambda: open_run(spec, shards)):
+        with pytest.raises(SpecError, match=r"run\.json is damaged"):
+            look()
+
+
+def test_a_run_resumes_from_the_previous_checkpoint_if_the_newest_is_damaged(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path
+) -> None:
+    own = run_fingerprint(spec, shards)
+    _checkpoint(spec, 100, own)
+    newest = _checkpoint(spec, 200, own)
+    (newest / "mp_rank_00_model_states.pt").write_bytes(b"stats")
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
+
+
+MODEL = "mp_rank_00_model_states.pt"
+
+
+def _make_unreadable(path: Path) -> None:
+    """Replace a file by a link to itself, which the operating system reports as unreadable, not as absent."""
+    path.unlink(missing_ok=True)
+    path.symlink_to(path.name)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("name", [MODEL, "rank-00001.json"])
+def test_an_unreadable_file_stops_the_start_and_no_checkpoint_is_lost(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path, name: str
+) -> None:
+    own = run_fingerprint(spec, shards)
+    _checkpoint(spec, 100, own)
+    newest = _checkpoint(spec, 200, own)
+    content = (newest / name).read_bytes()
+    _make_unreadable(newest / name)
+    before = _contents(spec.run_folder)
+    with pytest.raises(Unreadable, match=rf"{tag_of(200)}/{name} cannot be read now \(Too many levels"):
+        write_job(spec, shards, tmp_path)
+    assert _contents(spec.run_folder) == before
+    (newest / name).unlink()
+    (newest / name).write_bytes(content)
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(200)
+
+
+def test_checkpoints_do_not_count_as_damaged_if_file_descriptors_run_out(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path
+) -> None:
+    _checkpoint(spec, 100, run_fingerprint(spec, shards))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(Unreadable, match=r"Too many open files\): raise the limit of open files"):
+            write_job(spec, shards, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
+
+
+@pytest.mark.parametrize("reason", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_read_error_while_a_checkpoint_is_verified_names_the_file(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
+    def fails(path: Path) -> FileDigest:
+        raise OSError(reason, os.strerror(reason))
+
+    own = run_fingerprint(spec, shards)
+    _checkpoint(spec, 100, own)
+    monkeypatch.setattr("t5train.records.digests.digest_file", fails)
+    with pytest.raises(Unreadable, match=rf"{tag_of(100)}/{MODEL} cannot be read now"):
+        write_job(spec, shards, tmp_path)
+
+
+def test_an_unreadable_checkpoints_folder_is_refused_and_not_taken_for_empty(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path
+) -> None:
+    spec.run_folder.mkdir(parents=True)
+    _make_unreadable(spec.run_folder / "checkpoints")
+    with pytest.raises(Unreadable, match="checkpoints cannot be read now"):
+        write_job(spec, shards, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [({"schema_version": 2}, "schema_version 2"), ({"tensor_parallel": 4}, "tensor_parallel")]
+)
+def test_a_sidecar_of_another_version_stops_the_start(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path, change: dict[str, object], words: str
+) -> None:
+    own = run_fingerprint(spec, shards)
+    _checkpoint(spec, 100, own)
+    path = _checkpoint(spec, 200, own) / "rank-00001.json"
+    document = json.loads(path.read_text()) | change
+    del document["sha256"]
+    path.write_text(json.dumps(document | {"sha256": fingerprint(document)}))
+    with pytest.raises(UnknownVersion, match=rf"{path.name} is intact, .* know its {words}\. Use the version"):
+        write_job(spec, shards, tmp_path)
+
+
+def test_a_checkpoint_with_a_file_that_no_rank_recorded_is_refused_and_not_skipped(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path
+) -> None:
+    own = run_fingerprint(spec, shards)
+    _checkpoint(spec, 100, own)
+    (_checkpoint(spec, 200, own) / "mp_rank_01_model_states.pt").write_bytes(b"stray")
+    before = _contents(spec.run_folder)
+    with pytest.raises(UnlistedFile, match=r"holds mp_rank_01_model_states\.pt, a file that no rank recorded"):
+        write_job(spec, shards, tmp_path)
+    assert _contents(spec.run_folder) == before
+
+
+@pytest.mark.parametrize(("name", "content"), [(MODEL, b"st"), (MODEL, b"stats"), ("rank-00001.json", b"{")])
+def test_a_run_whose_only_checkpoint_is_damaged_begins_again_only_when_asked_to(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path, name: str, content: bytes
+) -> None:
+    open_run(spec, shards)
+    (_checkpoint(spec, 100, run_fingerprint(spec, shards)) / name).write_bytes(content)
+    kept = _contents(spec.run_folder / "checkpoints" / tag_of(100))
+    with pytest.raises(NothingVerifies, match=rf"(?s){name}.*begin at step 0 with --begin-again"):
+        write_job(spec, shards, tmp_path)
+    ask_to_begin_again(spec.run_folder)
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag is None
+    (aside,) = (spec.run_folder / "set-aside").iterdir()
+    assert _contents(aside) == kept
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag is None, (
+        "one request must start the run over only once"
+    )
+    _checkpoint(spec, 100, run_fingerprint(spec, shards))
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
+
+
+def test_a_run_with_a_checkpoint_that_cannot_be_read_can_begin_again(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path
+) -> None:
+    _make_unreadable(_checkpoint(spec, 100, run_fingerprint(spec, shards)) / "rank-00001.json")
+    with pytest.raises(Unreadable):
+        write_job(spec, shards, tmp_path)
+    ask_to_begin_again(spec.run_folder)
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag is None
+    (aside,) = (spec.run_folder / "set-aside").iterdir()
+    assert (aside / "rank-00001.json").is_symlink()
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_quietly_begin_again(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path
+) -> None:
+    only = _checkpoint(spec, 100, run_fingerprint(spec, shards))
+    write_job(spec, shards, tmp_path)
+    shutil.rmtree(only)
+    with pytest.raises(NothingVerifies, match=rf"{tag_of(100)}, which was complete at \S+, is missing"):
+        write_job(spec, shards, tmp_path)
+
+
+@pytest.mark.parametrize("lost", [["rank-00000.json", "rank-00001.json"], ["rank-00001.json"]])
+def test_a_run_that_was_killed_in_its_first_save_begins_at_step_0(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path, lost: list[str]
+) -> None:
+    folder = _checkpoint(spec, 100, run_fingerprint(spec, shards))
+    for name in lost:
+        (folder / name).unlink()
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag is None
+    last_complete.note(spec.run_folder, tag_of(100))
+    with pytest.raises(NothingVerifies, match=r"rank-0000\d\.json"):
+        write_job(spec, shards, tmp_path)
+
+
+def test_damaged_checkpoints_newer_than_the_one_resumed_from_are_set_aside(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = run_fingerprint(spec, shards)
+    for step in (100, 200, 300, 400):
+        _checkpoint(spec, step, own)
+    last_complete.note(spec.run_folder, tag_of(300))
+    checkpoints = spec.run_folder / "checkpoints"
+    (checkpoints / tag_of(200) / MODEL).write_bytes(b"stats")
+    for step in (300, 400):  # the first was complete, the second never
+        (checkpoints / tag_of(step) / "rank-00000.json").unlink()
+    kept = [_contents(checkpoints / tag_of(step)) for step in (200, 300)]
+    assert TrainJob.read(write_job(spec, shards, tmp_path)).resume_tag == tag_of(100)
+    assert f"but no longer is: resuming from {tag_of(100)}" in caplog.text
+    assert sorted(path.name for path in checkpoints.iterdir()) == [tag_of(100), tag_of(400)]
+    aside = sorted((spec.run_folder / "set-aside").iterdir())
+    assert [_contents(folder) for folder in aside] == kept
+    assert all(f"was moved to {folder}: it is damaged and newer than {tag_of(100)}" in caplog.text for folder in aside)
+
+
+def _prune(spec: RunSpec, own: str, resumed: str | None, newest_step: int) -> list[str]:
+    job = TrainJob(
+        spec=spec, run_fingerprint=own, run_folder=spec.run_folder, shards_folder=spec.run_folder, resume_tag=resumed
+    )
+    with mock.patch.object(saving, "rank", return_value=0):
+        saving.prune(job, newest_step)
+    return sorted(path.name for path in (spec.run_folder / "checkpoints").iterdir())
+
+
+def test_pruning_never_deletes_a_checkpoint_newer_than_the_one_training_resumed_from(
+    spec: RunSpec, shards: TokenShards
+) -> None:
+    own = run_fingerprint(spec, shards)
+    for step in (100, 150, 200):
+        _checkpoint(spec, step, own)
+    kept = _contents(spec.run_folder / "checkpoints" / tag_of(200))
+    left = _prune(spec.with_settings({"storage.keep_last": 1}), own, tag_of(100), 150)
+    assert left == [tag_of(150)]
+    (aside,) = (spec.run_folder / "set-aside").iterdir()
+    assert _contents(aside) == kept
+
+
+def test_pruning_removes_nothing_while_a_checkpoint_cannot_be_read(
+    spec: RunSpec, shards: TokenShards, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = run_fingerprint(spec, shards)
+    tags = [_checkpoint(spec, step, own) for step in (1, 2, 3, 4)]
+    _make_unreadable(tags[1] / MODEL)
+    assert _prune(spec, own, None, 4) == [tag_of(step) for step in (1, 2, 3, 4)]
+    assert f"{tag_of(2)}/{MODEL} cannot be read now" in caplog.text
+
+
+def test_pruning_removes_old_unfinished_and_consolidated_checkpoints_but_no_user_copies(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path
+) -> None:
+    own = run_fingerprint(spec, shards)
+    tags = [_checkpoint(spec, step, own) for step in (1, 2, 3)]
+    (tags[0].with_name("removed-0123abcd")).mkdir()
+    tags[2].joinpath("rank-00001.json").unlink()
+    copies = [tags[0].with_name(name) for name in ("step-00000001-good", "notes")]
+    for copy in copies:
+        copy.mkdir()
+        (copy / "mp_rank_00_model_states.pt").write_bytes(b"mine")
+    _checkpoint(spec, 4, own)
+    (spec.run_folder / "relayout/step-00000003-0123456789ab").mkdir(parents=True)
+    job = TrainJob(
+        spec=spec,
+        run_fingerprint=own,
+        run_folder=spec.run_folder,
+        shards_folder=tmp_path,
+        resume_tag=None,
+    )
+    with mock.patch.object(saving, "rank", return_value=0):
+        saving.prune(job, 4)
+    left = sorted(path.name for path in (spec.run_folder / "checkpoints").iterdir())
+    assert left == ["notes", "step-00000001-good", tag_of(2), tag_of(4)]
+    assert not (spec.run_folder / "relayout").exists()
+
+
+def _model(folder: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    sizes = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_heads": 4, "num_layers": 2}
+    T5ForConditionalGeneration(T5Config(vocab_size=256, **sizes)).save_pretrained(folder)
+
+
+def test_a_run_is_identified_by_its_starting_weights_and_not_by_their_path(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path
+) -> None:
+    _model(tmp_path / "here", seed=1)
+    (tmp_path / "here").rename(tmp_path / "there")
+    _model(tmp_path / "here", seed=2)
+    _model(tmp_path / "again", seed=1)
+    shards = shards.model_copy(update={"counts": {"vocab_size": 200}, "inputs": {"vocabulary": "6" * 64}})
+    here, there, again = (
+        spec.with_settings({"model.version": "v1.0", "model.start_from": str(tmp_path / name)})
+        for name in ("here", "there", "again")
+    )
+    open_run(there, shards)
+    open_run(again, shards)
+    assert TrainJob.read(write_job(again, shards, tmp_path)).start_fingerprint == start_fingerprint(there.model)
+    with pytest.raises(RunChanged, match=r"start_from: \"[0-9a-f]{64}\" -> \"[0-9a-f]{64}\""):
+        open_run(here, shards)
+    with pytest.raises(RunChanged, match=r"start_from: \"given\" -> null"):
+        open_run(spec.with_settings({"model.version": "v1.0"}), shards)
+
+
+@pytest.mark.parametrize("recorded", [None, 1, 99])
+def test_a_run_with_another_sample_order_is_refused_and_both_versions_are_named(
+    spec: RunSpec, shards: TokenShards, recorded: int | None
+) -> None:
+    open_run(spec, shards)
+    path = spec.run_folder / "run.json"
+    run_record = json.loads(path.read_text())
+    assert run_record["identity"].pop("order_version") == ORDER_VERSION
+    if recorded:
+        run_record["identity"]["order_version"] = recorded
+    path.write_text(json.dumps(run_record))
+    before = path.read_bytes()
+    what = rf"'run' was started with version {recorded or 1} of the sample order, and .* has version {ORDER_VERSION}"
+    for look in (lambda: require_same_settings(spec), lambda: open_run(spec, shards)):
+        with pytest.raises(RunChanged, match=what) as refused:
+            look()
+        assert "model.start_from" in str(refused.value)
+    assert path.read_bytes() == before
+
+
+def test_a_starting_model_whose_vocabulary_is_too_small_starts_no_run(
+    spec: RunSpec, shards: TokenShards, tmp_path: Path
+) -> None:
+    _model(tmp_path / "model", seed=1)
+    shards = shards.model_copy(update={"counts": {"vocab_size": 300}, "inputs": {"vocabulary": "6" * 64}})
+    starting = spec.with_settings({"model.version": "v1.0", "model.start_from": str(tmp_path / "model")})
+    with pytest.raises(SpecError, match="with a vocabulary of 256, but the tokenizer has 300 ids"):
+        open_run(starting, shards)
+    assert not starting.run_folder.exists()
+
+
+def test_leftovers_of_a_killed_removal_are_deleted_by_the_next_one(spec: RunSpec) -> None:
+    left = spec.run_folder / ".relayout.discarded"
+    left.mkdir(parents=True)
+    (left / "exp_avg.safetensors").write_bytes(b"half of it")
+    discard_consolidated(spec.run_folder)
+    assert [*spec.run_folder.iterdir()] == []

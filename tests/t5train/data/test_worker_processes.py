@@ -1,0 +1,105 @@
+"""Worker processes: their results, and how failures are reported."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from t5train.data.worker_processes import Advance, Json, in_processes
+from t5train.errors import InputError, WorkerLost
+
+
+def double(job: Json, advance: Advance) -> Json:
+    advance(job["number"])
+    return {"twice": 2 * job["number"], "process": os.getpid()}
+
+
+def refuse(job: Json, advance: Advance) -> Json:
+    raise InputError(f"é is wrong with {job['number']}")
+
+
+def fail(job: Json, advance: Advance) -> Json:
+    raise ZeroDivisionError
+
+
+def die(job: Json, advance: Advance) -> Json:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def die_in_the_middle_of_a_line(job: Json, advance: Advance) -> Json:
+    sys.stdout.write('{"result": {"twi')
+    sys.stdout.flush()
+    return die(job, advance)
+
+
+def sleep(job: Json, advance: Advance) -> Json:
+    Path(job["pid_file"]).write_text(str(os.getpid()))
+    for _ in range(600):
+        time.sleep(0.1)
+        advance(1)
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers import this file as a module."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+
+
+def run(function: str, jobs: int = 4, workers: int = 2) -> list[Json]:
+    advanced: list[int] = []
+    results = list(
+        in_processes(
+            f"test_worker_processes:{function}", [{"number": n} for n in range(jobs)], workers, advanced.append
+        )
+    )
+    assert sum(advanced) == sum(range(jobs))
+    return results
+
+
+def test_every_job_is_done_once_by_other_processes() -> None:
+    results = run("double", jobs=10)
+    assert sorted(result["twice"] for result in results) == list(range(0, 20, 2))
+    assert os.getpid() not in {result["process"] for result in results}
+
+
+def test_no_jobs_need_no_processes() -> None:
+    assert run("double", jobs=0) == []
+
+
+def test_an_error_of_this_project_is_passed_on_unchanged() -> None:
+    with pytest.raises(InputError, match=r"^é is wrong with 0$"):
+        run("refuse", jobs=1)
+
+
+def test_any_other_failure_is_an_error_not_a_hang() -> None:
+    with pytest.raises(WorkerLost, match="exit status 1"):
+        run("fail")
+
+
+@pytest.mark.parametrize("function", ["die", "die_in_the_middle_of_a_line"])
+def test_a_killed_worker_is_an_error_not_a_hang(function: str) -> None:
+    with pytest.raises(WorkerLost, match="SIGKILL"):
+        run(function)
+
+
+def test_no_worker_outlives_the_program_that_started_it(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from t5train.data.worker_processes import in_processes\n"
+        "list(in_processes('test_worker_processes:sleep', [{'pid_file': sys.argv[2]}], 1, lambda units: None))"
+    )
+    command = [sys.executable, "-c", code, str(Path(__file__).parent), str(pid_file)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as parent:
+        while not (pid_file.exists() and pid_file.read_text()):
+            time.sleep(0.05)
+        worker = psutil.Process(int(pid_file.read_text()))
+        parent.kill()
+    assert worker.wait(timeout=10) is None or not worker.is_running()

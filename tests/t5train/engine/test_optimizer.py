@@ -1,0 +1,179 @@
+"""AdamW relative to each tensor's RMS, on tensors that are cut into partitions."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from t5train.engine.optimizer import MINIMAL_RMS, AdamWRms, Partition, Segment
+from t5train.engine.partitions import _cut_joined, _cut_one_by_one
+from t5train.model.parameters import ParameterSlot
+
+STEPS = 3
+
+
+def _optimizer(tensors: list[Tensor], relative: bool = True, weight_decay: float = 0.0) -> AdamWRms:
+    optimizer = AdamWRms(tensors, betas=(0.9, 0.99), epsilon=1e-8, weight_decay=weight_decay, relative=relative)
+    optimizer.param_groups[0]["lr"] = 0.1
+    return optimizer
+
+
+def _whole(tensors: list[Tensor]) -> dict[Tensor, Partition]:
+    return {tensor: Partition([Segment(0, tensor.numel(), 0, tensor.numel(), 0)], 1) for tensor in tensors}
+
+
+def _gradients(sizes: list[int]) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randn(size, generator=generator) for size in sizes] for _ in range(STEPS)]
+
+
+def test_without_rms_scaling_the_optimizer_equals_torchs_adamw() -> None:
+    ours, theirs = torch.linspace(-1, 1, 50), torch.linspace(-1, 1, 50)
+    optimizer = _optimizer([ours], relative=False, weight_decay=0.1)
+    optimizer.attach(_whole([ours]), None)
+    reference = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.99), weight_decay=0.1)
+    for (gradient,) in _gradients([50]):
+        ours.grad = theirs.grad = gradient
+        optimizer.step()
+        reference.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_step_is_proportional_to_the_rms_of_its_tensor() -> None:
+    small, large = torch.full((64,), 0.01), torch.full((64,), 10.0)
+    optimizer = _optimizer([small, large])
+    optimizer.attach(_whole([small, large]), None)
+    small.grad, large.grad = torch.ones(64), torch.ones(64)
+    optimizer.step()
+    torch.testing.assert_close(small, torch.full((64,), 0.009))
+    torch.testing.assert_close(large, torch.full((64,), 9.0))
+
+
+def test_a_tensor_of_zeros_is_still_updated() -> None:
+    zeros = torch.zeros(8)
+    optimizer = _optimizer([zeros])
+    optimizer.attach(_whole([zeros]), None)
+    zeros.grad = torch.ones(8)
+    optimizer.step()
+    torch.testing.assert_close(zeros, torch.full((8,), -0.1 * MINIMAL_RMS))
+
+
+def test_a_step_before_attach_only_allocates_state() -> None:
+    tensor = torch.ones(4)
+    optimizer = _optimizer([tensor])
+    tensor.grad = torch.ones(4)
+    optimizer.step()
+    assert torch.equal(tensor, torch.ones(4))
+    assert optimizer.state[tensor]["step"] == 0
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    num_ranks=st.integers(1, 4),
+    alignment=st.integers(0, 3),
+)
+def test_updates_do_not_depend_on_how_tensors_are_partitioned_over_ranks(
+    sizes: list[int], num_ranks: int, alignment: int
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+    whole = [torch.randn(size, generator=generator) * 10.0**index for index, size in enumerate(sizes)]
+    slots, offset = [], 0
+    for index, size in enumerate(sizes):
+        slots.append(ParameterSlot(name=str(index), shape=(size,), offset=offset, numel=size))
+        offset += size + alignment
+    numel = -(-offset // num_ranks)
+    flat = torch.zeros(numel * num_ranks)
+    gradients = [torch.zeros_like(flat) for _ in range(STEPS)]
+    for index, slot in enumerate(slots):
+        span = slice(slot.offset, slot.offset + slot.numel)
+        flat[span] = whole[index]
+        for step, found in enumerate(_gradients(sizes)):
+            gradients[step][span] = found[index]
+    parts = [part.clone() for part in flat.split(numel)]
+
+    _step_whole(whole, _gradients(sizes))
+    _step_parts(parts, slots, gradients)
+
+    updated = torch.cat(parts)
+    for index, slot in enumerate(slots):
+        torch.testing.assert_close(updated[slot.offset : slot.offset + slot.numel], whole[index], rtol=1e-5, atol=1e-7)
+
+
+def _step_whole(tensors: list[Tensor], gradients: list[list[Tensor]]) -> None:
+    optimizer = _optimizer(tensors)
+    optimizer.attach(_whole(tensors), None)
+    for found in gradients:
+        for tensor, gradient in zip(tensors, found, strict=True):
+            tensor.grad = gradient
+        optimizer.step()
+
+
+def _step_parts(parts: list[Tensor], slots: list[ParameterSlot], gradients: list[Tensor]) -> None:
+    """Step every rank's optimizer in turn. The sums that ranks exchange are computed beforehand, from all parts."""
+    numel = parts[0].numel()
+    layouts = [Partition(_cut_joined(slots, rank, numel), len(slots)) for rank in range(len(parts))]
+    optimizers = [_optimizer([part]) for part in parts]
+    for gradient in gradients:
+        sums = torch.zeros(len(slots), dtype=torch.float64)
+        for part, layout in zip(parts, layouts, strict=True):
+            for start, stop, owner, *_ in layout.segments:
+                sums[owner] += part[start:stop].double().square().sum()
+        for rank, optimizer in enumerate(optimizers):
+            optimizer.attach({parts[rank]: layouts[rank]}, partial(_replace, by=sums))
+            parts[rank].grad = gradient[rank * numel : (rank + 1) * numel]
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def _replace(mine: Tensor, sharers: None, by: Tensor) -> None:
+    mine.copy_(by)
+
+
+def test_segments_cover_a_partition_without_its_padding() -> None:
+    slots = [
+        ParameterSlot(name="a", shape=(5,), offset=0, numel=5),
+        ParameterSlot(name="b", shape=(4,), offset=6, numel=4),
+    ]
+    assert _cut_joined(slots, 0, 6) == [Segment(0, 5, 0, 5, 0)]
+    assert _cut_joined(slots, 1, 6) == [Segment(0, 4, 1, 4, 0)]
+    assert _cut_joined(slots, 1, 4) == [Segment(0, 1, 0, 5, 4), Segment(2, 4, 1, 4, 0)]
+
+
+def test_segments_cover_individually_partitioned_parameters_without_their_padding() -> None:
+    slots = [
+        ParameterSlot(name="a", shape=(5,), offset=0, numel=5),
+        ParameterSlot(name="b", shape=(1,), offset=2, numel=1),
+        ParameterSlot(name="c", shape=(6,), offset=3, numel=6),
+    ]
+    assert _cut_one_by_one(slots, 0, 3) == [Segment(0, 2, 0, 5, 0), Segment(2, 3, 1, 1, 0), Segment(3, 5, 2, 6, 0)]
+    assert _cut_one_by_one(slots, 2, 3) == [Segment(0, 1, 0, 5, 4), Segment(3, 5, 2, 6, 4)]
+
+
+def test_the_optimizer_state_survives_saving_and_loading() -> None:
+    first, second = torch.ones(6), torch.ones(6)
+    optimizer = _optimizer([first])
+    optimizer.attach(_whole([first]), None)
+    gradients = [gradient for (gradient,) in _gradients([6])]
+    first.grad = gradients[0]
+    optimizer.step()
+    second.copy_(first)
+    resumed = _optimizer([second])
+    resumed.attach(_whole([second]), None)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # as a checkpoint would, not sharing tensors
+    first.grad = second.grad = gradients[1]
+    optimizer.step()
+    resumed.step()
+    assert torch.equal(first, second)
+
+
+def test_a_missing_gradient_changes_nothing() -> None:
+    tensor = torch.ones(3)
+    optimizer = _optimizer([tensor])
+    optimizer.attach(_whole([tensor]), None)
+    optimizer.step()
+    assert torch.equal(tensor, torch.ones(3))
+    assert pytest.approx(0.1) == optimizer.param_groups[0]["lr"]

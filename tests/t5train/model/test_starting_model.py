@@ -1,0 +1,271 @@
+"""Which folders a run may continue from, and how others are refused before anything starts."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from t5train.errors import DigestMismatch, InputError, SpecError, T5TrainError
+from t5train.model.model_shape import resolve
+from t5train.model.starting_model import require_fit, require_vocabulary, start_fingerprint, tensors_of
+from t5train.model.tensor_files import StoredTensors, list_tensors
+from t5train.records.stage_records import Export
+from t5train.spec import ModelSpec
+
+SIZES = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_heads": 2, "num_layers": 2, "num_decoder_layers": 2}
+IDS = 110  # ids of the tokenizer; the embedding has 128 rows
+V10: dict[str, Any] = {"version": "v1.0", **SIZES}
+V11: dict[str, Any] = {"version": "v1.1", **SIZES}
+SWITCH: dict[str, Any] = V10 | {"moe": {"num_experts": 3, "every_n_layers": 2}}
+SHARED = "shared.weight"
+
+
+def _t5(folder: Path, **changes: Any) -> T5ForConditionalGeneration:
+    torch.manual_seed(1)
+    model = T5ForConditionalGeneration(T5Config(**{"vocab_size": 128, **SIZES, **changes}))
+    if model.config.is_gated_act:
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight))
+    model.save_pretrained(folder)
+    return model
+
+
+def _gated(folder: Path) -> T5ForConditionalGeneration:
+    return _t5(folder, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+
+
+def _switch(folder: Path) -> SwitchTransformersForConditionalGeneration:
+    sparse = {"num_experts": 3, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    config = SwitchTransformersConfig(vocab_size=128, **SIZES, **sparse)
+    model = SwitchTransformersForConditionalGeneration(config)
+    model.save_pretrained(folder)
+    return model
+
+
+def _spec(folder: Path, values: dict[str, Any]) -> ModelSpec:
+    return ModelSpec.model_validate({**values, "start_from": str(folder)})
+
+
+def _values(spec: ModelSpec, ids: int = IDS) -> dict[str, torch.Tensor]:
+    locations = tensors_of(spec, resolve(spec, ids))
+    assert locations is not None
+    stored = StoredTensors(locations)
+    return {name: stored.whole(name) for name in locations}
+
+
+def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(("make", "values"), [(_t5, V10), (_gated, V11), (_switch, SWITCH)])
+def test_weights_saved_by_transformers_are_read_unchanged(
+    tmp_path: Path, make: Callable[[Path], Any], values: dict[str, Any]
+) -> None:
+    model, spec = make(tmp_path), _spec(tmp_path, values)
+    require_fit(spec, IDS)
+    found, expected = _values(spec), dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_16_bit_weights_in_several_files_are_read_as_fp32(tmp_path: Path) -> None:
+    model = _gated(tmp_path / "one").bfloat16()
+    model.save_pretrained(tmp_path / "several", max_shard_size="20KB")
+    assert len(list((tmp_path / "several").glob("model-*.safetensors"))) > 1
+    found = _values(_spec(tmp_path / "several", V11))
+    assert all(torch.equal(found[name], tensor.float()) for name, tensor in model.named_parameters())
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+
+
+def test_a_range_read_from_a_tensor_equals_that_range_of_the_whole(tmp_path: Path) -> None:
+    save_file({"x": torch.arange(35).reshape(5, 7).half()}, tmp_path / "model.safetensors")
+    stored = StoredTensors(list_tensors([tmp_path / "model.safetensors"]))
+    whole = stored.whole("x").flatten()
+    for start in range(35):
+        for stop in range(start + 1, 36):
+            assert torch.equal(stored.stretch("x", start, stop), whole[start:stop])
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_non_finite_value_is_refused_with_the_name_of_its_tensor(tmp_path: Path, number: float) -> None:
+    save_file({"sound": torch.ones(3), "spoilt": torch.tensor([1.0, number])}, tmp_path / "model.safetensors")
+    stored = StoredTensors(list_tensors([tmp_path / "model.safetensors"]))
+    assert torch.equal(stored.whole("sound"), torch.ones(3))
+    with pytest.raises(InputError, match=r"model\.safetensors: spoilt holds a number that is not finite"):
+        stored.whole("spoilt")
+
+
+def test_redundant_tensors_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
+    _t5(tmp_path)
+
+    def as_published(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.zeros(32, 2)
+        for copy in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"):
+            tensors[copy] = tensors[SHARED]
+
+    before = _values(_spec(tmp_path, V10))
+    _rewrite(tmp_path, as_published)
+    after = _values(_spec(tmp_path, V10))
+    assert before.keys() == after.keys()
+    assert torch.equal(before[SHARED], after[SHARED])
+    _rewrite(tmp_path, lambda tensors: tensors.pop(SHARED))
+    assert torch.equal(_values(_spec(tmp_path, V10))[SHARED], before[SHARED])
+
+
+def test_a_missing_output_weight_is_taken_from_the_embedding(tmp_path: Path) -> None:
+    _gated(tmp_path)
+    _rewrite(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    found = _values(_spec(tmp_path, V11))
+    assert torch.equal(found["lm_head.weight"], found[SHARED])
+
+
+@pytest.mark.parametrize(
+    ("values", "differs", "remedy"),
+    [
+        (V10 | {"d_model": 32, "d_ff": 64}, "d_ff: 64 -> 32; d_model: 32 -> 16", "model.d_model=16 model.d_kv=4"),
+        (V11, "scale_decoder_outputs: false -> true", "model.version=v1.0"),
+        (SWITCH, 'model_type: "switch_transformers" -> "t5"', "model.moe.num_experts=0"),
+        (V10 | {"vocab_size": 256}, "vocab_size: 256 -> 128", "set model.vocab_size=128"),
+    ],
+)  # fmt: skip
+def test_a_model_that_differs_from_the_settings_is_refused_with_the_settings_to_use(
+    tmp_path: Path, values: dict[str, Any], differs: str, remedy: str
+) -> None:
+    _t5(tmp_path)
+    with pytest.raises(SpecError) as refused:
+        require_fit(_spec(tmp_path, values), IDS)
+    assert differs in str(refused.value)
+    assert remedy in str(refused.value)
+
+
+def test_the_refusal_of_a_published_model_names_its_preset(tmp_path: Path) -> None:
+    config = T5Config(vocab_size=32128, d_model=512, d_kv=64, d_ff=2048, num_heads=8, num_layers=6).to_dict()
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    for left_out in ("scale_decoder_outputs", "relative_attention_max_distance", "num_decoder_layers"):
+        del config[left_out]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SpecError, match=r"set model\.version=v1\.0 model\.preset=small$"):
+        require_fit(_spec(tmp_path, {"preset": "base"}), 32100)
+    with pytest.raises(InputError, match=r"shared\.weight.* and more are missing; x do not belong to this model"):
+        require_fit(_spec(tmp_path, {"preset": "small", "version": "v1.0"}), 32100)
+
+
+def test_the_refusal_of_a_switch_transformer_names_its_number_of_experts(tmp_path: Path) -> None:
+    _switch(tmp_path)
+    with pytest.raises(SpecError, match=r"model\.moe\.num_experts=3 model\.moe\.every_n_layers=2"):
+        require_fit(_spec(tmp_path, V10), IDS)
+
+
+def _without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _truncated(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def _of_integers(folder: Path) -> None:
+    _rewrite(folder, lambda tensors: tensors.update({SHARED: tensors[SHARED].to(torch.int8)}))
+
+
+def _with_wrong_shape(folder: Path) -> None:
+    _rewrite(folder, lambda tensors: tensors.update({SHARED: tensors[SHARED][:64]}))
+
+
+def _untied(folder: Path) -> None:
+    _rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[SHARED] + 1}))
+
+
+def _with_path_outside(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {SHARED: "../other.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _of_another_family(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "bart"}))
+
+
+def _with_unsupported_setting(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 0.1}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (shutil.rmtree, "this machine has no such folder"),
+        (_without_config, r"config\.json does not exist"),
+        (_pickled, r"pytorch_model\.bin, which can run code .* save_pretrained"),
+        (_truncated, "cannot be read as safetensors"),
+        (_of_integers, r"shared\.weight are not 16-bit or 32-bit floating-point numbers"),
+        (_with_wrong_shape, r"shared\.weight have another shape"),
+        (_untied, r"lm_head\.weight is tied to shared\.weight, but the files hold different values"),
+        (_with_path_outside, "names '../other.safetensors', which is not the plain name"),
+        (_of_another_family, "model.start_from: model_type is 'bart'"),
+        (_with_unsupported_setting, "No settings describe such a model"),
+    ],
+)
+def test_an_unusable_starting_model_is_refused(tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
+    _t5(tmp_path / "model")
+    damage(tmp_path / "model")
+    with pytest.raises(T5TrainError, match=message):
+        require_fit(_spec(tmp_path / "model", V10), IDS)
+
+
+def test_a_tokenizer_with_more_ids_than_embedding_rows_is_refused(tmp_path: Path) -> None:
+    _t5(tmp_path)
+    with pytest.raises(SpecError, match=r"with a vocabulary of 128, but the tokenizer has 600 ids\. Set tokenizer"):
+        require_fit(_spec(tmp_path, V10), 600)
+
+
+def test_a_vocabulary_other_than_the_starting_models_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "spiece.model").write_bytes(b"pieces")
+    with pytest.raises(SpecError, match=f"Set tokenizer.path={tmp_path}"):
+        require_vocabulary(_spec(tmp_path, V10), "0" * 64)
+
+
+def test_a_starting_model_is_identified_by_its_content_and_not_its_path(tmp_path: Path) -> None:
+    _t5(tmp_path / "here")
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    here, there = (_spec(tmp_path / name, V10) for name in ("here", "there"))
+    first = start_fingerprint(here)
+    assert first == start_fingerprint(there)
+    _rewrite(tmp_path / "there", lambda tensors: tensors.update({SHARED: tensors[SHARED] + 1}))
+    assert start_fingerprint(there) != first
+    assert start_fingerprint(ModelSpec()) is None
+
+
+@pytest.mark.parametrize(("version", "values"), [("v1.1", V11), ("v1.0", V10), ("switch", SWITCH)])
+def test_an_export_of_this_project_can_be_started_from_and_is_verified_against_its_manifest(
+    make_export: Callable[..., Export], version: str, values: dict[str, Any]
+) -> None:
+    folder = make_export(version, certified=False).path
+    spec, ids = _spec(folder, values), json.loads((folder / "config.json").read_text())["vocab_size"]
+    require_fit(spec, ids)
+    assert _values(spec, ids).keys() == load_file(folder / "model.safetensors").keys()
+    assert start_fingerprint(spec)
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.unlink()
+    weights.write_bytes(content)
+    with pytest.raises(DigestMismatch, match="was recorded"):
+        start_fingerprint(spec)

@@ -1,0 +1,323 @@
+"""Only the model that was trained gets a certificate."""
+
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from t5train.errors import CertificationError, DigestMismatch, InputError, Unreadable
+from t5train.records.digests import digest_files
+from t5train.records.stage_records import Export
+from t5train.records.witness import Witness
+from t5train.release.certificate import Certificate
+from t5train.release.certification import certify, certify_in_fresh_process
+from t5train.release.export import export
+from t5train.release.tokenizer_comparison import differing_passages, differing_tokenizer
+
+MakeTrained = Callable[..., Any]
+MakeExport = Callable[..., Export]
+
+
+def rewrite_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def reseal(exported: Export, name: str) -> None:
+    """Rewrite the manifest to match a changed file."""
+    files = exported.files | digest_files(exported.path, [name])
+    exported.model_copy(update={"files": files}).commit()
+
+
+def update_card_digest(exported: Export) -> None:
+    """Make the model card state the digest of the current weights."""
+    card, now = exported.path / "README.md", Export.load(exported.path)
+    document = card.read_text().replace(
+        exported.files["model.safetensors"].sha256, now.files["model.safetensors"].sha256
+    )
+    card.unlink()
+    card.write_text(document)
+    reseal(now, "README.md")
+
+
+def shuffle_vocabulary(path: Path) -> None:
+    document = json.loads(path.read_text())
+    pieces = document["model"]["vocab"]
+    plain = pieces[3:-100]
+    random.Random(0).shuffle(plain)
+    document["model"]["vocab"] = [*pieces[:3], *plain, *pieces[-100:]]
+    path.unlink()
+    path.write_text(json.dumps(document))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Replace the export's file of weights by a changed one, and rewrite the manifest to match."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    path.unlink()
+    save_file(tensors, path, metadata={"format": "pt"})
+    reseal(Export.load(folder), "model.safetensors")
+
+
+def change_witness(folder: Path, relative: float) -> None:
+    """Change one recorded logit of the first probe by this fraction of the largest logit."""
+    path = folder / "witness.safetensors"
+    tensors = load_file(path)
+    logits = tensors["random.logits"]
+    logits[0, 0, 0] += relative * logits.abs().max()
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("version", "moved", "passes"), [("switch", 5e-6, True), ("switch", 5e-5, False), ("v1.0", 5e-6, False)]
+)
+def test_logits_of_experts_may_differ_by_rounding_and_those_of_dense_models_may_not(
+    make_export: MakeExport, tmp_path: Path, version: str, moved: float, passes: bool
+) -> None:
+    exported = make_export(version, certified=False)
+    change_witness(tmp_path / "run/witness", moved)
+    if not passes:
+        with pytest.raises(CertificationError, match="logits of probe 'random' differ"):
+            certify(exported.path, tmp_path / "run/witness")
+        return
+    certificate = certify(exported.path, tmp_path / "run/witness")
+    assert certificate.relative_tolerance == 1e-5
+    assert "summed in a different order" in certificate.tolerance_reason
+    assert not certificate.probes["random"].bit_equal
+
+
+def test_a_folder_that_is_not_a_witness_is_refused(make_export: MakeExport, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"witness\.json does not exist: name the folder"):
+        certify_in_fresh_process(make_export(), tmp_path)
+
+
+@pytest.mark.parametrize("version", ["v1.0", "v1.1"])
+def test_a_fresh_process_certifies_the_model_that_was_trained(
+    make_trained: MakeTrained, tmp_path: Path, version: str
+) -> None:
+    trained = make_trained(version)
+    steps: set[str] = set()
+    exported = export(*trained, tmp_path / "out")
+    done = certify_in_fresh_process(exported, trained.witness, lambda *step: steps.add(step[0]))
+    done.verify()
+    certificate = Certificate.parse((done.path / "certificate.json").read_bytes(), "certificate.json")
+    certificate.require_vouching(done.fingerprint, Export.load(done.path).files, "certificate.json")
+    assert all(probe.bit_equal for probe in certificate.probes.values())
+    assert set(certificate.probes) == {"random", "heldout"}
+    assert certificate.tensors_compared == len(Witness.load(trained.witness).tensors)
+    assert ("lm_head.weight" in certificate.ties) is (version == "v1.0")
+    assert {"tensors compared", "probes compared"} <= steps
+
+
+def test_a_valid_certificate_is_reused_and_one_of_another_witness_is_not(
+    make_trained: MakeTrained, make_export: MakeExport
+) -> None:
+    exported = make_export()
+    witness = exported.path.parent / "witness"
+    assert certify_in_fresh_process(exported, witness).reused
+    rewrite_json(witness / "witness.json", tag="step-00000008")
+    assert not certify_in_fresh_process(exported, witness).reused
+
+
+def test_a_certificate_that_cannot_be_read_now_is_not_made_again(make_export: MakeExport) -> None:
+    exported = make_export()
+    certificate, manifest = exported.path / "certificate.json", exported.path / "manifest.json"
+    certificate.rename(exported.path.parent / "certificate.json")
+    certificate.symlink_to("certificate.json")  # ELOOP
+    before = manifest.read_bytes()
+    with pytest.raises(Unreadable, match=r"certificate\.json cannot be read now"):
+        certify_in_fresh_process(exported, exported.path.parent / "witness")
+    assert certificate.is_symlink()
+    assert manifest.read_bytes() == before
+
+
+def test_a_witness_of_another_run_is_refused_and_the_existing_certificate_stays(make_export: MakeExport) -> None:
+    exported = make_export()
+    witness = exported.path.parent / "witness"
+    rewrite_json(witness / "witness.json", run_fingerprint="9" * 64)
+    for attempt in (certify_in_fresh_process, lambda export, folder: certify(export.path, folder)):
+        with pytest.raises(InputError, match="is from run 333333333333, but the witness is from run 999999999999"):
+            attempt(exported, witness)
+    Export.load(exported.path).verify()
+
+
+def test_a_certificate_is_not_reused_for_files_that_changed_on_disk(make_export: MakeExport) -> None:
+    exported = make_export()
+    (exported.path / "config.json").write_text("{}")
+    with pytest.raises(DigestMismatch, match=r"config\.json"):
+        certify_in_fresh_process(Export.load(exported.path), exported.path.parent / "witness")
+
+
+def test_one_flipped_bit_of_a_weight_is_refused_with_the_name_of_its_tensor(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    name = "decoder.block.0.layer.0.SelfAttention.q.weight"
+
+    def flip_lowest_bit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name].view(torch.int32)[0, 0] ^= 1
+
+    change_tensors(exported.path, flip_lowest_bit)
+    update_card_digest(exported)
+    with pytest.raises(CertificationError, match=f"1 tensors are not the recorded fp32 masters: {name}"):
+        certify_in_fresh_process(Export.load(exported.path), exported.path.parent / "witness")
+    assert not (exported.path / "certificate.json").exists()
+    failed = json.loads((exported.path.parent / "certificate.failed.json").read_text())
+    assert failed["passed"] is False
+    assert failed["differences"]
+
+
+def test_a_failed_certification_removes_the_existing_certificate(make_export: MakeExport) -> None:
+    exported = make_export()
+    witness = exported.path.parent / "witness"
+    rewrite_json(witness / "witness.json", num_parameters=1)
+    with pytest.raises(CertificationError, match=r"manifest\.json, counts: num_parameters is \d+ instead of 1"):
+        certify(exported.path, witness)
+    assert not (exported.path / "certificate.json").exists()
+
+
+def test_a_missing_tensor_is_refused_by_name(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    name = "encoder.final_layer_norm.weight"
+    change_tensors(exported.path, lambda tensors: tensors.pop(name))
+    with pytest.raises(CertificationError, match=f"recorded tensors are not in the weight files: {name}"):
+        certify(exported.path, exported.path.parent / "witness")
+
+
+def test_an_extra_tensor_is_refused_by_name(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    change_tensors(exported.path, lambda tensors: tensors.update(stowaway=torch.zeros(2)))
+    with pytest.raises(CertificationError, match=r"stowaway F32 \[2\] is not an fp32 tensor that training recorded"):
+        certify(exported.path, exported.path.parent / "witness")
+
+
+@pytest.mark.parametrize("loaded_as", ["float32", "bfloat16"])
+def test_weights_in_lower_precision_are_refused(make_export: MakeExport, loaded_as: str) -> None:
+    exported = make_export(certified=False)
+    rewrite_json(exported.path / "config.json", dtype=loaded_as)
+    reseal(exported, "config.json")
+    change_tensors(
+        exported.path, lambda tensors: tensors.update({name: each.bfloat16() for name, each in tensors.items()})
+    )
+    with pytest.raises(CertificationError, match=r"BF16 \[.*\] is not an fp32 tensor that training recorded"):
+        certify(exported.path, exported.path.parent / "witness")
+
+
+def test_a_configuration_that_computes_something_else_is_refused(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    rewrite_json(exported.path / "config.json", layer_norm_epsilon=0.1)
+    reseal(exported, "config.json")
+    with pytest.raises(CertificationError, match=r"config\.json: layer_norm_epsilon is 0\.1 instead of 1e-06"):
+        certify(exported.path, exported.path.parent / "witness")
+
+
+def test_a_file_changed_since_the_export_is_named(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    (exported.path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DigestMismatch, match=r"tokenizer\.json"):
+        certify(exported.path, exported.path.parent / "witness")
+
+
+def test_a_certificate_is_valid_only_for_the_files_of_its_own_export(make_export: MakeExport) -> None:
+    exported = make_export()
+    path = exported.path / "certificate.json"
+    certificate = Certificate.parse(path.read_bytes(), str(path))
+    config = exported.files["config.json"]
+    for fingerprint, files, complaint in [
+        ("0" * 64, exported.files, "certifies the export"),
+        (exported.fingerprint, exported.files | {"config.json": exported.files["README.md"]}, r"config\.json"),
+        (exported.fingerprint, exported.files | {"more.json": config}, r"more\.json"),
+        (exported.fingerprint, {"config.json": config}, r"model\.safetensors"),
+    ]:
+        with pytest.raises(CertificationError, match=complaint):
+            certificate.require_vouching(fingerprint, files, str(path))
+
+
+def test_a_certificate_of_an_earlier_version_is_refused_with_both_versions() -> None:
+    with pytest.raises(CertificationError, match="has schema version 1, but this version of t5-pretrain reads 2"):
+        Certificate.parse(b'{"schema_version": 1, "passed": true}', "certificate.json")
+
+
+def test_certification_on_another_kind_of_device_uses_and_records_a_tolerance(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    witness = exported.path.parent / "witness"
+    rewrite_json(witness / "witness.json", device_type="abacus")
+    certificate = certify(exported.path, witness)
+    assert (certificate.witness_device, certificate.device) == ("abacus", "cpu")
+    assert certificate.relative_tolerance == 1e-3
+
+
+def test_a_shuffled_tokenizer_is_refused_and_the_passages_alone_would_detect_it(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    witness = exported.path.parent / "witness"
+    shuffle_vocabulary(exported.path / "tokenizer.json")
+    reseal(exported, "tokenizer.json")
+    with pytest.raises(CertificationError, match=r"tokenizer\.json: model\.vocab\[\d+\]"):
+        certify(exported.path, witness)
+    tokenizer = AutoTokenizer.from_pretrained(exported.path)
+    passages = Witness.load(witness).passages
+    (difference,) = differing_passages(tokenizer, passages)
+    assert f"of {len(passages)} held-out passages have other ids than in training" in difference
+    found = differing_tokenizer(tokenizer, exported.path / "spiece.model", Witness.load(witness))
+    assert "ids map to other pieces" in found[0]
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("name", ["modeling_t5.py", "adapter_config.json", "pytorch_model.bin", "deep/more.jinja"])
+def test_a_file_that_does_not_belong_to_an_export_is_refused_before_anything_is_loaded(
+    make_export: MakeExport, monkeypatch: pytest.MonkeyPatch, name: str, listed: bool
+) -> None:
+    exported = make_export(certified=False)
+    (exported.path / name).parent.mkdir(exist_ok=True)
+    (exported.path / name).write_text("foreign")
+    if listed:
+        reseal(exported, name)
+    monkeypatch.setattr(AutoModelForSeq2SeqLM, "from_pretrained", None)
+    with pytest.raises(CertificationError, match=f"files that do not belong to an export: {name}"):
+        certify(exported.path, exported.path.parent / "witness")
+
+
+def test_a_witness_of_an_earlier_version_is_refused_with_a_remedy(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    witness = exported.path.parent / "witness"
+    document = json.loads((witness / "witness.json").read_text())
+    for name in ("passages", "generation_config", "trained"):
+        del document[name]
+    (witness / "witness.json").write_text(json.dumps(document | {"schema_version": 1}))
+    with pytest.raises(
+        InputError, match=r"schema version 1, but version 2 is needed.*train again under another --name"
+    ):
+        certify(exported.path, witness)
+
+
+def test_an_export_by_another_version_of_transformers_is_refused_with_both_versions(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    versions = exported.provenance.versions | {"transformers": "5.0.1"}
+    exported.model_copy(update={"provenance": exported.provenance.model_copy(update={"versions": versions})}).commit()
+    with pytest.raises(InputError, match=r"exported with transformers 5\.0\.1, but 5\.\S+ is installed"):
+        certify(exported.path, exported.path.parent / "witness")
+
+
+def test_an_error_that_ends_the_fresh_process_is_reported(make_export: MakeExport) -> None:
+    exported = make_export(certified=False)
+    witness = exported.path.parent / "witness"
+    os.truncate(witness / "witness.safetensors", 100)
+    with pytest.raises(
+        CertificationError, match=r"export could not be compared with .*witness \(SafetensorError: .*see .*certify\.log"
+    ):
+        certify_in_fresh_process(exported, witness)
+    assert "SafetensorError" in (exported.path.parent / "certify.log").read_text()
+
+
+def test_a_fresh_process_that_ends_without_a_message_is_reported_with_its_exit_code(
+    make_export: MakeExport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported = make_export(certified=False)
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(CertificationError, match=r"\(exit status 1\)\. .*certify\.log can show why"):
+        certify_in_fresh_process(exported, exported.path.parent / "witness")

@@ -1,0 +1,359 @@
+"""Publishing to folders and stores."""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from t5train.errors import DigestMismatch, PublicationError, StorageError
+from t5train.files.atomic import filling
+from t5train.records.digests import digest_files
+from t5train.records.stage_records import Export, Publication
+from t5train.release.certification import certify
+from t5train.release.export import export
+from t5train.release.publication import check_destination, publish
+from t5train.release.verification import verify
+
+MakeExport = Callable[..., Export]
+STORE = "memory://bucket/models/t5"
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryFileSystem]:
+    """An empty store."""
+    filesystem = fsspec.filesystem("memory")
+    filesystem.store.clear()
+    filesystem.pseudo_dirs[:] = [""]
+    yield filesystem
+    filesystem.store.clear()
+    filesystem.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture(params=["folder", "store"])
+def destination(request: pytest.FixtureRequest, tmp_path: Path, store: MemoryFileSystem) -> str:
+    """A local folder, and a store."""
+    return str(tmp_path / "published/t5") if request.param == "folder" else STORE
+
+
+def certified(exported: Export, witness: Path) -> Export:
+    certify(exported.path, witness)
+    files = exported.files | digest_files(exported.path, ["certificate.json"])
+    return exported.model_copy(update={"files": files}).commit()
+
+
+def names(destination: str) -> set[str]:
+    filesystem, path = fsspec.core.url_to_fs(destination)
+    return {Path(name).name for name in filesystem.find(path)}
+
+
+def test_a_publication_is_the_certified_files_and_a_manifest(make_export: MakeExport, destination: str) -> None:
+    exported = make_export()
+    published = publish(exported, destination)
+    assert names(destination) == {*exported.files, "manifest.json"}
+    assert published.url == destination
+    verified = verify(destination)
+    assert isinstance(verified, Publication)
+    assert verified.files == exported.files
+    assert verified.inputs["export"] == exported.fingerprint
+    assert verified.inputs["run"] == exported.inputs["run"]
+
+
+def test_publishing_again_reuses_the_publication(make_export: MakeExport, destination: str) -> None:
+    exported = make_export()
+    publish(exported, destination)
+    again = publish(exported, destination)
+    assert again.reused
+    assert again.url == destination
+
+
+def test_the_manifest_names_no_path_on_this_machine(make_export: MakeExport, tmp_path: Path) -> None:
+    publish(make_export(), str(tmp_path / "published"))
+    assert str(tmp_path) not in (tmp_path / "published/manifest.json").read_text()
+
+
+def test_an_export_without_certificate_is_not_published(make_export: MakeExport, destination: str) -> None:
+    with pytest.raises(PublicationError, match="no certificate"):
+        publish(make_export(certified=False), destination)
+    assert not names(destination)
+
+
+def test_a_certificate_for_other_files_blocks_publishing(make_export: MakeExport, destination: str) -> None:
+    exported = make_export()
+    (exported.path / "README.md").write_text("something else")
+    changed = exported.files | digest_files(exported.path, ["README.md"])
+    with pytest.raises(PublicationError, match=r"does not certify the present README\.md"):
+        publish(exported.model_copy(update={"files": changed}).commit(), destination)
+    assert not names(destination)
+
+
+def test_a_failed_certificate_blocks_publishing(make_export: MakeExport, destination: str) -> None:
+    exported = make_export()
+    path = exported.path / "certificate.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"passed": False, "differences": ["all"]}))
+    changed = exported.files | digest_files(exported.path, ["certificate.json"])
+    with pytest.raises(PublicationError, match="has not passed: all"):
+        publish(exported.model_copy(update={"files": changed}).commit(), destination)
+    assert not names(destination)
+
+
+def test_a_file_changed_after_certification_is_not_published(make_export: MakeExport, destination: str) -> None:
+    exported = make_export()
+    with open(exported.path / "model.safetensors", "r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        file.write(b"\x01")
+    with pytest.raises(PublicationError, match=r"model\.safetensors has sha256"):
+        publish(exported, destination)
+    assert not names(destination)
+
+
+@pytest.mark.parametrize("name", ["README.md", "certificate.json", "manifest.json"])
+def test_a_file_copied_from_an_older_export_is_refused_by_name(
+    make_trained: Callable[..., Any], tmp_path: Path, destination: str, name: str
+) -> None:
+    trained = make_trained()
+    weights = trained.weights.model_copy(update={"fingerprint": "f" * 64})
+    older = certified(export(*trained, tmp_path / "older"), trained.witness)
+    newer = certified(export(*trained._replace(weights=weights), tmp_path / "newer"), trained.witness)
+    (newer.path / name).write_bytes((older.path / name).read_bytes())
+    with pytest.raises(PublicationError, match="README.md" if name == "manifest.json" else name):
+        publish(Export.load(newer.path), destination)
+    assert not names(destination)
+
+
+def test_another_publication_is_left_alone(make_export: MakeExport, destination: str) -> None:
+    exported = make_export()
+    first = publish(exported, destination)
+    filesystem, path = fsspec.core.url_to_fs(destination)
+    other = first.model_copy(update={"path": Path(), "url": ".", "fingerprint": "e" * 64}).sealed()
+    filesystem.pipe_file(f"{path}/manifest.json", (other.model_dump_json(indent=1) + "\n").encode())
+    with pytest.raises(PublicationError, match=r"another publication .eeeeeeeeeeee.*publish to another destination"):
+        publish(exported, destination)
+
+
+def test_a_damaged_publication_is_refused_and_not_overwritten(make_export: MakeExport, destination: str) -> None:
+    exported = make_export()
+    publish(exported, destination)
+    filesystem, path = fsspec.core.url_to_fs(destination)
+    filesystem.pipe_file(f"{path}/config.json", b"{}")
+    with pytest.raises(PublicationError, match=r"damaged copy of this publication: .*config\.json"):
+        publish(exported, destination)
+    assert filesystem.cat_file(f"{path}/config.json") == b"{}"
+
+
+def test_files_of_others_at_the_destination_are_never_overwritten(make_export: MakeExport, destination: str) -> None:
+    filesystem, path = fsspec.core.url_to_fs(destination)
+    filesystem.makedirs(path, exist_ok=True)
+    filesystem.pipe_file(f"{path}/config.json", b"mine")
+    with pytest.raises(PublicationError, match="publish to another"):
+        publish(make_export(), destination)
+    assert names(destination) == {"config.json"}
+    assert filesystem.cat_file(f"{path}/config.json") == b"mine"
+
+
+@pytest.mark.parametrize("survivors", range(6))
+def test_an_upload_interrupted_at_any_file_can_be_completed(
+    make_export: MakeExport, store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, survivors: int
+) -> None:
+    exported = make_export()
+    put_file, sent = MemoryFileSystem.put_file, []
+
+    def cut_off(self: MemoryFileSystem, local: str, remote: str, **settings: Any) -> None:
+        if len(sent) == survivors:
+            raise ConnectionError("cable pulled")
+        sent.append(remote)
+        put_file(self, local, remote, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "put_file", cut_off)
+        with pytest.raises(PublicationError, match="ConnectionError: cable pulled"):
+            publish(exported, STORE)
+    assert len(names(STORE)) == 1 + survivors
+    assert "certificate.json" in names(STORE)
+    publish(exported, STORE)
+    verify(STORE)
+
+
+def test_an_unfinished_upload_of_another_export_is_left_alone(make_export: MakeExport, store: MemoryFileSystem) -> None:
+    exported = make_export()
+    store.pipe_file("/bucket/models/t5/certificate.json", (exported.path / "certificate.json").read_bytes() + b" ")
+    with pytest.raises(PublicationError, match=r"holds no publication \(certificate\.json\)"):
+        publish(exported, STORE)
+
+
+def test_a_manifest_that_appears_during_the_upload_is_not_overwritten(
+    make_export: MakeExport, store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_file = MemoryFileSystem.put_file
+
+    def overtaken(self: MemoryFileSystem, local: str, remote: str, **settings: Any) -> None:
+        put_file(self, local, remote, **settings)
+        self.pipe_file("/bucket/models/t5/manifest.json", b"theirs")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", overtaken)
+    with pytest.raises(PublicationError, match=r"manifest\.json is not what was uploaded: another process"):
+        publish(make_export(), STORE)
+    assert store.cat_file("/bucket/models/t5/manifest.json") == b"theirs"
+
+
+def test_a_store_that_corrupts_files_is_detected_before_the_manifest_is_written(
+    make_export: MakeExport, store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_file = MemoryFileSystem.put_file
+
+    def corrupt(self: MemoryFileSystem, local: str, remote: str, **settings: Any) -> None:
+        put_file(self, local, remote, **settings)
+        if remote.endswith("config.json"):
+            self.pipe_file(remote, b"garbled")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", corrupt)
+    with pytest.raises(DigestMismatch, match=r"config\.json has 7 bytes"):
+        publish(make_export(), STORE)
+    assert "manifest.json" not in names(STORE)
+
+
+def test_of_two_publishers_at_once_the_second_is_refused(make_export: MakeExport, tmp_path: Path) -> None:
+    exported = make_export()
+    with filling(tmp_path / "published"), pytest.raises(StorageError, match="another process"):
+        publish(exported, str(tmp_path / "published"))
+
+
+def test_files_left_by_a_killed_publication_are_removed(make_export: MakeExport, tmp_path: Path) -> None:
+    (tmp_path / ".published.partial").mkdir()
+    (tmp_path / ".published.partial/config.json").write_text("half")
+    publish(make_export(), str(tmp_path / "published"))
+    verify(tmp_path / "published")
+    assert not (tmp_path / ".published.partial").exists()
+
+
+def test_a_failed_copy_leaves_no_files(
+    make_export: MakeExport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    exported = make_export()
+    monkeypatch.setattr("t5train.release.publication.copy_durably", full)
+    with pytest.raises(PublicationError, match="No space left"):
+        publish(exported, str(tmp_path / "there/published"))
+    assert not list((tmp_path / "there").iterdir())
+
+
+def test_a_disk_that_corrupts_files_is_detected_before_the_folder_appears(
+    make_export: MakeExport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def corrupt(_: Path, target: Path) -> None:
+        target.write_text("garbled")
+
+    exported = make_export()
+    monkeypatch.setattr("t5train.release.publication.copy_durably", corrupt)
+    with pytest.raises(DigestMismatch, match="has 7 bytes"):
+        publish(exported, str(tmp_path / "published"))
+    assert not (tmp_path / "published").exists()
+
+
+def test_secrets_of_a_url_are_in_no_log_manifest_or_error(
+    make_export: MakeExport, store: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_: MemoryFileSystem, path: str) -> bool:
+        raise OSError(f"no access to {path} or {url}")
+
+    url = "memory://user:hunter2@bucket/t5?token=xyzzy"
+    exported = make_export()
+    with caplog.at_level(logging.DEBUG, "t5train"):
+        published = publish(exported, url)
+    assert published.url == "memory://bucket/t5"
+    output = caplog.text + store.cat_file("/user:hunter2@bucket/t5?token=xyzzy/manifest.json").decode()
+    monkeypatch.setattr(MemoryFileSystem, "exists", fails)
+    with pytest.raises(PublicationError) as caught:
+        publish(exported, url)
+    output += str(caught.value)
+    assert "hunter2" not in output
+    assert "xyzzy" not in output
+    assert caught.value.__suppress_context__
+
+
+def test_progress_counts_bytes(make_export: MakeExport, destination: str) -> None:
+    exported = make_export()
+    seen: dict[str, tuple[int, int | None]] = {}
+    publish(exported, destination, lambda what, done, total: seen.update({what: (done, total)}))
+    moved = {what: at for what, at in seen.items() if "published" in what or "sent" in what}
+    assert moved
+    assert all(done == total for done, total in moved.values()), moved
+
+
+class TestCheckDestination:
+    """What ``check_destination`` refuses before anything is trained."""
+
+    def test_a_free_destination_passes_and_stays_unchanged(self, destination: str) -> None:
+        check_destination(destination)
+        assert not names(destination)
+        assert not names(os.path.dirname(destination))  # noqa: PTH120 - also of URLs
+
+    def test_a_publication_of_the_same_spec_passes_and_one_of_another_does_not(
+        self, make_export: MakeExport, destination: str
+    ) -> None:
+        exported = make_export()
+        publish(exported, destination)
+        check_destination(destination, spec_fingerprint=exported.inputs["spec"])
+        with pytest.raises(PublicationError, match="another publication"):
+            check_destination(destination, spec_fingerprint="f" * 64)
+
+    @pytest.mark.parametrize(
+        ("url", "remedy"), [("s3://bucket/t5", "pip install 's3fs>="), ("gs://bucket/t5", "pip install gcsfs")]
+    )
+    def test_a_missing_package_is_named(self, url: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        def missing(url: str) -> None:
+            raise ImportError("Install it")
+
+        monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+        with pytest.raises(PublicationError, match=remedy):
+            check_destination(url)
+
+    def test_an_unknown_protocol_is_refused(self) -> None:
+        with pytest.raises(PublicationError, match=r"nowhere://a/b .*Protocol not known: nowhere"):
+            check_destination("nowhere://a/b")
+
+    def test_a_folder_in_use_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "thesis.txt").write_text("mine")
+        with pytest.raises(PublicationError, match="not a publication"):
+            check_destination(str(tmp_path))
+
+    def test_a_store_that_holds_something_else_is_refused(self, store: MemoryFileSystem) -> None:
+        store.pipe_file("/bucket/models/t5/thesis.txt", b"mine")
+        with pytest.raises(PublicationError, match=r"holds no publication \(thesis\.txt"):
+            check_destination(STORE)
+
+    def test_an_interrupted_upload_passes(self, make_export: MakeExport, store: MemoryFileSystem) -> None:
+        publish(make_export(), STORE)
+        store.rm_file("/bucket/models/t5/manifest.json")
+        check_destination(STORE)
+
+    def test_a_destination_that_is_a_file_or_under_a_file_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("mine")
+        for inside in ("file", "file/t5"):
+            with pytest.raises(PublicationError):
+                check_destination(str(tmp_path / inside))
+
+    @pytest.mark.parametrize("target", ["empty", "nothing"])
+    def test_a_symbolic_link_is_refused(self, tmp_path: Path, target: str) -> None:
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "link").symlink_to(tmp_path / target)
+        with pytest.raises(PublicationError, match="is a symbolic link or a mount point"):
+            check_destination(str(tmp_path / "link"))
+
+    def test_a_destination_that_cannot_be_written_is_refused(self, store: MemoryFileSystem) -> None:
+        with pytest.raises(PublicationError, match="not writable"):
+            check_destination("/proc/self/t5")
+        store.pipe_file("/bucket", b"a file where a folder would have to be")
+        with pytest.raises(PublicationError, match="cannot be written"):
+            check_destination(STORE)
+
+    def test_too_little_disk_space_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(StorageError, match="needs 1,000,000,000,000,000,000 bytes"):
+            check_destination(str(tmp_path / "t5"), needed_bytes=10**18)

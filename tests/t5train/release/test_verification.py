@@ -1,0 +1,179 @@
+"""What ``verify`` accepts, and which damage it detects."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from t5train.errors import DigestMismatch, PublicationError, RecordError, T5TrainError
+from t5train.records.digests import FileDigest, digest_file, digest_files
+from t5train.records.stage_records import Corpus, Export, Publication
+from t5train.release.publication import publish
+from t5train.release.verification import verify
+
+MakeExport = Callable[..., Export]
+
+
+@pytest.fixture
+def published(make_export: MakeExport, tmp_path: Path) -> Path:
+    """A published folder."""
+    return publish(make_export(), str(tmp_path / "published")).path
+
+
+def as_url(folder: Path) -> str:
+    """Copy a folder into a store; return its URL."""
+    filesystem = fsspec.filesystem("memory")
+    filesystem.store.clear()
+    for path in folder.iterdir():
+        filesystem.pipe_file(f"/verified/{path.name}", path.read_bytes())
+    return "memory://verified"
+
+
+def locations_of(folder: Path) -> list[str]:
+    return [str(folder), as_url(folder)]
+
+
+def test_an_unchanged_publication_verifies_after_it_was_moved(published: Path, tmp_path: Path) -> None:
+    moved = published.rename(tmp_path / "moved")
+    for location in locations_of(moved):
+        record = verify(location)
+        assert getattr(record, "url") == location  # noqa: B009 - only publications have one
+
+
+def test_any_flipped_bit_is_detected_and_its_file_named(published: Path) -> None:
+    rng = random.Random(0)
+    for path in sorted(published.iterdir()):
+        content = path.read_bytes()
+        for at in {0, len(content) - 1, *(rng.randrange(len(content)) for _ in range(10))}:
+            path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+            for location in locations_of(published):
+                with pytest.raises((DigestMismatch, RecordError), match=path.name):
+                    verify(location)
+        path.write_bytes(content)
+    verify(published)
+
+
+def test_a_truncated_or_missing_file_is_named(published: Path) -> None:
+    path = published / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    for location in locations_of(published):
+        with pytest.raises(DigestMismatch, match=rf"model\.safetensors has {len(content) - 1} bytes"):
+            verify(location)
+    path.unlink()
+    for location in locations_of(published):
+        with pytest.raises(DigestMismatch, match=r"model\.safetensors is missing"):
+            verify(location)
+
+
+def test_a_file_that_was_not_published_is_an_error(published: Path) -> None:
+    (published / "pytorch_model.bin").write_bytes(b"run me")
+    for location in locations_of(published):
+        with pytest.raises(PublicationError, match=r"pytorch_model\.bin, which was not published"):
+            verify(location)
+
+
+def test_a_link_to_a_folder_is_refused(published: Path, tmp_path: Path) -> None:
+    """transformers would read templates from such a folder."""
+    (tmp_path / "templates").mkdir()
+    (published / "additional_chat_templates").symlink_to(tmp_path / "templates")
+    with pytest.raises(PublicationError, match="additional_chat_templates, which was not published"):
+        verify(str(published))
+
+
+def test_a_manifest_forged_to_match_a_changed_file_fails_the_certificate_check(published: Path) -> None:
+    (published / "README.md").write_text("The best model there is.")
+    record = Publication.load(published)
+    forged = record.model_copy(
+        update={"path": Path(), "files": record.files | digest_files(published, ["README.md"])}
+    ).sealed()
+    (published / "manifest.json").write_text(forged.model_dump_json(indent=1) + "\n")
+    for location in locations_of(published):
+        with pytest.raises(PublicationError, match=r"does not certify the present README\.md"):
+            verify(location)
+
+
+def test_the_result_of_any_stage_can_be_verified(make_export: MakeExport, tmp_path: Path) -> None:
+    exported = make_export()
+    assert isinstance(verify(exported.path), Export)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "text.txt").write_text("used in place")
+    files = {str(tmp_path / "text.txt"): digest_files(tmp_path, ["text.txt"])["text.txt"]}
+    Corpus(path=tmp_path / "corpus", fingerprint="0" * 64, files=files).commit()
+    assert isinstance(verify(tmp_path / "corpus"), Corpus)
+    (tmp_path / "text.txt").write_text("changed")
+    with pytest.raises(DigestMismatch, match=r"text\.txt"):
+        verify(tmp_path / "corpus")
+
+
+def test_a_location_without_a_finished_result_is_refused(tmp_path: Path) -> None:
+    for location in (str(tmp_path), str(tmp_path / "nowhere"), "memory://nothing"):
+        with pytest.raises(RecordError, match=r"manifest\.json"):
+            verify(location)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"\xff",
+        b'{"kind": "corpus"}',
+        b'{"kind": "soup", "path": ".", "fingerprint": "", "files": {}}',
+    ],
+)
+def test_a_file_that_is_not_a_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(RecordError, match=r"manifest\.json") as caught:
+        verify(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("location", ["folder", "store"])
+@pytest.mark.parametrize("name", ["../secret.txt", "{tmp_path}/secret.txt", "a/../../secret.txt"])
+def test_a_manifest_cannot_name_files_outside_its_folder(
+    published: Path, tmp_path: Path, location: str, name: str
+) -> None:
+    (tmp_path / "secret.txt").write_text("not published")
+    outside = {name.format(tmp_path=tmp_path): digest_file(tmp_path / "secret.txt")}
+    record = Publication.load(published)
+    forged = record.model_copy(update={"path": Path(), "files": record.files | outside}).sealed()
+    (published / "manifest.json").write_text(forged.manifest_text())
+    with pytest.raises(RecordError, match=r"names .*, which (leads out of its folder|is not a relative path)"):
+        verify(published if location == "folder" else as_url(published))
+
+
+def test_a_publication_whose_manifest_leaves_out_the_certificate_is_refused(published: Path) -> None:
+    record = Publication.load(published)
+    (published / "certificate.json").unlink()
+    files = {name: digest for name, digest in record.files.items() if name != "certificate.json"}
+    forged = record.model_copy(update={"path": Path(), "files": files}).sealed()
+    (published / "manifest.json").write_text(forged.manifest_text())
+    for location in locations_of(published):
+        with pytest.raises(PublicationError, match=r"lists no certificate\.json"):
+            verify(location)
+
+
+@pytest.mark.parametrize("name", ["../secret.txt", "/etc/hostname"])
+def test_a_remote_manifest_cannot_name_local_text(name: str) -> None:
+    files = {name: FileDigest(size=1, sha256="0" * 64)}
+    record = Corpus(path=Path(), fingerprint="0" * 64, files={}).model_copy(update={"files": files})
+    fsspec.filesystem("memory").pipe_file("/afar/manifest.json", record.sealed().manifest_text().encode())
+    with pytest.raises(RecordError, match=r"names .*, which (leads out of its folder|is not a relative path)"):
+        verify("memory://afar")
+
+
+def test_files_of_a_url_are_streamed_with_progress(published: Path) -> None:
+    seen: dict[str, Any] = {}
+    verify(as_url(published), lambda what, done, total: seen.update({what: (done, total)}))
+    assert seen["bytes of model.safetensors verified"] == ((published / "model.safetensors").stat().st_size,) * 2
+
+
+def test_every_refusal_is_an_error_of_this_project(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").mkdir()
+    with pytest.raises(T5TrainError):
+        verify(tmp_path)

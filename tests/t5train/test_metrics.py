@@ -1,0 +1,51 @@
+"""The step log."""
+
+from pathlib import Path
+
+import pytest
+
+from t5train.metrics import Metrics, read
+
+
+def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    with Metrics(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", resume_step=0) as metrics:
+        metrics.write(1, {"loss": 2.5, "gradient_norm": None})
+        assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5, "gradient_norm": None}]
+
+
+def test_lines_after_the_resumed_step_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path, tmp_path / "tensorboard", resume_step=0) as metrics:
+        for step in range(1, 6):
+            metrics.write(step, {"loss": float(step)})
+    with Metrics(path, tmp_path / "tensorboard", resume_step=3) as metrics:
+        metrics.write(4, {"loss": 40.0})
+    assert [line["loss"] for line in read(path)] == [1.0, 2.0, 3.0, 40.0]
+
+
+def test_a_line_cut_off_by_a_kill_is_ignored_and_removed_on_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
+    assert read(path) == [{"step": 1, "loss": 1.0}]
+    with Metrics(path, tmp_path / "tensorboard", resume_step=1):
+        assert path.read_text() == '{"step": 1, "loss": 1.0}\n'
+
+
+@pytest.mark.parametrize("damage", [b"\0" * 40, b'{"step": 2, "loss"\xff: 1.0}', b"[]", b'{"loss": 1.0}'])
+def test_a_damaged_line_is_skipped_and_the_log_continues(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 1.0}\n' + damage + b'\n{"step": 3, "loss": 3.0}\n')
+    with Metrics(path, tmp_path / "tensorboard", resume_step=3) as metrics:
+        metrics.write(4, {"loss": 4.0})
+    assert [line["step"] for line in read(path)] == [1, 3, 4]
+    assert damage not in path.read_bytes()
+
+
+def test_tensorboard_shows_the_same_numbers(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with Metrics(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", resume_step=0) as metrics:
+        metrics.write(1, {"loss": 2.5})
+        metrics.write(2, {"loss": 1.5})
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.5), (2, 1.5)]

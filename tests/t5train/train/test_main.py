@@ -1,0 +1,46 @@
+"""How the program of a rank ends."""
+
+import sys
+from pathlib import Path
+
+import deepspeed
+import pytest
+
+from t5train.errors import WeightsDidNotMove
+from t5train.rank import error_report
+from t5train.spec.rank_job import TrainJob
+from t5train.spec.recipes import recipe
+from t5train.train import __main__ as program
+from t5train.train import loop
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """The job file of a rank."""
+    job = TrainJob(
+        spec=recipe("smoke"),
+        run_fingerprint="0" * 64,
+        run_folder=tmp_path,
+        shards_folder=tmp_path,
+        resume_tag=None,
+    )
+    (tmp_path / "spec.json").write_text(job.model_dump_json())
+    return tmp_path / "spec.json"
+
+
+def test_a_failed_rank_reports_its_error_and_ends_without_waiting_for_others(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise WeightsDidNotMove("3 steps, same weights")
+
+    def wait_for_ever() -> None:
+        raise AssertionError("the process group was taken down, for which all ranks are needed")
+
+    monkeypatch.setenv("T5_RANK_FILES", str(job.parent / "rank-00000"))
+    monkeypatch.setattr(sys, "argv", ["t5train.train", "--spec", str(job)])
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda: None)
+    monkeypatch.setattr(deepspeed.comm, "destroy_process_group", wait_for_ever)
+    monkeypatch.setattr(loop, "Trainer", fail)
+    assert program.main() == 1
+    assert isinstance(error_report.read(job.parent / "rank-00000"), WeightsDidNotMove)

@@ -1,0 +1,87 @@
+"""The witness that training writes, compared with what plain transformers computes from the same weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from t5train.data.loader import Samples
+from t5train.engine.parameter_layout import huggingface_names
+from t5train.model.initialization import initialise
+from t5train.model.model_shape import huggingface_config, resolve
+from t5train.model.t5 import T5
+from t5train.records.digests import digest_files
+from t5train.records.stage_records import TokenizerFiles, TokenShards, Weights
+from t5train.release.certificate import Certificate
+from t5train.release.certification import certify
+from t5train.release.export import export
+from t5train.spec import RunSpec
+from t5train.spec.rank_job import TrainJob
+from t5train.spec.recipes import recipe
+from t5train.train import witness_recording
+from tests.support import synthetic_models
+
+FACTS = {"run_fingerprint": "3" * 64, "step": 7, "tag": "step-00000007", "validation": {"validation_loss": 4.5}}
+
+
+def _spec(version: str) -> RunSpec:
+    settings = {
+        **synthetic_models.FAMILIES[version],
+        **{f"model.{key}": synthetic_models.SHAPE[key] for key in synthetic_models.SHAPE},
+    }
+    return recipe("smoke").with_settings({"corpus.source": "/home/somebody/private/text.jsonl", **settings})
+
+
+def _certificate(
+    folder: Path, spec: RunSpec, shards: TokenShards, tokenizer: TokenizerFiles, monkeypatch: pytest.MonkeyPatch
+) -> Certificate:
+    """Certify weights that our own model was initialised with. Only the engine that would hold them is replaced."""
+    shape = resolve(spec.model, int(shards.counts["vocab_size"]))
+    model = T5(shape, decoder_start_id=0)
+    names = huggingface_names(model, expert_rank=0)
+    masters = {names[name]: parameter.data for name, parameter in model.named_parameters()}
+    for name, master in masters.items():
+        initialise(name, master, shape=shape, seed=1)
+    monkeypatch.setattr(witness_recording, "full_masters", lambda _engine: masters.items())
+    monkeypatch.setattr(witness_recording, "rank", lambda: 0)
+    job = TrainJob(
+        spec=spec,
+        run_fingerprint="3" * 64,
+        run_folder=folder,
+        shards_folder=shards.path,
+        resume_tag=None,
+        start_name="t5-base",
+    )
+    held_out = Samples(shards, "validation", spec.objective, 1, shuffle=False)
+    facts: dict[str, Any] = FACTS | {"inputs": {**shards.inputs, "shards": shards.fingerprint}}
+    witness_recording.record(None, job, shape, held_out, huggingface_config(shape, 0, 1), facts)
+    (folder / "weights").mkdir()
+    save_file(masters, folder / "weights/model.safetensors", metadata={"format": "pt"})
+    weights = Weights(
+        path=folder / "weights",
+        fingerprint="2" * 64,
+        inputs={"run": "3" * 64},
+        files=digest_files(folder / "weights", ["model.safetensors"]),
+    ).commit()
+    return certify(export(weights, tokenizer, folder / "witness", spec, folder / "export").path, folder / "witness")
+
+
+@pytest.mark.filterwarnings("ignore:.*tie:UserWarning")  # transformers warns so for every T5 v1.1
+@pytest.mark.parametrize("version", list(synthetic_models.FAMILIES))
+def test_transformers_generates_what_the_witness_recorded(
+    version: str, pydocs: tuple[TokenizerFiles, TokenShards], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, shards = pydocs
+    certificate = _certificate(tmp_path, _spec(version), shards, tokenizer, monkeypatch)
+    assert certificate.passed
+    assert certificate.passages_compared > 1
+    assert certificate.generation is not None
+    generated = load_file(tmp_path / "witness/witness.safetensors")["heldout.generated"]
+    assert certificate.generation.tokens_compared == generated.numel() == 2 * (1 + witness_recording.GENERATED_TOKENS)
+    assert torch.all(generated[:, 0] == 0)
+    card = (tmp_path / "export/README.md").read_text()
+    assert "Trained on `text.jsonl`" in card
+    assert "pre-trained starting from the weights of `t5-base` " in card
+    assert "somebody" not in card
