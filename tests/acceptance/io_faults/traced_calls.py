@@ -42,7 +42,8 @@ _DESCRIPTOR = re.compile(r"^[^\"]*?\b\d+<(/[^>]*)>")
 _NAME = re.compile(r'(?:(?:\d+|AT_FDCWD)<(?P<folder>[^>]*)>(?:\(deleted\))?, )?"(?P<name>(?:[^"\\]|\\.)*)"')
 _LINE = re.compile(r"(?P<thread>\d+) +(?P<call>\w+)\((?P<rest>.*)")
 _RESUMED = re.compile(r"(?P<thread>\d+) +<\.\.\. (?P<call>\w+) resumed>(?P<rest>.*)")
-_RANDOM = re.compile(r"(?<=[.-])(?<!step-)(?=[a-z_]*[0-9]|[a-z_]{8}$)[0-9a-z_]{8}(?![0-9a-z_])|(?<=#)[0-9]+")
+_RANDOM = re.compile(r"(?<=[.-])(?<!step-)(?=[a-z_]*[0-9])[0-9a-z_]{8}(?![0-9a-z_])|(?<=#)[0-9]+")
+_RANDOM_END = re.compile(r"(?<=-)[a-z_]{8}$")
 _UNFINISHED = " <unfinished ...>"
 
 
@@ -102,10 +103,10 @@ def _kinds_and_paths(call: str, rest: str, folder: Path) -> Iterator[tuple[str, 
     if call in _COPIES:
         for kind, path in zip(_COPIES[call], _DESCRIPTOR_PATHS.findall(rest), strict=False):
             if _is_below(path, folder):
-                yield kind, _normalised(path, folder)
+                yield kind, normalised(path, folder)
     elif call in _KIND_OF:
         kind = "rmdir" if call == "unlinkat" and "AT_REMOVEDIR" in rest else _KIND_OF[call]
-        if names := [_normalised(path, folder) for path in _paths(call, rest) if _is_below(path, folder)]:
+        if names := [normalised(path, folder) for path in _paths(call, rest) if _is_below(path, folder)]:
             yield kind, " > ".join(names) if kind in {"rename", "link"} else names[-1]
 
 
@@ -120,9 +121,15 @@ def _track_attached(thread: str, call: str, rest: str, attached: set[str], regio
         attached.add(thread)
 
 
-def _normalised(path: str, folder: Path) -> str:
-    """The path relative to the folder, with its random parts replaced by ``*``."""
-    return _RANDOM.sub("*", str(Path(path).relative_to(folder)))
+def normalised(path: str, folder: Path) -> str:
+    """The path relative to the folder, with its random parts replaced by ``*`` as in the library."""
+    return "/".join(map(_without_random_parts, Path(path).relative_to(folder).parts))
+
+
+def _without_random_parts(name: str) -> str:
+    """Eight characters are random if one is a digit, or at the end of a hidden name, which may do without digits."""
+    replaced = _RANDOM.sub("*", name)
+    return _RANDOM_END.sub("*", replaced) if name.startswith(".") else replaced
 
 
 def _paths(call: str, rest: str) -> list[str]:
