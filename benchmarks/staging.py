@@ -23,11 +23,12 @@ from infra.head.hosts.ssh import Ssh
 from infra.head.storage.provisioning import stage_folder
 from infra.node.storage.pull import listed
 from infra.testcluster import Cluster
+from infra.testcluster.host_files import HOME
 from t5train.spec import ClusterSpec
 from tests.support.hardware import hardware
 
 FILES, PLACE = 8, "shards/benchmark"
-SOURCE = "/var/tmp/source"  # noqa: S108 - on the head's own disk
+SOURCE = f"{HOME}/source"
 CASES = ("one node", "chain", "star")
 
 

@@ -110,5 +110,5 @@ class Channel:
 
 def head_channel() -> Channel:
     """The channel to the head, over stdin and stdout of this process."""
-    reader = open(0, "rb", closefd=False)  # noqa: SIM115 - open as long as the process runs
+    reader = open(0, "rb", closefd=False)  # noqa: SIM115 - stays open until the process ends
     return Channel(reader, open(1, "wb", closefd=False))

@@ -68,7 +68,7 @@ def up(
     share: Annotated[Path | None, typer.Option(help="A folder that all hosts can read and write.")] = None,
     name: Name = DEFAULT,
 ) -> None:
-    """Start a head and nodes; /root/hosts on the head is a hostfile of all nodes."""
+    """Start a head and nodes; `hosts` in the head's home folder is a hostfile of all nodes."""
     cluster = Cluster.up(name, nodes, share)
     typer.echo(f"up: {' '.join(cluster.hosts)}")
 

@@ -76,7 +76,7 @@ class Host:
     def switch_on(self, share: str | None) -> subprocess.Popen[bytes]:
         """Start the first process. Call ``await_ready`` next."""
         mounts = [asdict(mount) for mount in host_files.prepare(self.disk, self.etc, share)]
-        wanted = {"host": self.name, "record": str(self._record), "mounts": mounts}
+        wanted = {"host": self.name, "record": str(self._record), "home": host_files.HOME, "mounts": mounts}
         argv = [sys.executable, "-m", "infra.testcluster.host_init"]
         return namespaces.start(self.cluster, namespaces.HOST, argv, json.dumps(wanted).encode(), self._console)
 
@@ -92,10 +92,10 @@ class Host:
         return init
 
     def command(self, argv: list[str]) -> list[str]:
-        """The command that runs ``argv`` on the host, in /root. Raises TestClusterError while the host is off.
+        """The command that runs ``argv`` on the host, in the home folder.
 
-        Ctrl-C ends the program as on a console, even if a background job of a shell starts it, in which programs ignore
-        Ctrl-C by default.
+        Raises TestClusterError while the host is off. Ctrl-C ends the program as on a console, even if a background job
+        of a shell starts it, in which programs ignore Ctrl-C by default.
         """
         return [
             "nsenter",

@@ -4,6 +4,7 @@ Every host has its own host key. The head has a key that every host accepts, and
 """
 
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from infra.testcluster.host_init import Mount
 SERVER = "/usr/sbin/sshd"
 NODE_FOLDER = "/run/testcluster"
 """The path on a host of its ``etc`` folder."""
+HOME = pwd.getpwuid(0).pw_dir
+"""The home folder of root, who is the user of every host."""
 START = [SERVER, "-f", f"{NODE_FOLDER}/sshd_config", "-E", "/var/tmp/sshd.log"]  # noqa: S108 - the host's own
 _CONFIG = f"""\
 HostKey {NODE_FOLDER}/host_key
@@ -55,7 +58,7 @@ def write_server(etc: Path, user_key: Path) -> None:
 
 def write_client(disk: Path, user_key: Path) -> None:
     """Write root's .ssh folder to the disk of the head."""
-    folder = disk / "root" / ".ssh"
+    folder = disk / HOME[1:] / ".ssh"
     folder.mkdir(mode=0o700, exist_ok=True)
     key = folder / "id_ed25519"
     key.touch(0o600)
@@ -69,11 +72,9 @@ def write_known_hosts(disk: Path, keys: dict[str, Path]) -> None:
     for host, key in keys.items():
         kind, text = key.with_suffix(".pub").read_text("utf-8").split()[:2]
         lines.append(f"{host},{network.address(host)} {kind} {text}\n")
-    (disk / "root" / ".ssh" / "known_hosts").write_text("".join(lines), "utf-8")
+    (disk / HOME[1:] / ".ssh" / "known_hosts").write_text("".join(lines), "utf-8")
 
 
-HOME = "/root"
-"""The home folder of a host's user."""
 HOSTFILE = f"{HOME}/hosts"
 """On the head: a hostfile of all nodes, with one slot each."""
 ROOT = f"{HOME}/t5"

@@ -1,10 +1,10 @@
 """The first process of a host: mounts the host's view of the files, then adopts and reaps orphaned processes.
 
 Started by infra.testcluster.host in new namespaces, with JSON on standard input: ``host``, ``record`` (where to write
-the identity of this process) and ``mounts`` (folders of the host's own disk and of the machine; everything else is
-read-only). Prints a line once the host is ready. When it ends, everything on the host ends. Standard library only.
-mount(8) is not used, because it can neither make everything read-only at once, nor mount a folder whose path is already
-covered by another mount.
+the identity of this process), ``home`` (the folder where commands start) and ``mounts`` (folders of the host's own disk
+and of the machine; everything else is read-only). Prints a line once the host is ready. When it ends, everything on the
+host ends. Standard library only. mount(8) is not used, because it can neither make everything read-only at once, nor
+mount a folder whose path is already covered by another mount.
 """
 
 import ctypes
@@ -87,7 +87,7 @@ def main() -> NoReturn:
     for kind, target in (("proc", "/proc"), ("sysfs", "/sys"), ("tmpfs", "/dev/shm")):  # noqa: S108 - the host's own
         mount_file_system(kind, target)
     bind(Mount(**mount) for mount in wanted["mounts"])
-    os.chdir("/root")
+    os.chdir(wanted["home"])
     print("ready", flush=True)  # noqa: T201 - the process that started this one reads it
     _reap()
 

@@ -1,6 +1,7 @@
 """The job of a rank: one JSON file, the same for all ranks of an attempt."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -38,6 +39,13 @@ class Consolidated(BaseModel):
     clock: TrainingProgress
 
 
+class StartingModel(NamedTuple):
+    """The folder of a model to start from, and the fingerprint of its weights."""
+
+    folder: Path
+    fingerprint: str
+
+
 class TrainJob(BaseModel):
     """One attempt at a run: what to train, on which data, where, and what to start from.
 
@@ -72,9 +80,12 @@ class TrainJob(BaseModel):
         return TokenShards.load(self.shards_folder)
 
     @property
-    def begins_from(self) -> str | None:
-        """Fingerprint of the weights in ``spec.model.start_from`` if the attempt starts from them, otherwise None."""
-        return None if self.resume_tag or self.consolidated else self.start_fingerprint
+    def begins_from(self) -> StartingModel | None:
+        """The model of ``spec.model.start_from`` if the attempt starts from its weights, otherwise None."""
+        folder, fingerprint = self.spec.model.start_from, self.start_fingerprint
+        if folder is None or fingerprint is None or self.resume_tag or self.consolidated:
+            return None
+        return StartingModel(Path(folder), fingerprint)
 
     @property
     def checkpoints_folder(self) -> Path:

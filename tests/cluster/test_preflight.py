@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from infra.testcluster import Cluster
-from infra.testcluster.host_files import OPERATORS
+from infra.testcluster.host_files import HOME, OPERATORS
 
 pytestmark = pytest.mark.cluster
 
 Preflight = Callable[..., subprocess.CompletedProcess[str]]
 RunOn = Callable[..., str]
+ASKED = f"{HOME}/asked"
+"""On the head: the hostfile of a test."""
 TWO_NODES = "node0 slots=1\nnode1 slots=1\n"
 BUSY_SECONDS = 240  # allows for other tests that run at the same time
 
@@ -23,9 +25,9 @@ def preflight(cluster: Cluster, share: Path) -> Preflight:
     """Run ``t5-pretrain preflight`` on the head, with a hostfile of that text and further arguments."""
 
     def run(hostfile: str, *arguments: str, root: Path = share) -> subprocess.CompletedProcess[str]:
-        path = cluster.disk("head", "/root/asked")
+        path = cluster.disk("head", ASKED)
         path.write_text(hostfile, "utf-8")
-        argv = ["t5-pretrain", "preflight", "--hostfile", "/root/asked", "--root", str(root)]
+        argv = ["t5-pretrain", "preflight", "--hostfile", ASKED, "--root", str(root)]
         settings = ["--set", "cluster.accelerator=cpu", "--set", "layout.micro_batch_sequences=4"]
         return cluster.exec("head", [*argv, *settings, *arguments], timeout=BUSY_SECONDS)
 
@@ -72,7 +74,7 @@ def test_every_fault_is_reported_in_one_preflight(cluster: Cluster, preflight: P
     result = preflight(
         f"{TWO_NODES}nowhere slots=1\n{alias_line}",
         *("--set", "model.preset=11b", "--set", "model.version=v1.1", "--set", f"storage.scratch={small}"),
-        root=Path("/root/only-on-the-head"),
+        root=Path(HOME, "only-on-the-head"),
     )
     run_on("node1", "umount", small)
     found = rows(result)
@@ -91,11 +93,11 @@ def test_every_fault_is_reported_in_one_preflight(cluster: Cluster, preflight: P
 def test_a_host_whose_key_differs_from_known_hosts_is_refused(
     cluster: Cluster, preflight: Preflight, run_on: RunOn
 ) -> None:
-    lines = [line.split(" ", 1) for line in run_on("head", "cat", "/root/.ssh/known_hosts").splitlines()]
+    lines = [line.split(" ", 1) for line in run_on("head", "cat", f"{HOME}/.ssh/known_hosts").splitlines()]
     keys = {names.partition(",")[0]: key for names, key in lines}
     mixed_up = f"node0 {keys['node0']}\nnode1 {keys['node0']}\n"
-    cluster.disk("head", "/root/known").write_text(mixed_up, "utf-8")
-    result = preflight(TWO_NODES, "--set", "cluster.known_hosts=/root/known")
+    cluster.disk("head", f"{HOME}/known").write_text(mixed_up, "utf-8")
+    result = preflight(TWO_NODES, "--set", f"cluster.known_hosts={HOME}/known")
     assert result.returncode == 1
     assert rows(result)["host key"][1].startswith("node1: its host key has changed")
 
@@ -110,8 +112,8 @@ def test_the_all_reduce_names_a_host_that_cannot_reach_the_first_host(cluster: C
 
 
 def test_a_run_whose_hosts_fail_preflight_creates_no_files(cluster: Cluster, share: Path) -> None:
-    cluster.disk("head", "/root/asked").write_text(f"{TWO_NODES}nowhere slots=2\n", "utf-8")
-    argv = ["t5-pretrain", "run", "smoke", "--hostfile", "/root/asked", "--root", str(share / "refused")]
+    cluster.disk("head", ASKED).write_text(f"{TWO_NODES}nowhere slots=2\n", "utf-8")
+    argv = ["t5-pretrain", "run", "smoke", "--hostfile", ASKED, "--root", str(share / "refused")]
     argv += ["--set", "layout.micro_batch_sequences=4"]
     result = cluster.exec("head", argv, timeout=BUSY_SECONDS)
     assert result.returncode == 1

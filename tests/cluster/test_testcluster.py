@@ -13,7 +13,7 @@ import pytest
 from infra.node import processes
 from infra.node.processes import RUN_ID_VARIABLE
 from infra.testcluster import Cluster, registry
-from infra.testcluster.host_files import OPERATORS
+from infra.testcluster.host_files import HOME, HOSTFILE, OPERATORS
 from t5train.errors import TestClusterError
 
 pytestmark = pytest.mark.cluster
@@ -33,7 +33,7 @@ def remains_of(name: str) -> list[object]:
 def test_each_host_has_a_name_ids_and_a_disk_of_its_own(cluster: Cluster, run_on: RunOn) -> None:
     for command in (["hostname"], ["cat", BOOT_ID], ["cat", "/etc/machine-id"]):
         assert len({run_on(host, *command) for host in cluster.hosts} | {Path(BOOT_ID).read_text()}) == 6
-    for folder in ("/tmp", "/var/tmp", "/root", "/run", "/dev/shm"):
+    for folder in ("/tmp", "/var/tmp", HOME, "/run", "/dev/shm"):
         run_on("node0", "touch", f"{folder}/testcluster-mine")
         assert cluster.exec("node1", ["test", "-e", f"{folder}/testcluster-mine"]).returncode == 1
         assert not Path(folder, "testcluster-mine").exists()
@@ -123,7 +123,7 @@ def test_only_a_hosts_own_processes_are_shown(cluster: Cluster) -> None:
 
 
 def test_a_power_cut_leaves_connections_open_and_the_disk_intact(cluster: Cluster, run_on: RunOn) -> None:
-    run_on("node1", "touch", "/root/kept")
+    run_on("node1", "touch", f"{HOME}/kept")
     before = run_on("node1", "cat", BOOT_ID)
     session = cluster.start("head", [*SSH, "node1", "sleep", "1000"], output=subprocess.DEVNULL)
     _wait_for(lambda: [p for p in cluster.processes("node1") if p.argv == ("sleep", "1000")])
@@ -137,15 +137,15 @@ def test_a_power_cut_leaves_connections_open_and_the_disk_intact(cluster: Cluste
     os.kill(client.pid, 9)
     session.wait(timeout=10)
     cluster.boot("node1")
-    run_on("head", *SSH, "node1", "test", "-e", "/root/kept")
+    run_on("head", *SSH, "node1", "test", "-e", f"{HOME}/kept")
     assert run_on("node1", "cat", BOOT_ID) != before
 
 
 def test_a_new_disk_is_empty_and_the_host_keeps_its_key(cluster: Cluster, run_on: RunOn) -> None:
-    run_on("node1", "touch", "/root/kept")
+    run_on("node1", "touch", f"{HOME}/kept")
     cluster.power_cut("node1")
     cluster.boot("node1", new_disk=True)
-    run_on("head", *SSH, "node1", "test", "!", "-e", "/root/kept")
+    run_on("head", *SSH, "node1", "test", "!", "-e", f"{HOME}/kept")
 
 
 def test_two_clusters_are_isolated_and_nothing_remains_of_one_after_down(cluster: Cluster, run_on: RunOn) -> None:
@@ -185,7 +185,7 @@ def test_the_command_line_creates_inspects_uses_and_removes_a_cluster() -> None:
 
     assert run("up", "--nodes", "1").stdout == "up: head node0\n"
     try:
-        assert run("exec", "head", "cat", "/root/hosts").stdout == "node0 slots=1\n"
+        assert run("exec", "head", "cat", HOSTFILE).stdout == "node0 slots=1\n"
         assert run("exec", "node0", "sh", "-c", "exit 7").returncode == 7
         assert "sshd" in run("ps", "node0").stdout
         for command in ("sshd node0 stop", "sshd node0 start", "link node0 down", "link node0 up", "rate node0 1gbit"):

@@ -30,7 +30,7 @@ def module_path(code: str | None) -> str:
     digest of shipped code, the folder of that code comes first and the head's own copy is left out.
     """
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    places = [os.path.abspath(place) for place in named if place]  # noqa: PTH100 - keeps links
+    places = [str(Path(place).absolute()) for place in named if place]
     if code is not None:
         places = [str(code_folder(code)), *(place for place in places if Path(place).resolve() != _OWN)]
     return os.pathsep.join(places)

@@ -62,9 +62,9 @@ class Outlier(NamedTuple):
 
 
 def outliers(values: Mapping[str, str], preferred: str | None = None) -> Iterator[Outlier]:
-    """Yield the hosts whose value differs from that of most hosts.
+    """Yield the hosts whose value differs from the right one, which is the most frequent value.
 
-    If several values are equally frequent, the right one is ``preferred`` if it is among them, or else the first.
+    If several values are equally frequent, ``preferred`` is right if it is among them, and otherwise the first.
     """
     counts = Counter(values.values())
     right = max(counts, key=lambda value: (counts[value], value == preferred), default="")

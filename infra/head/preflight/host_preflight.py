@@ -173,7 +173,7 @@ def require_agreement(requirements: LaunchRequirements, transport: Transport) ->
     found = survey(requirements, transport).findings
     problems = [one for one in found if one.is_problem and one.check not in {IN_USE, PORT}]
     if not all(problem.is_transient for problem in problems):
-        _require_none(problems)
+        raise _error(problems)
     return {host: problem.text for problem in problems for host in problem.hosts}
 
 
@@ -195,16 +195,14 @@ def require_fit(requirements: LaunchRequirements, transport: Transport) -> Fit:
     if report.problems and all(problem.check == REACHABLE for problem in report.problems):
         silent = [host for problem in report.problems for host in problem.hosts]
         raise HostUnreachable("; ".join(problem.text for problem in report.problems), silent)  # may be transient
-    _require_none(report.problems)
+    rendezvous, port = report.judged.rendezvous, report.judged.port
+    if report.problems or rendezvous is None or port is None:
+        raise _error(report.problems)
     for remark in report.findings:
         _log.warning("%s: %s", remark.check, remark.text)
-    rendezvous, port = report.judged.rendezvous, report.judged.port
-    assert rendezvous is not None  # noqa: S101 - otherwise there is a problem
-    assert port is not None  # noqa: S101 - as above
     return Fit(rendezvous, port, report.judged.is_node_local)
 
 
-def _require_none(problems: list[Finding]) -> None:
-    if problems:
-        lines = "".join(f"\n  {problem.check}: {problem.text}" for problem in problems)
-        raise PreflightError(f"preflight checks failed:{lines}")
+def _error(problems: list[Finding]) -> PreflightError:
+    lines = "".join(f"\n  {problem.check}: {problem.text}" for problem in problems)
+    return PreflightError(f"preflight checks failed:{lines}")

@@ -127,11 +127,11 @@ class _Gathering(Watcher):
                         raise self._failure(name, places[name])
                 list(threads.map(lambda shares: self._from(*shares), self._shares(left).items()))
 
-    def begun(self, wanted: Wanted, path: Path, size: int) -> None:  # noqa: ARG002 - see Watcher
+    def begun(self, wanted: Wanted, path: Path, size: int) -> None:  # noqa: ARG002 - Watcher defines the parameters
         """Count the bytes that an interrupted transfer left."""
         self.grown(wanted, size)
 
-    def grown(self, wanted: Wanted, count: int) -> None:  # noqa: ARG002 - see Watcher
+    def grown(self, wanted: Wanted, count: int) -> None:  # noqa: ARG002 - Watcher defines the parameters
         """Report the progress of all files."""
         with self._lock:
             self._done += count

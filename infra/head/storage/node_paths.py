@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Self
 
 from infra.head.hosts.code_shipping import shipped_code
@@ -15,7 +15,7 @@ from infra.node.attempts.run_ownership import Owner
 from infra.node.node_folders import name_on_nodes, node_path, run_path, shards_path, staged_path
 from t5train.files.run_folder import CHECKPOINTS
 from t5train.spec import RunSpec, StorageSpec
-from t5train.spec.rank_job import Consolidated, TrainJob
+from t5train.spec.rank_job import Consolidated, StartingModel, TrainJob
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class NodeRun:
         if job.consolidated is not None:
             folder = self._on_node(path_of_consolidated(job.consolidated))
             changes["consolidated"] = job.consolidated.model_copy(update={"folder": folder})
-        elif job.begins_from is not None:
-            start = {"start_from": str(self._on_node(path_of_start(job)))}
+        elif (model := job.begins_from) is not None:
+            start = {"start_from": str(self._on_node(path_of_start(model)))}
             changes["spec"] = job.spec.model_copy(update={"model": job.spec.model.model_copy(update=start)})
         return job.model_copy(update=changes)
 
@@ -104,7 +104,6 @@ def path_of_consolidated(consolidated: Consolidated) -> str:
     return staged_path(consolidated.folder.name, consolidated.fingerprint)
 
 
-def path_of_start(job: TrainJob) -> str:
-    """Return where the model to start from is staged."""
-    assert job.begins_from is not None  # noqa: S101 - only called for such jobs
-    return staged_path(PurePath(job.spec.model.start_from or "").name, job.begins_from)
+def path_of_start(model: StartingModel) -> str:
+    """Return where a model to start from is staged."""
+    return staged_path(model.folder.name, model.fingerprint)

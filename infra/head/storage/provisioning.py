@@ -211,9 +211,8 @@ def provide(run: NodeRun, job: TrainJob, progress: Progress) -> None:
         _stage(run, consolidated.folder, files, path_of_consolidated(consolidated), progress)
     elif job.resume_tag is not None:
         _restore(run, job.resume_tag, progress)
-    elif job.begins_from is not None:
-        folder = Path(job.spec.model.start_from or "")
-        _stage(run, folder, listed(folder, _visible(folder)), path_of_start(job), progress)
+    elif (model := job.begins_from) is not None:
+        _stage(run, model.folder, listed(model.folder, _visible(model.folder)), path_of_start(model), progress)
     _continue_metrics(run, job, progress)
 
 

@@ -80,7 +80,7 @@ class SharedStorage:
         """Only write the job: no files have to be copied."""
         return self.write_job(attempt_folder)
 
-    def syncing(self, num_saved: Callable[[], int]) -> AbstractContextManager[None]:  # noqa: ARG002 - see RunStorage
+    def syncing(self, num_saved: Callable[[], int]) -> AbstractContextManager[None]:  # noqa: ARG002 - RunStorage defines it
         """Does nothing while ranks run."""
         return nullcontext()
 

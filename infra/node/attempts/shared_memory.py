@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from t5train.errors import StorageError
 
-SEGMENTS = Path("/dev/shm")  # noqa: S108 - where shm_open of the operating system keeps them
+SEGMENTS = Path("/dev/shm")  # noqa: S108 - shm_open always creates its files there
 RANK_BYTES = 67 << 20
 """The most that a rank uses: the buffers of DeepSpeed's csrc/cpu/comm/shm.cpp, and their header."""
 REMEDY = (

@@ -6,6 +6,7 @@ WORLD_SIZE, MASTER_ADDR, MASTER_PORT), and its accelerator from DS_ACCELERATOR a
 """
 
 import errno
+import importlib
 import os
 import signal
 import socket
@@ -63,7 +64,7 @@ def main() -> int:
         )
     _say(Stage.REACHED)
     try:
-        import torch.distributed  # noqa: F401 - checked, and timed
+        importlib.import_module("torch.distributed")
     except (ImportError, OSError) as error:  # OSError: one of its libraries cannot be loaded
         return _fail(f"torch cannot be imported: {error}. Repair the installation there")
     _say(Stage.IMPORTED)
@@ -239,7 +240,7 @@ def _start(request: Probe, index: int) -> _Rank:
         "MASTER_PORT": str(request.rendezvous.port),
         SLOT: str(request.slots[index]),
     }
-    stdout, stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the rank
+    stdout, stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - _outcome closes them
     process = subprocess.Popen(
         [sys.executable, "-m", "infra.node.inspection.all_reduce"],
         stdin=subprocess.DEVNULL,

@@ -187,7 +187,7 @@ class ProgressRelay(Watcher):
         self._unreported, self._reported_at = 0, time.monotonic()
         self._come: dict[str, int] = {}
 
-    def begun(self, wanted: Wanted, path: Path, size: int) -> None:  # noqa: ARG002 - the signature of Watcher
+    def begun(self, wanted: Wanted, path: Path, size: int) -> None:  # noqa: ARG002 - Watcher defines the parameters
         """Count the bytes that are already there."""
         self._come[wanted.name] = 0
         self.grown(wanted, size)

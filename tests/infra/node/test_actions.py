@@ -131,10 +131,10 @@ def test_preparing_an_attempt_writes_its_private_files_and_works_only_once(prepa
 def test_no_attempt_is_prepared_for_a_run_that_another_head_has_taken_over(
     local_hosts: Hosts, act: Act, tmp_path: Path
 ) -> None:
-    owner = {"unique_id": "2" * 32, "head": "other", "root": "/root", "since": "then", "lease_seconds": 60.0}
+    owner = {"unique_id": "2" * 32, "head": "other", "root": "/shared/t5", "since": "then", "lease_seconds": 60.0}
     (tmp_path / "owner.json").write_text(json.dumps(owner))
     spec = json.dumps({"node_local": True, "run_folder": str(tmp_path)})
-    with pytest.raises(RemoteFailed, match=r"^a: .* belongs to head other, root /root, since then") as failed:
+    with pytest.raises(RemoteFailed, match=r"^a: .* belongs to head other, root /shared/t5, since then") as failed:
         act(preparation("1" * 32, spec))
     assert type(failed.value.__cause__) is RunOwned
     assert not local_hosts.attempt_folder("a", RUN_ID).exists()

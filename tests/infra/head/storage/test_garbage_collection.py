@@ -40,7 +40,7 @@ SHARDS = "shards/deadbeef"
 
 
 NO_ATTEMPTS = KnownAttempts()
-THIS_OWNER = Owner("1" * 32, "this-head", "/root", "2026-01-01", 60.0)
+THIS_OWNER = Owner("1" * 32, "this-head", "/shared/t5", "2026-01-01", 60.0)
 
 
 def write_owner(site: Site, owner: Owner = THIS_OWNER) -> None:

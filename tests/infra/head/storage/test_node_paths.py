@@ -32,7 +32,7 @@ def test_ranks_on_nodes_get_the_paths_on_their_node(run: NodeRun) -> None:
 
 def test_the_job_names_starting_weights_by_the_path_where_they_are_staged(run: NodeRun) -> None:
     consolidated = Consolidated(
-        folder=Path("/root/w/relayout/step-8"), fingerprint="c" * 64, clock=TrainingProgress(step=8)
+        folder=Path("/shared/t5/runs/smoke/relayout/step-8"), fingerprint="c" * 64, clock=TrainingProgress(step=8)
     )
     node_job = run.job_on_nodes(job(consolidated=consolidated))
     assert node_job.consolidated == consolidated.model_copy(

@@ -111,7 +111,7 @@ def test_an_attempt_with_an_unexpired_lease_is_kept(attempts: Path) -> None:
 def test_old_attempts_of_another_heads_active_run_are_kept(site: Site, attempts: Path) -> None:
     run = site.scratch("a") / run_path(RUN)
     run.mkdir(parents=True)
-    (run / "owner.json").write_text(json.dumps(asdict(Owner("2" * 32, "other", "/root", "then", 60.0))))
+    (run / "owner.json").write_text(json.dumps(asdict(Owner("2" * 32, "other", "/shared/t5", "then", 60.0))))
     leave_attempt(attempts, "apart", AGE_DAYS, {"node_local": True, "run_folder": str(run)})
     shared = site.root / "runs" / "shared"
     shared.mkdir(parents=True)
