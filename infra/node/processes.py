@@ -48,11 +48,7 @@ class ProcessIdentity:
 
     def is_alive(self) -> bool:
         """Whether this process is still running. A zombie is not."""
-        try:
-            stat = _stat(self.pid)
-        except ProcessLookupError:
-            return False
-        return stat.start_time == self.start_time and stat.state not in "ZX"
+        return _is_running(self.pid, lambda stat: stat.start_time == self.start_time)
 
     def send(self, number: int) -> None:
         """Send the process a signal if it is still running."""
@@ -79,15 +75,7 @@ Belongs = Callable[[int], bool]
 
 def in_group(group: int) -> Belongs:
     """Select the running processes of a process group."""
-
-    def belongs(pid: int) -> bool:
-        try:
-            stat = _stat(pid)
-        except ProcessLookupError:
-            return False
-        return stat.group == group and stat.state not in "ZX"
-
-    return belongs
+    return lambda pid: _is_running(pid, lambda stat: stat.group == group)
 
 
 def in_run(run_id: str) -> Belongs:
@@ -107,15 +95,7 @@ def variable(pid: int, name: str) -> str:
 
 def child_of(parent: int) -> Belongs:
     """Select the running children of a process."""
-
-    def belongs(pid: int) -> bool:
-        try:
-            stat = _stat(pid)
-        except ProcessLookupError:
-            return False
-        return stat.parent == parent and stat.state not in "ZX"
-
-    return belongs
+    return lambda pid: _is_running(pid, lambda stat: stat.parent == parent)
 
 
 def given(argument: str) -> Belongs:
@@ -193,6 +173,15 @@ class _Stat:
     group: int
     cpu_ticks: int
     start_time: int
+
+
+def _is_running(pid: int, belongs: Callable[[_Stat], bool]) -> bool:
+    """Whether a process runs, and is one that is asked for. A zombie does not run."""
+    try:
+        stat = _stat(pid)
+    except ProcessLookupError:
+        return False
+    return belongs(stat) and stat.state not in "ZX"
 
 
 def _stat(pid: int) -> _Stat:

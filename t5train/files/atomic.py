@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -77,6 +78,21 @@ def sync_folder(path: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_error(folder: Path) -> OSError | None:
+    """Return why a folder cannot be written; None if it can.
+
+    A file is actually created, because permissions do not reveal read-only or full file systems.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error
+    return None
 
 
 @contextmanager

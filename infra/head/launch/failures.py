@@ -1,8 +1,6 @@
 """Finds out why an attempt failed: which one error to raise, given the files that its ranks and guards left."""
 
-import os
 import re
-import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +26,7 @@ from t5train.errors import (
     StorageError,
     T5TrainError,
 )
+from t5train.files.atomic import write_error
 from t5train.files.os_errors import of_rank
 from t5train.rank import error_report
 
@@ -220,13 +219,10 @@ def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) ->
     for rank, record in records.items():
         if record is None and (this.folder / f"{rank_name(rank)}.pid").exists():
             who = _who(this, rank, num_ranks, None)
-            if (reason := _disk_failure(this.folder)) is not None:
-                return (
-                    type(reason),
-                    f"{who} ended, but its exit record was not written: {reason}",
-                    this.log(rank_name(rank)),
-                    [],
-                )
+            if (error := write_error(this.folder)) is not None:
+                reason = of_rank(error)
+                what = f"{who} ended, but its exit record was not written: {reason}"
+                return type(reason), what, this.log(rank_name(rank)), []
             what = f"{who} was killed together with its guard, which watches it. Check `dmesg` for the OOM killer"
             return RankKilled, what, this.log(rank_name(rank)), _host_of(this, rank)
     failed = [
@@ -238,22 +234,9 @@ def _first_failure(this: Attempt, num_ranks: int, explained: Collection[int]) ->
         return None
     diagnosis, record, rank = min(failed, key=lambda one: (one[0].hops, one[1].ended_at))
     what = f"{_who(this, rank, num_ranks, record)} {record}"
-    blamed = (
-        _host_of(this, rank) if diagnosis.hops == 0 else []
-    )  # with more hops, another host is at fault, and it is not known which
+    # With more hops, another host is at fault, and it is not known which.
+    blamed = _host_of(this, rank) if diagnosis.hops == 0 else []
     return diagnosis.kind, f"{what}: {diagnosis.advice}" if diagnosis.advice else what, this.log(record.name), blamed
-
-
-def _disk_failure(folder: Path) -> T5TrainError | None:
-    """Return the error if a folder cannot be written; None if it can."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"\0")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        return of_rank(error)
-    return None
 
 
 def _diagnosis(this: Attempt, record: ExitRecord) -> Diagnosis:

@@ -1,10 +1,8 @@
 """Memory, disk space and file descriptors of a node, and whether it can read the head's file under the root."""
 
-import os
 import resource
 import secrets
 import shutil
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from infra.node.processes import identity
 from infra.node.storage.disk_usage import staged_paths, users
 from infra.node.storage.garbage import size_of
 from t5train.errors import StorageError
+from t5train.files.atomic import write_error
 from t5train.host_resources import host_memory_bytes
 
 _MARK = ".mark"
@@ -107,18 +106,9 @@ def _read(path: Path) -> str | None:
 
 
 def _write_error(folder: Path) -> str:
-    """Why a folder cannot be written; empty if it can.
-
-    A file is actually created, because permissions do not reveal read-only or full file systems.
-    """
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"\0")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        return str(error.strerror)
-    return ""
+    """Why a folder cannot be written; empty if it can."""
+    error = write_error(folder)
+    return "" if error is None else str(error.strerror)
 
 
 def _free_bytes(folder: Path) -> int:

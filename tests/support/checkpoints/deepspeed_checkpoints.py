@@ -19,12 +19,10 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
 
-from t5train.checkpoint import sidecar
-from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.checkpoint.sidecar import ParallelLayout
 from t5train.engine.parameter_layout import describe
-from t5train.records.digests import digest_files
 from tests.support.checkpoints.live_moments import live_moments
-from tests.support.checkpoints.toy_ranks import in_fp16, join_ranks, on_cpu
+from tests.support.checkpoints.toy_ranks import TAG, in_fp16, join_ranks, on_cpu, write_sidecar
 
 ALIASES = {"decoder.weight": "shared.weight"}
 STEPS = 3
@@ -138,32 +136,18 @@ def live_weights(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def save_ours(engine: Any, folder: Path, name: str, tied: bool) -> None:
-    tag, rank = "step-00000003", engine.global_rank
-    engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
-    mine = [path.name for path in (folder / tag).glob(f"*zero_pp_rank_{rank}_*.pt")]
-    mine += [path.name for path in (folder / tag).glob("mp_rank_*.pt")] if rank == 0 else []
+    tag, rank = folder / TAG, engine.global_rank
+    engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+    mine = [path.name for path in tag.glob(f"*zero_pp_rank_{rank}_*.pt")]
+    mine += [path.name for path in tag.glob("mp_rank_*.pt")] if rank == 0 else []
     layout = ParallelLayout(
         zero_stage=int(name[4]),  # type: ignore[arg-type]  # pydantic checks it
         precision=name.split("-")[1],  # type: ignore[arg-type]  # pydantic checks it
         data_parallel_rank=rank,
         data_parallel_size=engine.world_size,
     )
-    sidecar.write(
-        folder / tag,
-        Sidecar(
-            run_fingerprint="f" * 64,
-            step=engine.global_steps,
-            tag=tag,
-            rank=rank,
-            world_size=engine.world_size,
-            layout=layout,
-            files=digest_files(folder / tag, mine),
-            groups=describe(engine),
-            aliases=ALIASES if tied else {},
-            huggingface_config={"model_type": "toy"},
-            data=DataState(samples_consumed=12, shards_fingerprint="s"),
-        ),
-    )
+    aliases = ALIASES if tied else {}
+    write_sidecar(engine, tag, layout, mine, samples=12, groups=describe(engine), aliases=aliases)
 
 
 def main(folder: Path, *layouts: str) -> None:

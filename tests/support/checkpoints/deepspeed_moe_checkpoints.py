@@ -26,13 +26,11 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from deepspeed.utils import groups, safe_get_full_fp32_param
 from torch import nn
 
-from t5train.checkpoint import sidecar
-from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.checkpoint.sidecar import ParallelLayout
 from t5train.engine.parameter_layout import describe
 from t5train.model.parameters import ExpertLayer, ParameterSlot
-from t5train.records.digests import digest_files
 from tests.support.checkpoints.live_moments import live_moments
-from tests.support.checkpoints.toy_ranks import in_fp16, join_ranks, on_cpu
+from tests.support.checkpoints.toy_ranks import TAG, in_fp16, join_ranks, on_cpu, write_sidecar
 
 STEPS, MOMENTS = 3, ("exp_avg", "exp_avg_sq")
 _EXPERT = re.compile(r"(.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.*)")
@@ -203,8 +201,8 @@ def held(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def save_ours(engine: Any, layout: Layout, folder: Path) -> None:
-    tag, rank = "step-00000003", engine.global_rank
-    engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+    tag, rank = folder / TAG, engine.global_rank
+    engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
     layers = [
         ExpertLayer(path=f"block.{index}.mlp", module=f"moe.{index}", num_experts=count, expert_parallel_size=size)
         for index, (count, size) in enumerate(zip(layout.num_experts, layout.expert_parallel_sizes, strict=True))
@@ -215,22 +213,15 @@ def save_ours(engine: Any, layout: Layout, folder: Path) -> None:
         data_parallel_rank=rank,
         data_parallel_size=engine.world_size,
     )
-    sidecar.write(
-        folder / tag,
-        Sidecar(
-            run_fingerprint="f" * 64,
-            step=engine.global_steps,
-            tag=tag,
-            rank=rank,
-            world_size=engine.world_size,
-            layout=parallel_layout,
-            files=digest_files(folder / tag, [p.name for p in (folder / tag).glob("*.pt") if writer(p.name) == rank]),
-            groups=[[published(engine, slot, layers) for slot in group] for group in describe(engine)],
-            aliases={} if layout.plain else {"decoder.weight": "shared.weight"},
-            expert_layers=layers,
-            huggingface_config={"model_type": "toy"},
-            data=DataState(samples_consumed=24, shards_fingerprint="s"),
-        ),
+    write_sidecar(
+        engine,
+        tag,
+        parallel_layout,
+        [path.name for path in tag.glob("*.pt") if writer(path.name) == rank],
+        samples=24,
+        groups=[[published(engine, slot, layers) for slot in group] for group in describe(engine)],
+        aliases={} if layout.plain else {"decoder.weight": "shared.weight"},
+        expert_layers=layers,
     )
 
 

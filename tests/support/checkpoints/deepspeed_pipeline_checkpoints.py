@@ -20,12 +20,10 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
-from t5train.checkpoint import sidecar
-from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.checkpoint.sidecar import ParallelLayout
 from t5train.engine.parameter_layout import describe
-from t5train.records.digests import digest_files
 from tests.support.checkpoints.live_moments import live_moments
-from tests.support.checkpoints.toy_ranks import in_fp16, join_ranks, on_cpu
+from tests.support.checkpoints.toy_ranks import TAG, in_fp16, join_ranks, on_cpu, write_sidecar
 
 STEPS = 3
 HUGGINGFACE = {
@@ -150,8 +148,8 @@ def live(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def save_ours(engine: Any, folder: Path, name: str) -> None:
-    tag, grid = "step-00000003", engine.grid
-    engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+    tag, grid = folder / TAG, engine.grid
+    engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
     stage, data_rank, module = grid.get_stage_id(), grid.get_data_parallel_rank(), engine.module
     patterns = [f"*zero_pp_rank_{data_rank}_mp_rank_{stage:02d}_*.pt"]
     if data_rank == 0:
@@ -163,22 +161,9 @@ def save_ours(engine: Any, folder: Path, name: str) -> None:
         data_parallel_rank=data_rank, data_parallel_size=grid.get_data_parallel_world_size(),
         pipeline_rank=stage, pipeline_size=grid.get_pipe_parallel_world_size(),
     )  # fmt: skip
-    sidecar.write(
-        folder / tag,
-        Sidecar(
-            run_fingerprint="f" * 64,
-            step=engine.global_steps,
-            tag=tag,
-            rank=engine.global_rank,
-            world_size=engine.world_size,
-            layout=layout,
-            files=digest_files(folder / tag, [file.name for p in patterns for file in (folder / tag).glob(p)]),
-            groups=describe(engine, pipeline_layers=HUGGINGFACE),
-            huggingface_config={"model_type": "toy"},
-            pipeline_layers=HUGGINGFACE,
-            data=DataState(samples_consumed=12, shards_fingerprint="s"),
-        ),
-    )
+    files = [file.name for pattern in patterns for file in tag.glob(pattern)]
+    groups = describe(engine, pipeline_layers=HUGGINGFACE)
+    write_sidecar(engine, tag, layout, files, samples=12, groups=groups, pipeline_layers=HUGGINGFACE)
 
 
 def main(folder: Path, *layouts: str) -> None:

@@ -1,12 +1,19 @@
 """Functions shared by the programs of this folder that train toy models on real ranks, on CPUs or accelerators."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+
+from t5train.checkpoint import sidecar
+from t5train.checkpoint.sidecar import DataState, ParallelLayout, Sidecar
+from t5train.records.digests import digest_files
+
+TAG = "step-00000003"
 
 
 def join_ranks(folder: Path) -> None:
@@ -17,6 +24,27 @@ def join_ranks(folder: Path) -> None:
     backend = accelerator.communication_backend_name()
     torch.distributed.init_process_group(backend, f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
     deepspeed.init_distributed(backend)
+
+
+def write_sidecar(
+    engine: Any, tag: Path, layout: ParallelLayout, files: Iterable[str], *, samples: int, **fields: Any
+) -> None:
+    """Write the sidecar of this rank for the files that it wrote, with its further ``fields``."""
+    sidecar.write(
+        tag,
+        Sidecar(
+            run_fingerprint="f" * 64,
+            step=engine.global_steps,
+            tag=tag.name,
+            rank=engine.global_rank,
+            world_size=engine.world_size,
+            layout=layout,
+            files=digest_files(tag, files),
+            huggingface_config={"model_type": "toy"},
+            data=DataState(samples_consumed=samples, shards_fingerprint="s"),
+            **fields,
+        ),
+    )
 
 
 def in_fp16(settings: dict[str, Any]) -> dict[str, Any]:
